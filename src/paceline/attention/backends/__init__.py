@@ -1,0 +1,1 @@
+"""Backends: one file per kernel library.  A backend imports no other backend."""

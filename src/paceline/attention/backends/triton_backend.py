@@ -1,0 +1,121 @@
+"""The `triton` backend: our own paged kernels; split-KV decode, and extend over paged keys."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionConfig,
+    Capabilities,
+    GraphSupport,
+    LayerCache,
+    Limits,
+    Part,
+    StepView,
+)
+from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
+from paceline.core.modes import MaskKind
+from paceline.kernels.paged_decode import max_decode_splits, paged_decode
+from paceline.kernels.paged_extend import paged_extend
+from paceline.kernels.triton_runtime import triton_missing_reasons
+
+HEAD_DIMS = frozenset({64, 80, 96, 128, 256})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TritonBuffers:
+    """Partial results of split decode."""
+
+    partial_out: Tensor  # [max_reqs, heads, max_splits, v_head_dim]  float32
+    partial_lse: Tensor  # [max_reqs, heads, max_splits]  float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TritonPlan:
+    """The page-table layout and the decode workspace."""
+
+    table: PageTablePlan
+    buffers: TritonBuffers
+
+
+class TritonBackend(AttentionBackend):
+    """Runs on CUDA, and on a CPU through Triton's interpreter (TRITON_INTERPRET=1), slowly."""
+
+    name: ClassVar[str] = "triton"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        device_types=frozenset({"cuda", "cpu"}),
+        min_cuda_arch=(8, 0),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        page_sizes=None,
+        head_dims=HEAD_DIMS,
+        v_head_dim_differs=True,
+        masks=frozenset({MaskKind.CAUSAL}),
+        window=True,
+        soft_cap=True,
+        returns_lse=True,
+        graph=GraphSupport.UNIFORM,
+        host_plan=False,
+    )
+
+    @classmethod
+    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+        """Capabilities, and whether Triton can run on this device."""
+        return super().unsupported_reasons(config) + triton_missing_reasons(config.device_type)
+
+    def make_buffers(self, limits: Limits) -> TritonBuffers:
+        """Workspace for the largest decode step."""
+        splits = max_decode_splits(limits.max_reqs, limits.num_kv_heads, limits.device)
+        shape = (limits.max_reqs, limits.num_heads, splits)
+        return TritonBuffers(
+            partial_out=torch.empty(*shape, limits.v_head_dim, device=limits.device),
+            partial_lse=torch.empty(*shape, device=limits.device),
+        )
+
+    def plan(self, view: StepView, buffers: Any) -> TritonPlan:
+        """The page-table layout as derived; kernels split from device lengths."""
+        return TritonPlan(table=page_table_plan(view), buffers=buffers)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: TritonPlan, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        """See AttentionBackend.forward."""
+        spec, table = layer.spec, plan.table
+        out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
+        lse = torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device)
+        page_table = table.page_tables[spec.group]
+        prefix_only = part is Part.PREFIX
+        if table.max_extend_len == 1 and not prefix_only:
+            paged_decode(
+                q,
+                layer.k_cache,
+                layer.v_cache,
+                page_table,
+                table.kv_lens,
+                scale=spec.scale,
+                window=spec.window,
+                soft_cap=spec.soft_cap,
+                out=out,
+                lse=lse,
+                partial_out=plan.buffers.partial_out,
+                partial_lse=plan.buffers.partial_lse,
+            )
+        else:
+            paged_extend(
+                q,
+                layer.k_cache,
+                layer.v_cache,
+                page_table,
+                table.prefix_lens,
+                table.prefix_lens if prefix_only else table.kv_lens,
+                table.cu_seqlens_q,
+                max_extend_len=table.max_extend_len,
+                scale=spec.scale,
+                window=spec.window,
+                soft_cap=spec.soft_cap,
+                out=out,
+                lse=lse,
+            )
+        return out, lse

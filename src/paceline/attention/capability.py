@@ -1,0 +1,48 @@
+"""Checks a configuration against a backend's capabilities, collecting every reason."""
+
+from paceline.attention.contract import AttentionConfig, Capabilities
+
+
+def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
+    """All reasons why `can` does not cover `want`, each naming what was expected and got."""
+    reasons: list[str] = []
+
+    def need(covered: bool, name: str, expected: object, got: object) -> None:
+        if not covered:
+            reasons.append(f"{name} must be {expected}, got {got}")
+
+    need(
+        want.device_type in can.device_types,
+        "device",
+        " or ".join(sorted(can.device_types)),
+        want.device_type,
+    )
+    if want.device_type == "cuda" and can.min_cuda_arch is not None:
+        arch = want.cuda_arch or (0, 0)
+        need(arch >= can.min_cuda_arch, "CUDA arch", f"at least {can.min_cuda_arch}", arch)
+    need(want.dtype in can.dtypes, "dtype", sorted(map(str, can.dtypes)), want.dtype)
+    if can.page_sizes is not None:
+        need(want.page_size in can.page_sizes, "page size", sorted(can.page_sizes), want.page_size)
+    if can.head_dims is not None:
+        need(want.head_dim in can.head_dims, "head dim", sorted(can.head_dims), want.head_dim)
+        need(
+            want.v_head_dim in can.head_dims, "V head dim", sorted(can.head_dims), want.v_head_dim
+        )
+    need(
+        can.v_head_dim_differs or want.head_dim == want.v_head_dim,
+        "V head dim",
+        f"that of K ({want.head_dim})",
+        want.v_head_dim,
+    )
+    need(can.window or not want.window, "sliding window", "absent", "present")
+    need(can.soft_cap or not want.soft_cap, "soft cap", "absent", "present")
+    need(can.returns_lse or not want.needs_lse, "log-sum-exp", "not needed", "needed")
+    missing = want.masks - can.masks
+    need(
+        not missing,
+        "mask kind",
+        sorted(kind.value for kind in can.masks),
+        sorted(kind.value for kind in want.masks),
+    )
+    need(can.graph >= want.graph, "graph support", f"at most {can.graph.name}", want.graph.name)
+    return reasons

@@ -1,0 +1,189 @@
+"""The attention backend contract (docs/architecture.md, "Attention").
+
+requests -> Step -> StepBuffers.fill -> derive -> StepView -> backend.plan -> Plan -> backend.forward
+
+A backend is `capabilities` (data) and the methods of `AttentionBackend`.  It states nothing about
+padding, keeps no state between calls, and reads no device value on the host.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.core.modes import MaskKind
+from paceline.core.step import Step
+
+
+class GraphSupport(IntEnum):
+    """Which steps a backend can hold in a graph."""
+
+    NEVER = 0
+    DECODE = 1  # one query row per request
+    UNIFORM = 2  # any fixed number of query rows per request
+    ALWAYS = 3  # ragged steps too
+
+
+class Part(Enum):
+    """Which keys `forward` attends to."""
+
+    ALL = "all"  # prefix and step, under the plan's mask
+    PREFIX = "prefix"  # the prefix alone, non-causal, for cascade; needs returns_lse
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend can do, as data.  None means: no limit."""
+
+    device_types: frozenset[str]  # "cpu", "cuda"
+    min_cuda_arch: tuple[int, int] | None  # compute capability
+    dtypes: frozenset[torch.dtype]  # of q, k, v and the cache
+    page_sizes: frozenset[int] | None  # tokens
+    head_dims: frozenset[int] | None  # of Q and K
+    v_head_dim_differs: bool  # V may have another head dim than K
+    masks: frozenset[MaskKind]
+    window: bool
+    soft_cap: bool
+    returns_lse: bool
+    graph: GraphSupport
+    host_plan: bool  # plans on the host and so needs exact lengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionConfig:
+    """What a model on a device asks of a backend."""
+
+    device_type: str
+    cuda_arch: tuple[int, int] | None
+    dtype: torch.dtype
+    page_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    window: bool  # some layer has one
+    soft_cap: bool  # some layer has one
+    masks: frozenset[MaskKind]
+    needs_lse: bool
+    graph: GraphSupport  # the least that is wanted; NEVER when graphs are off
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The largest step the engine will ever build; `make_buffers` allocates for it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_reqs: int  # padded requests of a step
+    max_tokens: int  # padded tokens of a step
+    max_pages: tuple[int, ...]  # [num_groups] page-table width
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupView:
+    """One cache group's part of a step."""
+
+    page_table: Tensor  # [padded_reqs, max_pages]  int32  page ids; padding: PAD_PAGE
+    out_cache_loc: Tensor  # [padded_tokens]  int64  slots written by this step; padding: PAD_SLOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepView:
+    """The padded device view of one step.  Addresses are fixed; derive writes the contents."""
+
+    row_ids: Tensor  # [padded_reqs]  int64  request-table rows; padded and frozen rows: PAD_ROW
+    prefix_lens: Tensor  # [padded_reqs]  int32  tokens in the cache before the step; padding: 1
+    extend_lens: Tensor  # [padded_reqs]  int32  tokens computed in the step; padding: the stride
+    kv_lens: Tensor  # [padded_reqs]  int32  prefix + extend, padded rows too
+    cu_seqlens_q: Tensor  # [padded_reqs + 1]  int32  leading 0; last = padded_tokens
+    req_ids: Tensor  # [padded_tokens]  int64  index of each token's request within the step
+    positions: Tensor  # [padded_tokens]  int64  rope positions
+    input_ids: Tensor  # [padded_tokens]  int64  token ids
+    logits_loc: Tensor  # [padded_reqs]  int64  each request's last token within the step
+    groups: tuple[GroupView, ...]  # [num_groups]
+    mask: MaskKind
+    tree_mask: Tensor | None  # [padded_tokens, max_extend_len]  bool  column j: row j of the same
+    # request in this step is the token itself or an ancestor.  Only with MaskKind.TREE.
+    max_extend_len: int  # exact; part of the graph key (ragged steps: their maximum)
+    kv_len_bound: int  # no kv_len exceeds it; the same for every step of an engine
+
+    @property
+    def padded_reqs(self) -> int:
+        return self.row_ids.shape[0]
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.positions.shape[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One attention layer's constants."""
+
+    layer_id: int
+    group: int  # index of its cache group
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float  # multiplies q.k
+    window: int | None  # keys visible, itself included; None = all
+    soft_cap: float | None  # cap * tanh(score / cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerCache:
+    """One attention layer with the part of the KV pool it owns."""
+
+    spec: AttentionSpec
+    k_cache: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]  NHD
+    v_cache: Tensor  # [num_pages, page_size, num_kv_heads, v_head_dim]  NHD
+
+
+class AttentionBackend(ABC):
+    """Prepares and runs attention for every layer of a step.  Stateless: buffers are arguments."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[Capabilities]
+
+    @classmethod
+    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+        """Every reason why this backend cannot serve `config`; empty when it can."""
+        from paceline.attention.capability import capability_reasons
+
+        return capability_reasons(cls.capabilities, config)
+
+    @abstractmethod
+    def make_buffers(self, limits: Limits) -> Any:
+        """Allocate once everything whose address a graph may hold."""
+
+    @abstractmethod
+    def plan(self, view: StepView, buffers: Any) -> Any:
+        """Derive the frozen plan: device-only, static shapes, in place in `buffers`.
+
+        The same call in eager, capture and replay.  Recordable.
+        """
+
+    def host_plan(self, step: Step, buffers: Any) -> None:
+        """Plan on the host, before every run of any kind; only with capabilities.host_plan."""
+        raise NotImplementedError(f"{self.name} declares no host plan")
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Any, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        """One attention layer; K and V of the step are already in the cache.
+
+        q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *_head_dim].
+        Returns out [padded_tokens, num_heads, v_head_dim] in q's dtype, and lse
+        [padded_tokens, num_heads] float32 natural log (−inf where no key is visible).  lse may be
+        None, but not with Part.PREFIX of a backend that returns_lse.  Mutates only its buffers.
+        """

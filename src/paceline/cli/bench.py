@@ -1,0 +1,50 @@
+"""`paceline bench`: what this machine does, with its JSON document as the last line."""
+
+import json
+from typing import Any
+
+import click
+
+from paceline.cli.flags import asked_options, engine_flags, log_to_stderr
+
+
+@click.group()
+def bench() -> None:
+    """Time this machine."""
+
+
+@bench.command()
+@click.option(
+    "--batch-size",
+    default="1,8,64",
+    show_default=True,
+    help="Requests that run together; several numbers separated by commas.",
+)
+@click.option(
+    "--input-len", type=int, default=1024, show_default=True, help="Prompt length.  [tokens]"
+)
+@click.option(
+    "--output-len", type=int, default=257, show_default=True, help="Output length.  [tokens]"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
+@engine_flags
+@click.pass_context
+def latency(ctx: click.Context, **values: Any) -> None:
+    """Time to first token and decode rate of one batch at a time."""
+    from paceline.engine.bench_latency import (
+        LatencyShape,
+        bench_latency,
+        parse_batch_sizes,
+        table,
+    )
+
+    log_to_stderr()
+    shape = LatencyShape(
+        batch_sizes=parse_batch_sizes(values["batch_size"]),
+        input_len=values["input_len"],
+        output_len=values["output_len"],
+    )
+    document = bench_latency(asked_options(values), shape, make_llm=ctx.obj)
+    if not values["as_json"]:
+        click.echo(table(document))
+    click.echo(json.dumps(document))

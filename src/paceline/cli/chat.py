@@ -1,0 +1,134 @@
+"""`paceline chat`: a conversation with history; Ctrl-C stops the answer, not the program."""
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import click
+
+from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampling_flags
+from paceline.cli.generate import engine_factory, rate_line
+from paceline.core.errors import ModelError, RequestError
+
+HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer"
+
+
+@click.command()
+@click.option("--system", default=None, help="System message put before the conversation.")
+@sampling_flags
+@engine_flags
+@click.pass_context
+def chat(ctx: click.Context, **values: Any) -> None:
+    """Talk with a model."""
+    from paceline.core.sampling_params import SamplingParams
+
+    log_to_stderr()
+    llm = engine_factory(ctx)(**asked_options(values))
+    params = SamplingParams(
+        max_tokens=values["max_tokens"],
+        temperature=values["temperature"],
+        top_k=values["top_k"],
+        top_p=values["top_p"],
+    )
+    try:
+        click.echo(HELP, err=True)
+        Conversation(llm, params, system=values["system"]).run()
+    finally:
+        llm.close()
+
+
+class Conversation:
+    """Owns the history of one chat."""
+
+    def __init__(self, llm: Any, params: Any, *, system: str | None) -> None:
+        self._llm = llm
+        self._params = params
+        self._system = system
+        self._messages: list[dict[str, str]] = []
+        self._has_template = True
+        self._reset()
+
+    def run(self) -> None:
+        """Read lines until /exit or the end of input."""
+        while (line := read_line()) is not None:
+            if line == "/exit":
+                return
+            if line == "/reset":
+                self._reset()
+                click.echo("forgotten", err=True)
+            elif line.startswith("/"):
+                click.echo(f"unknown command {line}; {HELP}", err=True)
+            elif line:
+                self._turn(line)
+
+    def _reset(self) -> None:
+        self._messages = []
+        if self._system is not None:
+            self._messages.append({"role": "system", "content": self._system})
+
+    def _turn(self, line: str) -> None:
+        self._messages.append({"role": "user", "content": line})
+        try:
+            answer = self._answer(self._prompt())
+        except RequestError as error:
+            self._messages.pop()
+            click.echo(f"{type(error).__name__}: {error}\n{HELP}", err=True)
+            return
+        self._messages.append({"role": "assistant", "content": answer})
+
+    def _prompt(self) -> str | list[int]:
+        if self._has_template:
+            try:
+                prompt: str | list[int] = self._llm.tokenizer.apply_chat_template(self._messages)
+            except ModelError as error:
+                self._has_template = False
+                click.echo(f"{error}\ncontinuing your text as it stands, line by line", err=True)
+            else:
+                return prompt
+        return "\n".join(entry["content"] for entry in self._messages) + "\n"
+
+    def _answer(self, prompt: str | list[int]) -> str:
+        text, is_aborted, snapshot = "", False, None
+        with interrupts() as pressed:
+            for snapshot in self._llm.generate([prompt], self._params, stream=True):
+                grown = snapshot.outputs[0].text
+                click.echo(grown[len(text) :], nl=False)
+                text = grown
+                if pressed and not is_aborted:
+                    is_aborted = True
+                    self._llm.abort(snapshot.request_id)
+        click.echo(" [stopped]" if is_aborted else "")
+        if snapshot is not None and snapshot.finished:
+            click.echo(rate_line(snapshot.metrics), err=True)
+        return text
+
+
+def read_line() -> str | None:
+    """One line of input, stripped; None at its end.  Ctrl-C at the prompt starts a new line."""
+    while True:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except KeyboardInterrupt:
+            click.echo(f"\n{HELP}", err=True)
+        except EOFError:
+            return None
+
+
+@contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Collect Ctrl-C in a list instead of raising inside the engine; the second one raises."""
+    pressed: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, previous)

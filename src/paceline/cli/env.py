@@ -1,0 +1,15 @@
+"""`paceline env`: this machine, and which attention backends are live on it."""
+
+import json
+
+import click
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+def env(as_json: bool) -> None:
+    """Show this machine: versions, CPU, memory, GPUs, backends, kernel cache."""
+    from paceline.engine.environment import environment, show
+
+    document = environment()
+    click.echo(json.dumps(document) if as_json else show(document))

@@ -1,0 +1,79 @@
+"""Every exception a caller can act on, in one small tree.
+
+    PacelineError
+    ├── ConfigError            a flag, field or combination that cannot work
+    │   └── BackendUnsupported   an explicitly chosen backend that cannot run; carries every reason
+    ├── ModelError             a model that cannot be found, read or understood
+    │   └── WeightsError         missing, unexpected, truncated or mis-shaped tensors
+    ├── RequestError           one request is wrong; the others go on
+    │   └── CapacityError        a request that can never fit, with the numbers
+    ├── KernelArgumentError    a tensor of the wrong shape, dtype, stride or device
+    ├── GraphError             something a graph cannot hold
+    │   ├── HostReadError        a host read, or a shape that depends on data, inside a recorded region
+    │   └── GraphGuardError      a replay whose key, addresses or bounds differ from its capture
+    └── IntegrityError         books that do not balance
+
+Every message says: name, expected, got, remedy.  Build it with `message`.
+"""
+
+
+class PacelineError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(PacelineError):
+    """A flag, field or combination that cannot work."""
+
+
+class BackendUnsupported(ConfigError):
+    """An explicitly chosen backend cannot run; `reasons` holds all of them."""
+
+    def __init__(self, backend: str, reasons: list[str]) -> None:
+        self.backend = backend
+        self.reasons = list(reasons)
+        listed = "".join(f"\n  - {reason}" for reason in reasons)
+        super().__init__(
+            f"attention backend '{backend}' cannot run here:{listed}\n"
+            "choose another with --attention-backend, or 'auto' to let the engine choose"
+        )
+
+
+class ModelError(PacelineError):
+    """A model that cannot be found, read or understood."""
+
+
+class WeightsError(ModelError):
+    """Missing, unexpected, truncated or mis-shaped tensors."""
+
+
+class RequestError(PacelineError):
+    """One request is wrong; the others go on."""
+
+
+class CapacityError(RequestError):
+    """A request that can never fit, with the numbers."""
+
+
+class KernelArgumentError(PacelineError):
+    """A tensor of the wrong shape, dtype, stride or device."""
+
+
+class GraphError(PacelineError):
+    """Something a graph cannot hold."""
+
+
+class HostReadError(GraphError):
+    """A host read, or a shape that depends on data, inside a recorded region."""
+
+
+class GraphGuardError(GraphError):
+    """A replay whose key, addresses or bounds differ from its capture."""
+
+
+class IntegrityError(PacelineError):
+    """Books that do not balance."""
+
+
+def message(name: str, *, expected: object, got: object, remedy: str) -> str:
+    """One error text in the house form: name, expected, got, remedy."""
+    return f"{name} must be {expected}, got {got}; {remedy}"

@@ -1,0 +1,96 @@
+"""ModelConfig: the shape of a model, as every architecture file understands it.  No torch."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class RopeKind(Enum):
+    """How rotary frequencies are scaled beyond the trained context."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """One rotary table.  Fields that a kind does not use keep their defaults."""
+
+    kind: RopeKind = RopeKind.DEFAULT
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position: int | None = None  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    attention_factor: float | None = None  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Everything the engine needs to know of a checkpoint before it reads a weight."""
+
+    model_type: str  # Hugging Face model_type; names the architecture file
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of Q and K
+    v_head_dim: int
+    max_position: int  # context limit in tokens
+    rms_norm_eps: float
+    rope: RopeConfig
+    rope_local: RopeConfig | None  # of windowed layers where it differs (gemma3)
+    layer_windows: tuple[int | None, ...]  # [num_layers] keys visible, itself included; None = all
+    attention_scale: float  # multiplies q.k
+    attention_soft_cap: float | None
+    logit_soft_cap: float | None
+    attention_bias: bool  # biases on q, k, v
+    attention_out_bias: bool
+    mlp_bias: bool
+    hidden_act: str
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: str  # as stored: "bfloat16", "float16", "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroupSpec:
+    """Layers that share page size, lifetime and rewind rule."""
+
+    name: str  # "full" or "window-1024"
+    layer_ids: tuple[int, ...]
+    window: int | None  # keys visible, itself included; None = all
+    page_size: int  # tokens
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+    def page_bytes(self, element_bytes: int) -> int:
+        """Bytes of one page over all layers of the group, K and V."""
+        per_token = self.num_kv_heads * (self.head_dim + self.v_head_dim) * element_bytes
+        return per_token * self.page_size * len(self.layer_ids)
+
+
+def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSpec, ...]:
+    """The model's cache groups: one per distinct window, full attention first."""
+    windows = sorted(set(config.layer_windows), key=lambda w: (w is not None, w or 0))
+    return tuple(
+        CacheGroupSpec(
+            name="full" if window is None else f"window-{window}",
+            layer_ids=tuple(i for i, w in enumerate(config.layer_windows) if w == window),
+            window=window,
+            page_size=page_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            v_head_dim=config.v_head_dim,
+        )
+        for window in windows
+    )

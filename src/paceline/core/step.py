@@ -1,0 +1,105 @@
+"""Step: what the scheduler decided for one turn, as host integers, and what came back.
+
+Everything else (lengths, positions, tables, offsets) is derived from a Step and the request table,
+on the device, by `runner.derive`.  Pure Python; imports no torch.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from paceline.core.modes import ForwardMode
+from paceline.core.sampling_params import SamplerTier, SamplingParams
+
+
+class FinishCode(IntEnum):
+    """Why the device froze a row.  The device knows ids and limits; the host knows the rest."""
+
+    RUNNING = 0
+    STOP_TOKEN = 1  # an end token or a stop id; the token itself is emitted
+    LENGTH = 2  # max_tokens or the end of the context
+    NON_FINITE = 3  # the row's logits held NaN or inf; no token is emitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinDelta:
+    """A request enters its row (first admission, or resume after preemption)."""
+
+    row: int
+    token_ids: tuple[int, ...]  # [num_known] prompt, then what was generated before a preemption
+    prompt_len: int  # tokens of token_ids that are prompt; the rest counts as output
+    prefix_len: int  # tokens whose KV is already in the cache (a prefix hit), < num_known
+    max_len: int  # the row is finished once it knows this many tokens, prompt included
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageDelta:
+    """Page ids written into one row of one group's page table."""
+
+    row: int
+    group: int  # index into the model's cache groups
+    start: int  # first entry written
+    page_ids: tuple[int, ...]
+
+
+Delta = JoinDelta | PageDelta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLayout:
+    """Which rows a step holds and how many tokens each brings; equal layouts need no staging."""
+
+    rows: tuple[int, ...]  # [num_reqs] request-table rows, never PAD_ROW
+    extend_lens: tuple[int, ...]  # [num_reqs] tokens computed in this step
+    emits: tuple[bool, ...]  # [num_reqs] False for a prompt chunk that is not the last
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.extend_lens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One turn of the engine.
+
+    `prefix_lens_bound` is exact for a row that still runs; a row the device has frozen meanwhile
+    has less, and is treated as padding there.
+    """
+
+    epoch: int  # strictly increasing
+    mode: ForwardMode
+    layout: StepLayout
+    prefix_lens_bound: tuple[int, ...]  # [num_reqs] tokens in the cache before the step
+    sampler: SamplerTier  # the widest any of its rows needs
+    logprobs: bool  # some row asked for log-probabilities
+    deltas: tuple[Delta, ...]  # applied to the request table before this step, in order
+
+    @property
+    def kv_lens_bound(self) -> tuple[int, ...]:
+        """[num_reqs] prefix + extend, always."""
+        pairs = zip(self.prefix_lens_bound, self.layout.extend_lens, strict=True)
+        return tuple(prefix + extend for prefix, extend in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLogprobs:
+    """Log-probabilities of one sampled token, natural log, of the model's raw distribution."""
+
+    chosen: float
+    top_ids: tuple[int, ...]  # most likely first
+    top_values: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutputs:
+    """What a retired step produced, as host values, in the order of the step's rows."""
+
+    epoch: int
+    emitted: tuple[bool, ...]  # [num_reqs] False: no token (chunk not final, frozen, or failed)
+    token_ids: tuple[int, ...]  # [num_reqs] meaningful where emitted
+    finish: tuple[FinishCode, ...]  # [num_reqs] set in the step that freezes the row
+    logprobs: tuple[RowLogprobs, ...] | None  # [num_reqs] when the step asked for them

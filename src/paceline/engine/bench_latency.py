@@ -1,0 +1,315 @@
+"""Latency of one model on this machine: time to first token and decode rate.
+
+    python -m paceline.engine.bench_latency --model llama-3.1-8b --load-format dummy \
+        --batch-size 1,8,64 --input-len 1024 --output-len 257
+
+Checks first (the same prompt twice gives the same tokens; every count is exact; nobody was
+preempted), then times.  Prompts are random ids of exact length from a seed, greedy, end tokens
+ignored.  t(n) is the wall time of one `generate` of the whole batch for n tokens each;
+t(1) is a run of its own on the same prompts, with the prefix cache off unless it was asked for.
+Needs nothing beyond what the engine needs.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigError, IntegrityError, PacelineError, message
+from paceline.core.options import EngineOptions, spec_of
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.machine import kernel_cache, local_device, versions
+
+REPEATS = 3
+CHECK_TOKENS = 16  # output tokens of the check
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyShape:
+    """What is timed.  Raises ConfigError for counts below their least."""
+
+    batch_sizes: tuple[int, ...] = (1, 8, 64)
+    input_len: int = 1024  # tokens
+    output_len: int = 257  # tokens
+    prompt_seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("batch_size", min(self.batch_sizes, default=0), 1)
+        _at_least("input_len", self.input_len, 1)
+        _at_least("output_len", self.output_len, 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyResult:
+    """One batch size.  `decode_tok_s` and `ttft_ms` are the best of REPEATS runs."""
+
+    batch_size: int
+    input_len: int
+    output_len: int
+    ttft_ms: float  # t(1): until every request of the batch has its first token
+    decode_tok_s: float  # batch x (output_len - 1) / (t(output_len) - t(1))
+    spread: float  # (best - worst) / best of the decode rates
+
+
+class LatencyBench:
+    """Builds one engine, checks it, and times it."""
+
+    def __init__(
+        self,
+        asked: Mapping[str, object],
+        shape: LatencyShape,
+        *,
+        make_llm: Callable[..., Any],
+        vocab_size: int,
+    ) -> None:
+        self._shape = shape
+        self._asked = {
+            "enable_prefix_cache": False,
+            "max_num_seqs": max(shape.batch_sizes),
+            **asked,
+        }
+        self._vocab_size = vocab_size
+        self._make_llm = make_llm
+
+    def run(self) -> dict[str, object]:
+        """Boot, check, time; returns the JSON document.  Raises IntegrityError from a check."""
+        asked_device = self._asked.get("device")
+        device = local_device(None if asked_device is None else str(asked_device))
+        entries_before = kernel_cache()["entries"]
+        began = time.perf_counter()
+        llm = self._make_llm(**self._asked)
+        boot_s = time.perf_counter() - began
+        try:
+            self._generate(llm, batch_size=1, output_len=1, salt=0)
+            first_token_s = seconds_since_process_start()
+            check = self._check(llm)
+            results = [self._time(llm, size) for size in self._shape.batch_sizes]
+        finally:
+            llm.close()
+        return {
+            "device": {
+                "name": device.name,
+                "type": device.device_type,
+                "total_bytes": device.total_bytes,
+            },
+            "versions": versions(),
+            "model": str(self._asked.get("model", "bundled")),
+            "boot_s": boot_s,
+            "first_token_s": first_token_s,
+            "kernel_cache": cache_state(device.device_type, entries_before),
+            "check": check,
+            "results": [asdict(result) for result in results],
+        }
+
+    def _check(self, llm: Any) -> dict[str, object]:
+        length = min(CHECK_TOKENS, self._shape.output_len)
+        first, second = (
+            self._generate(llm, batch_size=1, output_len=length, salt=1)[1] for _ in range(2)
+        )
+        if first != second:
+            raise IntegrityError(
+                message(
+                    "two greedy runs of one prompt",
+                    expected=f"equal tokens {first[0]}",
+                    got=second[0],
+                    remedy="do not trust a timing of this configuration; try --enforce-eager",
+                )
+            )
+        return {"repeat_agrees": True, "tokens_compared": length, "counts_exact": True}
+
+    def _time(self, llm: Any, batch_size: int) -> LatencyResult:
+        shape = self._shape
+        self._generate(llm, batch_size=batch_size, output_len=shape.output_len, salt=2)
+        first_s, rates = [], []
+        for repeat in range(REPEATS):
+            salt = 3 + repeat
+            one, _ = self._generate(llm, batch_size=batch_size, output_len=1, salt=salt)
+            full, _ = self._generate(
+                llm, batch_size=batch_size, output_len=shape.output_len, salt=salt
+            )
+            first_s.append(one)
+            rates.append(batch_size * (shape.output_len - 1) / max(full - one, 1e-9))
+        return LatencyResult(
+            batch_size=batch_size,
+            input_len=shape.input_len,
+            output_len=shape.output_len,
+            ttft_ms=1e3 * min(first_s),
+            decode_tok_s=max(rates),
+            spread=(max(rates) - min(rates)) / max(rates),
+        )
+
+    def _generate(
+        self, llm: Any, *, batch_size: int, output_len: int, salt: int
+    ) -> tuple[float, list[tuple[int, ...]]]:
+        """(seconds, token ids per request) of one batch; every count is verified."""
+        shape = self._shape
+        prompts = random_prompts(
+            batch_size, shape.input_len, self._vocab_size, seed=shape.prompt_seed * 1009 + salt
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+        began = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        seconds = time.perf_counter() - began
+        tokens = [tuple(output.outputs[0].token_ids) for output in outputs]
+        counts = [len(ids) for ids in tokens]
+        if counts != [output_len] * batch_size:
+            raise _count_error("output tokens per request", output_len, counts)
+        preemptions = sum(output.metrics.preemptions for output in outputs)
+        if preemptions:
+            raise _count_error("preemptions", 0, preemptions)
+        return seconds, tokens
+
+
+def bench_latency(
+    asked: Mapping[str, object],
+    shape: LatencyShape,
+    *,
+    make_llm: Callable[..., Any] | None = None,
+    vocab_size: int | None = None,
+) -> dict[str, object]:
+    """Run the benchmark on the engine (or on `make_llm`'s) and return its document."""
+    if make_llm is None:
+        from paceline.engine.llm import LLM
+
+        make_llm = LLM
+    if vocab_size is None:
+        vocab_size = _vocab_size(asked)
+    return LatencyBench(asked, shape, make_llm=make_llm, vocab_size=vocab_size).run()
+
+
+def random_prompts(
+    batch_size: int, input_len: int, vocab_size: int, *, seed: int
+) -> list[list[int]]:
+    """`batch_size` prompts of exactly `input_len` uniform random ids, the same for a seed."""
+    source = random.Random(seed)
+    return [[source.randrange(vocab_size) for _ in range(input_len)] for _ in range(batch_size)]
+
+
+def cache_state(device_type: str, entries_before: object) -> str:
+    """ "cold": this run compiled kernels; "warm": all came from the folder; "none": no compiler.
+
+    Told by whether the kernel cache folder gained entries since `entries_before` were counted.
+    """
+    if device_type == "cpu":
+        return "none"
+    return "warm" if kernel_cache()["entries"] == entries_before else "cold"
+
+
+def seconds_since_process_start() -> float | None:
+    """Wall seconds since the kernel started this process; None where /proc does not say."""
+    stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
+    if not (stat.is_file() and uptime.is_file()):
+        return None
+    import os
+
+    # Field 22 counts from 1; the command name before it may hold spaces and ends with ')'.
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return float(uptime.read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def table(document: Mapping[str, Any]) -> str:
+    """The document for people."""
+    rows = [
+        f"{document['model']} on {document['device']['name']}",
+        f"boot {document['boot_s']:.2f} s, first token {_seconds(document['first_token_s'])} "
+        f"after process start, kernel cache {document['kernel_cache']}",
+        f"{'batch':>6}{'input':>8}{'output':>8}{'ttft ms':>12}{'decode tok/s':>16}{'spread':>9}",
+    ]
+    rows += [
+        f"{r['batch_size']:>6}{r['input_len']:>8}{r['output_len']:>8}"
+        f"{r['ttft_ms']:>12.2f}{r['decode_tok_s']:>16.1f}{r['spread']:>9.1%}"
+        for r in document["results"]
+    ]
+    return "\n".join(rows)
+
+
+def parse_batch_sizes(text: str) -> tuple[int, ...]:
+    """'1,8,64' as numbers.  Raises ConfigError."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ConfigError(
+            message(
+                "batch_size",
+                expected="numbers separated by commas",
+                got=repr(text),
+                remedy="write for example --batch-size 1,8,64",
+            )
+        )
+    return tuple(int(part) for part in parts)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line without click; prints a table and then the JSON document as last line."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.engine.bench_latency")
+    parser.add_argument("--batch-size", default="1,8,64")
+    parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--output-len", type=int, default=257)
+    parser.add_argument("--json", action="store_true", help="print the JSON line only")
+    add_engine_arguments(parser)
+    values = vars(parser.parse_args(argv))
+    asked = {o.name: values[o.name] for o in fields(EngineOptions) if o.name in values}
+    try:
+        shape = LatencyShape(
+            batch_sizes=parse_batch_sizes(values["batch_size"]),
+            input_len=values["input_len"],
+            output_len=values["output_len"],
+        )
+        document = bench_latency(asked, shape)
+    except PacelineError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    if not values["json"]:
+        print(table(document))
+    print(json.dumps(document))
+    return 0
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` every engine option; one that is not typed leaves no attribute."""
+    for option in fields(EngineOptions):
+        spec = spec_of(option)
+        common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS}
+        flags = [
+            *spec.flags,
+            *(flag.replace("-", "_").replace("__", "--", 1) for flag in spec.flags),
+        ]
+        flags = list(dict.fromkeys(flags))
+        if spec.kind is bool:
+            parser.add_argument(*flags, action="store_true", help=spec.help, **common)
+            for flag in spec.off_flags:
+                parser.add_argument(flag, action="store_false", help=argparse.SUPPRESS, **common)
+        else:
+            parser.add_argument(*flags, type=spec.kind, help=spec.help, **common)
+
+
+def _vocab_size(asked: Mapping[str, object]) -> int:
+    from paceline.models.config import parse_config
+    from paceline.models.locate import locate
+
+    source = locate(str(asked.get("model", "bundled")), asked.get("revision"))
+    return parse_config(source).vocab_size
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(
+            message(name, expected=f"at least {least}", got=value, remedy="give a larger number")
+        )
+
+
+def _count_error(name: str, expected: object, got: object) -> IntegrityError:
+    remedy = "do not trust a timing of this configuration; lower --batch-size"
+    return IntegrityError(message(name, expected=expected, got=got, remedy=remedy))
+
+
+def _seconds(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

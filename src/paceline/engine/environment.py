@@ -1,0 +1,72 @@
+"""Environment: the document of `paceline env`: this machine and the attention backends on it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.attention.contract import AttentionConfig, GraphSupport
+from paceline.attention.registry import BACKENDS, load_backend
+from paceline.core.gpus import DeviceFacts
+from paceline.core.modes import MaskKind
+from paceline.engine.fit import gib
+from paceline.engine.machine import describe, local_device
+
+
+def environment() -> dict[str, object]:
+    """`machine.describe()` and, per backend, whether it is live or every reason why not."""
+    device = local_device()
+    return {**describe(), "backends": backends(device)}
+
+
+def backends(device: DeviceFacts) -> list[dict[str, object]]:
+    """Each registered backend against a plain decoder on `device`."""
+    wanted = plain_decoder(device)
+    rows: list[dict[str, object]] = []
+    for name in BACKENDS:
+        reasons = load_backend(name).unsupported_reasons(wanted)
+        rows.append({"name": name, "live": not reasons, "reasons": reasons})
+    return rows
+
+
+def plain_decoder(device: DeviceFacts) -> AttentionConfig:
+    """The least a decoder asks of a backend: causal, grouped heads, head dim 128."""
+    import torch
+
+    return AttentionConfig(
+        device_type=device.device_type,
+        cuda_arch=device.cuda_arch,
+        dtype=torch.bfloat16 if device.native_bf16 else torch.float32,
+        page_size=16,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        v_head_dim=128,
+        window=False,
+        soft_cap=False,
+        masks=frozenset({MaskKind.CAUSAL}),
+        needs_lse=False,
+        graph=GraphSupport.DECODE,
+    )
+
+
+def show(document: Mapping[str, Any]) -> str:
+    """The document for people."""
+    cpu, memory, cache = document["cpu"], document["memory"], document["kernel_cache"]
+    bf16 = "native bfloat16" if cpu["native_bf16"] else "no native bfloat16"
+    rows = [f"{'platform':<18}{document['platform']}"]
+    rows += [f"{name:<18}{found or 'absent'}" for name, found in document["versions"].items()]
+    rows.append(
+        f"{'cpu':<18}{cpu['name']}, {cpu['physical_cores']} cores, "
+        f"{cpu['logical_cpus']} threads, {bf16}"
+    )
+    total, free = gib(memory["total_bytes"]), gib(memory["available_bytes"])
+    rows.append(f"{'memory':<18}{total}, {free} available")
+    for gpu in document["gpus"]:
+        arch = ".".join(map(str, gpu["cuda_arch"]))
+        rows.append(f"{'gpu':<18}{gpu['name']}, {gib(gpu['total_bytes'])}, arch {arch}")
+    if not document["gpus"]:
+        rows.append(f"{'gpu':<18}none")
+    for backend in document["backends"]:
+        state = "live" if backend["live"] else "not live: " + "; ".join(backend["reasons"])
+        rows.append(f"{'backend ' + backend['name']:<18}{state}")
+    rows.append(f"{'kernel cache':<18}{cache['folder']}, {cache['entries']} entries")
+    return "\n".join(rows)

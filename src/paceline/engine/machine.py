@@ -1,0 +1,180 @@
+"""This machine: its devices, the versions of what the engine leans on, and the kernel cache.
+
+Reads /proc and package metadata; only `local_device` and `gpus` import torch.
+"""
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from paceline.core.errors import ConfigError, message
+from paceline.core.gpus import DeviceFacts
+
+LIBRARIES = (
+    "paceline",
+    "torch",
+    "triton",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "transformers",
+)
+BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86 and aarch64 names
+
+
+def versions() -> dict[str, str | None]:
+    """Version of Python and of each library the engine may use; None where it is absent."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def local_device(device_type: str | None = None) -> DeviceFacts:
+    """The first GPU when there is one, otherwise the CPU; or the one asked for.
+
+    Raises ConfigError when a GPU is asked for and none is usable.
+    """
+    if device_type == "cpu":
+        return cpu_facts()
+    import torch
+
+    if torch.cuda.is_available():
+        return _gpu_facts(0)
+    if device_type == "cuda":
+        raise ConfigError(
+            message(
+                "device",
+                expected="a CUDA device that torch can use",
+                got=f"none (torch {torch.__version__}, built for CUDA {torch.version.cuda})",
+                remedy="use --device cpu, or install a torch build for this GPU's driver",
+            )
+        )
+    return cpu_facts()
+
+
+def gpus() -> list[DeviceFacts]:
+    """Every GPU torch can use."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [_gpu_facts(index) for index in range(torch.cuda.device_count())]
+
+
+def cpu_facts() -> DeviceFacts:
+    """The CPU of this machine, and of it what this process may use."""
+    info = _cpuinfo()
+    total, free = _memory()
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    return DeviceFacts(
+        name=info.get("model name") or platform.processor() or platform.machine(),
+        device_type="cpu",
+        total_bytes=total,
+        free_bytes=free,
+        cuda_arch=None,
+        bandwidth_bytes_s=None,
+        cores=usable_cores(),
+        native_bf16=bool(flags & BF16_FLAGS),
+        source="/proc/cpuinfo and /proc/meminfo",
+    )
+
+
+def usable_cores() -> int:
+    """Physical cores among the logical ones this process may run on."""
+    allowed = _allowed_cpus()
+    siblings = set()
+    for cpu in allowed:
+        path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings.add(path.read_text().strip() if path.is_file() else str(cpu))
+    return len(siblings)
+
+
+def kernel_cache() -> dict[str, object]:
+    """The folder where Triton keeps compiled kernels, and how many entries it has."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    entries = sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
+    return {"folder": str(folder), "exists": folder.is_dir(), "entries": entries}
+
+
+def describe() -> dict[str, object]:
+    """The document of `paceline env --json`, less the backends (see `engine.explain`)."""
+    cpu = cpu_facts()
+    return {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "executable": sys.executable,
+        "cpu": {
+            "name": cpu.name,
+            "logical_cpus": len(_allowed_cpus()),
+            "physical_cores": cpu.cores,
+            "native_bf16": cpu.native_bf16,
+        },
+        "memory": {"total_bytes": cpu.total_bytes, "available_bytes": cpu.free_bytes},
+        "gpus": [
+            {
+                "name": gpu.name,
+                "total_bytes": gpu.total_bytes,
+                "free_bytes": gpu.free_bytes,
+                "cuda_arch": list(gpu.cuda_arch or ()),
+            }
+            for gpu in gpus()
+        ],
+        "kernel_cache": kernel_cache(),
+    }
+
+
+def _allowed_cpus() -> list[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _gpu_facts(index: int) -> DeviceFacts:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(index)
+    arch = torch.cuda.get_device_capability(index)
+    return DeviceFacts(
+        name=torch.cuda.get_device_name(index),
+        device_type="cuda",
+        total_bytes=total,
+        free_bytes=free,
+        cuda_arch=arch,
+        bandwidth_bytes_s=None,
+        cores=None,
+        native_bf16=arch >= (8, 0),
+        source="the CUDA driver",
+    )
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's lines of /proc/cpuinfo; empty where there is none."""
+    path = Path("/proc/cpuinfo")
+    if not path.is_file():
+        return {}
+    first = path.read_text().split("\n\n", 1)[0]
+    pairs = (line.split(":", 1) for line in first.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _memory() -> tuple[int, int]:
+    """(total, available) bytes, within the control group's limit."""
+    path = Path("/proc/meminfo")
+    if not path.is_file():
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return total, total
+    rows = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    total, free = (int(rows[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    if text != "max":
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        total, free = min(total, int(text)), min(free, max(0, int(text) - used))
+    return total, free

@@ -1,0 +1,21 @@
+"""Argument errors of the launchers: which tensor, what was expected, what it is."""
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError, message
+
+
+def reject(name: str, *, expected: str, got: Tensor, remedy: str) -> NoReturn:
+    """Raise KernelArgumentError about tensor argument `name`."""
+    raise KernelArgumentError(
+        message(name, expected=expected, got=describe(got), remedy=remedy)
+    )
+
+
+def describe(tensor: Tensor) -> str:
+    """dtype, shape, strides and device of a tensor, for an error text."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    strides = list(tensor.stride())
+    return f"{dtype} {list(tensor.shape)} with strides {strides} on {tensor.device}"

@@ -1,0 +1,51 @@
+"""Triton kernel of act_and_mul; see kernels/act_and_mul.py for the definition."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels._triton.primitives import tanh
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _act_and_mul_kernel(
+    x_ptr,  # [tokens, 2 * inter] gate | up
+    out_ptr,  # [tokens, inter]
+    stride_x_token,
+    stride_out_token,
+    inter,
+    GELU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < inter
+    row_ptr = x_ptr + token * stride_x_token
+    gate = tl.load(row_ptr + cols, mask=mask, other=0.0)
+    up = tl.load(row_ptr + inter + cols, mask=mask, other=0.0)
+    g = gate.to(tl.float32)
+    if GELU:
+        activated = 0.5 * g * (1.0 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
+    else:
+        activated = g * tl.sigmoid(g)
+    result = activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    tl.store(out_ptr + token * stride_out_token + cols, result.to(gate.dtype), mask=mask)
+
+
+def launch_act_and_mul(x: Tensor, kind: str, out: Tensor) -> None:
+    """One program per token and block of columns."""
+    tokens, inter = out.shape
+    if tokens == 0:
+        return
+    _act_and_mul_kernel[(tokens, triton.cdiv(inter, _BLOCK))](
+        x,
+        out,
+        x.stride(0),
+        out.stride(0),
+        inter,
+        GELU=kind == "gelu_tanh",
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )

@@ -1,0 +1,100 @@
+"""Small jitted helpers that several kernels share."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tanh(x):
+    """tanh of a float32 tile; exp never overflows."""
+    decay = tl.exp(-2.0 * tl.abs(x))
+    magnitude = (1.0 - decay) / (1.0 + decay)
+    return tl.where(x < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def scores_log2(
+    products,  # [rows, keys] float32 q.k
+    scale,
+    SOFT_CAP: tl.constexpr,
+):
+    """Scaled and capped scores in units of log2, so that exp2 gives the softmax numerator."""
+    if SOFT_CAP is None:
+        return products * (scale * 1.4426950408889634)
+    else:
+        return tanh(products * (scale / SOFT_CAP)) * (SOFT_CAP * 1.4426950408889634)
+
+
+@triton.jit
+def lookup_pages(
+    page_row_ptr,  # [max_pages] int32 one request's page ids
+    positions,  # [keys] int32 absolute positions
+    live,  # [keys] bool, used when MASKED
+    PAGE_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Page id of each position, int64; dead positions give page 0."""
+    if MASKED:
+        pages = tl.load(page_row_ptr + positions // PAGE_SIZE, mask=live, other=0)
+    else:
+        pages = tl.load(page_row_ptr + positions // PAGE_SIZE)
+    return pages.to(tl.int64)
+
+
+@triton.jit
+def load_rows(
+    base_ptr,  # [pages, page_size, dim] one KV head
+    offsets,  # [keys] int64 offset of each key's row
+    live,  # [keys] bool, used when MASKED
+    DIM: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """[keys, BLOCK_DIM] rows of a cache; dead keys and padded dimensions are 0, never read."""
+    cols = tl.arange(0, BLOCK_DIM)
+    ptrs = base_ptr + offsets[:, None] + cols[None, :]
+    if MASKED and DIM == BLOCK_DIM:
+        rows = tl.load(ptrs, mask=live[:, None], other=0.0)
+    elif MASKED:
+        rows = tl.load(ptrs, mask=live[:, None] & (cols < DIM)[None, :], other=0.0)
+    elif DIM == BLOCK_DIM:
+        rows = tl.load(ptrs)
+    else:
+        rows = tl.load(ptrs, mask=(cols < DIM)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def softmax_step(
+    scores,  # [rows, keys] float32 log2 units, −inf where masked
+    v,  # [keys, BLOCK_DIM_V]
+    running_max,  # [rows] float32
+    running_sum,  # [rows] float32
+    acc,  # [rows, BLOCK_DIM_V] float32
+):
+    """One tile of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+
+    A row that has seen no key keeps maximum −inf, sum 0 and accumulator 0.
+    """
+    new_max = tl.maximum(running_max, tl.max(scores, axis=1))
+    finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - finite_max[:, None])
+    decay = tl.exp2(running_max - finite_max)
+    running_sum = running_sum * decay + tl.sum(weights, axis=1)
+    acc = acc * decay[:, None]
+    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return new_max, running_sum, acc
+
+
+@triton.jit
+def softmax_finish(
+    running_max,  # [rows] float32
+    running_sum,  # [rows] float32
+    acc,  # [rows, BLOCK_DIM_V] float32
+):
+    """(out, log2-sum-exp2); a row without keys gives 0 and −inf."""
+    empty = running_sum == 0.0
+    safe_sum = tl.where(empty, 1.0, running_sum)
+    out = acc / safe_sum[:, None]
+    lse = tl.where(empty, float("-inf"), running_max + tl.log2(safe_sum))
+    return out, lse

@@ -1,0 +1,92 @@
+"""Triton kernel of rms_norm and add_rms_norm; see kernels/rms_norm.py for the definition."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,  # [tokens, heads, dim]
+    residual_ptr,  # [tokens, heads, dim] or unused
+    weight_ptr,  # [dim]
+    out_ptr,  # [tokens, heads, dim], may be x
+    stride_x_token,
+    stride_x_head,
+    stride_residual_token,
+    stride_residual_head,
+    stride_out_token,
+    stride_out_head,
+    num_rows,
+    heads,
+    eps,
+    DIM: tl.constexpr,
+    ADD: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_DIM)
+    token = rows // heads
+    head = rows % heads
+    mask = (rows < num_rows)[:, None] & (cols < DIM)[None, :]
+    x_offset = token * stride_x_token + head * stride_x_head
+    x = tl.load(x_ptr + x_offset[:, None] + cols[None, :], mask=mask, other=0.0)
+    if ADD:
+        residual_offset = token * stride_residual_token + head * stride_residual_head
+        residual_ptrs = residual_ptr + residual_offset[:, None] + cols[None, :]
+        residual = tl.load(residual_ptrs, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(residual_ptrs, x, mask=mask)
+    row = x.to(tl.float32)
+    mean_square = tl.sum(row * row, axis=1) / DIM
+    normed = row * (1.0 / tl.sqrt(mean_square + eps))[:, None]
+    weight = tl.load(weight_ptr + cols, mask=cols < DIM, other=0.0).to(tl.float32)[None, :]
+    if UNIT_OFFSET:
+        result = normed * (1.0 + weight)
+    else:
+        result = normed.to(x.dtype).to(tl.float32) * weight
+    out_offset = token * stride_out_token + head * stride_out_head
+    tl.store(out_ptr + out_offset[:, None] + cols[None, :], result.to(x.dtype), mask=mask)
+
+
+def launch_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    *,
+    eps: float,
+    unit_offset: bool,
+    out: Tensor,
+) -> None:
+    """One program per block of rows; arguments as checked by kernels/rms_norm.py."""
+    dim = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    num_rows = x.shape[0] * heads
+    if num_rows == 0:
+        return
+    block_dim = triton.next_power_of_2(dim)
+    block_rows = max(1, min(1024 // block_dim, triton.next_power_of_2(num_rows)))
+    added = x if residual is None else residual
+    _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+        x,
+        added,
+        weight,
+        out,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        added.stride(0),
+        added.stride(1) if added.dim() == 3 else 0,
+        out.stride(0),
+        out.stride(1) if out.dim() == 3 else 0,
+        num_rows,
+        heads,
+        eps,
+        DIM=dim,
+        ADD=residual is not None,
+        UNIT_OFFSET=unit_offset,
+        BLOCK_ROWS=block_rows,
+        BLOCK_DIM=block_dim,
+        num_warps=min(max(block_rows * block_dim // 512, 1), 16),
+    )

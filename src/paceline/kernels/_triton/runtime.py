@@ -1,0 +1,54 @@
+"""Where Triton kernels may run, and how large their tiles may be there."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from paceline.core.errors import KernelArgumentError, message
+
+_CPU_SHARED_BYTES = 232448  # what the interpreter pretends to have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """One kernel's tile sizes and launch options."""
+
+    block_rows: int  # query rows of a tile
+    block_keys: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+
+
+def require_runnable(op: str, q: Tensor, kernel: object) -> None:
+    """Refuse CPU tensors unless Triton was imported with its interpreter on."""
+    if q.device.type == "cpu" and isinstance(kernel, JITFunction):
+        raise KernelArgumentError(
+            message(
+                f"q of {op}",
+                expected="on a CUDA device",
+                got="a CPU tensor",
+                remedy="choose the torch attention backend, or set TRITON_INTERPRET=1 before the "
+                "first import of triton",
+            )
+        )
+
+
+def shared_memory_bytes(device: torch.device) -> int:
+    """The most shared memory one program may use."""
+    if device.type != "cuda":
+        return _CPU_SHARED_BYTES
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def keys_per_stage(head_dim: int, v_head_dim: int, element_bytes: int) -> int:
+    """Keys of one tile, such that its K and V together take 32 KiB; 16..128."""
+    row_bytes = (block_dim(head_dim) + block_dim(v_head_dim)) * element_bytes
+    return max(16, min(128, 32768 // triton.next_power_of_2(row_bytes)))
+
+
+def block_dim(dim: int) -> int:
+    """A head dim as a tile edge: a power of two that a matrix unit can take."""
+    return max(16, triton.next_power_of_2(dim))

@@ -1,0 +1,73 @@
+"""Gated activation: act(gate) * up, from one fused [gate | up] row.
+
+silu(g) = g * sigmoid(g); gelu_tanh(g) = g/2 * (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and
+Gimpel 2016, arXiv:1606.08415).  As in transformers the activation is rounded to the model's dtype
+before the product.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError, message
+from paceline.kernels._check import reject
+
+ACTIVATIONS = ("gelu_tanh", "silu")
+
+
+def act_and_mul_reference(x: Tensor, kind: str) -> Tensor:
+    """The definition.  x: [tokens, 2 * inter]; returns [tokens, inter] in x's dtype."""
+    gate, up = x.float().chunk(2, dim=-1)
+    if kind == "silu":
+        activated = gate * torch.sigmoid(gate)
+    else:
+        inner = (2.0 / torch.pi) ** 0.5 * (gate + 0.044715 * gate.pow(3))
+        activated = 0.5 * gate * (1.0 + torch.tanh(inner))
+    return (activated.to(x.dtype).float() * up).to(x.dtype)
+
+
+def _act_and_mul_cpu(x: Tensor, kind: str, out: Tensor) -> None:
+    gate, up = x.chunk(2, dim=-1)
+    activated = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")
+    torch.mul(activated, up, out=out)
+
+
+def _act_and_mul_cuda(x: Tensor, kind: str, out: Tensor) -> None:
+    from paceline.kernels._triton.act_and_mul import launch_act_and_mul
+
+    launch_act_and_mul(x, kind, out)
+
+
+_LIB = torch.library.Library("paceline", "FRAGMENT")
+_LIB.define("act_and_mul(Tensor x, str kind, Tensor(a!) out) -> ()")
+_LIB.impl("act_and_mul", _act_and_mul_cpu, "CPU")
+_LIB.impl("act_and_mul", _act_and_mul_cuda, "CUDA")
+_ACT_AND_MUL = torch.ops.paceline.act_and_mul.default
+
+
+def act_and_mul(x: Tensor, kind: str) -> Tensor:
+    """act(gate) * up in a new tensor.
+
+    x: [tokens, 2 * inter], gate then up, last dimension contiguous; kind: one of ACTIVATIONS.
+    Returns [tokens, inter] in x's dtype.  Mutates nothing.  Graph-safe: the grid depends on shapes
+    only.  Raises KernelArgumentError.
+    """
+    if kind not in ACTIVATIONS:
+        raise KernelArgumentError(
+            message(
+                "kind",
+                expected=f"one of {', '.join(ACTIVATIONS)}",
+                got=repr(kind),
+                remedy="map the model's hidden_act to one of them",
+            )
+        )
+    if x.dim() != 2 or x.shape[1] % 2 or x.stride(1) != 1:
+        reject(
+            "x",
+            expected="[tokens, 2 * inter] with a contiguous last dimension",
+            got=x,
+            remedy="pass the output of the fused gate/up projection",
+        )
+    out = torch.empty((x.shape[0], x.shape[1] // 2), dtype=x.dtype, device=x.device)
+    _ACT_AND_MUL(x, kind, out)
+    return out

@@ -1,0 +1,122 @@
+"""The definition of attention over a paged KV cache, one request at a time.
+
+Request r has queries i = 0..extend−1 and keys j = 0..prefix+extend−1; key j lies in slot
+j % page_size of page page_table[r, j // page_size].  Which keys query i sees:
+
+    prefix keys j < prefix     all
+    step keys   j = prefix+i'  causal: i' <= i     tree: tree_mask[token i, i']     full: all
+
+and with a window only those with key position > query position − window.  A position is the
+absolute index, except in a tree, where it is prefix + depth (ancestors without the token itself).
+scores = q.k * scale, then cap * tanh(score / cap) if soft-capped.
+"""
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError, message
+from paceline.core.modes import MaskKind
+
+
+def paged_attention_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    prefix_lens: Tensor,
+    extend_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    mask: MaskKind,
+    tree_mask: Tensor | None,
+    prefix_only: bool,
+    compute_dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Attend in `compute_dtype`; returns (out, lse) and mutates nothing.
+
+    q: [tokens, heads, head_dim]; k_cache: [num_pages, page_size, kv_heads, head_dim]; v_cache with
+    v_head_dim; page_table: [reqs, max_pages]; prefix_lens, extend_lens: [reqs];
+    cu_seqlens_q: [reqs + 1]; tree_mask: [tokens, >= extend] bool, with MaskKind.TREE only.
+    out: [tokens, heads, v_head_dim] in compute_dtype, unrounded; lse: [tokens, heads] float32
+    natural log.  A row that sees no key gives out 0 and lse −inf.  Raises KernelArgumentError.
+    """
+    tokens, heads, _ = q.shape
+    out = q.new_zeros((tokens, heads, v_cache.shape[3]), dtype=compute_dtype)
+    lse = q.new_full((tokens, heads), float("-inf"), dtype=torch.float32)
+    starts = cu_seqlens_q.tolist()
+    lens = zip(prefix_lens.tolist(), extend_lens.tolist(), strict=True)
+    for r, (prefix, extend) in enumerate(lens):
+        if extend == 0:
+            continue
+        rows = slice(starts[r], starts[r] + extend)
+        num_keys = prefix if prefix_only else prefix + extend
+        k = gather_pages(k_cache, page_table[r], num_keys).to(compute_dtype)
+        v = gather_pages(v_cache, page_table[r], num_keys).to(compute_dtype)
+        tree = None if tree_mask is None else tree_mask[rows, :extend]
+        visible = visible_keys(prefix, extend, mask, tree_mask=tree, window=window)
+        out[rows], lse[rows] = dense_attention(
+            q[rows].to(compute_dtype),
+            k,
+            v,
+            visible=visible[:, :num_keys].to(q.device),
+            scale=scale,
+            soft_cap=soft_cap,
+        )
+    return out, lse
+
+
+def gather_pages(cache: Tensor, page_row: Tensor, num_keys: int) -> Tensor:
+    """[num_keys, kv_heads, dim]: one request's first keys, read through its page-table row."""
+    page_size = cache.shape[1]
+    positions = torch.arange(num_keys, device=cache.device)
+    return cache[page_row[positions // page_size].long(), positions % page_size]
+
+
+def visible_keys(
+    prefix: int, extend: int, mask: MaskKind, *, tree_mask: Tensor | None, window: int | None
+) -> Tensor:
+    """[extend, prefix + extend] bool: which keys each query of one request sees."""
+    if mask is MaskKind.CAUSAL:
+        among = torch.ones(extend, extend, dtype=torch.bool).tril()
+    elif mask is MaskKind.FULL:
+        among = torch.ones(extend, extend, dtype=torch.bool)
+    elif mask is MaskKind.TREE and tree_mask is not None:
+        among = tree_mask.cpu()
+    else:
+        raise KernelArgumentError(
+            message(
+                "mask",
+                expected="causal or full, or tree with a tree_mask",
+                got=f"{mask.value} with tree_mask {'absent' if tree_mask is None else 'present'}",
+                remedy="a step without rows needs no attention; a tree needs its ancestors",
+            )
+        )
+    visible = torch.cat((torch.ones(extend, prefix, dtype=torch.bool), among), dim=1)
+    if window is None:
+        return visible
+    steps = among.sum(dim=1) - 1 if mask is MaskKind.TREE else torch.arange(extend)
+    key_positions = torch.cat((torch.arange(prefix), prefix + steps))
+    return visible & (key_positions[None, :] > prefix + steps[:, None] - window)
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor, scale: float, soft_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of one request, everything materialised, in q's dtype.
+
+    q: [queries, heads, head_dim]; k, v: [keys, kv_heads, *]; visible: [queries, keys] bool.
+    Returns out [queries, heads, v_head_dim] and lse [queries, heads] float32.
+    """
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, dim=1)) * scale
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    lse = torch.logsumexp(scores, dim=-1)
+    seen = visible.any(dim=1)[None, :, None]
+    weights = torch.where(seen, torch.exp(scores - lse[..., None]), 0.0)
+    out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, dim=1))
+    return out, lse.T.float()

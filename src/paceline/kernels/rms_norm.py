@@ -1,0 +1,136 @@
+"""RMS normalisation over the last dimension, alone or after adding the residual.
+
+out = x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467).  The rounding
+follows transformers: with a plain weight the normalised row is rounded to the model's dtype before
+the product (Llama, Qwen); with `unit_offset` the factor is 1 + weight and the product is taken in
+float32 and rounded once (Gemma).
+"""
+
+import torch
+from torch import Tensor
+
+from paceline.kernels._check import reject
+
+
+def rms_norm_reference(
+    x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
+) -> Tensor:
+    """The definition.  x: [..., dim]; weight: [dim]; returns [..., dim] in x's dtype."""
+    row = x.float()
+    normed = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The definition.  Returns (normalised sum, sum), both in x's dtype; mutates nothing."""
+    total = residual + x
+    return rms_norm_reference(total, weight, eps, unit_offset=unit_offset), total
+
+
+def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor) -> None:
+    dim = (x.shape[-1],)
+    if unit_offset:
+        out.copy_(torch.rms_norm(x.float(), dim, weight.float() + 1.0, eps))
+    else:
+        torch.mul(torch.rms_norm(x, dim, None, eps), weight, out=out)
+
+
+def _add_rms_norm_cpu(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor
+) -> None:
+    _rms_norm_cpu(residual.add_(x), weight, eps, unit_offset, out)
+
+
+def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor) -> None:
+    from paceline.kernels._triton.rms_norm import launch_rms_norm
+
+    launch_rms_norm(x, None, weight, eps=eps, unit_offset=unit_offset, out=out)
+
+
+def _add_rms_norm_cuda(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor
+) -> None:
+    from paceline.kernels._triton.rms_norm import launch_rms_norm
+
+    launch_rms_norm(x, residual, weight, eps=eps, unit_offset=unit_offset, out=out)
+
+
+_LIB = torch.library.Library("paceline", "FRAGMENT")
+_LIB.define(
+    "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset, Tensor(a!) out) -> ()"
+)
+_LIB.define(
+    "add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, bool unit_offset, "
+    "Tensor(b!) out) -> ()"
+)
+_LIB.impl("rms_norm", _rms_norm_cpu, "CPU")
+_LIB.impl("rms_norm", _rms_norm_cuda, "CUDA")
+_LIB.impl("add_rms_norm", _add_rms_norm_cpu, "CPU")
+_LIB.impl("add_rms_norm", _add_rms_norm_cuda, "CUDA")
+_RMS_NORM = torch.ops.paceline.rms_norm.default
+_ADD_RMS_NORM = torch.ops.paceline.add_rms_norm.default
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """Normalise the last dimension of x.
+
+    x: [tokens, dim] or [tokens, heads, dim], rows may be strided, the last dimension contiguous;
+    weight: [dim] in x's dtype; out: as x, may be x itself; allocated when None.  Mutates only
+    `out` and returns it.  Graph-safe: the grid depends on shapes only.  Raises KernelArgumentError.
+    """
+    _check_rows(x, weight)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    else:
+        _check_like("out", out, x)
+    _RMS_NORM(x, weight, eps, unit_offset, out)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
+) -> Tensor:
+    """residual += x in the model's dtype, then normalise the sum into a new tensor.
+
+    x, residual: [tokens, dim]; weight: [dim] in x's dtype.  Mutates `residual`.  Graph-safe.
+    Raises KernelArgumentError.
+    """
+    _check_rows(x, weight)
+    _check_like("residual", residual, x)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _ADD_RMS_NORM(x, residual, weight, eps, unit_offset, out)
+    return out
+
+
+def _check_rows(x: Tensor, weight: Tensor) -> None:
+    if x.dim() not in (2, 3) or x.stride(-1) != 1:
+        reject(
+            "x",
+            expected="[tokens, dim] or [tokens, heads, dim] with a contiguous last dimension",
+            got=x,
+            remedy="pass a view whose last stride is 1",
+        )
+    if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or weight.device != x.device:
+        reject(
+            "weight",
+            expected=f"{x.dtype} [{x.shape[-1]}] on {x.device}",
+            got=weight,
+            remedy="load the norm's weight in the model's dtype",
+        )
+
+
+def _check_like(name: str, tensor: Tensor, x: Tensor) -> None:
+    same = tensor.shape == x.shape and tensor.dtype == x.dtype and tensor.device == x.device
+    if not same or tensor.stride(-1) != 1:
+        reject(
+            name,
+            expected=f"{x.dtype} {list(x.shape)} on {x.device} with a contiguous last dimension",
+            got=tensor,
+            remedy="give it the shape and dtype of x",
+        )

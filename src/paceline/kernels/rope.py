@@ -1,0 +1,113 @@
+"""Rotary position embedding, half-rotation form, in place on q and k.
+
+With halves (a, b) of a row and angle t = position * frequency: a' = a cos t − b sin t,
+b' = b cos t + a sin t (Su et al. 2021, arXiv:2104.09864, in the pairing of GPT-NeoX).  Computed in
+float32 from float32 tables and rounded once.  transformers rounds cos, sin, both products and the
+sum to the model's dtype, so in bfloat16 its result may be up to a few ulps of the pair's length
+away, with ours the more exact; in float32 both agree to one ulp.
+"""
+
+import torch
+from torch import Tensor
+
+from paceline.kernels._check import reject
+
+
+def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    """The definition, for one of q and k, out of place.
+
+    x: [tokens, heads, dim]; cos_sin: [max_position, rotary_dim] float32, the cosine half then the
+    sine half; positions: [tokens].  Dimensions from rotary_dim on pass unchanged.
+    """
+    rotary_dim = cos_sin.shape[1]
+    cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)
+
+
+def _rope_cpu(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+    table = cos_sin.index_select(0, positions).unsqueeze(1)
+    half = cos_sin.shape[1] // 2
+    cos, sin = table[..., :half], table[..., half:]
+    joined = _join_heads(q, k)
+    for x in (q, k) if joined is None else (joined,):
+        _rotate_cpu(x[..., :half], x[..., half : 2 * half], cos, sin)
+
+
+def _rotate_cpu(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate the pairs (first, second) in place; each [tokens, heads, half]."""
+    a, b = first.float(), second.float()
+    new_first = (a * cos).addcmul_(b, sin, value=-1.0)
+    second.copy_((b * cos).addcmul_(a, sin))
+    first.copy_(new_first)
+
+
+def _join_heads(q: Tensor, k: Tensor) -> Tensor | None:
+    """q and k as one [tokens, heads + kv_heads, dim] view when k follows q in one fused row."""
+    heads, dim = q.shape[1], q.shape[2]
+    adjacent = k.data_ptr() == q.data_ptr() + heads * dim * q.element_size()
+    if not adjacent or q.stride() != k.stride() or q.stride(1) != dim:
+        return None
+    return q.as_strided((q.shape[0], heads + k.shape[1], dim), q.stride())
+
+
+def _rope_cuda(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+    from paceline.kernels._triton.rope import launch_rope
+
+    launch_rope(q, k, cos_sin, positions)
+
+
+_LIB = torch.library.Library("paceline", "FRAGMENT")
+_LIB.define(
+    "rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos_sin, Tensor positions) -> ()"
+)
+_LIB.impl("rope_inplace", _rope_cpu, "CPU")
+_LIB.impl("rope_inplace", _rope_cuda, "CUDA")
+_ROPE_INPLACE = torch.ops.paceline.rope_inplace.default
+
+
+def rope_inplace(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+    """Rotate q and k by their positions, in place.
+
+    q: [tokens, heads, dim], k: [tokens, kv_heads, dim], rows may be strided (slices of a fused
+    QKV output); cos_sin: [max_position, rotary_dim] float32, cosines then sines, rotary_dim <= dim;
+    positions: [tokens] int64, each below max_position (trusted: they live on the device).
+    Mutates q and k.  Graph-safe: the grid depends on shapes only.  Raises KernelArgumentError.
+    """
+    _check(q, k, cos_sin, positions)
+    _ROPE_INPLACE(q, k, cos_sin, positions)
+
+
+def _check(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+    if q.dim() != 3 or q.stride(2) != 1:
+        reject(
+            "q",
+            expected="[tokens, heads, dim] with a contiguous last dimension",
+            got=q,
+            remedy="view the projection as heads before rotating",
+        )
+    tokens, _, dim = q.shape
+    same_row = k.dim() == 3 and k.shape[0] == tokens and k.shape[2] == dim and k.stride(2) == 1
+    if not same_row or k.dtype != q.dtype or k.device != q.device:
+        reject(
+            "k",
+            expected=f"{q.dtype} [{tokens}, kv_heads, {dim}] on {q.device}",
+            got=k,
+            remedy="take q and k from the same projection",
+        )
+    table_fits = cos_sin.dim() == 2 and cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= dim
+    if not table_fits or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
+        reject(
+            "cos_sin",
+            expected=f"contiguous float32 [max_position, rotary_dim], rotary_dim even and <= {dim}",
+            got=cos_sin,
+            remedy="build it with layers.rope",
+        )
+    if positions.shape != (tokens,) or positions.dtype != torch.int64:
+        reject(
+            "positions",
+            expected=f"int64 [{tokens}]",
+            got=positions,
+            remedy="pass the step's positions",
+        )

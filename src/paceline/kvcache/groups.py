@@ -1,0 +1,279 @@
+"""PagedGroup: the pages requests hold in one cache group, full or windowed.
+
+A windowed group differs in one fact, the first page a query still sees; full attention is the
+window that never ends.  With window w (keys visible, itself included) a query at position p sees
+keys j > p - w.  For page size 4 and window 6:
+
+    query position            0  5  6  9 10
+    first visible key         0  0  1  4  5
+    first visible page        0  0  0  1  1
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paceline.core.errors import IntegrityError, message
+from paceline.core.model_config import CacheGroupSpec
+from paceline.core.padding import PAD_PAGE
+from paceline.kvcache.pages import PagePool
+from paceline.kvcache.prefix_tree import Node, PrefixTree
+
+ROOMY_SHARE = 8  # reserving ahead leaves at least total // ROOMY_SHARE pages free
+
+
+class PageRun(NamedTuple):
+    """Page ids that enter one request's page table."""
+
+    group: int
+    start: int  # first entry
+    page_ids: tuple[int, ...]
+
+
+class Move(NamedTuple):
+    """KV to copy from one position to another, when an accepted path has gaps."""
+
+    source: int
+    target: int
+
+
+@dataclass(slots=True)
+class Holding:
+    """One request's pages in one group; written by PagedGroup alone.
+
+    Pages [0, first) have been returned, [first, len(pages)) are held.  Each held page is private,
+    or belongs to a node of the prefix tree that this holding has locked.
+    """
+
+    committed: int = 0  # tokens whose KV exists, by retired steps
+    first: int = 0
+    pages: list[int] = field(default_factory=list)  # by page index; PAD_PAGE where returned
+    nodes: list[Node | None] = field(default_factory=list)  # by page index; None: private
+
+    def reserved(self, page_size: int) -> int:
+        """Tokens the held pages have room for."""
+        return len(self.pages) * page_size
+
+
+class PagedGroup:
+    """Reserve by upper bound, release by lower bound."""
+
+    def __init__(
+        self,
+        spec: CacheGroupSpec,
+        index: int,
+        tree: PrefixTree,
+        *,
+        num_pages: int,
+        max_extend_len: int,
+    ) -> None:
+        """max_extend_len: most tokens one step adds to a request."""
+        self._spec = spec
+        self._index = index
+        self._tree = tree
+        self._page_size = spec.page_size
+        self._window = spec.window
+        self._max_extend_len = max_extend_len
+        self.pool = PagePool(spec.name, num_pages)
+        self._unlocks: dict[int, list[Node]] = {}  # epoch -> nodes
+        self._retired = 0
+
+    @property
+    def name(self) -> str:
+        return self._spec.name
+
+    def first_visible_page(self, position: int) -> int:
+        """The first page that holds a key visible to a query at `position` or later."""
+        if self._window is None:
+            return 0
+        return max(0, position - self._window + 1) // self._page_size
+
+    def pages_to_fit(self, kv_len: int) -> int:
+        """Most pages a request alone ever holds on its way to `kv_len` tokens.
+
+        A windowed one spans window - 1 keys and one step: n tokens touch (n - 2) // page_size + 2
+        pages at the worst alignment.
+        """
+        every = self._num_pages(kv_len)
+        if self._window is None:
+            return every
+        span = self._window - 1 + self._max_extend_len
+        return min(every, (span - 2) // self._page_size + 2 if span > 1 else 1)
+
+    def usable_prefix(self, path: Sequence[Node], limit: int) -> int:
+        """The longest hit of at most `limit` pages whose next query finds all keys it sees."""
+        runs = [0]  # runs[n]: stored pages in a row that end with page n - 1
+        for node in path[:limit]:
+            runs.append(0 if node.pages[self._index] is None else runs[-1] + 1)
+        for length in range(limit, 0, -1):
+            if runs[length] >= length - self.first_visible_page(length * self._page_size):
+                return length
+        return 0
+
+    def can_admit(self, path: Sequence[Node], reserve_to: int) -> bool:
+        """Whether `admit` would find its pages."""
+        seen = path[self.first_visible_page(len(path) * self._page_size) :]
+        newly_locked = sum(node.locks[self._index] == 0 for node in seen)
+        need = self._admit_pages(path, reserve_to) - len(path)
+        return need <= self._available() - newly_locked
+
+    def admit(self, path: Sequence[Node], reserve_to: int) -> tuple[Holding, PageRun]:
+        """Lock a hit and reserve behind it; `can_admit` must have said yes."""
+        first = self.first_visible_page(len(path) * self._page_size)
+        holding = Holding(committed=len(path) * self._page_size, first=first)
+        for index, node in enumerate(path):
+            seen = index >= first
+            holding.pages.append(self._tree.lock(node, self._index) if seen else PAD_PAGE)
+            holding.nodes.append(node if seen else None)
+        self._grow(holding, self._admit_pages(path, reserve_to) - len(path))
+        return holding, PageRun(self._index, first, tuple(holding.pages[first:]))
+
+    def shortage(self, holding: Holding, kv_bound: int) -> bool:
+        """Whether `kv_bound` tokens need more pages than there are."""
+        return self._num_pages(kv_bound) - len(holding.pages) > self._available()
+
+    def reserve(self, holding: Holding, kv_bound: int, ahead: int) -> PageRun | None:
+        """Hold pages for `kv_bound` tokens, and for `ahead` more while the pool is roomy.
+
+        None: it already does.  `shortage` must have said no.
+        """
+        start = len(holding.pages)
+        need = self._num_pages(kv_bound) - start
+        if need <= 0:
+            return None
+        wish = self._num_pages(kv_bound + ahead) - start
+        roomy = self.pool.num_free - self.pool.total // ROOMY_SHARE
+        self._grow(holding, max(need, min(wish, roomy)))
+        return PageRun(self._index, start, tuple(holding.pages[start:]))
+
+    def commit(self, holding: Holding, path: Sequence[int], epoch: int) -> list[Move]:
+        """KV behind the committed length exists once `epoch` retires.
+
+        path: offsets of the accepted tokens behind it, increasing; a chain has no gaps and moves
+        nothing.
+        """
+        base = holding.committed
+        holding.committed = base + len(path)
+        if holding.committed > holding.reserved(self._page_size):
+            raise IntegrityError(
+                message(
+                    f"committed tokens in cache group '{self.name}'",
+                    expected=f"at most {holding.reserved(self._page_size)} (reserved)",
+                    got=holding.committed,
+                    remedy="reserve by upper bound before a step is launched",
+                )
+            )
+        full_before, full = base // self._page_size, holding.committed // self._page_size
+        for index in range(max(full_before, holding.first), full):
+            self.pool.mark_written(holding.pages[index], epoch)
+        if isinstance(path, range) and path.step == 1 and path.start == 0:
+            return []
+        return [Move(base + node, base + i) for i, node in enumerate(path) if node != i]
+
+    def share(
+        self, holding: Holding, index: int, parent: Node, node: Node, *, adopt: int | None = None
+    ) -> None:
+        """Offer written page `index` to its tree node, locked for this holding.
+
+        Where the node has another request's page, this one stays private; with `adopt` (the last
+        epoch that touches it) it is freed, and the node's page is locked in its place, so that a
+        holding about to be released locks whole paths.
+        """
+        if not holding.first <= index < len(holding.pages) or holding.nodes[index] is not None:
+            return
+        if self._window is None and index and holding.nodes[index - 1] is not parent:
+            return
+        page = holding.pages[index]
+        if node.pages[self._index] is None:
+            self.pool.share(page)
+            self._tree.put(node, self._index, page)
+        elif adopt is None:
+            return
+        else:
+            holding.pages[index] = self._tree.lock(node, self._index)
+            self.pool.free([page], adopt)
+        holding.nodes[index] = node
+
+    def advance(self, holding: Holding, lowest_query: int, epoch: int) -> None:
+        """Return pages no query at `lowest_query` or later sees, once `epoch` has retired."""
+        stop = min(self.first_visible_page(lowest_query), len(holding.pages))
+        if stop > holding.first:
+            self._return(holding, range(holding.first, stop), epoch)
+            holding.first = stop
+
+    def rewind(self, holding: Holding, kv_len: int) -> None:
+        """Forget committed tokens behind `kv_len`; their pages stay reserved."""
+        low = kv_len // self._page_size
+        full = holding.committed // self._page_size
+        shared = [i for i in range(low, full) if holding.nodes[i] is not None]
+        if shared or kv_len > holding.committed or low < holding.first:
+            raise IntegrityError(
+                message(
+                    f"rewind in cache group '{self.name}'",
+                    expected=f"a length of private pages, at most {holding.committed} (committed)",
+                    got=f"{kv_len} (shared pages: {shared}, first held page: {holding.first})",
+                    remedy="commit only accepted tokens",
+                )
+            )
+        for index in range(low, full):
+            self.pool.unwrite(holding.pages[index])
+        holding.committed = kv_len
+
+    def release(self, holding: Holding, epoch: int) -> None:
+        """Return everything, once `epoch` has retired."""
+        self._return(holding, range(holding.first, len(holding.pages)), epoch)
+        holding.first = len(holding.pages)
+
+    def retire(self, epoch: int) -> None:
+        """Steps up to `epoch` have run to their end."""
+        self._retired = max(self._retired, epoch)
+        self.pool.retire(epoch)
+        for due in sorted(e for e in self._unlocks if e <= self._retired):
+            for node in self._unlocks.pop(due):
+                self._tree.unlock(node, self._index)
+
+    def relief_pending(self) -> bool:
+        """Whether pages or locks wait for an epoch."""
+        return bool(self._unlocks) or self.pool.num_queued > 0
+
+    def pending_locks(self) -> list[Node]:
+        """Locks that wait for an epoch, one entry each."""
+        return [node for nodes in self._unlocks.values() for node in nodes]
+
+    def _return(self, holding: Holding, indices: range, epoch: int) -> None:
+        private: list[int] = []
+        unlocks: list[Node] = []
+        for index in indices:
+            node = holding.nodes[index]
+            if node is None:
+                private.append(holding.pages[index])
+            else:
+                unlocks.append(node)
+            holding.pages[index] = PAD_PAGE
+            holding.nodes[index] = None
+        self.pool.free(private, epoch)
+        if unlocks:
+            self._unlocks.setdefault(epoch, []).extend(unlocks)
+        if epoch <= self._retired:
+            self.retire(self._retired)
+
+    def _grow(self, holding: Holding, count: int) -> None:
+        short = count - self.pool.num_free
+        if short > 0:
+            # Unlocked pages have no reader in flight: they are free at once.
+            self.pool.free(self._tree.evict(self._index, short), self._retired)
+        last = holding.pages[-1] if holding.pages else PAD_PAGE
+        taken = self.pool.reserve(count, after=last)
+        holding.pages.extend(taken)
+        holding.nodes.extend([None] * count)
+
+    def _admit_pages(self, path: Sequence[Node], reserve_to: int) -> int:
+        if self._window is not None:
+            reserve_to = min(reserve_to, len(path) * self._page_size + self._max_extend_len)
+        return self._num_pages(reserve_to)
+
+    def _available(self) -> int:
+        return self.pool.num_free + self._tree.num_evictable(self._index)
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)

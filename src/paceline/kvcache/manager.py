@@ -1,0 +1,305 @@
+"""CacheManager: the cache as the scheduler sees it, requests against cache groups and prefix tree.
+
+Calls either do the whole of what they say, in every group, or change nothing and say so.  An
+`epoch` argument names the last step that could touch what is returned; it comes back for use once
+`retire` has been told that epoch.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paceline.core.errors import ConfigError, IntegrityError, message
+from paceline.core.model_config import CacheGroupSpec
+from paceline.kvcache.groups import Holding, Move, PagedGroup, PageRun
+from paceline.kvcache.pages import PoolCounts
+from paceline.kvcache.prefix_tree import Node, PrefixTree
+
+
+class Admission(NamedTuple):
+    """What a request starts with."""
+
+    prefix_len: int  # tokens whose KV is in the cache, a multiple of the page size
+    page_runs: tuple[PageRun, ...]  # one per group that holds pages
+
+
+class Capacity(NamedTuple):
+    """Whether a request can ever fit, with the numbers."""
+
+    fits: bool
+    needed: tuple[int, ...]  # [num_groups] pages
+    total: tuple[int, ...]  # [num_groups] pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheStats:
+    """Totals since the start, and the books of every group now."""
+
+    groups: tuple[PoolCounts, ...]
+    queried_tokens: int  # of admitted requests
+    hit_tokens: int  # of these, found in the cache
+    evicted_pages: int
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One admitted request."""
+
+    salt: Hashable
+    holdings: tuple[Holding, ...]  # [num_groups]
+    hit_pages: int
+    tip: Node | None  # the tree node of page num_offered - 1
+    num_offered: int  # written pages already offered to the tree
+    committed: int  # tokens whose KV exists, by retired steps
+    reserved: int = field(default=0)  # tokens every group has room for
+
+
+class CacheManager:
+    """Owns the cache groups and the prefix tree."""
+
+    def __init__(
+        self,
+        specs: Sequence[CacheGroupSpec],
+        num_pages: Sequence[int],
+        *,
+        max_extend_len: int,
+        enable_prefix_cache: bool = True,
+    ) -> None:
+        """num_pages: [num_groups], page 0 included.  max_extend_len: tokens a step adds at most."""
+        sizes = sorted({spec.page_size for spec in specs})
+        if len(sizes) != 1:
+            raise ConfigError(
+                message(
+                    "page_size of the cache groups",
+                    expected="one size for all",
+                    got=sizes,
+                    remedy="the prefix tree shares whole pages; give every group the same size",
+                )
+            )
+        self._page_size = sizes[0]
+        self._enabled = enable_prefix_cache
+        self._tree = PrefixTree(self._page_size, [spec.window is None for spec in specs])
+        self._groups = tuple(
+            PagedGroup(spec, i, self._tree, num_pages=pages, max_extend_len=max_extend_len)
+            for i, (spec, pages) in enumerate(zip(specs, num_pages, strict=True))
+        )
+        self._windowed = any(spec.window is not None for spec in specs)
+        self._entries: dict[str, _Entry] = {}
+        self._retired = 0
+        self._queried_tokens = 0
+        self._hit_tokens = 0
+
+    def can_ever_fit(self, kv_len_bound: int) -> Capacity:
+        """Whether a request alone could reach `kv_len_bound` tokens in the cache."""
+        needed = tuple(group.pages_to_fit(kv_len_bound) for group in self._groups)
+        total = tuple(group.pool.total for group in self._groups)
+        fits = all(n <= t for n, t in zip(needed, total, strict=True))
+        return Capacity(fits, needed, total)
+
+    def match(self, tokens: Sequence[int], salt: Hashable = None) -> int:
+        """Tokens a request would find in the cache; at least one is left to compute."""
+        return len(self._hit(tokens, salt)) * self._page_size
+
+    def admit(
+        self, request_id: str, tokens: Sequence[int], *, reserve_to: int, salt: Hashable = None
+    ) -> Admission | None:
+        """Lock the longest hit and reserve for `reserve_to` tokens; None where pages are short.
+
+        Windowed groups reserve for the first step only and grow with `reserve`.
+        """
+        assert request_id not in self._entries, f"{request_id} is already admitted"
+        path = self._hit(tokens, salt)
+        if not all(group.can_admit(path, reserve_to) for group in self._groups):
+            return None
+        admitted = [group.admit(path, reserve_to) for group in self._groups]
+        entry = _Entry(
+            salt=salt,
+            holdings=tuple(holding for holding, _ in admitted),
+            hit_pages=len(path),
+            tip=path[-1] if path else None,
+            num_offered=len(path),
+            committed=len(path) * self._page_size,
+        )
+        self._note_reserved(entry)
+        self._entries[request_id] = entry
+        self._queried_tokens += len(tokens)
+        self._hit_tokens += entry.committed
+        runs = tuple(run for _, run in admitted if run.page_ids)
+        return Admission(entry.committed, runs)
+
+    def reserve(self, request_id: str, kv_bound: int, *, ahead: int) -> list[PageRun] | None:
+        """Hold pages for `kv_bound` tokens, and `ahead` more while pools are roomy.
+
+        Returns the new pages (none, in most decode steps), or None where pages are short.
+        """
+        entry = self._entries[request_id]
+        if kv_bound <= entry.reserved:
+            return []
+        pairs = list(zip(self._groups, entry.holdings, strict=True))
+        if any(group.shortage(holding, kv_bound) for group, holding in pairs):
+            return None
+        runs = [group.reserve(holding, kv_bound, ahead) for group, holding in pairs]
+        self._note_reserved(entry)
+        return [run for run in runs if run is not None]
+
+    def relief_pending(self, request_id: str, kv_bound: int) -> bool:
+        """Whether every group too short for `kv_bound` has pages on their way back."""
+        pairs = zip(self._groups, self._entries[request_id].holdings, strict=True)
+        return all(
+            group.relief_pending() for group, holding in pairs if group.shortage(holding, kv_bound)
+        )
+
+    def written(
+        self, request_id: str, tokens: Sequence[int], kv_len: int, *, epoch: int
+    ) -> list[Move]:
+        """The retired step `epoch` completed the KV of the first `kv_len` of `tokens`.
+
+        Full pages become shareable.  Returns the KV to move (none while paths are chains).
+        """
+        entry = self._entries[request_id]
+        self._require_retired(epoch)
+        moves = self._commit(entry, kv_len, epoch)
+        if kv_len // self._page_size > entry.num_offered:
+            self._offer(entry, tokens, kv_len // self._page_size, adopt=None)
+        return moves
+
+    def advance_window(self, request_id: str, lowest_query: int, *, epoch: int) -> None:
+        """No launched or future step queries below `lowest_query`; `epoch` is the last that did."""
+        if self._windowed:
+            for group, holding in self._holdings(request_id):
+                group.advance(holding, lowest_query, epoch)
+
+    def rewind(self, request_id: str, kv_len: int) -> None:
+        """Forget committed KV behind `kv_len`; never reaches into shared pages."""
+        for group, holding in self._holdings(request_id):
+            group.rewind(holding, kv_len)
+        self._entries[request_id].committed = kv_len
+
+    def release(self, request_id: str, tokens: Sequence[int], kv_len: int, *, epoch: int) -> None:
+        """The request leaves.  Full pages of its first `kv_len` tokens, all written by retired
+        steps, stay in the cache; the rest is free once `epoch` has retired."""
+        entry = self._entries.pop(request_id)
+        self._commit(entry, max(kv_len, entry.committed), self._retired)
+        num_pages = min(kv_len, len(tokens)) // self._page_size
+        if self._enabled and num_pages > entry.hit_pages:
+            entry.tip, entry.num_offered = None, 0
+            self._offer(entry, tokens, num_pages, adopt=epoch)
+        for group, holding in zip(self._groups, entry.holdings, strict=True):
+            group.release(holding, epoch)
+
+    def discard(self, request_id: str, tokens: Sequence[int], *, epoch: int) -> None:
+        """The request leaves, and nothing it computed may be found again (non-finite KV)."""
+        entry = self._entries.pop(request_id)
+        depth = entry.hit_pages + 1
+        path = self._tree.walk(tokens, entry.salt, max_pages=depth)
+        if len(path) == depth:
+            self._tree.detach(path[-1])
+        for group, holding in zip(self._groups, entry.holdings, strict=True):
+            group.release(holding, epoch)
+
+    def retire(self, epoch: int) -> None:
+        """Steps up to `epoch` have run to their end."""
+        self._retired = max(self._retired, epoch)
+        for group in self._groups:
+            group.retire(epoch)
+
+    def stats(self) -> CacheStats:
+        """Totals and books."""
+        return CacheStats(
+            groups=tuple(group.pool.counts() for group in self._groups),
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
+            evicted_pages=self._tree.num_evicted,
+        )
+
+    def num_shared_pages(self, request_id: str) -> int:
+        """Pages this request and another one both hold."""
+        return sum(
+            node is not None and node.locks[index] > 1
+            for index, (_, holding) in enumerate(self._holdings(request_id))
+            for node in holding.nodes
+        )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless pools, tree and requests tell the same story."""
+        self._tree.check_integrity()
+        nodes = list(self._tree.nodes())
+        for index, group in enumerate(self._groups):
+            group.pool.check_integrity()
+            counts = group.pool.counts()
+            stored = sum(node.pages[index] is not None for node in nodes)
+            self._compare(group, "cached pages", counts.cached, stored)
+            private = 0
+            locks: Counter[Node] = Counter(group.pending_locks())
+            for entry in self._entries.values():
+                held = entry.holdings[index]
+                private += sum(node is None for node in held.nodes[held.first :])
+                locks.update(node for node in held.nodes if node is not None)
+            self._compare(group, "owned pages", counts.owned, private)
+            for node in nodes:
+                self._compare(group, "locks of a page", node.locks[index], locks[node])
+
+    def _hit(self, tokens: Sequence[int], salt: Hashable) -> list[Node]:
+        if not self._enabled:
+            return []
+        limit = max(len(tokens) - 1, 0) // self._page_size
+        path = self._tree.walk(tokens, salt, max_pages=limit)
+        length, before = len(path), -1
+        while length != before:
+            before = length
+            for group in self._groups:
+                length = group.usable_prefix(path, length)
+        return path[:length]
+
+    def _commit(self, entry: _Entry, kv_len: int, epoch: int) -> list[Move]:
+        accepted = range(kv_len - entry.committed)
+        moves: list[Move] = []
+        for group, holding in zip(self._groups, entry.holdings, strict=True):
+            moves = group.commit(holding, accepted, epoch)
+        entry.committed = kv_len
+        return moves
+
+    def _offer(
+        self, entry: _Entry, tokens: Sequence[int], num_pages: int, *, adopt: int | None
+    ) -> None:
+        """Offer written pages [num_offered, num_pages) to the tree, below the tip."""
+        if not self._enabled:
+            return
+        if entry.tip is None or not entry.tip.alive:
+            entry.tip, entry.num_offered = self._tree.root(entry.salt), 0
+        node = entry.tip
+        for index in range(entry.num_offered, num_pages):
+            parent, node = node, self._tree.child(node, self._tree.key(tokens, index))
+            for group, holding in zip(self._groups, entry.holdings, strict=True):
+                group.share(holding, index, parent, node, adopt=adopt)
+        entry.tip, entry.num_offered = node, num_pages
+        self._tree.prune(node)
+
+    def _holdings(self, request_id: str) -> list[tuple[PagedGroup, Holding]]:
+        return list(zip(self._groups, self._entries[request_id].holdings, strict=True))
+
+    def _note_reserved(self, entry: _Entry) -> None:
+        entry.reserved = min(h.reserved(self._page_size) for h in entry.holdings)
+
+    def _require_retired(self, epoch: int) -> None:
+        if epoch > self._retired:
+            raise IntegrityError(
+                message(
+                    "the epoch of written KV",
+                    expected=f"at most {self._retired} (retired)",
+                    got=epoch,
+                    remedy="call retire before written",
+                )
+            )
+
+    def _compare(self, group: PagedGroup, name: str, pool: int, others: int) -> None:
+        if pool != others:
+            raise IntegrityError(
+                message(
+                    f"{name} of cache group '{group.name}'",
+                    expected=f"{others} by requests and tree",
+                    got=pool,
+                    remedy="find the call that changed one side only",
+                )
+            )

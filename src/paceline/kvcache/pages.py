@@ -1,0 +1,204 @@
+"""PagePool: which pages of one cache group are free, and who may touch the others.
+
+    free -> reserved -> written -> shareable -> queued -> free
+
+A page is *reserved* for one request, *written* once a step of a known epoch has filled it,
+*shareable* once that epoch has retired and the prefix tree owns it.  `free` only queues: the page
+returns when the last step that could touch it has retired.  Page 0 is reserved (core.padding) and
+is in none of these states.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from paceline.core.errors import ConfigError, IntegrityError, message
+from paceline.core.padding import PAD_PAGE
+
+
+class PageState(Enum):
+    """Where a page is in its life."""
+
+    FREE = "free"
+    RESERVED = "reserved"
+    WRITTEN = "written"
+    SHAREABLE = "shareable"
+    QUEUED = "queued"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolCounts:
+    """The books of one pool, in pages; free + queued + cached + owned = total."""
+
+    total: int
+    free: int
+    queued: int
+    cached: int  # shareable: owned by the prefix tree
+    owned: int  # reserved or written: private to one request
+
+
+class PagePool:
+    """Owns the life of every page of one cache group."""
+
+    def __init__(self, name: str, num_pages: int) -> None:
+        """num_pages counts page 0, which is never handed out."""
+        if num_pages < 2:
+            raise ConfigError(
+                message(
+                    f"num_pages of cache group '{name}'",
+                    expected="at least 2 (page 0 is reserved)",
+                    got=num_pages,
+                    remedy="give the KV cache more memory",
+                )
+            )
+        self._name = name
+        self._states = [PageState.FREE] * num_pages
+        self._written_epochs = [0] * num_pages
+        self._heap = [page for page in range(num_pages) if page != PAD_PAGE]  # sorted: a heap
+        self._in_heap = [True] * num_pages
+        self._num_free = num_pages - 1
+        self._queue: dict[int, list[int]] = {}  # epoch -> pages
+        self._retired = 0
+
+    @property
+    def total(self) -> int:
+        return len(self._states) - 1
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def num_queued(self) -> int:
+        return sum(len(pages) for pages in self._queue.values())
+
+    def reserve(self, count: int, *, after: int = PAD_PAGE) -> list[int]:
+        """Take `count` pages, continuing the run behind page `after` where that is free.
+
+        Otherwise the lowest ids, so that a fresh pool hands out consecutive pages.
+        """
+        if count > self._num_free:
+            raise IntegrityError(
+                message(
+                    f"pages reserved in cache group '{self._name}'",
+                    expected=f"at most {self._num_free} (free)",
+                    got=count,
+                    remedy="check num_free before reserving",
+                )
+            )
+        taken: list[int] = []
+        while len(taken) < count:
+            page = after + 1
+            if after == PAD_PAGE or not self._is_free(page):
+                page = self._pop_lowest()
+            self._states[page] = PageState.RESERVED
+            taken.append(page)
+            after = page
+        self._num_free -= count
+        return taken
+
+    def mark_written(self, page: int, epoch: int) -> None:
+        """The step of this epoch completes the page."""
+        self._require(page, PageState.RESERVED, "written")
+        self._states[page] = PageState.WRITTEN
+        self._written_epochs[page] = epoch
+
+    def unwrite(self, page: int) -> None:
+        """A rewind: the page will be written again."""
+        self._require(page, PageState.WRITTEN, "rewound")
+        self._states[page] = PageState.RESERVED
+
+    def share(self, page: int) -> None:
+        """Hand a written page to the prefix tree; its epoch must have retired."""
+        self._require(page, PageState.WRITTEN, "shared")
+        epoch = self._written_epochs[page]
+        if epoch > self._retired:
+            raise IntegrityError(
+                message(
+                    f"the epoch of shared page {page} of cache group '{self._name}'",
+                    expected=f"at most {self._retired} (retired)",
+                    got=epoch,
+                    remedy="share pages only after the step that wrote them has retired",
+                )
+            )
+        self._states[page] = PageState.SHAREABLE
+
+    def free(self, pages: Sequence[int], epoch: int) -> None:
+        """Queue pages until `epoch`, the last step that could touch them, retires."""
+        for page in pages:
+            if self._states[page] in (PageState.FREE, PageState.QUEUED) or page == PAD_PAGE:
+                self._require(page, PageState.RESERVED, "freed")
+            self._states[page] = PageState.QUEUED
+        if not pages:
+            return
+        self._queue.setdefault(epoch, []).extend(pages)
+        if epoch <= self._retired:
+            self.retire(self._retired)
+
+    def retire(self, epoch: int) -> None:
+        """Steps up to `epoch` have run to their end: their queued pages are free."""
+        self._retired = max(self._retired, epoch)
+        for due in sorted(e for e in self._queue if e <= self._retired):
+            for page in self._queue.pop(due):
+                self._states[page] = PageState.FREE
+                self._num_free += 1
+                if not self._in_heap[page]:
+                    self._in_heap[page] = True
+                    heapq.heappush(self._heap, page)
+
+    def counts(self) -> PoolCounts:
+        """The books, from the queue and the states."""
+        states = self._states[1:]
+        return PoolCounts(
+            total=self.total,
+            free=self._num_free,
+            queued=self.num_queued,
+            cached=states.count(PageState.SHAREABLE),
+            owned=states.count(PageState.RESERVED) + states.count(PageState.WRITTEN),
+        )
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless free + queued + cached + owned = total."""
+        c = self.counts()
+        if c.free + c.queued + c.cached + c.owned != c.total:
+            raise IntegrityError(
+                message(
+                    f"pages of cache group '{self._name}'",
+                    expected=f"{c.total} in total",
+                    got=f"{c.free} free + {c.queued} queued + {c.cached} cached + {c.owned} owned",
+                    remedy="find the call that took or returned a page twice",
+                )
+            )
+        free = self._states[1:].count(PageState.FREE)
+        if free != c.free:
+            raise IntegrityError(
+                message(
+                    f"free pages of cache group '{self._name}'",
+                    expected=f"{free} by state",
+                    got=f"{c.free} by count",
+                    remedy="find the call that took or returned a page twice",
+                )
+            )
+
+    def _is_free(self, page: int) -> bool:
+        return page < len(self._states) and self._states[page] is PageState.FREE
+
+    def _pop_lowest(self) -> int:
+        while True:
+            page = heapq.heappop(self._heap)
+            self._in_heap[page] = False
+            if self._states[page] is PageState.FREE:
+                return page
+
+    def _require(self, page: int, state: PageState, verb: str) -> None:
+        got = "reserved for padding" if page == PAD_PAGE else self._states[page].value
+        if page == PAD_PAGE or self._states[page] is not state:
+            raise IntegrityError(
+                message(
+                    f"page {page} of cache group '{self._name}', to be {verb},",
+                    expected=state.value,
+                    got=got,
+                    remedy="each page has one owner; find the second one",
+                )
+            )

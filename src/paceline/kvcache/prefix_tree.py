@@ -1,0 +1,198 @@
+"""PrefixTree: token prefixes whose KV is in the cache, one node per page of tokens.
+
+A node holds, per cache group, the page with that group's KV (None: never stored or evicted), and a
+count of locks: requests whose page tables name the page.  A *leaf-first* group (full attention)
+needs every page of a prefix, so its pages are stored from the root down, locked as whole paths and
+evicted from the leaves up.  A windowed group needs only the last pages, so its pages come and go
+anywhere.  Eviction takes the least recently used unlocked page from a heap of candidates; stale
+heap entries are skipped.
+"""
+
+import heapq
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import count
+
+from paceline.core.errors import IntegrityError, message
+
+
+class Node:
+    """One page of tokens below its parent; written by the tree alone."""
+
+    __slots__ = ("alive", "children", "held_children", "key", "locks", "pages", "parent", "stamps")
+
+    def __init__(self, key: Hashable, parent: "Node | None", num_groups: int) -> None:
+        self.key = key  # the page's token ids; of a root: its salt
+        self.parent = parent  # None: a root, or detached
+        self.children: dict[Hashable, Node] = {}
+        self.pages: list[int | None] = [None] * num_groups
+        self.locks = [0] * num_groups
+        self.stamps = [0] * num_groups  # when it was last unlocked
+        self.held_children = [0] * num_groups  # children that hold a page of the group
+        self.alive = True  # False once pruned
+
+
+class PrefixTree:
+    """Owns the shareable pages of all groups."""
+
+    def __init__(self, page_size: int, leaf_first: Sequence[bool]) -> None:
+        """leaf_first: [num_groups] whether a group needs every page of a prefix."""
+        self._page_size = page_size
+        self._leaf_first = tuple(leaf_first)
+        groups = len(self._leaf_first)
+        self._roots: dict[Hashable, Node] = {}
+        self._detached: set[Node] = set()
+        self._heaps: list[list[tuple[int, int, Node]]] = [[] for _ in range(groups)]
+        self._evictable = [0] * groups
+        self._clock = count(1)
+        self.num_evicted = 0
+
+    def key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
+        """The token ids of page `index`."""
+        start = index * self._page_size
+        return tuple(tokens[start : start + self._page_size])
+
+    def walk(self, tokens: Sequence[int], salt: Hashable, *, max_pages: int) -> list[Node]:
+        """The nodes of the longest stored path, whatever pages they hold; changes nothing."""
+        node = self._roots.get(salt)
+        path: list[Node] = []
+        while node is not None and len(path) < max_pages:
+            node = node.children.get(self.key(tokens, len(path)))
+            if node is not None:
+                path.append(node)
+        return path
+
+    def root(self, salt: Hashable) -> Node:
+        """The root of one salt, made where missing; prune it if nothing is put below."""
+        if salt not in self._roots:
+            self._roots[salt] = Node(salt, None, len(self._leaf_first))
+        return self._roots[salt]
+
+    def child(self, parent: Node, key: tuple[int, ...]) -> Node:
+        """The child for one page of tokens, made where missing; prune it if nothing is put in."""
+        node = parent.children.get(key)
+        if node is None:
+            node = parent.children[key] = Node(key, parent, len(self._leaf_first))
+        return node
+
+    def put(self, node: Node, group: int, page: int) -> None:
+        """Store a page in a node that has none, locked once for the caller."""
+        assert node.pages[group] is None, f"node already holds page {node.pages[group]}"
+        node.pages[group] = page
+        node.locks[group] = 1
+        if node.parent is not None:
+            node.parent.held_children[group] += 1
+
+    def lock(self, node: Node, group: int) -> int:
+        """Keep a node's page from eviction; returns the page."""
+        page = node.pages[group]
+        assert page is not None, "only a stored page can be locked"
+        if node.locks[group] == 0:
+            self._evictable[group] -= 1
+        node.locks[group] += 1
+        return page
+
+    def unlock(self, node: Node, group: int) -> None:
+        """Undo one lock; no step in flight may still read the page for that locker."""
+        assert node.locks[group] > 0, "unlocked more often than locked"
+        node.locks[group] -= 1
+        if node.locks[group] == 0:
+            self._evictable[group] += 1
+            node.stamps[group] = next(self._clock)
+            self._offer(node, group)
+
+    def num_evictable(self, group: int) -> int:
+        """Pages `evict` could return: locks of leaf-first groups cover whole paths."""
+        return self._evictable[group]
+
+    def evict(self, group: int, num_pages: int) -> list[int]:
+        """Give up to `num_pages` pages, least recently used first; the caller frees them."""
+        heap = self._heaps[group]
+        pages: list[int] = []
+        while heap and len(pages) < num_pages:
+            stamp, _, node = heapq.heappop(heap)
+            page = node.pages[group]
+            if page is None or node.stamps[group] != stamp or not self._is_candidate(node, group):
+                continue
+            node.pages[group] = None
+            self._evictable[group] -= 1
+            self.num_evicted += 1
+            pages.append(page)
+            if node.parent is not None:
+                node.parent.held_children[group] -= 1
+                self._offer(node.parent, group)
+            self.prune(node)
+        return pages
+
+    def prune(self, node: Node) -> None:
+        """Remove a node that holds nothing, and its ancestors that hold nothing else."""
+        while not node.children and all(page is None for page in node.pages) and node.alive:
+            node.alive = False
+            self._detached.discard(node)
+            if node.parent is None:
+                if self._roots.get(node.key) is node:
+                    del self._roots[node.key]
+                return
+            del node.parent.children[node.key]
+            node = node.parent
+
+    def detach(self, node: Node) -> None:
+        """Cut a subtree off: no later walk finds it; its pages go when unlocked and evicted."""
+        parent = node.parent
+        assert parent is not None, "a root is not detached"
+        del parent.children[node.key]
+        node.parent = None
+        self._detached.add(node)
+        for group, page in enumerate(node.pages):
+            if page is not None:
+                parent.held_children[group] -= 1
+                self._offer(parent, group)
+        self.prune(parent)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, roots and detached subtrees included."""
+        stack = [*self._roots.values(), *self._detached]
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            yield node
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless counts agree with nodes and leaf-first paths are whole."""
+        evictable = [0] * len(self._evictable)
+        for node in self.nodes():
+            for group, page in enumerate(node.pages):
+                evictable[group] += page is not None and node.locks[group] == 0
+                held = sum(child.pages[group] is not None for child in node.children.values())
+                self._compare("held children", held, node.held_children[group])
+                if self._leaf_first[group] and page is not None and node.parent is not None:
+                    is_root = node.parent.parent is None and node.parent not in self._detached
+                    whole = is_root or node.parent.locks[group] >= node.locks[group]
+                    whole = whole and (is_root or node.parent.pages[group] is not None)
+                    self._compare("whole leaf-first paths", True, whole)
+        self._compare("evictable pages", evictable, self._evictable)
+
+    def _is_candidate(self, node: Node, group: int) -> bool:
+        if node.pages[group] is None or node.locks[group]:
+            return False
+        return not (self._leaf_first[group] and node.held_children[group])
+
+    def _offer(self, node: Node, group: int) -> None:
+        if not self._is_candidate(node, group):
+            return
+        heap = self._heaps[group]
+        heapq.heappush(heap, (node.stamps[group], next(self._clock), node))
+        if len(heap) > 4 * self._evictable[group] + 64:
+            live = {e[2]: e for e in heap if e[2].stamps[group] == e[0]}
+            heap[:] = [e for e in live.values() if self._is_candidate(e[2], group)]
+            heapq.heapify(heap)
+
+    def _compare(self, name: str, expected: object, got: object) -> None:
+        if expected != got:
+            raise IntegrityError(
+                message(
+                    f"{name} of the prefix tree",
+                    expected=f"{expected} by nodes",
+                    got=f"{got} by count",
+                    remedy="find the call that changed one side only",
+                )
+            )

@@ -1,0 +1,52 @@
+"""The attention layer: write K and V to the pool, in one place, then call the backend."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from paceline.attention.contract import AttentionBackend, AttentionSpec, LayerCache, Part
+from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.kernels.write_kv import write_kv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionContext:
+    """What every attention layer of one step needs; an explicit argument of a model's forward."""
+
+    backend: AttentionBackend
+    plan: Any  # the backend's frozen plan
+    layers: tuple[LayerCache, ...]  # [num_layers]
+    out_cache_locs: tuple[Tensor, ...]  # [num_groups] of [padded_tokens]  int64  slots
+
+    def attend(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of one layer over its cache.
+
+        q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *head_dim].
+        Returns [padded_tokens, num_heads, v_head_dim].  Writes K and V to the layer's pool.
+        """
+        layer = self.layers[layer_id]
+        write_kv(k, v, layer.k_cache, layer.v_cache, self.out_cache_locs[layer.spec.group])
+        out, _ = self.backend.forward(q, k, v, layer, self.plan, Part.ALL)
+        return out
+
+
+def attention_specs(
+    config: ModelConfig, groups: tuple[CacheGroupSpec, ...]
+) -> tuple[AttentionSpec, ...]:
+    """One spec per layer: [num_layers]."""
+    group_of = {layer: index for index, group in enumerate(groups) for layer in group.layer_ids}
+    return tuple(
+        AttentionSpec(
+            layer_id=layer,
+            group=group_of[layer],
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            v_head_dim=config.v_head_dim,
+            scale=config.attention_scale,
+            window=config.layer_windows[layer],
+            soft_cap=config.attention_soft_cap,
+        )
+        for layer in range(config.num_layers)
+    )

@@ -1,0 +1,69 @@
+"""Token embedding and the language-model head, tied or not."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.core.parallel import Parallel
+from paceline.layers.parameter import Placement, empty_parameter
+
+
+class Embedding(nn.Module):
+    """Rows of the token table, times `scale`, which is rounded to the table's dtype first."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        scale: float | None,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        rows = parallel.share(vocab_size, "vocab_size")
+        self.weight = empty_parameter(rows, hidden_size, placement=placement)  # [vocab, hidden]
+        self.scale = None if scale is None else float(torch.tensor(scale, dtype=placement.dtype))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids [tokens] -> a new tensor [tokens, hidden]."""
+        rows = F.embedding(input_ids, self.weight)
+        return rows if self.scale is None else rows.mul_(self.scale)
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills."""
+        return {f"{prefix}.weight": self.weight}
+
+
+class LMHead(nn.Module):
+    """Hidden states to logits.  Given `tied`, it shares that embedding's table."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: Embedding | None,
+        soft_cap: float | None,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        self.soft_cap = soft_cap
+        self.is_tied = tied is not None
+        if tied is not None:
+            self.weight = tied.weight
+        else:
+            rows = parallel.share(vocab_size, "vocab_size")
+            self.weight = empty_parameter(rows, hidden_size, placement=placement)  # [vocab, hidden]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] float32, cap * tanh(x / cap) where capped."""
+        logits = F.linear(hidden, self.weight).float()
+        if self.soft_cap is None:
+            return logits
+        return logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills; nothing when tied."""
+        return {} if self.is_tied else {f"{prefix}.weight": self.weight}

@@ -1,0 +1,43 @@
+"""The gated feed-forward block: down(act(gate(x)) * up(x)) (Shazeer 2020)."""
+
+from torch import Tensor, nn
+
+from paceline.core.parallel import Parallel
+from paceline.kernels.act_and_mul import act_and_mul
+from paceline.layers.linear import GateUpLinear, Linear
+from paceline.layers.parameter import Placement
+
+# config.json's name of an activation -> the kernel's
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+class GatedMLP(nn.Module):
+    """Fused gate/up, activation, down."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        bias: bool,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[activation]
+        self.gate_up = GateUpLinear(
+            hidden_size, intermediate_size, bias=bias, parallel=parallel, placement=placement
+        )
+        self.down = Linear(
+            intermediate_size, hidden_size, bias=bias, parallel=parallel, placement=placement
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        return self.down(act_and_mul(self.gate_up(x), self.activation))
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills."""
+        down = self.down.destinations(f"{prefix}.down_proj")
+        return self.gate_up.destinations(prefix) | down

@@ -1,0 +1,20 @@
+"""How every layer allocates its weights: on the device, uninitialised, without gradients."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a module's tensors live and in which dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def empty_parameter(*shape: int, placement: Placement) -> nn.Parameter:
+    """An uninitialised inference parameter; the loader fills it in place."""
+    data = torch.empty(shape, device=placement.device, dtype=placement.dtype)
+    return nn.Parameter(data, requires_grad=False)

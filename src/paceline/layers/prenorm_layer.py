@@ -1,0 +1,53 @@
+"""The pre-norm decoder layer of Llama and Qwen: norm, attention, norm, gated MLP."""
+
+from torch import Tensor, nn
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.layers.attention import AttentionContext
+from paceline.layers.mlp import GatedMLP
+from paceline.layers.parameter import Placement
+from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.self_attention import SelfAttention
+
+
+class PreNormLayer(nn.Module):
+    """x += attention(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: SelfAttention,
+        *,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            bias=config.mlp_bias,
+            parallel=parallel,
+            placement=placement,
+        )
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: AttentionContext
+    ) -> Tensor:
+        """delta, residual [tokens, hidden] -> the MLP output; residual += delta + attention."""
+        norm = self.input_norm
+        x = norm(residual) if delta is None else norm.add(delta, residual)
+        x = self.attention(x, positions, ctx)
+        return self.mlp(self.mlp_norm.add(x, residual))
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills."""
+        named = self.attention.destinations(f"{prefix}.self_attn")
+        named |= self.mlp.destinations(f"{prefix}.mlp")
+        named[f"{prefix}.input_layernorm.weight"] = self.input_norm.weight
+        named[f"{prefix}.post_attention_layernorm.weight"] = self.mlp_norm.weight
+        return named

@@ -1,0 +1,33 @@
+"""RMSNorm, alone and fused with the residual addition before it."""
+
+from torch import Tensor, nn
+
+from paceline.kernels.rms_norm import add_rms_norm, rms_norm
+from paceline.layers.parameter import Placement, empty_parameter
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
+
+    With `unit_offset` the factor is 1 + weight, as in Gemma.
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, placement: Placement, unit_offset: bool = False
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.unit_offset = unit_offset
+        self.weight = empty_parameter(size, placement=placement)  # [size]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> a new tensor of the same shape."""
+        return rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
+
+    def add(self, delta: Tensor, residual: Tensor) -> Tensor:
+        """residual += delta, in place; returns the norm of the sum.  Both [tokens, size]."""
+        return add_rms_norm(delta, residual, self.weight, self.eps, unit_offset=self.unit_offset)
+
+    def neutral_(self) -> None:
+        """Make the factor 1, for weights that were not read from a checkpoint."""
+        self.weight.fill_(0.0 if self.unit_offset else 1.0)

@@ -1,0 +1,92 @@
+"""sample: from logits to tokens, the same function in every phase and at every position."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError, message
+from paceline.core.sampling_params import SamplerTier
+from paceline.layers.sampling.noise import gumbel
+from paceline.layers.sampling.process import keep_mask, process_logits
+from paceline.layers.sampling.table import SamplingTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sampled:
+    """What was sampled at each row.  Log-probabilities are natural logs of the raw distribution:
+    before bias, penalties, temperature and filters.  Rows that are not finite hold token 0 and
+    meaningless log-probabilities.
+    """
+
+    token_ids: Tensor  # [num_rows]  int64
+    finite: Tensor  # [num_rows]  bool  False: the row's logits held NaN or inf
+    chosen_logprob: Tensor | None  # [num_rows]  float32
+    top_ids: Tensor | None  # [num_rows, min(top_logprobs, vocab)]  int64  most likely first
+    top_values: Tensor | None  # [num_rows, min(top_logprobs, vocab)]  float32
+
+
+def sample(
+    logits: Tensor,
+    *,
+    rows: Tensor,
+    positions: Tensor,
+    table: SamplingTable,
+    token_ids: Tensor,
+    tier: SamplerTier,
+    top_logprobs: int,
+) -> Sampled:
+    """One token per row: argmax(logits / temperature + Gumbel noise) over the tokens that pass
+    the filters, or the plain argmax where the temperature is 0.  Ties go to the lowest id.
+
+    logits: [num_rows, vocab] float32, raw; rows: [num_rows] int64 rows of the table; positions:
+    [num_rows] int64, the index the sampled token will have, which is the number of tokens known
+    before it; token_ids: [table rows, max_tokens] int32 history, the first positions[n] entries
+    known.  Python branches on `tier` and `top_logprobs` (0 = none) only; mutates nothing; no host
+    reads; recordable.  Raises KernelArgumentError.
+    """
+    if logits.dtype != torch.float32 or logits.ndim != 2:
+        got = f"{logits.dtype} {list(logits.shape)}"
+        remedy = "cast the model's logits first"
+        raise KernelArgumentError(
+            message("logits", expected="float32 [num_rows, vocab]", got=got, remedy=remedy)
+        )
+    finite = torch.isfinite(logits.amax(-1)) & torch.isfinite(logits.amin(-1))
+    processed = logits
+    if tier >= SamplerTier.FULL:
+        processed = process_logits(
+            logits, rows=rows, positions=positions, table=table, token_ids=token_ids
+        )
+    if tier >= SamplerTier.FILTERED:
+        processed = _perturb(processed, rows, positions, table)
+    chosen = torch.where(finite, processed.argmax(-1), 0)
+    if not top_logprobs:
+        return Sampled(
+            token_ids=chosen, finite=finite, chosen_logprob=None, top_ids=None, top_values=None
+        )
+    logprobs = torch.log_softmax(logits, dim=-1)
+    top = torch.topk(logprobs, min(top_logprobs, logits.shape[-1]), dim=-1)
+    return Sampled(
+        token_ids=chosen,
+        finite=finite,
+        chosen_logprob=logprobs.gather(-1, chosen[:, None])[:, 0],
+        top_ids=top.indices,
+        top_values=top.values,
+    )
+
+
+def _perturb(logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable) -> Tensor:
+    """Logits whose argmax is a sample; rows of temperature 0 are returned as they came.
+
+    The maximum is subtracted before the division, so that no temperature can overflow.
+    """
+    temperature = table.temperature[rows][:, None]  # [num_rows, 1]
+    is_greedy = temperature == 0
+    scaled = logits - logits.amax(-1, keepdim=True)
+    scaled = scaled / torch.where(is_greedy, 1.0, temperature)
+    keep = keep_mask(
+        scaled, top_k=table.top_k[rows], top_p=table.top_p[rows], min_p=table.min_p[rows]
+    )
+    noise = gumbel(table.seed[rows], positions, logits.shape[-1])
+    noisy = torch.where(keep, scaled + noise, float("-inf"))
+    return torch.where(is_greedy, logits, noisy)

@@ -1,0 +1,66 @@
+"""A decoder's self-attention block: fused QKV, optional per-head norms, rope, attention, output.
+
+Writing K and V to the pool and calling the backend is `attention.AttentionContext`'s part.
+"""
+
+from torch import Tensor, nn
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.kernels.rope import rope_inplace
+from paceline.layers.attention import AttentionContext
+from paceline.layers.linear import Linear, QKVLinear
+from paceline.layers.parameter import Placement
+from paceline.layers.rms_norm import RMSNorm
+
+
+class SelfAttention(nn.Module):
+    """One layer.  `qk_norms` are the per-head norms of Q and K, applied before rope."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        *,
+        cos_sin: Tensor,
+        qk_norms: tuple[RMSNorm, RMSNorm] | None,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        assert config.v_head_dim == config.head_dim, (config.v_head_dim, config.head_dim)
+        self.layer_id = layer_id
+        self.qkv = QKVLinear(
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            bias=config.attention_bias,
+            parallel=parallel,
+            placement=placement,
+        )
+        self.out = Linear(
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_out_bias,
+            parallel=parallel,
+            placement=placement,
+        )
+        self.q_norm, self.k_norm = qk_norms or (None, None)
+        self.cos_sin = cos_sin  # [max_positions, head_dim]  float32, shared by layers
+
+    def forward(self, x: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        """x [tokens, hidden], positions [tokens] int64 -> [tokens, hidden]."""
+        q, k, v = self.qkv(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        rope_inplace(q, k, self.cos_sin, positions)
+        return self.out(ctx.attend(self.layer_id, q, k, v).flatten(1))
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills."""
+        named = self.qkv.destinations(prefix) | self.out.destinations(f"{prefix}.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            named[f"{prefix}.q_norm.weight"] = self.q_norm.weight
+            named[f"{prefix}.k_norm.weight"] = self.k_norm.weight
+        return named

@@ -1,0 +1,46 @@
+"""A decoder with its language-model head: what the runner calls and the loader fills."""
+
+from torch import Tensor, nn
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.layers.attention import AttentionContext
+from paceline.layers.embedding import LMHead
+from paceline.layers.parameter import Placement
+from paceline.models.decoder import Decoder, Hidden
+
+
+class CausalLM(nn.Module):
+    """Every architecture's result.  Inference only; forward is device-only and recordable."""
+
+    def __init__(
+        self, config: ModelConfig, decoder: Decoder, *, parallel: Parallel, placement: Placement
+    ) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.head = LMHead(
+            config.vocab_size,
+            config.hidden_size,
+            tied=decoder.embedding if config.tie_word_embeddings else None,
+            soft_cap=config.logit_soft_cap,
+            parallel=parallel,
+            placement=placement,
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        ctx: AttentionContext,
+        taps: tuple[str, ...] = (),
+    ) -> Hidden:
+        """input_ids, positions [tokens] int64 -> Hidden.  Raises ModelError for an unknown tap."""
+        return self.decoder(input_ids, positions, ctx, taps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] float32."""
+        return self.head(hidden)
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the view of a parameter it fills."""
+        return self.decoder.destinations("model") | self.head.destinations("lm_head")

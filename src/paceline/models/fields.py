@@ -1,0 +1,83 @@
+"""Typed reading of a config.json: every wrong or missing field becomes one clear ModelError."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from paceline.core.errors import ModelError, message
+
+REQUIRED: Any = object()
+
+
+class Fields:
+    """A view of one JSON object.  JSON null counts as absent."""
+
+    def __init__(self, data: Mapping[str, Any], where: str = "config.json") -> None:
+        self._data = data
+        self._where = where
+
+    def get(self, name: str) -> Any:
+        """The raw value, or None."""
+        return self._data.get(name)
+
+    def integer(self, name: str, default: Any = REQUIRED) -> Any:
+        """A positive integer, or the default."""
+        value = self._value(name, default, "a positive integer")
+        if value is default:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.fail(name, "a positive integer", value)
+        return value
+
+    def number(self, name: str, default: Any = REQUIRED) -> Any:
+        """A finite positive number, or the default."""
+        value = self._value(name, default, "a positive number")
+        if value is default:
+            return default
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0:
+            self.fail(name, "a positive number", value)
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false, or the default."""
+        value = self._value(name, default, "true or false")
+        if not isinstance(value, bool):
+            self.fail(name, "true or false", value)
+        return value
+
+    def choice(self, name: str, known: tuple[str, ...], default: Any = REQUIRED) -> str:
+        """One of the known words, or the default."""
+        expected = f"one of {', '.join(known)}"
+        value = self._value(name, default, expected)
+        if value not in known:
+            self.fail(name, expected, value)
+        return str(value)
+
+    def nested(self, name: str) -> dict[str, Any]:
+        """A JSON object; absent means empty."""
+        value = self._value(name, {}, "an object")
+        if not isinstance(value, dict):
+            self.fail(name, "an object", value)
+        return value
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Raise ModelError when an unsupported feature is switched on."""
+        if self._data.get(name):
+            self.fail(name, "absent", self._data[name], remedy=reason)
+
+    def fail(
+        self, name: str, expected: str, value: Any, *, remedy: str = "check the model's config.json"
+    ) -> NoReturn:
+        """Raise ModelError about one field."""
+        got = "nothing" if value is None else repr(value)
+        text = message(f"{self._where}: {name}", expected=expected, got=got, remedy=remedy)
+        raise ModelError(text)
+
+    def _value(self, name: str, default: Any, expected: str) -> Any:
+        value = self._data.get(name)
+        if value is not None:
+            return value
+        if default is REQUIRED:
+            self.fail(name, expected, None)
+        return default

@@ -1,0 +1,177 @@
+"""From a located model to a module on its device with weights in it.
+
+The module is built first, uninitialised and on the device; each checkpoint tensor is then copied
+from the mapped file straight into the (fused) parameter that holds it.  Nothing is built twice.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigError, WeightsError, message
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.layers.rms_norm import RMSNorm
+from paceline.models.causal_lm import CausalLM
+from paceline.models.checkpoint import Checkpoint, open_checkpoint
+from paceline.models.locate import ModelSource
+from paceline.models.progress import Progress
+from paceline.models.registry import builder
+
+LoadFormat = Literal["auto", "dummy"]
+DUMMY_STD = 0.02  # the initializer_range of most released configurations
+_MAX_LISTED = 10
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
+
+
+def load_model(
+    source: ModelSource,
+    config: ModelConfig,
+    *,
+    parallel: Parallel,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: LoadFormat = "auto",
+    progress: bool | None = None,
+    max_positions: int | None = None,
+    seed: int = 0,
+) -> CausalLM:
+    """The model, ready to run.
+
+    `load_format` "dummy" fills it with seeded noise instead of reading weights; `progress` None
+    shows a bar on a terminal only; `max_positions` sizes the rope tables (None: the context limit).
+    Raises WeightsError naming the tensors or the file at fault.
+    """
+    build = builder(config.model_type)
+    if load_format == "dummy":
+        model = build(
+            config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
+        )
+        fill_dummy(model, seed=seed)
+        return model
+    if load_format != "auto":
+        raise ConfigError(
+            message(
+                "load_format",
+                expected="'auto' or 'dummy'",
+                got=repr(load_format),
+                remedy="choose with --load-format",
+            )
+        )
+    if source.folder is None:
+        raise WeightsError(
+            message(
+                f"model '{source.name}'",
+                expected="a model with weights",
+                got="a shape",
+                remedy="add --load-format dummy, or name a folder or a hub id",
+            )
+        )
+    with open_checkpoint(source.folder) as checkpoint:
+        model = build(
+            config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
+        )
+        names = {
+            canonical: name
+            for name in checkpoint.names
+            if (canonical := canonical_name(name, config)) is not None
+        }
+        destinations = model.destinations()
+        _check_names(source, names, destinations)
+        _check_tensors(checkpoint, names, destinations)
+        _copy(checkpoint, names, destinations, progress)
+    return model
+
+
+def canonical_name(name: str, config: ModelConfig) -> str | None:
+    """A checkpoint tensor's name as text-only checkpoints spell it; None when we need it not.
+
+    Not needed are stored rope frequencies, the head of a tied model (it equals the embedding), and
+    the vision part of a multimodal Gemma 3, whose language part is below `language_model`.
+    """
+    if config.model_type == "gemma3_text":
+        if name.removeprefix("model.").startswith(_VISION_PREFIXES):
+            return None
+        if name.startswith("model.language_model."):
+            name = "model." + name.removeprefix("model.language_model.")
+        name = name.removeprefix("language_model.")
+    if name.endswith(".rotary_emb.inv_freq"):
+        return None
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return None
+    return name
+
+
+@torch.no_grad()
+def fill_dummy(model: torch.nn.Module, *, seed: int) -> None:
+    """Deterministic noise in every parameter, on its own device; norms are the identity."""
+    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
+    skipped = {id(norm.weight) for norm in norms}
+    for norm in norms:
+        norm.neutral_()
+    generator: torch.Generator | None = None
+    for parameter in model.parameters():
+        if generator is None:
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+        if id(parameter) not in skipped:
+            parameter.normal_(0.0, DUMMY_STD, generator=generator)
+
+
+def _check_names(
+    source: ModelSource, names: dict[str, str], destinations: dict[str, Tensor]
+) -> None:
+    missing = [name for name in destinations if name not in names]
+    unexpected = [names[name] for name in names if name not in destinations]
+    if not missing and not unexpected:
+        return
+    parts = [
+        f"{len(found)} {word} ({_listed(found)})"
+        for word, found in (("missing", missing), ("unexpected", unexpected))
+        if found
+    ]
+    raise WeightsError(
+        message(
+            f"weights of '{source.name}'",
+            expected=f"the {len(destinations)} tensors its config.json implies",
+            got=" and ".join(parts),
+            remedy="check that config.json and the weights belong together",
+        )
+    )
+
+
+def _check_tensors(
+    checkpoint: Checkpoint, names: dict[str, str], destinations: dict[str, Tensor]
+) -> None:
+    for canonical, destination in destinations.items():
+        name = names[canonical]
+        shape, stored = checkpoint.shape(name), checkpoint.dtype(name)
+        if shape != tuple(destination.shape) or stored not in _FLOATS:
+            raise WeightsError(
+                message(
+                    f"tensor '{name}'",
+                    expected=f"floating point {list(destination.shape)}",
+                    got=f"{stored} {list(shape)}",
+                    remedy="check that config.json and the weights belong together",
+                )
+            )
+
+
+@torch.no_grad()
+def _copy(
+    checkpoint: Checkpoint,
+    names: dict[str, str],
+    destinations: dict[str, Tensor],
+    progress: bool | None,
+) -> None:
+    total = sum(tensor.nbytes for tensor in destinations.values())
+    with Progress("loading weights", total, shown=progress) as bar:
+        for canonical, name in names.items():
+            destinations[canonical].copy_(checkpoint.tensor(name))
+            bar.advance(destinations[canonical].nbytes)
+
+
+def _listed(names: list[str]) -> str:
+    more = f", and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

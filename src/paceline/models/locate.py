@@ -1,0 +1,152 @@
+"""Finding a model by name: bundled, a local folder, a shipped shape, or a hub id, in this order."""
+
+import json
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ModelError, message
+
+_HERE = Path(__file__).parent
+BUNDLED_FOLDER = _HERE / "bundled"
+SHAPES_FOLDER = _HERE / "shapes"
+_SMALL_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+]
+_WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
+
+
+class SourceKind(Enum):
+    """Where a model came from."""
+
+    BUNDLED = "bundled"
+    FOLDER = "folder"
+    HUB = "hub"
+    SHAPE = "shape"  # a configuration without weights or tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource:
+    """A model that was found; nothing of it but JSON has been read."""
+
+    name: str  # as asked for
+    kind: SourceKind
+    folder: Path | None  # None: there are no weights
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    tokenizer: Path | None  # tokenizer.json
+
+
+def shape_names() -> tuple[str, ...]:
+    """The shipped shapes."""
+    return tuple(sorted(path.stem for path in SHAPES_FOLDER.glob("*.json")))
+
+
+def locate(model: str, revision: str | None = None, *, weights: bool = True) -> ModelSource:
+    """Find `model`; with weights=False a hub model's weights are not downloaded.
+
+    Raises ModelError when there is no such model, or its files cannot be read.
+    """
+    if model == "bundled":
+        return _from_folder(model, SourceKind.BUNDLED, BUNDLED_FOLDER)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _from_folder(model, SourceKind.FOLDER, path)
+    if model in shape_names():
+        config = _read_json(SHAPES_FOLDER / f"{model}.json")
+        return ModelSource(
+            name=model,
+            kind=SourceKind.SHAPE,
+            folder=None,
+            config=config,
+            generation_config={},
+            tokenizer=None,
+        )
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise ModelError(
+            message(
+                "model",
+                expected=f"a hub id, an existing folder, 'bundled' or one of "
+                f"{', '.join(shape_names())}",
+                got=repr(model),
+                remedy="check the spelling; a hub id has the form owner/name",
+            )
+        )
+    return _from_folder(model, SourceKind.HUB, _download(model, revision, weights=weights))
+
+
+def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise ModelError(
+            message(
+                f"model '{name}'",
+                expected="a folder with config.json",
+                got=f"{folder} without it",
+                remedy="point --model at a folder in Hugging Face format",
+            )
+        )
+    generation = folder / "generation_config.json"
+    tokenizer = folder / "tokenizer.json"
+    return ModelSource(
+        name=name,
+        kind=kind,
+        folder=folder,
+        config=_read_json(config_path),
+        generation_config=_read_json(generation) if generation.is_file() else {},
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            message(str(path), expected="readable JSON", got=str(error), remedy="restore the file")
+        ) from error
+    if not isinstance(data, dict):
+        got = type(data).__name__
+        raise ModelError(
+            message(str(path), expected="a JSON object", got=got, remedy="restore the file")
+        )
+    return data
+
+
+def _download(model: str, revision: str | None, *, weights: bool) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelError(
+            message(
+                f"model '{model}'",
+                expected="a local folder when huggingface_hub is not installed",
+                got="a hub id",
+                remedy="pip install huggingface_hub, or pass the path of a downloaded folder",
+            )
+        ) from error
+    wanted = _SMALL_FILES + (_WEIGHT_FILES if weights else [])
+    ignored = ["*/*", "consolidated*"]
+    try:
+        folder = snapshot_download(
+            model, revision=revision, allow_patterns=wanted, ignore_patterns=ignored
+        )
+    except (OSError, ValueError) as error:
+        at = f" at revision '{revision}'" if revision else ""
+        raise ModelError(
+            message(
+                f"model '{model}'{at}",
+                expected="a hub model that can be reached or is in the local cache",
+                got=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                remedy="check the name, the network, HF_HUB_OFFLINE and HF_TOKEN, "
+                "or pass a local folder",
+            )
+        ) from error
+    return Path(folder)

@@ -1,0 +1,42 @@
+"""The stack of pre-norm layers that Llama and the Qwens are."""
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.layers.embedding import Embedding
+from paceline.layers.parameter import Placement
+from paceline.layers.prenorm_layer import PreNormLayer
+from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.self_attention import SelfAttention
+from paceline.models.decoder import Decoder, rope_tables
+
+
+def prenorm_decoder(
+    config: ModelConfig,
+    *,
+    qk_norm: bool,
+    parallel: Parallel,
+    placement: Placement,
+    max_positions: int | None,
+) -> Decoder:
+    """The whole stack; `qk_norm` adds per-head norms of Q and K."""
+    tables = rope_tables(config, max_positions=max_positions, device=placement.device)
+
+    def head_norm() -> RMSNorm:
+        return RMSNorm(config.head_dim, config.rms_norm_eps, placement=placement)
+
+    def layer(layer_id: int) -> PreNormLayer:
+        attention = SelfAttention(
+            config,
+            layer_id,
+            cos_sin=tables[config.rope],
+            qk_norms=(head_norm(), head_norm()) if qk_norm else None,
+            parallel=parallel,
+            placement=placement,
+        )
+        return PreNormLayer(config, attention, parallel=parallel, placement=placement)
+
+    embedding = Embedding(
+        config.vocab_size, config.hidden_size, scale=None, parallel=parallel, placement=placement
+    )
+    norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
+    return Decoder(embedding, [layer(i) for i in range(config.num_layers)], norm)

@@ -1,0 +1,47 @@
+"""The architectures: Hugging Face model_type -> where it is built, and facts sizes depend on.
+
+Imports no torch; the architecture's file is imported when it is asked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from paceline.core.errors import ModelError, message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One supported model_type."""
+
+    module: str  # holds build(config, *, parallel, device, dtype, max_positions)
+    qk_norm: bool  # per-head norms of Q and K
+    layer_norms: int  # hidden-sized norms per layer
+
+
+ARCHITECTURES = {
+    "gemma3_text": Architecture(module="paceline.models.gemma3_text", qk_norm=True, layer_norms=4),
+    "llama": Architecture(module="paceline.models.llama", qk_norm=False, layer_norms=2),
+    "qwen2": Architecture(module="paceline.models.qwen2", qk_norm=False, layer_norms=2),
+    "qwen3": Architecture(module="paceline.models.qwen3", qk_norm=True, layer_norms=2),
+}
+
+
+def architecture(model_type: str) -> Architecture:
+    """Raises ModelError naming the known ones."""
+    if model_type not in ARCHITECTURES:
+        raise ModelError(
+            message(
+                "model_type",
+                expected=f"one of {', '.join(sorted(ARCHITECTURES))}",
+                got=repr(model_type),
+                remedy="use a model of a supported architecture",
+            )
+        )
+    return ARCHITECTURES[model_type]
+
+
+def builder(model_type: str) -> Callable[..., object]:
+    """The `build` function of an architecture, imported now."""
+    build: Callable[..., object] = import_module(architecture(model_type).module).build
+    return build

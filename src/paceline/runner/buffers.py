@@ -1,0 +1,142 @@
+"""StepBuffers: the persistent tensors of a step at their maximum size.  Owns the padding rule.
+
+`fill` stages what the scheduler decided; `derive` computes everything else in place; `view` cuts
+the frozen StepView of one padded size.  Equal sizes give equal addresses, always.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import GroupView, StepView
+from paceline.core.modes import MaskKind
+from paceline.core.padding import PAD_ROW
+from paceline.core.sampling_params import MAX_LOGPROBS
+from paceline.core.step import StepLayout
+from paceline.runner.staging import StagingSlot
+
+Copy = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedSize:
+    """The padded shape of a step."""
+
+    reqs: int
+    tokens: int
+    max_extend_len: int  # exact; the stride of padded rows
+
+    @staticmethod
+    def exact(layout: StepLayout) -> "PaddedSize":
+        """No padding: a ragged step as it is."""
+        return PaddedSize(layout.num_reqs, layout.num_tokens, max(layout.extend_lens))
+
+    @staticmethod
+    def uniform(reqs: int, extend_len: int) -> "PaddedSize":
+        """`reqs` rows of `extend_len` tokens."""
+        return PaddedSize(reqs, reqs * extend_len, extend_len)
+
+
+class StepBuffers:
+    """Sole owner and writer of the step's device tensors.
+
+    facts:  [max_reqs, 3]  int32  staged by fill: row id, extend length, emits (0 or 1)
+    Derived (see StepView for meanings): row_ids, prefix_lens, extend_lens, kv_lens, cu_seqlens_q,
+    req_ids, positions, input_ids, logits_loc, page_tables, out_cache_locs.
+    results: [max_reqs, 3]  int32  written by commit: emitted (0 or 1), token id, FinishCode
+    """
+
+    def __init__(
+        self,
+        *,
+        max_reqs: int,
+        max_tokens: int,
+        max_pages: tuple[int, ...],
+        kv_len_bound: int,
+        device: torch.device,
+    ) -> None:
+        self.kv_len_bound = kv_len_bound
+        self._filled: tuple[StepLayout, PaddedSize] | None = None
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+        def longs(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=torch.int64, device=device)
+
+        self.facts = ints(max_reqs, 3)
+        self.results = ints(max_reqs, 3)
+        self.arange = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        self.row_ids = longs(max_reqs)
+        self.prefix_lens = ints(max_reqs)
+        self.extend_lens = ints(max_reqs)
+        self.kv_lens = ints(max_reqs)
+        self.cu_seqlens_q = ints(max_reqs + 1)
+        self.req_ids = longs(max_tokens)
+        self.positions = longs(max_tokens)
+        self.input_ids = longs(max_tokens)
+        self.logits_loc = longs(max_reqs)
+        self.page_tables = tuple(ints(max_reqs, width) for width in max_pages)
+        self.out_cache_locs = tuple(longs(max_tokens) for _ in max_pages)
+        self.chosen_logprobs = torch.zeros(max_reqs, device=device)
+        self.top_ids = longs(max_reqs, MAX_LOGPROBS)
+        self.top_logprobs = torch.zeros(max_reqs, MAX_LOGPROBS, device=device)
+
+    def holds(self, layout: StepLayout, size: PaddedSize) -> bool:
+        """Whether `facts` already says exactly this, so that nothing need be staged."""
+        return self._filled == (layout, size)
+
+    def fill(self, layout: StepLayout, size: PaddedSize, slot: StagingSlot) -> Copy:
+        """Stage a layout padded to `size`; returns the copy the step's stream must execute."""
+        facts = np.empty((size.reqs, 3), dtype=np.int32)
+        facts[: layout.num_reqs, 0] = layout.rows
+        facts[: layout.num_reqs, 1] = layout.extend_lens
+        facts[: layout.num_reqs, 2] = layout.emits
+        facts[layout.num_reqs :] = (PAD_ROW, size.max_extend_len, 0)
+        self._filled = (layout, size)
+        return self.facts[: size.reqs], slot.put(torch.from_numpy(facts))
+
+    def pad(self, size: PaddedSize) -> None:
+        """Make `facts` say that every row of `size` is padding; runs on the device."""
+        self._filled = None
+        facts = self.facts[: size.reqs]
+        facts[:, 0].fill_(PAD_ROW)
+        facts[:, 1].fill_(size.max_extend_len)
+        facts[:, 2].zero_()
+
+    def view(self, size: PaddedSize, mask: MaskKind) -> StepView:
+        """The device view of a step padded to `size`."""
+        reqs, tokens = size.reqs, size.tokens
+        return StepView(
+            row_ids=self.row_ids[:reqs],
+            prefix_lens=self.prefix_lens[:reqs],
+            extend_lens=self.extend_lens[:reqs],
+            kv_lens=self.kv_lens[:reqs],
+            cu_seqlens_q=self.cu_seqlens_q[: reqs + 1],
+            req_ids=self.req_ids[:tokens],
+            positions=self.positions[:tokens],
+            input_ids=self.input_ids[:tokens],
+            logits_loc=self.logits_loc[:reqs],
+            groups=tuple(
+                GroupView(page_table=table[:reqs], out_cache_loc=loc[:tokens])
+                for table, loc in zip(self.page_tables, self.out_cache_locs, strict=True)
+            ),
+            mask=mask,
+            tree_mask=None,
+            max_extend_len=size.max_extend_len,
+            kv_len_bound=self.kv_len_bound,
+        )
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The buffers by name, for guards."""
+        named = {
+            f"step.{name}": value for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        for group, (table, loc) in enumerate(
+            zip(self.page_tables, self.out_cache_locs, strict=True)
+        ):
+            named[f"step.page_table.{group}"] = table
+            named[f"step.out_cache_loc.{group}"] = loc
+        return named

@@ -1,0 +1,133 @@
+"""build_runner: from a loaded model to a ModelRunner that is ready to launch steps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paceline.attention.contract import AttentionBackend, LayerCache, Limits
+from paceline.core.events import Notify
+from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.kvcache.pool import KVPool
+from paceline.layers.attention import attention_specs
+from paceline.runner.buffers import StepBuffers
+from paceline.runner.graphs import (
+    RESERVE_FACTOR,
+    CudaGraphFactory,
+    GraphFactory,
+    GraphStore,
+    RecordedGraphFactory,
+)
+from paceline.runner.guard import Guard, NamedTensors
+from paceline.runner.model_runner import GraphSizes, ModelRunner
+from paceline.runner.outputs_ring import OutputsRing
+from paceline.runner.program import Parts
+from paceline.runner.request_table import RequestTable
+from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT, StagingRing
+from paceline.runner.streams import Stream
+
+STAGING_BYTES = 16 << 20  # joins of one step: a token history and a sampling row each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """What the runner reads of the engine's options."""
+
+    max_running: int  # requests of a step
+    max_batched_tokens: int  # tokens of a step
+    context_len: int  # tokens of a request, prompt and output
+    num_pages: tuple[int, ...]  # [num_groups] pages of each pool, the reserved one included
+    graph_max_reqs: int | None  # None: every step eager
+    poison_graphs: bool = False
+    staging_depth: int = RING_DEPTH
+    taps: tuple[str, ...] = ()
+
+
+def build_runner(
+    model: nn.Module,
+    config: ModelConfig,
+    groups: Sequence[CacheGroupSpec],
+    backend: AttentionBackend,
+    limits: RunnerConfig,
+    *,
+    stream: Stream,
+    device: torch.device,
+    dtype: torch.dtype,
+    notify: Notify,
+) -> ModelRunner:
+    """Allocate everything whose address a graph may hold and wire it up.  Captures nothing yet."""
+    # Page rows cover the context limit and the tokens that can be in flight behind it.
+    kv_len_bound = limits.context_len + STEPS_IN_FLIGHT
+    max_pages = tuple(-(-kv_len_bound // group.page_size) for group in groups)
+    pools = [
+        KVPool(group, num_pages, dtype=dtype, device=device)
+        for group, num_pages in zip(groups, limits.num_pages, strict=True)
+    ]
+    table = RequestTable(
+        max_running=limits.max_running,
+        max_tokens=kv_len_bound,
+        max_pages=max_pages,
+        eos_token_ids=config.eos_token_ids,
+        device=device,
+    )
+    buffers = StepBuffers(
+        max_reqs=limits.max_running,
+        max_tokens=max(limits.max_batched_tokens, limits.max_running),
+        max_pages=max_pages,
+        kv_len_bound=kv_len_bound,
+        device=device,
+    )
+    backend_limits = Limits(
+        device=device,
+        dtype=dtype,
+        max_reqs=limits.max_running,
+        max_tokens=max(limits.max_batched_tokens, limits.max_running),
+        max_pages=max_pages,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        v_head_dim=config.v_head_dim,
+        page_size=groups[0].page_size,
+    )
+    specs = attention_specs(config, tuple(groups))
+    caches = [pools[spec.group].layer(spec.layer_id) for spec in specs]
+    parts = Parts(
+        model=model,
+        backend=backend,
+        backend_buffers=backend.make_buffers(backend_limits),
+        layers=tuple(
+            LayerCache(spec=spec, k_cache=k, v_cache=v)
+            for spec, (k, v) in zip(specs, caches, strict=True)
+        ),
+        page_sizes=tuple(group.page_size for group in groups),
+        table=table,
+        buffers=buffers,
+        taps=limits.taps,
+    )
+    pinned = device.type == "cuda"
+    owners: list[NamedTensors] = [table.named_tensors, buffers.named_tensors]
+    owners += [pool.named_tensors for pool in pools]
+    return ModelRunner(
+        parts,
+        stream=stream,
+        staging=StagingRing(STAGING_BYTES, pinned=pinned, depth=limits.staging_depth),
+        outputs=OutputsRing(limits.max_running, pinned=pinned),
+        graphs=_graph_store(limits, device, notify),
+        sizes=GraphSizes.up_to(min(limits.graph_max_reqs or 1, limits.max_running)),
+        guard=Guard(owners, kv_len_bound=kv_len_bound),
+        notify=notify,
+    )
+
+
+def _graph_store(
+    limits: RunnerConfig, device: torch.device, notify: Notify
+) -> GraphStore | None:
+    if limits.graph_max_reqs is None:
+        return None
+    factory: GraphFactory
+    if device.type == "cuda":
+        factory = CudaGraphFactory(device)
+    else:
+        factory = RecordedGraphFactory(poison=limits.poison_graphs)
+    return GraphStore(factory, reserve_factor=RESERVE_FACTOR[device.type], notify=notify)

@@ -1,0 +1,58 @@
+"""The guard: what must still be true before a graph replays.  On by default; costs microseconds."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from paceline.core.errors import GraphGuardError, message
+from paceline.core.step import Step
+from paceline.runner.graphs import GraphKey
+
+NamedTensors = Callable[[], dict[str, Tensor]]
+
+
+class Guard:
+    """Remembers the addresses of every buffer a graph may hold, by name."""
+
+    def __init__(self, owners: Sequence[NamedTensors], *, kv_len_bound: int) -> None:
+        self._owners = tuple(owners)
+        self._kv_len_bound = kv_len_bound
+        self._addresses = self._current()
+
+    def check(self, key: GraphKey, step: Step) -> None:
+        """Raise GraphGuardError when `step` may not replay the graph of `key`."""
+        layout = step.layout
+        if layout.num_reqs > key.padded_reqs:
+            raise self._error("requests", f"at most {key.padded_reqs}", layout.num_reqs)
+        stride = max(layout.extend_lens)
+        if stride != key.extend_len or min(layout.extend_lens) != stride:
+            raise self._error("extend_lens", f"{key.extend_len} everywhere", layout.extend_lens)
+        longest = max(step.kv_lens_bound)
+        if longest > self._kv_len_bound:
+            raise self._error("kv_lens", f"at most {self._kv_len_bound}", longest)
+        current = self._current()
+        if current != self._addresses:
+            moved = sorted(
+                name
+                for name in self._addresses.keys() | current.keys()
+                if self._addresses.get(name) != current.get(name)
+            )
+            raise self._error(
+                "buffer addresses", "those of the capture", f"moved: {', '.join(moved)}"
+            )
+
+    def _current(self) -> dict[str, int]:
+        return {
+            name: tensor.data_ptr() for owner in self._owners for name, tensor in owner().items()
+        }
+
+    @staticmethod
+    def _error(name: str, expected: object, got: object) -> GraphGuardError:
+        return GraphGuardError(
+            message(
+                f"graph replay: {name}",
+                expected=expected,
+                got=got,
+                remedy="write into the captured tensors in place, or run with --enforce-eager",
+            )
+        )

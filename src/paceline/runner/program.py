@@ -1,0 +1,122 @@
+"""StepProgram: the functions of a step of one padded size: derive, forward, sample and commit.
+
+Eager steps call them, graphs record them.  There is no second copy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from paceline.attention.contract import AttentionBackend, LayerCache, StepView
+from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
+from paceline.layers.attention import AttentionContext
+from paceline.layers.sampling import sample
+from paceline.runner.buffers import StepBuffers
+from paceline.runner.commit import commit
+from paceline.runner.derive import derive
+from paceline.runner.request_table import RequestTable
+
+
+class Model(Protocol):
+    """What the runner needs of an architecture."""
+
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, ctx: AttentionContext, taps: tuple[str, ...]
+    ) -> Any: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """The device-side parts every step of an engine works on."""
+
+    model: nn.Module
+    backend: AttentionBackend
+    backend_buffers: Any
+    layers: tuple[LayerCache, ...]  # [num_layers]
+    page_sizes: tuple[int, ...]  # [num_groups] tokens
+    table: RequestTable
+    buffers: StepBuffers
+    taps: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a step that runs on the device without the host."""
+
+    name: str
+    run: Callable[[], None]
+
+
+class StepProgram:
+    """One padded size with one sampler tier; its results stay on fixed addresses once captured."""
+
+    def __init__(
+        self, parts: Parts, view: StepView, *, sampler: SamplerTier, logprobs: bool
+    ) -> None:
+        self._parts = parts
+        self._view = view
+        self._sampler = sampler
+        self._top_logprobs = MAX_LOGPROBS if logprobs else 0
+        self._plan: Any = None
+        self._logits: Tensor | None = None  # [padded_reqs, vocab]  float32
+
+    def segments(self) -> list[Segment]:
+        """The step's pieces in order."""
+        return [
+            Segment("derive", self._derive),
+            Segment("forward", self._forward),
+            Segment("sample", self._sample),
+        ]
+
+    def _derive(self) -> None:
+        parts = self._parts
+        derive(parts.buffers, parts.table, self._view, parts.page_sizes)
+        self._plan = parts.backend.plan(self._view, parts.backend_buffers)
+
+    def _forward(self) -> None:
+        parts, view = self._parts, self._view
+        ctx = AttentionContext(
+            backend=parts.backend,
+            plan=self._plan,
+            layers=parts.layers,
+            out_cache_locs=tuple(group.out_cache_loc for group in view.groups),
+        )
+        output = parts.model(view.input_ids, view.positions, ctx, parts.taps)
+        hidden = output.hidden.index_select(0, view.logits_loc)
+        self._logits = parts.model.logits(hidden)
+
+    def _sample(self) -> None:
+        parts, view = self._parts, self._view
+        assert self._logits is not None, "forward runs before sample"
+        sampled = sample(
+            self._logits,
+            rows=view.row_ids,
+            positions=view.kv_lens.long(),
+            table=parts.table.sampling,
+            token_ids=parts.table.token_ids,
+            tier=self._sampler,
+            top_logprobs=self._top_logprobs,
+        )
+        commit(parts.buffers, parts.table, view, sampled)
+
+
+def group_segments(segments: list[Segment], split_before: frozenset[str]) -> list[Segment]:
+    """Join neighbouring segments; a new group starts before each name in `split_before`."""
+    groups: list[list[Segment]] = []
+    for segment in segments:
+        if not groups or segment.name in split_before:
+            groups.append([])
+        groups[-1].append(segment)
+    return [_joined(group) for group in groups]
+
+
+def _joined(group: list[Segment]) -> Segment:
+    def run() -> None:
+        for segment in group:
+            segment.run()
+
+    return Segment("+".join(segment.name for segment in group), run)

@@ -1,0 +1,108 @@
+"""RequestTable: what the device knows of every running request, one row each.
+
+Each field has one owner.  The device owns committed length, token history and finish code; the
+host owns page rows and sampling parameters.  The host writes a device-owned field only when a
+request joins.  Row 0 is reserved: it holds the padding facts, so a padded row of a step needs no
+special case anywhere.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
+from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta
+from paceline.layers.sampling.table import SamplingTable, pack_row
+from paceline.runner.staging import StagingSlot
+
+Copy = tuple[Tensor, Tensor]  # (device destination, pinned source)
+
+
+class RequestTable:
+    """Rows 1..max_running hold requests.
+
+    Device-owned, [rows, ...]; written by `commit`, and by the host when a request joins:
+        kv_committed  [rows]  int32  tokens whose KV is in the cache
+        finish        [rows]  int32  FinishCode; a row that is not RUNNING is frozen
+        token_ids     [rows, max_tokens]  int32  every token known, prompt first
+    Host-owned, changed by deltas:
+        page_tables   [num_groups] of [rows, max_pages]  int32  page ids; unused: PAD_PAGE
+        sampling      SamplingTable
+    """
+
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_tokens: int,
+        max_pages: tuple[int, ...],
+        eos_token_ids: tuple[int, ...],
+        device: torch.device,
+    ) -> None:
+        rows = max_running + 1
+        self._eos_token_ids = eos_token_ids
+        self._state = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        self._state[PAD_ROW, 0] = PAD_PREFIX_LEN
+        self.token_ids = torch.zeros(rows, max_tokens, dtype=torch.int32, device=device)
+        self.page_tables = tuple(
+            torch.zeros(rows, width, dtype=torch.int32, device=device) for width in max_pages
+        )
+        self.sampling = SamplingTable(rows, device)
+
+    @property
+    def kv_committed(self) -> Tensor:
+        """[rows]  int32  tokens whose KV is in the cache."""
+        return self._state[:, 0]
+
+    @property
+    def finish(self) -> Tensor:
+        """[rows]  int32  FinishCode."""
+        return self._state[:, 1]
+
+    def stage(self, deltas: Iterable[Delta], slot: StagingSlot) -> list[Copy]:
+        """Put deltas into pinned memory; returns the copies the step's stream must execute."""
+        copies: list[Copy] = []
+        for delta in deltas:
+            if isinstance(delta, PageDelta):
+                copies.append(self._stage_pages(delta, slot))
+            else:
+                copies.extend(self._stage_join(delta, slot))
+        return copies
+
+    def _stage_pages(self, delta: PageDelta, slot: StagingSlot) -> Copy:
+        table = self.page_tables[delta.group]
+        end = delta.start + len(delta.page_ids)
+        assert end <= table.shape[1], (
+            f"page delta ends at entry {end}, the table has {table.shape[1]}"
+        )
+        values = torch.from_numpy(np.array(delta.page_ids, dtype=np.int32))
+        return table[delta.row, delta.start : end], slot.put(values)
+
+    def _stage_join(self, delta: JoinDelta, slot: StagingSlot) -> list[Copy]:
+        tokens = torch.from_numpy(np.array(delta.token_ids, dtype=np.int32))
+        state = torch.tensor([delta.prefix_len, FinishCode.RUNNING], dtype=torch.int32)
+        packed = pack_row(
+            delta.params,
+            prompt_len=delta.prompt_len,
+            max_len=delta.max_len,
+            eos_token_ids=self._eos_token_ids,
+            default_seed=0,
+        )
+        row = delta.row
+        return [
+            (self.token_ids[row, : len(delta.token_ids)], slot.put(tokens)),
+            (self._state[row], slot.put(state)),
+            (self.sampling.floats[row], slot.put(torch.from_numpy(packed.floats))),
+            (self.sampling.ints[row], slot.put(torch.from_numpy(packed.ints))),
+        ]
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The table's tensors by name, for guards."""
+        tensors = {"table.state": self._state, "table.token_ids": self.token_ids}
+        for group, table in enumerate(self.page_tables):
+            tensors[f"table.page_table.{group}"] = table
+        for name, tensor in self.sampling.named_tensors().items():
+            tensors[f"table.sampling.{name}"] = tensor
+        return tensors
