@@ -230,11 +230,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cache", type=Path, default=HERE / ".cache", help="working folder")
     parser.add_argument("--packages", type=Path, default=HERE / "packages.txt", help="the pins")
-    parser.add_argument("--limit", type=int, help="read only so many files (a trial run)")
     args = parser.parse_args()
 
     wheels = fetch_wheels(read_pins(args.packages), args.cache / "wheels")
-    collection = collect(list(source_files(wheels))[: args.limit])
+    collection = collect(list(source_files(wheels)))
     print(f"{len(collection.train)} training documents, {len(collection.held_out)} held out")
     headers = choose_headers(collection)
 

@@ -29,7 +29,7 @@ def bench() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
 @engine_flags
 @click.pass_context
-def latency(ctx: click.Context, **values: Any) -> None:
+def latency(ctx: click.Context, /, **values: Any) -> None:
     """Time to first token and decode rate of one batch at a time."""
     from paceline.engine.bench_latency import (
         LatencyShape,

@@ -9,11 +9,15 @@ from typing import Any
 
 import click
 
+from paceline.cli.console import engine_factory, rate_line
 from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampling_flags
-from paceline.cli.generate import engine_factory, rate_line
-from paceline.core.errors import ModelError, RequestError
+from paceline.core.errors import RequestError
 
 HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer"
+NO_TEMPLATE = (
+    "this model has no chat template: it continues your lines as plain text, "
+    "and answers like a text, not like an assistant"
+)
 
 
 @click.command()
@@ -21,7 +25,7 @@ HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer"
 @sampling_flags
 @engine_flags
 @click.pass_context
-def chat(ctx: click.Context, **values: Any) -> None:
+def chat(ctx: click.Context, /, **values: Any) -> None:
     """Talk with a model."""
     from paceline.core.sampling_params import SamplingParams
 
@@ -34,7 +38,6 @@ def chat(ctx: click.Context, **values: Any) -> None:
         top_p=values["top_p"],
     )
     try:
-        click.echo(HELP, err=True)
         Conversation(llm, params, system=values["system"]).run()
     finally:
         llm.close()
@@ -48,11 +51,13 @@ class Conversation:
         self._params = params
         self._system = system
         self._messages: list[dict[str, str]] = []
-        self._has_template = True
         self._reset()
 
     def run(self) -> None:
         """Read lines until /exit or the end of input."""
+        click.echo(HELP, err=True)
+        if not self._llm.tokenizer.has_chat_template:
+            click.echo(NO_TEMPLATE, err=True)
         while (line := read_line()) is not None:
             if line == "/exit":
                 return
@@ -80,14 +85,9 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": answer})
 
     def _prompt(self) -> str | list[int]:
-        if self._has_template:
-            try:
-                prompt: str | list[int] = self._llm.tokenizer.apply_chat_template(self._messages)
-            except ModelError as error:
-                self._has_template = False
-                click.echo(f"{error}\ncontinuing your text as it stands, line by line", err=True)
-            else:
-                return prompt
+        if self._llm.tokenizer.has_chat_template:
+            prompt: str | list[int] = self._llm.tokenizer.apply_chat_template(self._messages)
+            return prompt
         return "\n".join(entry["content"] for entry in self._messages) + "\n"
 
     def _answer(self, prompt: str | list[int]) -> str:
@@ -101,7 +101,9 @@ class Conversation:
                     is_aborted = True
                     self._llm.abort(snapshot.request_id)
         click.echo(" [stopped]" if is_aborted else "")
-        if snapshot is not None and snapshot.finished:
+        if snapshot is not None and snapshot.outputs[0].error is not None:
+            click.echo(f"error: {snapshot.outputs[0].error}", err=True)
+        elif snapshot is not None and snapshot.metrics is not None:
             click.echo(rate_line(snapshot.metrics), err=True)
         return text
 

@@ -1,11 +1,11 @@
 """`paceline generate`: one prompt in, streamed text out."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import click
 
+from paceline.cli.console import engine_factory, print_stream, rate_line
 from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampling_flags
 
 
@@ -16,7 +16,7 @@ from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampl
 @click.option("--json", "as_json", is_flag=True, help="No streaming; one JSON document at the end.")
 @engine_flags
 @click.pass_context
-def generate(ctx: click.Context, **values: Any) -> None:
+def generate(ctx: click.Context, /, **values: Any) -> None:
     """Complete a prompt; the text goes to stdout, everything else to stderr."""
     log_to_stderr()
     llm = engine_factory(ctx)(**asked_options(values))
@@ -26,37 +26,8 @@ def generate(ctx: click.Context, **values: Any) -> None:
         llm.close()
 
 
-def engine_factory(ctx: click.Context) -> Callable[..., Any]:
-    """`LLM`, or what the caller of the command put in its context instead."""
-    if ctx.obj is not None:
-        factory: Callable[..., Any] = ctx.obj
-        return factory
-    from paceline.engine.llm import LLM
-
-    return LLM
-
-
-def print_stream(stream: Any) -> Any:
-    """Print each new piece of text; returns the last snapshot."""
-    shown, snapshot = 0, None
-    for snapshot in stream:
-        text = snapshot.outputs[0].text
-        click.echo(text[shown:], nl=False)
-        shown = len(text)
-    click.echo()
-    return snapshot
-
-
-def rate_line(metrics: Any) -> str:
-    """How long it took, for people."""
-    rate = "-" if metrics.decode_tok_s is None else f"{metrics.decode_tok_s:.1f}"
-    wait = "-" if metrics.ttft_s is None else f"{1e3 * metrics.ttft_s:.0f}"
-    return f"{metrics.output_tokens} tokens, {rate} tokens/s, first after {wait} ms"
-
-
 def _generate(llm: Any, values: dict[str, Any]) -> None:
     from paceline.core.sampling_params import SamplingParams
-    from paceline.engine.outputs import to_json
 
     params = SamplingParams(
         max_tokens=values["max_tokens"],
@@ -66,7 +37,7 @@ def _generate(llm: Any, values: dict[str, Any]) -> None:
     )
     if values["as_json"]:
         output = llm.generate([values["prompt"]], params)[0]
-        click.echo(json.dumps(to_json(output)))
+        click.echo(json.dumps(output.as_document()))
     else:
         if values["echo"]:
             click.echo(values["prompt"], nl=False)

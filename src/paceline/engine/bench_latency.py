@@ -16,13 +16,13 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, IntegrityError, PacelineError, message
-from paceline.core.options import EngineOptions, spec_of
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.arguments import add_engine_arguments, asked_arguments
 from paceline.engine.machine import kernel_cache, local_device, versions
 
 REPEATS = 3
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     add_engine_arguments(parser)
     values = vars(parser.parse_args(argv))
-    asked = {o.name: values[o.name] for o in fields(EngineOptions) if o.name in values}
+    asked = asked_arguments(values)
     try:
         shape = LatencyShape(
             batch_sizes=parse_batch_sizes(values["batch_size"]),
@@ -269,30 +269,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` every engine option; one that is not typed leaves no attribute."""
-    for option in fields(EngineOptions):
-        spec = spec_of(option)
-        common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS}
-        flags = [
-            *spec.flags,
-            *(flag.replace("-", "_").replace("__", "--", 1) for flag in spec.flags),
-        ]
-        flags = list(dict.fromkeys(flags))
-        if spec.kind is bool:
-            parser.add_argument(*flags, action="store_true", help=spec.help, **common)
-            for flag in spec.off_flags:
-                parser.add_argument(flag, action="store_false", help=argparse.SUPPRESS, **common)
-        else:
-            parser.add_argument(*flags, type=spec.kind, help=spec.help, **common)
-
-
 def _vocab_size(asked: Mapping[str, object]) -> int:
     from paceline.models.config import parse_config
     from paceline.models.locate import locate
 
-    source = locate(str(asked.get("model", "bundled")), asked.get("revision"))
-    return parse_config(source).vocab_size
+    model, revision = asked.get("model", "bundled"), asked.get("revision")
+    source = locate(str(model), None if revision is None else str(revision), weights=False)
+    return parse_config(source.config, source.generation_config).vocab_size
 
 
 def _at_least(name: str, value: int, least: int) -> None:

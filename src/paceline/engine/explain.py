@@ -83,7 +83,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
     from paceline.models.locate import locate
 
     model, revision = asked.get("model", "bundled"), asked.get("revision")
-    source = locate(str(model), None if revision is None else str(revision))
+    source = locate(str(model), None if revision is None else str(revision), weights=False)
     config = parse_config(source.config, source.generation_config)
     wanted = asked.get("device")
     device = (

@@ -18,8 +18,9 @@ from paceline.engine.footprint import (
     longest_request,
     request_bytes,
     request_pages,
-    reserved_bytes,
     split_kv,
+    standing_bytes,
+    standing_pages,
     workspace_bytes,
 )
 from paceline.models.size import ELEMENT_BYTES, weights_bytes
@@ -71,9 +72,8 @@ def plan_memory(config: ModelConfig, options: EngineOptions, device: DeviceFacts
     A left-out max_model_len becomes the model's limit, or less where the KV budget holds less.
     """
     dtype = _known(options.dtype)
-    page_size, seqs = _known(options.page_size), _known(options.max_num_seqs)
-    chunk = _known(options.chunked_prefill_size)
-    specs = cache_group_specs(config, page_size)
+    seqs, step_tokens = _known(options.max_num_seqs), _known(options.max_num_batched_tokens)
+    specs = cache_group_specs(config, _known(options.page_size))
     element = ELEMENT_BYTES[dtype]
     wanted_len = options.max_model_len or config.max_position
 
@@ -85,7 +85,7 @@ def plan_memory(config: ModelConfig, options: EngineOptions, device: DeviceFacts
     workspace = workspace_bytes(
         config,
         element,
-        tokens=_known(options.max_num_batched_tokens),
+        tokens=step_tokens,
         rows=seqs,
         max_model_len=wanted_len,
     )
@@ -94,12 +94,15 @@ def plan_memory(config: ModelConfig, options: EngineOptions, device: DeviceFacts
     room = usable - context - weights - graphs - workspace
     kv = min(room, options.kv_cache_bytes) if options.kv_cache_bytes is not None else room
 
-    longest = longest_request(specs, kv, element, chunk=chunk, limit=wanted_len)
+    standing = standing_bytes(specs, element, step_tokens)
+    longest = longest_request(specs, kv - standing, element, limit=wanted_len)
     served = wanted_len if options.max_model_len else longest
     floor = max(served, min(wanted_len, SHORTEST_LEN))
-    least = request_bytes(specs, floor, element, chunk=chunk) + reserved_bytes(specs, element)
+    least = standing + request_bytes(specs, floor, element)
     short = max(0, least - kv, (options.kv_cache_bytes or 0) - room)
-    groups = () if short else split_kv(specs, kv, element, chunk=chunk, max_len=floor)
+    groups: tuple[GroupBudget, ...] = ()
+    if not short:
+        groups = split_kv(specs, kv, element, step_tokens=step_tokens, max_len=floor)
     taken = sum(group.bytes for group in groups) if groups else max(kv, 0)
     rest = device.total_bytes - context - weights - graphs - workspace - taken
     return Fit(
@@ -117,7 +120,7 @@ def plan_memory(config: ModelConfig, options: EngineOptions, device: DeviceFacts
         longest_len=longest,
         kv_tokens=_kv_tokens(groups),
         groups=groups,
-        concurrency=_concurrency(specs, groups, floor, chunk=chunk, max_num_seqs=seqs),
+        concurrency=_concurrency(specs, groups, floor, step_tokens=step_tokens, max_num_seqs=seqs),
     )
 
 
@@ -202,7 +205,7 @@ def _concurrency(
     groups: tuple[GroupBudget, ...],
     max_model_len: int,
     *,
-    chunk: int,
+    step_tokens: int,
     max_num_seqs: int,
 ) -> tuple[Concurrency, ...]:
     if not groups:
@@ -211,7 +214,7 @@ def _concurrency(
     rows = []
     for length in lengths:
         held = [
-            (group.num_pages - 1) // request_pages(spec, length, chunk=chunk)
+            (group.num_pages - standing_pages(spec, step_tokens)) // request_pages(spec, length)
             for spec, group in zip(specs, groups, strict=True)
         ]
         rows.append(Concurrency(context_len=length, requests=min(*held, max_num_seqs)))

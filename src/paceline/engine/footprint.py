@@ -4,6 +4,7 @@ KV pages are exact.  Activations, sampler rows and graphs are upper estimates: a
 allocator may share storage between operations that the formulas count twice.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
@@ -57,33 +58,39 @@ def workspace_bytes(
     return activation_bytes(config, tokens, element) + logits + history + rope
 
 
-def request_pages(spec: CacheGroupSpec, length: int, *, chunk: int) -> int:
-    """Pages one request of `length` tokens holds in a group at its worst moment.
+def request_pages(spec: CacheGroupSpec, length: int) -> int:
+    """Pages a request of `length` tokens holds in a group between steps.
 
-    A windowed group holds its window and the chunk in flight, and cuts both ends off pages.
+    A windowed group keeps its window, whose ends need not fall on page borders.
     """
-    tokens = length
-    if spec.window is not None:
-        tokens = min(length, spec.window + chunk + spec.page_size)
+    tokens = length if spec.window is None else min(length, spec.window + spec.page_size)
     return -(-tokens // spec.page_size)
 
 
-def request_bytes(
-    specs: tuple[CacheGroupSpec, ...], length: int, element: int, *, chunk: int
-) -> int:
+def standing_pages(spec: CacheGroupSpec, step_tokens: int) -> int:
+    """Pages a group needs besides those of its requests: the reserved page, and in a windowed one
+    the tokens of two steps, because pages behind a window return only once a step has retired."""
+    if spec.window is None:
+        return 1
+    return 1 + -(-2 * step_tokens // spec.page_size)
+
+
+def request_bytes(specs: Sequence[CacheGroupSpec], length: int, element: int) -> int:
     """KV bytes of one request of `length` tokens over all groups."""
-    return sum(request_pages(s, length, chunk=chunk) * s.page_bytes(element) for s in specs)
+    return sum(request_pages(spec, length) * spec.page_bytes(element) for spec in specs)
 
 
-def longest_request(
-    specs: tuple[CacheGroupSpec, ...], kv_bytes: int, element: int, *, chunk: int, limit: int
-) -> int:
-    """The longest request, up to `limit` tokens, that alone fits `kv_bytes`; 0 when none does."""
-    room = kv_bytes - reserved_bytes(specs, element)
+def standing_bytes(specs: Sequence[CacheGroupSpec], element: int, step_tokens: int) -> int:
+    """KV bytes that no request owns for long; see `standing_pages`."""
+    return sum(standing_pages(spec, step_tokens) * spec.page_bytes(element) for spec in specs)
+
+
+def longest_request(specs: Sequence[CacheGroupSpec], room: int, element: int, *, limit: int) -> int:
+    """The longest request, up to `limit` tokens, whose pages fit `room` bytes; 0 when none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if request_bytes(specs, middle, element, chunk=chunk) <= room:
+        if request_bytes(specs, middle, element) <= room:
             low = middle
         else:
             high = middle - 1
@@ -91,32 +98,31 @@ def longest_request(
 
 
 def split_kv(
-    specs: tuple[CacheGroupSpec, ...], kv_bytes: int, element: int, *, chunk: int, max_len: int
+    specs: Sequence[CacheGroupSpec],
+    kv_bytes: int,
+    element: int,
+    *,
+    step_tokens: int,
+    max_len: int,
 ) -> tuple[GroupBudget, ...]:
-    """Divide the KV budget: one longest request in every group first, the rest in the proportion
-    of a request of PLANNING_LEN tokens, so that every group fills up at about the same time."""
-    base = [request_pages(s, max_len, chunk=chunk) for s in specs]
-    typical = [request_pages(s, min(max_len, PLANNING_LEN), chunk=chunk) for s in specs]
-    rest = kv_bytes - reserved_bytes(specs, element)
-    rest -= sum(n * s.page_bytes(element) for n, s in zip(base, specs, strict=True))
-    per_request = sum(n * s.page_bytes(element) for n, s in zip(typical, specs, strict=True))
-    budgets = []
-    for spec, least, share in zip(specs, base, typical, strict=True):
-        pages = 1 + least + max(0, rest) * share // per_request
-        budgets.append(
-            GroupBudget(
-                name=spec.name,
-                window=spec.window,
-                num_layers=len(spec.layer_ids),
-                page_size=spec.page_size,
-                page_bytes=spec.page_bytes(element),
-                num_pages=pages,
-                bytes=pages * spec.page_bytes(element),
-            )
+    """Divide the KV budget: standing pages and one longest request in every group first, the rest
+    in the proportion of a request of PLANNING_LEN tokens, so that groups fill up together."""
+    least = [standing_pages(s, step_tokens) + request_pages(s, max_len) for s in specs]
+    shares = [request_pages(s, min(max_len, PLANNING_LEN)) for s in specs]
+    sizes = [spec.page_bytes(element) for spec in specs]
+    taken = sum(count * size for count, size in zip(least, sizes, strict=True))
+    rest = max(0, kv_bytes - taken)
+    per_request = sum(share * size for share, size in zip(shares, sizes, strict=True))
+    pages = [base + rest * share // per_request for base, share in zip(least, shares, strict=True)]
+    return tuple(
+        GroupBudget(
+            name=spec.name,
+            window=spec.window,
+            num_layers=len(spec.layer_ids),
+            page_size=spec.page_size,
+            page_bytes=size,
+            num_pages=count,
+            bytes=count * size,
         )
-    return tuple(budgets)
-
-
-def reserved_bytes(specs: tuple[CacheGroupSpec, ...], element: int) -> int:
-    """The reserved page of every group."""
-    return sum(spec.page_bytes(element) for spec in specs)
+        for spec, size, count in zip(specs, sizes, pages, strict=True)
+    )

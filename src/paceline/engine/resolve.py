@@ -13,7 +13,7 @@ from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model_config import ModelConfig, cache_group_specs
 from paceline.core.options import EngineOptions, engine_options, spec_of
 from paceline.engine.fit import Fit, plan_memory
-from paceline.engine.footprint import request_bytes
+from paceline.engine.footprint import request_bytes, standing_bytes
 from paceline.models.size import ELEMENT_BYTES
 
 CPU_KV_LIMIT = 4 * GIB
@@ -82,7 +82,9 @@ def resolve(
     if fit.max_model_len < config.max_position:
         why = f"what the KV budget holds; the model's limit is {config.max_position}"
     resolution = resolution.choose("max_model_len", fit.max_model_len, why)
-    return resolution.choose("kv_cache_bytes", fit.kv_bytes, "what the budget leaves"), fit
+    if fit.kv_bytes:
+        resolution = resolution.choose("kv_cache_bytes", fit.kv_bytes, "what the budget leaves")
+    return resolution, fit
 
 
 def _choose_device(resolution: Resolution, config: ModelConfig, device: DeviceFacts) -> Resolution:
@@ -106,11 +108,10 @@ def _choose_shape(resolution: Resolution, device: DeviceFacts) -> Resolution:
         resolution = resolution.choose("gpu_memory_utilization", 0.9, "leaves a tenth to others")
     resolution = resolution.choose("page_size", 16, "short page tables, little waste")
     resolution = resolution.choose("max_num_seqs", 256 if is_gpu else 32, f"usual on {here}")
-    tokens = 8192 if is_gpu else 1024
-    resolution = resolution.choose("max_num_batched_tokens", tokens, f"usual on {here}")
-    tokens = resolution.options.max_num_batched_tokens
+    usual = 8192 if is_gpu else 1024
+    resolution = resolution.choose("max_num_batched_tokens", usual, f"usual on {here}")
+    tokens, rows = resolution.options.max_num_batched_tokens, resolution.options.max_num_seqs
     resolution = resolution.choose("chunked_prefill_size", tokens, "the whole step")
-    rows = resolution.options.max_num_seqs
     return resolution.choose("cuda_graph_max_bs", rows, "every decode batch runs as a graph")
 
 
@@ -120,12 +121,13 @@ def _choose_cpu_cache(
     options = resolution.options
     assert options.page_size is not None
     assert options.dtype is not None
-    assert options.chunked_prefill_size is not None
+    assert options.max_num_seqs is not None
+    assert options.max_num_batched_tokens is not None
     specs = cache_group_specs(config, options.page_size)
     element = ELEMENT_BYTES[options.dtype]
     longest = options.max_model_len or config.max_position
-    rows = (options.max_num_seqs or 1) + 1
-    full = rows * request_bytes(specs, longest, element, chunk=options.chunked_prefill_size)
+    full = options.max_num_seqs * request_bytes(specs, longest, element)
+    full += standing_bytes(specs, element, options.max_num_batched_tokens)
     limit = min(CPU_KV_LIMIT, device.free_bytes // 4)
     why = "every running request at full length" if full <= limit else "a quarter of free memory"
     if full > limit == CPU_KV_LIMIT:

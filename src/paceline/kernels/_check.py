@@ -9,9 +9,7 @@ from paceline.core.errors import KernelArgumentError, message
 
 def reject(name: str, *, expected: str, got: Tensor, remedy: str) -> NoReturn:
     """Raise KernelArgumentError about tensor argument `name`."""
-    raise KernelArgumentError(
-        message(name, expected=expected, got=describe(got), remedy=remedy)
-    )
+    raise KernelArgumentError(message(name, expected=expected, got=describe(got), remedy=remedy))
 
 
 def describe(tensor: Tensor) -> str:

@@ -81,41 +81,62 @@ def _implementation(
     lse: Tensor | None,
 ) -> None:
     kind = MaskKind(mask)
-    page_size = k_cache.shape[1]
-    k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)  # [slots, kv_heads, dim]
-    offsets = cu_seqlens_q.tolist()
-    for request, prefix in enumerate(prefix_lens.tolist()):
+    offsets, prefixes = cu_seqlens_q.tolist(), prefix_lens.tolist()
+    keys, values = _KeyValues(k_cache), _KeyValues(v_cache)
+    for request, (prefix, pages) in enumerate(
+        zip(prefixes, _live_pages(page_table, prefixes, offsets, k_cache.shape[1]), strict=True)
+    ):
         start, end = offsets[request], offsets[request + 1]
         extend = end - start
-        kv_len = prefix if prefix_only else prefix + extend
         # The lowest key the step's first row can see; later rows see none before it.
         first = 0 if window is None else max(0, prefix + 1 - window)
-        pages = page_table[request, first // page_size : -(-kv_len // page_size)].tolist()
-        span = slice(first % page_size, first % page_size + kv_len - first)
-        keys = _gather(k_slots, pages, page_size)[span]
-        values = _gather(v_slots, pages, page_size)[span]
+        reach = range(first, prefix if prefix_only else prefix + extend)
         visible = None
         if extend > 1:
             tree = tree_mask[start:end, :extend] if tree_mask is not None else None
-            reach = range(first, kv_len)
             visible = _visible(prefix, extend, reach, kind=kind, tree=tree, window=window)
-        rows_out = out[start:end]
-        rows_lse = lse[start:end] if lse is not None else None
-        if soft_cap is None and rows_lse is None:
-            rows_out.copy_(_fused(q[start:end], keys, values, visible, scale))
+        k, v = keys.select(pages, reach), values.select(pages, reach)
+        if soft_cap is None and lse is None:
+            _fused(q[start:end], k, v, visible, out[start:end], scale=scale)
         else:
+            rows_lse = lse[start:end] if lse is not None else None
             _explicit(
-                q[start:end], keys, values, visible, rows_out, rows_lse, scale=scale, cap=soft_cap
+                q[start:end], k, v, visible, out[start:end], rows_lse, scale=scale, cap=soft_cap
             )
 
 
-def _gather(slots: Tensor, pages: list[int], page_size: int) -> Tensor:
-    """[pages * page_size, kv_heads, dim] of consecutive positions; a view of neighbouring pages."""
-    first = pages[0] if pages else 0
-    if pages == list(range(first, first + len(pages))):
-        return slots[first * page_size : (first + len(pages)) * page_size]
-    paged = slots.unflatten(0, (-1, page_size))
-    return paged.index_select(0, torch.tensor(pages)).flatten(0, 1)
+def _live_pages(
+    page_table: Tensor, prefixes: list[int], offsets: list[int], page_size: int
+) -> list[list[int]]:
+    """[reqs] of page ids: each request's row up to its last live page."""
+    kv_lens = [
+        prefix + end - start
+        for prefix, start, end in zip(prefixes, offsets, offsets[1:], strict=False)
+    ]
+    widths = [-(-kv_len // page_size) for kv_len in kv_lens]
+    rows = page_table[:, : max(widths, default=0)].tolist()
+    return [row[:width] for row, width in zip(rows, widths, strict=True)]
+
+
+class _KeyValues:
+    """One side of a paged cache, read by ranges of positions."""
+
+    def __init__(self, cache: Tensor) -> None:
+        self._page_size = cache.shape[1]
+        self._pages = cache  # [num_pages, page_size, kv_heads, dim]
+        self._slots = cache.flatten(0, 1).transpose(0, 1).unsqueeze(0)  # [1, kv_heads, slots, dim]
+
+    def select(self, pages: list[int], reach: range) -> Tensor:
+        """[1, kv_heads, len(reach), dim]; a view where the pages are neighbours."""
+        size = self._page_size
+        low = reach.start // size
+        needed = pages[low : -(-reach.stop // size)]
+        begin = reach.start - low * size
+        first = needed[0] if needed else 0
+        if needed == list(range(first, first + len(needed))):
+            return self._slots.narrow(2, first * size + begin, len(reach))
+        gathered = self._pages.index_select(0, torch.tensor(needed)).flatten(0, 1)
+        return gathered[begin : begin + len(reach)].transpose(0, 1).unsqueeze(0)
 
 
 def _visible(
@@ -149,29 +170,43 @@ def _visible(
     return visible
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float) -> Tensor:
-    """[rows, heads, v_head_dim] through torch's own kernel; a KV head's queries form one block."""
+def _fused(
+    q: Tensor,  # [rows, heads, head_dim]
+    k: Tensor,  # [1, kv_heads, keys, head_dim]
+    v: Tensor,  # [1, kv_heads, keys, v_head_dim]
+    visible: Tensor | None,  # [rows, keys]  bool
+    out: Tensor,  # [rows, heads, v_head_dim]
+    *,
+    scale: float,
+) -> None:
+    """Through torch's own kernel; the query heads of one KV head form one block of rows."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
+    if rows == 1:
+        blocks = q.view(1, kv_heads, group, dim)
+        mixed = F.scaled_dot_product_attention(blocks, k, v, scale=scale)
+        out.view(1, kv_heads, group, -1).copy_(mixed)
+        return
     blocks = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
     mixed = F.scaled_dot_product_attention(
         blocks.reshape(1, kv_heads, group * rows, dim),
-        k.transpose(0, 1).unsqueeze(0),
-        v.transpose(0, 1).unsqueeze(0),
+        k,
+        v,
         attn_mask=visible.repeat(group, 1) if visible is not None else None,
         scale=scale,
     )
-    return mixed.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)
+    by_row = mixed.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3)
+    out.view(rows, kv_heads, group, -1).copy_(by_row)
 
 
 def _explicit(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None,
+    q: Tensor,  # [rows, heads, head_dim]
+    k: Tensor,  # [1, kv_heads, keys, head_dim]
+    v: Tensor,  # [1, kv_heads, keys, v_head_dim]
+    visible: Tensor | None,  # [rows, keys]  bool
+    out: Tensor,  # [rows, heads, v_head_dim]
+    lse: Tensor | None,  # [rows, heads]  float32
     *,
     scale: float,
     cap: float | None,
@@ -180,14 +215,14 @@ def _explicit(
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.float().view(rows, kv_heads, heads // kv_heads, dim)
-    scores = torch.einsum("rkgd,skd->kgrs", grouped, k.float()) * scale
+    scores = torch.einsum("rkgd,ksd->kgrs", grouped, k[0].float()) * scale
     if cap is not None:
         scores = cap * torch.tanh(scores / cap)
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     normalizer = torch.logsumexp(scores, -1)  # [kv_heads, group, rows]
     weights = torch.exp(scores - normalizer.unsqueeze(-1)).nan_to_num(0.0)
-    mixed = torch.einsum("kgrs,skd->rkgd", weights, v.float())
+    mixed = torch.einsum("kgrs,ksd->rkgd", weights, v[0].float())
     out.copy_(mixed.reshape(rows, heads, -1))
     if lse is not None:
         lse.copy_(normalizer.permute(2, 0, 1).reshape(rows, heads))

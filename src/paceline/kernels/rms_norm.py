@@ -60,9 +60,7 @@ def _add_rms_norm_cuda(
 
 
 _LIB = torch.library.Library("paceline", "FRAGMENT")
-_LIB.define(
-    "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset, Tensor(a!) out) -> ()"
-)
+_LIB.define("rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset, Tensor(a!) out) -> ()")
 _LIB.define(
     "add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, bool unit_offset, "
     "Tensor(b!) out) -> ()"

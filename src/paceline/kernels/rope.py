@@ -27,29 +27,33 @@ def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
 
 
 def _rope_cpu(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
-    table = cos_sin.index_select(0, positions).unsqueeze(1)
     half = cos_sin.shape[1] // 2
-    cos, sin = table[..., :half], table[..., half:]
-    joined = _join_heads(q, k)
-    for x in (q, k) if joined is None else (joined,):
-        _rotate_cpu(x[..., :half], x[..., half : 2 * half], cos, sin)
+    cos, sin = cos_sin.index_select(0, positions).view(-1, 1, 2, half).unbind(2)
+    if _is_next_in_row(q, k):
+        _rotate_cpu(q, q.shape[1] + k.shape[1], cos, sin)
+    else:
+        _rotate_cpu(q, q.shape[1], cos, sin)
+        _rotate_cpu(k, k.shape[1], cos, sin)
 
 
-def _rotate_cpu(first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate the pairs (first, second) in place; each [tokens, heads, half]."""
-    a, b = first.float(), second.float()
-    new_first = (a * cos).addcmul_(b, sin, value=-1.0)
-    second.copy_((b * cos).addcmul_(a, sin))
-    first.copy_(new_first)
+def _rotate_cpu(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
+    """Rotate `heads` heads from x's first on, in place; cos, sin: [tokens, 1, half] float32."""
+    half = cos.shape[2]
+    stride_token, stride_head, _ = x.stride()
+    pairs = x.as_strided((x.shape[0], heads, 2, half), (stride_token, stride_head, half, 1))
+    rotated = pairs * cos.unsqueeze(2)
+    first, second = pairs.unbind(2)
+    new_first, new_second = rotated.unbind(2)
+    new_first.addcmul_(second, sin, value=-1.0)
+    new_second.addcmul_(first, sin)
+    pairs.copy_(rotated)
 
 
-def _join_heads(q: Tensor, k: Tensor) -> Tensor | None:
-    """q and k as one [tokens, heads + kv_heads, dim] view when k follows q in one fused row."""
+def _is_next_in_row(q: Tensor, k: Tensor) -> bool:
+    """Whether k's heads follow q's in one fused row, so that both rotate as one."""
     heads, dim = q.shape[1], q.shape[2]
     adjacent = k.data_ptr() == q.data_ptr() + heads * dim * q.element_size()
-    if not adjacent or q.stride() != k.stride() or q.stride(1) != dim:
-        return None
-    return q.as_strided((q.shape[0], heads + k.shape[1], dim), q.stride())
+    return adjacent and q.stride() == k.stride() and q.stride(1) == dim
 
 
 def _rope_cuda(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
@@ -59,9 +63,7 @@ def _rope_cuda(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None
 
 
 _LIB = torch.library.Library("paceline", "FRAGMENT")
-_LIB.define(
-    "rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos_sin, Tensor positions) -> ()"
-)
+_LIB.define("rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos_sin, Tensor positions) -> ()")
 _LIB.impl("rope_inplace", _rope_cpu, "CPU")
 _LIB.impl("rope_inplace", _rope_cuda, "CUDA")
 _ROPE_INPLACE = torch.ops.paceline.rope_inplace.default

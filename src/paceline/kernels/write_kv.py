@@ -45,9 +45,7 @@ _LIB.impl("write_kv", _write_kv_cuda, "CUDA")
 _WRITE_KV = torch.ops.paceline.write_kv.default
 
 
-def write_kv(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor
-) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:
     """Write each token's K and V to its slot (page = slot // page_size).
 
     k: [tokens, kv_heads, head_dim], v: [tokens, kv_heads, v_head_dim], rows may be strided;

@@ -270,7 +270,7 @@ class PagedGroup:
     def _admit_pages(self, path: Sequence[Node], reserve_to: int) -> int:
         if self._window is not None:
             reserve_to = min(reserve_to, len(path) * self._page_size + self._max_extend_len)
-        return self._num_pages(reserve_to)
+        return max(len(path), self._num_pages(reserve_to))
 
     def _available(self) -> int:
         return self.pool.num_free + self._tree.num_evictable(self._index)

@@ -174,7 +174,10 @@ class CacheManager:
         """Forget committed KV behind `kv_len`; never reaches into shared pages."""
         for group, holding in self._holdings(request_id):
             group.rewind(holding, kv_len)
-        self._entries[request_id].committed = kv_len
+        entry = self._entries[request_id]
+        entry.committed = kv_len
+        if kv_len // self._page_size < entry.num_offered:
+            entry.tip = None  # other tokens may follow: find the path again
 
     def release(self, request_id: str, tokens: Sequence[int], kv_len: int, *, epoch: int) -> None:
         """The request leaves.  Full pages of its first `kv_len` tokens, all written by retired
@@ -253,6 +256,7 @@ class CacheManager:
         return path[:length]
 
     def _commit(self, entry: _Entry, kv_len: int, epoch: int) -> list[Move]:
+        assert kv_len >= entry.committed, "written goes forward; rewind goes back"
         accepted = range(kv_len - entry.committed)
         moves: list[Move] = []
         for group, holding in zip(self._groups, entry.holdings, strict=True):

@@ -51,8 +51,10 @@ class Linear(nn.Module):
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
-        named = {f"{prefix}.weight": self.weight}
-        return named if self.bias is None else named | {f"{prefix}.bias": self.bias}
+        named: dict[str, Tensor] = {f"{prefix}.weight": self.weight}
+        if self.bias is not None:
+            named[f"{prefix}.bias"] = self.bias
+        return named
 
 
 class QKVLinear(nn.Module):

@@ -46,7 +46,8 @@ class SelfAttention(nn.Module):
             parallel=parallel,
             placement=placement,
         )
-        self.q_norm, self.k_norm = qk_norms or (None, None)
+        self.q_norm = qk_norms[0] if qk_norms else None
+        self.k_norm = qk_norms[1] if qk_norms else None
         self.cos_sin = cos_sin  # [max_positions, head_dim]  float32, shared by layers
 
     def forward(self, x: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:

@@ -153,8 +153,7 @@ def _upper_windows(fields: Fields) -> tuple[int | None, ...]:
     """Qwen: with use_sliding_window, layers from max_window_layers on have the window."""
     if not fields.flag("use_sliding_window", False):
         return _windows(fields, window=None, default=lambda _: False)
-    first = fields.get("max_window_layers")
-    first = 28 if first is None else first
+    first = fields.integer("max_window_layers", 28, minimum=0)
     window = fields.integer("sliding_window", 4096)
     return _windows(fields, window=window, default=lambda layer: layer >= first)
 

@@ -20,13 +20,14 @@ class Fields:
         """The raw value, or None."""
         return self._data.get(name)
 
-    def integer(self, name: str, default: Any = REQUIRED) -> Any:
-        """A positive integer, or the default."""
-        value = self._value(name, default, "a positive integer")
+    def integer(self, name: str, default: Any = REQUIRED, *, minimum: int = 1) -> Any:
+        """An integer of at least `minimum`, or the default."""
+        expected = f"an integer of at least {minimum}"
+        value = self._value(name, default, expected)
         if value is default:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.fail(name, "a positive integer", value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            self.fail(name, expected, value)
         return value
 
     def number(self, name: str, default: Any = REQUIRED) -> Any:

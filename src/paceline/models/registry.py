@@ -6,8 +6,12 @@ Imports no torch; the architecture's file is imported when it is asked for.
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ModelError, message
+
+if TYPE_CHECKING:
+    from paceline.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +45,7 @@ def architecture(model_type: str) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
-def builder(model_type: str) -> Callable[..., object]:
+def builder(model_type: str) -> Callable[..., "CausalLM"]:
     """The `build` function of an architecture, imported now."""
-    build: Callable[..., object] = import_module(architecture(model_type).module).build
+    build: Callable[..., CausalLM] = import_module(architecture(model_type).module).build
     return build

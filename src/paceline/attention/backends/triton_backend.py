@@ -1,5 +1,7 @@
 """The `triton` backend: our own paged kernels; split-KV decode, and extend over paged keys."""
 
+import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,9 +20,7 @@ from paceline.attention.contract import (
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.modes import MaskKind
-from paceline.kernels.paged_decode import max_decode_splits, paged_decode
-from paceline.kernels.paged_extend import paged_extend
-from paceline.kernels.triton_runtime import triton_missing_reasons
+from paceline.kernels.paged_attention import decode_workspace, paged_decode, paged_extend
 
 HEAD_DIMS = frozenset({64, 80, 96, 128, 256})
 
@@ -29,8 +29,8 @@ HEAD_DIMS = frozenset({64, 80, 96, 128, 256})
 class TritonBuffers:
     """Partial results of split decode."""
 
-    partial_out: Tensor  # [max_reqs, heads, max_splits, v_head_dim]  float32
-    partial_lse: Tensor  # [max_reqs, heads, max_splits]  float32
+    partial_out: Tensor  # [max_reqs * splits, heads, v_head_dim]  float32
+    partial_lse: Tensor  # [max_reqs * splits, heads]  float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -63,16 +63,18 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether Triton can run on this device."""
-        return super().unsupported_reasons(config) + triton_missing_reasons(config.device_type)
+        return super().unsupported_reasons(config) + _triton_reasons(config.device_type)
 
     def make_buffers(self, limits: Limits) -> TritonBuffers:
         """Workspace for the largest decode step."""
-        splits = max_decode_splits(limits.max_reqs, limits.num_kv_heads, limits.device)
-        shape = (limits.max_reqs, limits.num_heads, splits)
-        return TritonBuffers(
-            partial_out=torch.empty(*shape, limits.v_head_dim, device=limits.device),
-            partial_lse=torch.empty(*shape, device=limits.device),
+        partial_out, partial_lse = decode_workspace(
+            limits.max_reqs,
+            limits.num_heads,
+            limits.num_kv_heads,
+            v_head_dim=limits.v_head_dim,
+            device=limits.device,
         )
+        return TritonBuffers(partial_out=partial_out, partial_lse=partial_lse)
 
     def plan(self, view: StepView, buffers: Any) -> TritonPlan:
         """The page-table layout as derived; kernels split from device lengths."""
@@ -109,7 +111,7 @@ class TritonBackend(AttentionBackend):
                 layer.v_cache,
                 page_table,
                 table.prefix_lens,
-                table.prefix_lens if prefix_only else table.kv_lens,
+                table.kv_lens,
                 table.cu_seqlens_q,
                 max_extend_len=table.max_extend_len,
                 scale=spec.scale,
@@ -117,5 +119,15 @@ class TritonBackend(AttentionBackend):
                 soft_cap=spec.soft_cap,
                 out=out,
                 lse=lse,
+                prefix_only=prefix_only,
             )
         return out, lse
+
+
+def _triton_reasons(device_type: str) -> list[str]:
+    """Why Triton's kernels cannot be launched on this device."""
+    if importlib.util.find_spec("triton") is None:
+        return ["triton must be installed, got no such package"]
+    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return ["device must be cuda, got cpu without TRITON_INTERPRET=1 (Triton's interpreter)"]
+    return []

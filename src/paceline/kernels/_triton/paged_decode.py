@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.primitives import (
+    dot,
     load_rows,
     lookup_pages,
     scores_log2,
@@ -19,6 +20,7 @@ from paceline.kernels._triton.primitives import (
 from paceline.kernels._triton.runtime import (
     TileConfig,
     block_dim,
+    interpreted,
     keys_per_stage,
     require_runnable,
     shared_memory_bytes,
@@ -59,6 +61,7 @@ def _decode_kernel(
     BLOCK_DIM_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     kv_head = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     split = tl.program_id(1)
@@ -96,13 +99,15 @@ def _decode_kernel(
         k = load_rows(
             k_head_ptr, page * stride_k_page + slot * stride_k_slot, live, DIM_K, BLOCK_DIM_K, True
         )
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
         scores = scores_log2(products, scale, SOFT_CAP)
         scores = tl.where(live[None, :], scores, float("-inf"))
         v = load_rows(
             v_head_ptr, page * stride_v_page + slot * stride_v_slot, live, DIM_V, BLOCK_DIM_V, True
         )
-        running_max, running_sum, acc = softmax_step(scores, v, running_max, running_sum, acc)
+        running_max, running_sum, acc = softmax_step(
+            scores, v, running_max, running_sum, acc, WIDEN
+        )
 
     out, lse = softmax_finish(running_max, running_sum, acc)
     if SPLITS == 1:
@@ -149,9 +154,7 @@ def _combine_kernel(
     )
     safe_total = tl.where(total == 0.0, 1.0, total)
     out = tl.sum(partial * weights[:, None], axis=0) / safe_total
-    lse = tl.where(
-        total == 0.0, float("-inf"), (top + tl.log2(safe_total)) * 0.6931471805599453
-    )
+    lse = tl.where(total == 0.0, float("-inf"), (top + tl.log2(safe_total)) * 0.6931471805599453)
     out_row = out_ptr + req * stride_out_req + head * stride_out_head
     tl.store(out_row + cols, out.to(out_ptr.dtype.element_ty), mask=cols < DIM_V)
     tl.store(lse_ptr + req * heads + head, lse)
@@ -160,12 +163,16 @@ def _combine_kernel(
 def decode_config(
     group: int, head_dim: int, v_head_dim: int, *, dtype: torch.dtype, shared_bytes: int
 ) -> TileConfig:
-    """Static tile table of paged_decode: memory-bound, so small row tiles and deep prefetch."""
+    """Static tile table of paged_decode: memory-bound, so small row tiles and deep prefetch.
+
+    The page lookup and the cache load it feeds share the stages: five keep two tiles in flight.
+    """
+    deep = shared_bytes >= 163840 and dtype != torch.float32
     return TileConfig(
         block_rows=16 if group <= 16 else 32,
         block_keys=keys_per_stage(head_dim, v_head_dim, dtype.itemsize),
         num_warps=4,
-        num_stages=3 if shared_bytes >= 163840 else 2,
+        num_stages=5 if deep else 3,
     )
 
 
@@ -225,6 +232,7 @@ def launch_paged_decode(
         BLOCK_DIM_V=block_dim(v_head_dim),
         BLOCK_ROWS=config.block_rows,
         BLOCK_KEYS=config.block_keys,
+        WIDEN=q.dtype == torch.bfloat16 and interpreted(_decode_kernel),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

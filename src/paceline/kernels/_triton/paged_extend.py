@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.primitives import (
+    dot,
     load_rows,
     lookup_pages,
     scores_log2,
@@ -21,6 +22,7 @@ from paceline.kernels._triton.primitives import (
 from paceline.kernels._triton.runtime import (
     TileConfig,
     block_dim,
+    interpreted,
     keys_per_stage,
     require_runnable,
     shared_memory_bytes,
@@ -51,7 +53,9 @@ def _attend_keys(
     DIM_V: tl.constexpr,
     BLOCK_DIM_K: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    WIDEN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One tile of keys; without MASKED every row sees every key of it."""
@@ -62,7 +66,7 @@ def _attend_keys(
     k_offsets = page * stride_k_page + slot * stride_k_slot
     v_offsets = page * stride_v_page + slot * stride_v_slot
     k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, MASKED)
-    products = tl.dot(q, tl.trans(k), input_precision="ieee")
+    products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
     scores = scores_log2(products, scale, SOFT_CAP)
     if MASKED:
         visible = live[None, :] & (keys[None, :] <= query_position[:, None])
@@ -70,7 +74,7 @@ def _attend_keys(
             visible = visible & (keys[None, :] > query_position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
     v = load_rows(v_head_ptr, v_offsets, live, DIM_V, BLOCK_DIM_V, MASKED)
-    return softmax_step(scores, v, running_max, running_sum, acc)
+    return softmax_step(scores, v, running_max, running_sum, acc, WIDEN)
 
 
 @triton.jit
@@ -108,6 +112,7 @@ def _extend_kernel(
     BLOCK_DIM_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     # The last tile has the most keys under a causal mask: it starts first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -157,7 +162,8 @@ def _extend_kernel(
             start, end, query_position, q, k_head_ptr, v_head_ptr, page_row_ptr,
             stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
             running_max, running_sum, acc, scale,
-            WINDOW, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V, BLOCK_KEYS,
+            WINDOW, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
+            BLOCK_ROWS, BLOCK_KEYS, WIDEN,
             MASKED=False,
         )  # fmt: skip
     for start in range(full_end, end, BLOCK_KEYS):
@@ -165,7 +171,8 @@ def _extend_kernel(
             start, end, query_position, q, k_head_ptr, v_head_ptr, page_row_ptr,
             stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
             running_max, running_sum, acc, scale,
-            WINDOW, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V, BLOCK_KEYS,
+            WINDOW, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
+            BLOCK_ROWS, BLOCK_KEYS, WIDEN,
             MASKED=True,
         )  # fmt: skip
 
@@ -185,15 +192,15 @@ def extend_config(
     """Static tile table of paged_extend; `max_rows` is max_extend_len * group."""
     widest = max(block_dim(head_dim), block_dim(v_head_dim))
     if dtype == torch.float32:
-        largest = 32
+        largest = 16
     else:
         largest = 128 if widest <= 128 else 64
     block_rows = max(16, min(largest, triton.next_power_of_2(max_rows)))
     return TileConfig(
         block_rows=block_rows,
         block_keys=min(64, keys_per_stage(head_dim, v_head_dim, dtype.itemsize)),
-        num_warps=8 if block_rows == 128 else 4,
-        num_stages=3 if shared_bytes >= 163840 else 2,
+        num_warps=8 if block_rows * widest >= 16384 else 4,
+        num_stages=3 if shared_bytes >= 131072 else 2,
     )
 
 
@@ -255,6 +262,7 @@ def launch_paged_extend(
         BLOCK_DIM_V=block_dim(v_head_dim),
         BLOCK_ROWS=config.block_rows,
         BLOCK_KEYS=config.block_keys,
+        WIDEN=q.dtype == torch.bfloat16 and interpreted(_extend_kernel),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

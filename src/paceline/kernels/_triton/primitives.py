@@ -65,12 +65,27 @@ def load_rows(
 
 
 @triton.jit
+def dot(
+    a,  # [rows, inner]
+    b,  # [inner, cols]
+    acc,  # [rows, cols] float32
+    WIDEN: tl.constexpr,
+):
+    """acc + a @ b in float32.  WIDEN: the interpreter would multiply bfloat16 as bit patterns."""
+    if WIDEN:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
 def softmax_step(
     scores,  # [rows, keys] float32 log2 units, −inf where masked
     v,  # [keys, BLOCK_DIM_V]
     running_max,  # [rows] float32
     running_sum,  # [rows] float32
     acc,  # [rows, BLOCK_DIM_V] float32
+    WIDEN: tl.constexpr,
 ):
     """One tile of the online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
 
@@ -81,8 +96,7 @@ def softmax_step(
     weights = tl.exp2(scores - finite_max[:, None])
     decay = tl.exp2(running_max - finite_max)
     running_sum = running_sum * decay + tl.sum(weights, axis=1)
-    acc = acc * decay[:, None]
-    acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    acc = dot(weights.to(v.dtype), v, acc * decay[:, None], WIDEN)
     return new_max, running_sum, acc
 
 

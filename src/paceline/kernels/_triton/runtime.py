@@ -22,9 +22,14 @@ class TileConfig:
     num_stages: int
 
 
+def interpreted(kernel: object) -> bool:
+    """Whether this jitted function was defined with Triton's interpreter on."""
+    return not isinstance(kernel, JITFunction)
+
+
 def require_runnable(op: str, q: Tensor, kernel: object) -> None:
     """Refuse CPU tensors unless Triton was imported with its interpreter on."""
-    if q.device.type == "cpu" and isinstance(kernel, JITFunction):
+    if q.device.type == "cpu" and not interpreted(kernel):
         raise KernelArgumentError(
             message(
                 f"q of {op}",
@@ -44,9 +49,13 @@ def shared_memory_bytes(device: torch.device) -> int:
 
 
 def keys_per_stage(head_dim: int, v_head_dim: int, element_bytes: int) -> int:
-    """Keys of one tile, such that its K and V together take 32 KiB; 16..128."""
+    """Keys of one tile, 16..128, such that its K and V together take 32 KiB.
+
+    Half of that for float32, whose products run on scalar units out of registers.
+    """
     row_bytes = (block_dim(head_dim) + block_dim(v_head_dim)) * element_bytes
-    return max(16, min(128, 32768 // triton.next_power_of_2(row_bytes)))
+    tile_bytes = 16384 if element_bytes == 4 else 32768
+    return max(16, min(128, tile_bytes // triton.next_power_of_2(row_bytes)))
 
 
 def block_dim(dim: int) -> int:

@@ -72,8 +72,8 @@ def paged_decode(
     with at least reqs * splits * heads (* v_head_dim) elements.  kv_len 0 gives out 0, lse −inf.
     Graph-safe: grids depend on padded sizes only; no host sync.  Raises KernelArgumentError.
     """
-    num_reqs, num_heads, _ = q.shape
     check_caches(q, k_cache, v_cache)
+    num_reqs, num_heads, _ = q.shape
     check_page_table(page_table, num_reqs)
     check_index("kv_lens", kv_lens, (num_reqs,))
     check_outputs(q, v_cache, out=out, lse=lse)

@@ -42,7 +42,7 @@ def keep_mask(scaled: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
     k_cut = ranked.gather(-1, last_k)  # [num_rows, 1]
 
     weights = torch.exp(ranked).mul_(_WEIGHT_SCALE).to(torch.int64)
-    weights = torch.where(ranked >= k_cut, weights, 0)
+    weights = weights.masked_fill_(ranked < k_cut, 0)
     mass_before = weights.cumsum(-1) - weights
     wanted = weights.sum(-1, keepdim=True).to(torch.float64) * top_p[:, None]
     num_wanted = (mass_before.to(torch.float64) < wanted).sum(-1, keepdim=True).clamp_(min=1)
@@ -55,8 +55,8 @@ def keep_mask(scaled: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
 def _add_bias(logits: Tensor, rows: Tensor, table: SamplingTable) -> Tensor:
     ids = table.bias_ids[rows]  # [num_rows, MAX_LOGIT_BIAS]
     used = _is_used(ids, table.num_bias[rows], logits.shape[-1])
-    values = torch.where(used, table.bias_values[rows], 0.0)
-    return logits.scatter_add(1, torch.where(used, ids, 0), values)
+    values = table.bias_values[rows].masked_fill(~used, 0.0)
+    return logits.scatter_add(1, ids.masked_fill(~used, 0), values)
 
 
 def _penalise(
@@ -68,10 +68,12 @@ def _penalise(
     """
     vocab_size = logits.shape[-1]
     index = torch.arange(token_ids.shape[1], device=logits.device)[None, :]
-    is_known = index < positions[:, None]  # [num_rows, max_tokens]
+    history = token_ids[rows].to(torch.int64)  # [num_rows, max_tokens]
+    is_known = (index < positions[:, None]) & (history >= 0) & (history < vocab_size)
     is_output = is_known & (index >= table.prompt_len[rows][:, None])
-    # Columns past the history hold anything: they add 0 to tokens spread over the vocabulary.
-    ids = torch.where(is_known, token_ids[rows].to(torch.int64), index % vocab_size)
+    # Columns past the history, and all of a padded row, hold anything: they add 0, spread over
+    # the vocabulary so that no single address takes every atomic addition.
+    ids = torch.where(is_known, history, index % vocab_size)
     zeros = torch.zeros_like(logits, dtype=torch.int32)
     num_seen = zeros.scatter_add(1, ids, is_known.to(torch.int32))
     num_output = zeros.scatter_add(1, ids, is_output.to(torch.int32))
@@ -87,8 +89,8 @@ def _forbid_stop(logits: Tensor, rows: Tensor, positions: Tensor, table: Samplin
     ids = table.stop_ids[rows]  # [num_rows, MAX_STOP_IDS]
     used = _is_used(ids, table.num_stop_ids[rows], logits.shape[-1])
     forbidden = used & (positions < table.min_len[rows])[:, None]
-    values = torch.where(forbidden, float("-inf"), 0.0)
-    return logits.scatter_add(1, torch.where(used, ids, 0), values)
+    values = torch.zeros_like(ids, dtype=torch.float32).masked_fill_(forbidden, float("-inf"))
+    return logits.scatter_add(1, ids.masked_fill(~used, 0), values)
 
 
 def _is_used(ids: Tensor, counts: Tensor, vocab_size: int) -> Tensor:

@@ -59,7 +59,7 @@ def sample(
         )
     if tier >= SamplerTier.FILTERED:
         processed = _perturb(processed, rows, positions, table)
-    chosen = torch.where(finite, processed.argmax(-1), 0)
+    chosen = processed.argmax(-1).masked_fill(~finite, 0)
     if not top_logprobs:
         return Sampled(
             token_ids=chosen, finite=finite, chosen_logprob=None, top_ids=None, top_values=None
@@ -83,10 +83,10 @@ def _perturb(logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTab
     temperature = table.temperature[rows][:, None]  # [num_rows, 1]
     is_greedy = temperature == 0
     scaled = logits - logits.amax(-1, keepdim=True)
-    scaled = scaled / torch.where(is_greedy, 1.0, temperature)
+    scaled = scaled / temperature.masked_fill(is_greedy, 1.0)
     keep = keep_mask(
         scaled, top_k=table.top_k[rows], top_p=table.top_p[rows], min_p=table.min_p[rows]
     )
     noise = gumbel(table.seed[rows], positions, logits.shape[-1])
-    noisy = torch.where(keep, scaled + noise, float("-inf"))
+    noisy = (scaled + noise).masked_fill_(~keep, float("-inf"))
     return torch.where(is_greedy, logits, noisy)

@@ -1,0 +1,71 @@
+# Everyday verbs, the same for people and for CI.  `make help` lists them.
+#
+#   make setup PYTHON=python3.12     another interpreter (3.11 or newer)
+#   make setup UV=                   pip even where uv is on the path
+#   make setup TORCH_BACKEND=cpu     with uv: the CPU build of torch, also on a machine with a GPU
+#   make setup PIP_ARGS="..."        with pip: extra arguments, e.g. an index of CPU builds of torch
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+CANDIDATES := python3 python3.13 python3.12 python3.11
+PYTHON ?= $(shell for p in $(CANDIDATES); do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+UV ?= $(shell command -v uv 2>/dev/null)
+TORCH_BACKEND ?= auto
+PIP_ARGS ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+INPUTS := pyproject.toml constraints.txt
+
+ifeq ($(UV),)
+create = $(PYTHON) -m venv $(VENV)
+install = $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt $(PIP_ARGS) -e "$(1)"
+else
+create = $(UV) venv --quiet --allow-existing --python $(PYTHON) $(VENV)
+install = $(UV) pip install --quiet --python $(BIN)/python --torch-backend=$(TORCH_BACKEND) \
+	-c constraints.txt -e "$(1)"
+endif
+
+.PHONY: help setup demo test test-full lint bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(VENV)/.dev  ## .venv with the package, editable, and the tools to work on it
+
+demo: $(VENV)/.core  ## stream a completion from the bundled model
+	@$(BIN)/paceline generate --echo --prompt "def fibonacci(n):" --max-tokens 128 --temperature 0
+
+test: $(VENV)/.dev  ## the CPU suite
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-full: $(VENV)/.dev  ## the CPU suite with the long products
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(VENV)/.dev  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.core  ## latency of the bundled model on this machine
+	$(BIN)/paceline bench latency --batch-size 1,8 --input-len 128 --output-len 65
+
+clean:  ## remove what the verbs above made, the environment included
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks recipes -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@[[ -n "$(PYTHON)" ]] || { echo "python must be 3.11 or newer, got none of: $(CANDIDATES);" \
+		"name one with PYTHON=..." >&2; exit 2; }
+	$(create)
+
+# Stamps: an installation is repeated only when what it depends on has changed.
+$(VENV)/.core: $(INPUTS) | $(BIN)/python
+	$(call install,.)
+	@touch $@
+
+$(VENV)/.dev: $(INPUTS) | $(BIN)/python
+	$(call install,.[dev])
+	@touch $@ $(VENV)/.core

@@ -1,0 +1,35 @@
+"""What several verbs print and how they reach the engine."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+
+def engine_factory(ctx: click.Context) -> Callable[..., Any]:
+    """`LLM`, or what the caller of the command put in its context instead."""
+    if ctx.obj is not None:
+        factory: Callable[..., Any] = ctx.obj
+        return factory
+    from paceline.engine.llm import LLM
+
+    default: Callable[..., Any] = LLM
+    return default
+
+
+def print_stream(stream: Any) -> Any:
+    """Print each new piece of text; returns the last snapshot."""
+    shown, snapshot = 0, None
+    for snapshot in stream:
+        text = snapshot.outputs[0].text
+        click.echo(text[shown:], nl=False)
+        shown = len(text)
+    click.echo()
+    return snapshot
+
+
+def rate_line(metrics: Any) -> str:
+    """How long it took, for people."""
+    rate = "-" if metrics.decode_tok_s is None else f"{metrics.decode_tok_s:.1f}"
+    wait = "-" if metrics.ttft_s is None else f"{1e3 * metrics.ttft_s:.0f}"
+    return f"{metrics.output_tokens} tokens, {rate} tokens/s, first after {wait} ms"

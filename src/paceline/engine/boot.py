@@ -1,0 +1,193 @@
+"""boot: from options to a running engine, measuring what the plan only estimated."""
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from paceline.attention.contract import GraphSupport
+from paceline.attention.registry import Choice, choose, load_backend
+from paceline.core.events import EventLog
+from paceline.core.gpus import DeviceFacts
+from paceline.core.model_config import ModelConfig, cache_group_specs
+from paceline.core.options import EngineOptions, engine_options
+from paceline.core.parallel import Parallel
+from paceline.engine.engine import Engine
+from paceline.engine.explain import attention_config
+from paceline.engine.fit import Fit, require_fit
+from paceline.engine.loop import overlapped_turn, twin_turn
+from paceline.engine.machine import local_device
+from paceline.engine.resolve import Resolution, resolve
+from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.tokenizer import Tokenizer
+from paceline.kvcache.manager import CacheManager
+from paceline.models.config import parse_config
+from paceline.models.loader import load_model
+from paceline.models.locate import locate
+from paceline.runner.build import RunnerConfig, build_runner
+from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT
+from paceline.runner.streams import Stream, make_stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Booted:
+    """A running engine and everything that was decided on the way."""
+
+    engine: Engine
+    tokenizer: Tokenizer | None
+    config: ModelConfig
+    device: DeviceFacts
+    resolution: Resolution
+    fit: Fit
+    measured: Mapping[str, int]  # bytes by the names of fit.budget_lines
+    attention: Choice
+    boot_s: float
+    events: EventLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """What tests turn and users do not."""
+
+    stream: Stream | None = None  # where steps run; None takes the device's own
+    poison_graphs: bool = False  # fill intermediates of recorded graphs before each replay
+    staging_depth: int = RING_DEPTH
+    reserve_ahead: int | None = None  # tokens; None takes the scheduler's default
+    num_pages: tuple[int, ...] | None = None  # [num_groups]; None takes the budget's
+
+
+def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
+    """Locate, plan, load, allocate, capture.  Raises ConfigError, ModelError."""
+    began = time.perf_counter()
+    knobs = knobs or Knobs()
+    given = engine_options(asked)
+    source = locate(given.model, given.revision, weights=given.load_format != "dummy")
+    config = parse_config(source.config, source.generation_config)
+    facts = local_device(given.device)
+    resolution, fit = resolve(asked, config=config, device=facts)
+    require_fit(fit)
+    options = resolution.options
+    graph = GraphSupport.NEVER if options.enforce_eager else GraphSupport.DECODE
+    attention = choose(
+        attention_config(config, options, facts, graph=graph), options.attention_backend or "auto"
+    )
+    resolution = resolution.choose("attention_backend", attention.name, attention.why)
+    print(resolution.table(), file=sys.stderr)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+
+    events = EventLog()
+    device = torch.device(facts.device_type)
+    meter = _Meter(device)
+    dtype = getattr(torch, _known(options.dtype))
+    model = load_model(
+        source,
+        config,
+        parallel=Parallel(),
+        device=device,
+        dtype=dtype,
+        load_format="dummy" if options.load_format == "dummy" else "auto",
+        max_positions=_known(options.max_model_len) + STEPS_IN_FLIGHT,
+        seed=options.seed,
+    )
+    meter.note("weights")
+    backend = load_backend(attention.name)()
+    runner = build_runner(
+        model,
+        config,
+        cache_group_specs(config, _known(options.page_size)),
+        backend,
+        _runner_config(options, fit, knobs),
+        stream=knobs.stream or make_stream(device),
+        device=device,
+        dtype=dtype,
+        notify=events,
+    )
+    meter.note("workspace", less=sum(group.bytes for group in fit.groups))
+    runner.boot()
+    meter.note("graphs")
+    tokenizer = Tokenizer.from_folder(source.folder) if source.folder is not None else None
+    engine = Engine(
+        _scheduler(config, options, fit, knobs),
+        runner,
+        tokenizer,
+        turn=overlapped_turn if options.overlap else twin_turn,
+        context_len=_known(options.max_model_len),
+    )
+    return Booted(
+        engine=engine,
+        tokenizer=tokenizer,
+        config=config,
+        device=facts,
+        resolution=resolution,
+        fit=fit,
+        measured=meter.measured,
+        attention=attention,
+        boot_s=time.perf_counter() - began,
+        events=events,
+    )
+
+
+def _runner_config(options: EngineOptions, fit: Fit, knobs: Knobs) -> RunnerConfig:
+    planned = tuple(group.num_pages for group in fit.groups)
+    return RunnerConfig(
+        max_running=_known(options.max_num_seqs),
+        max_batched_tokens=_known(options.max_num_batched_tokens),
+        context_len=_known(options.max_model_len),
+        num_pages=knobs.num_pages or planned,
+        graph_max_reqs=None if options.enforce_eager else options.cuda_graph_max_bs,
+        poison_graphs=knobs.poison_graphs,
+        staging_depth=knobs.staging_depth,
+    )
+
+
+def _scheduler(
+    config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Knobs
+) -> Scheduler:
+    cache = CacheManager(
+        cache_group_specs(config, _known(options.page_size)),
+        knobs.num_pages or tuple(group.num_pages for group in fit.groups),
+        max_extend_len=_known(options.chunked_prefill_size),
+        enable_prefix_cache=options.enable_prefix_cache,
+    )
+    limits = SchedulerConfig(
+        max_running=_known(options.max_num_seqs),
+        max_batched_tokens=_known(options.max_num_batched_tokens),
+        chunked_prefill_size=_known(options.chunked_prefill_size),
+    )
+    if knobs.reserve_ahead is not None:
+        limits = replace(limits, reserve_ahead=knobs.reserve_ahead)
+    return Scheduler(limits, cache)
+
+
+class _Meter:
+    """Device bytes taken between two notes; empty on a CPU, where the allocator does not tell."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = self._taken()
+        self.measured: dict[str, int] = {}
+
+    def note(self, name: str, *, less: int = 0) -> None:
+        """Book what was taken since the last note under `name`, less what others book."""
+        if self._device.type == "cuda":
+            now = self._taken()
+            self.measured[name] = max(0, now - self._last - less)
+            self._last = now
+
+    def _taken(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.memory_reserved(self._device)
+
+
+T = TypeVar("T")
+
+
+def _known(value: T | None) -> T:
+    assert value is not None, "resolve() decides every open value"
+    return value

@@ -1,0 +1,247 @@
+"""Detokenizer: token ids in, text out, never half a character and never past a stop string.
+
+Two stages.  `_TextWindow` decodes a short sliding window of tokens, so that decoders that look at
+a token's neighbours see them, and holds back what the next token may still change.
+`StopMatcher` holds back what may be the beginning of a stop string.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+_CONTEXT_TOKENS = 6  # of the prompt: enough for decoders that treat a leading space specially
+_MAX_PENDING_TOKENS = 32  # tokens without whole text are not kept longer: work stays linear
+_CHARACTER_TOKENS = 4  # a UTF-8 character has at most four bytes, so at most four tokens
+_REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a character (yet)
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer this module needs."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token_ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopMatch:
+    """A stop string was completed."""
+
+    string: str
+    num_tokens: int  # output tokens up to and with the one that completed it
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Newly stable text; after a stop there is no more."""
+
+    text: str
+    stop: StopMatch | None = None
+
+
+class Detokenizer:
+    """One request's text.  Feed every output token once, in order; `flush` at its end.
+
+    The text released by any split of the tokens into pushes is the same.  With `stop`, it ends
+    before the stop string that is completed first (of several completed by the same character:
+    the longest), or after it with `include_stop`.  A stop string completed by one of the first
+    `min_tokens` tokens is text like any other.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Decoder,
+        prompt_ids: Sequence[int],
+        *,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self._window = _TextWindow(tokenizer, prompt_ids, skip_special_tokens)
+        self._matcher = StopMatcher(stop, include_stop)
+        self._min_tokens = min_tokens
+        self._released: list[str] = []
+        self._num_tokens = 0
+        self._stop: StopMatch | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything released so far."""
+        return "".join(self._released)
+
+    @property
+    def stop(self) -> StopMatch | None:
+        """The stop string that ended the text, if one did."""
+        return self._stop
+
+    def push(self, token_ids: Iterable[int]) -> Released:
+        """Text that became stable.  Tokens after a stop are ignored."""
+        parts = []
+        for token in token_ids:
+            if self._stop is not None:
+                break
+            self._num_tokens += 1
+            parts.append(self._match(self._window.push(token)))
+        return self._release(parts)
+
+    def flush(self) -> Released:
+        """The rest of the text, once no more tokens come."""
+        parts = []
+        if self._stop is None:
+            parts.append(self._match(self._window.flush()))
+        if self._stop is None:
+            parts.append(self._matcher.flush())
+        return self._release(parts)
+
+    def _match(self, text: str) -> str:
+        enabled = self._num_tokens > self._min_tokens
+        released, string = self._matcher.push(text, enabled=enabled)
+        if string is not None:
+            self._stop = StopMatch(string, self._num_tokens)
+        return released
+
+    def _release(self, parts: list[str]) -> Released:
+        text = "".join(parts)
+        if text:
+            self._released.append(text)
+        return Released(text, self._stop)
+
+
+class StopMatcher:
+    """Finds the first stop string completed in a stream of text; holds back what may become one."""
+
+    def __init__(self, strings: tuple[str, ...], include: bool) -> None:
+        self._strings = strings
+        self._include = include
+        self._held = ""  # the longest suffix of the text that begins a stop string
+
+    def push(self, text: str, *, enabled: bool = True) -> tuple[str, str | None]:
+        """(text that may be shown, the stop string found or None).
+
+        Not `enabled`: a stop string completed in this text is text like any other.
+        """
+        old_length = len(self._held)
+        self._held += text
+        found = _first_completed(self._held, old_length, self._strings) if enabled else None
+        if found is None:
+            keep = _begun_length(self._held, self._strings)
+            return self._take(len(self._held) - keep), None
+        start, string = found
+        shown = self._take(start + len(string) if self._include else start)
+        self._held = ""
+        return shown, string
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        return self._take(len(self._held))
+
+    def _take(self, length: int) -> str:
+        shown, self._held = self._held[:length], self._held[length:]
+        return shown
+
+
+def _first_completed(
+    text: str, old_length: int, strings: tuple[str, ...]
+) -> tuple[int, str] | None:
+    """(start, string) of the stop string that ends first behind text[:old_length]; the longest of
+    those that end together."""
+    found = ((text.find(s, max(0, old_length - len(s) + 1)), s) for s in strings)
+    ends = [(start + len(string), start, string) for start, string in found if start >= 0]
+    if not ends:
+        return None
+    _, start, string = min(ends)
+    return start, string
+
+
+def _begun_length(text: str, strings: tuple[str, ...]) -> int:
+    """Length of the longest suffix of text that is a proper prefix of a stop string."""
+    longest = max((len(string) for string in strings), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        suffix = text[-length:]
+        if any(len(string) > length and string.startswith(suffix) for string in strings):
+            return length
+    return 0
+
+
+class _TextWindow:
+    """Decodes a window of recent tokens, of whose text the first `_shown` characters are out.
+
+    tokens[:read] is context: its text was whole when the rest came.  The window moves when the
+    text is whole again; then the rest becomes the context.
+    """
+
+    def __init__(
+        self, tokenizer: Decoder, prompt_ids: Sequence[int], skip_special_tokens: bool
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._tokens = self._context_of(prompt_ids)
+        self._read = len(self._tokens)
+        self._shown = len(_whole_part(self._decode(self._tokens)))
+
+    def push(self, token: int) -> str:
+        """The characters that `token` made stable."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        whole = _whole_part(text)
+        released = whole[self._shown :]
+        self._shown = max(self._shown, len(whole))
+        if whole == text and released:
+            self._move()
+        elif len(self._tokens) - self._read > _MAX_PENDING_TOKENS:
+            released += self._cut(text) if whole != text else self._drop_silent()
+        return released
+
+    def flush(self) -> str:
+        """The characters still held back."""
+        text = self._decode(self._tokens)
+        released = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return released
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens)
+
+    def _context_of(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The prompt's last few tokens, from where a character begins: a byte-fallback decoder
+        gives up a whole run of bytes that begins inside one."""
+        nearest = max(0, len(prompt_ids) - _CONTEXT_TOKENS)
+        for start in range(nearest, max(-1, nearest - _CHARACTER_TOKENS), -1):
+            tokens = list(prompt_ids[start:])
+            if not self._decode(tokens).startswith(_REPLACEMENT):
+                return tokens
+        return list(prompt_ids[nearest:])
+
+    def _move(self) -> None:
+        del self._tokens[: self._read]
+        self._read = len(self._tokens)
+        self._shown = len(self._decode(self._tokens))
+
+    def _cut(self, text: str) -> str:
+        """Release text that stays broken up to a token boundary inside no character.
+
+        Such a boundary is one where the two sides decode apart as they do together; with at most
+        four bytes to a character, one of the last few is.
+        """
+        for start in range(len(self._tokens) - 1, len(self._tokens) - 2 * _CHARACTER_TOKENS, -1):
+            before, after = self._decode(self._tokens[:start]), self._decode(self._tokens[start:])
+            if after and before + after == text:
+                released = before[self._shown :]
+                del self._tokens[:start]
+                self._read = 0
+                self._shown = max(0, self._shown - len(before))
+                return released
+        return ""
+
+    def _drop_silent(self) -> str:
+        """Forget tokens that have no text, such as special tokens that are skipped."""
+        del self._tokens[self._read :]
+        return ""
+
+
+def _whole_part(text: str) -> str:
+    """The text without the replacement characters at its end, which further tokens may turn into
+    characters: one for the whole unfinished character with byte-level decoders, one for each byte
+    of an unfinished run with byte-fallback decoders.
+    """
+    return text.rstrip(_REPLACEMENT)

@@ -1,0 +1,100 @@
+"""Engine: requests in, snapshots out; owns the loop's state between turns."""
+
+from collections.abc import Callable, Hashable, Sequence
+
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.loop import Launched, Runner, Turn
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.tokenizer import Tokenizer
+from paceline.engine.tracker import Tracker
+
+TurnFunction = Callable[[Scheduler, Runner, int, Launched | None], Turn]
+
+
+class Engine:
+    """One scheduler, one runner, one loop.  Not thread-safe.
+
+    turn: `overlapped_turn` or `twin_turn`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        *,
+        turn: TurnFunction,
+        context_len: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._turn = turn
+        self._context_len = context_len
+        self._trackers: dict[str, Tracker] = {}
+        self._in_flight: Launched | None = None
+        self._epoch = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn would do anything."""
+        return self.scheduler.has_work or self._in_flight is not None
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        salt: Hashable = None,
+    ) -> Tracker:
+        """Queue a request.  Raises RequestError, of which CapacityError, and changes nothing then.
+
+        params.seed must be set: it is part of what a preempted request resumes with.
+        """
+        request = Request.make(
+            request_id, prompt_ids, params, context_len=self._context_len, salt=salt
+        )
+        self.scheduler.add(request)
+        tracker = Tracker(request, prompt=prompt, tokenizer=self._tokenizer)
+        self._trackers[request_id] = tracker
+        return tracker
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now; False when it is unknown or has ended already."""
+        tracker = self._trackers.pop(request_id, None)
+        if tracker is None:
+            return False
+        self.scheduler.abort(request_id)
+        tracker.finish("abort")
+        return True
+
+    def step(self) -> list[Tracker]:
+        """One turn of the loop; returns the requests it brought something to."""
+        self._epoch += 1
+        turn = self._turn(self.scheduler, self._runner, self._epoch, self._in_flight)
+        self._in_flight = turn.in_flight
+        touched: list[Tracker] = []
+        for update in turn.updates:
+            request_id = update.request.request_id
+            tracker = self._trackers.get(request_id)
+            if tracker is None:
+                continue
+            keep_tokens = tracker.apply(update)
+            if keep_tokens is not None:
+                self.scheduler.finish_on_host(request_id, keep_tokens)
+            if tracker.is_finished:
+                del self._trackers[request_id]
+            touched.append(tracker)
+        return touched
+
+    def drain(self) -> None:
+        """Abort everything and run what is in flight to its end."""
+        for request_id in list(self._trackers):
+            self.abort(request_id)
+        while self.has_work:
+            self.step()
+
+

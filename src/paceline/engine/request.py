@@ -1,0 +1,114 @@
+"""Request: one generation as the scheduler follows it, in token counts.
+
+Two lengths are kept of everything, since outputs arrive one turn late: what retired steps have
+shown, and what holds once every launched step has run (`_bound`).
+
+    token_ids   [0 ....... prompt_len ....... num_known)            received by the host
+    KV          [0 ... kv_known)         by retired steps
+                [0 .......... kv_bound)  once launched steps ran, if the row still runs
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from paceline.core.errors import RequestError, message
+from paceline.core.sampling_params import SamplingParams
+
+
+class RequestState(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"  # holds no row and no pages
+    RUNNING = "running"  # holds a row and pages
+    DRAINING = "draining"  # preempted; holds its row until its in-flight outputs have arrived
+    FINISHED = "finished"  # holds at most its row, until its in-flight outputs have arrived
+
+
+class FinishReason(Enum):
+    """Why a request ended; the value is what users see."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation.  The scheduler alone writes its fields."""
+
+    request_id: str
+    params: SamplingParams
+    token_ids: list[int]  # [num_known] prompt, then received output
+    prompt_len: int
+    max_len: int  # finished once this many tokens are known, prompt included
+    salt: Hashable = None  # requests of different salts share no cache pages
+    arrival: int = 0  # order of arrival
+    state: RequestState = RequestState.WAITING
+    row: int | None = None  # request-table row
+    join_len: int = 0  # tokens known when it (re)joined: computed by prefill
+    kv_known: int = 0
+    kv_bound: int = 0
+    in_flight: int = 0  # launched steps that contain it, outputs not yet processed
+    last_epoch: int = 0  # of the last launched step that contains it
+    num_cached: int = 0  # tokens of the first admission found in the cache
+    num_preemptions: int = 0
+    finish: FinishReason | None = None
+    error: str | None = None
+    joins: int = field(default=0)  # admissions so far
+
+    @classmethod
+    def make(
+        cls,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        context_len: int,
+        salt: Hashable = None,
+    ) -> "Request":
+        """A waiting request.  Raises RequestError for a prompt that is empty or too long."""
+        num_prompt = len(prompt_ids)
+        if not 0 < num_prompt < context_len:
+            raise RequestError(
+                message(
+                    f"prompt of request '{request_id}'",
+                    expected=f"1 to {context_len - 1} tokens (context {context_len}, 1 generated)",
+                    got=f"{num_prompt} tokens",
+                    remedy="shorten the prompt, or raise --max-model-len if the model allows it"
+                    if num_prompt
+                    else "pass at least one token, for example the begin-of-text token",
+                )
+            )
+        wanted = context_len if params.max_tokens is None else num_prompt + params.max_tokens
+        return cls(
+            request_id=request_id,
+            params=params,
+            token_ids=list(prompt_ids),
+            prompt_len=num_prompt,
+            max_len=min(wanted, context_len),
+            salt=salt,
+        )
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[: self.prompt_len])
+
+    @property
+    def output_ids(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[self.prompt_len :])
+
+    @property
+    def num_known(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether the next step computes known tokens; otherwise it feeds on the device's own."""
+        return self.kv_bound < self.join_len
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the launched steps already reach max_len: nothing is left to schedule."""
+        return not self.is_prefilling and self.kv_bound + 1 >= self.max_len

@@ -1,0 +1,89 @@
+"""StepPlan: one step while the scheduler fills it."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.core.modes import ForwardMode
+from paceline.core.sampling_params import SamplerTier
+from paceline.core.step import Delta, PageDelta, Step, StepLayout
+from paceline.engine.request import Request
+from paceline.kvcache.groups import PageRun
+
+
+class PlannedRow(NamedTuple):
+    """One request's part of a step."""
+
+    request: Request
+    prefix_len: int
+    extend_len: int
+    deltas: tuple[Delta, ...]
+    is_prefill: bool
+
+    @property
+    def kv_len(self) -> int:
+        return self.prefix_len + self.extend_len
+
+    @property
+    def emits(self) -> bool:
+        """The last known token is in the step, so the row samples the next one."""
+        return self.kv_len >= self.request.join_len
+
+
+def page_deltas(row: int, runs: list[PageRun] | tuple[PageRun, ...]) -> tuple[Delta, ...]:
+    """Page runs as changes of one row of the request table."""
+    return tuple(
+        PageDelta(row=row, group=run.group, start=run.start, page_ids=run.page_ids) for run in runs
+    )
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Rows chosen so far, and what is left of the token budget."""
+
+    budget: int  # tokens
+    rows: list[PlannedRow]
+    is_stalled: bool = False  # a running request waits for pages: admit nobody
+
+    def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:
+        """Give a running request its place in the step."""
+        prefill = request.is_prefilling
+        self.rows.append(PlannedRow(request, request.kv_bound, extend_len, deltas, prefill))
+        self.budget -= extend_len
+
+    def remove(self, request: Request) -> None:
+        """Take a preempted request out again."""
+        for row in self.rows:
+            if row.request is request:
+                self.budget += row.extend_len
+        self.rows = [row for row in self.rows if row.request is not request]
+
+    @property
+    def mode(self) -> ForwardMode:
+        """From facts: a last prompt chunk of one token is computed as a decode step is."""
+        if all(row.extend_len == 1 and row.emits for row in self.rows):
+            return ForwardMode.DECODE
+        if all(row.is_prefill for row in self.rows):
+            return ForwardMode.EXTEND
+        return ForwardMode.MIXED
+
+    def build(self, epoch: int) -> Step:
+        """The frozen step."""
+        emitting = [row.request.params for row in self.rows if row.emits]
+        return Step(
+            epoch=epoch,
+            mode=self.mode,
+            layout=StepLayout(
+                rows=tuple(_row_of(row.request) for row in self.rows),
+                extend_lens=tuple(row.extend_len for row in self.rows),
+                emits=tuple(row.emits for row in self.rows),
+            ),
+            prefix_lens_bound=tuple(row.prefix_len for row in self.rows),
+            sampler=max((params.sampler_tier for params in emitting), default=SamplerTier.GREEDY),
+            logprobs=any(params.logprobs is not None for params in emitting),
+            deltas=tuple(delta for row in self.rows for delta in row.deltas),
+        )
+
+
+def _row_of(request: Request) -> int:
+    assert request.row is not None, f"{request.request_id} is scheduled without a row"
+    return request.row

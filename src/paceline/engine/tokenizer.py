@@ -1,0 +1,195 @@
+"""Tokenizer: the owner of a model's tokenizer.json, its special tokens and its chat template."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from paceline.core.errors import ModelError, RequestError, message
+from paceline.engine.chat_template import ChatTemplate
+
+
+class Tokenizer:
+    """Text to ids and back.  Immutable; safe to share between threads."""
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        config: Mapping[str, Any],
+        *,
+        chat_template: str | None = None,
+    ) -> None:
+        """core: the tokenizer proper; config: the content of tokenizer_config.json."""
+        self._core = core
+        self._special_tokens = {
+            name: token
+            for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+            if (token := _token_text(config.get(name))) is not None
+        }
+        self._add_bos: bool | None = config.get("add_bos_token")
+        self._template = None if chat_template is None else ChatTemplate(chat_template)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+        """Read tokenizer.json, and where they exist tokenizer_config.json and the chat template.
+
+        Raises ModelError when there is no tokenizer.json or a file cannot be read.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(
+                message(
+                    "tokenizer",
+                    expected="tokenizer.json in the model folder",
+                    got=f"{folder} without it",
+                    remedy="save the model with a fast tokenizer, or pass token ids",
+                )
+            )
+        # Its thread pool does not survive a fork, and one prompt is too short to gain from it.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        try:
+            core = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            raise _unreadable(path, "a tokenizer in the tokenizers format", error) from error
+        core.no_padding()
+        core.no_truncation()
+        config = _read_json(folder / "tokenizer_config.json")
+        return cls(core, config, chat_template=_find_chat_template(folder, config))
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below this one exist here; a model's embedding may be padded beyond."""
+        return self._core.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's end token; the model's configuration may name more."""
+        return self._special_id("eos_token")
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids.  With special tokens: those the model's configuration puts around a prompt,
+        and never a second begin token before a text that starts with one.
+
+        Raises RequestError when text is not a string that UTF-8 can hold.
+        """
+        _check_text(text)
+        if not add_special_tokens or self._add_bos is False:
+            return list(self._core.encode(text, add_special_tokens=False).ids)
+        ids = list(self._core.encode(text, add_special_tokens=True).ids)
+        bos = self.bos_token_id
+        if bos is None:
+            return ids
+        if ids[:2] == [bos, bos]:
+            return ids[1:]
+        return [bos, *ids] if self._add_bos and ids[:1] != [bos] else ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of token_ids; ids without a token have none."""
+        return self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt text of a conversation, special tokens included.
+
+        messages: [{"role": ..., "content": ...}, ...]; variables are passed to the template.
+        Raises ModelError when there is no chat template, RequestError when it refuses the messages.
+        """
+        if self._template is None:
+            raise ModelError(
+                message(
+                    "chat",
+                    expected="sent to a model with a chat template",
+                    got="one without",
+                    remedy="use plain prompts, or a model tuned for chat",
+                )
+            )
+        return self._template.render(
+            messages,
+            self._special_tokens | variables | {"add_generation_prompt": add_generation_prompt},
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation.  The template alone decides on special tokens, so no second
+        begin token is added.  Raises as `render_chat` does.
+        """
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text, add_special_tokens=False)
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._special_tokens.get(name)
+        return None if token is None else self._core.token_to_id(token)
+
+
+def _token_text(value: object) -> str | None:
+    """A special token is written as its text, or as an object with its text as `content`."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    return text if isinstance(text, str) else None
+
+
+def _check_text(text: object) -> None:
+    remedy = "pass str; token ids go in as a list of ints"
+    if not isinstance(text, str):
+        raise RequestError(
+            message("prompt", expected="a string", got=type(text).__name__, remedy=remedy)
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        got = f"a lone surrogate at index {error.start}"
+        remedy = "decode the source with errors='replace'"
+        raise RequestError(
+            message("prompt", expected="valid Unicode", got=got, remedy=remedy)
+        ) from error
+
+
+def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, then chat_template.json, then tokenizer_config.json's field, where a
+    list of named templates means the one called `default`."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template")
+    template = template or config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _unreadable(path, "valid JSON", error) from error
+    if not isinstance(content, dict):
+        raise _unreadable(path, "a JSON object", type(content).__name__)
+    return content
+
+
+def _unreadable(path: Path, expected: str, got: object) -> ModelError:
+    remedy = "restore the file from the model's source"
+    return ModelError(message(str(path), expected=expected, got=got, remedy=remedy))

@@ -1,0 +1,330 @@
+"""The verbs, on an engine that is scripted."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import jsonschema
+import pytest
+from click.testing import CliRunner
+from fake_engine import FakeEngine
+
+from paceline.cli import chat as chat_module
+from paceline.cli.app import app
+from paceline.core.errors import ConfigError, IntegrityError
+
+SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
+
+
+def run(*words, engine=None, stdin=None):
+    return CliRunner().invoke(app, list(words), obj=engine, input=stdin)
+
+
+def validate(document, name):
+    jsonschema.validate(document, json.loads((SCHEMAS / f"{name}.json").read_text()))
+
+
+def test_generate_streams_text_to_stdout_and_the_rate_to_stderr():
+    engine = FakeEngine()
+    done = run("generate", "--prompt", "hi", engine=engine)
+    assert done.exit_code == 0, done.output
+    assert done.stdout == "one two three four\n"
+    assert "4 tokens, 3.0 tokens/s, first after 500 ms" in done.stderr
+    assert engine.prompts == [["hi"]]
+    assert engine.closed
+
+
+def test_generate_echo_prints_the_prompt_first():
+    done = run("generate", "--prompt", "zero ", "--echo", engine=FakeEngine())
+    assert done.stdout == "zero one two three four\n"
+
+
+def test_generate_json_ends_with_one_document_that_fits_its_schema():
+    done = run("generate", "--prompt", "hi", "--max-tokens", "2", "--json", engine=FakeEngine())
+    document = json.loads(done.stdout.splitlines()[-1])
+    validate(document, "generate")
+    assert document["text"] == "one two "
+    assert document["token_ids"] == [0, 1]
+    assert document["finish_reason"] == "length"
+
+
+def test_a_schema_refuses_a_document_with_a_missing_field():
+    document = json.loads(run("generate", "--prompt", "x", "--json", engine=FakeEngine()).stdout)
+    del document["metrics"]["ttft_s"]
+    with pytest.raises(jsonschema.ValidationError, match="ttft_s"):
+        validate(document, "generate")
+
+
+def test_a_failed_request_is_an_error():
+    done = run("generate", "--prompt", "hi", engine=FakeEngine(finish_reason="error"))
+    assert done.exit_code == 1
+    assert "logits held NaN" in done.stderr
+
+
+ALIASES = [
+    ("--model-path x", {"model": "x"}),
+    ("--context-length 64", {"max_model_len": 64}),
+    ("--max-model-len 64", {"max_model_len": 64}),
+    ("--max_model_len 64", {"max_model_len": 64}),
+    ("--mem-fraction-static 0.5", {"gpu_memory_utilization": 0.5}),
+    ("--gpu-memory-utilization 0.5", {"gpu_memory_utilization": 0.5}),
+    ("--max-running-requests 4", {"max_num_seqs": 4}),
+    ("--max-num-seqs 4", {"max_num_seqs": 4}),
+    ("--max-num-batched-tokens 9", {"max_num_batched_tokens": 9}),
+    ("--chunked-prefill-size 9", {"chunked_prefill_size": 9}),
+    ("--enable-prefix-caching", {"enable_prefix_cache": True}),
+    ("--no-enable-prefix-caching", {"enable_prefix_cache": False}),
+    ("--disable-radix-cache", {"enable_prefix_cache": False}),
+    ("--enforce-eager", {"enforce_eager": True}),
+    ("--disable-cuda-graph", {"enforce_eager": True}),
+    ("--cuda-graph-max-bs 8", {"cuda_graph_max_bs": 8}),
+    ("--attention-backend triton", {"attention_backend": "triton"}),
+    ("--block-size 4", {"page_size": 4}),
+    ("--page-size 4", {"page_size": 4}),
+    ("--dtype float32", {"dtype": "float32"}),
+    ("--dtype auto", {"dtype": "auto"}),
+    ("--load-format dummy", {"load_format": "dummy"}),
+    ("--random-seed 7", {"seed": 7}),
+    ("--seed 7", {"seed": 7}),
+    ("--device cpu", {"device": "cpu"}),
+    ("--kv-cache-memory-bytes 1000", {"kv_cache_bytes": 1000}),
+    ("--revision main", {"revision": "main"}),
+    ("--no-overlap", {"overlap": False}),
+    ("--threads 1", {"threads": 1}),
+    ("--tp 1", {}),
+    ("--tp-size 1", {}),
+    ("--tensor-parallel-size 1", {}),
+    ("", {}),
+]
+
+
+@pytest.mark.parametrize(("typed", "asked"), ALIASES, ids=[typed for typed, _ in ALIASES])
+def test_flags_reach_the_engine_under_every_name(typed, asked):
+    engine = FakeEngine()
+    done = run("generate", "--prompt", "x", *typed.split(), engine=engine)
+    assert done.exit_code == 0, done.output
+    assert engine.asked == asked
+
+
+@pytest.mark.parametrize("flag", ["--max-tokens", "--max-new-tokens", "--max_new_tokens"])
+def test_max_tokens_has_its_aliases(flag):
+    engine = FakeEngine()
+    run("generate", "--prompt", "x", flag, "3", engine=engine)
+    assert engine.params[0].max_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("typed", "text"),
+    [
+        ("--tp 2", "ConfigError: parallel must be rank 0 of size 1"),
+        ("--dtype int4", "is not one of 'auto', 'bfloat16'"),
+        ("--page-size many", "is not a valid integer"),
+        ("--unheard-of 1", "No such option"),
+        ("--temperature nan", "RequestError: temperature must be"),
+    ],
+)
+def test_what_is_not_understood_is_refused(typed, text):
+    engine = FakeEngine()
+    done = run("generate", "--prompt", "x", *typed.split(), engine=engine)
+    assert done.exit_code == 2
+    assert text in done.stderr
+    assert not engine.prompts
+
+
+def test_chat_keeps_history_and_reset_forgets_it():
+    engine = FakeEngine()
+    done = run("chat", engine=engine, stdin="a\nb\n/reset\nc\n/exit\nnever\n")
+    assert done.exit_code == 0, done.output
+    answer = "one two three four"
+    assert engine.prompts == [["a"], [f"a|{answer}|b"], ["c"]]
+    assert "forgotten" in done.stderr
+    assert engine.closed
+
+
+def test_chat_ends_with_its_input():
+    assert run("chat", engine=FakeEngine(), stdin="a\n").exit_code == 0
+
+
+def test_chat_system_message_survives_a_reset():
+    engine = FakeEngine()
+    run("chat", "--system", "be kind", engine=engine, stdin="a\n/reset\nb\n")
+    assert engine.prompts == [["be kind|a"], ["be kind|b"]]
+
+
+def test_chat_without_a_template_says_so_once_and_continues_text():
+    engine = FakeEngine(template=False)
+    done = run("chat", engine=engine, stdin="a\nb\n")
+    assert done.stderr.count("has no chat template") == 1
+    assert engine.prompts == [["a\n"], ["a\none two three four\nb\n"]]
+
+
+def test_chat_names_an_unknown_command():
+    done = run("chat", engine=FakeEngine(), stdin="/rest\n")
+    assert "unknown command /rest" in done.stderr
+
+
+def test_control_c_stops_the_answer_and_not_the_program():
+    engine = FakeEngine()
+    plain = engine._stream
+
+    def interrupted(params):
+        for count, snapshot in enumerate(plain(params)):
+            if count == 1 and len(engine.prompts) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield snapshot
+
+    engine._stream = interrupted
+    done = run("chat", engine=engine, stdin="a\n/reset\nb\n/exit\n")
+    assert done.exit_code == 0, done.output
+    assert engine.aborted == ["fake-0"]
+    assert "one two  [stopped]" in done.stdout
+    assert engine.prompts == [["a"], ["b"]]
+
+
+def test_a_second_control_c_raises():
+    with chat_module.interrupts() as pressed:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert pressed == [signal.SIGINT]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def bench(engine):
+    from paceline.engine.bench_latency import LatencyShape, bench_latency
+
+    shape = LatencyShape(batch_sizes=(1, 2), input_len=5, output_len=4)
+    return bench_latency({"model": "fake"}, shape, make_llm=engine, vocab_size=50)
+
+
+def test_bench_document_fits_its_schema_and_its_prompts_are_exact():
+    engine = FakeEngine()
+    document = bench(engine)
+    validate(document, "bench_latency")
+    assert [row["batch_size"] for row in document["results"]] == [1, 2]
+    assert {len(prompt) for batch in engine.prompts for prompt in batch} == {5}
+    assert {token < 50 for batch in engine.prompts for p in batch for token in p} == {True}
+    assert all(params.ignore_eos and params.temperature == 0 for params in engine.params)
+    assert engine.asked["enable_prefix_cache"] is False
+    assert engine.closed
+
+
+def test_bench_times_t1_on_the_prompts_of_the_full_run():
+    engine = FakeEngine()
+    bench(engine)
+    calls = list(zip(engine.prompts, [p.max_tokens for p in engine.params], strict=True))
+    ones = [prompts for prompts, count in calls[1:] if count == 1]
+    full = [prompts for prompts, count in calls if count == 4]
+    assert len(ones) == 6
+    assert len({str(prompts) for prompts in ones}) == 6
+    assert all(prompts in full for prompts in ones)
+
+
+def test_bench_refuses_to_time_an_engine_that_is_not_steady():
+    with pytest.raises(IntegrityError, match="two greedy runs of one prompt must be equal"):
+        bench(FakeEngine(unsteady=True))
+
+
+def test_bench_refuses_a_run_with_preemptions():
+    with pytest.raises(IntegrityError, match="preemptions must be 0, got 1"):
+        bench(FakeEngine(preempted=True))
+
+
+def test_bench_refuses_a_wrong_count():
+    engine = FakeEngine()
+    engine.generate = lambda prompts, params: [engine._output(0, 3, params) for _ in prompts]
+    with pytest.raises(IntegrityError, match="output tokens per request must be 1"):
+        bench(engine)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--batch-size", "1,x"], "batch_size must be numbers separated by commas, got '1,x'"),
+        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["--output-len", "1"], "output_len must be at least 2, got 1"),
+    ],
+)
+def test_bench_refuses_shapes_it_cannot_time(words, text):
+    done = run("bench", "latency", *words, engine=FakeEngine())
+    assert done.exit_code == 2
+    assert f"ConfigError: {text}" in done.stderr
+
+
+def test_first_token_time_counts_from_process_start():
+    import subprocess
+    import sys
+    import time
+
+    code = (
+        "import time; time.sleep(0.5);"
+        "from paceline.engine.bench_latency import seconds_since_process_start as s; print(s())"
+    )
+    began = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.45 < float(done.stdout) < time.perf_counter() - began + 0.05
+
+
+def test_env_document_fits_its_schema():
+    done = run("env", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout.splitlines()[-1])
+    validate(document, "env")
+    names = {backend["name"]: backend for backend in document["backends"]}
+    assert names["torch"]["live"] == (not document["gpus"])
+    assert all(backend["live"] == (not backend["reasons"]) for backend in names.values())
+
+
+def test_env_for_people_names_every_backend():
+    done = run("env")
+    assert "backend torch" in done.stdout
+    assert "backend triton" in done.stdout
+    assert "kernel cache" in done.stdout
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "gemma-3-1b"])
+def test_explain_document_fits_its_schema(model):
+    done = run("explain", "--model", model, "--gpu", "h200", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout.splitlines()[-1])
+    validate(document, "explain")
+    assert document["fits"]
+    assert [row["phase"] for row in document["attention"]] == ["prefill", "decode"]
+    for row in document["attention"]:
+        assert row["backend"] == "triton"
+        assert row["rejected"]["torch"]
+    origins = {name: entry["origin"] for name, entry in document["options"].items()}
+    assert origins["model"] == "asked"
+    assert origins["overlap"] == "default"
+    assert origins["page_size"].startswith("chosen: ")
+
+
+def test_explain_says_by_how_much_it_does_not_fit_and_exits_with_2():
+    done = run("explain", "--model", "llama-3.1-8b", "--gpu", "rtx-4090", "--dtype", "float32")
+    assert done.exit_code == 2
+    assert "does not fit: short by" in done.stdout
+    assert "ConfigError: memory for the model on NVIDIA GeForce RTX 4090" in done.stderr
+
+
+def test_explain_names_the_known_gpus():
+    done = run("explain", "--model", "llama-3.1-8b", "--gpu", "h9000")
+    assert done.exit_code == 2
+    assert "gpu must be one of a100-40gb" in done.stderr
+    assert "got h9000" in done.stderr
+
+
+def test_an_explicit_backend_that_cannot_run_lists_its_reasons():
+    words = ["--model", "llama-3.1-8b", "--gpu", "h200", "--attention-backend", "torch"]
+    done = run("explain", *words)
+    assert done.exit_code == 2
+    assert "BackendUnsupported: attention backend 'torch' cannot run here" in done.stderr
+
+
+def test_typed_errors_of_the_engine_exit_with_2():
+    def broken(**asked):
+        raise ConfigError("page_size must be 16, got 3; use 16")
+
+    done = run("generate", "--prompt", "x", engine=broken)
+    assert done.exit_code == 2
+    assert done.stderr.endswith("ConfigError: page_size must be 16, got 3; use 16\n")

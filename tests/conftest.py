@@ -1,0 +1,22 @@
+"""Settings every test shares; nothing here may import torch or triton before the first line."""
+
+import os
+
+# Triton decides when it is imported whether kernels are compiled or interpreted.  On a CUDA machine
+# run with TRITON_INTERPRET=0 to test the compiled ones.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked gpu where there is no CUDA device."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in gpu_items:
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,71 @@
+"""EngineOptions: one source of names, strictly checked."""
+
+from dataclasses import fields
+
+import pytest
+
+from paceline.core.errors import ConfigError
+from paceline.core.gpus import GPUS, gpu_by_name
+from paceline.core.options import EngineOptions, engine_options, spec_of
+
+
+def test_every_field_is_an_option_with_help_and_unique_flags():
+    flags = []
+    for option in fields(EngineOptions):
+        spec = spec_of(option)
+        assert spec.help.endswith(".")
+        flags += [*spec.flags, *spec.off_flags]
+    assert len(flags) == len(set(flags))
+    assert all(flag.startswith("--") and "_" not in flag for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"page_size": 0}, "page_size must be at least 1 tokens, got 0; set --page-size"),
+        ({"page_size": True}, "page_size must be int tokens, got True"),
+        ({"page_size": "16"}, "page_size must be int tokens, got '16'"),
+        ({"chunked_prefill_size": -1}, "chunked_prefill_size must be at least 1 tokens, got -1"),
+        ({"gpu_memory_utilization": 1.5}, "must be from 0.01 to 1, got 1.5"),
+        ({"gpu_memory_utilization": float("nan")}, "must be from 0.01 to 1, got nan"),
+        ({"dtype": "int4"}, "dtype must be one of bfloat16, float16, float32, got 'int4'"),
+        ({"load_format": "gguf"}, "load_format must be one of auto, dummy, got 'gguf'"),
+        ({"enable_prefix_cache": 1}, "enable_prefix_cache must be bool, got 1"),
+        ({"model": None}, "model must be str, got None"),
+        ({"seed": -1}, "seed must be from 0 to"),
+    ],
+)
+def test_wrong_values_are_refused(asked, text):
+    with pytest.raises(ConfigError) as caught:
+        engine_options(asked)
+    assert text in str(caught.value)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_one():
+    with pytest.raises(ConfigError, match=r"got page_sise; did you mean page_size\?"):
+        engine_options({"page_sise": 16})
+
+
+def test_auto_leaves_an_open_field_open():
+    options = engine_options({"dtype": "auto", "attention_backend": "auto", "load_format": "auto"})
+    assert options.dtype is None
+    assert options.attention_backend is None
+    assert options.load_format == "auto"
+
+
+def test_whole_numbers_are_accepted_where_fractions_are():
+    assert engine_options({"gpu_memory_utilization": 1}).gpu_memory_utilization == 1
+
+
+def test_gpu_names_are_forgiving_in_case_and_dashes():
+    assert gpu_by_name("RTX_4090") is GPUS["rtx-4090"]
+    assert gpu_by_name("H200").cuda_arch == (9, 0)
+
+
+def test_an_unknown_gpu_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"gpu must be one of a100-40gb, .* got h9000"):
+        gpu_by_name("h9000")
+
+
+def test_every_gpu_has_a_source():
+    assert all(facts.source and facts.total_bytes > 1 << 30 for facts in GPUS.values())

@@ -1,0 +1,147 @@
+"""SamplingParams refuses what it cannot honour and keeps what it can."""
+
+import math
+import pickle
+from dataclasses import fields
+
+import pytest
+
+from paceline.core.errors import RequestError
+from paceline.core.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_IDS,
+    SamplerTier,
+    SamplingParams,
+)
+
+WRONG_VALUES = [
+    ("max_tokens", 0, "max_tokens must be an integer of at least 1 or None, got 0"),
+    ("max_tokens", True, "max_tokens must be an integer of at least 1 or None, got True"),
+    ("max_tokens", "5", "max_tokens must be an integer of at least 1 or None, got '5'"),
+    ("max_tokens", 5.0, "max_tokens must be an integer of at least 1 or None, got 5.0"),
+    ("temperature", math.nan, "temperature must be a finite number in 0..100, got nan"),
+    ("temperature", math.inf, "temperature must be a finite number in 0..100, got inf"),
+    ("temperature", -0.1, "temperature must be a finite number in 0..100, got -0.1"),
+    ("temperature", "1", "temperature must be a finite number in 0..100, got '1'"),
+    ("temperature", True, "temperature must be a finite number in 0..100, got True"),
+    ("temperature", None, "temperature must be a finite number in 0..100, got None"),
+    ("top_k", 0, "top_k must be an integer of at least 1 or None, got 0; leave it out (None)"),
+    ("top_k", -1, "top_k must be an integer of at least 1 or None, got -1; leave it out (None)"),
+    ("top_k", 2.0, "top_k must be an integer of at least 1 or None, got 2.0"),
+    ("top_p", 0.0, "top_p must be more than 0, at most 1, got 0.0; use top_k=1"),
+    ("top_p", 1.1, "top_p must be a finite number in 0..1, got 1.1"),
+    ("min_p", -0.1, "min_p must be a finite number in 0..1, got -0.1"),
+    ("repetition_penalty", 0.0, "repetition_penalty must be a finite number in 0.01..100, got 0"),
+    ("presence_penalty", 2.5, "presence_penalty must be a finite number in -2..2, got 2.5"),
+    ("frequency_penalty", -3, "frequency_penalty must be a finite number in -2..2, got -3"),
+    ("min_tokens", -1, "min_tokens must be an integer of at least 0, got -1"),
+    ("min_tokens", 17, "min_tokens must be at most max_tokens (16), got 17"),
+    ("seed", 2**63, "seed must be an integer in -9223372036854775808..9223372036854775807 or"),
+    ("logprobs", 21, "logprobs must be an integer in 0..20 or None, got 21"),
+    ("logprobs", True, "logprobs must be an integer in 0..20 or None, got True"),
+    ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
+    ("skip_special_tokens", None, "skip_special_tokens must be True or False, got None"),
+    ("stop", "", "stop must be non-empty strings, got ''"),
+    ("stop", ["a", 3], "stop must be non-empty strings, got ['a', 3]"),
+    ("stop", None, "stop must be non-empty strings, got None"),
+    ("stop_token_ids", [-1], "stop_token_ids must be a sequence of token ids"),
+    ("stop_token_ids", "12", "stop_token_ids must be a sequence of token ids"),
+    ("stop_token_ids", list(range(MAX_STOP_IDS + 1)), "stop_token_ids must be at most 32 ids"),
+    ("logit_bias", [1], "logit_bias must be a mapping from token ids to numbers"),
+    ("logit_bias", {"x": 1.0}, "logit_bias must be a mapping from token ids to numbers"),
+    ("logit_bias", {-3: 1.0}, "logit_bias must be a mapping from token ids to numbers"),
+    ("logit_bias", {3: 101}, "logit_bias[3] must be a finite number in -100..100, got 101"),
+    ("logit_bias", {3: math.nan}, "logit_bias[3] must be a finite number in -100..100, got nan"),
+    (
+        "logit_bias",
+        dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1),
+        "logit_bias must be at most 300 entries, got 301",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "text"), WRONG_VALUES)
+def test_wrong_value_is_refused_with_name_expected_and_got(name, value, text):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**{name: value})
+    assert str(caught.value).startswith(text)
+    assert "; " in str(caught.value)
+
+
+def test_every_field_has_a_wrong_value_in_the_table():
+    untested = {f.name for f in fields(SamplingParams)} - {name for name, _, _ in WRONG_VALUES}
+    assert untested == {"include_stop_str_in_output"}
+    with pytest.raises(RequestError, match="include_stop_str_in_output must be True or False"):
+        SamplingParams(include_stop_str_in_output=0)
+
+
+def test_params_are_hashable_and_picklable_and_normalised():
+    params = SamplingParams(
+        temperature=1, stop="END", stop_token_ids=[7, 3, 7], logit_bias={9: 1, 2: -5}
+    )
+    assert params.stop == ("END",)
+    assert params.stop_token_ids == (7, 3)
+    assert params.logit_bias == ((2, -5.0), (9, 1.0))
+    assert isinstance(params.temperature, float)
+    assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
+    assert SamplingParams(logit_bias=params.logit_bias).logit_bias == params.logit_bias
+
+
+def test_from_dict_accepts_the_alias_and_json_bias_keys():
+    params = SamplingParams.from_dict({"max_new_tokens": 3, "logit_bias": {"42": 2}})
+    assert params.max_tokens == 3
+    assert params.logit_bias == ((42, 2.0),)
+
+
+def test_from_dict_refuses_an_unknown_field_and_names_the_closest():
+    text = r"sampling field must be one of .*temperature.*, got 'temprature'; did you mean temper"
+    with pytest.raises(RequestError, match=text):
+        SamplingParams.from_dict({"temprature": 1.0})
+    with pytest.raises(RequestError, match=r"got 'n'; remove it"):
+        SamplingParams.from_dict({"n": 2})
+
+
+def test_from_dict_refuses_a_field_given_under_two_names():
+    with pytest.raises(RequestError, match="max_tokens must be given once, got also as max_new"):
+        SamplingParams.from_dict({"max_tokens": 3, "max_new_tokens": 3})
+
+
+def test_from_dict_refuses_a_bias_key_that_is_no_token_id():
+    with pytest.raises(RequestError, match=r"got the key '-3'"):
+        SamplingParams.from_dict({"logit_bias": {"-3": 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("values", "tier"),
+    [
+        ({"temperature": 0}, SamplerTier.GREEDY),
+        ({"temperature": 0, "top_k": 3, "top_p": 0.5}, SamplerTier.GREEDY),
+        ({}, SamplerTier.FILTERED),
+        ({"temperature": 0, "repetition_penalty": 1.1}, SamplerTier.FULL),
+        ({"temperature": 0, "presence_penalty": 0.1}, SamplerTier.FULL),
+        ({"frequency_penalty": 0.1}, SamplerTier.FULL),
+        ({"logit_bias": {1: 1.0}}, SamplerTier.FULL),
+        ({"temperature": 0, "min_tokens": 1}, SamplerTier.FULL),
+    ],
+)
+def test_tier_is_the_narrowest_that_honours_the_request(values, tier):
+    assert SamplingParams(**values).sampler_tier is tier
+
+
+def test_stop_ids_include_end_tokens_unless_ignored():
+    assert SamplingParams(stop_token_ids=(5, 2)).all_stop_ids((2, 9)) == (5, 2, 9)
+    assert SamplingParams(stop_token_ids=(5,), ignore_eos=True).all_stop_ids((2,)) == (5,)
+
+
+def test_stop_ids_that_do_not_fit_with_the_end_tokens_are_refused():
+    params = SamplingParams(stop_token_ids=tuple(range(MAX_STOP_IDS)))
+    with pytest.raises(RequestError, match="at most 32 ids with the model's 1 end tokens, got 33"):
+        params.all_stop_ids((99,))
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    SamplingParams(stop_token_ids=(9,), logit_bias={9: 1.0}).check_vocabulary(10)
+    with pytest.raises(RequestError, match=r"stop_token_ids must be token ids below .* 9, got \[9"):
+        SamplingParams(stop_token_ids=(9,)).check_vocabulary(9)
+    with pytest.raises(RequestError, match=r"logit_bias must be token ids below .* 9, got \[9"):
+        SamplingParams(logit_bias={9: 1.0}).check_vocabulary(9)

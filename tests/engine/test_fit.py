@@ -1,0 +1,188 @@
+"""The memory budget: its arithmetic, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.core.gpus import GIB, gpu_by_name
+from paceline.core.model_config import cache_group_specs
+from paceline.engine.fit import budget_lines, compare, require_fit, table
+from paceline.engine.footprint import request_pages, standing_pages
+from paceline.engine.resolve import resolve
+from paceline.kvcache.groups import PagedGroup
+from paceline.kvcache.prefix_tree import PrefixTree
+from paceline.models.config import parse_config
+from paceline.models.locate import locate
+
+H200 = gpu_by_name("h200")
+CPU = replace(
+    H200,
+    name="a CPU",
+    device_type="cpu",
+    total_bytes=16 * GIB,
+    free_bytes=8 * GIB,
+    cuda_arch=None,
+    cores=2,
+)
+
+
+def config_of(model):
+    return parse_config(locate(model).config)
+
+
+def plan(model="llama-3.1-8b", device=H200, **asked):
+    return resolve(asked, config=config_of(model), device=device)
+
+
+def test_llama_8b_weighs_what_its_model_card_says():
+    _, fit = plan()
+    assert fit.weights_bytes == 2 * 8_030_261_248
+
+
+def test_llama_8b_keeps_128_kib_of_kv_per_token():
+    _, fit = plan()
+    (group,) = fit.groups
+    assert group.page_bytes == 16 * 131072
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-3-1b"])
+@pytest.mark.parametrize("device", [H200, CPU], ids=["gpu", "cpu"])
+def test_the_lines_add_up_to_the_device(model, device):
+    if model == "llama-3.1-8b" and device is CPU:
+        device = replace(CPU, total_bytes=64 * GIB, free_bytes=48 * GIB)
+    _, fit = plan(model, device)
+    assert sum(size for _, size in budget_lines(fit)) == fit.total_bytes
+    assert not fit.short_by_bytes
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-3-1b"])
+def test_kv_stays_within_the_budget_and_leaves_less_than_a_page_of_each_group(model):
+    resolution, fit = plan(model, kv_cache_bytes=4 * GIB)
+    left = 4 * GIB - fit.kv_bytes
+    assert 0 <= left < sum(group.page_bytes for group in fit.groups)
+    assert resolution.options.kv_cache_bytes == 4 * GIB
+
+
+def test_the_promised_concurrency_fits_every_group():
+    resolution, fit = plan("gemma-3-1b", gpu_by_name("l4"))
+    tokens = resolution.options.max_num_batched_tokens
+    specs = cache_group_specs(config_of("gemma-3-1b"), 16)
+    for row in fit.concurrency:
+        for spec, group in zip(specs, fit.groups, strict=True):
+            used = row.requests * request_pages(spec, row.context_len)
+            assert used + standing_pages(spec, tokens) <= group.num_pages
+    assert fit.concurrency[-1].requests >= 1
+
+
+@given(
+    length=st.integers(1, 5000),
+    page_size=st.sampled_from([1, 7, 16, 64]),
+    step_tokens=st.integers(1, 2048),
+)
+def test_a_request_needs_no_more_pages_than_are_planned_for_it(length, page_size, step_tokens):
+    specs = cache_group_specs(config_of("gemma-3-1b"), page_size)
+    for index, spec in enumerate(specs):
+        tree = PrefixTree(page_size, [s.window is None for s in specs])
+        group = PagedGroup(spec, index, tree, num_pages=9, max_extend_len=step_tokens)
+        planned = request_pages(spec, length) + standing_pages(spec, step_tokens) - 1
+        assert group.pages_to_fit(length) <= planned
+
+
+def test_a_context_that_does_not_fit_is_lowered_only_when_it_was_not_asked():
+    small = gpu_by_name("rtx-4090")
+    resolution, fit = plan(device=small)
+    assert 256 <= fit.max_model_len < 131072
+    assert "the model's limit is 131072" in resolution.origins["max_model_len"]
+    require_fit(fit)
+    _, asked = plan(device=small, max_model_len=131072)
+    assert asked.short_by_bytes
+    with pytest.raises(ConfigError, match="a request of 131072 tokens was wanted"):
+        require_fit(asked)
+
+
+def test_one_token_more_than_the_longest_request_does_not_fit():
+    _, fit = plan(kv_cache_bytes=GIB)
+    _, exact = plan(kv_cache_bytes=GIB, max_model_len=fit.longest_len)
+    _, more = plan(kv_cache_bytes=GIB, max_model_len=fit.longest_len + 1)
+    assert not exact.short_by_bytes
+    assert 0 < more.short_by_bytes <= fit.groups[0].page_bytes
+
+
+def test_a_model_that_cannot_fit_is_refused_with_the_shortfall():
+    _, fit = plan(device=gpu_by_name("l4"), dtype="float32")
+    assert "does not fit: short by" in table(fit)
+    with pytest.raises(ConfigError) as caught:
+        require_fit(fit)
+    text = str(caught.value)
+    assert text.startswith("memory for the model on NVIDIA L4 must be at least ")
+    assert "short by" in text
+    assert "lower --max-model-len" in text
+
+
+def test_graphs_cost_nothing_when_they_are_off():
+    _, fit = plan(enforce_eager=True)
+    assert fit.graphs_bytes == 0
+
+
+def test_measured_stands_beside_planned():
+    _, fit = plan()
+    text = compare(fit, {"weights": 15 * GIB})
+    row = next(line for line in text.splitlines() if "weights" in line)
+    assert row.split() == ["weights", "14.96", "GiB", "15.00", "GiB"]
+    assert text.splitlines()[-1].split()[-1] == "-"
+
+
+def test_an_unknown_measurement_is_refused():
+    _, fit = plan()
+    with pytest.raises(ConfigError, match="measured must be names among"):
+        compare(fit, {"wieghts": 1})
+
+
+def test_every_value_has_an_origin():
+    resolution, _ = plan(page_size=64, max_num_seqs="auto")
+    assert resolution.origins["page_size"] == "asked"
+    assert resolution.origins["overlap"] == "default"
+    assert resolution.origins["max_num_seqs"] == "chosen: usual on cuda"
+    text = resolution.table()
+    assert "page-size" in text
+    assert "(asked)" in text
+    assert "overlap=True" in text.splitlines()[-1]
+
+
+def test_open_values_are_decided():
+    for device in (H200, CPU):
+        resolution, _ = plan("llama-3.2-1b", device)
+        open_fields = {n for n, e in resolution.to_json().items() if e["value"] is None}
+        assert open_fields <= {
+            "revision",
+            "attention_backend",
+            "threads" if device is H200 else "gpu_memory_utilization",
+        }
+
+
+def test_a_cpu_without_bfloat16_computes_in_float32():
+    resolution, _ = plan("llama-3.2-1b", replace(CPU, native_bf16=False))
+    assert resolution.options.dtype == "float32"
+    assert resolution.origins["dtype"] == "chosen: this CPU has no bfloat16 instructions"
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "text"),
+    [
+        ({"device": "cuda"}, CPU, "device must be cpu (a CPU), got cuda"),
+        ({"gpu_memory_utilization": 0.5}, CPU, "must be left out on a CPU, got 0.5"),
+        ({"max_model_len": 200000}, H200, "must be at most 131072, the model's context limit"),
+        (
+            {"enforce_eager": True, "cuda_graph_max_bs": 4},
+            H200,
+            "cuda_graph_max_bs must be left out with --enforce-eager",
+        ),
+    ],
+)
+def test_contradictions_are_refused(asked, device, text):
+    with pytest.raises(ConfigError) as caught:
+        resolve(asked, config=config_of("llama-3.1-8b"), device=device)
+    assert text in str(caught.value)

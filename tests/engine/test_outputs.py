@@ -1,0 +1,66 @@
+"""Outputs are frozen snapshots whose document is plain JSON."""
+
+import json
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+
+def _metrics(**times) -> RequestMetrics:
+    return RequestMetrics.from_times(
+        arrival_s=10.0, prompt_tokens=3, cached_tokens=1, preemptions=2, **times
+    )
+
+
+def _output(completion: CompletionOutput, metrics: RequestMetrics | None) -> RequestOutput:
+    return RequestOutput(
+        request_id="r",
+        prompt="p",
+        prompt_token_ids=(1, 2, 3),
+        outputs=(completion,),
+        finished=True,
+        metrics=metrics,
+    )
+
+
+def test_decode_rate_counts_the_tokens_after_the_first():
+    metrics = _metrics(first_token_s=10.5, last_token_s=12.5, output_tokens=5)
+    assert (metrics.ttft_s, metrics.latency_s, metrics.decode_tok_s) == (0.5, 2.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({"first_token_s": None, "last_token_s": None, "output_tokens": 0}, (None, None, None)),
+        ({"first_token_s": 11.0, "last_token_s": 11.0, "output_tokens": 1}, (1.0, 1.0, None)),
+    ],
+)
+def test_what_could_not_be_measured_is_none(times, expected):
+    metrics = _metrics(**times)
+    assert (metrics.ttft_s, metrics.latency_s, metrics.decode_tok_s) == expected
+
+
+def test_the_document_is_json_with_the_documented_keys():
+    metrics = _metrics(first_token_s=10.5, last_token_s=12.5, output_tokens=2)
+    completion = CompletionOutput(text="é", token_ids=(4, 5), finish_reason="stop", stop_reason=5)
+    document = json.loads(json.dumps(_output(completion, metrics).as_document()))
+    assert list(document) == ["text", "token_ids", "finish_reason", "metrics"]
+    assert document["token_ids"] == [4, 5]
+    assert document["metrics"]["preemptions"] == 2
+
+
+def test_the_document_of_a_failed_request_names_the_error():
+    completion = CompletionOutput(
+        text="", token_ids=(), finish_reason="error", error="logits held NaN"
+    )
+    document = _output(completion, None).as_document()
+    assert document["error"] == "logits held NaN"
+    assert document["metrics"] is None
+
+
+def test_outputs_cannot_be_changed():
+    output = _output(CompletionOutput(text="", token_ids=()), None)
+    with pytest.raises(FrozenInstanceError):
+        output.finished = False

@@ -1,0 +1,244 @@
+"""A Hypothesis state machine over scheduler, cache groups and prefix tree.
+
+Each example draws a small world (page size, windows, pools too small for the load, chunking, delay)
+and then acts: add, step, abort, host finish, drain.  Whatever happens, every finished request must
+have said what the model says alone, and the books must balance after every action.
+"""
+
+from collections import Counter, deque
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from scheduler_world import FakeDevice, group_specs, run_alone
+
+from paceline.core.errors import CapacityError
+from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import FinishCode, JoinDelta
+from paceline.engine.request import FinishReason, Request, RequestState
+from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.kvcache.manager import CacheManager
+
+CONTEXT_LEN = 48
+REASONS = {
+    FinishCode.STOP_TOKEN: FinishReason.STOP,
+    FinishCode.LENGTH: FinishReason.LENGTH,
+    FinishCode.NON_FINITE: FinishReason.ERROR,
+}
+LEAST = {"actions": 10_000, "evictions": 500, "preemptions": 200, "aborts while sharing": 200}
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One engine loop around the fake device."""
+
+    tally: Counter[str]
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        windows=st.sampled_from([(None,), (None,), (None, 5), (None, 9), (6,), (None, 1, 7)]),
+        pages=st.integers(0, 8),
+        max_running=st.integers(2, 6),
+        chunk=st.sampled_from([3, 4, 8, 16]),
+        budget=st.sampled_from([6, 8, 24]),
+        delay=st.sampled_from([1, 1, 1, 0, 2]),
+        mix=st.sampled_from([True, True, False]),
+        caching=st.sampled_from([True, True, True, False]),
+        ahead=st.sampled_from([0, 6]),
+    )
+    def build(
+        self, page_size, windows, pages, max_running, chunk, budget, delay, mix, caching, ahead
+    ):
+        self.specs = group_specs(windows, page_size)
+        # About one long request: everything else lives from eviction, waiting and preemption.
+        tokens = CONTEXT_LEN // 2 + 8 * pages
+        num_pages = [1 + -(-tokens // page_size) for _ in windows]
+        self.cache = CacheManager(
+            self.specs, num_pages, max_extend_len=chunk, enable_prefix_cache=caching
+        )
+        config = SchedulerConfig(
+            max_running=max_running,
+            max_batched_tokens=budget,
+            chunked_prefill_size=chunk,
+            reserve_ahead=ahead,
+            admission_margin=page_size,
+            mix_prefill_and_decode=mix,
+        )
+        self.scheduler = Scheduler(config, self.cache)
+        self.device = FakeDevice(self.specs, num_pages)
+        self.delay = delay
+        self.in_flight = deque()
+        self.epoch = 0
+        self.num_drained = 0
+        self.requests: dict[str, Request] = {}
+        self.expected: dict[str, tuple[list[int], FinishCode]] = {}
+        self.streamed: dict[str, list[int]] = {}
+
+    def teardown(self):
+        if hasattr(self, "scheduler"):
+            self.run_to_the_end()
+            self.tally["evictions"] += self.cache.stats().evicted_pages
+            self.tally["hit tokens"] += self.cache.stats().hit_tokens
+
+    @rule(
+        count=st.integers(1, 3),
+        family=st.integers(0, 1),
+        shared=st.sampled_from([0, 5, 12, 16, 20]),
+        own=st.integers(1, 6),
+        max_tokens=st.sampled_from([8, None, 1, 5, 12, 16, 20, 24]),
+        stops=st.integers(0, 2),
+        poisoned_at=st.sampled_from([None] * 12 + [20]),
+        salt=st.sampled_from([None, None, None, "tenant"]),
+    )
+    def add(self, count, family, shared, own, max_tokens, stops, poisoned_at, salt):
+        """A few requests that begin alike: `shared` tokens of one family, then their own."""
+        for _ in range(count):
+            name = f"r{len(self.requests)}"
+            tail = [len(self.requests) * 7 % 50] * own
+            prompt = tuple([(family * 11 + i * i) % 50 for i in range(shared)] + tail) or (family,)
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                stop_token_ids=tuple(range(stops)),
+                seed=poisoned_at,
+            )
+            request = Request.make(name, prompt, params, context_len=CONTEXT_LEN, salt=salt)
+            try:
+                self.scheduler.add(request)
+            except CapacityError:
+                self.tally["refused"] += 1
+                continue
+            self.requests[name] = request
+            self.streamed[name] = []
+            self.expected[name] = run_alone(prompt, params, max_len=request.max_len, salt=salt)
+        self.after("add")
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(turns=st.integers(1, 3))
+    def step(self, turns):
+        for _ in range(turns):
+            self.turn()
+            self.scheduler.check_integrity()
+        self.after("step")
+
+    @precondition(lambda self: self.live())
+    @rule(pick=st.integers(0, 1000), any_state=st.booleans())
+    def abort(self, pick, any_state):
+        """Rather a request that shares pages with another one, or one in any state."""
+        sharing = [] if any_state else self.sharing()
+        names = sharing or self.live()
+        name = names[pick % len(names)]
+        self.tally["aborts while sharing"] += name in self.sharing()
+        assert self.scheduler.abort(name)
+        assert not self.scheduler.abort(name)
+        self.check_ended(self.requests[name])
+        self.after("abort")
+
+    @precondition(lambda self: self.sharing())
+    @rule(pick=st.integers(0, 1000))
+    def abort_while_sharing(self, pick):
+        """The same as `abort`, more often while pages are shared."""
+        self.abort(pick=pick, any_state=False)
+
+    @precondition(lambda self: any(self.requests[name].output_ids for name in self.live()))
+    @rule(pick=st.integers(0, 1000), cut=st.integers(0, 3))
+    def finish_on_host(self, pick, cut):
+        names = [name for name in self.live() if self.requests[name].output_ids]
+        request = self.requests[names[pick % len(names)]]
+        keep = max(0, len(request.output_ids) - cut)
+        assert self.scheduler.finish_on_host(request.request_id, keep)
+        assert len(request.output_ids) == keep
+        self.check_ended(request)
+        self.after("host finish")
+
+    @precondition(lambda self: len(self.requests) - self.num_drained >= 40)
+    @rule()
+    def drain(self):
+        """Now and then, let everything finish."""
+        self.run_to_the_end()
+        self.num_drained = len(self.requests)
+        self.after("drain")
+
+    def live(self):
+        return [n for n, r in self.requests.items() if r.state is not RequestState.FINISHED]
+
+    def sharing(self):
+        running = [n for n in self.live() if self.requests[n].state is RequestState.RUNNING]
+        return [name for name in running if self.cache.num_shared_pages(name)]
+
+    def turn(self):
+        """One turn of the loop: launch, then take in the outputs of `delay` steps ago."""
+        self.epoch += 1
+        step = self.scheduler.schedule(self.epoch)
+        if step is not None:
+            salts = {
+                r.row: r.salt for r in self.requests.values() if r.state is RequestState.RUNNING
+            }
+            self.in_flight.append((step, self.device.execute(step, salts)))
+            joins = [delta for delta in step.deltas if isinstance(delta, JoinDelta)]
+            self.tally["joins"] += len(joins)
+        while len(self.in_flight) > (self.delay if step is not None else 0):
+            self.process()
+
+    def process(self):
+        step, outputs = self.in_flight.popleft()
+        for update in self.scheduler.process(step, outputs):
+            request = update.request
+            self.streamed[request.request_id].extend(update.new_token_ids)
+            assert self.streamed[request.request_id] == list(request.output_ids)
+            if update.finish is not None:
+                self.check_finished(request)
+        self.device.retire(step.epoch)
+
+    def run_to_the_end(self):
+        for _ in range(5000):
+            if not self.scheduler.has_work:
+                break
+            self.turn()
+        assert not self.scheduler.has_work, "requests starve"
+        for group in self.cache.stats().groups:
+            assert group.owned == group.queued == 0
+            assert group.free + group.cached == group.total
+        self.scheduler.check_integrity()
+
+    def check_finished(self, request):
+        output, code = self.expected[request.request_id]
+        assert list(request.output_ids) == output
+        assert request.finish is REASONS[code]
+        assert (request.error is None) == (code is not FinishCode.NON_FINITE)
+        self.tally["finished"] += 1
+        self.tally["preemptions"] += request.num_preemptions
+
+    def check_ended(self, request):
+        output, _ = self.expected[request.request_id]
+        assert list(request.output_ids) == output[: len(request.output_ids)]
+        self.tally["preemptions"] += request.num_preemptions
+
+    def after(self, action):
+        self.tally["actions"] += 1
+        self.tally[action] += 1
+        self.scheduler.check_integrity()
+
+
+def test_every_request_says_what_the_model_says_alone_whatever_happens():
+    tally: Counter[str] = Counter()
+    machine = type("TalliedMachine", (SchedulerMachine,), {"tally": tally})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=220,
+            stateful_step_count=100,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    print(dict(tally))
+    assert {name: tally[name] for name in LEAST if tally[name] < LEAST[name]} == {}

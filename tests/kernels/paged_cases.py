@@ -1,0 +1,171 @@
+"""Paged attention workloads on which a wrong index cannot hide; shared by tests and benchmarks.
+
+Pages are randomly permuted; page 0, free pages and the tail of each last page hold NaN; unused
+page-table entries name page 0; q is a slice of a fused row and the caches are views of one pool.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.core.modes import MaskKind
+from paceline.kernels.paged_attention import paged_attention_reference
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpec:
+    """One batch of requests."""
+
+    prefix_lens: tuple[int, ...]  # [reqs]
+    extend_lens: tuple[int, ...]  # [reqs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One layer's shape and options."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    page_size: int
+    window: int | None = None
+    soft_cap: float | None = None
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedCase:
+    """The tensors of one workload."""
+
+    shape: Shape
+    q: Tensor  # [tokens, heads, head_dim]  strided rows
+    k_cache: Tensor  # [num_pages, page_size, kv_heads, head_dim]  strided pages
+    v_cache: Tensor  # [num_pages, page_size, kv_heads, v_head_dim]  strided pages
+    page_table: Tensor  # [reqs, max_pages]  int32  unused entries 0
+    prefix_lens: Tensor  # [reqs]  int32
+    extend_lens: Tensor  # [reqs]  int32
+    kv_lens: Tensor  # [reqs]  int32
+    cu_seqlens_q: Tensor  # [reqs + 1]  int32
+
+    @property
+    def scale(self) -> float:
+        return self.shape.head_dim**-0.5
+
+    def empty_outputs(self) -> tuple[Tensor, Tensor]:
+        """(out, lse) full of NaN, to be written by a kernel."""
+        tokens, heads, _ = self.q.shape
+        out = self.q.new_full((tokens, heads, self.shape.v_head_dim), float("nan"))
+        return out, self.q.new_full((tokens, heads), float("nan"), dtype=torch.float32)
+
+
+def make_case(batch: BatchSpec, shape: Shape, *, seed: int, device: str = "cpu") -> PagedCase:
+    """Random tensors for `batch`; the same seed gives the same case on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+    kv_lens = [prefix + extend for prefix, extend in pairs]
+    page_table, num_pages = _permuted_pages(kv_lens, shape.page_size, generator)
+    k_cache, v_cache = _poisoned_caches(kv_lens, page_table, num_pages, shape, generator)
+    tokens = sum(batch.extend_lens)
+    fused = torch.randn(
+        tokens, shape.num_heads + 2, shape.head_dim, generator=generator, dtype=torch.float32
+    )
+    ends = torch.tensor(batch.extend_lens).cumsum(0)
+    cu_seqlens_q = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
+    return PagedCase(
+        shape=shape,
+        q=(fused * 0.5).to(shape.dtype).to(device)[:, 1:-1],
+        k_cache=k_cache.to(device)[:, 1],
+        v_cache=v_cache.to(device)[:, 1],
+        page_table=page_table.to(device),
+        prefix_lens=torch.tensor(batch.prefix_lens, dtype=torch.int32, device=device),
+        extend_lens=torch.tensor(batch.extend_lens, dtype=torch.int32, device=device),
+        kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        cu_seqlens_q=cu_seqlens_q.to(torch.int32).to(device),
+    )
+
+
+def reference(
+    case: PagedCase,
+    *,
+    prefix_only: bool = False,
+    window: int | None = None,
+    compute_dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """The causal definition of `case`; `window` replaces the case's own."""
+    return paged_attention_reference(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.page_table,
+        case.prefix_lens,
+        case.extend_lens,
+        case.cu_seqlens_q,
+        scale=case.scale,
+        window=case.shape.window if window is None else window,
+        soft_cap=case.shape.soft_cap,
+        mask=MaskKind.CAUSAL,
+        tree_mask=None,
+        prefix_only=prefix_only,
+        compute_dtype=compute_dtype,
+    )
+
+
+def worst_error(case: PagedCase, actual: Tensor, *, prefix_only: bool = False) -> float:
+    """The largest error of any token in units of its limit: up to 1 is right.
+
+    The limit is twice plain torch's own error at the case's dtype plus one rounding, token by
+    token, so that a long row's small values are not measured with a short row's large ones.
+    """
+    expected, _ = reference(case, prefix_only=prefix_only)
+    plain, _ = reference(case, prefix_only=prefix_only, compute_dtype=case.shape.dtype)
+    plain_error = (plain.double() - expected).abs().amax(dim=(1, 2))
+    rounding = torch.finfo(case.shape.dtype).eps * expected.abs().amax(dim=(1, 2))
+    error = (actual.double() - expected).abs().amax(dim=(1, 2))
+    tiny = torch.finfo(torch.float32).tiny
+    return (error / (2.0 * plain_error + rounding + tiny)).max().item()
+
+
+def first_key_dropped(case: PagedCase, *, prefix_only: bool = False) -> Tensor:
+    """A wrong answer: the window is one key too narrow, or the longest row loses its first key."""
+    longest = int(case.kv_lens.max())
+    width = min(case.shape.window or longest, longest)
+    return reference(case, prefix_only=prefix_only, window=width - 1)[0]
+
+
+def _permuted_pages(
+    kv_lens: list[int], page_size: int, generator: torch.Generator
+) -> tuple[Tensor, int]:
+    """A page table over randomly permuted pages, and the number of pages in the pool."""
+    needed = [-(-length // page_size) for length in kv_lens]
+    num_pages = sum(needed) + 4
+    pool = (torch.randperm(num_pages - 1, generator=generator) + 1).to(torch.int32)
+    page_table = torch.zeros(len(kv_lens), max(needed) + 1, dtype=torch.int32)
+    taken = 0
+    for row, count in enumerate(needed):
+        page_table[row, :count] = pool[taken : taken + count]
+        taken += count
+    return page_table, num_pages
+
+
+def _poisoned_caches(
+    kv_lens: list[int],
+    page_table: Tensor,
+    num_pages: int,
+    shape: Shape,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Two pools [num_pages, 2 layers, page_size, kv_heads, dim], NaN but for live keys."""
+    nan = float("nan")
+    base = (num_pages, 2, shape.page_size, shape.num_kv_heads)
+    k_pool = torch.full((*base, shape.head_dim), nan, dtype=shape.dtype)
+    v_pool = torch.full((*base, shape.v_head_dim), nan, dtype=shape.dtype)
+    for row, length in enumerate(kv_lens):
+        positions = torch.arange(length)
+        pages = page_table[row, positions // shape.page_size].long()
+        slots = positions % shape.page_size
+        for pool in (k_pool, v_pool):
+            rows = torch.randn(length, shape.num_kv_heads, pool.shape[-1], generator=generator)
+            pool[pages, 1, slots] = rows.to(shape.dtype)
+    return k_pool, v_pool

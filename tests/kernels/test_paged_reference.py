@@ -1,0 +1,192 @@
+"""The paged definition against attention that others wrote: torch SDPA and transformers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from paged_cases import BatchSpec, PagedCase, Shape, make_case, reference
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError
+from paceline.core.modes import MaskKind
+from paceline.kernels.paged_attention import paged_attention_reference
+
+RAGGED = BatchSpec(prefix_lens=(0, 19, 33, 5), extend_lens=(7, 1, 4, 9))
+SHAPES = [
+    Shape(num_heads=4, num_kv_heads=4, head_dim=16, v_head_dim=16, page_size=1),
+    Shape(num_heads=6, num_kv_heads=2, head_dim=16, v_head_dim=8, page_size=16),
+    Shape(num_heads=7, num_kv_heads=1, head_dim=8, v_head_dim=16, page_size=64),
+]
+
+
+def keys_of(case: PagedCase, cache: Tensor, request: int) -> Tensor:
+    """[1, heads, keys, dim] float64, collected slot by slot."""
+    page_size = case.shape.page_size
+    rows = [
+        cache[int(case.page_table[request, j // page_size]), j % page_size]
+        for j in range(int(case.kv_lens[request]))
+    ]
+    group = case.shape.num_heads // case.shape.num_kv_heads
+    stacked = torch.stack(rows).double().repeat_interleave(group, dim=1)
+    return stacked.transpose(0, 1).unsqueeze(0)
+
+
+def rows_of(case: PagedCase, request: int) -> slice:
+    return slice(int(case.cu_seqlens_q[request]), int(case.cu_seqlens_q[request + 1]))
+
+
+def sdpa(case: PagedCase, request: int, visible: Tensor) -> Tensor:
+    """[extend, heads, v_head_dim] by torch, with an explicit mask."""
+    q = case.q[rows_of(case, request)].double().transpose(0, 1).unsqueeze(0)
+    k, v = keys_of(case, case.k_cache, request), keys_of(case, case.v_cache, request)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=case.scale)
+    return out[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 40])
+def test_causal_windowed_rows_equal_sdpa(shape: Shape, window: int | None) -> None:
+    case = make_case(RAGGED, shape, seed=1)
+    out, _ = reference(case, window=window)
+    for request, prefix in enumerate(RAGGED.prefix_lens):
+        extend = RAGGED.extend_lens[request]
+        visible = torch.zeros(extend, prefix + extend, dtype=torch.bool)
+        for i in range(extend):
+            for j in range(prefix + extend):
+                visible[i, j] = j <= prefix + i and (window is None or j > prefix + i - window)
+        expected = sdpa(case, request, visible)
+        torch.testing.assert_close(out[rows_of(case, request)], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_soft_cap_equals_gemma2_attention() -> None:
+    gemma2 = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups = 1
+    shape = Shape(
+        num_heads=6, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=16, soft_cap=3.0
+    )
+    case = make_case(RAGGED, shape, seed=2)
+    out, _ = reference(case)
+    for request, prefix in enumerate(RAGGED.prefix_lens):
+        extend = RAGGED.extend_lens[request]
+        hidden = torch.ones(extend, prefix + extend).triu(prefix + 1).double() * -1e30
+        expected, _ = gemma2.eager_attention_forward(
+            module,
+            case.q[rows_of(case, request)].double().transpose(0, 1).unsqueeze(0),
+            keys_of(case, case.k_cache, request),
+            keys_of(case, case.v_cache, request),
+            hidden[None, None],
+            scaling=case.scale,
+            softcap=3.0,
+        )
+        # That function's softmax runs in float32.
+        torch.testing.assert_close(out[rows_of(case, request)], expected[0], rtol=1e-5, atol=1e-6)
+
+
+def test_lse_equals_torch_flash_attention() -> None:
+    shape = Shape(num_heads=4, num_kv_heads=4, head_dim=16, v_head_dim=16, page_size=4)
+    case = make_case(BatchSpec(prefix_lens=(0, 0), extend_lens=(13, 5)), shape, seed=3)
+    _, lse = reference(case)
+    for request in range(2):
+        _, expected = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            case.q[rows_of(case, request)].double().transpose(0, 1).unsqueeze(0),
+            keys_of(case, case.k_cache, request),
+            keys_of(case, case.v_cache, request),
+            0.0,
+            True,
+            scale=case.scale,
+        )
+        actual = lse[rows_of(case, request)]
+        torch.testing.assert_close(actual, expected[0].T.float(), rtol=1e-6, atol=1e-6)
+
+
+# Rows 0..4 of one request: 0 is the root, 1 and 2 its children, 3 below 1, 4 below 2.
+TREE = torch.tensor(
+    [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 0, 1, 0, 1],
+    ],
+    dtype=torch.bool,
+)
+
+
+def with_mask(
+    case: PagedCase, mask: MaskKind, tree: Tensor | None, *, window: int | None, prefix_only: bool
+) -> tuple[Tensor, Tensor]:
+    return paged_attention_reference(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.page_table,
+        case.prefix_lens,
+        case.extend_lens,
+        case.cu_seqlens_q,
+        scale=case.scale,
+        window=window,
+        soft_cap=None,
+        mask=mask,
+        tree_mask=tree,
+        prefix_only=prefix_only,
+    )
+
+
+def test_tree_rows_see_their_prefix_and_ancestors() -> None:
+    case = make_case(BatchSpec(prefix_lens=(11,), extend_lens=(5,)), SHAPES[1], seed=4)
+    out, _ = with_mask(case, MaskKind.TREE, TREE, window=None, prefix_only=False)
+    visible = torch.cat((torch.ones(5, 11, dtype=torch.bool), TREE), dim=1)
+    torch.testing.assert_close(out, sdpa(case, 0, visible), rtol=1e-10, atol=1e-12)
+
+
+def test_tree_window_counts_depth_not_rows() -> None:
+    case = make_case(BatchSpec(prefix_lens=(11,), extend_lens=(5,)), SHAPES[1], seed=5)
+    out, _ = with_mask(case, MaskKind.TREE, TREE, window=2, prefix_only=False)
+    # Depths 0 1 1 2 2: the root still sees key 10, its children see the root, the leaves only
+    # their parent and themselves.
+    visible = torch.zeros(5, 16, dtype=torch.bool)
+    for row, keys in enumerate([(10, 11), (11, 12), (11, 13), (12, 14), (13, 15)]):
+        visible[row, list(keys)] = True
+    torch.testing.assert_close(out, sdpa(case, 0, visible), rtol=1e-10, atol=1e-12)
+
+
+def test_chain_tree_equals_causal() -> None:
+    case = make_case(BatchSpec(prefix_lens=(9,), extend_lens=(6,)), SHAPES[1], seed=6)
+    chain = torch.ones(6, 6, dtype=torch.bool).tril()
+    for window in (None, 3):
+        tree = with_mask(case, MaskKind.TREE, chain, window=window, prefix_only=False)
+        causal = with_mask(case, MaskKind.CAUSAL, None, window=window, prefix_only=False)
+        torch.testing.assert_close(tree, causal, rtol=0.0, atol=0.0)
+
+
+def test_full_rows_see_the_whole_step() -> None:
+    case = make_case(BatchSpec(prefix_lens=(3,), extend_lens=(5,)), SHAPES[1], seed=7)
+    out, _ = with_mask(case, MaskKind.FULL, None, window=None, prefix_only=False)
+    visible = torch.ones(5, 8, dtype=torch.bool)
+    torch.testing.assert_close(out, sdpa(case, 0, visible), rtol=1e-10, atol=1e-12)
+
+
+def test_prefix_merged_with_step_by_lse_equals_all() -> None:
+    case = make_case(BatchSpec(prefix_lens=(11,), extend_lens=(5,)), SHAPES[1], seed=8)
+    whole, whole_lse = with_mask(case, MaskKind.TREE, TREE, window=None, prefix_only=False)
+    prefix, prefix_lse = with_mask(case, MaskKind.TREE, TREE, window=None, prefix_only=True)
+    visible = torch.cat((torch.zeros(5, 11, dtype=torch.bool), TREE), dim=1)
+    step = sdpa(case, 0, visible)
+    share = torch.exp(prefix_lse.double() - whole_lse.double())[..., None]
+    merged = prefix * share + step * (1.0 - share)
+    torch.testing.assert_close(merged, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_row_without_visible_keys_is_zero_with_lse_minus_infinity() -> None:
+    case = make_case(BatchSpec(prefix_lens=(0, 8), extend_lens=(2, 6)), SHAPES[1], seed=9)
+    out, lse = with_mask(case, MaskKind.CAUSAL, None, window=3, prefix_only=True)
+    blind = torch.tensor([True, True, False, False, True, True, True, True])
+    assert torch.equal(lse.isneginf().all(dim=1), blind)
+    assert torch.equal(out[blind], torch.zeros_like(out[blind]))
+    assert out.isfinite().all()
+
+
+def test_mask_that_cannot_be_applied_is_refused() -> None:
+    case = make_case(BatchSpec(prefix_lens=(3,), extend_lens=(5,)), SHAPES[1], seed=10)
+    with pytest.raises(KernelArgumentError, match="mask must be causal or full, or tree with a"):
+        with_mask(case, MaskKind.TREE, None, window=None, prefix_only=False)

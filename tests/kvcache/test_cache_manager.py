@@ -1,0 +1,230 @@
+import pytest
+
+from paceline.core.errors import ConfigError, IntegrityError
+from paceline.core.model_config import CacheGroupSpec
+from paceline.kvcache.manager import CacheManager
+
+TOKENS = list(range(100, 140))
+
+
+def spec(window: int | None = None, page_size: int = 4) -> CacheGroupSpec:
+    return CacheGroupSpec(
+        name="full" if window is None else f"window-{window}",
+        layer_ids=(0,),
+        window=window,
+        page_size=page_size,
+        num_kv_heads=1,
+        head_dim=8,
+        v_head_dim=8,
+    )
+
+
+def make_cache(*windows: int | None, num_pages: int = 21, enable: bool = True) -> CacheManager:
+    return CacheManager(
+        [spec(window) for window in windows],
+        [num_pages] * len(windows),
+        max_extend_len=16,
+        enable_prefix_cache=enable,
+    )
+
+
+def run_request(cache: CacheManager, name: str, tokens: list[int], epoch: int, salt=None) -> int:
+    """Admit, compute in one step and release; returns the hit."""
+    admission = cache.admit(name, tokens, reserve_to=len(tokens), salt=salt)
+    assert admission is not None
+    for kv_len in range(admission.prefix_len, len(tokens) + 1, 8):
+        assert cache.reserve(name, kv_len, ahead=0) is not None
+        cache.retire(epoch)
+        cache.written(name, tokens, kv_len, epoch=epoch)
+        cache.advance_window(name, kv_len, epoch=epoch)
+    cache.reserve(name, len(tokens), ahead=0)
+    cache.release(name, tokens, len(tokens), epoch=epoch)
+    cache.check_integrity()
+    return admission.prefix_len
+
+
+def test_a_fully_cached_prompt_leaves_a_token_to_compute():
+    cache = make_cache(None)
+    assert run_request(cache, "a", TOKENS[:16], 1) == 0
+    assert cache.match(TOKENS[:16]) == 12
+    assert cache.match(TOKENS[:17]) == 16
+    assert run_request(cache, "b", TOKENS[:16], 2) == 12
+    assert cache.stats().hit_tokens == 12
+    assert cache.stats().queried_tokens == 32
+
+
+def test_hit_is_the_longest_every_group_can_use():
+    cache = make_cache(None, 6)
+    run_request(cache, "a", TOKENS[:32], 1)
+    assert cache.match(TOKENS) == 32
+    windowed = cache._groups[1]
+    windowed.pool.free(cache._tree.evict(1, 6), 1)  # the oldest: pages 0..5 of 8
+    assert cache.match(TOKENS) == 32
+    assert cache.match(TOKENS[:28]) == 0
+    cache.check_integrity()
+
+
+def test_admission_gives_a_windowed_group_only_the_pages_its_queries_see():
+    cache = make_cache(None, 6)
+    run_request(cache, "a", TOKENS[:24], 1)
+    admission = cache.admit("b", TOKENS[:24], reserve_to=24)
+    assert admission is not None
+    assert admission.prefix_len == 20
+    full, windowed = admission.page_runs
+    assert (full.start, len(full.page_ids)) == (0, 6)
+    assert (windowed.start, len(windowed.page_ids)) == (3, 3)  # keys from 15, and page 5
+
+
+def test_a_refused_admission_changes_nothing():
+    cache = make_cache(None, None, num_pages=8)
+    run_request(cache, "a", TOKENS[:12], 1)
+    before = cache.stats()
+    assert cache.admit("b", TOKENS[:32], reserve_to=32) is None
+    assert cache.stats() == before
+    cache.check_integrity()
+
+
+def test_the_second_of_two_equal_requests_keeps_its_pages_private():
+    cache = make_cache(None)
+    for name in "ab":
+        cache.admit(name, TOKENS[:10], reserve_to=10)
+    cache.retire(1)
+    cache.written("a", TOKENS[:10], 10, epoch=1)
+    cache.written("b", TOKENS[:10], 10, epoch=1)
+    counts = cache.stats().groups[0]
+    assert (counts.cached, counts.owned) == (2, 4)
+    assert cache.num_shared_pages("b") == 0
+    cache.release("b", TOKENS[:10], 10, epoch=1)
+    cache.release("a", TOKENS[:10], 10, epoch=1)
+    counts = cache.stats().groups[0]
+    assert (counts.cached, counts.owned, counts.free) == (2, 0, 18)
+    cache.check_integrity()
+
+
+def test_pages_are_shared_before_their_owner_ends():
+    cache = make_cache(None)
+    cache.admit("a", TOKENS[:10], reserve_to=10)
+    cache.retire(1)
+    cache.written("a", TOKENS[:10], 10, epoch=1)
+    cache.admit("b", TOKENS[:10], reserve_to=10)
+    assert cache.num_shared_pages("a") == cache.num_shared_pages("b") == 2
+
+
+def test_a_host_end_limits_what_enters_the_tree():
+    cache = make_cache(None)
+    cache.admit("a", TOKENS[:4], reserve_to=16)
+    cache.retire(1)
+    cache.release("a", TOKENS[:9], 9, epoch=1)  # the tokens behind 9 were cut
+    assert cache.match(TOKENS[:16]) == 8
+
+
+def test_discarded_kv_is_found_no_more_but_the_hit_before_it_is():
+    cache = make_cache(None)
+    run_request(cache, "a", TOKENS[:8], 1)
+    cache.admit("b", TOKENS[:20], reserve_to=20)
+    cache.retire(2)
+    cache.written("b", TOKENS[:20], 16, epoch=2)
+    assert cache.match(TOKENS[:20]) == 16
+    cache.discard("b", TOKENS[:20], epoch=2)
+    assert cache.match(TOKENS[:20]) == 8
+    cache.check_integrity()
+    assert run_request(cache, "c", TOKENS[:20], 3) == 8
+    assert cache.match(TOKENS) == 20
+
+
+def test_eviction_spares_locked_pages_and_takes_the_rest():
+    cache = make_cache(None, num_pages=11)
+    run_request(cache, "a", TOKENS[:16], 1)
+    run_request(cache, "b", [*TOKENS[20:36]], 2)
+    cache.admit("c", TOKENS[:10], reserve_to=10)  # locks two pages of a
+    assert cache.admit("d", [7] * 28, reserve_to=28) is not None
+    assert cache.match(TOKENS[:16]) == 8
+    assert cache.stats().evicted_pages == 6
+    assert cache.admit("e", [8], reserve_to=1) is None
+
+
+def test_released_pages_wait_for_their_epoch():
+    cache = make_cache(None, num_pages=5)
+    cache.admit("a", TOKENS[:16], reserve_to=16)
+    cache.admit("b", [1], reserve_to=1)
+    cache.release("a", TOKENS[:16], 0, epoch=5)
+    assert cache.admit("b", [1], reserve_to=1) is None
+    cache.retire(5)
+    assert cache.admit("b", [1], reserve_to=1) is not None
+
+
+def test_reserve_is_silent_in_steady_decode_and_grows_ahead():
+    cache = make_cache(None, num_pages=101)
+    cache.admit("a", TOKENS[:5], reserve_to=8)
+    grown = [n for n in range(6, 60) if cache.reserve("a", n, ahead=32)]
+    assert grown == [9, 45]
+
+
+def test_relief_is_pending_only_while_pages_are_on_their_way():
+    cache = make_cache(None, num_pages=5)
+    cache.admit("a", TOKENS[:8], reserve_to=8)
+    cache.admit("b", TOKENS[20:28], reserve_to=8)
+    assert cache.reserve("a", 9, ahead=0) is None
+    assert not cache.relief_pending("a", 9)
+    cache.release("b", TOKENS[20:28], 0, epoch=3)
+    assert cache.relief_pending("a", 9)
+    cache.retire(3)
+    assert cache.reserve("a", 9, ahead=0)
+
+
+def test_capacity_reports_both_numbers_per_group():
+    cache = make_cache(None, 6, num_pages=11)
+    assert cache.can_ever_fit(40) == (True, (10, 6), (10, 10))
+    assert cache.can_ever_fit(41) == (False, (11, 6), (10, 10))
+
+
+def test_a_disabled_prefix_cache_stores_nothing():
+    cache = make_cache(None, enable=False)
+    assert run_request(cache, "a", TOKENS[:16], 1) == 0
+    assert run_request(cache, "b", TOKENS[:16], 2) == 0
+    assert cache.stats().groups[0].free == 20
+
+
+def test_salts_do_not_share():
+    cache = make_cache(None)
+    run_request(cache, "a", TOKENS[:16], 1, salt="x")
+    assert cache.match(TOKENS[:16]) == 0
+    assert cache.match(TOKENS[:16], "x") == 12
+
+
+def test_rewound_tokens_can_be_written_again_and_shared():
+    cache = make_cache(None)
+    cache.admit("a", TOKENS[:4], reserve_to=16)
+    cache.admit("b", TOKENS[:4], reserve_to=16)
+    cache.retire(1)
+    cache.written("a", TOKENS[:12], 12, epoch=1)
+    cache.written("b", TOKENS[:12], 12, epoch=1)  # pages stay private: a was first
+    cache.rewind("b", 6)
+    other = [*TOKENS[:6], *[9] * 6]
+    cache.written("b", other, 12, epoch=1)
+    cache.release("b", other, 12, epoch=1)
+    assert cache.match([*other, 1]) == 12
+    assert cache.match(TOKENS[:13]) == 12
+    cache.check_integrity()
+
+
+def test_kv_of_an_unretired_epoch_is_refused():
+    cache = make_cache(None)
+    cache.admit("a", TOKENS[:8], reserve_to=8)
+    with pytest.raises(IntegrityError, match=r"at most 0 \(retired\), got 2; call retire before"):
+        cache.written("a", TOKENS[:8], 8, epoch=2)
+
+
+def test_groups_of_different_page_sizes_are_refused():
+    with pytest.raises(ConfigError, match=r"must be one size for all, got \[4, 8\]"):
+        CacheManager([spec(None, 4), spec(6, 8)], [9, 9], max_extend_len=8)
+
+
+def test_books_that_disagree_with_requests_are_reported():
+    cache = make_cache(None)
+    cache.admit("a", TOKENS[:8], reserve_to=8)
+    cache._entries.clear()
+    with pytest.raises(
+        IntegrityError, match="owned pages of cache group 'full' must be 0 by requests and tree"
+    ):
+        cache.check_integrity()

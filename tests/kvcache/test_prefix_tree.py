@@ -1,0 +1,123 @@
+import pytest
+
+from paceline.core.errors import IntegrityError
+from paceline.kvcache.prefix_tree import Node, PrefixTree
+
+FULL, WINDOWED = 0, 1
+TOKENS = list(range(12))
+
+
+def stored_path(tree: PrefixTree, tokens: list[int], first_page: int, salt: object = None):
+    """Store every whole page of `tokens` in both groups, unlocked."""
+    node, path = tree.root(salt), []
+    for index in range(len(tokens) // 2):
+        node = tree.child(node, tree.key(tokens, index))
+        for group in (FULL, WINDOWED):
+            if node.pages[group] is None:
+                tree.put(node, group, first_page + index)
+            else:
+                tree.lock(node, group)
+        path.append(node)
+    for node in path:
+        for group in (FULL, WINDOWED):
+            tree.unlock(node, group)
+    return path
+
+
+@pytest.fixture
+def tree() -> PrefixTree:
+    return PrefixTree(2, [True, False])
+
+
+def test_walk_finds_the_longest_stored_path_of_whole_pages(tree):
+    path = stored_path(tree, TOKENS, 1)
+    assert tree.walk(TOKENS, None, max_pages=99) == path
+    assert tree.walk(TOKENS, None, max_pages=2) == path[:2]
+    assert tree.walk([*TOKENS[:5], 99], None, max_pages=99) == path[:2]
+    assert tree.walk([99, *TOKENS], None, max_pages=99) == []
+
+
+def test_salts_share_nothing(tree):
+    stored_path(tree, TOKENS, 1, salt="a")
+    assert tree.walk(TOKENS, None, max_pages=9) == tree.walk(TOKENS, "b", max_pages=9) == []
+    assert len(tree.walk(TOKENS, "a", max_pages=9)) == 6
+
+
+def test_leaf_first_group_is_evicted_from_the_leaves(tree):
+    stored_path(tree, TOKENS, 1)
+    assert tree.evict(FULL, 4) == [6, 5, 4, 3]
+    assert tree.evict(FULL, 9) == [2, 1]
+
+
+def test_windowed_group_is_evicted_anywhere_oldest_first(tree):
+    stored_path(tree, TOKENS, 1)
+    assert tree.evict(WINDOWED, 2) == [1, 2]
+
+
+def test_least_recently_used_branch_goes_first(tree):
+    first = stored_path(tree, TOKENS[:4], 1)
+    stored_path(tree, [*TOKENS[:2], 50, 51], 10)
+    for node in first:
+        tree.lock(node, FULL)
+    for node in first:
+        tree.unlock(node, FULL)
+    assert tree.evict(FULL, 9) == [11, 2, 1]
+
+
+def test_locked_pages_are_not_evicted(tree):
+    path = stored_path(tree, TOKENS, 1)
+    for node in path[:3]:
+        tree.lock(node, FULL)
+    tree.lock(path[4], WINDOWED)
+    assert tree.num_evictable(FULL) == 3
+    assert tree.evict(FULL, 9) == [6, 5, 4]
+    assert tree.evict(WINDOWED, 9) == [1, 2, 3, 4, 6]
+
+
+def test_nodes_without_pages_disappear(tree):
+    stored_path(tree, TOKENS, 1)
+    tree.evict(FULL, 9)
+    assert len(list(tree.nodes())) == 7
+    tree.evict(WINDOWED, 9)
+    assert list(tree.nodes()) == []
+
+
+def test_a_detached_subtree_is_found_no_more_and_its_pages_come_back(tree):
+    path = stored_path(tree, TOKENS, 1)
+    tree.detach(path[2])
+    assert tree.walk(TOKENS, None, max_pages=9) == path[:2]
+    tree.check_integrity()
+    assert sorted(tree.evict(FULL, 9)) == [1, 2, 3, 4, 5, 6]
+    assert sorted(tree.evict(WINDOWED, 9)) == [1, 2, 3, 4, 5, 6]
+    assert list(tree.nodes()) == []
+
+
+def test_the_candidate_heap_does_not_grow_with_use(tree):
+    path = stored_path(tree, TOKENS, 1)
+    for _ in range(1000):
+        for node in path:
+            tree.lock(node, FULL)
+        for node in path:
+            tree.unlock(node, FULL)
+    assert len(tree._heaps[FULL]) < 200
+    assert tree.evict(FULL, 9) == [6, 5, 4, 3, 2, 1]
+
+
+def test_counts_that_disagree_with_nodes_are_reported(tree):
+    path = stored_path(tree, TOKENS, 1)
+    tree.check_integrity()
+    path[1].held_children[FULL] = 0
+    with pytest.raises(IntegrityError, match="held children .* must be 1 by nodes, got 0 by count"):
+        tree.check_integrity()
+    path[1].held_children[FULL] = 1
+    path[5].locks[WINDOWED] = 1
+    with pytest.raises(IntegrityError, match=r"evictable pages .* must be \[6, 5\] by nodes"):
+        tree.check_integrity()
+
+
+def test_a_hole_in_a_leaf_first_path_is_reported(tree):
+    path: list[Node] = stored_path(tree, TOKENS, 1)
+    path[2].pages[FULL] = None
+    path[1].held_children[FULL] = 0
+    with pytest.raises(IntegrityError, match="whole leaf-first paths"):
+        tree.check_integrity()

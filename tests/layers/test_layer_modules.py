@@ -1,0 +1,120 @@
+"""Fused layers equal their unfused formulas, and checkpoint tensors cover them exactly."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.core.parallel import Parallel
+from paceline.layers.embedding import Embedding, LMHead
+from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
+from paceline.layers.mlp import ACTIVATIONS, GatedMLP
+from paceline.layers.parameter import Placement
+from paceline.layers.rms_norm import RMSNorm
+from paceline.models import config as config_module
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+PARALLEL = Parallel()
+
+
+def filled(module: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        parameter.normal_()
+    return module
+
+
+def qkv(bias: bool) -> QKVLinear:
+    return QKVLinear(
+        12, num_heads=3, num_kv_heads=1, head_dim=4, bias=bias, parallel=PARALLEL, placement=CPU
+    )
+
+
+MODULES = {
+    "linear": lambda: Linear(6, 4, bias=True, parallel=PARALLEL, placement=CPU),
+    "qkv": lambda: qkv(bias=True),
+    "gate_up": lambda: GateUpLinear(6, 8, bias=True, parallel=PARALLEL, placement=CPU),
+    "mlp": lambda: GatedMLP(6, 8, activation="silu", bias=True, parallel=PARALLEL, placement=CPU),
+    "embedding": lambda: Embedding(9, 4, scale=None, parallel=PARALLEL, placement=CPU),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_destinations_cover_every_element_exactly_once(name: str) -> None:
+    module = MODULES[name]()
+    for parameter in module.parameters():
+        parameter.zero_()
+    for view in module.destinations("x").values():
+        view.add_(1.0)
+    assert all((parameter == 1.0).all() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_qkv_equals_three_products(bias: bool) -> None:
+    layer = filled(qkv(bias))
+    named = layer.destinations("attn")
+    x = torch.randn(5, 12)
+    for out, name, heads in zip(layer(x), "qkv", (3, 1, 1), strict=True):
+        expected = F.linear(
+            x, named[f"attn.{name}_proj.weight"], named.get(f"attn.{name}_proj.bias")
+        )
+        torch.testing.assert_close(out, expected.view(5, heads, 4))
+
+
+@pytest.mark.parametrize(
+    ("activation", "formula"),
+    [("silu", F.silu), ("gelu_pytorch_tanh", lambda g: F.gelu(g, approximate="tanh"))],
+)
+def test_mlp_gates_up_with_the_named_activation(activation: str, formula: object) -> None:
+    layer = filled(
+        GatedMLP(6, 8, activation=activation, bias=False, parallel=PARALLEL, placement=CPU)
+    )
+    named = layer.destinations("mlp")
+    x = torch.randn(5, 6)
+
+    def product(name: str, value: Tensor) -> Tensor:
+        return F.linear(value, named[f"mlp.{name}_proj.weight"])
+
+    expected = product("down", formula(product("gate", x)) * product("up", x))
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_every_configurable_activation_has_a_layer() -> None:
+    assert set(config_module.ACTIVATIONS) == set(ACTIVATIONS)
+
+
+def test_norm_adds_into_the_residual_and_neutral_is_the_identity_factor() -> None:
+    for unit_offset in (False, True):
+        norm = RMSNorm(16, 1e-6, placement=CPU, unit_offset=unit_offset)
+        norm.neutral_()
+        delta, residual = torch.randn(3, 16), torch.randn(3, 16)
+        total = delta + residual
+        out = norm.add(delta, residual)
+        torch.testing.assert_close(residual, total)
+        torch.testing.assert_close(out, F.rms_norm(total, (16,), None, 1e-6))
+
+
+def test_embedding_scale_is_rounded_to_the_dtype_of_the_table() -> None:
+    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    embedding = filled(Embedding(9, 8, scale=3072**0.5, parallel=PARALLEL, placement=placement))
+    scale = torch.tensor(3072**0.5, dtype=torch.bfloat16)
+    assert scale.item() == 55.5
+    ids = torch.tensor([3, 0, 8])
+    assert torch.equal(embedding(ids), embedding.weight[ids] * scale)
+
+
+def test_a_tied_head_shares_the_table_and_owns_nothing() -> None:
+    embedding = filled(Embedding(9, 4, scale=None, parallel=PARALLEL, placement=CPU))
+    head = LMHead(9, 4, tied=embedding, soft_cap=None, parallel=PARALLEL, placement=CPU)
+    assert head.weight is embedding.weight
+    assert head.destinations("lm_head") == {}
+
+
+def test_the_head_caps_logits_smoothly_in_float32() -> None:
+    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    head = filled(LMHead(9, 4, tied=None, soft_cap=2.0, parallel=PARALLEL, placement=placement))
+    hidden = torch.randn(3, 4, dtype=torch.bfloat16) * 4
+    logits = head(hidden)
+    raw = F.linear(hidden, head.weight).float()
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, 2.0 * torch.tanh(raw / 2.0))

@@ -1,0 +1,286 @@
+"""Weights arrive where they belong, and every way a checkpoint can be wrong is told by name."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_checkpoints
+import torch
+import transformers
+from fake_context import FakeContext
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.core.errors import ConfigError, WeightsError
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.models.causal_lm import CausalLM
+from paceline.models.checkpoint import INDEX_NAME
+from paceline.models.config import parse_config
+from paceline.models.loader import load_model
+from paceline.models.locate import locate
+
+CASE = "llama-gqa2-untied"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_checkpoints.save(CASE, folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def read_config(folder: Path) -> ModelConfig:
+    source = locate(str(folder))
+    return parse_config(source.config, source.generation_config)
+
+
+def load(folder: Path, config: ModelConfig | None = None, **options: object) -> CausalLM:
+    settings = {"dtype": torch.float32} | options
+    return load_model(
+        locate(str(folder)),
+        config or read_config(folder),
+        parallel=Parallel(),
+        device=CPU,
+        **settings,
+    )
+
+
+def shards(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Apply `change` to all tensors and store them as one file without an index."""
+    tensors: dict[str, Tensor] = {}
+    for path in shards(folder):
+        tensors |= load_file(path)
+        path.unlink()
+    (folder / INDEX_NAME).unlink(missing_ok=True)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_the_checkpoint_of_these_tests_has_several_shards(saved: Path) -> None:
+    assert len(shards(saved)) > 2
+    assert (saved / INDEX_NAME).is_file()
+
+
+def test_one_file_and_many_shards_load_alike(folder: Path) -> None:
+    sharded = load(folder)
+    rewrite(folder, lambda tensors: None)
+    single = load(folder)
+    for ours, theirs in zip(sharded.parameters(), single.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_weights_are_cast_to_the_asked_dtype(folder: Path) -> None:
+    exact, rounded = load(folder), load(folder, dtype=torch.bfloat16)
+    for wide, narrow in zip(exact.parameters(), rounded.parameters(), strict=True):
+        assert torch.equal(wide.bfloat16(), narrow)
+
+
+def test_loaded_weights_do_not_depend_on_the_files_any_more(folder: Path) -> None:
+    model = load(folder)
+    before = [parameter.clone() for parameter in model.parameters()]
+    for path in shards(folder):
+        path.write_bytes(b"\0" * path.stat().st_size)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_missing_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(WeightsError, match=r"1 missing \(model\.layers\.1\.self_attn\.k_proj\.wei"):
+        load(folder)
+
+
+def test_an_untied_model_without_a_head_is_refused(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(WeightsError, match=r"1 missing \(lm_head\.weight\)"):
+        load(folder)
+
+
+def test_an_unexpected_tensor_is_named(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"model.extra": torch.zeros(2)}))
+    with pytest.raises(WeightsError, match=r"got 1 unexpected \(model\.extra\); check that"):
+        load(folder)
+
+
+def test_missing_and_unexpected_tensors_are_listed_up_to_ten(folder: Path) -> None:
+    config = replace(read_config(folder), num_layers=4, layer_windows=(None,) * 4)
+    rewrite(folder, lambda tensors: tensors.update({"odd": torch.zeros(2)}))
+    with pytest.raises(WeightsError) as caught:
+        load(folder, config)
+    text = str(caught.value)
+    assert "18 missing (" in text
+    assert "and 8 more) and 1 unexpected (odd)" in text
+    assert text.count("model.layers.") == 10
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(3, 5)}))
+    with pytest.raises(
+        WeightsError, match=r"up_proj\.weight' must be .*\[72, 64\], got F32 \[3, 5"
+    ):
+        load(folder)
+
+
+def test_an_integer_tensor_is_refused(folder: Path) -> None:
+    rewrite(folder, lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}))
+    with pytest.raises(
+        WeightsError, match=r"'model\.norm\.weight' must be floating.*got I8 \[64\]"
+    ):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -8])
+def test_a_truncated_shard_is_named(folder: Path, keep: int) -> None:
+    victim = shards(folder)[1]
+    victim.write_bytes(victim.read_bytes()[:keep])
+    with pytest.raises(WeightsError, match=f"{victim.name} must be a complete safetensors file"):
+        load(folder)
+
+
+def test_an_absent_shard_is_named(folder: Path) -> None:
+    victim = shards(folder)[1]
+    victim.unlink()
+    with pytest.raises(WeightsError, match=f"must be every shard.*got no {victim.name}"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+def test_a_damaged_index_is_named(folder: Path, text: str) -> None:
+    (folder / INDEX_NAME).write_text(text)
+    with pytest.raises(WeightsError, match=r"index\.json must be an index with a weight_map"):
+        load(folder)
+
+
+def test_a_folder_without_weights_is_refused(folder: Path) -> None:
+    for path in [*shards(folder), folder / INDEX_NAME]:
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(WeightsError, match=r"must be \*\.safetensors files, got none; convert"):
+        load(folder)
+
+
+def test_a_shape_has_no_weights_to_load() -> None:
+    source = locate("gemma-3-1b")
+    with pytest.raises(WeightsError, match=r"'gemma-3-1b' must be .*--load-format dummy"):
+        load_model(
+            source,
+            parse_config(source.config),
+            parallel=Parallel(),
+            device=CPU,
+            dtype=torch.float32,
+        )
+
+
+def test_an_unknown_load_format_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="load_format must be 'auto' or 'dummy', got 'pt'"):
+        load(folder, load_format="pt")
+
+
+def test_stored_rope_frequencies_and_a_copy_of_a_tied_head_are_not_unexpected(
+    tmp_path: Path,
+) -> None:
+    tiny_checkpoints.save("llama-gqa7-tied", tmp_path)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
+    extra["lm_head.weight"] = torch.zeros(160, 112)
+    rewrite(tmp_path, lambda tensors: tensors.update(extra))
+    model = load(tmp_path)
+    assert model.head.weight is model.decoder.embedding.weight
+    assert model.head.weight.abs().max() > 0
+
+
+def test_the_language_part_of_a_multimodal_gemma_is_loaded(tmp_path: Path) -> None:
+    text = tiny_checkpoints.make("gemma3-windows-two-ropes")
+    config = transformers.Gemma3Config(
+        text_config=text.config.to_dict() | {"final_logit_softcapping": None},
+        vision_config={
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+    )
+    config._attn_implementation = "eager"
+    theirs = transformers.Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
+    theirs.save_pretrained(tmp_path)
+    ours_config = read_config(tmp_path)
+    ours = load(tmp_path, ours_config)
+    tokens = torch.arange(4, 40)
+    hidden = ours(tokens, torch.arange(36), FakeContext(ours_config)).hidden
+    expected = theirs(input_ids=tokens[None]).logits[0]
+    error = (ours.logits(hidden) - expected).abs().max() / expected.abs().max()
+    assert error < 1e-5
+
+
+def test_dummy_weights_are_deterministic_finite_and_need_no_files() -> None:
+    source = locate("llama-3.2-1b")
+    config = parse_config(
+        source.config
+        | {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 128, "intermediate_size": 64}
+    )
+
+    def dummy(seed: int) -> CausalLM:
+        return load_model(
+            source,
+            config,
+            parallel=Parallel(),
+            device=CPU,
+            dtype=torch.float32,
+            load_format="dummy",
+            max_positions=64,
+            seed=seed,
+        )
+
+    first, again, other = dummy(0), dummy(0), dummy(1)
+    assert all(map(torch.equal, first.parameters(), again.parameters()))
+    assert not torch.equal(first.head.weight, other.head.weight)
+    assert (first.decoder.norm.weight == 1.0).all()
+    result = first(torch.arange(20), torch.arange(20), FakeContext(config))
+    logits = first.logits(result.hidden)
+    assert logits.isfinite().all()
+    assert 0.01 < logits.std() < 10
+
+
+def test_rope_tables_have_the_asked_number_of_rows(folder: Path) -> None:
+    model = load(folder, max_positions=200)
+    assert model.decoder.layers[0].attention.cos_sin.shape == (200, 16)
+    assert load(folder).decoder.layers[0].attention.cos_sin.shape == (128, 16)
+
+
+def test_layers_share_one_rope_table(folder: Path) -> None:
+    tables = {layer.attention.cos_sin.data_ptr() for layer in load(folder).decoder.layers}
+    assert len(tables) == 1
+
+
+def test_progress_reaches_the_end_when_shown_and_is_silent_otherwise(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(folder)
+    assert capsys.readouterr().err == ""
+    load(folder, progress=True)
+    shown = capsys.readouterr().err
+    assert "loading weights   0%" in shown
+    assert "loading weights 100%" in shown
+
+
+def test_the_index_names_the_files_that_are_read(folder: Path) -> None:
+    save_file({"stray": torch.zeros(1)}, folder / "stray.safetensors")
+    load(folder)
+    index = json.loads((folder / INDEX_NAME).read_text())
+    assert "stray.safetensors" not in index["weight_map"].values()

@@ -1,0 +1,132 @@
+"""A model is found by folder, shape or hub id, or refused with what was expected."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ModelError
+from paceline.models import locate as locate_module
+from paceline.models.locate import SourceKind, locate, shape_names
+
+
+def write_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+def test_a_folder_is_found_with_what_it_holds(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    source = locate(str(folder))
+    assert (source.kind, source.folder, source.tokenizer) == (SourceKind.FOLDER, folder, None)
+    assert source.config == {"model_type": "llama"}
+    assert source.generation_config == {}
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+    source = locate(str(folder))
+    assert source.tokenizer == folder / "tokenizer.json"
+    assert source.generation_config == {"eos_token_id": 3}
+
+
+def test_a_folder_with_the_form_of_a_hub_id_wins_over_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "owner" / "name")
+    monkeypatch.chdir(tmp_path)
+    assert locate("owner/name").kind is SourceKind.FOLDER
+
+
+def test_a_shape_has_a_configuration_and_nothing_else() -> None:
+    source = locate("llama-3.1-8b")
+    assert (source.kind, source.folder, source.tokenizer) == (SourceKind.SHAPE, None, None)
+    assert source.config["hidden_size"] == 4096
+
+
+def test_bundled_names_the_folder_in_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locate_module, "BUNDLED_FOLDER", write_folder(tmp_path / "bundled"))
+    assert locate("bundled").kind is SourceKind.BUNDLED
+
+
+@pytest.mark.parametrize("name", ["llama-9", "./nowhere", "/no/such/folder", "a/b/c"])
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ModelError, match="model must be a hub id, an existing folder") as caught:
+        locate(name)
+    assert all(shape in str(caught.value) for shape in shape_names())
+    assert f"got '{name}'" in str(caught.value)
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"must be a folder with config\.json, got .* without it"):
+        locate(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("{", "config.json must be readable JSON, got"), ("[]", "must be a JSON object, got list")],
+)
+def test_a_damaged_config_is_refused_by_path(tmp_path: Path, content: str, text: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=text):
+        locate(str(tmp_path))
+
+
+OFFLINE = """
+from paceline.core.errors import ModelError
+from paceline.models.locate import locate
+try:
+    locate("owner/name", revision="v2")
+except ModelError as error:
+    print(error)
+"""
+
+
+def test_an_uncached_hub_model_offline_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    """In a process of its own: the hub client reads its environment when imported."""
+    import os
+
+    environment = dict(os.environ, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    result = subprocess.run(
+        [sys.executable, "-c", OFFLINE], env=environment, capture_output=True, text=True, check=True
+    )
+    assert "model 'owner/name' at revision 'v2' must be a hub model" in result.stdout
+    assert "HF_HUB_OFFLINE" in result.stdout
+
+
+def test_a_hub_id_without_the_client_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelError, match=r"when huggingface_hub is not installed.*pip install"):
+        locate("owner/name")
+
+
+def test_a_hub_model_is_a_downloaded_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    asked: list[list[str]] = []
+
+    def snapshot(model: str, **options: object) -> str:
+        asked.append(options["allow_patterns"])
+        return str(write_folder(tmp_path / model))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert locate("owner/name").kind is SourceKind.HUB
+    assert locate("owner/name", weights=False).folder == tmp_path / "owner/name"
+    assert "*.safetensors" in asked[0]
+    assert "*.safetensors" not in asked[1]
+
+
+def test_finding_and_reading_a_model_imports_neither_torch_nor_the_hub_client() -> None:
+    code = (
+        "import sys\n"
+        "from paceline.models import config, locate, registry, size\n"
+        "parsed = config.parse_config(locate.locate('gemma-3-1b').config)\n"
+        "assert size.weights_bytes(parsed, 'bfloat16') > 1e9\n"
+        "assert not {'torch', 'huggingface_hub', 'safetensors'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,226 @@
+"""config.json in every spelling gives one ModelConfig; what we cannot do is refused by name."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from paceline.core.errors import ModelError
+from paceline.core.model_config import RopeKind
+from paceline.models.config import parse_config
+from paceline.models.locate import locate, shape_names
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+QWEN = LLAMA | {"model_type": "qwen2"}
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 32}
+
+
+@pytest.mark.parametrize("name", shape_names())
+def test_old_and_new_spelling_of_released_models_agree(name: str, tmp_path: Path) -> None:
+    """transformers reads the released file and writes it in its own new spelling."""
+    classic = locate(name).config
+    settings = {key: value for key, value in classic.items() if key != "model_type"}
+    transformers.AutoConfig.for_model(classic["model_type"], **settings).save_pretrained(tmp_path)
+    rewritten = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_theta" not in rewritten
+    old, new = parse_config(classic), parse_config(rewritten)
+    assert replace(new, eos_token_ids=old.eos_token_ids) == old
+
+
+def test_llama_31_has_its_published_numbers() -> None:
+    config = parse_config(locate("llama-3.1-8b").config)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert config.max_position == 131072
+    assert config.rope.kind is RopeKind.LLAMA3
+    assert config.rope.original_max_position == 8192
+    assert config.attention_scale == pytest.approx(128**-0.5)
+    assert config.dtype == "bfloat16"
+
+
+def test_gemma_windows_all_layers_but_each_sixth() -> None:
+    config = parse_config(GEMMA)
+    assert config.layer_windows == (32, 32, 32, 32, 32, None, 32)
+    assert config.rope.theta == 1_000_000
+    assert config.rope_local is not None
+    assert config.rope_local.theta == 10_000
+
+
+def test_a_sparse_multimodal_gemma_is_read_with_the_defaults_of_transformers() -> None:
+    """As released for 4B: text_config leaves out what equals the class defaults."""
+    text = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    outer = {"model_type": "gemma3", "text_config": text | {"eos_token_id": 5}}
+    outer |= {"eos_token_id": [1, 106]}
+    config = parse_config(outer | {"torch_dtype": "bfloat16"})
+    theirs = transformers.Gemma3TextConfig(**text)
+    assert config.model_type == "gemma3_text"
+    assert config.vocab_size == theirs.vocab_size
+    assert config.num_heads == theirs.num_attention_heads
+    assert config.num_kv_heads == theirs.num_key_value_heads
+    assert config.head_dim == theirs.head_dim
+    assert config.max_position == theirs.max_position_embeddings
+    assert config.tie_word_embeddings
+    assert config.eos_token_ids == (1, 106)
+    assert config.rope.factor == 8.0
+    assert config.rope_local is not None
+    assert config.rope_local.kind is RopeKind.DEFAULT
+    sliding = [kind == "sliding_attention" for kind in theirs.layer_types]
+    assert [window == 1024 for window in config.layer_windows] == sliding
+
+
+def test_qwen_windows_only_upper_layers_and_only_when_switched_on() -> None:
+    window = {"sliding_window": 16, "max_window_layers": 1}
+    assert parse_config(QWEN | window).layer_windows == (None, None, None)
+    switched = QWEN | window | {"use_sliding_window": True}
+    assert parse_config(switched).layer_windows == (None, 16, 16)
+    none_below = switched | {"max_window_layers": 0}
+    assert parse_config(none_below).layer_windows == (16, 16, 16)
+    explicit = switched | {"layer_types": ["sliding_attention", *["full_attention"] * 2]}
+    assert parse_config(explicit).layer_windows == (16, None, None)
+
+
+def test_biases_follow_the_architecture() -> None:
+    def biases(config: dict[str, Any]) -> tuple[bool, bool, bool]:
+        parsed = parse_config(config)
+        return parsed.attention_bias, parsed.attention_out_bias, parsed.mlp_bias
+
+    assert biases(LLAMA) == (False, False, False)
+    assert biases(LLAMA | {"attention_bias": True, "mlp_bias": True}) == (True, True, True)
+    assert biases(QWEN) == (True, False, False)
+    assert biases(LLAMA | {"model_type": "qwen3"}) == (False, False, False)
+
+
+def test_end_tokens_of_both_files_count_once() -> None:
+    config = parse_config(LLAMA | {"eos_token_id": 7}, {"eos_token_id": [9, 7]})
+    assert config.eos_token_ids == (7, 9)
+    assert parse_config(LLAMA).eos_token_ids == ()
+
+
+def test_yarn_extends_the_context_of_an_unchanged_config() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert parse_config(QWEN | {"rope_scaling": yarn}).max_position == 1024
+
+
+def test_unused_fields_of_a_config_are_harmless() -> None:
+    extra = {"transformers_version": "4.40.0", "attention_dropout": 0.0, "pretraining_tp": 1}
+    assert parse_config(LLAMA | extra) == parse_config(LLAMA)
+
+
+def test_absent_kv_heads_mean_one_per_head() -> None:
+    assert parse_config(LLAMA).num_kv_heads == 4
+
+
+LINEAR = {"rope_type": "linear"}
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown architecture": (
+        {"model_type": "mamba"},
+        "model_type must be one of gemma3, gemma3_text, llama, qwen2, qwen3, got 'mamba'",
+    ),
+    "no architecture": ({"vocab_size": 3}, "model_type must be one of .* got None"),
+    "quantised": (
+        LLAMA | {"quantization_config": {"quant_method": "fp8"}},
+        "quantization_config must be absent, got .*fp8.*; use an unquantised checkpoint",
+    ),
+    "activation": (
+        LLAMA | {"hidden_act": "relu"},
+        "hidden_act must be one of silu, gelu_pytorch_tanh, got 'relu'",
+    ),
+    "missing size": (
+        {key: value for key, value in LLAMA.items() if key != "hidden_size"},
+        "hidden_size must be an integer of at least 1, got nothing; check the model's config.json",
+    ),
+    "wrong type": (
+        LLAMA | {"num_hidden_layers": "3"},
+        "num_hidden_layers must be an integer of at least 1, got '3'",
+    ),
+    "flag as a word": (
+        LLAMA | {"tie_word_embeddings": "yes"},
+        "tie_word_embeddings must be true or false, got 'yes'",
+    ),
+    "not finite": (
+        LLAMA | {"rms_norm_eps": float("nan")},
+        "rms_norm_eps must be a positive number, got nan",
+    ),
+    "heads": (
+        LLAMA | {"num_key_value_heads": 3},
+        "num_key_value_heads must be a divisor of num_attention_heads 4, got 3",
+    ),
+    "odd head": (LLAMA | {"head_dim": 15}, "head_dim must be even, got 15"),
+    "dtype": (LLAMA | {"torch_dtype": "int8"}, "torch_dtype must be one of bfloat16, .*'int8'"),
+    "rope kind": (
+        LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 4}},
+        "rope_parameters: rope_type must be one of default, linear, llama3, yarn, got 'longrope'",
+    ),
+    "old rope kind": (
+        LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4}},
+        "rope_parameters: type must be one of .*, got 'dynamic'",
+    ),
+    "rope without factor": (
+        LLAMA | {"rope_scaling": LINEAR},
+        "rope_parameters: factor must be a positive number, got nothing",
+    ),
+    "rope factors": (
+        LLAMA | {"rope_scaling": LLAMA3},
+        "high_freq_factor must be above low_freq_factor 4.0, got 4.0",
+    ),
+    "partial rope": (
+        LLAMA | {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor must be 1.0, got 0.5; only rope over the whole head",
+    ),
+    "rope sections": (
+        LLAMA | {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}},
+        "mrope_section must be absent, got .*; this rope is not supported",
+    ),
+    "rope per type": (
+        LLAMA | {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+        "rope_parameters must be one set for all layers",
+    ),
+    "flat gemma rope": (
+        GEMMA | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+        "rope_parameters must be one object for each of full_attention, sliding_attention",
+    ),
+    "attention kind": (
+        LLAMA | {"layer_types": ["full_attention", "chunked_attention", "full_attention"]},
+        "layer_types must be made of full_attention, sliding_attention, got 'chunked_attention'",
+    ),
+    "too few kinds": (
+        LLAMA | {"layer_types": ["full_attention"]},
+        "layer_types must be a list of 3 names",
+    ),
+    "window without a size": (
+        LLAMA | {"layer_types": ["sliding_attention"] * 3},
+        "sliding_window must be set for sliding_attention layers, got nothing",
+    ),
+    "bidirectional": (
+        GEMMA | {"use_bidirectional_attention": True},
+        "use_bidirectional_attention must be absent, got True; only causal",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_we_cannot_do_is_refused_by_name(case: str) -> None:
+    config, text = REFUSED[case]
+    with pytest.raises(ModelError) as caught:
+        parse_config(config)
+    assert re.search(text, str(caught.value)), str(caught.value)
+    assert str(caught.value).startswith("config.json: ")

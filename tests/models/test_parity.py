@@ -1,0 +1,170 @@
+"""Logits, hidden states and greedy tokens equal transformers' on every architecture."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import tiny_checkpoints
+import torch
+import transformers
+from fake_context import FakeContext
+from torch import Tensor
+
+from paceline.core.errors import ModelError
+from paceline.core.model_config import ModelConfig, RopeConfig
+from paceline.core.parallel import Parallel
+from paceline.models.causal_lm import CausalLM
+from paceline.models.config import parse_config
+from paceline.models.loader import load_model
+from paceline.models.locate import locate
+
+PROMPT_LEN = 40
+NUM_GREEDY = 64
+TOLERANCE = 1e-5  # of the largest logit; the two differ in the order of float32 sums
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One checkpoint in both implementations."""
+
+    folder: Path
+    config: ModelConfig
+    ours: CausalLM
+    theirs: transformers.PreTrainedModel
+    prompt: Tensor  # [PROMPT_LEN]
+
+
+def load(folder: Path, config: ModelConfig, dtype: torch.dtype) -> CausalLM:
+    return load_model(
+        locate(str(folder)),
+        config,
+        parallel=Parallel(),
+        device=torch.device("cpu"),
+        dtype=dtype,
+    )
+
+
+@pytest.fixture(scope="module", params=sorted(tiny_checkpoints.CASES))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = tiny_checkpoints.save(request.param, folder)
+    source = locate(str(folder))
+    config = parse_config(source.config, source.generation_config)
+    prompt = torch.randint(4, config.vocab_size, (PROMPT_LEN,))
+    return Pair(folder, config, load(folder, config, torch.float32), theirs, prompt)
+
+
+def run(
+    model: CausalLM, config: ModelConfig, tokens: Tensor, chunks: list[int]
+) -> tuple[Tensor, Tensor]:
+    """(logits [tokens, vocab], hidden) of `tokens` fed in chunks of the given sizes."""
+    ctx = FakeContext(config)
+    positions = torch.arange(tokens.shape[0])
+    hidden = [
+        model(ids, at, ctx).hidden
+        for ids, at in zip(tokens.split(chunks), positions.split(chunks), strict=True)
+    ]
+    return model.logits(torch.cat(hidden)), torch.cat(hidden)
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.dtype == torch.float32
+    error = (ours - theirs).abs().max() / theirs.abs().max()
+    assert error < TOLERANCE, f"relative error {error:.2e}"
+
+
+def test_prefill_logits_equal_transformers(pair: Pair) -> None:
+    ours, _ = run(pair.ours, pair.config, pair.prompt, [PROMPT_LEN])
+    assert_close(ours, pair.theirs(pair.prompt[None]).logits[0])
+
+
+def test_chunked_prefill_logits_equal_transformers(pair: Pair) -> None:
+    ours, _ = run(pair.ours, pair.config, pair.prompt, [1, 12, 7, 20])
+    assert_close(ours, pair.theirs(pair.prompt[None]).logits[0])
+
+
+def test_64_greedy_tokens_equal_transformers(pair: Pair) -> None:
+    sequence = pair.theirs.generate(
+        pair.prompt[None],
+        attention_mask=torch.ones(1, PROMPT_LEN, dtype=torch.int64),
+        max_new_tokens=NUM_GREEDY,
+        do_sample=False,
+        eos_token_id=None,
+    )[0]
+    assert sequence.shape[0] == PROMPT_LEN + NUM_GREEDY
+    fed = sequence[:-1]
+    ours, _ = run(pair.ours, pair.config, fed, [PROMPT_LEN] + [1] * (NUM_GREEDY - 1))
+    assert_close(ours, pair.theirs(fed[None]).logits[0])
+    chosen, wanted = ours[PROMPT_LEN - 1 :].argmax(-1), sequence[PROMPT_LEN:]
+    for step in (chosen != wanted).nonzero().flatten().tolist():
+        row = ours[PROMPT_LEN - 1 + step]
+        gap = (row.max() - row[wanted[step]]).item()
+        assert gap < TOLERANCE * row.abs().max(), f"token {step} differs with a gap of {gap}"
+
+
+def test_taps_are_the_hidden_states_of_transformers(pair: Pair) -> None:
+    names = pair.ours.decoder.tap_names
+    result = pair.ours(pair.prompt, torch.arange(PROMPT_LEN), FakeContext(pair.config), taps=names)
+    states = pair.theirs(pair.prompt[None], output_hidden_states=True).hidden_states
+    # theirs: the input of every layer, then the final norm's output in place of the last stream
+    assert_close(result.taps["embed"], states[0][0])
+    for index in range(pair.config.num_layers - 1):
+        assert_close(result.taps[f"layer.{index}"], states[index + 1][0])
+    assert_close(result.taps["final"], states[-1][0])
+    last = result.taps[f"layer.{pair.config.num_layers - 1}"]
+    assert_close(pair.ours.decoder.norm(last), states[-1][0])
+    assert torch.equal(result.hidden, result.taps["final"])
+
+
+def test_taps_do_not_change_the_result(pair: Pair) -> None:
+    at = torch.arange(PROMPT_LEN)
+    plain = pair.ours(pair.prompt, at, FakeContext(pair.config))
+    tapped = pair.ours(pair.prompt, at, FakeContext(pair.config), taps=pair.ours.decoder.tap_names)
+    assert torch.equal(plain.hidden, tapped.hidden)
+    assert plain.taps == {}
+
+
+def test_bfloat16_error_is_that_of_transformers(pair: Pair) -> None:
+    exact = pair.theirs(pair.prompt[None]).logits[0]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        pair.folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    rounded = load(pair.folder, pair.config, torch.bfloat16)
+    ours, _ = run(rounded, pair.config, pair.prompt, [PROMPT_LEN])
+    our_error = (ours - exact).square().mean().sqrt()
+    their_error = (theirs(pair.prompt[None]).logits[0].float() - exact).square().mean().sqrt()
+    assert our_error < 1.25 * their_error
+    assert their_error < 0.1 * exact.square().mean().sqrt()
+
+
+def test_every_special_feature_matters(pair: Pair) -> None:
+    """Without it the logits are off by far more than the tolerance: the parity tests are sharp."""
+    changes: dict[str, dict[str, object]] = {}
+    if pair.config.rope.kind.value != "default":
+        changes["rope"] = {"rope": RopeConfig(theta=pair.config.rope.theta)}
+    if pair.config.rope_local is not None:
+        changes["local rope"] = {"rope_local": None}
+    if any(pair.config.layer_windows):
+        wider = tuple(w and w + 1 for w in pair.config.layer_windows)
+        changes["window"] = {"layer_windows": wider}
+    if pair.config.logit_soft_cap is not None:
+        changes["cap"] = {"logit_soft_cap": None}
+    changes["scale"] = {"attention_scale": pair.config.attention_scale * 1.01}
+    exact = pair.theirs(pair.prompt[None]).logits[0]
+    for name, change in changes.items():
+        config = replace(pair.config, **change)
+        wrong, _ = run(load(pair.folder, config, torch.float32), config, pair.prompt, [PROMPT_LEN])
+        error = (wrong - exact).abs().max() / exact.abs().max()
+        assert error > 100 * TOLERANCE, f"{name} changes the logits by {error:.1e} only"
+
+
+def test_parameters_need_no_gradients(pair: Pair) -> None:
+    assert not any(parameter.requires_grad for parameter in pair.ours.parameters())
+
+
+def test_an_unknown_tap_is_refused_by_name(pair: Pair) -> None:
+    last = pair.config.num_layers - 1
+    with pytest.raises(ModelError, match=rf"tap must be .*'layer.{last}'.*got 'layer.99'"):
+        pair.ours(
+            pair.prompt, torch.arange(PROMPT_LEN), FakeContext(pair.config), taps=("layer.99",)
+        )

@@ -1,0 +1,53 @@
+"""A backend for tests that plans on the host, as FlashInfer does: it refuses to run unplanned."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.contract import (
+    AttentionBackend,
+    Capabilities,
+    LayerCache,
+    Limits,
+    Part,
+    StepView,
+)
+from paceline.core.step import Step
+
+
+@dataclass
+class HostPlans:
+    """What the host planned: the kv lengths of every step, in the order of the calls."""
+
+    planned: list[tuple[int, ...]] = field(default_factory=list)
+    used: int = 0  # plans that a forward pass has run under
+
+
+class HostPlannedBackend(AttentionBackend):
+    """The torch backend behind a host plan."""
+
+    name: ClassVar[str] = "host-planned"
+    capabilities: ClassVar[Capabilities] = replace(TorchBackend.capabilities, host_plan=True)
+
+    def __init__(self) -> None:
+        self.plans = HostPlans()
+        self._inner = TorchBackend()
+
+    def make_buffers(self, limits: Limits) -> Any:
+        return self._inner.make_buffers(limits)
+
+    def plan(self, view: StepView, buffers: Any) -> Any:
+        return self._inner.plan(view, buffers)
+
+    def host_plan(self, step: Step, buffers: Any) -> None:
+        self.plans.planned.append(step.kv_lens_bound)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Any, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        if layer.spec.layer_id == 0:
+            assert self.plans.planned, "forward ran before any host plan"
+            self.plans.used = len(self.plans.planned)
+        return self._inner.forward(q, k, v, layer, plan, part)

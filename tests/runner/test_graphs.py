@@ -1,0 +1,433 @@
+"""Graphs: which are captured, when, under which key; and that replay is the same step as eager."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from host_planned_backend import HostPlannedBackend
+from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprobs
+
+from paceline.core.errors import GraphGuardError
+from paceline.core.events import Event, EventLog
+from paceline.core.modes import ForwardMode
+from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.step import FinishCode, RowLogprobs
+from paceline.runner.graphs import Graph, GraphKey, GraphStore
+from paceline.runner.model_runner import GraphSizes
+from paceline.runner.streams import DeferredStream
+
+LENGTHS = (5, 11, 3, 8, 17, 4, 9, 6)
+
+
+def key(padded_reqs: int, **changes: object) -> GraphKey:
+    fields: dict[str, object] = {
+        "phase": ForwardMode.DECODE,
+        "extend_len": 1,
+        "tree": None,
+        "backend": "torch",
+        "sampler": SamplerTier.GREEDY,
+        "logprobs": False,
+        "taps": (),
+    }
+    return GraphKey(padded_reqs=padded_reqs, **(fields | changes))  # type: ignore[arg-type]
+
+
+def start(driver: Driver, rows: range = range(1, 9)) -> dict[int, list[int]]:
+    prompts = random_prompts(LENGTHS)
+    chosen = {row: prompts[row - 1] for row in rows}
+    driver.prefill(chosen)
+    return chosen
+
+
+# --- sizes, keys, the store -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_reqs", "sizes"),
+    [
+        (1, (1,)),
+        (5, (1, 2, 3, 4, 5)),
+        (8, (1, 2, 3, 4, 6, 8)),
+        (16, (1, 2, 3, 4, 6, 8, 12, 16)),
+        (40, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40)),
+        (41, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 41)),
+    ],
+)
+def test_graph_sizes_ascend_to_the_largest(max_reqs: int, sizes: tuple[int, ...]) -> None:
+    assert GraphSizes.up_to(max_reqs).sizes == sizes
+
+
+@pytest.mark.parametrize("max_reqs", [1, 7, 16, 50])
+def test_padding_is_the_smallest_size_that_holds_the_requests(max_reqs: int) -> None:
+    sizes = GraphSizes.up_to(max_reqs)
+    for reqs in range(1, max_reqs + 1):
+        assert sizes.pad(reqs) == min(size for size in sizes.sizes if size >= reqs)
+    assert sizes.pad(max_reqs + 1) is None
+
+
+def test_every_field_of_a_key_tells_graphs_apart() -> None:
+    keys = {
+        key(4),
+        key(6),
+        key(4, phase=ForwardMode.TARGET_VERIFY),
+        key(4, extend_len=2),
+        key(4, tree=(0, 0)),
+        key(4, backend="triton"),
+        key(4, sampler=SamplerTier.FULL),
+        key(4, logprobs=True),
+        key(4, taps=("embed",)),
+    }
+    assert len(keys) == 9
+
+
+class SizedFactory:
+    """Makes graphs that hold 10 bytes per function and never replay."""
+
+    needs_warm_up = False
+
+    def __init__(self) -> None:
+        self.captured = 0
+
+    def make(self) -> Graph:
+        factory = self
+
+        class Sized:
+            def capture(self, function: Callable[[], None]) -> None:
+                factory.captured += 1
+
+            def replay(self) -> None:
+                raise AssertionError("not replayed here")
+
+        return Sized()
+
+    def bytes_held(self) -> int:
+        return 10 * self.captured
+
+
+def test_a_key_is_wanted_at_its_second_use() -> None:
+    store = GraphStore(SizedFactory(), reserve_factor=3, notify=EventLog())
+    store.capture(key(8), [lambda: None])
+    assert not store.wants(key(4))
+    assert not store.wants(key(2))
+    assert store.wants(key(4))
+    assert store.wants(key(2))
+
+
+def test_the_largest_graph_sizes_the_reserve() -> None:
+    store = GraphStore(SizedFactory(), reserve_factor=3, notify=EventLog())
+    assert store.bytes_reserved == 0
+    store.capture(key(8), [lambda: None, lambda: None])
+    assert (store.bytes_used, store.bytes_reserved) == (20, 60)
+    assert len(store.graphs[key(8)]) == 2
+
+
+def test_a_short_reserve_keeps_a_key_eager_and_says_so() -> None:
+    events = EventLog()
+    store = GraphStore(SizedFactory(), reserve_factor=1, notify=events)
+    store.capture(key(8), [lambda: None])
+    for _ in range(3):
+        assert not store.wants(key(4))
+    event = Event(
+        "graph_reserve_short", "decode x 4 stays eager: needs about 5 bytes, 0 of 10 left"
+    )
+    assert events.counts() == {event: 2}
+    assert store.find(key(4)) is None
+
+
+# --- what the runner captures ---------------------------------------------------------------------
+
+
+def test_boot_captures_the_largest_decode_graph_and_no_other(
+    tiny: TinyModel, counts: Counter[str]
+) -> None:
+    driver = Driver(tiny)
+    assert counts["capture"] == 1
+    assert set(driver.runner._graphs.graphs) == {key(8)}  # type: ignore[union-attr]
+
+
+def test_the_largest_key_replays_from_its_first_use(tiny: TinyModel, counts: Counter[str]) -> None:
+    driver = Driver(tiny)
+    start(driver)
+    assert counts["replay"] == 0  # ragged prefill is eager
+    driver.decode(range(1, 9))
+    assert (counts["capture"], counts["replay"]) == (1, 1)
+
+
+def test_another_key_is_eager_first_and_captured_on_its_second_use(
+    tiny: TinyModel, counts: Counter[str]
+) -> None:
+    driver = Driver(tiny)
+    start(driver, range(1, 4))
+    driver.decode([1, 2, 3])
+    assert (counts["capture"], counts["replay"]) == (1, 0)
+    driver.decode([1, 2, 3])
+    assert (counts["capture"], counts["replay"]) == (2, 1)
+    driver.decode([1, 2, 3], steps=3)
+    assert (counts["capture"], counts["replay"]) == (2, 4)
+
+
+def test_sampler_tier_and_logprobs_have_graphs_of_their_own(
+    tiny: TinyModel, counts: Counter[str]
+) -> None:
+    driver = Driver(tiny)
+    prompts = random_prompts(LENGTHS)
+    driver.join(1, prompts[0], SamplingParams(temperature=0.7, seed=1, max_tokens=None))
+    driver.join(2, prompts[1], with_logprobs(3))
+    driver.collect(driver.launch_prefill({1: len(prompts[0]), 2: len(prompts[1])}))
+    for rows in ([1], [1], [2], [2], [1, 2], [1, 2]):
+        driver.decode(rows)
+    tiers = {
+        (k.padded_reqs, k.sampler, k.logprobs)
+        for k in driver.runner._graphs.graphs  # type: ignore[union-attr]
+    }
+    assert tiers == {
+        (8, SamplerTier.GREEDY, False),
+        (1, SamplerTier.FILTERED, False),
+        (1, SamplerTier.GREEDY, True),
+        (2, SamplerTier.FILTERED, True),
+    }
+    assert counts["replay"] == 3
+
+
+def test_enforce_eager_captures_nothing(tiny: TinyModel, counts: Counter[str]) -> None:
+    driver = Driver(tiny, graph_max_reqs=None)
+    prompts = start(driver)
+    driver.decode(range(1, 9), steps=4)
+    assert counts["capture"] == counts["replay"] == 0
+    assert driver.tokens[1] == tiny.greedy(prompts[1], 5)
+
+
+def test_a_batch_beyond_the_largest_graph_is_eager(tiny: TinyModel, counts: Counter[str]) -> None:
+    driver = Driver(tiny, graph_max_reqs=2)
+    prompts = start(driver, range(1, 4))
+    driver.decode([1, 2, 3], steps=4)
+    assert (counts["capture"], counts["replay"]) == (1, 0)
+    driver.decode([1, 2])
+    assert counts["replay"] == 1
+    assert driver.tokens[2] == tiny.greedy(prompts[2], 6)
+
+
+# --- replay is the same step ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("graph_max_reqs", [None, 8], ids=["eager", "recorded"])
+def test_greedy_tokens_are_those_of_transformers(
+    tiny: TinyModel,
+    tiny_gemma: TinyModel,
+    family: str,
+    page_size: int,
+    graph_max_reqs: int | None,
+) -> None:
+    model = tiny if family == "llama" else tiny_gemma
+    driver = Driver(model, page_size=page_size, graph_max_reqs=graph_max_reqs)
+    prompts = start(driver, range(1, 4))
+    driver.decode([1, 2, 3], steps=19)
+    for row, prompt in prompts.items():
+        assert driver.tokens[row] == model.greedy(prompt, 20)
+
+
+@pytest.mark.parametrize("live", range(1, 9))
+def test_a_graph_padded_to_8_with_fewer_live_rows_equals_eager(tiny: TinyModel, live: int) -> None:
+    tokens, logprobs = [], []
+    for graph_max_reqs in (None, 8):
+        driver = Driver(tiny, graph_max_reqs=graph_max_reqs)
+        if graph_max_reqs:  # only the largest graph, whatever the batch
+            driver.runner._sizes = GraphSizes((8,))
+        prompts = random_prompts(LENGTHS)
+        for row in range(1, live + 1):
+            driver.join(row, prompts[row - 1], with_logprobs(2))
+        driver.collect(driver.launch_prefill({row: LENGTHS[row - 1] for row in range(1, live + 1)}))
+        seen: list[RowLogprobs] = []
+        for _ in range(4):
+            outputs = driver.collect(driver.launch_decode(range(1, live + 1)))
+            assert outputs.logprobs is not None
+            seen.extend(outputs.logprobs)
+        tokens.append(driver.tokens)
+        logprobs.append(torch.tensor([[row.chosen, *row.top_values[:2]] for row in seen]))
+    assert tokens[0] == tokens[1]
+    torch.testing.assert_close(logprobs[0], logprobs[1], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stream", ["inline", "deferred"])
+def test_batches_that_shrink_and_grow_equal_each_request_alone(
+    tiny: TinyModel, stream: str
+) -> None:
+    """After a longer batch every buffer has a stale tail; both forms of a step ignore it."""
+    driver = Driver(tiny, stream=DeferredStream() if stream == "deferred" else None)
+    prompts = start(driver)
+    batches = [
+        range(1, 9),
+        [8, 2],
+        [8, 2],
+        [3, 1, 2],
+        [5],
+        [5],
+        [1, 3, 2],
+        range(8, 0, -1),
+        [7, 6, 5, 4, 3],
+        [2, 8],
+        [4],
+    ]
+    for rows in batches:
+        driver.decode(list(rows))
+    for row, prompt in prompts.items():
+        assert driver.tokens[row] == tiny.greedy(prompt, len(driver.tokens[row]))
+    assert {len(tokens) for tokens in driver.tokens.values()} == {4, 5, 6}
+
+
+def test_eager_and_replay_alternate_on_the_same_rows(tiny: TinyModel) -> None:
+    driver = Driver(tiny)
+    prompts = start(driver, range(1, 4))
+    driver.decode([1, 2, 3], steps=3)
+    driver.join(4, random_prompts(LENGTHS)[3])
+    step = {1: 1, 4: 5, 2: 1}  # a mixed step: eager, ragged
+    driver.collect(driver.launch_prefill(step, emits=False))
+    assert driver.tokens[4] == []
+    driver.join(1, prompts[1])
+    driver.collect(driver.launch_prefill({1: LENGTHS[0], 4: 3}))
+    driver.decode([3, 4, 1], steps=3)
+    assert driver.tokens[3] == tiny.greedy(prompts[3], 7)
+    assert driver.tokens[4] == tiny.greedy(random_prompts(LENGTHS)[3], 4)
+    assert driver.tokens[1] == tiny.greedy(prompts[1], 4)
+
+
+def test_the_deferred_stream_equals_the_inline_stream(tiny: TinyModel) -> None:
+    tokens = []
+    for stream in (None, DeferredStream()):
+        driver = Driver(tiny, stream=stream)
+        start(driver)
+        driver.decode_overlapped([[1, 2, 3]] * 5 + [[4, 5]] * 3 + [list(range(1, 9))] * 5)
+        tokens.append(driver.tokens)
+    assert tokens[0] == tokens[1]
+
+
+def test_the_deferred_stream_runs_nothing_before_a_wait(tiny: TinyModel) -> None:
+    driver = Driver(tiny, stream=DeferredStream())
+    driver.join(1, [5, 6, 7])
+    launched = driver.launch_prefill({1: 3})
+    assert driver.parts.table.kv_committed[1] == 0
+    driver.collect(launched)
+    assert driver.parts.table.kv_committed[1] == 3
+
+
+def test_a_row_with_logits_that_are_not_finite_fails_alone(tiny: TinyModel) -> None:
+    """Its neighbours' tokens and log-probabilities do not move by a bit."""
+    embedding = tiny.ours.decoder.embedding.weight
+    original = embedding[7].clone()
+    seen = []
+    for value in (None, float("nan"), float("inf")):
+        if value is not None:
+            embedding.data[7] = value
+        driver = Driver(tiny)
+        for row, prompt in {1: [5, 6], 2: [7, 8], 3: [9, 10, 11]}.items():
+            driver.join(row, prompt, with_logprobs(1))
+        outputs = driver.collect(driver.launch_prefill({1: 2, 2: 2, 3: 3}))
+        driver.decode([1, 2, 3], steps=3)
+        embedding.data[7] = original
+        assert outputs.logprobs is not None
+        seen.append((driver.tokens[1], driver.tokens[3], outputs.logprobs[0], outputs.logprobs[2]))
+        if value is not None:
+            assert outputs.finish[1] is FinishCode.NON_FINITE
+            assert not outputs.emitted[1]
+            assert driver.tokens[2] == []
+            assert driver.finish == {
+                1: FinishCode.RUNNING,
+                2: FinishCode.NON_FINITE,
+                3: FinishCode.RUNNING,
+            }
+    assert seen[0] == seen[1] == seen[2]
+
+
+# --- segments -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph_max_reqs", [None, 8], ids=["eager", "recorded"])
+def test_a_host_planned_backend_is_planned_before_every_run(
+    tiny: TinyModel, counts: Counter[str], graph_max_reqs: int | None
+) -> None:
+    backend = HostPlannedBackend()
+    driver = Driver(tiny, backend=backend, graph_max_reqs=graph_max_reqs)
+    at_boot = len(backend.plans.planned)
+    prompts = start(driver, range(1, 4))
+    assert backend.plans.planned[at_boot:] == [LENGTHS[:3]]
+    assert backend.plans.used == at_boot + 1
+    driver.decode([1, 2, 3], steps=6)
+    steps = [tuple(n + 1 + i for n in LENGTHS[:3]) for i in range(6)]
+    live = [plan for plan in backend.plans.planned[at_boot + 1 :] if plan in steps]
+    assert live == steps
+    for row, prompt in prompts.items():
+        assert driver.tokens[row] == tiny.greedy(prompt, 7)
+    split = Event("segments_split", "before forward: host_plan")
+    assert driver.events.counts()[split] == 1
+    if graph_max_reqs is not None:  # two segment groups: two graphs per key, boot and second use
+        assert counts["capture"] == 4
+        assert counts["replay"] == 2 * 5
+
+
+def test_a_device_planned_backend_is_one_graph(tiny: TinyModel, counts: Counter[str]) -> None:
+    driver = Driver(tiny)
+    assert counts["capture"] == 1
+    assert driver.events.counts() == {}
+
+
+# --- the guard ------------------------------------------------------------------------------------
+
+
+def guard_of(driver: Driver) -> Callable[..., None]:
+    return driver.runner._guard.check
+
+
+def test_the_guard_refuses_more_requests_than_the_graph_holds(tiny: TinyModel) -> None:
+    driver = Driver(tiny)
+    start(driver, range(1, 4))
+    step = driver.make_step({1: 1, 2: 1, 3: 1}, mode=ForwardMode.DECODE)
+    with pytest.raises(GraphGuardError, match=r"requests must be at most 2, got 3; .*eager"):
+        guard_of(driver)(key(2), step)
+
+
+@pytest.mark.parametrize("extends", [{1: 1, 2: 2}, {1: 2, 2: 2}])
+def test_the_guard_refuses_another_stride(tiny: TinyModel, extends: dict[int, int]) -> None:
+    driver = Driver(tiny)
+    start(driver, range(1, 3))
+    step = driver.make_step(extends, mode=ForwardMode.DECODE)
+    got = tuple(extends.values())
+    with pytest.raises(GraphGuardError) as caught:
+        guard_of(driver)(key(2), step)
+    assert f"extend_lens must be 1 everywhere, got {got};" in str(caught.value)
+
+
+def test_the_guard_refuses_a_length_beyond_the_bound(tiny: TinyModel) -> None:
+    driver = Driver(tiny)
+    start(driver, range(1, 2))
+    bound = CONTEXT + 2  # the context and the tokens that can be in flight behind it
+    driver._known[1] = bound
+    step = driver.make_step({1: 1}, mode=ForwardMode.DECODE)
+    with pytest.raises(GraphGuardError, match=rf"kv_lens must be at most {bound}, got {bound + 1}"):
+        guard_of(driver)(key(1), step)
+
+
+def test_the_guard_names_a_rebound_buffer_before_it_is_replayed(tiny: TinyModel) -> None:
+    driver = Driver(tiny)
+    start(driver)
+    table = driver.parts.table
+    table.token_ids = table.token_ids.clone()
+    driver.parts.buffers.positions = driver.parts.buffers.positions.clone()
+    with pytest.raises(GraphGuardError) as caught:
+        driver.launch_decode(range(1, 9))
+    assert str(caught.value) == (
+        "graph replay: buffer addresses must be those of the capture, "
+        "got moved: step.positions, table.token_ids; "
+        "write into the captured tensors in place, or run with --enforce-eager"
+    )
+
+
+def test_a_step_whose_rows_differ_in_stride_never_replays(tiny: TinyModel) -> None:
+    driver = Driver(tiny)
+    start(driver, range(1, 3))
+    driver.collect(driver.runner.launch(driver.make_step({1: 1, 2: 2}, mode=ForwardMode.DECODE)))
+    step = driver.make_step({1: 1, 2: 2}, mode=ForwardMode.DECODE)
+    with pytest.raises(GraphGuardError, match="extend_lens must be 2 everywhere"):
+        driver.runner.launch(step)

@@ -1,0 +1,251 @@
+"""The import graph of the package: directions, sibling implementations, the engine path."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src"
+PACKAGE = SOURCE / "paceline"
+
+# A room imports itself and rooms of a lower level.  Rooms of one level do not know each other.
+LEVELS = {
+    "cli": 8,
+    "server": 8,
+    "engine": 7,
+    "speculate": 6,
+    "runner": 5,
+    "models": 4,
+    "layers": 3,
+    "attention": 2,
+    "kvcache": 1,
+    "kernels": 1,
+    "core": 0,
+}
+ONLOOKERS = {"conformance", "debug"}  # look at everything; only cli and tests import them
+OPTIONAL = ("click", "rich", "psutil", "jinja2", "huggingface_hub", "transformers")
+
+
+def imported_modules(source: str, module: str) -> list[str]:
+    """Absolute names of every import statement, wherever it stands in the file."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = module.split(".")[: -node.level]
+                base = ".".join([*parent, base] if base else parent)
+            found += [f"{base}.{alias.name}" for alias in node.names]
+    return [name for name in found if name.split(".")[0] == "paceline"]
+
+
+def direction_faults(source: str, module: str) -> list[str]:
+    """Imports of `module` that go against the direction of the rooms."""
+    room = module.split(".")[1]
+    faults = []
+    for name in imported_modules(source, module):
+        target = name.split(".")[1] if "." in name else ""
+        if target == room:
+            continue
+        if target in ONLOOKERS:
+            allowed = room == "cli" or room in ONLOOKERS
+        elif room in ONLOOKERS:
+            allowed = target in LEVELS
+        else:
+            allowed = target in LEVELS and LEVELS[target] < LEVELS[room]
+        if not allowed:
+            faults.append(f"{module} imports {name}")
+    return faults
+
+
+def sibling_faults(source: str, module: str, siblings: set[str]) -> list[str]:
+    """Imports of `module` that reach another implementation of the same interface."""
+    return [
+        f"{module} imports {name}"
+        for name in imported_modules(source, module)
+        for other in siblings - {module}
+        if name == other or name.startswith(other + ".")
+    ]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_files() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE)
+
+
+def implementations() -> dict[str, set[str]]:
+    from paceline.attention.registry import BACKENDS
+    from paceline.cli.app import VERBS
+    from paceline.models.registry import ARCHITECTURES
+
+    return {
+        "attention backends": {target.partition(":")[0] for target in BACKENDS.values()},
+        "architectures": {entry.module for entry in ARCHITECTURES.values()},
+        "verbs": {target.partition(":")[0] for target, _ in VERBS.values()},
+    }
+
+
+def test_every_room_has_a_level():
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name[0] != "_"}
+    assert rooms <= set(LEVELS) | ONLOOKERS
+
+
+def test_imports_point_one_way():
+    faults = [
+        fault
+        for path in room_files()
+        for fault in direction_faults(path.read_text(), module_name(path))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("paceline.core.step", "from paceline.engine.fit import Fit"),
+        ("paceline.kernels.rope", "import paceline.kvcache.pages"),
+        ("paceline.layers.mlp", "def f():\n    from paceline.models import llama"),
+        ("paceline.runner.derive", "from ..engine import scheduler"),
+        ("paceline.engine.llm", "from paceline.debug import fixes"),
+        ("paceline.models.llama", "from paceline import LLM"),
+        ("paceline.cli.chat", "from paceline.server import app"),
+    ],
+)
+def test_a_wrong_direction_is_found(module, source):
+    assert direction_faults(source, module)
+
+
+def test_right_directions_pass():
+    source = "from paceline.core import step\nfrom . import fit\nimport torch\n"
+    assert not direction_faults(source, "paceline.engine.llm")
+    assert not direction_faults("from paceline.conformance import matrix", "paceline.cli.check")
+
+
+@pytest.mark.parametrize("kind", ["attention backends", "architectures", "verbs"])
+def test_implementations_of_one_interface_do_not_import_each_other(kind):
+    siblings = implementations()[kind]
+    assert len(siblings) > 1
+    faults = []
+    for module in siblings:
+        path = SOURCE.joinpath(*module.split(".")).with_suffix(".py")
+        faults += sibling_faults(path.read_text(), module, siblings)
+    assert not faults, "\n".join(faults)
+
+
+def test_an_import_between_siblings_is_found():
+    siblings = {"paceline.models.llama", "paceline.models.qwen2"}
+    source = "from paceline.models.llama import LlamaForCausalLM"
+    assert sibling_faults(source, "paceline.models.qwen2", siblings)
+    assert not sibling_faults(source, "paceline.models.llama", siblings)
+
+
+def room_docstring_faults(source: str) -> list[str]:
+    text = ast.get_docstring(ast.parse(source)) or ""
+    faults = [] if text else ["has no docstring"]
+    if text.count("\n\n") > 1:
+        faults.append("says more than a title and one paragraph")
+    return faults
+
+
+def test_every_room_says_what_lives_there():
+    for path in sorted(PACKAGE.glob("*/")):
+        if path.name.startswith("_"):
+            continue
+        faults = room_docstring_faults((path / "__init__.py").read_text())
+        assert not faults, f"{path.name} {faults}"
+    assert room_docstring_faults("import os\n")
+    assert room_docstring_faults('"""Title.\n\nOne.\n\nTwo."""\n')
+
+
+def python(code: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(SOURCE), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        timeout=120,
+        **options,
+    )
+
+
+BLOCKED = f"""
+    import sys
+
+    class Refuse:
+        def find_spec(self, name, path=None, target=None):
+            if name.split(".")[0] in {OPTIONAL!r}:
+                raise ImportError(f"blocked: {{name}}")
+
+    sys.meta_path.insert(0, Refuse())
+"""
+
+
+@pytest.mark.parametrize("module", ["paceline.engine.llm", "paceline.engine.bench_latency"])
+def test_the_engine_path_needs_no_optional_library(module):
+    done = python(BLOCKED + f"\n    import {module}\n")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_block_is_seen():
+    done = python(BLOCKED + "\n    import click\n")
+    assert "blocked: click" in done.stderr
+
+
+def test_help_is_quick_and_imports_no_torch():
+    code = """
+        import sys
+        from paceline.cli.app import app
+        app(["--help"], standalone_mode=False)
+        heavy = {"torch", "numpy", "tokenizers", "jinja2", "rich"} & set(sys.modules)
+        assert not heavy, heavy
+    """
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = python(code)
+        seconds.append(time.perf_counter() - began)
+        assert done.returncode == 0, done.stderr
+        assert "generate" in done.stdout
+    assert min(seconds) < 0.5, seconds
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "bench", "explain", "env"])
+def test_help_of_a_verb_imports_no_torch(verb):
+    code = f"""
+        import sys
+        from paceline.cli.app import app
+        app([{verb!r}, "--help"], standalone_mode=False)
+        assert "torch" not in sys.modules
+    """
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_exports_its_names_lazily():
+    done = python(
+        """
+        import sys
+        import paceline
+        assert "torch" not in sys.modules
+        assert paceline.__all__ == ["LLM", "RequestOutput", "SamplingParams"]
+        assert set(paceline.__all__) <= set(dir(paceline))
+        assert paceline.SamplingParams.__name__ == "SamplingParams"
+        try:
+            paceline.Engine
+        except AttributeError as error:
+            assert "no attribute 'Engine'" in str(error)
+        else:
+            raise AssertionError
+        """
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,116 @@
+"""The repository's own promises: README, schemas, constraints."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCHEMAS = sorted((ROOT / "docs" / "schemas").glob("*.json"))
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_readme_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+    missing = [link for link in links if not (ROOT / link).exists()]
+    assert links
+    assert not missing
+
+
+def test_readme_names_only_flags_that_exist():
+    from paceline.cli.app import VERBS
+    from paceline.cli.bench import bench
+    from paceline.cli.chat import chat
+    from paceline.cli.env import env
+    from paceline.cli.explain import explain
+    from paceline.cli.generate import generate
+
+    commands = [bench.commands["latency"], chat, env, explain, generate]
+    flags = {flag for command in commands for p in command.params for flag in p.opts}
+    flags |= {flag for command in commands for p in command.params for flag in p.secondary_opts}
+    text = (ROOT / "README.md").read_text()
+    lines = re.findall(r"^paceline (\w+)([^#\n]*)", text, re.MULTILINE)
+    assert {verb for verb, _ in lines} <= set(VERBS)
+    used = {flag for _, rest in lines for flag in re.findall(r"--[a-z-]+", rest)}
+    assert used
+    assert used <= flags
+
+
+def fenced(language):
+    text = (ROOT / "README.md").read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_readme_python_runs_as_it_stands():
+    (code,) = fenced("python")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) > 2
+
+
+def readme_commands():
+    """The commands that need neither a GPU, nor a checkpoint, nor minutes."""
+    lines = [line.partition("  #")[0] for block in fenced("") for line in block.splitlines()]
+    return [
+        line.strip()
+        for line in lines
+        if line.startswith("paceline") and "path/to" not in line and "dummy" not in line
+    ]
+
+
+@pytest.mark.parametrize("line", readme_commands())
+def test_readme_commands_run(line):
+    words = shlex.split(line)[1:]
+    command = [sys.executable, "-m", "paceline", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    if "--json" in words:
+        document = json.loads(done.stdout.splitlines()[-1])
+        schema = json.loads((ROOT / "docs" / "schemas" / f"{words[0]}.json").read_text())
+        jsonschema.validate(document, schema)
+
+
+def test_every_document_has_a_schema():
+    assert [path.stem for path in SCHEMAS] == ["bench_latency", "env", "explain", "generate"]
+
+
+@pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)
+def test_schemas_are_valid_and_closed(path):
+    schema = json.loads(path.read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for part in objects_of(schema):
+        assert part.get("additionalProperties") is not None, part
+
+
+def objects_of(schema):
+    """Every part of a schema that describes an object."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "object":
+            yield schema
+        for value in schema.values():
+            yield from objects_of(value)
+
+
+def test_every_dependency_is_pinned_by_the_constraints():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["dev"]
+    names = {re.split(r"[<>=;\[ ]", entry)[0].lower() for entry in wanted} - {"triton"}
+    pins = (ROOT / "constraints.txt").read_text()
+    pinned = {name.lower() for name in re.findall(r"^([\w-]+)==", pins, re.MULTILINE)}
+    assert names <= pinned, names - pinned
+
+
+def test_make_has_the_usual_verbs():
+    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    wanted = {"help", "setup", "demo", "test", "test-full", "lint", "bench", "clean"}
+    assert set(targets) == wanted
