@@ -123,7 +123,9 @@ class FakeDevice:
             if row.frozen:
                 live.append(None)
                 continue
-            assert prefix == row.kv_len, f"bound {prefix} of a live row, the device has {row.kv_len}"
+            assert prefix == row.kv_len, (
+                f"bound {prefix} of a live row, the device has {row.kv_len}"
+            )
             assert extend >= 1
             assert prefix + extend <= len(row.tokens), "queries beyond the known tokens"
             assert emits == (prefix + extend == len(row.tokens)), "emits disagrees with the tokens"

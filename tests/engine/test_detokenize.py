@@ -133,6 +133,15 @@ def test_long_runs_of_broken_bytes_are_the_decoded_bytes(repeated, times, rest, 
     assert _joined(_stream(Detokenizer(decoder, ()), ids, cuts)) == decoder.decode(ids)
 
 
+@pytest.mark.parametrize("character", [(4, 5, 8), (6, 7, 8), (4, 5, 9)])
+def test_a_character_after_broken_bytes_is_whole_wherever_the_window_is_cut(character):
+    decoder = _ByteTokens()
+    for times in range(80):
+        ids = [0] * times + list(character)
+        released = _stream(Detokenizer(decoder, ()), ids, list(range(100)))
+        assert _joined(released) == decoder.decode(ids)
+
+
 @cache
 def _byte_letters() -> dict[int, str]:
     """The letter byte-level BPE writes for each byte (GPT-2's table)."""

@@ -94,8 +94,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.integers(0, 2),
         poisoned_at=st.sampled_from([None] * 12 + [20]),
         salt=st.sampled_from([None, None, None, "tenant"]),
+        turns=st.sampled_from([2, 1, 0]),
     )
-    def add(self, count, family, shared, own, max_tokens, stops, poisoned_at, salt):
+    def add(self, count, family, shared, own, max_tokens, stops, poisoned_at, salt, turns):
         """A few requests that begin alike: `shared` tokens of one family, then their own."""
         for _ in range(count):
             name = f"r{len(self.requests)}"
@@ -116,6 +117,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.requests[name] = request
             self.streamed[name] = []
             self.expected[name] = run_alone(prompt, params, max_len=request.max_len, salt=salt)
+        for _ in range(turns):
+            self.turn()
         self.after("add")
 
     @precondition(lambda self: self.scheduler.has_work)
@@ -156,7 +159,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_ended(request)
         self.after("host finish")
 
-    @precondition(lambda self: len(self.requests) - self.num_drained >= 40)
+    @precondition(lambda self: len(self.requests) - self.num_drained >= 20)
     @rule()
     def drain(self):
         """Now and then, let everything finish."""

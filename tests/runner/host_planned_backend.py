@@ -22,7 +22,7 @@ class HostPlans:
     """What the host planned: the kv lengths of every step, in the order of the calls."""
 
     planned: list[tuple[int, ...]] = field(default_factory=list)
-    used: int = 0  # plans that a forward pass has run under
+    used: int = 0  # how many of them the last forward pass could see
 
 
 class HostPlannedBackend(AttentionBackend):
@@ -48,6 +48,6 @@ class HostPlannedBackend(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Any, part: Part
     ) -> tuple[Tensor, Tensor | None]:
         if layer.spec.layer_id == 0:
-            assert self.plans.planned, "forward ran before any host plan"
+            assert len(self.plans.planned) > self.plans.used, "forward ran without a host plan"
             self.plans.used = len(self.plans.planned)
         return self._inner.forward(q, k, v, layer, plan, part)

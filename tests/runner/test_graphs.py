@@ -275,7 +275,7 @@ def test_batches_that_shrink_and_grow_equal_each_request_alone(
         driver.decode(list(rows))
     for row, prompt in prompts.items():
         assert driver.tokens[row] == tiny.greedy(prompt, len(driver.tokens[row]))
-    assert {len(tokens) for tokens in driver.tokens.values()} == {4, 5, 6}
+    assert {len(tokens) for tokens in driver.tokens.values()} == {4, 5, 6, 8}
 
 
 def test_eager_and_replay_alternate_on_the_same_rows(tiny: TinyModel) -> None:
@@ -350,21 +350,31 @@ def test_a_host_planned_backend_is_planned_before_every_run(
 ) -> None:
     backend = HostPlannedBackend()
     driver = Driver(tiny, backend=backend, graph_max_reqs=graph_max_reqs)
-    at_boot = len(backend.plans.planned)
     prompts = start(driver, range(1, 4))
-    assert backend.plans.planned[at_boot:] == [LENGTHS[:3]]
-    assert backend.plans.used == at_boot + 1
+    driver.runner._sizes = GraphSizes((8,))
     driver.decode([1, 2, 3], steps=6)
-    steps = [tuple(n + 1 + i for n in LENGTHS[:3]) for i in range(6)]
-    live = [plan for plan in backend.plans.planned[at_boot + 1 :] if plan in steps]
-    assert live == steps
+    padding = (2,) * 5  # prefix 1 and one token each
+    decodes = [tuple(n + 1 + i for n in LENGTHS[:3]) for i in range(6)]
+    if graph_max_reqs is None:
+        assert backend.plans.planned == [LENGTHS[:3], *decodes]
+    else:
+        boot = (2,) * 8
+        padded = [lens + padding for lens in decodes]
+        assert backend.plans.planned == [boot, LENGTHS[:3], *padded]
+        assert (counts["capture"], counts["replay"]) == (2, 2 * 6)  # two segment groups
     for row, prompt in prompts.items():
         assert driver.tokens[row] == tiny.greedy(prompt, 7)
     split = Event("segments_split", "before forward: host_plan")
-    assert driver.events.counts()[split] == 1
-    if graph_max_reqs is not None:  # two segment groups: two graphs per key, boot and second use
-        assert counts["capture"] == 4
-        assert counts["replay"] == 2 * 5
+    assert driver.events.counts() == {split: 1}
+
+
+def test_a_second_use_capture_is_planned_on_the_host_too(tiny: TinyModel) -> None:
+    backend = HostPlannedBackend()
+    driver = Driver(tiny, backend=backend)
+    start(driver, range(1, 3))
+    driver.decode([1, 2], steps=2)
+    first, second = ((LENGTHS[0] + n, LENGTHS[1] + n) for n in (1, 2))
+    assert backend.plans.planned == [(2,) * 8, LENGTHS[:2], first, (2, 2), second]
 
 
 def test_a_device_planned_backend_is_one_graph(tiny: TinyModel, counts: Counter[str]) -> None:

@@ -4,10 +4,11 @@ Everything else (lengths, positions, tables, offsets) is derived from a Step and
 on the device, by `runner.derive`.  Pure Python; imports no torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from paceline.core.modes import ForwardMode
+from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 
 
@@ -83,6 +84,20 @@ class Step:
         """[num_reqs] prefix + extend, always."""
         pairs = zip(self.prefix_lens_bound, self.layout.extend_lens, strict=True)
         return tuple(prefix + extend for prefix, extend in pairs)
+
+
+def padded_step(step: Step, padded_reqs: int, stride: int) -> Step:
+    """`step` with its padded rows spelled out: what a host plan is made from."""
+    layout, num = step.layout, padded_reqs - step.layout.num_reqs
+    return replace(
+        step,
+        layout=StepLayout(
+            rows=layout.rows + (PAD_ROW,) * num,
+            extend_lens=layout.extend_lens + (stride,) * num,
+            emits=layout.emits + (False,) * num,
+        ),
+        prefix_lens_bound=step.prefix_lens_bound + (PAD_PREFIX_LEN,) * num,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

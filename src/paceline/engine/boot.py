@@ -144,9 +144,7 @@ def _runner_config(options: EngineOptions, fit: Fit, knobs: Knobs) -> RunnerConf
     )
 
 
-def _scheduler(
-    config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Knobs
-) -> Scheduler:
+def _scheduler(config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Knobs) -> Scheduler:
     cache = CacheManager(
         cache_group_specs(config, _known(options.page_size)),
         knobs.num_pages or tuple(group.num_pages for group in fit.groups),

@@ -96,5 +96,3 @@ class Engine:
             self.abort(request_id)
         while self.has_work:
             self.step()
-
-

@@ -42,9 +42,7 @@ def overlapped_turn(
     return Turn(launched, _process(scheduler, in_flight))
 
 
-def twin_turn(
-    scheduler: Scheduler, runner: Runner, epoch: int, in_flight: Launched | None
-) -> Turn:
+def twin_turn(scheduler: Scheduler, runner: Runner, epoch: int, in_flight: Launched | None) -> Turn:
     """The same decisions, executed synchronously."""
     step = scheduler.schedule(epoch)
     launched = runner.launch(step) if step is not None else None

@@ -9,7 +9,7 @@ shown, and what holds once every launched step has run (`_bound`).
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from paceline.core.errors import RequestError, message
@@ -36,7 +36,7 @@ class FinishReason(Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One generation.  The scheduler alone writes its fields."""
+    """One generation.  The scheduler and its roster alone write its fields."""
 
     request_id: str
     params: SamplingParams
@@ -53,10 +53,10 @@ class Request:
     in_flight: int = 0  # launched steps that contain it, outputs not yet processed
     last_epoch: int = 0  # of the last launched step that contains it
     num_cached: int = 0  # tokens of the first admission found in the cache
+    num_joins: int = 0
     num_preemptions: int = 0
     finish: FinishReason | None = None
     error: str | None = None
-    joins: int = field(default=0)  # admissions so far
 
     @classmethod
     def make(

@@ -11,21 +11,14 @@ A request that runs out of pages waits while pages are on their way back; otherw
 request that arrived last is preempted and computed again later, from the tokens it has by then.
 """
 
-from bisect import insort
 from collections import deque
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from typing import NamedTuple
 
-from paceline.core.errors import (
-    CapacityError,
-    ConfigError,
-    IntegrityError,
-    RequestError,
-    message,
-)
+from paceline.core.errors import CapacityError, ConfigError, IntegrityError, message
 from paceline.core.step import FinishCode, JoinDelta, RowLogprobs, Step, StepOutputs
 from paceline.engine.request import FinishReason, Request, RequestState
+from paceline.engine.roster import Roster
 from paceline.engine.step_plan import PlannedRow, StepPlan, page_deltas
 from paceline.kvcache.manager import CacheManager
 
@@ -86,61 +79,44 @@ class _InFlight(NamedTuple):
 
 
 class Scheduler:
-    """Owns the waiting and running sets and the rows of the request table."""
+    """Owns the decisions and the steps in flight; the roster owns states and rows."""
 
     def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
         self._config = config
         self._cache = cache
-        self._requests: dict[str, Request] = {}  # not finished
-        self._waiting: list[Request] = []  # by arrival
-        self._running: list[Request] = []  # by arrival
-        self._num_draining = 0
-        self._free_rows = list(range(1, config.max_running + 1))  # a heap
+        self._roster = Roster(config.max_running)
         self._in_flight: deque[_InFlight] = deque()
-        self._num_arrived = 0
         self._last_had_prefill = False
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._in_flight)
+        return bool(len(self._roster) or self._in_flight)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._roster.waiting) + self._roster.num_draining
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._roster.running)
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises CapacityError when it could never run to its end."""
-        if request.request_id in self._requests:
-            raise RequestError(
-                message(
-                    "request_id",
-                    expected="new",
-                    got=f"'{request.request_id}', which is still running",
-                    remedy="give every request its own id",
-                )
-            )
         capacity = self._cache.can_ever_fit(request.max_len - 1)
         if not capacity.fits:
             raise CapacityError(
                 message(
                     f"KV pages of request '{request.request_id}' ({request.max_len} tokens)",
-                    expected=f"at most {list(capacity.total)} (per cache group, in all)",
-                    got=f"{list(capacity.needed)}",
+                    expected=f"at most {list(capacity.total)} (all pages, per cache group)",
+                    got=list(capacity.needed),
                     remedy="lower max_tokens, shorten the prompt, or give the KV cache more memory",
                 )
             )
-        self._num_arrived += 1
-        request.arrival = self._num_arrived
-        self._requests[request.request_id] = request
-        insort(self._waiting, request, key=_arrival)
+        self._roster.add(request)
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False when it is unknown or has ended already."""
-        request = self._requests.get(request_id)
+        request = self._roster.get(request_id)
         if request is None:
             return False
         self._finish(request, FinishReason.ABORT)
@@ -152,7 +128,7 @@ class Scheduler:
         What was generated past them is dropped and does not enter the prefix tree.  False when the
         request is unknown or has ended already.
         """
-        request = self._requests.get(request_id)
+        request = self._roster.get(request_id)
         if request is None:
             return False
         del request.token_ids[request.prompt_len + keep_tokens :]
@@ -161,7 +137,7 @@ class Scheduler:
 
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""
-        plan = StepPlan(self._config.max_batched_tokens, [])
+        plan = StepPlan(self._config.max_batched_tokens)
         if self._config.mix_prefill_and_decode:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
@@ -173,14 +149,13 @@ class Scheduler:
         if not plan.rows:
             self._require_progress()
             return None
-        step = plan.build(epoch)
         for row in plan.rows:
             row.request.kv_bound = row.kv_len
             row.request.in_flight += 1
             row.request.last_epoch = epoch
         self._in_flight.append(_InFlight(epoch, tuple(plan.rows)))
         self._last_had_prefill = any(row.is_prefill for row in plan.rows)
-        return step
+        return plan.build(epoch)
 
     def process(self, step: Step, outputs: StepOutputs) -> list[RequestUpdate]:
         """Take in the outputs of the oldest launched step; its epoch retires."""
@@ -201,149 +176,108 @@ class Scheduler:
             update = self._receive(row, outputs, index)
             if update is not None:
                 updates.append(update)
-            self._settle(row.request)
+            self._roster.settle(row.request)
         return updates
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless rows, states, steps in flight and the cache agree."""
-        holders = [request for request in self._requests.values() if request.row is not None]
-        leaving = {
-            row.request.request_id: row.request
-            for launched in self._in_flight
-            for row in launched.rows
-            if row.request.state is RequestState.FINISHED
-        }
-        rows = [r.row for r in [*holders, *leaving.values()]] + self._free_rows
-        by_state = [r.state for r in self._requests.values()]
-        flights = sum(len(launched.rows) for launched in self._in_flight)
-        counted = [*self._requests.values(), *leaving.values()]
-        for name, expected, got in (
-            ("rows", list(range(1, self._config.max_running + 1)), sorted(r or 0 for r in rows)),
-            ("running requests", by_state.count(RequestState.RUNNING), len(self._running)),
-            ("waiting requests", by_state.count(RequestState.WAITING), len(self._waiting)),
-            ("draining requests", by_state.count(RequestState.DRAINING), self._num_draining),
-            ("rows in flight", flights, sum(r.in_flight for r in counted)),
-        ):
-            if expected != got:
-                raise IntegrityError(
-                    message(
-                        f"{name} of the scheduler",
-                        expected=expected,
-                        got=got,
-                        remedy="find the transition that changed one side only",
-                    )
-                )
+        self._roster.check_integrity(
+            row.request for launched in self._in_flight for row in launched.rows
+        )
         self._cache.check_integrity()
 
     def _plan_decodes(self, plan: StepPlan) -> None:
-        for request in list(self._running):
+        for request in list(self._roster.running):
             is_ready = not (request.is_prefilling or request.is_complete)
-            if request.state is RequestState.RUNNING and is_ready:
+            if is_ready and request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, 1)
 
     def _plan_prefills(self, plan: StepPlan) -> None:
-        for request in list(self._running):
-            if request.state is not RequestState.RUNNING or not request.is_prefilling:
-                continue
-            chunk = self._chunk(plan, request.join_len - request.kv_bound)
-            if chunk:
+        for request in list(self._roster.running):
+            chunk = self._chunk(plan, request)
+            if chunk > 0 and request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, chunk)
         self._plan_admissions(plan)
 
-    def _plan_row(self, plan: StepPlan, request: Request, extend_len: int) -> None:
-        kv_bound = request.kv_bound + extend_len
-        ahead = min(self._config.reserve_ahead, request.max_len - 1 - kv_bound)
-        while True:
-            runs = self._cache.reserve(request.request_id, kv_bound, ahead=ahead)
-            if runs is not None:
-                assert request.row is not None
-                plan.add(request, extend_len, page_deltas(request.row, runs))
-                return
-            plan.is_stalled = True
-            is_ending = any(other.is_complete for other in self._running)
-            if is_ending or self._cache.relief_pending(request.request_id, kv_bound):
-                return
-            victim = self._running[-1]
-            if len(self._running) == 1:
-                raise IntegrityError(
-                    message(
-                        f"pages for the only running request '{request.request_id}'",
-                        expected=f"enough for {kv_bound} tokens",
-                        got="too few, with none on their way back",
-                        remedy="a page is lost; run check_integrity()",
-                    )
-                )
-            self._preempt(victim, plan)
-            if victim is request:
-                return
-
     def _plan_admissions(self, plan: StepPlan) -> None:
-        while self._waiting and self._free_rows and plan.budget:
-            if plan.is_stalled or self._num_draining:
+        """Arrival order, nobody overtakes: not even a preempted request that still drains."""
+        while self._roster.waiting and self._roster.has_free_row and plan.budget:
+            if plan.is_stalled or self._roster.num_draining:
                 return
-            request = self._waiting[0]
-            reserve_to = min(request.num_known + self._config.admission_margin, request.max_len - 1)
+            request = self._roster.waiting[0]
+            margin = self._config.admission_margin
+            reserve_to = min(request.num_known + margin, request.max_len - 1)
             admission = self._cache.admit(
                 request.request_id, request.token_ids, reserve_to=reserve_to, salt=request.salt
             )
             if admission is None:
                 return
-            del self._waiting[0]
-            join = self._join(request, admission.prefix_len)
-            chunk = self._chunk(plan, request.join_len - request.kv_bound)
-            deltas = page_deltas(join.row, admission.page_runs)
-            plan.add(request, chunk, (join, *deltas))
+            row = self._roster.join(request, admission.prefix_len)
+            join = JoinDelta(
+                row=row,
+                token_ids=tuple(request.token_ids),
+                prompt_len=request.prompt_len,
+                prefix_len=admission.prefix_len,
+                max_len=request.max_len,
+                params=request.params,
+            )
+            deltas = (join, *page_deltas(row, admission.page_runs))
+            plan.add(request, self._chunk(plan, request), deltas)
 
-    def _chunk(self, plan: StepPlan, num_left: int) -> int:
+    def _chunk(self, plan: StepPlan, request: Request) -> int:
+        num_left = request.join_len - request.kv_bound
         return min(num_left, self._config.chunked_prefill_size, plan.budget)
 
-    def _join(self, request: Request, prefix_len: int) -> JoinDelta:
-        row = heappop(self._free_rows)
-        request.row = row
-        request.state = RequestState.RUNNING
-        request.join_len = request.num_known
-        request.kv_known = request.kv_bound = prefix_len
-        if not request.joins:
-            request.num_cached = prefix_len
-        request.joins += 1
-        insort(self._running, request, key=_arrival)
-        return JoinDelta(
-            row=row,
-            token_ids=tuple(request.token_ids),
-            prompt_len=request.prompt_len,
-            prefix_len=prefix_len,
-            max_len=request.max_len,
-            params=request.params,
-        )
+    def _plan_row(self, plan: StepPlan, request: Request, extend_len: int) -> None:
+        """Give a running request its place, if its pages can be had now or by preemption."""
+        kv_bound = request.kv_bound + extend_len
+        ahead = min(self._config.reserve_ahead, request.max_len - 1 - kv_bound)
+        while request.state is RequestState.RUNNING:
+            runs = self._cache.reserve(request.request_id, kv_bound, ahead=ahead)
+            if runs is not None:
+                assert request.row is not None, f"{request.request_id} runs without a row"
+                plan.add(request, extend_len, page_deltas(request.row, runs))
+                return
+            plan.is_stalled = True
+            if self._must_wait(request, kv_bound):
+                return
+            self._preempt(self._roster.running[-1], plan)
+
+    def _must_wait(self, request: Request, kv_bound: int) -> bool:
+        """Whether pages come back without a preemption."""
+        running = self._roster.running
+        if self._cache.relief_pending(request.request_id, kv_bound):
+            return True
+        if any(other.is_complete for other in running):
+            return True
+        if len(running) == 1:
+            raise IntegrityError(
+                message(
+                    f"pages for the only running request '{request.request_id}'",
+                    expected=f"enough for {kv_bound} tokens",
+                    got="too few, with none on their way back",
+                    remedy="a page is lost; run check_integrity()",
+                )
+            )
+        return False
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         plan.remove(request)
-        self._running.remove(request)
-        self._release(request)
-        request.state = RequestState.DRAINING
-        request.num_preemptions += 1
-        self._num_draining += 1
-        self._settle(request)
+        kv_len = request.kv_known
+        self._cache.release(request.request_id, request.token_ids, kv_len, epoch=request.last_epoch)
+        self._roster.preempt(request)
 
     def _receive(self, row: PlannedRow, outputs: StepOutputs, index: int) -> RequestUpdate | None:
         """One row's outputs.  A request that has ended takes nothing more."""
         request = row.request
         if request.state is RequestState.FINISHED:
             return None
-        code = outputs.finish[index]
         tokens = (outputs.token_ids[index],) if outputs.emitted[index] else ()
         request.token_ids.extend(tokens)
         if request.state is RequestState.RUNNING:
             request.kv_known = row.kv_len
-        reason = _FINISH_REASONS.get(code)
+        reason = _FINISH_REASONS.get(outputs.finish[index])
         if reason is not None:
-            if code is FinishCode.NON_FINITE:
-                request.error = message(
-                    f"logits of request '{request.request_id}'",
-                    expected="finite",
-                    got="NaN or infinity",
-                    remedy="check the model's weights and dtype",
-                )
             self._finish(request, reason)
         elif request.state is RequestState.RUNNING:
             self._note_written(request, outputs.epoch)
@@ -355,55 +289,35 @@ class Scheduler:
         return RequestUpdate(request, tokens, logprobs, reason)
 
     def _note_written(self, request: Request, epoch: int) -> None:
-        known = request.kv_known
-        self._cache.written(request.request_id, request.token_ids, known, epoch=epoch)
-        self._cache.advance_window(request.request_id, known, epoch=epoch)
+        kv_len = request.kv_known
+        self._cache.written(request.request_id, request.token_ids, kv_len, epoch=epoch)
+        self._cache.advance_window(request.request_id, kv_len, epoch=epoch)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        if request.state is RequestState.RUNNING:
-            self._running.remove(request)
-            self._release(request, reason=reason)
-        elif request.state is RequestState.WAITING:
-            self._waiting.remove(request)
-        else:
-            self._num_draining -= 1
-        request.state = RequestState.FINISHED
-        request.finish = reason
-        del self._requests[request.request_id]
-        self._settle(request)
-
-    def _release(self, request: Request, *, reason: FinishReason | None = None) -> None:
-        """Give the pages back once the last launched step that contains the request retires."""
+        """End a request; its pages come back when the last step that holds it retires."""
         name, tokens, epoch = request.request_id, request.token_ids, request.last_epoch
         if reason is FinishReason.ERROR:
-            self._cache.discard(name, tokens, epoch=epoch)
-        else:
-            kv_len = min(request.kv_known, len(tokens))
-            self._cache.release(name, tokens, kv_len, epoch=epoch)
-
-    def _settle(self, request: Request) -> None:
-        """Once nothing is in flight: an ended or preempted request gives its row back."""
-        if request.in_flight or request.state is RequestState.RUNNING:
-            return
-        if request.row is not None:
-            heappush(self._free_rows, request.row)
-            request.row = None
-        if request.state is RequestState.DRAINING:
-            self._num_draining -= 1
-            request.state = RequestState.WAITING
-            insort(self._waiting, request, key=_arrival)
+            request.error = message(
+                f"logits of request '{name}'",
+                expected="finite",
+                got="NaN or infinity",
+                remedy="check the model's weights and dtype",
+            )
+        if request.state is RequestState.RUNNING:
+            if reason is FinishReason.ERROR:
+                self._cache.discard(name, tokens, epoch=epoch)
+            else:
+                kv_len = min(request.kv_known, len(tokens))
+                self._cache.release(name, tokens, kv_len, epoch=epoch)
+        self._roster.finish(request, reason)
 
     def _require_progress(self) -> None:
-        if self._requests and not self._in_flight:
+        if len(self._roster) and not self._in_flight:
             raise IntegrityError(
                 message(
                     "the scheduler",
-                    expected="able to run one of its requests when no step is in flight",
-                    got=f"{len(self._waiting)} waiting, {len(self._running)} running",
+                    expected="able to run one of its requests while no step is in flight",
+                    got=f"{self.num_waiting} waiting, {self.num_running} running",
                     remedy="a page or row is lost; run check_integrity()",
                 )
             )
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival

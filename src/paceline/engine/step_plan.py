@@ -1,6 +1,7 @@
 """StepPlan: one step while the scheduler fills it."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.core.modes import ForwardMode
@@ -29,7 +30,7 @@ class PlannedRow(NamedTuple):
         return self.kv_len >= self.request.join_len
 
 
-def page_deltas(row: int, runs: list[PageRun] | tuple[PageRun, ...]) -> tuple[Delta, ...]:
+def page_deltas(row: int, runs: Sequence[PageRun]) -> tuple[Delta, ...]:
     """Page runs as changes of one row of the request table."""
     return tuple(
         PageDelta(row=row, group=run.group, start=run.start, page_ids=run.page_ids) for run in runs
@@ -41,7 +42,7 @@ class StepPlan:
     """Rows chosen so far, and what is left of the token budget."""
 
     budget: int  # tokens
-    rows: list[PlannedRow]
+    rows: list[PlannedRow] = field(default_factory=list)
     is_stalled: bool = False  # a running request waits for pages: admit nobody
 
     def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:

@@ -9,7 +9,7 @@ import torch
 from paceline.core.events import Event, Notify
 from paceline.core.modes import ExtendShape, ForwardMode
 from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import Step
+from paceline.core.step import Step, StepLayout, padded_step
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard
@@ -90,9 +90,9 @@ class ModelRunner:
         if copies:
             self._stream.run(lambda: _execute(copies))
         if graphs is not None:
-            self._run_groups(step, [graph.replay for graph in graphs])
+            self._run_groups(step, size, [graph.replay for graph in graphs])
         else:
-            self._run_groups(step, self._eager_groups(step, size))
+            self._run_groups(step, size, self._eager_groups(step, size))
         return self._receive(step)
 
     def _receive(self, step: Step) -> LaunchedStep:
@@ -101,12 +101,22 @@ class ModelRunner:
         self._stream.run(lambda: slot.receive(buffers, num_reqs, logprobs=step.logprobs))
         return LaunchedStep(step, self._stream.record(), slot)
 
-    def _run_groups(self, step: Step, groups: list[Callable[[], object]]) -> None:
+    def _run_groups(
+        self, step: Step, size: PaddedSize, groups: list[Callable[[], object]]
+    ) -> None:
         """Queue segment groups; the host plans between the first and the second if it must."""
         for index, group in enumerate(groups):
-            if index == 1 and self._parts.backend.capabilities.host_plan:
-                self._parts.backend.host_plan(step, self._parts.backend_buffers)
+            if index == 1:
+                self._host_plan(step, size)
             self._stream.run(lambda run=group: run())  # type: ignore[misc]
+
+    def _host_plan(self, step: Step, size: PaddedSize) -> None:
+        """Let a backend that plans on the host do so, padded rows included."""
+        backend = self._parts.backend
+        if backend.capabilities.host_plan:
+            backend.host_plan(
+                padded_step(step, size.reqs, size.max_extend_len), self._parts.backend_buffers
+            )
 
     def _eager_groups(self, step: Step, size: PaddedSize) -> list[Callable[[], object]]:
         groups = self._segment_groups(
@@ -178,6 +188,7 @@ class ModelRunner:
             key.phase, size, sampler=key.sampler, logprobs=key.logprobs
         )
         self._stream.run(lambda: self._parts.buffers.pad(size))
+        self._host_plan(_empty_step(key), size)
         if self._graphs.factory.needs_warm_up:
             for group in groups:
                 self._stream.run(_without_autograd(group))
@@ -189,6 +200,19 @@ class ModelRunner:
         )
         self._stream.synchronize()
         return captured
+
+
+def _empty_step(key: GraphKey) -> Step:
+    """The step of a key before anything is in it."""
+    return Step(
+        epoch=0,
+        mode=key.phase,
+        layout=StepLayout(rows=(), extend_lens=(), emits=()),
+        prefix_lens_bound=(),
+        sampler=key.sampler,
+        logprobs=key.logprobs,
+        deltas=(),
+    )
 
 
 def _execute(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -1,0 +1,111 @@
+"""A complete attention backend: one dense product of a step's queries with all its requests' keys.
+
+It reads every key of every request and masks what a query may not see, so it is slow and short.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.attention.contract import (
+    AttentionBackend,
+    Capabilities,
+    GraphSupport,
+    LayerCache,
+    Limits,
+    Part,
+    StepView,
+)
+from paceline.core.modes import MaskKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DenseBuffers:
+    """Everything whose address a graph may hold, at its largest."""
+
+    key_positions: Tensor  # [max_keys]  int64  0, 1, 2, ...
+    slots: Tensor  # [max_reqs * max_keys]  int64
+    visible: Tensor  # [max_tokens * max_reqs * max_keys]  bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DensePlan:
+    """Views one step may read; nothing assigns to it after `plan`."""
+
+    slots: Tensor  # [padded_reqs * max_keys]  int64  slot of each request's key j
+    visible: Tensor  # [padded_tokens, padded_reqs * max_keys]  bool
+
+
+class DenseBackend(AttentionBackend):
+    """Causal attention of one cache group in plain torch, on any device."""
+
+    name: ClassVar[str] = "dense-example"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        device_types=frozenset({"cpu", "cuda"}),
+        min_cuda_arch=None,
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        page_sizes=None,
+        head_dims=None,
+        v_head_dim_differs=False,
+        masks=frozenset({MaskKind.CAUSAL}),
+        window=False,
+        soft_cap=False,
+        returns_lse=False,
+        graph=GraphSupport.ALWAYS,
+        host_plan=False,
+    )
+
+    def make_buffers(self, limits: Limits) -> DenseBuffers:
+        """Called once; `plan` cuts these to the size of a step."""
+        max_keys = limits.max_pages[0] * limits.page_size
+
+        def flat(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=limits.device)
+
+        return DenseBuffers(
+            key_positions=torch.arange(max_keys, device=limits.device),
+            slots=flat(limits.max_reqs * max_keys, torch.int64),
+            visible=flat(limits.max_tokens * limits.max_reqs * max_keys, torch.bool),
+        )
+
+    def plan(self, view: StepView, buffers: Any) -> DensePlan:
+        """Device-only, static shapes, in place: the same call in eager, capture and replay."""
+        page_table = view.groups[0].page_table  # [reqs, max_pages]
+        reqs, max_pages = page_table.shape
+        max_keys = buffers.key_positions.shape[0]
+        page_size = max_keys // max_pages
+
+        slots = buffers.slots[: reqs * max_keys]
+        offsets = buffers.key_positions[:page_size]
+        torch.add(
+            (page_table.long() * page_size).unsqueeze(2),
+            offsets,
+            out=slots.view(reqs, max_pages, page_size),
+        )
+
+        visible = buffers.visible[: view.padded_tokens * reqs * max_keys]
+        visible = visible.view(view.padded_tokens, reqs, max_keys)
+        owner = torch.arange(reqs, device=slots.device) == view.req_ids.unsqueeze(1)
+        is_past = buffers.key_positions <= view.positions.unsqueeze(1)  # [tokens, max_keys]
+        torch.logical_and(owner.unsqueeze(2), is_past.unsqueeze(1), out=visible)
+        return DensePlan(slots=slots, visible=visible.flatten(1))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: DensePlan, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer.  K and V of the step are in the cache already: k and v go unused here."""
+        keys = layer.k_cache.flatten(0, 1).index_select(0, plan.slots)  # [reqs * max_keys, ...]
+        values = layer.v_cache.flatten(0, 1).index_select(0, plan.slots)
+        group = layer.spec.num_heads // layer.spec.num_kv_heads
+        heads = [x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values)]
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1).unsqueeze(0),
+            heads[0].unsqueeze(0),
+            heads[1].unsqueeze(0),
+            attn_mask=plan.visible,
+            scale=layer.spec.scale,
+        )
+        return out.squeeze(0).transpose(0, 1), None
