@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.attention.contract import (
@@ -97,15 +96,12 @@ class DenseBackend(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: DensePlan, part: Part
     ) -> tuple[Tensor, Tensor | None]:
         """One layer.  K and V of the step are in the cache already: k and v go unused here."""
-        keys = layer.k_cache.flatten(0, 1).index_select(0, plan.slots)  # [reqs * max_keys, ...]
-        values = layer.v_cache.flatten(0, 1).index_select(0, plan.slots)
-        group = layer.spec.num_heads // layer.spec.num_kv_heads
-        heads = [x.repeat_interleave(group, dim=1).transpose(0, 1) for x in (keys, values)]
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1).unsqueeze(0),
-            heads[0].unsqueeze(0),
-            heads[1].unsqueeze(0),
-            attn_mask=plan.visible,
-            scale=layer.spec.scale,
-        )
-        return out.squeeze(0).transpose(0, 1), None
+        spec = layer.spec
+        keys = layer.k_cache.flatten(0, 1).index_select(0, plan.slots).float()
+        values = layer.v_cache.flatten(0, 1).index_select(0, plan.slots).float()
+        # t token, k KV head, g query head of its group, s key, d head dim
+        grouped = q.float().view(q.shape[0], spec.num_kv_heads, -1, spec.head_dim)
+        scores = torch.einsum("tkgd,skd->tkgs", grouped, keys) * spec.scale
+        hidden = ~plan.visible[:, None, None, :]
+        weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("tkgs,skd->tkgd", weights, values).flatten(1, 2).to(q.dtype), None

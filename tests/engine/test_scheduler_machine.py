@@ -50,14 +50,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         mix=st.sampled_from([True, True, False]),
         caching=st.sampled_from([True, True, True, False]),
         ahead=st.sampled_from([0, 6]),
+        tight=st.sampled_from([False, False, True]),
     )
     def build(
-        self, page_size, windows, pages, max_running, chunk, budget, delay, mix, caching, ahead
+        self,
+        page_size,
+        windows,
+        pages,
+        max_running,
+        chunk,
+        budget,
+        delay,
+        mix,
+        caching,
+        ahead,
+        tight,
     ):
         self.specs = group_specs(windows, page_size)
         # About one long request: everything else lives from eviction, waiting and preemption.
         tokens = CONTEXT_LEN // 2 + 8 * pages
         num_pages = [1 + -(-tokens // page_size) for _ in windows]
+        if tight:  # windowed pools as small as one request alone can live with
+            spans = [tokens if w is None else w - 1 + chunk for w in windows]
+            num_pages = [3 + -(-span // page_size) for span in spans]
         self.cache = CacheManager(
             self.specs, num_pages, max_extend_len=chunk, enable_prefix_cache=caching
         )
@@ -89,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         count=st.integers(1, 3),
         family=st.integers(0, 1),
         shared=st.sampled_from([0, 5, 12, 16, 20]),
-        own=st.integers(1, 6),
+        own=st.integers(0, 6),
         max_tokens=st.sampled_from([8, None, 1, 5, 12, 16, 20, 24]),
         stops=st.integers(0, 2),
         poisoned_at=st.sampled_from([None] * 12 + [20]),
@@ -234,7 +249,7 @@ def test_every_request_says_what_the_model_says_alone_whatever_happens():
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=220,
+            max_examples=280,
             stateful_step_count=100,
             deadline=None,
             derandomize=True,

@@ -252,6 +252,16 @@ def test_cpu_without_interpreter_is_refused_with_a_remedy() -> None:
     assert "TRITON_INTERPRET=1" in done.stderr
 
 
+@pytest.mark.parametrize("run", [run_decode, run_extend], ids=["decode", "extend"])
+def test_missing_triton_is_named_with_a_remedy(
+    run: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.kernels.paged_attention.checks.find_spec", lambda name: None)
+    case = make_case(DECODE, SHAPES["mha-64-page1"], seed=20)
+    with pytest.raises(KernelArgumentError, match=r"must be run where triton is installed.*torch"):
+        run(case)
+
+
 BAD_ARGUMENTS = {
     "q": (lambda t: t[0], r"q must be \[tokens, heads, head_dim\]"),
     "k_cache": (lambda t: t.half(), r"k_cache must be torch.float32 \[num_pages"),
@@ -284,3 +294,29 @@ def test_bad_argument_is_named_with_what_was_expected(name: str) -> None:
     arguments[name] = spoil(arguments[name])
     with pytest.raises(KernelArgumentError, match=text):
         paged_decode(**arguments, scale=1.0, window=None, soft_cap=None)
+
+
+@pytest.mark.parametrize("name", ["prefix_lens", "kv_lens", "cu_seqlens_q"])
+def test_bad_extend_lengths_are_named(name: str) -> None:
+    case = make_case(RAGGED, SHAPES["mha-64-page1"], seed=21)
+    out, lse = case.empty_outputs()
+    lengths = {
+        "prefix_lens": case.prefix_lens,
+        "kv_lens": case.kv_lens,
+        "cu_seqlens_q": case.cu_seqlens_q,
+    }
+    lengths[name] = lengths[name].long()
+    with pytest.raises(KernelArgumentError, match=f"{name} must be contiguous int32"):
+        paged_extend(
+            case.q,
+            case.k_cache,
+            case.v_cache,
+            case.page_table,
+            **lengths,
+            max_extend_len=21,
+            scale=1.0,
+            window=None,
+            soft_cap=None,
+            out=out,
+            lse=lse,
+        )

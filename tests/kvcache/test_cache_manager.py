@@ -110,6 +110,23 @@ def test_pages_are_shared_before_their_owner_ends():
     assert cache.num_shared_pages("a") == cache.num_shared_pages("b") == 2
 
 
+@pytest.mark.parametrize("window", [None, 64])
+def test_a_path_evicted_under_a_running_request_is_built_again(window):
+    cache = make_cache(window)
+    for name in "ab":
+        cache.admit(name, TOKENS[:12], reserve_to=20)
+        cache.reserve(name, 20, ahead=0)
+    cache.retire(1)
+    for name in "ab":
+        cache.written(name, TOKENS[:20], 12, epoch=1)  # pages of b stay private: a was first
+    cache.release("a", TOKENS[:20], 12, epoch=1)
+    group = cache._groups[0]
+    group.pool.free(cache._tree.evict(0, 9), 1)
+    cache.written("b", TOKENS[:20], 16, epoch=1)
+    cache.check_integrity()
+    assert cache.match(TOKENS) == 16
+
+
 def test_a_host_end_limits_what_enters_the_tree():
     cache = make_cache(None)
     cache.admit("a", TOKENS[:4], reserve_to=16)
@@ -165,9 +182,9 @@ def test_relief_is_pending_only_while_pages_are_on_their_way():
     cache.admit("a", TOKENS[:8], reserve_to=8)
     cache.admit("b", TOKENS[20:28], reserve_to=8)
     assert cache.reserve("a", 9, ahead=0) is None
-    assert not cache.relief_pending("a", 9)
+    assert not cache.relief_pending("a", 9, next_query=8)
     cache.release("b", TOKENS[20:28], 0, epoch=3)
-    assert cache.relief_pending("a", 9)
+    assert cache.relief_pending("a", 9, next_query=8)
     cache.retire(3)
     assert cache.reserve("a", 9, ahead=0)
 

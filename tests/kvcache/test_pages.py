@@ -65,7 +65,9 @@ def test_freeing_a_page_twice_is_refused():
     pool = PagePool("full", 3)
     pages = pool.reserve(1)
     pool.free(pages, 9)
-    with pytest.raises(IntegrityError, match="page 1 .* to be freed, must be reserved, got queued"):
+    with pytest.raises(
+        IntegrityError, match=r"page 1 .* to be freed, must be reserved, got queued"
+    ):
         pool.free(pages, 9)
 
 
@@ -100,7 +102,7 @@ def test_books_that_do_not_balance_report_both_sides():
     pool._states[4] = PageState.QUEUED
     pool._states[2] = PageState.FREE
     pool._queue[1] = [3]
-    with pytest.raises(IntegrityError, match="free pages .* must be 2 by state, got 3 by count"):
+    with pytest.raises(IntegrityError, match=r"free pages .* must be 2 by state, got 3 by count"):
         pool.check_integrity()
 
 

@@ -107,7 +107,9 @@ def test_counts_that_disagree_with_nodes_are_reported(tree):
     path = stored_path(tree, TOKENS, 1)
     tree.check_integrity()
     path[1].held_children[FULL] = 0
-    with pytest.raises(IntegrityError, match="held children .* must be 1 by nodes, got 0 by count"):
+    with pytest.raises(
+        IntegrityError, match=r"held children .* must be 1 by nodes, got 0 by count"
+    ):
         tree.check_integrity()
     path[1].held_children[FULL] = 1
     path[5].locks[WINDOWED] = 1

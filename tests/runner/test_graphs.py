@@ -13,7 +13,7 @@ from paceline.core.events import Event, EventLog
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import FinishCode, RowLogprobs
-from paceline.runner.graphs import Graph, GraphKey, GraphStore
+from paceline.runner.graphs import RESERVE_FACTOR, Graph, GraphKey, GraphStore
 from paceline.runner.model_runner import GraphSizes
 from paceline.runner.streams import DeferredStream
 
@@ -208,6 +208,18 @@ def test_a_batch_beyond_the_largest_graph_is_eager(tiny: TinyModel, counts: Coun
     assert driver.tokens[2] == tiny.greedy(prompts[2], 6)
 
 
+def test_with_a_short_reserve_the_runner_goes_on_eagerly(
+    tiny: TinyModel, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RESERVE_FACTOR, "cpu", 1)
+    driver = Driver(tiny)
+    prompts = start(driver, range(1, 3))
+    driver.decode([1, 2], steps=5)
+    assert (counts["capture"], counts["replay"]) == (1, 0)
+    assert {event.reason for event in driver.events.counts()} == {"graph_reserve_short"}
+    assert driver.tokens[2] == tiny.greedy(prompts[2], 6)
+
+
 # --- replay is the same step ----------------------------------------------------------------------
 
 
@@ -252,11 +264,14 @@ def test_a_graph_padded_to_8_with_fewer_live_rows_equals_eager(tiny: TinyModel, 
 
 
 @pytest.mark.parametrize("stream", ["inline", "deferred"])
+@pytest.mark.parametrize("sizes", [(1, 2, 3, 4, 6, 8), (8,)], ids=["tight", "padded"])
 def test_batches_that_shrink_and_grow_equal_each_request_alone(
-    tiny: TinyModel, stream: str
+    tiny: TinyModel, stream: str, sizes: tuple[int, ...]
 ) -> None:
-    """After a longer batch every buffer has a stale tail; both forms of a step ignore it."""
+    """After a longer batch every buffer has a stale tail, and rows that sit out a step must not
+    move; both forms of a step see to it."""
     driver = Driver(tiny, stream=DeferredStream() if stream == "deferred" else None)
+    driver.runner._sizes = GraphSizes(sizes)
     prompts = start(driver)
     batches = [
         range(1, 9),
@@ -292,6 +307,26 @@ def test_eager_and_replay_alternate_on_the_same_rows(tiny: TinyModel) -> None:
     assert driver.tokens[3] == tiny.greedy(prompts[3], 7)
     assert driver.tokens[4] == tiny.greedy(random_prompts(LENGTHS)[3], 4)
     assert driver.tokens[1] == tiny.greedy(prompts[1], 4)
+
+
+@pytest.mark.parametrize("graph_max_reqs", [None, 8], ids=["eager", "recorded"])
+def test_a_row_that_ends_while_the_next_step_is_in_flight_emits_nothing_more(
+    tiny: TinyModel, graph_max_reqs: int | None
+) -> None:
+    """The host learns of the end one turn late; the device has made the row padding by then."""
+    driver = Driver(tiny, graph_max_reqs=graph_max_reqs, stream=DeferredStream())
+    prompts = dict(zip([1, 2], random_prompts([5, 9]), strict=True))
+    wanted = {row: tiny.greedy(prompt, 9) for row, prompt in prompts.items()}
+    end = wanted[1][3]
+    first = wanted[1].index(end)
+    driver.join(
+        1, prompts[1], SamplingParams(temperature=0.0, max_tokens=None, stop_token_ids=(end,))
+    )
+    driver.join(2, prompts[2], max_len=len(prompts[2]) + 6)
+    driver.collect(driver.launch_prefill({1: 5, 2: 9}))
+    driver.decode_overlapped([[1, 2]] * 8)
+    assert driver.tokens == {1: wanted[1][: first + 1], 2: wanted[2][:6]}
+    assert driver.finish == {1: FinishCode.STOP_TOKEN, 2: FinishCode.LENGTH}
 
 
 def test_the_deferred_stream_equals_the_inline_stream(tiny: TinyModel) -> None:

@@ -1,6 +1,6 @@
-"""The attention backend contract (docs/architecture.md, "Attention").
+"""The attention backend contract (docs/architecture.md, "The attention contract").
 
-requests -> Step -> StepBuffers.fill -> derive -> StepView -> backend.plan -> Plan -> backend.forward
+requests -> Step -> StepBuffers.fill -> derive -> StepView -> plan -> Plan -> forward
 
 A backend is `capabilities` (data) and the methods of `AttentionBackend`.  It states nothing about
 padding, keeps no state between calls, and reads no device value on the host.

@@ -1,6 +1,6 @@
 """boot: from options to a running engine, measuring what the plan only estimated."""
 
-import sys
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -31,6 +31,8 @@ from paceline.runner.build import RunnerConfig, build_runner
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT
 from paceline.runner.streams import Stream, make_stream
 
+_LOG = logging.getLogger("paceline")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Booted:
@@ -56,6 +58,7 @@ class Knobs:
     poison_graphs: bool = False  # fill intermediates of recorded graphs before each replay
     staging_depth: int = RING_DEPTH
     reserve_ahead: int | None = None  # tokens; None takes the scheduler's default
+    admission_margin: int | None = None  # tokens; None takes the scheduler's default
     num_pages: tuple[int, ...] | None = None  # [num_groups]; None takes the budget's
 
 
@@ -75,7 +78,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
         attention_config(config, options, facts, graph=graph), options.attention_backend or "auto"
     )
     resolution = resolution.choose("attention_backend", attention.name, attention.why)
-    print(resolution.table(), file=sys.stderr)
+    _LOG.info("%s", resolution.table())
     if options.threads is not None:
         torch.set_num_threads(options.threads)
 
@@ -109,7 +112,8 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     meter.note("workspace", less=sum(group.bytes for group in fit.groups))
     runner.boot()
     meter.note("graphs")
-    tokenizer = Tokenizer.from_folder(source.folder) if source.folder is not None else None
+    # Without tokenizer.json the model serves token ids.
+    tokenizer = None if source.tokenizer is None else Tokenizer.from_folder(source.tokenizer.parent)
     engine = Engine(
         _scheduler(config, options, fit, knobs),
         runner,
@@ -158,6 +162,8 @@ def _scheduler(config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Kno
     )
     if knobs.reserve_ahead is not None:
         limits = replace(limits, reserve_ahead=knobs.reserve_ahead)
+    if knobs.admission_margin is not None:
+        limits = replace(limits, admission_margin=knobs.admission_margin)
     return Scheduler(limits, cache)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.loop import Launched, Runner, Turn
-from paceline.engine.request import Request
+from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.tracker import Tracker
@@ -68,7 +68,7 @@ class Engine:
         if tracker is None:
             return False
         self.scheduler.abort(request_id)
-        tracker.finish("abort")
+        tracker.finish(FinishReason.ABORT)
         return True
 
     def step(self) -> list[Tracker]:

@@ -6,13 +6,14 @@ llm = LLM("bundled")
 print(llm.generate("def fibonacci(n):", SamplingParams(temperature=0.0))[0].outputs[0].text)
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
-from paceline.core.errors import ConfigError, ModelError, PacelineError, RequestError, message
+from paceline.core.errors import ModelError, PacelineError, RequestError, message
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.boot import Booted, Knobs, boot
+from paceline.engine.engine import Engine
 from paceline.engine.fit import compare
 from paceline.engine.machine import versions
 from paceline.engine.outputs import RequestOutput
@@ -64,14 +65,18 @@ class LLM:
 
         params: one for all prompts, or one each; a mapping is read as SamplingParams.from_dict.
         Returns finished outputs in the order of the prompts.  With stream=True an iterator of
-        snapshots, whose text and ids accumulate, as they come; leaving it early aborts the rest.
+        snapshots, whose text and ids accumulate, as they come; leaving it early (dropping it, or
+        its close()) aborts the rest.
         Raises RequestError before anything runs when a prompt or parameter is wrong.
         """
         trackers = self._submit(prompts, params)
         if stream:
-            return self._stream(trackers)
-        for _ in self._stream(trackers):
-            pass
+            return _Stream(self, trackers)
+        try:
+            while not all(tracker.is_finished for tracker in trackers):
+                self._live.engine.step()
+        finally:
+            self._abort_all(trackers)
         return [tracker.snapshot() for tracker in trackers]
 
     def abort(self, request_id: str) -> bool:
@@ -80,13 +85,13 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ModelError for a shape, which has none."""
+        """Raises ModelError for a model that brought none."""
         if self._live.tokenizer is None:
             raise ModelError(
                 message(
                     "tokenizer",
                     expected="a model with tokenizer.json",
-                    got="a shape",
+                    got="one without",
                     remedy="pass prompts as token ids",
                 )
             )
@@ -103,6 +108,7 @@ class LLM:
         return {
             "versions": versions(),
             "device": booted.device.name,
+            "vocab_size": booted.config.vocab_size,
             "boot_s": booted.boot_s,
             "options": booted.resolution.to_json(),
             "attention": {"name": booted.attention.name, "why": booted.attention.why},
@@ -116,6 +122,11 @@ class LLM:
     def memory_table(self) -> str:
         """Planned and measured bytes side by side."""
         return compare(self._live.fit, self._live.measured)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine below, for tools that drive single turns."""
+        return self._live.engine
 
     def close(self) -> None:
         """Abort what runs and give the memory back; closing twice is harmless."""
@@ -162,23 +173,6 @@ class LLM:
             raise
         return trackers
 
-    def _stream(self, trackers: list[Tracker]) -> Iterator[RequestOutput]:
-        """Turn the loop until every tracker has ended; yields a snapshot whenever one grew."""
-        mine = {id(tracker) for tracker in trackers}
-        told: set[int] = set()
-        try:
-            while len(told) < len(trackers):
-                touched = {id(tracker) for tracker in self._live.engine.step()}
-                for tracker in trackers:
-                    key = id(tracker)
-                    if key in told or not (key in touched or tracker.is_finished):
-                        continue
-                    if tracker.is_finished:
-                        told.add(key)
-                    yield tracker.snapshot()
-        finally:
-            self._abort_all([tracker for tracker in trackers if id(tracker) in mine - told])
-
     def _abort_all(self, trackers: list[Tracker]) -> None:
         for tracker in trackers:
             if self._booted is not None:
@@ -220,23 +214,71 @@ class LLM:
         return (self._live.resolution.options.seed + self._num_requests) % 2**63
 
 
+class _Stream(Iterator[RequestOutput]):
+    """Snapshots of some requests as they grow, whoever turns the loop.  Owns their end: closed or
+    dropped, even before its first snapshot, it aborts those that still run.
+    """
+
+    def __init__(self, llm: LLM, trackers: list[Tracker]) -> None:
+        self._llm = llm
+        self._trackers = trackers
+        self._snapshots = _follow(llm, trackers)  # holds no reference to self: see __del__
+
+    def __next__(self) -> RequestOutput:
+        return next(self._snapshots)
+
+    def close(self) -> None:
+        """Abort what still runs; there is nothing more to come."""
+        self._snapshots.close()
+        self._llm._abort_all(self._trackers)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _follow(llm: LLM, trackers: list[Tracker]) -> Generator[RequestOutput, None, None]:
+    """Turn the loop until every request has ended."""
+    left = dict.fromkeys(trackers, 0)  # tokens shown
+    while left:
+        grown = [
+            each for each, shown in left.items() if each.is_finished or each.num_tokens > shown
+        ]
+        if not grown:
+            llm._live.engine.step()
+        for tracker in grown:
+            left[tracker] = tracker.num_tokens
+            if tracker.is_finished:
+                del left[tracker]
+            yield tracker.snapshot()
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not _is_list(prompts):
+        raise _prompt_error("prompts", type(prompts).__name__)
     items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
+    if not items:
+        raise _prompt_error("prompts", "an empty list")
+    if all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     for item in items:
-        if isinstance(item, bytes) or not isinstance(item, str | Sequence):
-            raise RequestError(
-                message(
-                    "prompt",
-                    expected="text or a sequence of token ids",
-                    got=type(item).__name__,
-                    remedy="pass a str or a list of int",
-                )
-            )
+        if not (isinstance(item, str) or _is_list(item)):
+            raise _prompt_error("prompt", type(item).__name__)
     return items  # type: ignore[return-value]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _prompt_error(name: str, got: str) -> RequestError:
+    expected = "text or a sequence of token ids"
+    if name == "prompts":
+        expected += ", or a list of such, at least one"
+    return RequestError(
+        message(name, expected=expected, got=got, remedy="pass a str or a list of int")
+    )
 
 
 def _as_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
@@ -244,16 +286,20 @@ def _as_params(params: Params | Sequence[Params] | None, count: int) -> list[Sam
         params = SamplingParams()
     if isinstance(params, SamplingParams | Mapping):
         params = [params] * count
-    if len(params) != count:
-        raise ConfigError(
-            message(
-                "params",
-                expected=f"one for all or one for each of {count} prompts",
-                got=f"{len(params)}",
-                remedy="pass a single SamplingParams",
-            )
-        )
-    return [
-        each if isinstance(each, SamplingParams) else SamplingParams.from_dict(each)
-        for each in params
-    ]
+    got = len(params) if _is_list(params) else type(params).__name__
+    if got != count:
+        raise _params_error(f"one for all or one for each of {count} prompts", got)
+    return [_as_one_params(each) for each in params]
+
+
+def _as_one_params(value: Params) -> SamplingParams:
+    if isinstance(value, SamplingParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise _params_error("SamplingParams or a mapping", type(value).__name__)
+    return SamplingParams.from_dict(value)
+
+
+def _params_error(expected: str, got: object) -> RequestError:
+    remedy = "pass a single SamplingParams"
+    return RequestError(message("params", expected=expected, got=got, remedy=remedy))

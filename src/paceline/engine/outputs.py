@@ -1,11 +1,10 @@
 """What a caller gets back: frozen snapshots of a request, and their JSON document."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from paceline.core.step import RowLogprobs
-
-FinishReason = Literal["stop", "length", "abort", "error"]
+from paceline.engine.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ shown, and what holds once every launched step has run (`_bound`).
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 
 from paceline.core.errors import RequestError, message
 from paceline.core.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ class RequestState(Enum):
     FINISHED = "finished"  # holds at most its row, until its in-flight outputs have arrived
 
 
-class FinishReason(Enum):
+class FinishReason(StrEnum):
     """Why a request ended; the value is what users see."""
 
     STOP = "stop"

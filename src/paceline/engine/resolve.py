@@ -45,7 +45,7 @@ class Resolution:
             if origin == "default":
                 kept.append(f"{flag}={_shown(value)}")
             else:
-                lines.append(f"  {flag:<24}{_shown(value)!s:<16}({origin})")
+                lines.append(f"  {flag:<24}{_shown(value)!s:<15} ({origin})")
         lines.append("  default: " + ", ".join(kept))
         return "\n".join(["configuration", *lines])
 

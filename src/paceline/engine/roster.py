@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from paceline.core.errors import IntegrityError, RequestError, message
+from paceline.core.padding import PAD_ROW
 from paceline.engine.request import FinishReason, Request, RequestState
 
 
@@ -109,7 +110,8 @@ class Roster:
         """
         flights = list(in_flight)
         counted = {id(r): r for r in [*self._requests.values(), *flights]}.values()
-        rows = [r.row for r in counted if r.row is not None] + self._free_rows
+        holders = [r for r in counted if r.in_flight or r.state is RequestState.RUNNING]
+        rows = [PAD_ROW if r.row is None else r.row for r in holders] + self._free_rows
         states = [r.state for r in self._requests.values()]
         for name, expected, got in (
             ("rows", list(range(1, self._max_running + 1)), sorted(rows)),

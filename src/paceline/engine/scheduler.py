@@ -221,7 +221,10 @@ class Scheduler:
                 max_len=request.max_len,
                 params=request.params,
             )
-            deltas = (join, *page_deltas(row, admission.page_runs))
+            # Room for the first output too, while it still lies right behind the prompt.
+            ahead = max(0, min(self._config.reserve_ahead, request.max_len - 1 - reserve_to))
+            grown = self._cache.reserve(request.request_id, reserve_to, ahead=ahead) or ()
+            deltas = (join, *page_deltas(row, (*admission.page_runs, *grown)))
             plan.add(request, self._chunk(plan, request), deltas)
 
     def _chunk(self, plan: StepPlan, request: Request) -> int:
@@ -246,7 +249,8 @@ class Scheduler:
     def _must_wait(self, request: Request, kv_bound: int) -> bool:
         """Whether pages come back without a preemption."""
         running = self._roster.running
-        if self._cache.relief_pending(request.request_id, kv_bound):
+        name, next_query = request.request_id, request.kv_bound
+        if self._cache.relief_pending(name, kv_bound, next_query=next_query):
             return True
         if any(other.is_complete for other in running):
             return True

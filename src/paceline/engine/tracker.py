@@ -1,17 +1,15 @@
 """Tracker: one request as its caller sees it: text, times, and how it ended."""
 
 import time
-from typing import get_args
 
 from paceline.core.step import RowLogprobs
 from paceline.engine.detokenize import Detokenizer
 from paceline.engine.outputs import (
     CompletionOutput,
-    FinishReason,
     RequestMetrics,
     RequestOutput,
 )
-from paceline.engine.request import Request
+from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 from paceline.engine.tokenizer import Tokenizer
 
@@ -50,6 +48,11 @@ class Tracker:
     def is_finished(self) -> bool:
         return self._finish is not None
 
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens so far."""
+        return len(self._token_ids)
+
     def apply(self, update: RequestUpdate) -> int | None:
         """Take in new tokens.
 
@@ -63,8 +66,8 @@ class Tracker:
         if stop_tokens is not None:
             return stop_tokens if update.finish is None else None
         if update.finish is not None:
-            self.finish(_reason(update.finish.value))
-            if self._finish == "stop" and self._stop_reason is None:
+            self.finish(update.finish)
+            if self._finish is FinishReason.STOP and self._stop_reason is None:
                 self._stop_reason = self._token_ids[-1]
         return None
 
@@ -125,7 +128,7 @@ class Tracker:
         del self._token_ids[found.num_tokens :]
         del self._logprobs[found.num_tokens :]
         self._stop_reason = found.string
-        self._finish = "stop"
+        self._finish = FinishReason.STOP
         return found.num_tokens
 
     def _metrics(self) -> RequestMetrics:
@@ -139,7 +142,3 @@ class Tracker:
             preemptions=self.request.num_preemptions,
         )
 
-
-def _reason(value: str) -> FinishReason:
-    assert value in get_args(FinishReason), value
-    return value  # type: ignore[return-value]

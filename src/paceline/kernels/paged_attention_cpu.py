@@ -82,10 +82,9 @@ def _implementation(
 ) -> None:
     kind = MaskKind(mask)
     offsets, prefixes = cu_seqlens_q.tolist(), prefix_lens.tolist()
-    keys, values = _KeyValues(k_cache), _KeyValues(v_cache)
-    for request, (prefix, pages) in enumerate(
-        zip(prefixes, _live_pages(page_table, prefixes, offsets, k_cache.shape[1]), strict=True)
-    ):
+    keys, values = _KeyValues(k_cache, page_table), _KeyValues(v_cache, page_table)
+    page_rows = _live_pages(page_table, prefixes, offsets, k_cache.shape[1])
+    for request, (prefix, pages) in enumerate(zip(prefixes, page_rows, strict=True)):
         start, end = offsets[request], offsets[request + 1]
         extend = end - start
         # The lowest key the step's first row can see; later rows see none before it.
@@ -95,7 +94,7 @@ def _implementation(
         if extend > 1:
             tree = tree_mask[start:end, :extend] if tree_mask is not None else None
             visible = _visible(prefix, extend, reach, kind=kind, tree=tree, window=window)
-        k, v = keys.select(pages, reach), values.select(pages, reach)
+        k, v = keys.select(request, pages, reach), values.select(request, pages, reach)
         if soft_cap is None and lse is None:
             _fused(q[start:end], k, v, visible, out[start:end], scale=scale)
         else:
@@ -109,11 +108,8 @@ def _live_pages(
     page_table: Tensor, prefixes: list[int], offsets: list[int], page_size: int
 ) -> list[list[int]]:
     """[reqs] of page ids: each request's row up to its last live page."""
-    kv_lens = [
-        prefix + end - start
-        for prefix, start, end in zip(prefixes, offsets, offsets[1:], strict=False)
-    ]
-    widths = [-(-kv_len // page_size) for kv_len in kv_lens]
+    ends = zip(prefixes, offsets, offsets[1:], strict=False)
+    widths = [-((start - end - prefix) // page_size) for prefix, start, end in ends]
     rows = page_table[:, : max(widths, default=0)].tolist()
     return [row[:width] for row, width in zip(rows, widths, strict=True)]
 
@@ -121,22 +117,23 @@ def _live_pages(
 class _KeyValues:
     """One side of a paged cache, read by ranges of positions."""
 
-    def __init__(self, cache: Tensor) -> None:
+    def __init__(self, cache: Tensor, page_table: Tensor) -> None:
         self._page_size = cache.shape[1]
         self._pages = cache  # [num_pages, page_size, kv_heads, dim]
-        self._slots = cache.flatten(0, 1).transpose(0, 1).unsqueeze(0)  # [1, kv_heads, slots, dim]
+        self._page_table = page_table  # [reqs, max_pages]  int32
+        slots = cache.view(1, -1, *cache.shape[2:])
+        self._slots = slots.transpose(1, 2)  # [1, kv_heads, slots, dim]
 
-    def select(self, pages: list[int], reach: range) -> Tensor:
+    def select(self, request: int, pages: list[int], reach: range) -> Tensor:
         """[1, kv_heads, len(reach), dim]; a view where the pages are neighbours."""
         size = self._page_size
-        low = reach.start // size
-        needed = pages[low : -(-reach.stop // size)]
+        low, high = reach.start // size, -(-reach.stop // size)
         begin = reach.start - low * size
-        first = needed[0] if needed else 0
-        if needed == list(range(first, first + len(needed))):
+        first = pages[low] if low < high else 0
+        if pages[low:high] == list(range(first, first + high - low)):
             return self._slots.narrow(2, first * size + begin, len(reach))
-        gathered = self._pages.index_select(0, torch.tensor(needed)).flatten(0, 1)
-        return gathered[begin : begin + len(reach)].transpose(0, 1).unsqueeze(0)
+        gathered = self._pages.index_select(0, self._page_table[request, low:high]).flatten(0, 1)
+        return gathered.narrow(0, begin, len(reach)).transpose(0, 1).unsqueeze(0)
 
 
 def _visible(
@@ -221,7 +218,9 @@ def _explicit(
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     normalizer = torch.logsumexp(scores, -1)  # [kv_heads, group, rows]
-    weights = torch.exp(scores - normalizer.unsqueeze(-1)).nan_to_num(0.0)
+    # A row without keys divides by 1: its weights are exp(-inf) = 0, and NaN elsewhere stays NaN.
+    divisor = normalizer.masked_fill(normalizer == -math.inf, 0.0)
+    weights = torch.exp(scores - divisor.unsqueeze(-1))
     mixed = torch.einsum("kgrs,ksd->rkgd", weights, v[0].float())
     out.copy_(mixed.reshape(rows, heads, -1))
     if lse is not None:

@@ -232,9 +232,10 @@ class PagedGroup:
             for node in self._unlocks.pop(due):
                 self._tree.unlock(node, self._index)
 
-    def relief_pending(self) -> bool:
-        """Whether pages or locks wait for an epoch."""
-        return bool(self._unlocks) or self.pool.num_queued > 0
+    def relief_pending(self, holding: Holding, next_query: int) -> bool:
+        """Whether pages or locks wait for an epoch, or fall behind this holding's window soon."""
+        behind = self.first_visible_page(next_query) > holding.first
+        return behind or bool(self._unlocks) or self.pool.num_queued > 0
 
     def pending_locks(self) -> list[Node]:
         """Locks that wait for an epoch, one entry each."""

@@ -143,11 +143,16 @@ class CacheManager:
         self._note_reserved(entry)
         return [run for run in runs if run is not None]
 
-    def relief_pending(self, request_id: str, kv_bound: int) -> bool:
-        """Whether every group too short for `kv_bound` has pages on their way back."""
+    def relief_pending(self, request_id: str, kv_bound: int, *, next_query: int) -> bool:
+        """Whether every group too short for `kv_bound` has pages on their way back.
+
+        next_query: the lowest position this request queries once its launched steps have retired.
+        """
         pairs = zip(self._groups, self._entries[request_id].holdings, strict=True)
         return all(
-            group.relief_pending() for group, holding in pairs if group.shortage(holding, kv_bound)
+            group.relief_pending(holding, next_query)
+            for group, holding in pairs
+            if group.shortage(holding, kv_bound)
         )
 
     def written(

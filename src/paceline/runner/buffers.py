@@ -40,7 +40,7 @@ class PaddedSize:
 
 
 class StepBuffers:
-    """Sole owner and writer of the step's device tensors.
+    """Sole owner of the step's device tensors; derive and commit write them in place.
 
     facts:  [max_reqs, 3]  int32  staged by fill: row id, extend length, emits (0 or 1)
     Derived (see StepView for meanings): row_ids, prefix_lens, extend_lens, kv_lens, cu_seqlens_q,

@@ -72,7 +72,7 @@ def check_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     name = func._schema.name
     if torch.Tag.data_dependent_output in func.tags:
         raise _refuse(name, "its result is a host value")
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs):
         raise _refuse(name, "its random state would be frozen")
     if name in REFUSED_OPERATORS:
         raise _refuse(name, "host data enters the region")
@@ -81,11 +81,20 @@ def check_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             raise _refuse(name, "the shape of a mask index depends on data")
     elif torch.Tag.dynamic_output_shape in func.tags:
         raise _refuse(name, "its shape depends on data")
-    devices = {arg.device for arg in args if isinstance(arg, Tensor) and arg.dim() > 0}
+    devices = {arg.device.type for arg in args if isinstance(arg, Tensor) and arg.dim() > 0}
     if kwargs.get("device") is not None:
-        devices.add(torch.device(kwargs["device"]))
+        devices.add(torch.device(kwargs["device"]).type)
     if len(devices) > 1:
-        raise _refuse(name, f"it mixes devices {sorted(map(str, devices))}")
+        raise _refuse(name, f"it mixes devices {sorted(devices)}")
+
+
+def _draws_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator that may draw random numbers was told not to: dropout 0."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "dropout_p" not in names:
+        return False
+    bound = dict(zip(names, args, strict=False)) | kwargs
+    return not bound.get("dropout_p", 0.0)
 
 
 def _is_mask(index: Any) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.attention.contract import GraphSupport
 from paceline.core.events import Event, Notify
 from paceline.core.modes import ExtendShape, ForwardMode
 from paceline.core.sampling_params import SamplerTier
@@ -17,6 +18,13 @@ from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
 from paceline.runner.program import Parts, Segment, StepProgram, group_segments
 from paceline.runner.staging import StagingRing
 from paceline.runner.streams import Stream
+
+
+# What a backend must support for a step of this shape to be captured; other shapes run eagerly.
+_NEEDED_SUPPORT = {
+    ExtendShape.ONE: GraphSupport.DECODE,
+    ExtendShape.UNIFORM: GraphSupport.UNIFORM,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +147,10 @@ class ModelRunner:
 
     def _graph_key(self, step: Step) -> GraphKey | None:
         """The key a step would replay under; None when it must run eagerly."""
-        if self._graphs is None or not step.mode.facts.graphable:
+        needed = _NEEDED_SUPPORT.get(step.mode.facts.extend)
+        if self._graphs is None or needed is None or not step.mode.facts.graphable:
+            return None
+        if self._parts.backend.capabilities.graph < needed:
             return None
         padded = self._sizes.pad(step.layout.num_reqs)
         if padded is None:
@@ -161,7 +172,6 @@ class ModelRunner:
         sampler: SamplerTier = SamplerTier.GREEDY,
         logprobs: bool = False,
     ) -> GraphKey:
-        assert phase.facts.extend in (ExtendShape.ONE, ExtendShape.UNIFORM)
         return GraphKey(
             phase=phase,
             padded_reqs=padded_reqs,

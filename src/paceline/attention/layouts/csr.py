@@ -6,7 +6,7 @@ Worked example: page size 4, table width 3.
     page_table     [[7, 2, 5], [9, 0, 0]]
     num_pages      [3, 1]                     ceil(kv_len / 4)
     kv_indptr      [0, 3, 4]
-    kv_indices     [7, 2, 5, 9, -, -]         request r, page j at kv_indptr[r] + j; the rest is tail
+    kv_indices     [7, 2, 5, 9, -, -]         request r, page j: kv_indptr[r] + j; the rest is tail
     last_page_len  [1, 4]                     1..page_size
 """
 
@@ -68,10 +68,9 @@ def derive_csr(
     is_used = buffers.page_range < num_pages.unsqueeze(1)
     target = torch.where(is_used, indptr[:-1].unsqueeze(1) + buffers.page_range, tail)
     buffers.kv_indices[:tail].fill_(PAD_PAGE)
-    buffers.kv_indices.index_copy_(0, target.view(-1), group.page_table.reshape(-1))
+    flat = target.view(-1).long()
+    buffers.kv_indices.index_copy_(0, flat, group.page_table.reshape(-1))
 
     last = buffers.last_page_len[:reqs]
     torch.sub(view.kv_lens, (num_pages - 1) * page_size, out=last)
-    return CsrGroup(
-        kv_indptr=indptr, kv_indices=buffers.kv_indices[:tail], last_page_len=last
-    )
+    return CsrGroup(kv_indptr=indptr, kv_indices=buffers.kv_indices[:tail], last_page_len=last)

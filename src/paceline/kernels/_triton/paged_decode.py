@@ -27,15 +27,15 @@ from paceline.kernels._triton.runtime import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _decode_kernel(
     q_ptr,  # [reqs, heads, head_dim]
     k_cache_ptr,  # [num_pages, page_size, kv_heads, head_dim]
     v_cache_ptr,  # [num_pages, page_size, kv_heads, v_head_dim]
     page_table_ptr,  # [reqs, max_pages] int32
     kv_lens_ptr,  # [reqs] int32
-    out_ptr,  # [reqs, heads, v_head_dim]; [reqs * SPLITS, heads, v_head_dim] float32 when split
-    lse_ptr,  # [reqs, heads]; [reqs * SPLITS, heads] float32, log2 units when split
+    out_ptr,  # [reqs, heads, v_head_dim]; [reqs * splits, heads, v_head_dim] float32 when split
+    lse_ptr,  # [reqs, heads]; [reqs * splits, heads] float32, log2 units when split
     stride_q_req,
     stride_q_head,
     stride_k_page,
@@ -49,9 +49,10 @@ def _decode_kernel(
     stride_out_head,
     heads,
     scale,
+    splits,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_TILES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -68,10 +69,10 @@ def _decode_kernel(
     req = tl.program_id(2).to(tl.int64)
 
     kv_len = tl.load(kv_lens_ptr + req)
-    first = kv_len * 0
+    first = 0
     if WINDOW is not None:
         first = tl.maximum(kv_len - WINDOW, 0)
-    keys_per_split = tl.cdiv(tl.cdiv(kv_len - first, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    keys_per_split = tl.cdiv(tl.cdiv(kv_len - first, splits), BLOCK_KEYS) * BLOCK_KEYS
     begin = first + split * keys_per_split
     end = tl.minimum(begin + keys_per_split, kv_len)
 
@@ -110,9 +111,9 @@ def _decode_kernel(
         )
 
     out, lse = softmax_finish(running_max, running_sum, acc)
-    if SPLITS == 1:
+    if not IS_SPLIT:
         lse = lse * 0.6931471805599453
-    row = req * SPLITS + split
+    row = req * splits + split
     cols_v = tl.arange(0, BLOCK_DIM_V)
     tl.store(
         out_ptr + row * stride_out_row + head[:, None] * stride_out_head + cols_v[None, :],
@@ -122,16 +123,16 @@ def _decode_kernel(
     tl.store(lse_ptr + row * heads + head, lse, mask=head_live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine_kernel(
-    partial_out_ptr,  # [reqs * SPLITS, heads, v_head_dim] float32
-    partial_lse_ptr,  # [reqs * SPLITS, heads] float32, log2 units
+    partial_out_ptr,  # [reqs * splits, heads, v_head_dim] float32
+    partial_lse_ptr,  # [reqs * splits, heads] float32, log2 units
     out_ptr,  # [reqs, heads, v_head_dim]
     lse_ptr,  # [reqs, heads] float32, natural log
     stride_out_req,
     stride_out_head,
     heads,
-    SPLITS: tl.constexpr,
+    splits,
     DIM_V: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
@@ -140,8 +141,8 @@ def _combine_kernel(
     req = tl.program_id(1).to(tl.int64)
     split = tl.arange(0, BLOCK_SPLITS)
     cols = tl.arange(0, BLOCK_DIM_V)
-    row = (req * SPLITS + split) * heads + head
-    split_lse = tl.load(partial_lse_ptr + row, mask=split < SPLITS, other=float("-inf"))
+    row = (req * splits + split) * heads + head
+    split_lse = tl.load(partial_lse_ptr + row, mask=split < splits, other=float("-inf"))
     top = tl.max(split_lse, axis=0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(split_lse - top)
@@ -220,9 +221,10 @@ def launch_paged_decode(
         *target_strides,
         heads,
         scale,
+        splits,
         WINDOW=window,
         SOFT_CAP=soft_cap,
-        SPLITS=splits,
+        IS_SPLIT=splits > 1,
         GROUP=group,
         HEAD_TILES=head_tiles,
         PAGE_SIZE=page_size,
@@ -245,7 +247,7 @@ def launch_paged_decode(
         lse,
         *out.stride()[:2],
         heads,
-        SPLITS=splits,
+        splits,
         DIM_V=v_head_dim,
         BLOCK_SPLITS=triton.next_power_of_2(splits),
         BLOCK_DIM_V=block_dim(v_head_dim),

@@ -145,7 +145,7 @@ def _extend_kernel(
     last_row = tl.minimum(tile * BLOCK_ROWS + BLOCK_ROWS, num_rows) - 1
     end = tl.minimum(key_limit, prefix_len + last_row // GROUP + 1)
     if WINDOW is None:
-        begin = tl.zeros_like(end)
+        begin = 0
         full_end = tl.minimum(end, first_position + 1) // BLOCK_KEYS * BLOCK_KEYS
     else:
         begin = tl.maximum(first_position - WINDOW + 1, 0)

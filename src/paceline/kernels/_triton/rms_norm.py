@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     x_ptr,  # [tokens, heads, dim]
     residual_ptr,  # [tokens, heads, dim] or unused
@@ -67,7 +67,7 @@ def launch_rms_norm(
     if num_rows == 0:
         return
     block_dim = triton.next_power_of_2(dim)
-    block_rows = max(1, min(1024 // block_dim, triton.next_power_of_2(num_rows)))
+    block_rows = max(1, 1024 // block_dim)
     added = x if residual is None else residual
     _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
         x,

@@ -15,6 +15,7 @@ from paceline.kernels.paged_attention.checks import (
     check_index,
     check_outputs,
     check_page_table,
+    require_triton,
 )
 
 _PROGRAMS_PER_SM = 4
@@ -132,6 +133,7 @@ def _launch(
     partial_out: Tensor,
     partial_lse: Tensor,
 ) -> None:
+    require_triton("paged_decode")
     from paceline.kernels._triton.paged_decode import launch_paged_decode
 
     launch_paged_decode(

@@ -13,6 +13,7 @@ from paceline.kernels.paged_attention.checks import (
     check_index,
     check_outputs,
     check_page_table,
+    require_triton,
 )
 
 
@@ -87,6 +88,7 @@ def _launch(
     out: Tensor,
     lse: Tensor,
 ) -> None:
+    require_triton("paged_extend")
     from paceline.kernels._triton.paged_extend import launch_paged_extend
 
     launch_paged_extend(

@@ -1,0 +1,154 @@
+"""Every capability has its reason, and all reasons of a configuration are told at once."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.backends.triton_backend import TritonBackend
+from paceline.attention.capability import capability_reasons
+from paceline.attention.contract import AttentionConfig, Capabilities, GraphSupport
+from paceline.core.modes import MaskKind
+
+NARROW = Capabilities(
+    device_types=frozenset({"cuda"}),
+    min_cuda_arch=(9, 0),
+    dtypes=frozenset({torch.bfloat16, torch.float16}),
+    page_sizes=frozenset({16, 64}),
+    head_dims=frozenset({64, 128}),
+    v_head_dim_differs=False,
+    masks=frozenset({MaskKind.CAUSAL}),
+    window=False,
+    soft_cap=False,
+    returns_lse=False,
+    graph=GraphSupport.DECODE,
+    host_plan=False,
+)
+FITS = AttentionConfig(
+    device_type="cuda",
+    cuda_arch=(9, 0),
+    dtype=torch.bfloat16,
+    page_size=64,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    v_head_dim=128,
+    window=False,
+    soft_cap=False,
+    masks=frozenset({MaskKind.CAUSAL}),
+    needs_lse=False,
+    graph=GraphSupport.DECODE,
+)
+REASONS: dict[str, tuple[dict[str, Any], str]] = {
+    "device": ({"device_type": "cpu", "cuda_arch": None}, "device must be cuda, got cpu"),
+    "arch": ({"cuda_arch": (8, 9)}, "CUDA arch must be at least (9, 0), got (8, 9)"),
+    "unknown arch": ({"cuda_arch": None}, "CUDA arch must be at least (9, 0), got (0, 0)"),
+    "dtype": (
+        {"dtype": torch.float32},
+        "dtype must be ['torch.bfloat16', 'torch.float16'], got torch.float32",
+    ),
+    "page size": ({"page_size": 1}, "page size must be [16, 64], got 1"),
+    "head dim": (
+        {"head_dim": 80, "v_head_dim": 80},
+        "head dim must be [64, 128], got 80",
+    ),
+    "V head dim": ({"v_head_dim": 80}, "V head dim must be [64, 128], got 80"),
+    "V head dim of K": ({"v_head_dim": 64}, "V head dim must be that of K (128), got 64"),
+    "window": ({"window": True}, "sliding window must be absent, got present"),
+    "soft cap": ({"soft_cap": True}, "soft cap must be absent, got present"),
+    "lse": ({"needs_lse": True}, "log-sum-exp must be not needed, got needed"),
+    "mask": (
+        {"masks": frozenset({MaskKind.CAUSAL, MaskKind.TREE})},
+        "mask kind must be ['causal'], got ['causal', 'tree']",
+    ),
+    "graph": (
+        {"graph": GraphSupport.UNIFORM},
+        "graph support must be at most DECODE, got UNIFORM",
+    ),
+}
+
+
+def test_a_configuration_within_the_capabilities_has_no_reason() -> None:
+    assert capability_reasons(NARROW, FITS) == []
+    assert (
+        capability_reasons(NARROW, replace(FITS, cuda_arch=(10, 0), head_dim=64, v_head_dim=64))
+        == []
+    )
+    assert capability_reasons(NARROW, replace(FITS, graph=GraphSupport.NEVER)) == []
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_each_limit_gives_its_reason(name: str) -> None:
+    change, reason = REASONS[name]
+    assert reason in capability_reasons(NARROW, replace(FITS, **change))
+
+
+@pytest.mark.parametrize("name", sorted(set(REASONS) - {"head dim", "V head dim"}))
+def test_one_limit_gives_one_reason(name: str) -> None:
+    change, reason = REASONS[name]
+    assert capability_reasons(NARROW, replace(FITS, **change)) == [reason]
+
+
+def test_all_reasons_are_told_not_the_first() -> None:
+    wanted = replace(
+        FITS,
+        cuda_arch=(8, 0),
+        dtype=torch.float32,
+        page_size=5,
+        head_dim=96,
+        v_head_dim=80,
+        window=True,
+        soft_cap=True,
+        masks=frozenset({MaskKind.FULL}),
+        needs_lse=True,
+        graph=GraphSupport.ALWAYS,
+    )
+    names = [reason.split(" must be ")[0] for reason in capability_reasons(NARROW, wanted)]
+    assert names == [
+        "CUDA arch",
+        "dtype",
+        "page size",
+        "head dim",
+        "V head dim",
+        "V head dim",
+        "sliding window",
+        "soft cap",
+        "log-sum-exp",
+        "mask kind",
+        "graph support",
+    ]
+
+
+def test_no_limit_takes_anything() -> None:
+    anything = replace(
+        NARROW, page_sizes=None, head_dims=None, min_cuda_arch=None, v_head_dim_differs=True
+    )
+    wanted = replace(FITS, page_size=7, head_dim=13, v_head_dim=5, cuda_arch=None)
+    assert capability_reasons(anything, wanted) == []
+
+
+def test_the_torch_backend_serves_any_model_on_a_cpu() -> None:
+    wanted = replace(
+        FITS,
+        device_type="cpu",
+        cuda_arch=None,
+        page_size=3,
+        head_dim=20,
+        v_head_dim=12,
+        window=True,
+        soft_cap=True,
+        masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE, MaskKind.FULL}),
+        needs_lse=True,
+        graph=GraphSupport.ALWAYS,
+    )
+    assert TorchBackend.unsupported_reasons(wanted) == []
+    assert TorchBackend.unsupported_reasons(FITS) == ["device must be cpu, got cuda"]
+
+
+def test_the_triton_backend_refuses_what_its_kernels_cannot_do() -> None:
+    wanted = replace(FITS, head_dim=20, v_head_dim=20, masks=frozenset({MaskKind.TREE}))
+    reasons = TritonBackend.unsupported_reasons(wanted)
+    assert "head dim must be [64, 80, 96, 128, 256], got 20" in reasons
+    assert "mask kind must be ['causal'], got ['tree']" in reasons

@@ -1,0 +1,64 @@
+"""The forward modes: their facts agree with each other and with the page that documents them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.core.modes import MODE_FACTS, ExtendShape, ForwardMode, KVWriter, MaskKind, ModeFacts
+
+PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
+HEADER = ["mode", "mask", "extend", "writer", "emits", "graphable"]
+ANSWERS = {"yes": True, "no": False}
+
+
+def forward_modes_section() -> str:
+    return PAGE.read_text().partition("\n## Forward modes\n")[2]
+
+
+def documented_facts() -> dict[ForwardMode, ModeFacts]:
+    """The table of docs/layouts.md, in its order."""
+    lines = [line for line in forward_modes_section().splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert header == HEADER
+    return {
+        ForwardMode[name]: ModeFacts(
+            MaskKind(mask),
+            ExtendShape(extend),
+            KVWriter(writer),
+            emits=ANSWERS[emits],
+            graphable=ANSWERS[graphable],
+        )
+        for name, mask, extend, writer, emits, graphable in rows
+    }
+
+
+def test_the_documented_table_is_the_table():
+    assert list(documented_facts().items()) == list(MODE_FACTS.items())
+
+
+def test_every_mode_has_a_documented_source():
+    assert re.findall(r"^- \*\*(\w+)\*\*:", forward_modes_section(), re.MULTILINE) == [
+        mode.name for mode in ForwardMode
+    ]
+
+
+def test_every_mode_has_facts():
+    assert list(MODE_FACTS) == list(ForwardMode)
+    assert all(mode.facts is MODE_FACTS[mode] for mode in ForwardMode)
+
+
+@pytest.mark.parametrize("mode", ForwardMode, ids=lambda mode: mode.value)
+def test_facts_of_a_mode_agree_with_each_other(mode):
+    facts = mode.facts
+    is_empty = facts.extend is ExtendShape.EMPTY
+    assert (facts.mask is MaskKind.NONE) == is_empty
+    assert (facts.writer is KVWriter.NOBODY) == is_empty
+    assert facts.graphable == (facts.extend is not ExtendShape.RAGGED)
+    assert not (facts.emits and facts.writer is not KVWriter.TARGET)
+
+
+def test_causal_modes_of_one_token_need_no_tree():
+    for mode in ForwardMode:
+        if mode.facts.extend is ExtendShape.ONE:
+            assert mode.facts.mask is MaskKind.CAUSAL
