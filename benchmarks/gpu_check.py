@@ -112,7 +112,9 @@ def main() -> int:
     llm.close()
     work = prompts(cpu.tokenizer.vocab_size)
     gaps = [gap_at(cpu, work, truth, where) for where in first_differences(on_gpu, truth)]
-    note("float32 greedy: GPU equals CPU up to ties", all(g < TIE_GAP for g in gaps), f"gaps {gaps}")
+    note(
+        "float32 greedy: GPU equals CPU up to ties", all(g < TIE_GAP for g in gaps), f"gaps {gaps}"
+    )
     document = {
         "benchmark": "gpu_check",
         "device": torch.cuda.get_device_name(),

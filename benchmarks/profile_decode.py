@@ -102,7 +102,9 @@ def main() -> None:
             f"{row['calls_per_step']:>7.1f}{row['us_per_step']:>10.1f}{row['share']:>8.1%}"
             f"  {row['kernel'][:90]}"
         )
-    print(f"device busy {busy / STEPS:.0f} of {span / STEPS:.0f} us/step, idle {1 - busy / span:.1%}")
+    print(
+        f"device busy {busy / STEPS:.0f} of {span / STEPS:.0f} us/step, idle {1 - busy / span:.1%}"
+    )
     document = {
         "benchmark": "profile_decode",
         "device": torch.cuda.get_device_name(),
@@ -113,7 +115,7 @@ def main() -> None:
         "steps": STEPS,
         "wall_us_per_step": wall_us / STEPS,
         "busy_us_per_step": busy / STEPS,
-        "idle_share": 1 - busy / span,
+        "idle_share": idle,
         "kernels": rows,
     }
     stream.close()

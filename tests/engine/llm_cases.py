@@ -22,7 +22,6 @@ from paceline.attention.contract import AttentionBackend, Capabilities
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Step
 from paceline.engine.boot import Knobs
-from paceline.engine.engine import Engine
 from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
 from paceline.runner.streams import DeferredStream
@@ -83,12 +82,11 @@ class Checkpoint:
         return found
 
     def gap(self, prompt: Sequence[int]) -> "GapOf":
-        """The logit gap of two tokens, each against the best, behind `prompt` and an output."""
+        """How far below the best logit the lower of two tokens lies, behind prompt and output."""
 
         def gap_of(output: Tokens, pair: tuple[int, int]) -> tuple[float, float]:
             logits = self.logits([*prompt, *output])[-1]
-            scale = logits.abs().max().item()
-            return (logits.max() - logits[list(pair)].min()).item(), scale
+            return (logits.max() - logits[list(pair)].min()).item(), logits.abs().max().item()
 
         return gap_of
 
@@ -152,13 +150,9 @@ def make_llm(checkpoint: Checkpoint, *, knobs: Knobs | None = None, **options: A
     return LLM(str(checkpoint.folder), knobs=knobs, **{"threads": 1, "max_num_seqs": 8} | options)
 
 
-def engine_of(llm: LLM) -> Engine:
-    return llm._live.engine
-
-
 def assert_idle(llm: LLM) -> None:
     """Nothing runs, nothing is owned, and every page is free or cached."""
-    engine = engine_of(llm)
+    engine = llm.engine
     while engine.has_work:
         engine.step()
     engine.scheduler.check_integrity()
@@ -171,6 +165,19 @@ def assert_idle(llm: LLM) -> None:
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[Tokens]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_grows(shown: list[RequestOutput], answer: Tokens) -> None:
+    """Snapshots of one request: each longer than the one before, all parts of the answer."""
+    tokens = [output.outputs[0].token_ids for output in shown]
+    lengths = [len(ids) for ids in tokens]
+    assert lengths == sorted(lengths)
+    assert len(set(lengths)) >= len(lengths) - 1  # an end alone may add nothing
+    assert [output.finished for output in shown] == [False] * (len(shown) - 1) + [True]
+    for output, ids in zip(shown, tokens, strict=True):
+        assert ids == answer[: len(ids)]
+        assert output.outputs[0].text == text_of(ids)
+        assert (output.metrics is not None) == output.finished
 
 
 def random_prompts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -191,7 +198,7 @@ def shared_prompts() -> list[list[int]]:
 def recorded_steps(llm: LLM) -> Iterator[list[Step]]:
     """Every step launched meanwhile."""
     steps: list[Step] = []
-    engine = engine_of(llm)
+    engine = llm.engine
     runner = engine._runner
 
     class Recorder:

@@ -9,27 +9,21 @@ from llm_cases import (
     GREEDY,
     Checkpoint,
     Tokens,
+    assert_grows,
     assert_idle,
-    engine_of,
     make_checkpoint,
-    make_head64_checkpoint,
     make_llm,
     random_prompts,
-    recorded_steps,
     shared_prompts,
     text_of,
     tokens_of,
 )
 
 from paceline.core.errors import PacelineError
-from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.step import JoinDelta, PageDelta
 from paceline.engine.boot import Knobs
 from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
-from paceline.runner.buffers import StepBuffers
-from paceline.runner.staging import StagingSlot
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +47,6 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     """The module's engine; the books must balance after every test."""
     yield shared_llm
     assert_idle(shared_llm)
-
-
-def assert_grows(shown: list[RequestOutput], answer: Tokens) -> None:
-    """Snapshots of one request: each longer than the one before, all parts of the answer."""
-    tokens = [output.outputs[0].token_ids for output in shown]
-    lengths = [len(ids) for ids in tokens]
-    assert lengths == sorted(lengths)
-    assert len(set(lengths)) >= len(lengths) - 1  # an end alone may add nothing
-    assert [output.finished for output in shown] == [False] * (len(shown) - 1) + [True]
-    for output, ids in zip(shown, tokens, strict=True):
-        assert ids == answer[: len(ids)]
-        assert output.outputs[0].text == text_of(ids)
-        assert (output.metrics is not None) == output.finished
 
 
 def test_a_stream_shows_every_token_and_accumulates(llm: LLM, answers: list[Tokens]) -> None:
@@ -94,9 +75,9 @@ def test_leaving_a_stream_early_aborts_the_rest(llm: LLM, taken: int) -> None:
     stream = llm.generate(shared_prompts(), GREEDY, stream=True)
     for _ in range(taken):
         next(stream)
-    assert engine_of(llm).has_work
+    assert llm.engine.has_work
     del stream
-    assert not engine_of(llm)._trackers
+    assert not llm.engine._trackers
     assert_idle(llm)
 
 
@@ -104,14 +85,37 @@ def test_breaking_out_of_a_stream_aborts_the_rest(llm: LLM) -> None:
     for output in llm.generate(shared_prompts(), GREEDY, stream=True):
         if len(output.outputs[0].token_ids) == 5:
             break
-    assert not engine_of(llm)._trackers
+    assert not llm.engine._trackers
+
+
+def test_an_interrupt_inside_a_turn_aborts_at_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while the caller holds on to the stream."""
+    stream = llm.generate(shared_prompts(), GREEDY, stream=True)
+    next(stream)
+    original = llm.engine.step
+    turns = iter([original, original, None])
+
+    def step():
+        turn = next(turns)
+        if turn is None:
+            raise KeyboardInterrupt
+        return turn()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", step)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    assert not llm.engine._trackers
+    assert list(stream) == []
 
 
 def test_a_closed_stream_is_over(llm: LLM) -> None:
     with closing(llm.generate(shared_prompts(), GREEDY, stream=True)) as stream:
         next(stream)
     assert list(stream) == []
-    assert not engine_of(llm)._trackers
+    assert not llm.engine._trackers
 
 
 def test_an_aborted_request_shows_a_last_snapshot(llm: LLM, answers: list[Tokens]) -> None:
@@ -123,7 +127,7 @@ def test_an_aborted_request_shows_a_last_snapshot(llm: LLM, answers: list[Tokens
     shown = {first.request_id: [first]}
     for output in stream:
         shown.setdefault(output.request_id, []).append(output)
-        cache = engine_of(llm).scheduler._cache
+        cache = llm.engine.scheduler._cache
         if output is not first and len(shown[first.request_id]) == 7 and not output.finished:
             if first.request_id in cache._entries:
                 assert cache.num_shared_pages(first.request_id) == 4
@@ -146,9 +150,9 @@ def test_an_abort_at_any_turn_leaks_nothing(checkpoint: Checkpoint, turns: int) 
     with make_llm(checkpoint, knobs=knobs, max_num_seqs=4, **options) as llm:
         for victim in range(6):
             stream = llm.generate(prompts, replace(GREEDY, max_tokens=12), stream=True)
-            names = list(engine_of(llm)._trackers)
+            names = list(llm.engine._trackers)
             for _ in range(turns):
-                engine_of(llm).step()
+                llm.engine.step()
             llm.abort(names[victim])
             last = {output.request_id: output.outputs[0] for output in stream}
             for index, name in enumerate(names):
@@ -186,83 +190,6 @@ def test_interleaved_streams_do_not_disturb_each_other(llm: LLM, answers: list[T
             mine = [output for output in snapshots if output.request_id == name]
             assert_grows(mine, answers[base + index])
             assert mine[-1].outputs[0].token_ids == answers[base + index]
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("length", [16, 17, 32])
-def test_a_fully_cached_prompt_works(checkpoint: Checkpoint, page_size: int, length: int) -> None:
-    """At least one token is left to compute, at page boundaries too."""
-    [prompt] = random_prompts([length], seed=7)
-    with make_llm(checkpoint, page_size=page_size) as llm:
-        first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
-        assert_idle(llm)
-    assert first.metrics.cached_tokens == 0
-    assert second.metrics.cached_tokens == (length - 1) // page_size * page_size
-    assert tokens_of([first, second]) == [checkpoint.generate(prompt, GREEDY.max_tokens)] * 2
-
-
-def test_the_second_turn_of_a_chat_finds_the_first(checkpoint: Checkpoint) -> None:
-    """Prompt and answer both; the last generated token has no KV yet."""
-    first_turn, addition = random_prompts([20, 5], seed=8)
-    params = replace(GREEDY, max_tokens=15)
-    with make_llm(checkpoint, page_size=4) as llm:
-        [answer] = tokens_of(llm.generate(first_turn, params))
-        second_turn = [*first_turn, *answer, *addition]
-        [output] = llm.generate(second_turn, params)
-        assert_idle(llm)
-    assert output.metrics.cached_tokens == (20 + 15 - 1) // 4 * 4
-    assert output.outputs[0].token_ids == checkpoint.generate(second_turn, 15)
-
-
-def test_running_out_of_pages_loses_and_repeats_nothing(
-    checkpoint: Checkpoint, answers: list[Tokens]
-) -> None:
-    """Every stream of a preempted batch shows its solo answer, token by token."""
-    knobs = Knobs(num_pages=(31,), admission_margin=0)
-    shown: dict[str, list[RequestOutput]] = {}
-    with make_llm(checkpoint, knobs=knobs, page_size=4, chunked_prefill_size=16) as llm:
-        for output in llm.generate(shared_prompts(), GREEDY, stream=True):
-            shown.setdefault(output.request_id, []).append(output)
-            engine_of(llm).scheduler.check_integrity()
-        assert_idle(llm)
-    preemptions = 0
-    for snapshots, answer in zip(shown.values(), answers, strict=True):
-        assert_grows(snapshots, answer)
-        assert snapshots[-1].outputs[0].token_ids == answer
-        preemptions += snapshots[-1].metrics.preemptions
-    assert preemptions >= 3
-
-
-def test_100_steady_decode_steps_change_nothing_on_the_device(
-    tmp_path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No page delta, no staged copy, no fill; a request reserves ahead once it outgrew its first
-    pages, for 256 tokens."""
-    calls: list[str] = []
-    for owner, name in ((StepBuffers, "fill"), (StagingSlot, "put")):
-        original = getattr(owner, name)
-
-        def counted(self, *args, name=name, original=original):
-            calls.append(name)
-            return original(self, *args)
-
-        monkeypatch.setattr(owner, name, counted)
-    prompts = random_prompts([10, 12, 14], seed=9)
-    checkpoint = make_head64_checkpoint(tmp_path, context=256)
-    with make_llm(checkpoint) as llm, recorded_steps(llm) as steps:
-        stream = llm.generate(prompts, replace(GREEDY, max_tokens=None), stream=True)
-        while len(steps) < 50:
-            next(stream)
-        before = len(calls)
-        while len(steps) < 200:
-            next(stream)
-        assert len(calls) == before
-        stream.close()
-    deltas = [delta for step in steps for delta in step.deltas]
-    assert sum(isinstance(delta, JoinDelta) for delta in deltas) == 3
-    assert sum(isinstance(delta, PageDelta) for delta in deltas) == 6
-    steady = steps[50:200]
-    assert all(step.deltas == () and step.mode is ForwardMode.DECODE for step in steady)
 
 
 def test_closing_ends_streams_with_a_last_snapshot(

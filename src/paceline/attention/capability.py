@@ -25,9 +25,7 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
         need(want.page_size in can.page_sizes, "page size", sorted(can.page_sizes), want.page_size)
     if can.head_dims is not None:
         need(want.head_dim in can.head_dims, "head dim", sorted(can.head_dims), want.head_dim)
-        need(
-            want.v_head_dim in can.head_dims, "V head dim", sorted(can.head_dims), want.v_head_dim
-        )
+        need(want.v_head_dim in can.head_dims, "V head dim", sorted(can.head_dims), want.v_head_dim)
     need(
         can.v_head_dim_differs or want.head_dim == want.v_head_dim,
         "V head dim",

@@ -9,7 +9,7 @@
     │   └── CapacityError        a request that can never fit, with the numbers
     ├── KernelArgumentError    a tensor of the wrong shape, dtype, stride or device
     ├── GraphError             something a graph cannot hold
-    │   ├── HostReadError        a host read, or a shape that depends on data, inside a recorded region
+    │   ├── HostReadError        a host read or data-dependent shape inside a recorded region
     │   └── GraphGuardError      a replay whose key, addresses or bounds differ from its capture
     └── IntegrityError         books that do not balance
 

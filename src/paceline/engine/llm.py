@@ -6,22 +6,23 @@ llm = LLM("bundled")
 print(llm.generate("def fibonacci(n):", SamplingParams(temperature=0.0))[0].outputs[0].text)
 """
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import gc
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
+
+import torch
 
 from paceline.core.errors import ModelError, PacelineError, RequestError, message
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.boot import Booted, Knobs, boot
 from paceline.engine.engine import Engine
 from paceline.engine.fit import compare
+from paceline.engine.inputs import Params, Prompt, as_batch, as_params
 from paceline.engine.machine import versions
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.tracker import Tracker
-
-Prompt = str | Sequence[int]
-Params = SamplingParams | Mapping[str, Any]
 
 
 class LLM:
@@ -133,6 +134,10 @@ class LLM:
         if self._booted is not None:
             self._booted.engine.drain()
             self._booted = None
+            # Graphs, programs and buffers refer to each other; free them before the next engine.
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def __enter__(self) -> "LLM":
         return self
@@ -152,8 +157,8 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None
     ) -> list[Tracker]:
         """Check everything, then queue everything."""
-        batch = _as_batch(prompts)
-        wanted = _as_params(params, len(batch))
+        batch = as_batch(prompts)
+        wanted = as_params(params, len(batch))
         checked = [
             (self._prompt_ids(prompt), self._checked(each, prompt))
             for prompt, each in zip(batch, wanted, strict=True)
@@ -230,76 +235,28 @@ class _Stream(Iterator[RequestOutput]):
     def close(self) -> None:
         """Abort what still runs; there is nothing more to come."""
         self._snapshots.close()
-        self._llm._abort_all(self._trackers)
+        self._llm._abort_all(self._trackers)  # for a generator that never started
 
     def __del__(self) -> None:
         self.close()
 
 
 def _follow(llm: LLM, trackers: list[Tracker]) -> Generator[RequestOutput, None, None]:
-    """Turn the loop until every request has ended."""
+    """Turn the loop until every request has ended; interrupted, abort the rest at once."""
     left = dict.fromkeys(trackers, 0)  # tokens shown
-    while left:
-        grown = [
-            each for each, shown in left.items() if each.is_finished or each.num_tokens > shown
-        ]
-        if not grown:
-            llm._live.engine.step()
-        for tracker in grown:
-            left[tracker] = tracker.num_tokens
-            if tracker.is_finished:
-                del left[tracker]
-            yield tracker.snapshot()
+    try:
+        while left:
+            grown = [each for each, shown in left.items() if _has_news(each, shown)]
+            if not grown:
+                llm._live.engine.step()
+            for tracker in grown:
+                left[tracker] = tracker.num_tokens
+                if tracker.is_finished:
+                    del left[tracker]
+                yield tracker.snapshot()
+    finally:
+        llm._abort_all(trackers)
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if not _is_list(prompts):
-        raise _prompt_error("prompts", type(prompts).__name__)
-    items = list(prompts)
-    if not items:
-        raise _prompt_error("prompts", "an empty list")
-    if all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    for item in items:
-        if not (isinstance(item, str) or _is_list(item)):
-            raise _prompt_error("prompt", type(item).__name__)
-    return items  # type: ignore[return-value]
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
-
-
-def _prompt_error(name: str, got: str) -> RequestError:
-    expected = "text or a sequence of token ids"
-    if name == "prompts":
-        expected += ", or a list of such, at least one"
-    return RequestError(
-        message(name, expected=expected, got=got, remedy="pass a str or a list of int")
-    )
-
-
-def _as_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams | Mapping):
-        params = [params] * count
-    got = len(params) if _is_list(params) else type(params).__name__
-    if got != count:
-        raise _params_error(f"one for all or one for each of {count} prompts", got)
-    return [_as_one_params(each) for each in params]
-
-
-def _as_one_params(value: Params) -> SamplingParams:
-    if isinstance(value, SamplingParams):
-        return value
-    if not isinstance(value, Mapping):
-        raise _params_error("SamplingParams or a mapping", type(value).__name__)
-    return SamplingParams.from_dict(value)
-
-
-def _params_error(expected: str, got: object) -> RequestError:
-    remedy = "pass a single SamplingParams"
-    return RequestError(message("params", expected=expected, got=got, remedy=remedy))
+def _has_news(tracker: Tracker, num_shown: int) -> bool:
+    return tracker.is_finished or tracker.num_tokens > num_shown

@@ -141,4 +141,3 @@ class Tracker:
             output_tokens=len(self._token_ids),
             preemptions=self.request.num_preemptions,
         )
-

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits
 from paceline.core.events import Notify
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.kvcache.pool import KVPool
 from paceline.layers.attention import attention_specs
+from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.graphs import (
     RESERVE_FACTOR,
@@ -45,7 +45,7 @@ class RunnerConfig:
 
 
 def build_runner(
-    model: nn.Module,
+    model: CausalLM,
     config: ModelConfig,
     groups: Sequence[CacheGroupSpec],
     backend: AttentionBackend,
@@ -120,9 +120,7 @@ def build_runner(
     )
 
 
-def _graph_store(
-    limits: RunnerConfig, device: torch.device, notify: Notify
-) -> GraphStore | None:
+def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> GraphStore | None:
     if limits.graph_max_reqs is None:
         return None
     factory: GraphFactory

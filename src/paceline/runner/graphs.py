@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -38,12 +38,12 @@ class Graph(Protocol):
 class CudaGraph:
     """A CUDA graph.  All graphs of an engine share one memory pool, captured largest first."""
 
-    def __init__(self, pool: tuple[int, int]) -> None:
+    def __init__(self, pool: Any) -> None:
         self._pool = pool
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], None]) -> None:
-        """Record `function` without executing it.  Raises HostReadError as a recorded graph does."""
+        """Record `function` without executing it.  Raises HostReadError, as RecordedGraph does."""
         with (
             torch.no_grad(),
             refuse_host_reads(lambda *_: None),

@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import HostReadError
 
+# Sees every operator executed: (operator, args, kwargs, result).
+Record = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+
 REFUSED_METHODS = (
     "__array__",
     "__bool__",
@@ -93,7 +96,7 @@ def _draws_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     names = [argument.name for argument in func._schema.arguments]
     if "dropout_p" not in names:
         return False
-    bound = dict(zip(names, args, strict=False)) | kwargs
+    bound = {**dict(zip(names, args, strict=False)), **kwargs}
     return not bound.get("dropout_p", 0.0)
 
 
@@ -101,11 +104,11 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-class _OperatorNet(TorchDispatchMode):
+class _OperatorNet(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses dispatched operators; runs everything else, and reports each call to `record`."""
 
-    def __init__(self, record: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]) -> None:
-        super().__init__()
+    def __init__(self, record: Record) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._record = record
 
     def __torch_dispatch__(
@@ -126,7 +129,7 @@ class _OperatorNet(TorchDispatchMode):
 
 @contextmanager
 def refuse_host_reads(
-    record: Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None],
+    record: Record,
 ) -> Iterator[None]:
     """Within the block host reads raise HostReadError; `record` sees every operator executed."""
     with _MethodNet(), _OperatorNet(record):

@@ -1,4 +1,4 @@
-"""ModelRunner: turns a Step into queued device work.  Owns the rings, the programs and the graphs."""
+"""ModelRunner: turns a Step into queued device work.  Owns the rings, programs and graphs."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -18,7 +18,6 @@ from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
 from paceline.runner.program import Parts, Segment, StepProgram, group_segments
 from paceline.runner.staging import StagingRing
 from paceline.runner.streams import Stream
-
 
 # What a backend must support for a step of this shape to be captured; other shapes run eagerly.
 _NEEDED_SUPPORT = {
@@ -109,9 +108,7 @@ class ModelRunner:
         self._stream.run(lambda: slot.receive(buffers, num_reqs, logprobs=step.logprobs))
         return LaunchedStep(step, self._stream.record(), slot)
 
-    def _run_groups(
-        self, step: Step, size: PaddedSize, groups: list[Callable[[], object]]
-    ) -> None:
+    def _run_groups(self, step: Step, size: PaddedSize, groups: list[Callable[[], object]]) -> None:
         """Queue segment groups; the host plans between the first and the second if it must."""
         for index, group in enumerate(groups):
             if index == 1:
@@ -127,9 +124,7 @@ class ModelRunner:
             )
 
     def _eager_groups(self, step: Step, size: PaddedSize) -> list[Callable[[], object]]:
-        groups = self._segment_groups(
-            step.mode, size, sampler=step.sampler, logprobs=step.logprobs
-        )
+        groups = self._segment_groups(step.mode, size, sampler=step.sampler, logprobs=step.logprobs)
         return [_without_autograd(group) for group in groups]
 
     def _segment_groups(
@@ -194,9 +189,7 @@ class ModelRunner:
         """Capture a key over padded rows alone, which are harmless to execute."""
         assert self._graphs is not None
         size = PaddedSize.uniform(key.padded_reqs, key.extend_len)
-        groups = self._segment_groups(
-            key.phase, size, sampler=key.sampler, logprobs=key.logprobs
-        )
+        groups = self._segment_groups(key.phase, size, sampler=key.sampler, logprobs=key.logprobs)
         self._stream.run(lambda: self._parts.buffers.pad(size))
         self._host_plan(_empty_step(key), size)
         if self._graphs.factory.needs_warm_up:

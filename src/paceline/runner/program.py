@@ -5,35 +5,26 @@ Eager steps call them, graphs record them.  There is no second copy.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache, StepView
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.layers.attention import AttentionContext
 from paceline.layers.sampling import sample
+from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.commit import commit
 from paceline.runner.derive import derive
 from paceline.runner.request_table import RequestTable
 
 
-class Model(Protocol):
-    """What the runner needs of an architecture."""
-
-    def __call__(
-        self, input_ids: Tensor, positions: Tensor, ctx: AttentionContext, taps: tuple[str, ...]
-    ) -> Any: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Parts:
     """The device-side parts every step of an engine works on."""
 
-    model: nn.Module
+    model: CausalLM
     backend: AttentionBackend
     backend_buffers: Any
     layers: tuple[LayerCache, ...]  # [num_layers]

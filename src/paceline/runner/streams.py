@@ -85,7 +85,7 @@ class DeferredStream(Stream):
 
 class _CudaEvent(Event):
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -96,7 +96,7 @@ class CudaStream(Stream):
     """A CUDA stream; `run` launches asynchronously."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, work: Work) -> None:
         with torch.cuda.stream(self._stream):
