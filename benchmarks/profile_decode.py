@@ -102,9 +102,8 @@ def main() -> None:
             f"{row['calls_per_step']:>7.1f}{row['us_per_step']:>10.1f}{row['share']:>8.1%}"
             f"  {row['kernel'][:90]}"
         )
-    print(
-        f"device busy {busy / STEPS:.0f} of {span / STEPS:.0f} us/step, idle {1 - busy / span:.1%}"
-    )
+    idle = 1 - busy / span
+    print(f"device busy {busy / STEPS:.0f} of {span / STEPS:.0f} us/step, idle {idle:.1%}")
     document = {
         "benchmark": "profile_decode",
         "device": torch.cuda.get_device_name(),

@@ -1,20 +1,16 @@
-"""Score an exported model: held-out bits per byte, and the parse score.
+"""Score an exported model: the parse score, and held-out bits per byte.
 
-    python recipes/evaluate.py --model src/paceline/models/bundled
+    python recipes/evaluate.py --model src/paceline/models/bundled --parse-only
 
-The parse score counts, of 100 held-out function headers, the greedy 64-token completions which,
-cut at the last complete line, parse with `ast` together with their header.  The prompt is the
-header without its newline (`def name(args):`): newline and indentation are one token, and the
-model has to write it.  The last line printed is one JSON document.
+The parse score (parse_score.py) needs the headers beside this file; held-out bits per byte, left
+out by --parse-only, need what prepare.py wrote.  The last line printed is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import math
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +19,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_utils import PreTrainedModel
 
+from parse_score import HEADERS, NUM_NEW_TOKENS, parse_report, read_headers
+
 HERE = Path(__file__).parent
-NUM_NEW_TOKENS = 64
 WINDOW = 2048  # tokens; windows do not overlap, so text after a cut is read without its past
 DEMO_PROMPT = "def fibonacci(n):"
 
@@ -56,9 +53,9 @@ def held_out_bits_per_byte(
 
 def complete(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: list[str], rows: int
-) -> list[str]:
-    """Greedy continuations of NUM_NEW_TOKENS tokens; an ended one carries the end-of-text mark."""
-    texts: list[str] = []
+) -> list[tuple[str, bool]]:
+    """Greedy continuations of NUM_NEW_TOKENS tokens, each with whether the model ended it."""
+    completions: list[tuple[str, bool]] = []
     for first in range(0, len(prompts), rows):
         batch = tokenizer(
             prompts[first : first + rows],
@@ -69,57 +66,35 @@ def complete(
         ).to(model.device)
         with torch.inference_mode():
             out = model.generate(**batch, max_new_tokens=NUM_NEW_TOKENS, do_sample=False)
-        texts += tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :])
-    return texts
+        for text in tokenizer.batch_decode(out[:, batch["input_ids"].shape[1] :]):
+            text, mark, _ = text.partition(tokenizer.eos_token)
+            completions.append((text, bool(mark)))
+    return completions
 
 
-def cut_at_last_line(completion: str, end_of_text: str) -> str:
-    """What stands before the end-of-text mark, else before the last newline; may be empty."""
-    text, ended, _ = completion.partition(end_of_text)
-    return text if ended else text[: text.rfind("\n") + 1]
-
-
-def parses(header: str, body: str) -> bool:
-    if not body.strip():
-        return False
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(header + body)
-    except (SyntaxError, ValueError):
-        return False
-    return True
-
-
-def parse_report(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, data: Path, rows: int
-) -> list[dict[str, object]]:
-    """One entry per header: its file, the kept text and whether it parses."""
-    headers = json.loads((data / "headers.json").read_text())
-    completions = complete(model, tokenizer, [item["header"] for item in headers], rows)
-    report = []
-    for item, completion in zip(headers, completions, strict=True):
-        body = cut_at_last_line(completion, tokenizer.eos_token)
-        report.append({**item, "body": body, "parses": parses(item["header"], body)})
-    return report
-
-
-def evaluate(folder: Path, data: Path, *, device: str, rows: int) -> dict[str, object]:
-    """All scores of an exported folder, run in bfloat16 as it is stored."""
+def evaluate(
+    folder: Path, data: Path | None, *, headers: Path, device: str, rows: int
+) -> dict[str, object]:
+    """All scores of an exported folder, run in bfloat16 as it is stored; no bits without data."""
     if not (folder / "model.safetensors").exists():
         raise SystemExit(f"--model: expected a folder with model.safetensors, got {folder}")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    report = parse_report(model, tokenizer, data, rows)
+    items = read_headers(headers)
+    completions = complete(model, tokenizer, [item["header"] for item in items], rows)
+    report = parse_report(items, completions)
     for item in report:
         print(f"--- {'parses' if item['parses'] else 'FAILS'}  {item['path']}")
         print(item["header"] + item["body"])
-    demo = complete(model, tokenizer, [DEMO_PROMPT], rows=1)[0]
+    demo, _ = complete(model, tokenizer, [DEMO_PROMPT], rows=1)[0]
     print(f"--- demo\n{DEMO_PROMPT}{demo}")
+    bits = {}
+    if data is not None:
+        bits["held_out_bits_per_byte"] = held_out_bits_per_byte(model, data, rows=min(rows, 16))
     return {
         "parse_score": sum(bool(item["parses"]) for item in report),
         "num_headers": len(report),
-        "held_out_bits_per_byte": held_out_bits_per_byte(model, data, rows=min(rows, 16)),
+        **bits,
         "demo": DEMO_PROMPT + demo,
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "model_bytes": sum(f.stat().st_size for f in folder.iterdir() if f.is_file()),
@@ -134,11 +109,20 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, default=HERE / ".cache" / "data", help="folder made by prepare.py"
     )
+    parser.add_argument("--headers", type=Path, default=HEADERS, help="headers to complete")
+    parser.add_argument("--parse-only", action="store_true", help="no bits per byte, no --data")
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default_device, choices=["cuda", "cpu"])
     parser.add_argument("--rows", type=int, default=4, help="prompts or windows per batch")
     args = parser.parse_args()
-    print(json.dumps(evaluate(args.model, args.data, device=args.device, rows=args.rows)))
+    data = None if args.parse_only else args.data
+    if data is not None and not (data / "heldout.npz").exists():
+        parser.error(
+            f"--data: expected heldout.npz in {data}; run recipes/prepare.py first, "
+            "or score with --parse-only"
+        )
+    scores = evaluate(args.model, data, headers=args.headers, device=args.device, rows=args.rows)
+    print(json.dumps(scores))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train the bundled model within a wall-clock budget, export it and score it.
 
-    python recipes/train.py --minutes 7.5 --out recipes/.cache/out
+    python recipes/train.py --minutes 2.2 --out recipes/.cache/out
 
 reads what prepare.py wrote and leaves in --out: model/ (config, bf16 safetensors, tokenizer),
 metrics.json and, after evaluate.py's scores, one JSON document as the last line printed.
@@ -221,7 +221,7 @@ def report(
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--minutes", type=float, default=7.5, help="training budget, wall clock")
+    parser.add_argument("--minutes", type=float, default=2.2, help="training budget, wall clock")
     parser.add_argument(
         "--data", type=Path, default=HERE / ".cache" / "data", help="folder made by prepare.py"
     )
@@ -248,7 +248,13 @@ def main() -> None:
     metrics_file = args.out / "metrics.json"
     metrics_file.write_text(json.dumps(metrics, indent=1) + "\n")
     rows = 100 if args.device == "cuda" else 4
-    metrics |= evaluate(args.out / "model", args.data, device=args.device, rows=rows)
+    metrics |= evaluate(
+        args.out / "model",
+        args.data,
+        headers=args.data / "headers.json",
+        device=args.device,
+        rows=rows,
+    )
     metrics_file.write_text(json.dumps(metrics, indent=1) + "\n")
     print(json.dumps(metrics))
 

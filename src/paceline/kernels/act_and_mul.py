@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError, message
 from paceline.kernels._check import reject
+from paceline.kernels.custom_op import define_op
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 
@@ -38,11 +39,11 @@ def _act_and_mul_cuda(x: Tensor, kind: str, out: Tensor) -> None:
     launch_act_and_mul(x, kind, out)
 
 
-_LIB = torch.library.Library("paceline", "FRAGMENT")
-_LIB.define("act_and_mul(Tensor x, str kind, Tensor(a!) out) -> ()")
-_LIB.impl("act_and_mul", _act_and_mul_cpu, "CPU")
-_LIB.impl("act_and_mul", _act_and_mul_cuda, "CUDA")
-_ACT_AND_MUL = torch.ops.paceline.act_and_mul.default
+_ACT_AND_MUL = define_op(
+    "act_and_mul(Tensor x, str kind, Tensor(a!) out) -> ()",
+    cpu=_act_and_mul_cpu,
+    cuda=_act_and_mul_cuda,
+)
 
 
 def act_and_mul(x: Tensor, kind: str) -> Tensor:

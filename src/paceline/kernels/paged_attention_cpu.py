@@ -5,6 +5,7 @@ walked one by one; each is one scaled_dot_product_attention over its keys, witho
 pages happen to be neighbours.
 """
 
+import itertools
 import math
 
 import torch
@@ -12,13 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.modes import MaskKind
-
-_LIBRARY = torch.library.Library("paceline", "FRAGMENT")
-_LIBRARY.define(
-    "paged_attention_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
-    "Tensor prefix_lens, Tensor cu_seqlens_q, Tensor? tree_mask, str mask, float scale, "
-    "int? window, float? soft_cap, bool prefix_only, Tensor(a!) out, Tensor(b!)? lse) -> ()"
-)
+from paceline.kernels.custom_op import define_op
 
 
 def paged_attention_cpu(
@@ -45,7 +40,7 @@ def paged_attention_cpu(
     tokens, heads, _ = q.shape
     out = torch.empty(tokens, heads, v_cache.shape[-1], dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if wants_lse else None
-    torch.ops.paceline.paged_attention_cpu(
+    _PAGED_ATTENTION(
         q,
         k_cache,
         v_cache,
@@ -83,25 +78,58 @@ def _implementation(
     kind = MaskKind(mask)
     offsets, prefixes = cu_seqlens_q.tolist(), prefix_lens.tolist()
     keys, values = _KeyValues(k_cache, page_table), _KeyValues(v_cache, page_table)
-    page_rows = _live_pages(page_table, prefixes, offsets, k_cache.shape[1])
-    for request, (prefix, pages) in enumerate(zip(prefixes, page_rows, strict=True)):
-        start, end = offsets[request], offsets[request + 1]
-        extend = end - start
-        # The lowest key the step's first row can see; later rows see none before it.
-        first = 0 if window is None else max(0, prefix + 1 - window)
-        reach = range(first, prefix if prefix_only else prefix + extend)
+    pages = _live_pages(page_table, prefixes, offsets, k_cache.shape[1])
+    extends = [end - start for start, end in itertools.pairwise(offsets)]
+    # From the lowest key the step's first row can see; later rows see none before it.
+    reaches = [
+        range(
+            0 if window is None else max(0, prefix + 1 - window),
+            prefix if prefix_only else prefix + extend,
+        )
+        for prefix, extend in zip(prefixes, extends, strict=True)
+    ]
+    is_fused = soft_cap is None and lse is None
+    if is_fused and max(extends, default=0) == 1:
+        _decode(q, keys, values, pages, reaches, out, scale=scale)
+        return
+    for request, (prefix, extend, reach) in enumerate(zip(prefixes, extends, reaches, strict=True)):
+        rows = slice(offsets[request], offsets[request + 1])
         visible = None
         if extend > 1:
-            tree = tree_mask[start:end, :extend] if tree_mask is not None else None
+            tree = tree_mask[rows, :extend] if tree_mask is not None else None
             visible = _visible(prefix, extend, reach, kind=kind, tree=tree, window=window)
-        k, v = keys.select(request, pages, reach), values.select(request, pages, reach)
-        if soft_cap is None and lse is None:
-            _fused(q[start:end], k, v, visible, out[start:end], scale=scale)
+        k = keys.select(request, pages[request], reach)
+        v = values.select(request, pages[request], reach)
+        if is_fused:
+            _fused(q[rows], k, v, visible, out[rows], scale=scale)
         else:
-            rows_lse = lse[start:end] if lse is not None else None
-            _explicit(
-                q[start:end], k, v, visible, out[start:end], rows_lse, scale=scale, cap=soft_cap
-            )
+            rows_lse = lse[rows] if lse is not None else None
+            _explicit(q[rows], k, v, visible, out[rows], rows_lse, scale=scale, cap=soft_cap)
+
+
+def _decode(
+    q: Tensor,  # [reqs, heads, head_dim]
+    keys: "_KeyValues",
+    values: "_KeyValues",
+    pages: list[list[int]],
+    reaches: list[range],
+    out: Tensor,  # [reqs, heads, v_head_dim]
+    *,
+    scale: float,
+) -> None:
+    """One row per request, which sees all of its reach; the step's hot path, so no mask at all."""
+    reqs, heads, dim = q.shape
+    blocks = q.view(reqs, keys.kv_heads, heads // keys.kv_heads, dim).split(1)
+    mixed = [
+        F.scaled_dot_product_attention(
+            block,
+            keys.select(request, pages[request], reach),
+            values.select(request, pages[request], reach),
+            scale=scale,
+        )
+        for request, (block, reach) in enumerate(zip(blocks, reaches, strict=True))
+    ]
+    torch.cat(mixed, out=out.view(reqs, keys.kv_heads, heads // keys.kv_heads, -1))
 
 
 def _live_pages(
@@ -118,6 +146,8 @@ class _KeyValues:
     """One side of a paged cache, read by ranges of positions."""
 
     def __init__(self, cache: Tensor, page_table: Tensor) -> None:
+        self.kv_heads = cache.shape[2]
+        self.kv_heads = cache.shape[2]
         self._page_size = cache.shape[1]
         self._pages = cache  # [num_pages, page_size, kv_heads, dim]
         self._page_table = page_table  # [reqs, max_pages]  int32
@@ -180,11 +210,6 @@ def _fused(
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    if rows == 1:
-        blocks = q.view(1, kv_heads, group, dim)
-        mixed = F.scaled_dot_product_attention(blocks, k, v, scale=scale)
-        out.view(1, kv_heads, group, -1).copy_(mixed)
-        return
     blocks = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
     mixed = F.scaled_dot_product_attention(
         blocks.reshape(1, kv_heads, group * rows, dim),
@@ -227,4 +252,9 @@ def _explicit(
         lse.copy_(normalizer.permute(2, 0, 1).reshape(rows, heads))
 
 
-_LIBRARY.impl("paged_attention_cpu", _implementation, "CPU")
+_PAGED_ATTENTION = define_op(
+    "paged_attention_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
+    "Tensor prefix_lens, Tensor cu_seqlens_q, Tensor? tree_mask, str mask, float scale, "
+    "int? window, float? soft_cap, bool prefix_only, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    cpu=_implementation,
+)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
+from paceline.kernels.custom_op import define_op
 
 
 def rms_norm_reference(
@@ -59,18 +60,17 @@ def _add_rms_norm_cuda(
     launch_rms_norm(x, residual, weight, eps=eps, unit_offset=unit_offset, out=out)
 
 
-_LIB = torch.library.Library("paceline", "FRAGMENT")
-_LIB.define("rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset, Tensor(a!) out) -> ()")
-_LIB.define(
-    "add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, bool unit_offset, "
-    "Tensor(b!) out) -> ()"
+_RMS_NORM = define_op(
+    "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset, Tensor(a!) out) -> ()",
+    cpu=_rms_norm_cpu,
+    cuda=_rms_norm_cuda,
 )
-_LIB.impl("rms_norm", _rms_norm_cpu, "CPU")
-_LIB.impl("rms_norm", _rms_norm_cuda, "CUDA")
-_LIB.impl("add_rms_norm", _add_rms_norm_cpu, "CPU")
-_LIB.impl("add_rms_norm", _add_rms_norm_cuda, "CUDA")
-_RMS_NORM = torch.ops.paceline.rms_norm.default
-_ADD_RMS_NORM = torch.ops.paceline.add_rms_norm.default
+_ADD_RMS_NORM = define_op(
+    "add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, bool unit_offset, "
+    "Tensor(b!) out) -> ()",
+    cpu=_add_rms_norm_cpu,
+    cuda=_add_rms_norm_cuda,
+)
 
 
 def rms_norm(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
+from paceline.kernels.custom_op import define_op
 
 
 def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
@@ -62,11 +63,11 @@ def _rope_cuda(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None
     launch_rope(q, k, cos_sin, positions)
 
 
-_LIB = torch.library.Library("paceline", "FRAGMENT")
-_LIB.define("rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos_sin, Tensor positions) -> ()")
-_LIB.impl("rope_inplace", _rope_cpu, "CPU")
-_LIB.impl("rope_inplace", _rope_cuda, "CUDA")
-_ROPE_INPLACE = torch.ops.paceline.rope_inplace.default
+_ROPE_INPLACE = define_op(
+    "rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos_sin, Tensor positions) -> ()",
+    cpu=_rope_cpu,
+    cuda=_rope_cuda,
+)
 
 
 def rope_inplace(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:

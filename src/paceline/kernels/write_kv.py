@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
+from paceline.kernels.custom_op import define_op
 
 
 def write_kv_reference(
@@ -35,14 +36,12 @@ def _write_kv_cuda(
     launch_write_kv(k, v, k_cache, v_cache, out_cache_loc)
 
 
-_LIB = torch.library.Library("paceline", "FRAGMENT")
-_LIB.define(
+_WRITE_KV = define_op(
     "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor out_cache_loc) -> ()"
+    "Tensor out_cache_loc) -> ()",
+    cpu=_write_kv_cpu,
+    cuda=_write_kv_cuda,
 )
-_LIB.impl("write_kv", _write_kv_cpu, "CPU")
-_LIB.impl("write_kv", _write_kv_cuda, "CUDA")
-_WRITE_KV = torch.ops.paceline.write_kv.default
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, out_cache_loc: Tensor) -> None:

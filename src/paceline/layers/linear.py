@@ -4,10 +4,10 @@
 fills; the loader copies into these views and nothing else.
 """
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
+from paceline.kernels.linear import linear
 from paceline.layers.parameter import Placement, empty_parameter
 
 
@@ -47,7 +47,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, in] -> [tokens, out]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
@@ -88,7 +88,7 @@ class QKVLinear(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         """x [tokens, hidden] -> q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads,
         head_dim], strided views of one tensor."""
-        fused = F.linear(x, self.weight, self.bias)
+        fused = linear(x, self.weight, self.bias)
         return list(fused.view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1))
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
@@ -117,7 +117,7 @@ class GateUpLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, 2 * intermediate], gate then up."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the block of rows it fills."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.kernels.custom_op import cpu_kernel
 from paceline.runner.host_reads import refuse_host_reads
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -19,6 +20,14 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 _EMPTY_FACTORIES = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
 )
+# The same function by a shorter way than the operator's own: a step calls these most.
+_DIRECT: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.add.out: torch.add,
+    torch.ops.aten.addmm.out: torch.addmm,
+    torch.ops.aten.index_select.out: torch.index_select,
+    torch.ops.aten.mm.out: torch.mm,
+    torch.ops.aten.mul.out: torch.mul,
+}
 _POISON_INT = 0x3FFF_FFFF  # an index no buffer has
 
 
@@ -56,7 +65,7 @@ class RecordedGraph:
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         if func._schema.is_mutable:
-            self._calls.append((func, tuple(args), dict(kwargs)))
+            self._calls.append((cpu_kernel(func) or func, tuple(args), dict(kwargs)))
             return
         outputs = [result] if isinstance(result, Tensor) else list(result)
         inputs = _storages(args) | _storages(kwargs.values())
@@ -85,7 +94,8 @@ def _refill(
     """A call that computes `func` again into the storages of its first outputs."""
     out_call = _out_variant(func, args, kwargs, outputs)
     if out_call is not None:
-        return out_call
+        operator, args, kwargs = out_call
+        return _DIRECT.get(operator, operator), args, kwargs
 
     def run_and_copy() -> None:
         fresh = func(*args, **kwargs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
+from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.checks import (
     check_caches,
     check_index,
@@ -153,12 +154,10 @@ def _launch(
     )
 
 
-_LIB = torch.library.Library("paceline", "FRAGMENT")
-_LIB.define(
+_PAGED_DECODE = define_op(
     "paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor kv_lens, "
     "float scale, int? window, float? soft_cap, int splits, Tensor(a!) out, Tensor(b!) lse, "
-    "Tensor(c!) partial_out, Tensor(d!) partial_lse) -> ()"
+    "Tensor(c!) partial_out, Tensor(d!) partial_lse) -> ()",
+    cpu=_launch,
+    cuda=_launch,
 )
-_LIB.impl("paged_decode", _launch, "CPU")
-_LIB.impl("paged_decode", _launch, "CUDA")
-_PAGED_DECODE = torch.ops.paceline.paged_decode.default

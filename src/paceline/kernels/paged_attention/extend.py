@@ -5,9 +5,9 @@ a matrix tile are (query, head of the group) pairs, so one tile of keys serves t
 definition is paged_attention_reference with MaskKind.CAUSAL.
 """
 
-import torch
 from torch import Tensor
 
+from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.checks import (
     check_caches,
     check_index,
@@ -109,12 +109,10 @@ def _launch(
     )
 
 
-_LIB = torch.library.Library("paceline", "FRAGMENT")
-_LIB.define(
+_PAGED_EXTEND = define_op(
     "paged_extend(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
     "Tensor prefix_lens, Tensor kv_lens, Tensor cu_seqlens_q, int max_extend_len, float scale, "
-    "int? window, float? soft_cap, bool prefix_only, Tensor(a!) out, Tensor(b!) lse) -> ()"
+    "int? window, float? soft_cap, bool prefix_only, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    cpu=_launch,
+    cuda=_launch,
 )
-_LIB.impl("paged_extend", _launch, "CPU")
-_LIB.impl("paged_extend", _launch, "CUDA")
-_PAGED_EXTEND = torch.ops.paceline.paged_extend.default
