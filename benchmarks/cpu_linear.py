@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_linear.py --threads 1
 
-Times torch's `F.linear` and oneDNN's linear on the bundled model's four matrices per layer, weights
-of all layers in turn so that no cache holds them.  Checks that both agree first.  JSON last.
+Times torch's `F.linear` and oneDNN's linear, with weights stored by rows and by columns, on the
+bundled model's four matrices per layer; the weights of all layers in turn, as a step reads them.
+Checks all against float64 first.  JSON last.
 """
 
 import argparse
@@ -26,13 +27,12 @@ def onednn(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
-def check(x: Tensor, weight: Tensor) -> None:
-    """Both differ from float64 by no more than a few roundings of the sum's length."""
+def check(function: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> None:
+    """`function` differs from float64 by no more than roundings over the sum's length."""
     exact = x.double() @ weight.double().t()
-    limit = 4 * torch.finfo(x.dtype).eps * exact.abs().max()
-    for function in (F.linear, onednn):
-        error = (function(x, weight).double() - exact).abs().max()
-        assert error <= limit, f"{function.__name__} is off by {error:.3g}, limit {limit:.3g}"
+    limit = x.shape[1] * torch.finfo(x.dtype).eps * exact.abs().max()
+    error = (function(x, weight).double() - exact).abs().max()
+    assert error <= limit, f"{function.__name__} is off by {error:.3g}, limit {limit:.3g}"
 
 
 def best_us(function: Callable[[Tensor, Tensor], Tensor], work: list, repeats: int) -> float:
@@ -54,18 +54,23 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = []
-    print(f"{'dtype':<16}{'tokens':>7}{'F.linear us':>13}{'oneDNN us':>11}")
+    heads = ("linear us", "by columns", "oneDNN us", "by columns")
+    print(f"{'dtype':<16}{'tokens':>7}" + "".join(f"{head:>11}" for head in heads))
     for dtype in (torch.float32, torch.bfloat16):
         weights = [torch.randn(o, i).to(dtype) for _ in range(NUM_LAYERS) for o, i in SHAPES]
-        for tokens in (1, 8, 16, 32, 64, 256):
-            work = [(torch.randn(tokens, w.shape[1]).to(dtype), w) for w in weights]
-            for x, weight in work[:4]:
-                check(x, weight)
-            plain, dnn = (best_us(f, work, args.repeats) for f in (F.linear, onednn))
-            rows.append(
-                {"dtype": str(dtype), "tokens": tokens, "linear_us": plain, "onednn_us": dnn}
-            )
-            print(f"{dtype!s:<16}{tokens:>7}{plain:>13.1f}{dnn:>11.1f}")
+        by_columns = [weight.t().contiguous().t() for weight in weights]
+        for tokens in (1, 2, 4, 8, 16, 32, 256):
+            inputs = [torch.randn(tokens, weight.shape[1]).to(dtype) for weight in weights]
+            times = []
+            for function in (F.linear, onednn):
+                for stored in (weights, by_columns):
+                    work = list(zip(inputs, stored, strict=True))
+                    check(function, *work[0])
+                    times.append(best_us(function, work, args.repeats))
+            names = ("linear_us", "linear_columns_us", "onednn_us", "onednn_columns_us")
+            named = dict(zip(names, times, strict=True))
+            rows.append({"dtype": str(dtype), "tokens": tokens, **named})
+            print(f"{dtype!s:<16}{tokens:>7}" + "".join(f"{us:>11.1f}" for us in times))
     print(
         json.dumps(
             {

@@ -80,6 +80,7 @@ class Limits:
     max_reqs: int  # padded requests of a step
     max_tokens: int  # padded tokens of a step
     max_pages: tuple[int, ...]  # [num_groups] page-table width
+    windows: tuple[int | None, ...]  # [num_groups] keys visible, itself included; None = all
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -1,15 +1,16 @@
 """linear: x W^T + b through the fastest library path for the shape.
 
-torch's own float32 matrix product on a CPU goes to MKL, which takes its slow path on processors of
-other makers; oneDNN, which torch carries too, does not.  `benchmarks/cpu_linear.py` measures both.
+torch's own float32 product on a CPU goes to MKL, which takes its slow path on processors of other
+makers; oneDNN, which torch carries too, does not, and is best with the weight stored column by
+column.  For one or two tokens its set-up costs more than it gains.  `benchmarks/cpu_linear.py`
+measures all of this.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Below this oneDNN's set-up costs more than it gains.
-_ONEDNN_TOKENS = 32
+_ONEDNN_TOKENS = 3  # from here on oneDNN is faster
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

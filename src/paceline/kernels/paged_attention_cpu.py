@@ -89,9 +89,6 @@ def _implementation(
         for prefix, extend in zip(prefixes, extends, strict=True)
     ]
     is_fused = soft_cap is None and lse is None
-    if is_fused and max(extends, default=0) == 1:
-        _decode(q, keys, values, pages, reaches, out, scale=scale)
-        return
     for request, (prefix, extend, reach) in enumerate(zip(prefixes, extends, reaches, strict=True)):
         rows = slice(offsets[request], offsets[request + 1])
         visible = None
@@ -105,31 +102,6 @@ def _implementation(
         else:
             rows_lse = lse[rows] if lse is not None else None
             _explicit(q[rows], k, v, visible, out[rows], rows_lse, scale=scale, cap=soft_cap)
-
-
-def _decode(
-    q: Tensor,  # [reqs, heads, head_dim]
-    keys: "_KeyValues",
-    values: "_KeyValues",
-    pages: list[list[int]],
-    reaches: list[range],
-    out: Tensor,  # [reqs, heads, v_head_dim]
-    *,
-    scale: float,
-) -> None:
-    """One row per request, which sees all of its reach; the step's hot path, so no mask at all."""
-    reqs, heads, dim = q.shape
-    blocks = q.view(reqs, keys.kv_heads, heads // keys.kv_heads, dim).split(1)
-    mixed = [
-        F.scaled_dot_product_attention(
-            block,
-            keys.select(request, pages[request], reach),
-            values.select(request, pages[request], reach),
-            scale=scale,
-        )
-        for request, (block, reach) in enumerate(zip(blocks, reaches, strict=True))
-    ]
-    torch.cat(mixed, out=out.view(reqs, keys.kv_heads, heads // keys.kv_heads, -1))
 
 
 def _live_pages(
@@ -146,8 +118,6 @@ class _KeyValues:
     """One side of a paged cache, read by ranges of positions."""
 
     def __init__(self, cache: Tensor, page_table: Tensor) -> None:
-        self.kv_heads = cache.shape[2]
-        self.kv_heads = cache.shape[2]
         self._page_size = cache.shape[1]
         self._pages = cache  # [num_pages, page_size, kv_heads, dim]
         self._page_table = page_table  # [reqs, max_pages]  int32

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
 from paceline.kernels.linear import linear
-from paceline.layers.parameter import Placement, empty_parameter
+from paceline.layers.parameter import Placement, empty_matrix, empty_parameter
 
 
 class _Fused:
@@ -42,7 +42,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         columns = parallel.share(in_features, "in_features")
-        self.weight = empty_parameter(out_features, columns, placement=placement)  # [out, in]
+        self.weight = empty_matrix(out_features, columns, placement=placement)  # [out, in]
         self.bias = empty_parameter(out_features, placement=placement) if bias else None  # [out]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class QKVLinear(nn.Module):
         self.heads = [heads, kv_heads, kv_heads]
         rows = tuple(count * head_dim for count in self.heads)
         # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
-        self.weight = empty_parameter(sum(rows), hidden_size, placement=placement)
+        self.weight = empty_matrix(sum(rows), hidden_size, placement=placement)
         self.bias = empty_parameter(sum(rows), placement=placement) if bias else None
         self._fused = _Fused(("q_proj", "k_proj", "v_proj"), rows)
 
@@ -111,7 +111,7 @@ class GateUpLinear(nn.Module):
         super().__init__()
         share = parallel.share(intermediate_size, "intermediate_size")
         # [2 * intermediate_size, hidden_size]  gate rows, then up rows
-        self.weight = empty_parameter(2 * share, hidden_size, placement=placement)
+        self.weight = empty_matrix(2 * share, hidden_size, placement=placement)
         self.bias = empty_parameter(2 * share, placement=placement) if bias else None
         self._fused = _Fused(("gate_proj", "up_proj"), (share, share))
 

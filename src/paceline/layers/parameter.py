@@ -18,3 +18,14 @@ def empty_parameter(*shape: int, placement: Placement) -> nn.Parameter:
     """An uninitialised inference parameter; the loader fills it in place."""
     data = torch.empty(shape, device=placement.device, dtype=placement.dtype)
     return nn.Parameter(data, requires_grad=False)
+
+
+def empty_matrix(rows: int, columns: int, *, placement: Placement) -> nn.Parameter:
+    """An uninitialised [rows, columns] parameter in the memory order its product reads fastest.
+
+    float32 on a CPU is stored column by column (see kernels.linear); everything else row by row.
+    """
+    if placement.device.type != "cpu" or placement.dtype != torch.float32:
+        return empty_parameter(rows, columns, placement=placement)
+    stored = torch.empty(columns, rows, device=placement.device, dtype=placement.dtype)
+    return nn.Parameter(stored.t(), requires_grad=False)

@@ -84,6 +84,7 @@ def build_runner(
         max_reqs=limits.max_running,
         max_tokens=max(limits.max_batched_tokens, limits.max_running),
         max_pages=max_pages,
+        windows=tuple(group.window for group in groups),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

@@ -1,6 +1,7 @@
-"""The `torch` backend: readable, device-independent in meaning, and the CPU's production path."""
+"""The `torch` backend: every mask and shape on the CPU, and the CPU's production path."""
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,10 +18,30 @@ from paceline.attention.contract import (
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
+from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupSlots:
+    """Which slots a decode step reads in one cache group; see kernels.paged_decode_cpu."""
+
+    window: int | None
+    page_size: int
+    extent: Tensor  # [1]  int64  keys of the longest reach
+    slots: Tensor  # [max_reqs * max reach]  int32
+    bias: Tensor  # [max_reqs * max reach]  the cache's dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TorchPlan:
+    """The page-table layout, and for plain decode the slots of each group."""
+
+    table: PageTablePlan
+    groups: tuple[GroupSlots, ...] | None  # [num_groups]; None unless every row extends by one
 
 
 class TorchBackend(AttentionBackend):
-    """Attention on the CPU through one opaque operator; every mask, window and soft cap."""
+    """Attention on the CPU through opaque operators; every mask, window and soft cap."""
 
     name: ClassVar[str] = "torch"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -38,27 +59,66 @@ class TorchBackend(AttentionBackend):
         host_plan=False,
     )
 
-    def make_buffers(self, limits: Limits) -> None:
-        """Nothing: the operator reads the step's own tensors."""
+    def make_buffers(self, limits: Limits) -> tuple[GroupSlots, ...]:
+        """Slot lists for the largest decode step of every group: [num_groups]."""
+        made = []
+        for width, window in zip(limits.max_pages, limits.windows, strict=True):
+            reach = width * limits.page_size
+            capacity = limits.max_reqs * (reach if window is None else min(window, reach))
+            made.append(
+                GroupSlots(
+                    window=window,
+                    page_size=limits.page_size,
+                    extent=torch.zeros(1, dtype=torch.int64, device=limits.device),
+                    slots=torch.zeros(capacity, dtype=torch.int32, device=limits.device),
+                    bias=torch.zeros(capacity, dtype=limits.dtype, device=limits.device),
+                )
+            )
+        return tuple(made)
 
-    def plan(self, view: StepView, buffers: Any) -> PageTablePlan:
-        """The page-table layout as derived."""
-        return page_table_plan(view)
+    def plan(self, view: StepView, buffers: tuple[GroupSlots, ...]) -> TorchPlan:
+        """The page-table layout as derived; in plain decode the slots to read, listed once."""
+        table = page_table_plan(view)
+        if view.max_extend_len != 1:
+            return TorchPlan(table=table, groups=None)
+        for group, page_table in zip(buffers, table.page_tables, strict=True):
+            decode_slots_cpu(
+                page_table,
+                table.kv_lens,
+                page_size=group.page_size,
+                window=group.window,
+                extent=group.extent,
+                slots=group.slots,
+                bias=group.bias,
+            )
+        return TorchPlan(table=table, groups=buffers)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: PageTablePlan, part: Part
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: TorchPlan, part: Part
     ) -> tuple[Tensor, Tensor | None]:
         """See AttentionBackend.forward; lse comes with Part.PREFIX."""
-        spec = layer.spec
+        spec, table = layer.spec, plan.table
+        if plan.groups is not None and spec.soft_cap is None and part is Part.ALL:
+            group = plan.groups[spec.group]
+            out = paged_decode_cpu(
+                q,
+                layer.k_cache,
+                layer.v_cache,
+                group.extent,
+                group.slots,
+                group.bias,
+                scale=spec.scale,
+            )
+            return out, None
         return paged_attention_cpu(
             q,
             layer.k_cache,
             layer.v_cache,
-            plan.page_tables[spec.group],
-            plan.prefix_lens,
-            plan.cu_seqlens_q,
-            mask=plan.mask,
-            tree_mask=plan.tree_mask,
+            table.page_tables[spec.group],
+            table.prefix_lens,
+            table.cu_seqlens_q,
+            mask=table.mask,
+            tree_mask=table.tree_mask,
             scale=spec.scale,
             window=spec.window,
             soft_cap=spec.soft_cap,

@@ -1,0 +1,124 @@
+"""Decode attention on the CPU, in two operators: which slots a step reads, and one layer's read.
+
+Every layer of a cache group reads the same slots, so they are listed once per step.  A layer then
+gathers its keys and values into one padded block, all requests together, for a single
+scaled_dot_product_attention.  Worked example: page size 4, window None, kv_lens [3, 6],
+page_table [[2, 0], [5, 7]]:
+
+    extent  6                                     the longest reach
+    slots   [8, 9, 10, 8, 8, 8]                   request 0; behind its end: its first key again,
+            [20, 21, 22, 23, 28, 29]              so that nothing foreign is ever read
+    bias    [0, 0, 0, -inf, -inf, -inf]  [0, ...]  and that key is then masked
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.kernels.custom_op import define_op
+
+
+def decode_slots_cpu(
+    page_table: Tensor,
+    kv_lens: Tensor,
+    *,
+    page_size: int,
+    window: int | None,
+    extent: Tensor,
+    slots: Tensor,
+    bias: Tensor,
+) -> None:
+    """List the slots that one query per request reads, densely as [reqs, extent].
+
+    page_table: [reqs, max_pages] int32; kv_lens: [reqs] int32, each at least 1; window: keys
+    visible, itself included.  Mutates extent [1] int64, slots [capacity] int32 and bias [capacity],
+    of which the first reqs * extent entries are written.  Recordable.
+    """
+    _DECODE_SLOTS(page_table, kv_lens, page_size, window, extent, slots, bias)
+
+
+def paged_decode_cpu(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    extent: Tensor,
+    slots: Tensor,
+    bias: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Attend one query per request to the slots that `decode_slots_cpu` listed.
+
+    q: [reqs, heads, head_dim]; k_cache: [num_pages, page_size, kv_heads, head_dim], v_cache with
+    v_head_dim; bias in q's dtype.  Returns [reqs, heads, v_head_dim].  Recordable.
+    """
+    out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
+    _PAGED_DECODE(q, k_cache, v_cache, extent, slots, bias, scale, out)
+    return out
+
+
+def _decode_slots(
+    page_table: Tensor,
+    kv_lens: Tensor,
+    page_size: int,
+    window: int | None,
+    extent: Tensor,
+    slots: Tensor,
+    bias: Tensor,
+) -> None:
+    reqs = kv_lens.shape[0]
+    first = torch.zeros_like(kv_lens) if window is None else (kv_lens - window).clamp_(min=0)
+    reach = kv_lens - first
+    longest = int(reach.max())
+    columns = torch.arange(longest, dtype=torch.int32)
+    is_live = columns < reach.unsqueeze(1)
+    positions = first.unsqueeze(1) + columns * is_live  # a dead entry: the first key
+    pages = page_table.gather(1, (positions // page_size).long())
+    extent.fill_(longest)
+    size = reqs * longest
+    torch.add(positions % page_size, pages, alpha=page_size, out=slots[:size].view(reqs, longest))
+    bias[:size].view(reqs, longest).fill_(0.0).masked_fill_(~is_live, -math.inf)
+
+
+def _paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    extent: Tensor,
+    slots: Tensor,
+    bias: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    reqs, heads, _ = q.shape
+    kv_heads, longest = k_cache.shape[2], int(extent)
+    size = reqs * longest
+    index = slots[:size]
+    blocks = (reqs, kv_heads, heads // kv_heads, -1)
+    mixed = F.scaled_dot_product_attention(
+        q.view(blocks),
+        _gather(k_cache, index, (reqs, longest)),
+        _gather(v_cache, index, (reqs, longest)),
+        attn_mask=bias[:size].view(reqs, 1, 1, longest),
+        scale=scale,
+    )
+    out.view(blocks).copy_(mixed)
+
+
+def _gather(cache: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
+    """[reqs, kv_heads, extent, dim] of one side of the cache."""
+    return cache.flatten(0, 1).index_select(0, index).unflatten(0, shape).transpose(1, 2)
+
+
+_DECODE_SLOTS = define_op(
+    "decode_slots_cpu(Tensor page_table, Tensor kv_lens, int page_size, int? window, "
+    "Tensor(a!) extent, Tensor(b!) slots, Tensor(c!) bias) -> ()",
+    cpu=_decode_slots,
+)
+_PAGED_DECODE = define_op(
+    "paged_decode_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor extent, Tensor slots, "
+    "Tensor bias, float scale, Tensor(a!) out) -> ()",
+    cpu=_paged_decode,
+)
