@@ -27,6 +27,8 @@ from paceline.runner.request_table import RequestTable
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT, StagingRing
 from paceline.runner.streams import Stream
 
+# Up to here each batch size has its own graph: padding costs a CPU time, and its graphs are small.
+_EVERY_SIZE = {"cpu": 16, "cuda": 4}
 STAGING_BYTES = 16 << 20  # joins of one step: a token history and a sampling row each
 
 
@@ -115,7 +117,9 @@ def build_runner(
         staging=StagingRing(STAGING_BYTES, pinned=pinned, depth=limits.staging_depth),
         outputs=OutputsRing(limits.max_running, pinned=pinned),
         graphs=_graph_store(limits, device, notify),
-        sizes=GraphSizes.up_to(min(limits.graph_max_reqs or 1, limits.max_running)),
+        sizes=GraphSizes.up_to(
+            min(limits.graph_max_reqs or 1, limits.max_running), every=_EVERY_SIZE[device.type]
+        ),
         guard=Guard(owners, kv_len_bound=kv_len_bound),
         notify=notify,
     )

@@ -33,11 +33,11 @@ class GraphSizes:
     sizes: tuple[int, ...]  # ascending
 
     @staticmethod
-    def up_to(max_reqs: int) -> "GraphSizes":
-        """1, 2, 3, 4, 6, 8, 12, 16, then every 8 up to max_reqs, itself included."""
-        small = [1, 2, 3, 4, 6, 8, 12]
-        sizes = [n for n in small if n < max_reqs] + list(range(16, max_reqs, 8)) + [max_reqs]
-        return GraphSizes(tuple(sizes))
+    def up_to(max_reqs: int, *, every: int = 4) -> "GraphSizes":
+        """Every size up to `every`, then 6, 8, 12, 16, then each 8 up to max_reqs, which is in."""
+        fine = set(range(1, every + 1))
+        coarse = {6, 8, 12, *range(16, max_reqs, 8)}
+        return GraphSizes(tuple(sorted({n for n in fine | coarse if n < max_reqs} | {max_reqs})))
 
     def pad(self, num_reqs: int) -> int | None:
         """The smallest size that holds `num_reqs`; None when none does."""
