@@ -51,6 +51,7 @@ def make_buffers(*widths: int) -> tuple[CsrBuffers, ...]:
             max_reqs=MAX_REQS,
             max_tokens=64,
             max_pages=widths,
+            windows=(None,) * len(widths),
             num_heads=1,
             num_kv_heads=1,
             head_dim=8,

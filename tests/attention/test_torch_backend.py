@@ -9,7 +9,7 @@ from attention_cases import PARENTS, Built, Case, build, walk, wrong_meanings
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import Part
+from paceline.attention.contract import Limits, Part
 from paceline.core.modes import MaskKind
 
 # Of outputs that are sums of up to 23 values of size 50: rounding of sums and of weights.
@@ -28,12 +28,30 @@ TREE_EXTENDS = (5, 2, 5)
 def run(built: Built) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of the live tokens."""
     backend = TorchBackend()
-    plan = backend.plan(built.view, None)
+    plan = backend.plan(built.view, backend.make_buffers(limits(built)))
     nothing = torch.full((), float("nan"))  # fresh k and v: this backend reads the pool alone
     out, lse = backend.forward(built.q, nothing, nothing, built.layer, plan, built.case.part)
     assert out.shape == (built.q.shape[0], built.case.heads, built.case.v_head_dim)
     assert out.dtype is built.case.dtype
     return out[: built.num_live].double(), None if lse is None else lse[: built.num_live].double()
+
+
+def limits(built: Built) -> Limits:
+    """The least a backend must allocate for this one step."""
+    case, view = built.case, built.view
+    return Limits(
+        device=torch.device("cpu"),
+        dtype=case.dtype,
+        max_reqs=view.padded_reqs,
+        max_tokens=view.padded_tokens,
+        max_pages=tuple(group.page_table.shape[1] for group in view.groups),
+        windows=(case.window,),
+        num_heads=case.heads,
+        num_kv_heads=built.layer.spec.num_kv_heads,
+        head_dim=built.layer.spec.head_dim,
+        v_head_dim=case.v_head_dim,
+        page_size=case.page_size,
+    )
 
 
 def difference(out: Tensor, wanted: Tensor) -> float:
