@@ -85,6 +85,7 @@ def make_runner(num_layers: int, num_reqs: int) -> ModelRunner:
             max_running=num_reqs,
             max_batched_tokens=max(PROMPT_LEN * num_reqs, 64),
             context_len=CONTEXT,
+            max_join_tokens=CONTEXT,
             num_pages=(pages,),
             graph_max_reqs=num_reqs,
         ),

@@ -41,6 +41,7 @@ class Loop:
             "max_running": 4,
             "max_batched_tokens": 32,
             "chunked_prefill_size": 16,
+            "max_join_tokens": 1024,
             "reserve_ahead": 0,
             "admission_margin": 0,
         } | config
@@ -455,12 +456,18 @@ def test_a_row_lost_from_the_books_is_reported():
     [
         ("max_running", 0, "max_running must be at least 1, got 0; raise it"),
         ("chunked_prefill_size", 0, "chunked_prefill_size must be at least 1, got 0"),
+        ("max_join_tokens", 0, "max_join_tokens must be at least 1, got 0"),
         ("max_batched_tokens", 3, "at least 4, got 3; a step must hold one token of every"),
         ("reserve_ahead", -1, "reserve_ahead must be at least 0, got -1"),
         ("admission_margin", -1, "admission_margin must be at least 0, got -1"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(name, value, text):
-    good = {"max_running": 4, "max_batched_tokens": 32, "chunked_prefill_size": 16}
+    good = {
+        "max_running": 4,
+        "max_batched_tokens": 32,
+        "chunked_prefill_size": 16,
+        "max_join_tokens": 64,
+    }
     with pytest.raises(ConfigError, match=text):
         SchedulerConfig(**(good | {name: value}))

@@ -80,6 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_running=max_running,
             max_batched_tokens=budget,
             chunked_prefill_size=chunk,
+            max_join_tokens=2 * CONTEXT_LEN,
             reserve_ahead=ahead,
             admission_margin=page_size,
             mix_prefill_and_decode=mix,

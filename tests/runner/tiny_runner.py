@@ -137,6 +137,7 @@ class Driver:
                 max_running=max_running,
                 max_batched_tokens=256,
                 context_len=CONTEXT,
+                max_join_tokens=CONTEXT,
                 num_pages=(num_pages,) * len(groups),
                 graph_max_reqs=graph_max_reqs,
                 poison_graphs=poison,

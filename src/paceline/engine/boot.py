@@ -17,7 +17,7 @@ from paceline.core.options import EngineOptions, engine_options
 from paceline.core.parallel import Parallel
 from paceline.engine.engine import Engine
 from paceline.engine.explain import attention_config
-from paceline.engine.fit import Fit, require_fit
+from paceline.engine.fit import Fit, compare, require_fit
 from paceline.engine.loop import overlapped_turn, twin_turn
 from paceline.engine.machine import local_device
 from paceline.engine.resolve import Resolution, resolve
@@ -112,6 +112,8 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     meter.note("workspace", less=sum(group.bytes for group in fit.groups))
     runner.boot()
     meter.note("graphs")
+    if meter.measured:
+        _LOG.info("memory, planned and measured\n%s", compare(fit, meter.measured))
     # Without tokenizer.json the model serves token ids.
     tokenizer = None if source.tokenizer is None else Tokenizer.from_folder(source.tokenizer.parent)
     engine = Engine(
@@ -141,6 +143,7 @@ def _runner_config(options: EngineOptions, fit: Fit, knobs: Knobs) -> RunnerConf
         max_running=_known(options.max_num_seqs),
         max_batched_tokens=_known(options.max_num_batched_tokens),
         context_len=_known(options.max_model_len),
+        max_join_tokens=_join_tokens(options),
         num_pages=knobs.num_pages or planned,
         graph_max_reqs=None if options.enforce_eager else options.cuda_graph_max_bs,
         poison_graphs=knobs.poison_graphs,
@@ -159,12 +162,18 @@ def _scheduler(config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Kno
         max_running=_known(options.max_num_seqs),
         max_batched_tokens=_known(options.max_num_batched_tokens),
         chunked_prefill_size=_known(options.chunked_prefill_size),
+        max_join_tokens=_join_tokens(options),
     )
     if knobs.reserve_ahead is not None:
         limits = replace(limits, reserve_ahead=knobs.reserve_ahead)
     if knobs.admission_margin is not None:
         limits = replace(limits, admission_margin=knobs.admission_margin)
     return Scheduler(limits, cache)
+
+
+def _join_tokens(options: EngineOptions) -> int:
+    """Known tokens that may join in one step: room for prefix hits beyond what is computed."""
+    return max(_known(options.max_model_len), 4 * _known(options.max_num_batched_tokens))
 
 
 class _Meter:

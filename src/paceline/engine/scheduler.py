@@ -36,6 +36,7 @@ class SchedulerConfig:
     max_running: int  # requests: rows 1..max_running of the request table
     max_batched_tokens: int  # tokens of one step, decode rows included
     chunked_prefill_size: int  # prompt tokens of one request in one step
+    max_join_tokens: int  # known tokens of the requests that join in one step; one may exceed it
     reserve_ahead: int = 256  # tokens a request grows by while the pool is roomy
     admission_margin: int = 32  # tokens of room behind a prompt that admission asks for
     mix_prefill_and_decode: bool = True  # False: steps alternate between the two
@@ -44,6 +45,7 @@ class SchedulerConfig:
         least = {
             "max_running": 1,
             "chunked_prefill_size": 1,
+            "max_join_tokens": 1,
             "max_batched_tokens": max(self.max_running, 1),
             "reserve_ahead": 0,
             "admission_margin": 0,
@@ -205,6 +207,9 @@ class Scheduler:
             if plan.is_stalled or self._roster.num_draining:
                 return
             request = self._roster.waiting[0]
+            joined = plan.joined_tokens + request.num_known
+            if plan.joined_tokens and joined > self._config.max_join_tokens:
+                return
             margin = self._config.admission_margin
             reserve_to = min(request.num_known + margin, request.max_len - 1)
             admission = self._cache.admit(
@@ -225,6 +230,7 @@ class Scheduler:
             ahead = max(0, min(self._config.reserve_ahead, request.max_len - 1 - reserve_to))
             grown = self._cache.reserve(request.request_id, reserve_to, ahead=ahead) or ()
             deltas = (join, *page_deltas(row, (*admission.page_runs, *grown)))
+            plan.joined_tokens = joined
             plan.add(request, self._chunk(plan, request), deltas)
 
     def _chunk(self, plan: StepPlan, request: Request) -> int:

@@ -43,6 +43,7 @@ class StepPlan:
 
     budget: int  # tokens
     rows: list[PlannedRow] = field(default_factory=list)
+    joined_tokens: int = 0  # known tokens of the requests admitted so far
     is_stalled: bool = False  # a running request waits for pages: admit nobody
 
     def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:

@@ -119,7 +119,11 @@ class Tracker:
         """Feed the detokeniser; the tokens to keep when it found a stop string."""
         if self._detokenizer is None:
             return None
-        self._detokenizer.push(update.new_token_ids)
+        tokens = update.new_token_ids
+        is_stop_token = update.finish is FinishReason.STOP
+        if is_stop_token and not self.request.params.include_stop_str_in_output:
+            tokens = tokens[:-1]  # the token that stopped it is no part of the text
+        self._detokenizer.push(tokens)
         if update.finish is not None:
             self._detokenizer.flush()
         found = self._detokenizer.stop

@@ -19,7 +19,7 @@ from paceline.runner.graphs import (
     GraphStore,
     RecordedGraphFactory,
 )
-from paceline.runner.guard import Guard, NamedTensors
+from paceline.runner.guard import Guard, NamedTensors, tensors_in
 from paceline.runner.model_runner import GraphSizes, ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
@@ -29,7 +29,8 @@ from paceline.runner.streams import Stream
 
 # Up to here each batch size has its own graph: padding costs a CPU time, and its graphs are small.
 _EVERY_SIZE = {"cpu": 16, "cuda": 4}
-STAGING_BYTES = 16 << 20  # joins of one step: a token history and a sampling row each
+_ALIGNMENT = 16  # bytes, of each staged piece
+_PIECES = 16  # per request and step, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class RunnerConfig:
     max_running: int  # requests of a step
     max_batched_tokens: int  # tokens of a step
     context_len: int  # tokens of a request, prompt and output
+    max_join_tokens: int  # known tokens of the requests that join in one step
     num_pages: tuple[int, ...]  # [num_groups] pages of each pool, the reserved one included
     graph_max_reqs: int | None  # None: every step eager
     poison_graphs: bool = False
@@ -111,10 +113,13 @@ def build_runner(
     pinned = device.type == "cuda"
     owners: list[NamedTensors] = [table.named_tensors, buffers.named_tensors]
     owners += [pool.named_tensors for pool in pools]
+    owners.append(lambda: tensors_in("backend", parts.backend_buffers))
     return ModelRunner(
         parts,
         stream=stream,
-        staging=StagingRing(STAGING_BYTES, pinned=pinned, depth=limits.staging_depth),
+        staging=StagingRing(
+            _staging_bytes(limits, table), pinned=pinned, depth=limits.staging_depth
+        ),
         outputs=OutputsRing(limits.max_running, pinned=pinned),
         graphs=_graph_store(limits, device, notify),
         sizes=GraphSizes.up_to(
@@ -123,6 +128,16 @@ def build_runner(
         guard=Guard(owners, kv_len_bound=kv_len_bound),
         notify=notify,
     )
+
+
+def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:
+    """The most one step stages: the joining requests' tokens, and of every row all its columns."""
+    page_rows = sum(pages[0].nbytes for pages in table.page_tables)
+    sampling_row = table.sampling.floats[0].nbytes + table.sampling.ints[0].nbytes
+    per_row = page_rows + sampling_row + _PIECES * _ALIGNMENT
+    # One request may join beyond the limit, when it joins alone.
+    tokens = max(limits.max_join_tokens, limits.context_len)
+    return 4 * tokens + limits.max_running * per_row
 
 
 def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> GraphStore | None:

@@ -126,6 +126,8 @@ class TritonBackend(AttentionBackend):
 
 def _triton_reasons(device_type: str) -> list[str]:
     """Why Triton's kernels cannot be launched on this device."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return []  # planning for another machine: what is installed here says nothing
     if importlib.util.find_spec("triton") is None:
         return ["triton must be installed, got no such package"]
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
