@@ -188,6 +188,20 @@ def test_a_join_carries_the_prompt_its_hit_and_its_pages():
     assert loop.requests["aa"].num_cached == 8
 
 
+def test_requests_that_join_in_one_step_are_bounded_by_their_tokens():
+    loop = Loop(max_join_tokens=12, chunked_prefill_size=4)
+    for name in "abc":
+        loop.add(name, 6)
+    loop.add("d", 20)
+    joined = []
+    while len(joined) < 4:
+        step = loop.turn()
+        tokens = [len(d.token_ids) for d in step.deltas if isinstance(d, JoinDelta)]
+        assert sum(tokens) <= 12 or len(tokens) == 1
+        joined += tokens
+    assert joined == [6, 6, 6, 20]
+
+
 def test_a_fully_cached_prompt_works_at_page_size_boundaries():
     for length in (4, 5, 8):
         loop = Loop()
