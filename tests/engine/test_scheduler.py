@@ -123,8 +123,7 @@ def test_steady_decode_repeats_an_equal_layout_without_deltas():
         StepLayout(rows=(1, 2, 3), extend_lens=(1, 1, 1), emits=(True, True, True))
     }
     assert {step.mode for step in steps} == {ForwardMode.DECODE}
-    grown = [step for step in steps if step.deltas]
-    assert [len(step.deltas) for step in grown] == [3]  # pages once, for all that follows
+    assert not any(step.deltas for step in steps)  # admission reserved for all that follows
     assert [s.prefix_lens_bound[0] for s in steps] == list(range(6, 36))
 
 
@@ -186,6 +185,14 @@ def test_a_join_carries_the_prompt_its_hit_and_its_pages():
     assert (pages.row, pages.group, pages.start, len(pages.page_ids)) == (1, 0, 0, 3)
     assert extends(step) == {1: 2}
     assert loop.requests["aa"].num_cached == 8
+
+
+def test_admission_reserves_ahead_in_full_groups_and_one_chunk_in_windowed_ones():
+    loop = Loop(windows=(None, 8), num_pages=201, reserve_ahead=16, chunked_prefill_size=8)
+    loop.add("a", 24, max_tokens=40)
+    step = loop.turn()
+    held = {d.group: len(d.page_ids) for d in step.deltas if isinstance(d, PageDelta)}
+    assert held == {0: (24 + 16) // PAGE_SIZE, 1: 8 // PAGE_SIZE}
 
 
 def test_requests_that_join_in_one_step_are_bounded_by_their_tokens():

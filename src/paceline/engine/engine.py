@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 
+from paceline.core.errors import PacelineError, message
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.loop import Launched, Runner, Turn
 from paceline.engine.request import FinishReason, Request
@@ -34,6 +35,7 @@ class Engine:
         self._context_len = context_len
         self._trackers: dict[str, Tracker] = {}
         self._in_flight: Launched | None = None
+        self._failure: BaseException | None = None  # what ended a turn half-way
         self._epoch = 0
 
     @property
@@ -54,6 +56,7 @@ class Engine:
 
         params.seed must be set: it is part of what a preempted request resumes with.
         """
+        self._require_whole()
         request = Request.make(
             request_id, prompt_ids, params, context_len=self._context_len, salt=salt
         )
@@ -72,9 +75,18 @@ class Engine:
         return True
 
     def step(self) -> list[Tracker]:
-        """One turn of the loop; returns the requests it brought something to."""
+        """One turn of the loop; returns the requests it brought something to.
+
+        An exception in the middle of a turn, Ctrl-C included, leaves device and books apart: it is
+        raised, and the engine refuses to go on.
+        """
+        self._require_whole()
         self._epoch += 1
-        turn = self._turn(self.scheduler, self._runner, self._epoch, self._in_flight)
+        try:
+            turn = self._turn(self.scheduler, self._runner, self._epoch, self._in_flight)
+        except BaseException as error:
+            self._failure = error
+            raise
         self._in_flight = turn.in_flight
         touched: list[Tracker] = []
         for update in turn.updates:
@@ -88,11 +100,24 @@ class Engine:
             if tracker.is_finished:
                 del self._trackers[request_id]
             touched.append(tracker)
+        if not self.has_work:
+            self.scheduler.check_integrity()
         return touched
 
     def drain(self) -> None:
-        """Abort everything and run what is in flight to its end."""
+        """Abort everything and run what is in flight to its end, unless a turn has failed."""
         for request_id in list(self._trackers):
             self.abort(request_id)
-        while self.has_work:
+        while self.has_work and self._failure is None:
             self.step()
+
+    def _require_whole(self) -> None:
+        if self._failure is not None:
+            raise PacelineError(
+                message(
+                    "engine",
+                    expected="whole",
+                    got=f"broken by {self._failure!r} in an earlier turn",
+                    remedy="build a new LLM",
+                )
+            ) from self._failure

@@ -213,7 +213,11 @@ class Scheduler:
             margin = self._config.admission_margin
             reserve_to = min(request.num_known + margin, request.max_len - 1)
             admission = self._cache.admit(
-                request.request_id, request.token_ids, reserve_to=reserve_to, salt=request.salt
+                request.request_id,
+                request.token_ids,
+                reserve_to=reserve_to,
+                ahead=max(0, min(self._config.reserve_ahead, request.max_len - 1 - reserve_to)),
+                salt=request.salt,
             )
             if admission is None:
                 return
@@ -226,10 +230,7 @@ class Scheduler:
                 max_len=request.max_len,
                 params=request.params,
             )
-            # Room for the first output too, while it still lies right behind the prompt.
-            ahead = max(0, min(self._config.reserve_ahead, request.max_len - 1 - reserve_to))
-            grown = self._cache.reserve(request.request_id, reserve_to, ahead=ahead) or ()
-            deltas = (join, *page_deltas(row, (*admission.page_runs, *grown)))
+            deltas = (join, *page_deltas(row, admission.page_runs))
             plan.joined_tokens = joined
             plan.add(request, self._chunk(plan, request), deltas)
 

@@ -117,15 +117,22 @@ class PagedGroup:
         need = self._admit_pages(path, reserve_to) - len(path)
         return need <= self._available() - newly_locked
 
-    def admit(self, path: Sequence[Node], reserve_to: int) -> tuple[Holding, PageRun]:
-        """Lock a hit and reserve behind it; `can_admit` must have said yes."""
+    def admit(
+        self, path: Sequence[Node], reserve_to: int, ahead: int = 0
+    ) -> tuple[Holding, PageRun]:
+        """Lock a hit and reserve behind it; `can_admit` must have said yes.
+
+        A full group holds `ahead` more tokens while the pool is roomy.
+        """
         first = self.first_visible_page(len(path) * self._page_size)
         holding = Holding(committed=len(path) * self._page_size, first=first)
         for index, node in enumerate(path):
             seen = index >= first
             holding.pages.append(self._tree.lock(node, self._index) if seen else PAD_PAGE)
             holding.nodes.append(node if seen else None)
-        self._grow(holding, self._admit_pages(path, reserve_to) - len(path))
+        need = self._admit_pages(path, reserve_to) - len(path)
+        wish = self._admit_pages(path, reserve_to + ahead) - len(path)
+        self._grow(holding, max(need, min(wish, self._roomy_pages())))
         return holding, PageRun(self._index, first, tuple(holding.pages[first:]))
 
     def shortage(self, holding: Holding, kv_bound: int) -> bool:
@@ -142,8 +149,7 @@ class PagedGroup:
         if need <= 0:
             return None
         wish = self._num_pages(kv_bound + ahead) - start
-        roomy = self.pool.num_free - self.pool.total // ROOMY_SHARE
-        self._grow(holding, max(need, min(wish, roomy)))
+        self._grow(holding, max(need, min(wish, self._roomy_pages())))
         return PageRun(self._index, start, tuple(holding.pages[start:]))
 
     def commit(self, holding: Holding, path: Sequence[int], epoch: int) -> list[Move]:
@@ -272,6 +278,10 @@ class PagedGroup:
         if self._window is not None:
             reserve_to = min(reserve_to, len(path) * self._page_size + self._max_extend_len)
         return max(len(path), self._num_pages(reserve_to))
+
+    def _roomy_pages(self) -> int:
+        """Free pages beyond the share that growth leaves alone; may be negative."""
+        return self.pool.num_free - self.pool.total // ROOMY_SHARE
 
     def _available(self) -> int:
         return self.pool.num_free + self._tree.num_evictable(self._index)

@@ -102,17 +102,25 @@ class CacheManager:
         return len(self._hit(tokens, salt)) * self._page_size
 
     def admit(
-        self, request_id: str, tokens: Sequence[int], *, reserve_to: int, salt: Hashable = None
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        *,
+        reserve_to: int,
+        ahead: int = 0,
+        salt: Hashable = None,
     ) -> Admission | None:
         """Lock the longest hit and reserve for `reserve_to` tokens; None where pages are short.
 
-        Windowed groups reserve for the first step only and grow with `reserve`.
+        Full groups hold `ahead` more tokens while they are roomy, so that the first output lies
+        right behind the prompt.  Windowed groups reserve for the first step only and grow with
+        `reserve`.
         """
         assert request_id not in self._entries, f"{request_id} is already admitted"
         path = self._hit(tokens, salt)
         if not all(group.can_admit(path, reserve_to) for group in self._groups):
             return None
-        admitted = [group.admit(path, reserve_to) for group in self._groups]
+        admitted = [group.admit(path, reserve_to, ahead) for group in self._groups]
         entry = _Entry(
             salt=salt,
             holdings=tuple(holding for holding, _ in admitted),

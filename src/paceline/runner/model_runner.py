@@ -13,7 +13,7 @@ from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout, padded_step
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
-from paceline.runner.guard import Guard
+from paceline.runner.guard import Guard, tensors_in
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
 from paceline.runner.program import Parts, Segment, StepProgram, group_segments
 from paceline.runner.staging import StagingRing
@@ -78,6 +78,19 @@ class ModelRunner:
         """Capture the largest decode graph, which sizes the graph reserve."""
         if self._graphs is not None:
             self._capture(self._key(ForwardMode.DECODE, self._sizes.sizes[-1], 1))
+
+    def named_bytes(self) -> dict[str, int]:
+        """Bytes held: the KV pools, and the workspace of table, step and backend."""
+        parts = self._parts
+        owned = {
+            **parts.table.named_tensors(),
+            **parts.buffers.named_tensors(),
+            **tensors_in("backend", parts.backend_buffers),
+        }
+        return {
+            "kv": sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in parts.layers),
+            "workspace": sum(tensor.nbytes for tensor in owned.values()),
+        }
 
     def launch(self, step: Step) -> LaunchedStep:
         """Queue one step; returns at once on an asynchronous device."""

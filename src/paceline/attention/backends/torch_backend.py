@@ -18,7 +18,7 @@ from paceline.attention.contract import (
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
-from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
+from paceline.kernels.paged_decode_cpu import MAX_PARTS, decode_slots_cpu, paged_decode_cpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,7 +27,8 @@ class GroupSlots:
 
     window: int | None
     page_size: int
-    extent: Tensor  # [1]  int64  keys of the longest reach
+    order: Tensor  # [max_reqs]  int64  requests, part by part
+    parts: Tensor  # [MAX_PARTS, 2]  int64  requests and extent of each part; unused: 0
     slots: Tensor  # [max_reqs * max reach]  int32
     bias: Tensor  # [max_reqs * max reach]  the cache's dtype
 
@@ -69,7 +70,8 @@ class TorchBackend(AttentionBackend):
                 GroupSlots(
                     window=window,
                     page_size=limits.page_size,
-                    extent=torch.zeros(1, dtype=torch.int64, device=limits.device),
+                    order=torch.zeros(limits.max_reqs, dtype=torch.int64, device=limits.device),
+                    parts=torch.zeros(MAX_PARTS, 2, dtype=torch.int64, device=limits.device),
                     slots=torch.zeros(capacity, dtype=torch.int32, device=limits.device),
                     bias=torch.zeros(capacity, dtype=limits.dtype, device=limits.device),
                 )
@@ -87,7 +89,8 @@ class TorchBackend(AttentionBackend):
                 table.kv_lens,
                 page_size=group.page_size,
                 window=group.window,
-                extent=group.extent,
+                order=group.order,
+                parts=group.parts,
                 slots=group.slots,
                 bias=group.bias,
             )
@@ -104,7 +107,8 @@ class TorchBackend(AttentionBackend):
                 q,
                 layer.k_cache,
                 layer.v_cache,
-                group.extent,
+                group.order,
+                group.parts,
                 group.slots,
                 group.bias,
                 scale=spec.scale,
