@@ -5,15 +5,16 @@
 With the bundled model: greedy tokens with graphs equal those without, the overlapped loop equals
 its twin, both equal the CPU's `torch` backend in fp32 up to ties that are shown, and a whole
 generation runs under `torch.cuda.set_sync_debug_mode("error")`.  Exits 1 when a check fails.  The
-last line is JSON.
+last line is JSON.  tests/gpu runs the same checks.
 """
 
 import argparse
 import json
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ from paceline.engine.machine import versions
 SEED = 7
 TIE_GAP = 1e-3  # of log-probabilities in fp32, at the first difference
 NUM_PROMPTS = 24
+PAGE_SIZES = (1, 16, 64)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=48, ignore_eos=True)
 Tokens = list[tuple[int, ...]]
+Outcome = tuple[bool, str]  # passed, detail
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
@@ -39,14 +44,14 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return made
 
 
-def run(params: SamplingParams, **options: Any) -> tuple[Tokens, LLM]:
-    """Tokens of every prompt, twice in one engine, so that graphs are replayed."""
-    llm = LLM("bundled", max_num_seqs=16, max_num_batched_tokens=256, **options)
-    work = prompts(llm.tokenizer.vocab_size)
-    llm.generate(work, params)
-    with no_sync(options.get("device") == "cuda"):
-        outputs = llm.generate(work, params)
-    return [output.outputs[0].token_ids for output in outputs], llm
+def answer(params: SamplingParams, **options: Any) -> tuple[Tokens, dict[str, Any]]:
+    """Tokens of every prompt and the engine's report; run twice, so that graphs are replayed."""
+    with LLM("bundled", max_num_seqs=16, max_num_batched_tokens=256, **options) as llm:
+        work = prompts(llm.report()["vocab_size"])
+        llm.generate(work, params)
+        with no_sync(options.get("device") == "cuda"):
+            outputs = llm.generate(work, params)
+        return [output.outputs[0].token_ids for output in outputs], llm.report()
 
 
 @contextmanager
@@ -81,53 +86,70 @@ def gap_at(llm: LLM, work: list[list[int]], tokens: Tokens, where: tuple[int, in
     return abs(row[0].top_values[0] - row[0].top_values[1])
 
 
+def graphs_equal_eager(dtype: str, params: SamplingParams) -> Outcome:
+    """Tokens with graphs are those without."""
+    graphs, report = answer(params, device="cuda", dtype=dtype)
+    eager, _ = answer(params, device="cuda", dtype=dtype, enforce_eager=True)
+    differ = first_differences(graphs, eager)
+    return not differ, f"{differ} {report['events']}"
+
+
+def twin_equals_overlapped(dtype: str) -> Outcome:
+    """The two loops give the same bits."""
+    overlapped, _ = answer(SAMPLED, device="cuda", dtype=dtype)
+    twin, _ = answer(SAMPLED, device="cuda", dtype=dtype, overlap=False)
+    differ = first_differences(twin, overlapped)
+    return not differ, f"{differ}"
+
+
+def page_sizes_agree(dtype: str) -> Outcome:
+    """Without prefix hits, whose length depends on the page size, not a bit may change."""
+    options = {"device": "cuda", "dtype": dtype, "enable_prefix_cache": False}
+    first, *others = (answer(SAMPLED, page_size=size, **options)[0] for size in PAGE_SIZES)
+    differ = [first_differences(first, other) for other in others]
+    return not any(differ), f"{differ}"
+
+
+def gpu_equals_cpu() -> Outcome:
+    """float32 greedy: equal, or parting where the CPU cannot tell the two best tokens apart."""
+    on_gpu, _ = answer(GREEDY, device="cuda", dtype="float32")
+    truth, report = answer(GREEDY, device="cpu", dtype="float32")
+    work = prompts(report["vocab_size"])
+    with LLM("bundled", device="cpu", dtype="float32") as cpu:
+        gaps = [gap_at(cpu, work, truth, where) for where in first_differences(on_gpu, truth)]
+    return all(gap < TIE_GAP for gap in gaps), f"gaps {gaps}"
+
+
+def all_checks() -> dict[str, Callable[[], Outcome]]:
+    """Every check by name."""
+    checks: dict[str, Callable[[], Outcome]] = {}
+    for dtype in ("float32", "bfloat16"):
+        for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
+            checks[f"{dtype} {name}: graphs equal eager"] = partial(
+                graphs_equal_eager, dtype, params
+            )
+        checks[f"{dtype} sampled: twin equals overlapped"] = partial(twin_equals_overlapped, dtype)
+        checks[f"{dtype} sampled: page sizes 1, 16, 64"] = partial(page_sizes_agree, dtype)
+    checks["float32 greedy: GPU equals CPU up to ties"] = gpu_equals_cpu
+    return checks
+
+
 def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    greedy = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    sampled = SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=48, ignore_eos=True)
-    checks: list[dict[str, Any]] = []
-
-    def note(name: str, passed: bool, detail: str = "") -> None:
-        checks.append({"check": name, "passed": passed, "detail": detail})
+    found: list[dict[str, Any]] = []
+    for name, check in all_checks().items():
+        passed, detail = check()
+        found.append({"check": name, "passed": passed, "detail": detail})
         print(f"{'ok  ' if passed else 'FAIL'} {name} {detail}", flush=True)
-
-    truth, cpu = run(greedy, device="cpu", dtype="float32")
-    for dtype in ("float32", "bfloat16"):
-        for name, params in (("greedy", greedy), ("sampled", sampled)):
-            graphs, llm = run(params, device="cuda", dtype=dtype)
-            events = llm.report()["events"]
-            llm.close()
-            eager, llm = run(params, device="cuda", dtype=dtype, enforce_eager=True)
-            llm.close()
-            differ = first_differences(graphs, eager)
-            note(f"{dtype} {name}: graphs equal eager", not differ, f"{differ} {events}")
-        twin, llm = run(sampled, device="cuda", dtype=dtype, overlap=False)
-        llm.close()
-        note(f"{dtype} sampled: twin equals overlapped", twin == graphs)
-        # Without prefix hits, whose length depends on the page size, not a bit may change.
-        by_size = []
-        for page_size in (1, 16, 64):
-            options = {"page_size": page_size, "enable_prefix_cache": False}
-            tokens, llm = run(sampled, device="cuda", dtype=dtype, **options)
-            llm.close()
-            by_size.append(tokens)
-        note(f"{dtype} sampled: page sizes 1, 16, 64", by_size[0] == by_size[1] == by_size[2])
-    on_gpu, llm = run(greedy, device="cuda", dtype="float32")
-    llm.close()
-    work = prompts(cpu.tokenizer.vocab_size)
-    gaps = [gap_at(cpu, work, truth, where) for where in first_differences(on_gpu, truth)]
-    note(
-        "float32 greedy: GPU equals CPU up to ties", all(g < TIE_GAP for g in gaps), f"gaps {gaps}"
-    )
     document = {
         "benchmark": "gpu_check",
         "device": torch.cuda.get_device_name(),
         "versions": versions(),
         "sync_debug_mode": "error during every second generation on CUDA",
-        "checks": checks,
+        "checks": found,
     }
     print(json.dumps(document))
-    return 0 if all(check["passed"] for check in checks) else 1
+    return 0 if all(check["passed"] for check in found) else 1
 
 
 if __name__ == "__main__":

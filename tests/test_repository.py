@@ -114,3 +114,57 @@ def test_make_has_the_usual_verbs():
     targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
     wanted = {"help", "setup", "demo", "test", "test-full", "lint", "bench", "clean"}
     assert set(targets) == wanted
+
+
+def commands_of(verb, folder, uv):
+    """What a verb would run on a fresh checkout, without running it."""
+    words = ["make", "-n", verb, f"UV={uv}", f"VENV={folder / 'venv'}", "PYTHON=python3"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    return " ".join(done.stdout.replace("\\\n", " ").split()).replace(f"{folder}/", "")
+
+
+MAKE = {
+    "setup": ["[dev]"],
+    "demo": ["venv/bin/paceline generate --echo --prompt"],
+    "test": ['venv/bin/python -m pytest -m "not gpu and not slow"'],
+    "test-full": ['venv/bin/python -m pytest -m "not gpu"'],
+    "lint": ["venv/bin/ruff check .", "venv/bin/ruff format --check .", "venv/bin/mypy"],
+    "bench": ["venv/bin/paceline bench latency --batch-size"],
+}
+INSTALL = {
+    "": ["python3 -m venv venv", "venv/bin/python -m pip install", "-c constraints.txt"],
+    "uv": [
+        "uv venv --quiet --allow-existing --python python3 venv",
+        "uv pip install --quiet --python venv/bin/python --torch-backend=auto -c constraints.txt",
+    ],
+}
+
+
+@pytest.mark.parametrize("uv", INSTALL, ids=["pip", "uv"])
+@pytest.mark.parametrize("verb", MAKE)
+def test_a_verb_of_make_installs_what_it_needs_and_runs(verb, uv, tmp_path):
+    text = commands_of(verb, tmp_path, uv)
+    at = [text.index(part) for part in [*INSTALL[uv], *MAKE[verb]]]
+    assert at == sorted(at)
+    assert (" uv " in f" {text}") == bool(uv)
+    assert ("[dev]" in text) == (verb not in {"demo", "bench"})
+
+
+@pytest.mark.parametrize("uv", INSTALL, ids=["pip", "uv"])
+@pytest.mark.parametrize("verb", ["help", "clean"])
+def test_a_verb_that_needs_nothing_installs_nothing(verb, uv, tmp_path):
+    text = commands_of(verb, tmp_path, uv)
+    assert text
+    assert "install" not in text
+
+
+def test_every_extra_is_imported_somewhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {
+        re.split(r"[<>=;\[ ]", e)[0] for name in extras if name != "dev" for e in extras[name]
+    }
+    files = [p for room in ("src", "tests", "benchmarks") for p in (ROOT / room).rglob("*.py")]
+    text = "\n".join(path.read_text() for path in files)
+    assert wanted
+    assert not [n for n in wanted if not re.search(rf"^ *(import|from) {n}\b", text, re.MULTILINE)]

@@ -113,6 +113,11 @@ def test_head_groups_value_dims_dtypes_and_page_order(
     )
 
 
+@pytest.mark.parametrize("window", [2, 3, 4, 5, 6])
+def test_windows_around_the_length_of_a_prompt_from_its_start(window: int) -> None:
+    check(Case(prefix_lens=(0, 0, 0), extend_lens=(4, 5, 3), window=window))
+
+
 @pytest.mark.parametrize("is_permuted", [True, False], ids=["permuted", "neighbours"])
 @pytest.mark.parametrize("extend", [1, 2, 5])
 @pytest.mark.parametrize("prefixes", [(0, 0, 0), (3, 1, 16), (15, 17, 2)], ids=str)

@@ -41,6 +41,17 @@ class FakeEngine:
     def abort(self, request_id):
         self.aborted.append(request_id)
 
+        return True
+
+    def report(self):
+        return {
+            "versions": {"python": "3.11.0", "torch": None},
+            "device": "a CPU",
+            "vocab_size": 50,
+            "options": {"device": {"value": "cpu", "origin": "chosen: a CPU"}},
+            "memory": {"planned": {"total_bytes": 1 << 30}},
+        }
+
     def close(self):
         self.closed = True
 

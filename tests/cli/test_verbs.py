@@ -86,12 +86,15 @@ ALIASES = [
     ("--dtype auto", {"dtype": "auto"}),
     ("--load-format dummy", {"load_format": "dummy"}),
     ("--random-seed 7", {"seed": 7}),
+    ("--seed -1", {"seed": -1}),
     ("--seed 7", {"seed": 7}),
     ("--device cpu", {"device": "cpu"}),
     ("--kv-cache-memory-bytes 1000", {"kv_cache_bytes": 1000}),
     ("--revision main", {"revision": "main"}),
     ("--no-overlap", {"overlap": False}),
     ("--threads 1", {"threads": 1}),
+    ("x", {"model": "x"}),
+    ("-tp 1", {}),
     ("--tp 1", {}),
     ("--tp-size 1", {}),
     ("--tensor-parallel-size 1", {}),
@@ -118,6 +121,8 @@ def test_max_tokens_has_its_aliases(flag):
     ("typed", "text"),
     [
         ("--tp 2", "ConfigError: parallel must be rank 0 of size 1"),
+        ("-tp 2", "ConfigError: parallel must be rank 0 of size 1"),
+        ("a --model b", "ConfigError: model must be given once, got 'a' by position and 'b' by"),
         ("--dtype int4", "is not one of 'auto', 'bfloat16'"),
         ("--page-size many", "is not a valid integer"),
         ("--unheard-of 1", "No such option"),
@@ -191,11 +196,11 @@ def test_a_second_control_c_raises():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def bench(engine):
+def bench(engine, **asked):
     from paceline.engine.bench_latency import LatencyShape, bench_latency
 
     shape = LatencyShape(batch_sizes=(1, 2), input_len=5, output_len=4)
-    return bench_latency({"model": "fake"}, shape, make_llm=engine, vocab_size=50)
+    return bench_latency({"model": "fake", **asked}, shape, make_llm=engine)
 
 
 def test_bench_document_fits_its_schema_and_its_prompts_are_exact():
@@ -229,6 +234,14 @@ def test_bench_refuses_to_time_an_engine_that_is_not_steady():
 def test_bench_refuses_a_run_with_preemptions():
     with pytest.raises(IntegrityError, match="preemptions must be 0, got 1"):
         bench(FakeEngine(preempted=True))
+
+
+def test_bench_makes_room_for_its_largest_batch_and_refuses_less():
+    engine = FakeEngine()
+    bench(engine)
+    assert engine.asked["max_num_seqs"] == 2
+    with pytest.raises(ConfigError, match="max_num_seqs must be at least 2, the largest batch, go"):
+        bench(FakeEngine(), max_num_seqs=1)
 
 
 def test_bench_refuses_a_wrong_count():
@@ -319,6 +332,90 @@ def test_an_explicit_backend_that_cannot_run_lists_its_reasons():
     done = run("explain", *words)
     assert done.exit_code == 2
     assert "BackendUnsupported: attention backend 'torch' cannot run here" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["generate", "--prompt", "x"], ["chat"], ["bench", "latency"], ["explain"]]
+)
+def test_every_verb_takes_the_model_by_position_or_by_flag_and_not_both(words):
+    nowhere = ["./nowhere"] if words == ["explain"] else ["llama-3.1-8b"]
+    both = run(*words, *nowhere, "--model", "other", engine=FakeEngine())
+    assert both.exit_code == 2
+    assert "ConfigError: model must be given once" in both.stderr
+    engine = FakeEngine()
+    done = run(*words, *nowhere, engine=engine, stdin="")
+    if words == ["explain"]:
+        assert "got './nowhere'" in done.stderr
+    else:
+        assert done.exit_code == 0, done.output
+        assert engine.asked["model"] == "llama-3.1-8b"
+
+
+def test_an_answer_of_chat_may_fill_the_context():
+    engine = FakeEngine()
+    run("chat", engine=engine, stdin="a\n")
+    run("chat", "--max-tokens", "3", engine=engine, stdin="a\n")
+    assert [params.max_tokens for params in engine.params] == [None, 3]
+
+
+def test_control_c_before_the_first_word_stops_the_answer():
+    engine = FakeEngine()
+    plain = engine._stream
+
+    def interrupted(params):
+        os.kill(os.getpid(), signal.SIGINT)
+        yield from plain(params)
+
+    engine._stream = interrupted
+    done = run("chat", engine=engine, stdin="a\n/exit\n")
+    assert done.exit_code == 0, done.output
+    assert engine.aborted == ["fake-0"]
+    assert done.stdout == "one  [stopped]\n"
+
+
+@pytest.mark.parametrize("model", ["bundled", "llama-3.1-8b"])
+def test_a_revision_of_a_model_that_has_none_is_refused(model):
+    done = run("explain", "--model", model, "--gpu", "h200", "--revision", "v2")
+    assert done.exit_code == 2
+    assert "ConfigError: revision must be left out for" in done.stderr
+
+
+def test_explain_refuses_a_step_that_cannot_hold_its_requests():
+    words = ["--max-num-batched-tokens", "8", "--max-num-seqs", "16"]
+    done = run("explain", "llama-3.1-8b", "--gpu", "h200", *words)
+    assert done.exit_code == 2
+    assert "max_num_batched_tokens must be at least 16, got 8" in done.stderr
+
+
+def test_a_backend_that_only_lacks_graphs_is_advised_to_run_eagerly():
+    words = ["bundled", "--device", "cpu", "--attention-backend", "eager_backend:EagerBackend"]
+    done = run("explain", *words)
+    assert done.exit_code == 2
+    assert "graph support must be at most NEVER, got DECODE" in done.stderr
+    assert "add --enforce-eager" in done.stderr
+    assert run("explain", *words, "--enforce-eager").exit_code == 0
+
+
+def test_a_backend_that_lacks_more_is_not_advised_to_run_eagerly():
+    words = ["llama-3.1-8b", "--gpu", "h200", "--attention-backend", "eager_backend:EagerBackend"]
+    done = run("explain", *words)
+    assert "device must be cpu, got cuda" in done.stderr
+    assert "--enforce-eager" not in done.stderr
+
+
+def test_phases_with_different_backends_are_refused():
+    from paceline.engine.explain import PhaseChoice, one_backend
+
+    def choice(phase, backend):
+        return PhaseChoice(phase=phase, backend=backend, why="asked for", rejected={})
+
+    assert one_backend([choice("prefill", "a"), choice("decode", "a")]).name == "a"
+    with pytest.raises(ConfigError) as caught:
+        one_backend([choice("prefill", "a"), choice("decode", "b")])
+    assert str(caught.value) == (
+        "attention backend must be the same for every phase, got a for prefill, b for decode; "
+        "name one with --attention-backend"
+    )
 
 
 def test_typed_errors_of_the_engine_exit_with_2():

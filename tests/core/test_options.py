@@ -7,6 +7,7 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GPUS, gpu_by_name
 from paceline.core.options import EngineOptions, engine_options, spec_of
+from paceline.core.sampling_params import SamplingParams
 
 
 def test_every_field_is_an_option_with_help_and_unique_flags():
@@ -32,13 +33,19 @@ def test_every_field_is_an_option_with_help_and_unique_flags():
         ({"load_format": "gguf"}, "load_format must be one of auto, dummy, got 'gguf'"),
         ({"enable_prefix_cache": 1}, "enable_prefix_cache must be bool, got 1"),
         ({"model": None}, "model must be str, got None"),
-        ({"seed": -1}, "seed must be from 0 to"),
+        ({"seed": -(2**63) - 1}, "seed must be from -9.22337e+18 to 9.22337e+18, got -92"),
+        ({"seed": 2**63}, "seed must be from -9.22337e+18 to 9.22337e+18, got 92"),
     ],
 )
 def test_wrong_values_are_refused(asked, text):
     with pytest.raises(ConfigError) as caught:
         engine_options(asked)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_every_seed_of_a_request_is_a_seed_of_the_engine(seed):
+    assert engine_options({"seed": seed}).seed == SamplingParams(seed=seed).seed == seed
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one():

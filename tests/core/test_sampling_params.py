@@ -145,3 +145,10 @@ def test_ids_outside_the_vocabulary_are_refused():
         SamplingParams(stop_token_ids=(9,)).check_vocabulary(9)
     with pytest.raises(RequestError, match=r"logit_bias must be token ids below .* 9, got \[9"):
         SamplingParams(logit_bias={9: 1.0}).check_vocabulary(9)
+
+
+@pytest.mark.parametrize("key", [7, None, ("top_k",), b"top_k"])
+def test_a_field_whose_name_is_no_text_is_refused(key):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams.from_dict({key: 1})
+    assert f"got {key!r}; " in str(caught.value)

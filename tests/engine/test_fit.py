@@ -122,6 +122,36 @@ def test_a_model_that_cannot_fit_is_refused_with_the_shortfall():
     assert "lower --max-model-len" in text
 
 
+def test_a_cache_that_is_too_small_is_told_by_the_byte_and_by_its_flag():
+    _, fit = plan(kv_cache_bytes=GIB, max_model_len=131072)
+    with pytest.raises(ConfigError) as caught:
+        require_fit(fit)
+    least = 8193 * fit_page_bytes()
+    assert str(caught.value) == (
+        f"memory for the KV cache on NVIDIA H200 must be at least {least} bytes, got {GIB} bytes "
+        f"(short by {least - GIB}; a request of 131072 tokens was wanted, the longest that fits "
+        f"has {511 * 16}); raise --kv-cache-memory-bytes to {least}, or lower --max-model-len"
+    )
+    _, enough = plan(kv_cache_bytes=least, max_model_len=131072)
+    require_fit(enough)
+
+
+def fit_page_bytes():
+    (spec,) = cache_group_specs(config_of("llama-3.1-8b"), 16)
+    return spec.page_bytes(2)
+
+
+def test_a_cache_that_the_device_cannot_hold_names_its_flag():
+    _, fit = plan(kv_cache_bytes=200 * GIB)
+    with pytest.raises(ConfigError, match="; lower --kv-cache-memory-bytes, --max-model-len"):
+        require_fit(fit)
+
+
+def test_the_largest_gpus_give_kv_the_bulk():
+    _, fit = plan()
+    assert fit.kv_bytes > 0.75 * fit.usable_bytes
+
+
 def test_graphs_cost_nothing_when_they_are_off():
     _, fit = plan(enforce_eager=True)
     assert fit.graphs_bytes == 0
@@ -133,6 +163,13 @@ def test_measured_stands_beside_planned():
     row = next(line for line in text.splitlines() if "weights" in line)
     assert row.split() == ["weights", "14.96", "GiB", "15.00", "GiB"]
     assert text.splitlines()[-1].split()[-1] == "-"
+
+
+def test_measured_kv_stands_beside_all_groups_together():
+    _, fit = plan("gemma-3-1b")
+    text = compare(fit, {"KV": fit.kv_bytes})
+    (row,) = (line for line in text.splitlines() if "KV" in line)
+    assert row.split()[1:3] == row.split()[3:5]
 
 
 def test_an_unknown_measurement_is_refused():
@@ -150,6 +187,45 @@ def test_every_value_has_an_origin():
     assert "page-size" in text
     assert "(asked)" in text
     assert "overlap=True" in text.splitlines()[-1]
+
+
+def shape_of(device=CPU, **asked):
+    resolution, _ = plan("llama-3.2-1b", device, **asked)
+    options, origins = resolution.options, resolution.origins
+    return options.max_num_seqs, options.max_num_batched_tokens, origins
+
+
+def test_a_short_step_lowers_the_requests_that_were_left_open():
+    requests, tokens, origins = shape_of(max_num_batched_tokens=8)
+    assert (requests, tokens) == (8, 8)
+    why = "chosen: a step of --max-num-batched-tokens holds one token of each"
+    assert origins["max_num_seqs"] == why
+
+
+def test_many_requests_raise_the_step_that_was_left_open():
+    requests, tokens, origins = shape_of(max_num_seqs=2048)
+    assert (requests, tokens) == (2048, 2048)
+    assert origins["max_num_batched_tokens"] == "chosen: one token of each of --max-num-seqs"
+
+
+def test_a_long_chunk_raises_the_step_that_was_left_open():
+    _, tokens, origins = shape_of(chunked_prefill_size=4096)
+    assert tokens == 4096
+    assert "--chunked-prefill-size" in origins["max_num_batched_tokens"]
+
+
+def test_smaller_gpus_take_smaller_steps():
+    sizes = [shape_of(gpu_by_name(name))[:2] for name in ("h200", "a100-40gb", "l4")]
+    assert sizes == [(256, 8192), (128, 4096), (64, 2048)]
+
+
+def test_graphs_that_would_take_the_memory_of_the_cache_hold_fewer_requests():
+    resolution, fit = plan("gemma-3-1b", CPU)
+    assert 1 <= resolution.options.cuda_graph_max_bs < resolution.options.max_num_seqs
+    assert "a quarter of free memory" in resolution.origins["cuda_graph_max_bs"]
+    assert fit.graphs_bytes <= CPU.free_bytes // 4
+    roomy, _ = plan("llama-3.2-1b", replace(CPU, total_bytes=99 * GIB, free_bytes=99 * GIB))
+    assert roomy.origins["cuda_graph_max_bs"] == "chosen: every decode batch runs as a graph"
 
 
 def test_open_values_are_decided():
@@ -179,6 +255,24 @@ def test_a_cpu_without_bfloat16_computes_in_float32():
             {"enforce_eager": True, "cuda_graph_max_bs": 4},
             H200,
             "cuda_graph_max_bs must be left out with --enforce-eager",
+        ),
+        (
+            {"max_num_batched_tokens": 7, "max_num_seqs": 9},
+            H200,
+            "max_num_batched_tokens must be at least 9, got 7; a step holds one token of every "
+            "running request: raise --max-num-batched-tokens to 9, or lower --max-num-seqs to 7",
+        ),
+        (
+            {"cuda_graph_max_bs": 9, "max_num_seqs": 8},
+            H200,
+            "cuda_graph_max_bs must be at most 8, the requests of one step, got 9; lower "
+            "--cuda-graph-max-bs or raise --max-num-seqs",
+        ),
+        (
+            {"chunked_prefill_size": 65, "max_num_batched_tokens": 64},
+            CPU,
+            "chunked_prefill_size must be at most 64, the tokens of one step, got 65; lower "
+            "--chunked-prefill-size or raise --max-num-batched-tokens",
         ),
     ],
 )

@@ -13,7 +13,6 @@ from llm_cases import (
     GREEDY,
     VOCAB,
     Checkpoint,
-    PagesOf64,
     Tokens,
     assert_idle,
     make_checkpoint,
@@ -201,7 +200,6 @@ def test_a_page_size_the_backend_cannot_take_is_refused(checkpoint: Checkpoint) 
 
 
 def test_a_third_party_backend_serves(checkpoint: Checkpoint, answers: list[Tokens]) -> None:
-    assert PagesOf64.name not in ("torch", "triton")
     options = {"attention_backend": "llm_cases:PagesOf64", "page_size": 64}
     with make_llm(checkpoint, **options) as llm:
         assert tokens_of(llm.generate(shared_prompts()[:3], GREEDY)) == answers

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from paged_cases import BatchSpec, PagedCase, Shape, make_case, reference
 from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
@@ -58,7 +59,6 @@ def test_causal_windowed_rows_equal_sdpa(shape: Shape, window: int | None) -> No
 
 
 def test_soft_cap_equals_gemma2_attention() -> None:
-    gemma2 = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
     module = torch.nn.Module().eval()
     module.num_key_value_groups = 1
     shape = Shape(
@@ -69,7 +69,7 @@ def test_soft_cap_equals_gemma2_attention() -> None:
     for request, prefix in enumerate(RAGGED.prefix_lens):
         extend = RAGGED.extend_lens[request]
         hidden = torch.ones(extend, prefix + extend).triu(prefix + 1).double() * -1e30
-        expected, _ = gemma2.eager_attention_forward(
+        expected, _ = eager_attention_forward(
             module,
             case.q[rows_of(case, request)].double().transpose(0, 1).unsqueeze(0),
             keys_of(case, case.k_cache, request),

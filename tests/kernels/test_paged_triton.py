@@ -24,8 +24,6 @@ from paceline.kernels.paged_attention import (
     paged_extend,
 )
 
-pytest.importorskip("triton")
-
 CPU = torch.device("cpu")
 # name: heads, kv_heads, head_dim, v_head_dim, page_size, window, soft_cap, dtype
 SHAPES = {

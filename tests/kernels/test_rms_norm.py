@@ -7,6 +7,8 @@ conversion; benchmarks/kernels.py holds the compiled kernel to the tighter bound
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels.rms_norm import (
@@ -22,10 +24,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 def theirs(weight: Tensor, unit_offset: bool) -> torch.nn.Module:
     """transformers' Llama norm, or Gemma 3's for unit_offset, with this weight."""
-    pytest.importorskip("transformers")
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
     kind = Gemma3RMSNorm if unit_offset else LlamaRMSNorm
     module = kind(weight.shape[0], eps=EPS).to(weight.dtype)
     module.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -39,7 +37,6 @@ def operands(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def run_triton(x: Tensor, residual: Tensor | None, weight: Tensor, unit_offset: bool) -> Tensor:
-    pytest.importorskip("triton")
     from paceline.kernels._triton.rms_norm import launch_rms_norm
 
     out = torch.full_like(x, float("nan"))
@@ -101,7 +98,6 @@ def test_strided_heads_are_normalised_in_place() -> None:
 
 
 def launch_in_place(view: Tensor, weight: Tensor) -> None:
-    pytest.importorskip("triton")
     from paceline.kernels._triton.rms_norm import launch_rms_norm
 
     launch_rms_norm(view, None, weight, eps=EPS, unit_offset=False, out=view)

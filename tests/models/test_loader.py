@@ -14,7 +14,7 @@ from fake_context import FakeContext
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.core.errors import ConfigError, WeightsError
+from paceline.core.errors import WeightsError
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
@@ -183,11 +183,6 @@ def test_a_shape_has_no_weights_to_load() -> None:
             device=CPU,
             dtype=torch.float32,
         )
-
-
-def test_an_unknown_load_format_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="load_format must be 'auto' or 'dummy', got 'pt'"):
-        load(folder, load_format="pt")
 
 
 def test_stored_rope_frequencies_and_a_copy_of_a_tied_head_are_not_unexpected(

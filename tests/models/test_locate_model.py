@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.errors import ModelError
+from paceline.core.errors import ConfigError, ModelError
 from paceline.models import locate as locate_module
 from paceline.models.locate import SourceKind, locate, shape_names
 
@@ -73,6 +73,40 @@ def test_a_damaged_config_is_refused_by_path(tmp_path: Path, content: str, text:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=text):
         locate(str(tmp_path))
+
+
+def test_a_revision_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    """Accepting it would serve something else than what was asked for."""
+    folder = str(write_folder(tmp_path / "model"))
+    for name, what in (
+        ("bundled", "the bundled model"),
+        (folder, "a local folder"),
+        ("llama-3.1-8b", "a shape shipped in the package"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            locate(name, "v2")
+        expected = f"revision must be left out for {what} ('{name}'), got 'v2'; remove --revision"
+        assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError(""), "got OSError: no text; check the name"),
+        (ValueError("  \nsecond"), "got ValueError: second; check the name"),
+    ],
+)
+def test_a_download_that_fails_without_a_word_is_a_model_error(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
+    import huggingface_hub
+
+    def snapshot(model: str, **options: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(ModelError, match=text):
+        locate("owner/name")
 
 
 OFFLINE = """

@@ -135,6 +135,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mamba"},
         "model_type must be one of gemma3, gemma3_text, llama, qwen2, qwen3, got 'mamba'",
     ),
+    "architecture in a list": (
+        LLAMA | {"model_type": ["llama"]},
+        r"model_type must be one of gemma3, .*, got \['llama'\]",
+    ),
+    "architecture in an object": (
+        LLAMA | {"model_type": {"llama": 1}},
+        "model_type must be one of gemma3, .*, got {'llama': 1}",
+    ),
     "no architecture": ({"vocab_size": 3}, "model_type must be one of .* got None"),
     "quantised": (
         LLAMA | {"quantization_config": {"quant_method": "fp8"}},

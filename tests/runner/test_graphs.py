@@ -66,21 +66,6 @@ def test_padding_is_the_smallest_size_that_holds_the_requests(max_reqs: int) -> 
     assert sizes.pad(max_reqs + 1) is None
 
 
-def test_every_field_of_a_key_tells_graphs_apart() -> None:
-    keys = {
-        key(4),
-        key(6),
-        key(4, phase=ForwardMode.TARGET_VERIFY),
-        key(4, extend_len=2),
-        key(4, tree=(0, 0)),
-        key(4, backend="triton"),
-        key(4, sampler=SamplerTier.FULL),
-        key(4, logprobs=True),
-        key(4, taps=("embed",)),
-    }
-    assert len(keys) == 9
-
-
 class SizedFactory:
     """Makes graphs that hold 10 bytes per function and never replay."""
 
@@ -165,29 +150,6 @@ def test_another_key_is_eager_first_and_captured_on_its_second_use(
     assert (counts["capture"], counts["replay"]) == (2, 1)
     driver.decode([1, 2, 3], steps=3)
     assert (counts["capture"], counts["replay"]) == (2, 4)
-
-
-def test_sampler_tier_and_logprobs_have_graphs_of_their_own(
-    tiny: TinyModel, counts: Counter[str]
-) -> None:
-    driver = Driver(tiny)
-    prompts = random_prompts(LENGTHS)
-    driver.join(1, prompts[0], SamplingParams(temperature=0.7, seed=1, max_tokens=None))
-    driver.join(2, prompts[1], with_logprobs(3))
-    driver.collect(driver.launch_prefill({1: len(prompts[0]), 2: len(prompts[1])}))
-    for rows in ([1], [1], [2], [2], [1, 2], [1, 2]):
-        driver.decode(rows)
-    tiers = {
-        (k.padded_reqs, k.sampler, k.logprobs)
-        for k in driver.runner._graphs.graphs  # type: ignore[union-attr]
-    }
-    assert tiers == {
-        (8, SamplerTier.GREEDY, False),
-        (1, SamplerTier.FILTERED, False),
-        (1, SamplerTier.GREEDY, True),
-        (2, SamplerTier.FILTERED, True),
-    }
-    assert counts["replay"] == 3
 
 
 def test_enforce_eager_captures_nothing(tiny: TinyModel, counts: Counter[str]) -> None:

@@ -64,5 +64,14 @@ def test_the_inline_tokens_are_those_of_transformers(tiny: TinyModel) -> None:
         assert tokens[row] == tiny.greedy(prompt, 7)
 
 
-def test_the_ring_is_deeper_than_the_steps_in_flight() -> None:
-    assert RING_DEPTH > STEPS_IN_FLIGHT
+@pytest.mark.parametrize("depth", [RING_DEPTH, RING_DEPTH - 1])
+def test_a_full_ring_of_launches_rewrites_no_slot_in_use(tiny: TinyModel, depth: int) -> None:
+    """RING_DEPTH launches before the first wait: each keeps its own facts, and needs its own."""
+    members = [[1], [2, 3], [4]]
+    assert len(members) == RING_DEPTH
+    driver = Driver(tiny, graph_max_reqs=None, stream=DeferredStream(), staging_depth=depth)
+    driver.prefill(PROMPTS)
+    for launched in [driver.launch_decode(rows) for rows in members]:
+        driver.collect(launched)
+    wanted = {row: tiny.greedy(prompt, 2) for row, prompt in PROMPTS.items()}
+    assert (driver.tokens == wanted) == (depth == RING_DEPTH)

@@ -4,19 +4,22 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from refused_cases import METHODS, OPERATORS, REMEDY
 from tiny_runner import Driver, TinyModel, random_prompts
 from torch import Tensor, nn
 
 from paceline.core.errors import GraphError, HostReadError
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
-from paceline.runner.host_reads import REFUSED_METHODS
+from paceline.runner.host_reads import (
+    INDEX_OPERATORS,
+    REFUSED_METHODS,
+    REFUSED_OPERATORS,
+    check_operator,
+)
 from paceline.runner.recorded import RecordedGraph
-
-REMEDY = "keep it in a device tensor, or split the step into segments before it"
 
 
 def captured(function: Callable[[], Any], *, poison: bool = True) -> RecordedGraph:
@@ -151,24 +154,6 @@ def test_booleans_of_an_earlier_replay_are_poisoned() -> None:
 
 # --- what a graph cannot hold ---------------------------------------------------------------------
 
-METHODS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "__array__": (lambda y: np.asarray(y), "Tensor.__array__"),
-    "__bool__": (lambda y: bool(y.sum() > 0), "Tensor.__bool__"),
-    "__complex__": (lambda y: complex(y.sum()), "Tensor.__complex__"),
-    "__contains__": (lambda y: 3.0 in y, "Tensor.__contains__"),
-    "__dlpack__": (lambda y: np.from_dlpack(y), "Tensor.__dlpack__"),
-    "__float__": (lambda y: float(y.sum()), "Tensor.__float__"),
-    "__format__": (lambda y: f"{y.sum():.3f}", "Tensor.__format__"),
-    "__index__": (lambda y: [1, 2, 3][y.sum().long()], "Tensor.__index__"),
-    "__int__": (lambda y: int(y.sum()), "Tensor.__int__"),
-    "__repr__": (lambda y: str(y), "Tensor.__repr__"),
-    "cpu": (lambda y: y.cpu(), "Tensor.cpu"),
-    "cuda": (lambda y: y.cuda(), "Tensor.cuda"),
-    "item": (lambda y: y.sum().item(), "Tensor.item"),
-    "numpy": (lambda y: y.numpy(), "Tensor.numpy"),
-    "tolist": (lambda y: y.tolist(), "Tensor.tolist"),
-}
-
 
 def refused(function: Callable[[Tensor], Any]) -> str:
     y = torch.zeros(4)
@@ -183,121 +168,10 @@ def test_every_refused_method_is_tried_below() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_that_reads_on_the_host_is_refused_by_name(method: str) -> None:
-    function, name = METHODS[method]
-    assert refused(function) == (
-        f"a recorded region must be device-only with static shapes, got '{name}' "
+    assert refused(METHODS[method]) == (
+        f"a recorded region must be device-only with static shapes, got 'Tensor.{method}' "
         f"(reads a device value on the host); {REMEDY}"
     )
-
-
-OPERATORS: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
-    "mask index": (lambda y: y[y > 0], "aten::index", "mask index depends on data"),
-    "byte mask index": (
-        lambda y: torch.ops.aten.index(y, [y.byte()]),
-        "aten::index",
-        "mask index depends on data",
-    ),
-    "mask assignment": (
-        lambda y: torch.ops.aten.index_put_(y, [y > 0], y[:1]),
-        "aten::index_put_",
-        "mask index depends on data",
-    ),
-    "mask assignment of a number": (
-        lambda y: y.__setitem__(y > 0, 1.0),
-        "aten::",
-        "mask index depends on data|host data enters the region",
-    ),
-    "masked_select": (
-        lambda y: y.masked_select(y > 0),
-        "aten::masked_select",
-        "its shape depends on data",
-    ),
-    "nonzero": (lambda y: y.nonzero(), "aten::nonzero", "its shape depends on data"),
-    "argwhere": (lambda y: y.argwhere(), "aten::nonzero", "its shape depends on data"),
-    "one-argument where": (
-        lambda y: torch.where(y > 0),
-        "aten::nonzero",
-        "its shape depends on data",
-    ),
-    "repeat_interleave by tensor": (
-        lambda y: y.repeat_interleave(y.long()),
-        "aten::repeat_interleave",
-        "its shape depends on data",
-    ),
-    "unique": (lambda y: y.unique(), "aten::_unique2", "its shape depends on data"),
-    "unique_consecutive": (
-        lambda y: y.unique_consecutive(),
-        "aten::unique_consecutive",
-        "its shape depends on data",
-    ),
-    "bincount": (
-        lambda y: y.long().bincount(),
-        "aten::bincount",
-        "its shape depends on data",
-    ),
-    "equal": (lambda y: torch.equal(y, y + 1), "aten::equal", "its result is a host value"),
-    "allclose": (
-        lambda y: torch.allclose(y, y + 1),
-        "aten::",
-        "its result is a host value",
-    ),
-    "is_nonzero": (
-        lambda y: torch.is_nonzero(y.sum()),
-        "aten::",
-        "its result is a host value",
-    ),
-    "a 0-dim tensor as an index": (
-        lambda y: y[y.sum().long()],
-        "aten::_local_scalar_dense",
-        "its result is a host value",
-    ),
-    "tensor of a list": (
-        lambda y: y.add_(torch.tensor([1.0, 2.0, 3.0, 4.0])),
-        "aten::lift_fresh",
-        "host data enters the region",
-    ),
-    "tensor of an array": (
-        lambda y: y.add_(torch.from_numpy(np.ones(4, dtype=np.float32))),
-        "aten::lift_fresh",
-        "host data enters the region",
-    ),
-    "as_tensor of a list": (
-        lambda y: y.add_(torch.as_tensor([1.0, 2.0, 3.0, 4.0])),
-        "aten::lift_fresh",
-        "host data enters the region",
-    ),
-    "rand": (lambda y: torch.rand(4), "aten::rand", "its random state would be frozen"),
-    "rand_like": (
-        lambda y: torch.rand_like(y),
-        "aten::rand_like",
-        "its random state would be frozen",
-    ),
-    "in-place noise": (
-        lambda y: y.normal_(),
-        "aten::normal_",
-        "its random state would be frozen",
-    ),
-    "multinomial": (
-        lambda y: torch.multinomial(y + 1, 1),
-        "aten::multinomial",
-        "its random state would be frozen",
-    ),
-    "dropout": (
-        lambda y: nn.functional.dropout(y, 0.5),
-        "aten::",
-        "its random state would be frozen",
-    ),
-    "a copy to another device": (
-        lambda y: y.to("meta"),
-        "aten::_to_copy",
-        "it mixes devices ['cpu', 'meta']",
-    ),
-    "a copy from another device": (
-        lambda y: y.copy_(torch.empty(4, device="meta")),
-        "aten::copy_",
-        "it mixes devices ['cpu', 'meta']",
-    ),
-}
 
 
 @pytest.mark.parametrize("case", OPERATORS)
@@ -307,6 +181,45 @@ def test_an_operator_no_graph_can_hold_is_refused_by_name(case: str) -> None:
     assert f"must be device-only with static shapes, got '{name}" in text
     assert any(part in text for part in why.split("|")), text
     assert text.endswith(REMEDY)
+
+
+def test_every_operator_refused_by_name_is_tried_above() -> None:
+    assert {name for _, name, _ in OPERATORS.values()} >= {*REFUSED_OPERATORS, *INDEX_OPERATORS}
+
+
+def operators_tagged(tag: torch.Tag) -> list[Any]:
+    """Every aten operator that torch marks with `tag`."""
+    found = []
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        packet, _, overload = name.partition(".")
+        if namespace == "aten" and hasattr(torch.ops.aten, packet):
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default", None)
+            if operator is not None and tag in operator.tags:
+                found.append(operator)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("tag", "why"),
+    [
+        (torch.Tag.data_dependent_output, "its result is a host value"),
+        (torch.Tag.dynamic_output_shape, "its shape depends on data"),
+        (torch.Tag.nondeterministic_seeded, "its random state would be frozen"),
+    ],
+    ids=str,
+)
+def test_every_operator_that_torch_tags_is_refused(tag: torch.Tag, why: str) -> None:
+    operators = operators_tagged(tag)
+    tried = {name for _, name, reason in OPERATORS.values() if reason == why}
+    assert tried & {operator._schema.name for operator in operators}, "no case above has the tag"
+    for operator in operators:
+        if operator._schema.name in INDEX_OPERATORS:
+            continue  # refused with a mask alone
+        arguments = {argument.name for argument in operator._schema.arguments}
+        options = {"dropout_p": 0.1} if "dropout_p" in arguments else {}
+        with pytest.raises(HostReadError, match=why):
+            check_operator(operator, (), options)
 
 
 def test_the_refusal_is_a_graph_error_and_leaves_nothing_switched_on() -> None:

@@ -123,6 +123,7 @@ class Driver:
         poison: bool = True,
         boot: bool = True,
         max_running: int = MAX_RUNNING,
+        taps: tuple[str, ...] = (),
     ) -> None:
         groups = cache_group_specs(tiny.config, page_size)
         pages_per_row = -(-CONTEXT // page_size)
@@ -142,6 +143,7 @@ class Driver:
                 graph_max_reqs=graph_max_reqs,
                 poison_graphs=poison,
                 staging_depth=staging_depth,
+                taps=taps,
             ),
             stream=stream or InlineStream(),
             device=torch.device("cpu"),

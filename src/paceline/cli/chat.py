@@ -22,7 +22,7 @@ NO_TEMPLATE = (
 
 @click.command()
 @click.option("--system", default=None, help="System message put before the conversation.")
-@sampling_flags
+@sampling_flags(max_tokens=None)
 @engine_flags
 @click.pass_context
 def chat(ctx: click.Context, /, **values: Any) -> None:
@@ -98,8 +98,7 @@ class Conversation:
                 click.echo(grown[len(text) :], nl=False)
                 text = grown
                 if pressed and not is_aborted:
-                    is_aborted = True
-                    self._llm.abort(snapshot.request_id)
+                    is_aborted = self._llm.abort(snapshot.request_id)
         click.echo(" [stopped]" if is_aborted else "")
         if snapshot is not None and snapshot.outputs[0].error is not None:
             click.echo(f"error: {snapshot.outputs[0].error}", err=True)

@@ -9,28 +9,50 @@ import click
 
 from paceline.core.options import EngineOptions, OptionSpec, spec_of
 from paceline.core.parallel import Parallel
+from paceline.engine.arguments import (
+    PARALLEL_FLAGS,
+    PARALLEL_HELP,
+    asked_model,
+    choices_of,
+    help_of,
+)
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
 
 def engine_flags(command: Command) -> Command:
-    """Add every engine option to a command; it receives them through `asked_options`."""
+    """Add every engine option to a command, and the model by position; it receives them through
+    `asked_options`.
+    """
     for option in reversed(fields(EngineOptions)):
         command = _flag(option)(command)
+    command = click.argument("model_argument", metavar="[MODEL]", required=False)(command)
     return click.option(
-        "--tensor-parallel-size",
-        "--tp-size",
-        "--tp",
+        *PARALLEL_FLAGS,
         type=int,
         expose_value=False,
         callback=_refuse_parallel,
-        help="GPUs that share one model; only 1 is served.",
+        help=PARALLEL_HELP,
     )(command)
 
 
-def sampling_flags(command: Command) -> Command:
-    """Add the sampling flags; a command receives them by their SamplingParams names."""
-    for decorate in (
+def sampling_flags(*, max_tokens: int | None) -> Callable[[Command], Command]:
+    """The sampling flags; a command receives them by their SamplingParams names.
+
+    `max_tokens` is the default; None means the rest of the context.
+    """
+
+    def add(command: Command) -> Command:
+        for decorate in _sampling_options(max_tokens):
+            command = decorate(command)
+        return command
+
+    return add
+
+
+def _sampling_options(max_tokens: int | None) -> tuple[Callable[[Command], Command], ...]:
+    rest = "" if max_tokens is not None else "  [default: the rest of the context]"
+    return (
         click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus mass."),
         click.option("--top-k", type=int, default=None, help="Most likely tokens kept."),
         click.option(
@@ -44,19 +66,18 @@ def sampling_flags(command: Command) -> Command:
             "--max-tokens",
             "--max-new-tokens",
             type=int,
-            default=128,
-            show_default=True,
-            help="Longest output.  [tokens]",
+            default=max_tokens,
+            show_default=max_tokens is not None,
+            help=f"Longest output.  [tokens]{rest}",
         ),
-    ):
-        command = decorate(command)
-    return command
+    )
 
 
 def asked_options(values: Mapping[str, object]) -> dict[str, object]:
-    """The engine options that were typed, by field name."""
+    """The engine options that were typed, by field name.  Raises ConfigError."""
     names = (option.name for option in fields(EngineOptions))
-    return {name: values[name] for name in names if values.get(name) is not None}
+    asked = {name: values[name] for name in names if values.get(name) is not None}
+    return asked | asked_model(values["model_argument"], asked.get("model"))
 
 
 def log_to_stderr() -> None:
@@ -70,9 +91,7 @@ def log_to_stderr() -> None:
 
 def _flag(option: Field[Any]) -> Callable[[Command], Command]:
     spec = spec_of(option)
-    default = "chosen by the engine" if option.default is None else option.default
-    unit = f" [{spec.unit}]" if spec.unit else ""
-    help_text = f"{spec.help}{unit}  [default: {default}]"
+    help_text = help_of(spec, option.default)
     if spec.kind is bool:
         return _bool_flag(option.name, spec, help_text)
     return click.option(
@@ -93,10 +112,7 @@ def _bool_flag(name: str, spec: OptionSpec, help_text: str) -> Callable[[Command
 
 
 def _click_type(option: Field[Any], spec: OptionSpec) -> Any:
-    if spec.choices is None:
-        return spec.kind
-    open_word = ("auto",) if option.default is None and "auto" not in spec.choices else ()
-    return click.Choice([*open_word, *spec.choices])
+    return spec.kind if spec.choices is None else click.Choice(choices_of(spec, option.default))
 
 
 def _refuse_parallel(

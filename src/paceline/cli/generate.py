@@ -11,7 +11,7 @@ from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampl
 
 @click.command()
 @click.option("--prompt", required=True, help="Text to continue.")
-@sampling_flags
+@sampling_flags(max_tokens=128)
 @click.option("--echo", is_flag=True, help="Print the prompt before the completion.")
 @click.option("--json", "as_json", is_flag=True, help="No streaming; one JSON document at the end.")
 @engine_flags

@@ -7,12 +7,15 @@ these fields.  `None` means "decide for me"; `engine.resolve` removes it.  No to
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError, message
+from paceline.core.sampling_params import SEED_LIMIT
 
-DTYPES = ("bfloat16", "float16", "float32")
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES = tuple(ELEMENT_BYTES)
 LOAD_FORMATS = ("auto", "dummy")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +152,8 @@ class EngineOptions:
         "Seed of requests that bring none, and of dummy weights.",
         "--seed",
         "--random-seed",
-        low=0,
-        high=2**63 - 1,
+        low=-SEED_LIMIT,
+        high=SEED_LIMIT - 1,
     )
     overlap: bool = _option(
         True,
@@ -166,6 +169,12 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for option in fields(self):
             _check(option, getattr(self, option.name))
+
+
+def known(value: T | None) -> T:
+    """The value of an option that `engine.resolve` has decided."""
+    assert value is not None, "resolve() decides every open value"
+    return value
 
 
 def spec_of(option: Field[Any]) -> OptionSpec:

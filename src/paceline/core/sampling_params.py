@@ -87,7 +87,7 @@ class SamplingParams:
         named: dict[str, Any] = {}
         for key, value in values.items():
             name = _ALIASES.get(key, key)
-            if name not in known:
+            if not isinstance(key, str) or name not in known:
                 raise _unknown_field(key, known)
             if name in named:
                 raise _error(name, "given once", f"also as {key}", "keep one of the two")
@@ -233,8 +233,8 @@ def _token_key(key: object) -> object:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
 
 
-def _unknown_field(key: str, known: set[str]) -> RequestError:
-    close = difflib.get_close_matches(key, sorted(known | set(_ALIASES)), n=1)
+def _unknown_field(key: object, known: set[str]) -> RequestError:
+    close = difflib.get_close_matches(str(key), sorted(known | set(_ALIASES)), n=1)
     remedy = f"did you mean {close[0]}?" if close else "remove it"
     expected = f"one of {', '.join(sorted(known))}"
     return _error("sampling field", expected, f"{key!r}", remedy)

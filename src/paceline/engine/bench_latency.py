@@ -22,8 +22,8 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, IntegrityError, PacelineError, message
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.arguments import add_engine_arguments, asked_arguments
-from paceline.engine.machine import kernel_cache, local_device, versions
+from paceline.engine.arguments import add_engine_arguments, add_flag, asked_arguments
+from paceline.engine.machine import kernel_cache
 
 REPEATS = 3
 CHECK_TOKENS = 16  # output tokens of the check
@@ -57,7 +57,9 @@ class LatencyResult:
 
 
 class LatencyBench:
-    """Builds one engine, checks it, and times it."""
+    """Builds one engine, checks it, and times it.  Raises ConfigError when no step can hold the
+    largest batch.
+    """
 
     def __init__(
         self,
@@ -65,26 +67,34 @@ class LatencyBench:
         shape: LatencyShape,
         *,
         make_llm: Callable[..., Any],
-        vocab_size: int,
     ) -> None:
+        rows = asked.get("max_num_seqs")
+        if isinstance(rows, int) and rows < max(shape.batch_sizes):
+            raise ConfigError(
+                message(
+                    "max_num_seqs",
+                    expected=f"at least {max(shape.batch_sizes)}, the largest batch",
+                    got=rows,
+                    remedy="raise --max-num-seqs, leave it out, or lower --batch-size",
+                )
+            )
         self._shape = shape
         self._asked = {
             "enable_prefix_cache": False,
             "max_num_seqs": max(shape.batch_sizes),
             **asked,
         }
-        self._vocab_size = vocab_size
         self._make_llm = make_llm
 
     def run(self) -> dict[str, object]:
         """Boot, check, time; returns the JSON document.  Raises IntegrityError from a check."""
-        asked_device = self._asked.get("device")
-        device = local_device(None if asked_device is None else str(asked_device))
         entries_before = kernel_cache()["entries"]
         began = time.perf_counter()
         llm = self._make_llm(**self._asked)
         boot_s = time.perf_counter() - began
         try:
+            report = llm.report()
+            here = str(report["options"]["device"]["value"])
             self._generate(llm, batch_size=1, output_len=1, salt=0)
             first_token_s = seconds_since_process_start()
             check = self._check(llm)
@@ -93,15 +103,15 @@ class LatencyBench:
             llm.close()
         return {
             "device": {
-                "name": device.name,
-                "type": device.device_type,
-                "total_bytes": device.total_bytes,
+                "name": report["device"],
+                "type": here,
+                "total_bytes": report["memory"]["planned"]["total_bytes"],
             },
-            "versions": versions(),
+            "versions": report["versions"],
             "model": str(self._asked.get("model", "bundled")),
             "boot_s": boot_s,
             "first_token_s": first_token_s,
-            "kernel_cache": cache_state(device.device_type, entries_before),
+            "kernel_cache": cache_state(here, entries_before),
             "check": check,
             "results": [asdict(result) for result in results],
         }
@@ -149,7 +159,10 @@ class LatencyBench:
         """(seconds, token ids per request) of one batch; every count is verified."""
         shape = self._shape
         prompts = random_prompts(
-            batch_size, shape.input_len, self._vocab_size, seed=shape.prompt_seed * 1009 + salt
+            batch_size,
+            shape.input_len,
+            llm.report()["vocab_size"],
+            seed=shape.prompt_seed * 1009 + salt,
         )
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         began = time.perf_counter()
@@ -170,16 +183,13 @@ def bench_latency(
     shape: LatencyShape,
     *,
     make_llm: Callable[..., Any] | None = None,
-    vocab_size: int | None = None,
 ) -> dict[str, object]:
     """Run the benchmark on the engine (or on `make_llm`'s) and return its document."""
     if make_llm is None:
         from paceline.engine.llm import LLM
 
         make_llm = LLM
-    if vocab_size is None:
-        vocab_size = _vocab_size(asked)
-    return LatencyBench(asked, shape, make_llm=make_llm, vocab_size=vocab_size).run()
+    return LatencyBench(asked, shape, make_llm=make_llm).run()
 
 
 def random_prompts(
@@ -245,15 +255,22 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.engine.bench_latency")
-    parser.add_argument("--batch-size", default="1,8,64")
-    parser.add_argument("--input-len", type=int, default=1024)
-    parser.add_argument("--output-len", type=int, default=257)
-    parser.add_argument("--json", action="store_true", help="print the JSON line only")
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.engine.bench_latency",
+        description="Time to first token and decode rate of one batch at a time.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flag(
+        parser, "--batch-size", default="1,8,64", help="Requests that run together, by commas."
+    )
+    add_flag(parser, "--input-len", type=int, default=1024, help="Prompt length.  [tokens]")
+    add_flag(parser, "--output-len", type=int, default=257, help="Output length.  [tokens]")
+    parser.add_argument("--json", action="store_true", help="Print the JSON line only.")
     add_engine_arguments(parser)
     values = vars(parser.parse_args(argv))
-    asked = asked_arguments(values)
     try:
+        asked = asked_arguments(values)
         shape = LatencyShape(
             batch_sizes=parse_batch_sizes(values["batch_size"]),
             input_len=values["input_len"],
@@ -267,15 +284,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(table(document))
     print(json.dumps(document))
     return 0
-
-
-def _vocab_size(asked: Mapping[str, object]) -> int:
-    from paceline.models.config import parse_config
-    from paceline.models.locate import locate
-
-    model, revision = asked.get("model", "bundled"), asked.get("revision")
-    source = locate(str(model), None if revision is None else str(revision), weights=False)
-    return parse_config(source.config, source.generation_config).vocab_size
 
 
 def _at_least(name: str, value: int, least: int) -> None:

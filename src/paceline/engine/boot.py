@@ -4,30 +4,28 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 
-from paceline.attention.contract import GraphSupport
-from paceline.attention.registry import Choice, choose, load_backend
+from paceline.attention.registry import Choice, load_backend
 from paceline.core.events import EventLog
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig, cache_group_specs
-from paceline.core.options import EngineOptions, engine_options
+from paceline.core.options import EngineOptions, engine_options, known
 from paceline.core.parallel import Parallel
 from paceline.engine.engine import Engine
-from paceline.engine.explain import attention_config
+from paceline.engine.explain import one_backend, phase_choices
 from paceline.engine.fit import Fit, compare, require_fit
 from paceline.engine.loop import overlapped_turn, twin_turn
-from paceline.engine.machine import local_device
 from paceline.engine.resolve import Resolution, resolve
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.target import find_target
 from paceline.engine.tokenizer import Tokenizer
 from paceline.kvcache.manager import CacheManager
-from paceline.models.config import parse_config
+from paceline.models.causal_lm import CausalLM
 from paceline.models.loader import load_model
-from paceline.models.locate import locate
 from paceline.runner.build import RunnerConfig, build_runner
+from paceline.runner.model_runner import ModelRunner
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT
 from paceline.runner.streams import Stream, make_stream
 
@@ -67,16 +65,12 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     began = time.perf_counter()
     knobs = knobs or Knobs()
     given = engine_options(asked)
-    source = locate(given.model, given.revision, weights=given.load_format != "dummy")
-    config = parse_config(source.config, source.generation_config)
-    facts = local_device(given.device)
+    target = find_target(given, weights=given.load_format != "dummy")
+    source, config, facts = target.source, target.config, target.device
     resolution, fit = resolve(asked, config=config, device=facts)
     require_fit(fit)
     options = resolution.options
-    graph = GraphSupport.NEVER if options.enforce_eager else GraphSupport.DECODE
-    attention = choose(
-        attention_config(config, options, facts, graph=graph), options.attention_backend or "auto"
-    )
+    attention = one_backend(phase_choices(config, options, facts))
     resolution = resolution.choose("attention_backend", attention.name, attention.why)
     _LOG.info("%s", resolution.table())
     if options.threads is not None:
@@ -84,24 +78,22 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
 
     events = EventLog()
     device = torch.device(facts.device_type)
-    meter = _Meter(device)
-    dtype = getattr(torch, _known(options.dtype))
+    dtype = getattr(torch, known(options.dtype))
     model = load_model(
         source,
         config,
         parallel=Parallel(),
         device=device,
         dtype=dtype,
-        load_format="dummy" if options.load_format == "dummy" else "auto",
-        max_positions=_known(options.max_model_len) + STEPS_IN_FLIGHT,
+        load_format=options.load_format,
+        max_positions=known(options.max_model_len) + STEPS_IN_FLIGHT,
         seed=options.seed,
     )
-    meter.note("weights")
     backend = load_backend(attention.name)()
     runner = build_runner(
         model,
         config,
-        cache_group_specs(config, _known(options.page_size)),
+        cache_group_specs(config, known(options.page_size)),
         backend,
         _runner_config(options, fit, knobs),
         stream=knobs.stream or make_stream(device),
@@ -109,11 +101,10 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
         dtype=dtype,
         notify=events,
     )
-    meter.note("workspace", less=sum(group.bytes for group in fit.groups))
+    before = _reserved_bytes(device)
     runner.boot()
-    meter.note("graphs")
-    if meter.measured:
-        _LOG.info("memory, planned and measured\n%s", compare(fit, meter.measured))
+    measured = _measured(model, runner, grown=_reserved_bytes(device) - before)
+    _LOG.info("memory, planned and measured\n%s", compare(fit, measured))
     # Without tokenizer.json the model serves token ids.
     tokenizer = None if source.tokenizer is None else Tokenizer.from_folder(source.tokenizer.parent)
     engine = Engine(
@@ -121,7 +112,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
         runner,
         tokenizer,
         turn=overlapped_turn if options.overlap else twin_turn,
-        context_len=_known(options.max_model_len),
+        context_len=known(options.max_model_len),
     )
     return Booted(
         engine=engine,
@@ -130,7 +121,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
         device=facts,
         resolution=resolution,
         fit=fit,
-        measured=meter.measured,
+        measured=measured,
         attention=attention,
         boot_s=time.perf_counter() - began,
         events=events,
@@ -140,9 +131,9 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
 def _runner_config(options: EngineOptions, fit: Fit, knobs: Knobs) -> RunnerConfig:
     planned = tuple(group.num_pages for group in fit.groups)
     return RunnerConfig(
-        max_running=_known(options.max_num_seqs),
-        max_batched_tokens=_known(options.max_num_batched_tokens),
-        context_len=_known(options.max_model_len),
+        max_running=known(options.max_num_seqs),
+        max_batched_tokens=known(options.max_num_batched_tokens),
+        context_len=known(options.max_model_len),
         max_join_tokens=_join_tokens(options),
         num_pages=knobs.num_pages or planned,
         graph_max_reqs=None if options.enforce_eager else options.cuda_graph_max_bs,
@@ -153,15 +144,15 @@ def _runner_config(options: EngineOptions, fit: Fit, knobs: Knobs) -> RunnerConf
 
 def _scheduler(config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Knobs) -> Scheduler:
     cache = CacheManager(
-        cache_group_specs(config, _known(options.page_size)),
+        cache_group_specs(config, known(options.page_size)),
         knobs.num_pages or tuple(group.num_pages for group in fit.groups),
-        max_extend_len=_known(options.chunked_prefill_size),
+        max_extend_len=known(options.chunked_prefill_size),
         enable_prefix_cache=options.enable_prefix_cache,
     )
     limits = SchedulerConfig(
-        max_running=_known(options.max_num_seqs),
-        max_batched_tokens=_known(options.max_num_batched_tokens),
-        chunked_prefill_size=_known(options.chunked_prefill_size),
+        max_running=known(options.max_num_seqs),
+        max_batched_tokens=known(options.max_num_batched_tokens),
+        chunked_prefill_size=known(options.chunked_prefill_size),
         max_join_tokens=_join_tokens(options),
     )
     if knobs.reserve_ahead is not None:
@@ -173,34 +164,38 @@ def _scheduler(config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Kno
 
 def _join_tokens(options: EngineOptions) -> int:
     """Known tokens that may join in one step: room for prefix hits beyond what is computed."""
-    return max(_known(options.max_model_len), 4 * _known(options.max_num_batched_tokens))
+    return max(known(options.max_model_len), 4 * known(options.max_num_batched_tokens))
 
 
-class _Meter:
-    """Device bytes taken between two notes; empty on a CPU, where the allocator does not tell."""
+def _measured(model: CausalLM, runner: ModelRunner, *, grown: int) -> dict[str, int]:
+    """Bytes that are held now, by the names of `fit.compare`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last = self._taken()
-        self.measured: dict[str, int] = {}
-
-    def note(self, name: str, *, less: int = 0) -> None:
-        """Book what was taken since the last note under `name`, less what others book."""
-        if self._device.type == "cuda":
-            now = self._taken()
-            self.measured[name] = max(0, now - self._last - less)
-            self._last = now
-
-    def _taken(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.memory_reserved(self._device)
+    Tensors are summed, which tells the same on every device.  `grown` is what the allocator took
+    for the largest graph; 0 where it does not tell.
+    """
+    held = runner.named_bytes()
+    measured = {
+        "weights": sum(parameter.nbytes for parameter in model.parameters()),
+        "KV": held["kv"],
+        "workspace": held["workspace"] + _table_bytes(model),
+    }
+    return measured | ({"graphs": grown} if grown else {})
 
 
-T = TypeVar("T")
+def _table_bytes(model: CausalLM) -> int:
+    """The tensors a model keeps beside its parameters: rope tables, which layers share."""
+    tables = {
+        value.data_ptr(): value.nbytes
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, torch.Tensor)
+    }
+    return sum(tables.values())
 
 
-def _known(value: T | None) -> T:
-    assert value is not None, "resolve() decides every open value"
-    return value
+def _reserved_bytes(device: torch.device) -> int:
+    """What the CUDA allocator holds; 0 on a CPU, where none tells."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_reserved(device)

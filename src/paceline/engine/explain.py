@@ -3,19 +3,19 @@
 Needs the model's config.json and the device's facts only; torch is imported for dtypes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.attention.contract import AttentionConfig, GraphSupport
-from paceline.attention.registry import choose
-from paceline.core.errors import BackendUnsupported
-from paceline.core.gpus import DeviceFacts, gpu_by_name
+from paceline.attention.registry import Choice, choose
+from paceline.core.errors import BackendUnsupported, ConfigError, message
+from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
-from paceline.core.options import EngineOptions
+from paceline.core.options import EngineOptions, engine_options, known
 from paceline.engine.fit import Fit, gib, require_fit, table
-from paceline.engine.machine import local_device
 from paceline.engine.resolve import Resolution, resolve
+from paceline.engine.target import find_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +42,7 @@ class Explanation:
     def require(self) -> None:
         """Raise ConfigError when the model cannot run on the device."""
         require_fit(self.fit)
-        for choice in self.phases:
-            if choice.backend is None:
-                raise BackendUnsupported(
-                    self.resolution.options.attention_backend or "auto",
-                    [f"{name}: {'; '.join(why)}" for name, why in choice.rejected.items()],
-                )
+        one_backend(self.phases)
 
     def to_json(self) -> dict[str, object]:
         """The document of `paceline explain --json`."""
@@ -79,21 +74,11 @@ class Explanation:
 
 def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanation:
     """Plan `asked["model"]` on a GPU by name, or on this machine when `gpu` is None."""
-    from paceline.models.config import parse_config
-    from paceline.models.locate import locate
-
-    model, revision = asked.get("model", "bundled"), asked.get("revision")
-    source = locate(str(model), None if revision is None else str(revision), weights=False)
-    config = parse_config(source.config, source.generation_config)
-    wanted = asked.get("device")
-    device = (
-        gpu_by_name(gpu)
-        if gpu is not None
-        else local_device(None if wanted in (None, "auto") else str(wanted))
-    )
+    target = find_target(engine_options(asked), weights=False, gpu=gpu)
+    config, device = target.config, target.device
     resolution, fit = resolve(asked, config=config, device=device)
     return Explanation(
-        model=source.name,
+        model=target.source.name,
         config=config,
         device=device,
         resolution=resolution,
@@ -115,19 +100,44 @@ def phase_choices(
     return tuple(choices)
 
 
+def one_backend(phases: Sequence[PhaseChoice]) -> Choice:
+    """The backend that serves every phase.
+
+    Raises BackendUnsupported with every reason where a phase has none, and ConfigError where the
+    phases have different ones: one engine runs one backend.
+    """
+    for choice in phases:
+        if choice.backend is None:
+            ((asked, reasons),) = choice.rejected.items()
+            eager = any(other.backend is not None for other in phases)
+            advice = ["it can run without graphs: add --enforce-eager"] if eager else []
+            raise BackendUnsupported(asked, [*reasons, *advice])
+    first = phases[0]
+    assert first.backend is not None
+    if any(choice.backend != first.backend for choice in phases):
+        raise ConfigError(
+            message(
+                "attention backend",
+                expected="the same for every phase",
+                got=", ".join(f"{choice.backend} for {choice.phase}" for choice in phases),
+                remedy="name one with --attention-backend",
+            )
+        )
+    rejected = {name: list(why) for name, why in first.rejected.items()}
+    return Choice(name=first.backend, why=first.why, rejected=rejected)
+
+
 def attention_config(
     config: ModelConfig, options: EngineOptions, device: DeviceFacts, *, graph: GraphSupport
 ) -> AttentionConfig:
     """What the model asks of an attention backend under resolved `options`."""
     import torch
 
-    assert options.page_size is not None
-    assert options.dtype is not None
     return AttentionConfig(
         device_type=device.device_type,
         cuda_arch=device.cuda_arch,
-        dtype=getattr(torch, options.dtype),
-        page_size=options.page_size,
+        dtype=getattr(torch, known(options.dtype)),
+        page_size=known(options.page_size),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,

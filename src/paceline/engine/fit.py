@@ -1,19 +1,19 @@
 """Fit: where the memory of a device will go, before a weight is read, and how far off that was.
 
-Weights and KV are exact from the config.  Graphs and workspace are upper estimates by the formulas
-below; after loading, `compare` prints what was measured beside them.  No torch.
+Weights and KV are exact from the config.  The rest are upper bounds by the formulas of
+`engine.footprint`; after loading, `compare` prints what was measured beside them.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TypeVar
 
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
-from paceline.core.options import EngineOptions
+from paceline.core.options import ELEMENT_BYTES, EngineOptions, known
 from paceline.engine.footprint import (
     GroupBudget,
+    StepLimits,
     graph_bytes,
     longest_request,
     request_bytes,
@@ -21,13 +21,15 @@ from paceline.engine.footprint import (
     split_kv,
     standing_bytes,
     standing_pages,
+    step_bytes,
     workspace_bytes,
 )
-from paceline.models.size import ELEMENT_BYTES, weights_bytes
+from paceline.models.size import weights_bytes
+from paceline.runner.graphs import RESERVE_FACTOR
+from paceline.runner.staging import STEPS_IN_FLIGHT
 
 CUDA_CONTEXT_BYTES = 640 << 20  # allowance: CUDA context, cuBLAS handles and workspaces
 SHORTEST_LEN = 256  # tokens; a device that cannot hold one such request cannot serve
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,12 @@ class Fit:
     context_bytes: int
     weights_bytes: int
     graphs_bytes: int
-    workspace_bytes: int
+    workspace_bytes: int  # tables and buffers that stay
+    activations_bytes: int  # what the largest step takes and gives back
     kv_bytes: int
+    kv_room_bytes: int  # what is left for KV once everything else is placed, below 0 when short
+    kv_least_bytes: int  # for one request of max_model_len
+    kv_limit_bytes: int | None  # what the options allow KV; None: all the room
     slack_bytes: int  # total - all of the above; left to others
     short_by_bytes: int  # 0 when it fits
     max_model_len: int  # tokens; the longest request that will be served
@@ -66,61 +72,117 @@ class Fit:
         return document
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Demand:
+    """Bytes of everything but KV."""
+
+    context: int
+    weights: int
+    graphs: int
+    workspace: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.context + self.weights + self.graphs + self.workspace + self.activations
+
+
 def plan_memory(config: ModelConfig, options: EngineOptions, device: DeviceFacts) -> Fit:
     """The budget of `config` under resolved `options`; only `max_model_len` may still be None.
 
     A left-out max_model_len becomes the model's limit, or less where the KV budget holds less.
     """
-    dtype = _known(options.dtype)
-    seqs, step_tokens = _known(options.max_num_seqs), _known(options.max_num_batched_tokens)
-    specs = cache_group_specs(config, _known(options.page_size))
-    element = ELEMENT_BYTES[dtype]
+    step_tokens = known(options.max_num_batched_tokens)
+    specs = cache_group_specs(config, known(options.page_size))
+    element = ELEMENT_BYTES[known(options.dtype)]
     wanted_len = options.max_model_len or config.max_position
-
-    context = CUDA_CONTEXT_BYTES if device.device_type == "cuda" else 0
-    weights = weights_bytes(config, dtype)
-    graphs = 0
-    if not options.enforce_eager:
-        graphs = graph_bytes(config, _known(options.cuda_graph_max_bs), element)
-    workspace = workspace_bytes(
-        config,
-        element,
-        tokens=step_tokens,
-        rows=seqs,
-        max_model_len=wanted_len,
-    )
     share = options.gpu_memory_utilization or 1.0
     usable = min(int(device.total_bytes * share), device.free_bytes)
-    room = usable - context - weights - graphs - workspace
-    kv = min(room, options.kv_cache_bytes) if options.kv_cache_bytes is not None else room
-
     standing = standing_bytes(specs, element, step_tokens)
-    longest = longest_request(specs, kv - standing, element, limit=wanted_len)
+
+    def least(length: int) -> int:
+        return standing + request_bytes(specs, length, element)
+
+    def budget(length: int) -> int:
+        room = usable - _demand(config, options, device, length).total
+        return room if options.kv_cache_bytes is None else min(room, options.kv_cache_bytes)
+
+    longest = longest_request(lambda length: least(length) <= budget(length), limit=wanted_len)
     served = wanted_len if options.max_model_len else longest
     floor = max(served, min(wanted_len, SHORTEST_LEN))
-    least = standing + request_bytes(specs, floor, element)
-    short = max(0, least - kv, (options.kv_cache_bytes or 0) - room)
+    demand, kv = _demand(config, options, device, floor), budget(floor)
+    room = usable - demand.total
+    short = max(0, least(floor) - kv, (options.kv_cache_bytes or 0) - room)
     groups: tuple[GroupBudget, ...] = ()
     if not short:
         groups = split_kv(specs, kv, element, step_tokens=step_tokens, max_len=floor)
     taken = sum(group.bytes for group in groups) if groups else max(kv, 0)
-    rest = device.total_bytes - context - weights - graphs - workspace - taken
     return Fit(
         device=device.name,
         total_bytes=device.total_bytes,
         usable_bytes=usable,
-        context_bytes=context,
-        weights_bytes=weights,
-        graphs_bytes=graphs,
-        workspace_bytes=workspace,
+        context_bytes=demand.context,
+        weights_bytes=demand.weights,
+        graphs_bytes=demand.graphs,
+        workspace_bytes=demand.workspace,
+        activations_bytes=demand.activations,
         kv_bytes=taken,
-        slack_bytes=max(0, rest),
+        kv_room_bytes=room,
+        kv_least_bytes=least(floor),
+        kv_limit_bytes=options.kv_cache_bytes,
+        slack_bytes=max(0, device.total_bytes - demand.total - taken),
         short_by_bytes=short,
         max_model_len=floor,
         longest_len=longest,
         kv_tokens=_kv_tokens(groups),
         groups=groups,
-        concurrency=_concurrency(specs, groups, floor, step_tokens=step_tokens, max_num_seqs=seqs),
+        concurrency=_concurrency(
+            specs,
+            groups,
+            floor,
+            step_tokens=step_tokens,
+            max_num_seqs=known(options.max_num_seqs),
+        ),
+    )
+
+
+def graph_demand(
+    config: ModelConfig, options: EngineOptions, device_type: str, *, rows: int, length: int
+) -> int:
+    """What graphs of up to `rows` requests of `length` tokens may hold."""
+    return graph_bytes(
+        config,
+        ELEMENT_BYTES[known(options.dtype)],
+        rows=rows,
+        length=length + STEPS_IN_FLIGHT,
+        device_type=device_type,
+        reserve=RESERVE_FACTOR[device_type],
+    )
+
+
+def _demand(
+    config: ModelConfig, options: EngineOptions, device: DeviceFacts, length: int
+) -> _Demand:
+    """What serving requests of `length` tokens takes besides KV."""
+    here, dtype = device.device_type, known(options.dtype)
+    element = ELEMENT_BYTES[dtype]
+    limits = StepLimits(
+        rows=known(options.max_num_seqs),
+        tokens=known(options.max_num_batched_tokens),
+        length=length + STEPS_IN_FLIGHT,
+    )
+    graphs = 0
+    if not options.enforce_eager:
+        graphs = graph_demand(
+            config, options, here, rows=known(options.cuda_graph_max_bs), length=length
+        )
+    specs = cache_group_specs(config, known(options.page_size))
+    return _Demand(
+        context=CUDA_CONTEXT_BYTES if here == "cuda" else 0,
+        weights=weights_bytes(config, dtype),
+        graphs=graphs,
+        workspace=workspace_bytes(config, specs, element, limits, device_type=here),
+        activations=step_bytes(config, element, limits),
     )
 
 
@@ -128,16 +190,30 @@ def require_fit(fit: Fit) -> None:
     """Raise ConfigError, saying by how much, when the model cannot be served on the device."""
     if not fit.short_by_bytes:
         return
-    fixed = fit.context_bytes + fit.weights_bytes + fit.graphs_bytes + fit.workspace_bytes
+    limit = fit.kv_limit_bytes
+    if limit is not None and limit < fit.kv_least_bytes <= fit.kv_room_bytes:
+        raise ConfigError(
+            message(
+                f"memory for the KV cache on {fit.device}",
+                expected=f"at least {fit.kv_least_bytes} bytes",
+                got=f"{limit} bytes (short by {fit.short_by_bytes}; a request of "
+                f"{fit.max_model_len} tokens was wanted, the longest that fits has "
+                f"{fit.longest_len})",
+                remedy=f"raise --kv-cache-memory-bytes to {fit.kv_least_bytes}, or lower "
+                "--max-model-len",
+            )
+        )
+    others = fit.usable_bytes - fit.kv_room_bytes
+    lower = "" if limit is None else "--kv-cache-memory-bytes, "
     raise ConfigError(
         message(
             f"memory for the model on {fit.device}",
-            expected=f"at least {gib(fit.usable_bytes + fit.short_by_bytes)}",
-            got=f"{gib(fit.usable_bytes)} usable of {gib(fit.total_bytes)} "
+            expected=f"at least {fit.usable_bytes + fit.short_by_bytes} bytes",
+            got=f"{fit.usable_bytes} bytes usable of {gib(fit.total_bytes)} "
             f"(short by {gib(fit.short_by_bytes)}; weights {gib(fit.weights_bytes)}, "
-            f"all but KV {gib(fixed)}; a request of {fit.max_model_len} tokens was wanted, "
+            f"all but KV {gib(others)}; a request of {fit.max_model_len} tokens was wanted, "
             f"the longest that fits has {fit.longest_len})",
-            remedy="lower --max-model-len, --max-num-seqs or --max-num-batched-tokens, "
+            remedy=f"lower {lower}--max-model-len, --max-num-seqs or --max-num-batched-tokens, "
             "raise --gpu-memory-utilization, or choose a smaller model or dtype",
         )
     )
@@ -150,6 +226,7 @@ def budget_lines(fit: Fit) -> tuple[tuple[str, int], ...]:
         *((f"KV {group.name}", group.bytes) for group in fit.groups),
         ("graphs", fit.graphs_bytes),
         ("workspace", fit.workspace_bytes),
+        ("activations", fit.activations_bytes),
         ("device context", fit.context_bytes),
         ("slack", fit.slack_bytes),
     )
@@ -170,9 +247,12 @@ def table(fit: Fit) -> str:
 def compare(fit: Fit, measured: Mapping[str, int]) -> str:
     """The budget with what was measured beside it.
 
-    `measured` has bytes by the names of `budget_lines`; raises ConfigError for a name it lacks.
+    `measured` has bytes by the names of `budget_lines`, and "KV" for all cache groups together;
+    raises ConfigError for another name.  What has no measurement shows "-".
     """
-    planned = dict(budget_lines(fit))
+    lines = dict(budget_lines(fit))
+    planned = {"weights": lines.pop("weights"), "KV": fit.kv_bytes}
+    planned |= {name: size for name, size in lines.items() if not name.startswith("KV ")}
     unknown = sorted(set(measured) - set(planned))
     if unknown:
         raise ConfigError(
@@ -180,7 +260,7 @@ def compare(fit: Fit, measured: Mapping[str, int]) -> str:
                 "measured",
                 expected=f"names among {sorted(planned)}",
                 got=unknown,
-                remedy="use the names of budget_lines()",
+                remedy="use these names",
             )
         )
     rows = [f"  {'':<16}{'planned':>12}{'measured':>12}"]
@@ -219,8 +299,3 @@ def _concurrency(
         ]
         rows.append(Concurrency(context_len=length, requests=min(*held, max_num_seqs)))
     return tuple(rows)
-
-
-def _known(value: T | None) -> T:
-    assert value is not None, "plan_memory takes resolved options"
-    return value

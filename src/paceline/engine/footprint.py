@@ -1,17 +1,47 @@
 """Footprint: how many bytes each part of a running model takes, by formula.  No torch.
 
-KV pages are exact.  Activations, sampler rows and graphs are upper estimates: a graph or an
-allocator may share storage between operations that the formulas count twice.
+KV pages are exact.  Everything else is an upper bound of the tensors the engine holds or makes,
+with the allowances named below; a CPU kernel's private scratch is not counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
 
 GRAPH_NODE_BYTES = 1 << 20  # allowance: instantiated graph nodes, per layer
-SAMPLER_COPIES = 6  # float32 [rows, vocab]: logits, processed, noise, sorted values, int64 indices
 PLANNING_LEN = 8192  # tokens; cache groups are balanced for requests of at most this length
+LOGITS_BYTES = 6  # per row and vocabulary entry: the head's output, and it in float32
+MOST_SMS = 192  # allowance: multiprocessors of a GPU, for the split of decode attention
+MOST_PROGRAMS = 4 * MOST_SMS  # see kernels/paged_attention/decode.py
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerCost:
+    """Bytes of the widest sampler's temporaries."""
+
+    per_entry: int  # of a row's vocabulary
+    per_token: int  # of a row's token history, which penalties read
+
+    def of(self, rows: int, vocab_size: int, length: int) -> int:
+        """Bytes for `rows`; the indices of the history are shared, and count as one row more."""
+        return rows * self.per_entry * vocab_size + (rows + 1) * self.per_token * length
+
+
+# What layers.sampling allocates at its peak, and 16 per entry for the scratch of a GPU's sort; and
+# all it ever allocates, which a recorded graph keeps.
+SAMPLER_PEAK = SamplerCost(per_entry=56, per_token=24)
+SAMPLER_TOTAL = SamplerCost(per_entry=272, per_token=48)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """The largest step an engine builds."""
+
+    rows: int  # requests
+    tokens: int
+    length: int  # tokens of one request, those in flight behind its limit included
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,21 +71,74 @@ def activation_bytes(config: ModelConfig, tokens: int, element: int) -> int:
     return tokens * width * element
 
 
-def graph_bytes(config: ModelConfig, rows: int, element: int) -> int:
-    """Pool of a decode graph of `rows` requests: activations, sampler rows and graph nodes."""
-    logits = rows * config.vocab_size * 4 * SAMPLER_COPIES
-    return activation_bytes(config, rows, element) + logits + config.num_layers * GRAPH_NODE_BYTES
+def sampler_bytes(config: ModelConfig, rows: int, length: int, *, cost: SamplerCost) -> int:
+    """Logits and the widest sampler over them; `length` is the width of the token history."""
+    logits = rows * LOGITS_BYTES * config.vocab_size
+    return logits + cost.of(rows, config.vocab_size, length)
+
+
+def step_bytes(config: ModelConfig, element: int, limits: StepLimits) -> int:
+    """What the largest eager step allocates and gives back."""
+    sampling = sampler_bytes(config, limits.rows, limits.length, cost=SAMPLER_PEAK)
+    return activation_bytes(config, limits.tokens, element) + sampling
+
+
+def graph_bytes(
+    config: ModelConfig, element: int, *, rows: int, length: int, device_type: str, reserve: int
+) -> int:
+    """What captured graphs may hold: `reserve` times the largest greedy decode graph, which sizes
+    the reserve, and one graph of the widest sampler that may pass its end.
+
+    A CUDA graph's pool reuses storage between operations, a recorded graph does not.
+    """
+    logits = rows * config.vocab_size * LOGITS_BYTES
+    if device_type == "cuda":
+        cost, layers = SAMPLER_PEAK, 1
+        fixed = config.num_layers * GRAPH_NODE_BYTES
+    else:
+        cost, layers, fixed = SAMPLER_TOTAL, config.num_layers, 0
+    forward = layers * 2 * activation_bytes(config, rows, element) + fixed
+    widest = forward + sampler_bytes(config, rows, length, cost=cost)
+    return reserve * (forward + logits) + widest
 
 
 def workspace_bytes(
-    config: ModelConfig, element: int, *, tokens: int, rows: int, max_model_len: int
+    config: ModelConfig,
+    specs: Sequence[CacheGroupSpec],
+    element: int,
+    limits: StepLimits,
+    *,
+    device_type: str,
 ) -> int:
-    """The largest eager step, the request table and the rope tables."""
-    logits = rows * config.vocab_size * 4 * SAMPLER_COPIES
-    history = (rows + 1) * max_model_len * 4
+    """What stays allocated beside weights, KV and graphs: the request table, the step's buffers,
+    the attention backend's buffers and the rope tables."""
+    widths = [-(-limits.length // spec.page_size) for spec in specs]
+    page_rows = 4 * sum(widths)
+    sampling_row = 12 * (MAX_LOGIT_BIAS + 16) + 8 * MAX_STOP_IDS
+    table = (limits.rows + 1) * (8 + 4 * limits.length + page_rows + sampling_row)
+    step_row = 64 + page_rows + 4 + 12 * MAX_LOGPROBS
+    step = limits.rows * step_row + limits.tokens * (28 + 8 * len(specs)) + 4
     tables = 1 if config.rope_local is None else 2
-    rope = tables * max_model_len * config.head_dim * 4
-    return activation_bytes(config, tokens, element) + logits + history + rope
+    rope = tables * limits.length * config.head_dim * 4
+    return table + step + rope + _backend_bytes(config, specs, element, limits, device_type)
+
+
+def _backend_bytes(
+    config: ModelConfig,
+    specs: Sequence[CacheGroupSpec],
+    element: int,
+    limits: StepLimits,
+    device_type: str,
+) -> int:
+    """Buffers of the backend that auto chooses: split decode on CUDA, slot lists on a CPU."""
+    if device_type == "cuda":
+        splits = -(-MOST_PROGRAMS // config.num_kv_heads) + limits.rows
+        return splits * config.num_heads * (config.v_head_dim + 1) * 4
+    slots = 0
+    for spec in specs:
+        reach = -(-limits.length // spec.page_size) * spec.page_size
+        slots += reach if spec.window is None else min(spec.window, reach)
+    return limits.rows * (slots * (4 + element) + 8 * len(specs)) + 4096
 
 
 def request_pages(spec: CacheGroupSpec, length: int) -> int:
@@ -85,12 +168,12 @@ def standing_bytes(specs: Sequence[CacheGroupSpec], element: int, step_tokens: i
     return sum(standing_pages(spec, step_tokens) * spec.page_bytes(element) for spec in specs)
 
 
-def longest_request(specs: Sequence[CacheGroupSpec], room: int, element: int, *, limit: int) -> int:
-    """The longest request, up to `limit` tokens, whose pages fit `room` bytes; 0 when none does."""
+def longest_request(fits: Callable[[int], bool], *, limit: int) -> int:
+    """The longest request, up to `limit` tokens, that `fits`; 0 when none does."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if request_bytes(specs, middle, element) <= room:
+        if fits(middle):
             low = middle
         else:
             high = middle - 1

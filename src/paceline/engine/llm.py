@@ -1,9 +1,9 @@
 """LLM: the engine as a Python object.
 
-    from paceline import LLM, SamplingParams
+from paceline import LLM, SamplingParams
 
-    llm = LLM("bundled")
-    print(llm.generate("def fibonacci(n):", SamplingParams(temperature=0.0))[0].outputs[0].text)
+llm = LLM("bundled")
+print(llm.generate("def fibonacci(n):", SamplingParams(temperature=0.0))[0].outputs[0].text)
 """
 
 import gc

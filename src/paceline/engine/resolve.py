@@ -1,7 +1,7 @@
 """Resolve: turns what was asked into what will run, with the origin of every value.
 
 The same function serves `LLM`, the benchmark and `explain`, so that a plan for a GPU that is not
-here shows what the engine would do there.  No torch.
+here shows what the engine would do there.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,26 @@ from typing import Any
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model_config import ModelConfig, cache_group_specs
-from paceline.core.options import EngineOptions, engine_options, spec_of
-from paceline.engine.fit import Fit, plan_memory
+from paceline.core.options import ELEMENT_BYTES, EngineOptions, engine_options, known, spec_of
+from paceline.engine.fit import Fit, graph_demand, plan_memory
 from paceline.engine.footprint import request_bytes, standing_bytes
-from paceline.models.size import ELEMENT_BYTES
 
 CPU_KV_LIMIT = 4 * GIB
+CPU_GRAPH_ROWS = 64  # requests; recorded graphs share no memory, and calls are cheap beside rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """How much one step holds when nobody says."""
+
+    requests: int
+    tokens: int
+
+
+USUAL_ON_CPU = StepSize(32, 1024)
+# By total memory, the largest first: buffers, graphs and samplers grow with both numbers.
+USUAL_ON_GPU = ((60 * GIB, StepSize(256, 8192)), (35 * GIB, StepSize(128, 4096)))
+USUAL_ON_SMALL_GPU = StepSize(64, 2048)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +89,8 @@ def resolve(
     _refuse_contradictions(given, config, device)
     start = Resolution(options=given, origins=origins)
     resolution = _choose_shape(_choose_device(start, config, device), device)
+    resolution = _choose_graphs(resolution, config, device)
+    _refuse_step_contradictions(resolution.options)
     if device.device_type == "cpu":
         resolution = _choose_cpu_cache(resolution, config, device)
     fit = plan_memory(config, resolution.options, device)
@@ -102,37 +118,76 @@ def _choose_device(resolution: Resolution, config: ModelConfig, device: DeviceFa
 
 
 def _choose_shape(resolution: Resolution, device: DeviceFacts) -> Resolution:
-    here = device.device_type
-    is_gpu = here == "cuda"
-    if is_gpu:
+    if device.device_type == "cuda":
         resolution = resolution.choose("gpu_memory_utilization", 0.9, "leaves a tenth to others")
     resolution = resolution.choose("page_size", 16, "short page tables, little waste")
-    resolution = resolution.choose("max_num_seqs", 256 if is_gpu else 32, f"usual on {here}")
-    usual = 8192 if is_gpu else 1024
-    resolution = resolution.choose("max_num_batched_tokens", usual, f"usual on {here}")
-    tokens, rows = resolution.options.max_num_batched_tokens, resolution.options.max_num_seqs
-    resolution = resolution.choose("chunked_prefill_size", tokens, "the whole step")
-    return resolution.choose("cuda_graph_max_bs", rows, "every decode batch runs as a graph")
+    resolution = _choose_step(resolution, device)
+    tokens = resolution.options.max_num_batched_tokens
+    return resolution.choose("chunked_prefill_size", tokens, "the whole step")
+
+
+def _choose_graphs(resolution: Resolution, config: ModelConfig, device: DeviceFacts) -> Resolution:
+    """The largest decode batch that runs as a graph: all, where its graphs leave room for KV."""
+    options = resolution.options
+    if options.enforce_eager:
+        return resolution
+    rows, why = known(options.max_num_seqs), "every decode batch runs as a graph"
+    if device.device_type == "cpu" and rows > CPU_GRAPH_ROWS:
+        rows, why = CPU_GRAPH_ROWS, "larger batches gain nothing from a graph on a CPU"
+    length = options.max_model_len or config.max_position
+    limit = device.free_bytes // 4
+    while rows > 1:
+        if graph_demand(config, options, device.device_type, rows=rows, length=length) <= limit:
+            break
+        rows, why = (rows + 1) // 2, "its graphs take at most a quarter of free memory"
+    return resolution.choose("cuda_graph_max_bs", rows, why)
+
+
+def _choose_step(resolution: Resolution, device: DeviceFacts) -> Resolution:
+    """Requests and tokens of a step: the usual, or what the other number asks for."""
+    options, (usual, why) = resolution.options, _usual(device)
+    rows, why_rows = usual.requests, why
+    if options.max_num_batched_tokens is not None and options.max_num_batched_tokens < rows:
+        rows = options.max_num_batched_tokens
+        why_rows = "a step of --max-num-batched-tokens holds one token of each"
+    resolution = resolution.choose("max_num_seqs", rows, why_rows)
+    tokens, why_tokens = usual.tokens, why
+    if known(resolution.options.max_num_seqs) > tokens:
+        tokens = known(resolution.options.max_num_seqs)
+        why_tokens = "one token of each of --max-num-seqs"
+    if options.chunked_prefill_size is not None and options.chunked_prefill_size > tokens:
+        tokens, why_tokens = options.chunked_prefill_size, "one chunk of --chunked-prefill-size"
+    return resolution.choose("max_num_batched_tokens", tokens, why_tokens)
+
+
+def _usual(device: DeviceFacts) -> tuple[StepSize, str]:
+    if device.device_type == "cpu":
+        return USUAL_ON_CPU, "usual on cpu"
+    for least, size in USUAL_ON_GPU:
+        if device.total_bytes >= least:
+            return size, "usual on cuda"
+    return USUAL_ON_SMALL_GPU, f"usual on cuda below {USUAL_ON_GPU[-1][0] // GIB} GiB"
 
 
 def _choose_cpu_cache(
     resolution: Resolution, config: ModelConfig, device: DeviceFacts
 ) -> Resolution:
     options = resolution.options
-    assert options.page_size is not None
-    assert options.dtype is not None
-    assert options.max_num_seqs is not None
-    assert options.max_num_batched_tokens is not None
-    specs = cache_group_specs(config, options.page_size)
-    element = ELEMENT_BYTES[options.dtype]
+    specs = cache_group_specs(config, known(options.page_size))
+    element = ELEMENT_BYTES[known(options.dtype)]
     longest = options.max_model_len or config.max_position
-    full = options.max_num_seqs * request_bytes(specs, longest, element)
-    full += standing_bytes(specs, element, options.max_num_batched_tokens)
-    limit = min(CPU_KV_LIMIT, device.free_bytes // 4)
-    why = "every running request at full length" if full <= limit else "a quarter of free memory"
-    if full > limit == CPU_KV_LIMIT:
-        why = "the most taken unasked on a CPU"
-    return resolution.choose("kv_cache_bytes", min(full, limit), why)
+    full = known(options.max_num_seqs) * request_bytes(specs, longest, element)
+    full += standing_bytes(specs, element, known(options.max_num_batched_tokens))
+    limits = {
+        full: "every running request at full length",
+        CPU_KV_LIMIT: "the most taken unasked on a CPU",
+        device.free_bytes // 4: "a quarter of free memory",
+    }
+    fit = plan_memory(config, options, device)
+    if not fit.short_by_bytes:
+        limits.setdefault(fit.kv_bytes, "what weights and buffers leave")
+    size = min(limits)
+    return resolution.choose("kv_cache_bytes", size, limits[size])
 
 
 def _refuse_contradictions(
@@ -172,6 +227,40 @@ def _refuse_contradictions(
                 expected="left out with --enforce-eager",
                 got=options.cuda_graph_max_bs,
                 remedy="give one of the two",
+            )
+        )
+
+
+def _refuse_step_contradictions(options: EngineOptions) -> None:
+    """Numbers of one step that contradict each other; `options` has all of them."""
+    rows, tokens = known(options.max_num_seqs), known(options.max_num_batched_tokens)
+    chunk, graph_rows = known(options.chunked_prefill_size), options.cuda_graph_max_bs
+    if tokens < rows:
+        raise ConfigError(
+            message(
+                "max_num_batched_tokens",
+                expected=f"at least {rows}",
+                got=tokens,
+                remedy="a step holds one token of every running request: raise "
+                f"--max-num-batched-tokens to {rows}, or lower --max-num-seqs to {tokens}",
+            )
+        )
+    if chunk > tokens:
+        raise ConfigError(
+            message(
+                "chunked_prefill_size",
+                expected=f"at most {tokens}, the tokens of one step",
+                got=chunk,
+                remedy="lower --chunked-prefill-size or raise --max-num-batched-tokens",
+            )
+        )
+    if graph_rows is not None and graph_rows > rows:
+        raise ConfigError(
+            message(
+                "cuda_graph_max_bs",
+                expected=f"at most {rows}, the requests of one step",
+                got=graph_rows,
+                remedy="lower --cuda-graph-max-bs or raise --max-num-seqs",
             )
         )
 

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.core import activations
 from paceline.core.errors import KernelArgumentError, message
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 
-ACTIVATIONS = ("gelu_tanh", "silu")
+ACTIVATIONS = tuple(sorted(activations.ACTIVATIONS.values()))
 
 
 def act_and_mul_reference(x: Tensor, kind: str) -> Tensor:

@@ -92,13 +92,16 @@ def _implementation(
     for request, (prefix, extend, reach) in enumerate(zip(prefixes, extends, reaches, strict=True)):
         rows = slice(offsets[request], offsets[request + 1])
         visible = None
-        if extend > 1:
+        # A prompt from its start is what torch's kernel calls causal: no mask to build or read.
+        sees_all_before = kind is MaskKind.CAUSAL and (window is None or window >= extend)
+        is_causal = is_fused and sees_all_before and reach == range(extend)
+        if extend > 1 and not is_causal:
             tree = tree_mask[rows, :extend] if tree_mask is not None else None
             visible = _visible(prefix, extend, reach, kind=kind, tree=tree, window=window)
         k = keys.select(request, pages[request], reach)
         v = values.select(request, pages[request], reach)
         if is_fused:
-            _fused(q[rows], k, v, visible, out[rows], scale=scale)
+            _fused(q[rows], k, v, visible, out[rows], scale=scale, is_causal=is_causal)
         else:
             rows_lse = lse[rows] if lse is not None else None
             _explicit(q[rows], k, v, visible, out[rows], rows_lse, scale=scale, cap=soft_cap)
@@ -175,21 +178,22 @@ def _fused(
     out: Tensor,  # [rows, heads, v_head_dim]
     *,
     scale: float,
+    is_causal: bool,  # row i sees keys 0..i; `visible` is None then
 ) -> None:
-    """Through torch's own kernel; the query heads of one KV head form one block of rows."""
+    """Through torch's own kernel; KV heads are its batch, and their query heads share the keys."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
     blocks = q.view(rows, kv_heads, group, dim).permute(1, 2, 0, 3)
     mixed = F.scaled_dot_product_attention(
-        blocks.reshape(1, kv_heads, group * rows, dim),
-        k,
-        v,
-        attn_mask=visible.repeat(group, 1) if visible is not None else None,
+        blocks,
+        k[0].unsqueeze(1).expand(-1, group, -1, -1),
+        v[0].unsqueeze(1).expand(-1, group, -1, -1),
+        attn_mask=visible,
         scale=scale,
+        is_causal=is_causal,
     )
-    by_row = mixed.view(kv_heads, group, rows, -1).permute(2, 0, 1, 3)
-    out.view(rows, kv_heads, group, -1).copy_(by_row)
+    out.view(rows, kv_heads, group, -1).copy_(mixed.permute(2, 0, 1, 3))
 
 
 def _explicit(

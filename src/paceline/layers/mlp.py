@@ -2,13 +2,11 @@
 
 from torch import Tensor, nn
 
+from paceline.core.activations import ACTIVATIONS
 from paceline.core.parallel import Parallel
 from paceline.kernels.act_and_mul import act_and_mul
 from paceline.layers.linear import GateUpLinear, Linear
 from paceline.layers.parameter import Placement
-
-# config.json's name of an activation -> the kernel's
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class GatedMLP(nn.Module):

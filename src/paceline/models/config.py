@@ -7,14 +7,13 @@ configuration class in transformers, because released files leave them out (Gemm
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from paceline.core.activations import ACTIVATIONS
 from paceline.core.errors import ModelError, message
 from paceline.core.model_config import ModelConfig
+from paceline.core.options import DTYPES
 from paceline.models.config_rope import LAYER_TYPES, context_limit, read_dual_rope, read_rope
 from paceline.models.fields import Fields
 from paceline.models.registry import ARCHITECTURES
-
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def parse_config(
@@ -28,20 +27,20 @@ def parse_config(
     fields = Fields(text)
     fields.refuse("quantization_config", "use an unquantised checkpoint")
     fields.refuse("use_bidirectional_attention", "only causal language models are supported")
-    read = _READERS.get(text.get("model_type", ""))
-    if read is None:
+    model_type = text.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _READERS:
         known = ", ".join(sorted({*_READERS, "gemma3"}))
         raise ModelError(
             message(
                 "config.json: model_type",
                 expected=f"one of {known}",
-                got=repr(text.get("model_type")),
+                got=repr(model_type),
                 remedy="use a model of a supported architecture",
             )
         )
-    parsed = read(fields)
+    parsed = _READERS[model_type](fields)
     common = {
-        "model_type": text["model_type"],
+        "model_type": model_type,
         "eos_token_ids": _eos_token_ids(text, generation_config or {}),
         "dtype": _dtype(fields),
     }
@@ -118,7 +117,7 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_out_bias": bias,
         "mlp_bias": False,
-        "hidden_act": fields.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
+        "hidden_act": fields.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
     }
 
@@ -144,7 +143,7 @@ def _prenorm(fields: Fields, head_dim: int | None = None) -> dict[str, Any]:
         "attention_scale": dim**-0.5,
         "attention_soft_cap": None,
         "logit_soft_cap": None,
-        "hidden_act": fields.choice("hidden_act", ACTIVATIONS, "silu"),
+        "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
     }
 

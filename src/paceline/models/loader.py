@@ -4,13 +4,12 @@ The module is built first, uninitialised and on the device; each checkpoint tens
 from the mapped file straight into the (fused) parameter that holds it.  Nothing is built twice.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from paceline.core.errors import ConfigError, WeightsError, message
+from paceline.core.errors import WeightsError, message
 from paceline.core.model_config import ModelConfig
+from paceline.core.options import LOAD_FORMATS
 from paceline.core.parallel import Parallel
 from paceline.layers.rms_norm import RMSNorm
 from paceline.models.causal_lm import CausalLM
@@ -19,7 +18,6 @@ from paceline.models.locate import ModelSource
 from paceline.models.progress import Progress
 from paceline.models.registry import builder
 
-LoadFormat = Literal["auto", "dummy"]
 DUMMY_STD = 0.02  # the initializer_range of most released configurations
 _MAX_LISTED = 10
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -33,7 +31,7 @@ def load_model(
     parallel: Parallel,
     device: torch.device,
     dtype: torch.dtype,
-    load_format: LoadFormat = "auto",
+    load_format: str = "auto",
     progress: bool | None = None,
     max_positions: int | None = None,
     seed: int = 0,
@@ -44,6 +42,7 @@ def load_model(
     shows a bar on a terminal only; `max_positions` sizes the rope tables (None: the context limit).
     Raises WeightsError naming the tensors or the file at fault.
     """
+    assert load_format in LOAD_FORMATS, f"{load_format} is none of {LOAD_FORMATS}"
     build = builder(config.model_type)
     if load_format == "dummy":
         model = build(
@@ -51,15 +50,6 @@ def load_model(
         )
         fill_dummy(model, seed=seed)
         return model
-    if load_format != "auto":
-        raise ConfigError(
-            message(
-                "load_format",
-                expected="'auto' or 'dummy'",
-                got=repr(load_format),
-                remedy="choose with --load-format",
-            )
-        )
     if source.folder is None:
         raise WeightsError(
             message(

@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ModelError, message
+from paceline.core.errors import ConfigError, ModelError, message
 
 _HERE = Path(__file__).parent
 BUNDLED_FOLDER = _HERE / "bundled"
@@ -52,14 +52,18 @@ def shape_names() -> tuple[str, ...]:
 def locate(model: str, revision: str | None = None, *, weights: bool = True) -> ModelSource:
     """Find `model`; with weights=False a hub model's weights are not downloaded.
 
-    Raises ModelError when there is no such model, or its files cannot be read.
+    Raises ModelError when there is no such model, or its files cannot be read, and ConfigError for
+    a revision of a model that has none.
     """
     if model == "bundled":
+        _refuse_revision(model, "the bundled model", revision)
         return _from_folder(model, SourceKind.BUNDLED, BUNDLED_FOLDER)
     path = Path(model).expanduser()
     if path.is_dir():
+        _refuse_revision(model, "a local folder", revision)
         return _from_folder(model, SourceKind.FOLDER, path)
     if model in shape_names():
+        _refuse_revision(model, "a shape shipped in the package", revision)
         config = _read_json(SHAPES_FOLDER / f"{model}.json")
         return ModelSource(
             name=model,
@@ -80,6 +84,18 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
             )
         )
     return _from_folder(model, SourceKind.HUB, _download(model, revision, weights=weights))
+
+
+def _refuse_revision(model: str, what: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ConfigError(
+            message(
+                "revision",
+                expected=f"left out for {what} ('{model}')",
+                got=repr(revision),
+                remedy="remove --revision, or name a hub id with --model",
+            )
+        )
 
 
 def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
@@ -144,9 +160,14 @@ def _download(model: str, revision: str | None, *, weights: bool) -> Path:
             message(
                 f"model '{model}'{at}",
                 expected="a hub model that can be reached or is in the local cache",
-                got=f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                got=f"{type(error).__name__}: {_first_line(error)}",
                 remedy="check the name, the network, HF_HUB_OFFLINE and HF_TOKEN, "
                 "or pass a local folder",
             )
         ) from error
     return Path(folder)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else "no text"

@@ -1,4 +1,6 @@
-"""The stack of pre-norm layers that Llama and the Qwens are."""
+"""The pre-norm decoder that Llama and the Qwens are."""
+
+import torch
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
@@ -7,18 +9,32 @@ from paceline.layers.parameter import Placement
 from paceline.layers.prenorm_layer import PreNormLayer
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
+from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, rope_tables
+from paceline.models.registry import architecture
 
 
-def prenorm_decoder(
+def build_prenorm(
     config: ModelConfig,
     *,
-    qk_norm: bool,
     parallel: Parallel,
-    placement: Placement,
-    max_positions: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int | None = None,
+) -> CausalLM:
+    """The model with uninitialised weights; `max_positions` as in `rope_tables`.
+
+    Whether Q and K have per-head norms is a fact of the architecture's registry entry.
+    """
+    placement = Placement(device, dtype)
+    decoder = _stack(config, parallel, placement, max_positions)
+    return CausalLM(config, decoder, parallel=parallel, placement=placement)
+
+
+def _stack(
+    config: ModelConfig, parallel: Parallel, placement: Placement, max_positions: int | None
 ) -> Decoder:
-    """The whole stack; `qk_norm` adds per-head norms of Q and K."""
+    qk_norm = architecture(config.model_type).qk_norm
     tables = rope_tables(config, max_positions=max_positions, device=placement.device)
 
     def head_norm() -> RMSNorm:

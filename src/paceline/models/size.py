@@ -2,9 +2,8 @@
 
 from paceline.core.errors import ModelError, message
 from paceline.core.model_config import ModelConfig
+from paceline.core.options import ELEMENT_BYTES
 from paceline.models.registry import architecture
-
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def weights_bytes(config: ModelConfig, dtype: str) -> int:

@@ -18,7 +18,7 @@ from paceline.attention.contract import (
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
-from paceline.kernels.paged_decode_cpu import MAX_PARTS, decode_slots_cpu, paged_decode_cpu
+from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,8 +27,7 @@ class GroupSlots:
 
     window: int | None
     page_size: int
-    order: Tensor  # [max_reqs]  int64  requests, part by part
-    parts: Tensor  # [MAX_PARTS, 2]  int64  requests and extent of each part; unused: 0
+    extent: Tensor  # [1]  int64  keys of the longest reach
     slots: Tensor  # [max_reqs * max reach]  int32
     bias: Tensor  # [max_reqs * max reach]  the cache's dtype
 
@@ -70,8 +69,7 @@ class TorchBackend(AttentionBackend):
                 GroupSlots(
                     window=window,
                     page_size=limits.page_size,
-                    order=torch.zeros(limits.max_reqs, dtype=torch.int64, device=limits.device),
-                    parts=torch.zeros(MAX_PARTS, 2, dtype=torch.int64, device=limits.device),
+                    extent=torch.zeros(1, dtype=torch.int64, device=limits.device),
                     slots=torch.zeros(capacity, dtype=torch.int32, device=limits.device),
                     bias=torch.zeros(capacity, dtype=limits.dtype, device=limits.device),
                 )
@@ -89,8 +87,7 @@ class TorchBackend(AttentionBackend):
                 table.kv_lens,
                 page_size=group.page_size,
                 window=group.window,
-                order=group.order,
-                parts=group.parts,
+                extent=group.extent,
                 slots=group.slots,
                 bias=group.bias,
             )
@@ -107,8 +104,7 @@ class TorchBackend(AttentionBackend):
                 q,
                 layer.k_cache,
                 layer.v_cache,
-                group.order,
-                group.parts,
+                group.extent,
                 group.slots,
                 group.bias,
                 scale=spec.scale,

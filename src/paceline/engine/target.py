@@ -1,0 +1,33 @@
+"""Target: what is served and where: a model that was found and read, and a device's facts.
+
+`boot` and `explain` start here, so that a plan and a run cannot disagree about either.
+"""
+
+from dataclasses import dataclass
+
+from paceline.core.gpus import DeviceFacts, gpu_by_name
+from paceline.core.model_config import ModelConfig
+from paceline.core.options import EngineOptions
+from paceline.engine.machine import local_device
+from paceline.models.config import parse_config
+from paceline.models.locate import ModelSource, locate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A model and a device."""
+
+    source: ModelSource
+    config: ModelConfig
+    device: DeviceFacts
+
+
+def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None) -> Target:
+    """Find and read the model of `options`, and the device: a GPU by name, or one of this machine.
+
+    weights=False does not download those of a hub model.  Raises ModelError, ConfigError.
+    """
+    source = locate(options.model, options.revision, weights=weights)
+    config = parse_config(source.config, source.generation_config)
+    device = local_device(options.device) if gpu is None else gpu_by_name(gpu)
+    return Target(source=source, config=config, device=device)

@@ -1,0 +1,69 @@
+"""The command line without click agrees with the one with it."""
+
+import argparse
+import subprocess
+import sys
+import time
+
+import pytest
+from test_verbs import ALIASES
+
+from paceline.core.errors import ConfigError
+from paceline.engine import bench_latency
+from paceline.engine.arguments import add_engine_arguments, asked_arguments
+
+VERBS = [["generate"], ["chat"], ["bench", "latency"], ["explain"], ["env"]]
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_engine_arguments(parser)
+    return asked_arguments(vars(parser.parse_args(words)))
+
+
+# argparse leaves 'auto' to the options and takes what click takes.
+@pytest.mark.parametrize(("typed", "asked"), ALIASES, ids=[typed for typed, _ in ALIASES])
+def test_the_aliases_are_those_of_the_command(typed, asked):
+    assert parse(*typed.split()) == asked
+
+
+@pytest.mark.parametrize("flag", ["-tp", "--tp", "--tp-size", "--tp_size"])
+def test_more_than_one_gpu_is_refused(flag):
+    with pytest.raises(ConfigError, match="parallel must be rank 0 of size 1"):
+        parse(flag, "2")
+
+
+def test_a_model_given_twice_is_refused():
+    with pytest.raises(ConfigError, match="model must be given once, got 'a' by position and 'b'"):
+        parse("a", "--model", "b")
+
+
+@pytest.mark.parametrize("typed", ["--max-num 4", "--batch 1", "--atten torch"])
+def test_a_flag_cut_short_is_refused(typed, capsys):
+    """It would change its meaning the day a second flag begins alike."""
+    with pytest.raises(SystemExit):
+        bench_latency.main(typed.split())
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_help_shows_choices_units_and_defaults(capsys):
+    with pytest.raises(SystemExit):
+        bench_latency.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "One of auto, bfloat16, float16, float32." in text
+    assert "One of auto, dummy. [default: auto]" in text
+    assert "[tokens] [default: chosen by the engine]" in text
+    assert "-tp" in text
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_help_of_a_verb_takes_under_half_a_second(verb):
+    """Best of three, in processes of their own: what a user waits for."""
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        command = [sys.executable, "-m", "paceline", *verb, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - began)
+        assert "Usage: paceline" in done.stdout
+    assert min(seconds) < 0.5, seconds

@@ -1,0 +1,63 @@
+"""The whole engine on a GPU: benchmarks/gpu_check.py, and what a step may not do."""
+
+import pytest
+
+import gpu_check
+from paceline.core.errors import GraphGuardError
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.llm import LLM
+from paceline.runner.graphs import CudaGraph
+
+# Warnings of drivers, and torch's about its own sync debug mode, are shown and fail nothing.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+CHECKS = gpu_check.all_checks()
+PROMPTS = [[5 + row, 6, 7, 8 + row] for row in range(8)]
+LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+STEPS = 100
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_engine_passes_its_gpu_check(name: str) -> None:
+    passed, detail = CHECKS[name]()
+    assert passed, detail
+
+
+def test_steady_decode_steps_replay_and_never_wait_for_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch raises at any implicit synchronisation meanwhile."""
+    replays = []
+    original = CudaGraph.replay
+
+    def replay(graph: CudaGraph) -> None:
+        replays.append(graph)
+        original(graph)
+
+    with LLM("bundled", device="cuda", max_num_seqs=len(PROMPTS)) as llm:
+        stream = llm.generate(PROMPTS, LONG, stream=True)
+        for _ in range(20):  # prompts, the eager use, captures
+            llm.engine.step()
+        monkeypatch.setattr(CudaGraph, "replay", replay)
+        with gpu_check.no_sync(True):
+            for _ in range(STEPS):
+                llm.engine.step()
+        outputs = [output for output in stream if output.finished]
+    assert replays[:STEPS] == replays[:1] * STEPS  # one graph, every turn
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [200] * len(PROMPTS)
+
+
+def test_the_guard_names_a_rebound_buffer_before_it_is_replayed() -> None:
+    with LLM("bundled", device="cuda", max_num_seqs=2) as llm:
+        llm.generate(PROMPTS[:2], LONG)
+        table = llm.engine._runner._parts.table
+        table.token_ids = table.token_ids.clone()
+        with pytest.raises(GraphGuardError, match=r"got moved: table\.token_ids; write into"):
+            llm.generate(PROMPTS[:2], LONG)
+
+
+def test_generation_reads_no_memory_it_has_not_written(request: pytest.FixtureRequest) -> None:
+    clean, _ = gpu_check.answer(gpu_check.GREEDY, device="cuda", dtype="bfloat16")
+    request.getfixturevalue("nan_memory")
+    poisoned, _ = gpu_check.answer(gpu_check.GREEDY, device="cuda", dtype="bfloat16")
+    assert poisoned == clean

@@ -1,0 +1,95 @@
+"""define_op: what a recorder sees of our operators, and what a replay calls in their place."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.kernels.custom_op import cpu_kernel, define_op
+from paceline.runner.recorded import RecordedGraph
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes every operator that reaches the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+ELSEWHERE = torch.library.Library("paceline_elsewhere", "FRAGMENT")  # define_op knows nothing of it
+CALLS: list[float] = []  # the scale of each call of a kernel
+
+
+def scale_into(x: Tensor, scale: float, out: Tensor) -> None:
+    CALLS.append(scale)
+    torch.mul(x, scale, out=out)
+
+
+@pytest.fixture(autouse=True)
+def fresh_calls() -> Iterator[None]:
+    CALLS.clear()
+    yield
+    CALLS.clear()
+
+
+@pytest.fixture(scope="module")
+def foreign() -> Any:
+    ELSEWHERE.define("scale(Tensor x, float scale, Tensor(a!) out) -> ()")
+    ELSEWHERE.impl("scale", scale_into, "CPU")
+    return torch.ops.paceline_elsewhere.scale.default
+
+
+@pytest.fixture(scope="module")
+def ours() -> Any:
+    return define_op("scale_of_a_test(Tensor x, float scale, Tensor(a!) out) -> ()", cpu=scale_into)
+
+
+def replay_of(operator: Any) -> tuple[list[str], list[float], Tensor]:
+    """What one replay dispatched and called, after x has changed from 1 to 4; and the output."""
+    x, out = torch.ones(3), torch.zeros(3)
+    graph = RecordedGraph(poison=True)
+    graph.capture(lambda: operator(x, 2.0, out))
+    assert (CALLS, out.tolist()) == ([2.0], [2.0] * 3)
+    CALLS.clear()
+    x.fill_(4.0)
+    with Dispatched() as seen:
+        graph.replay()
+    return seen.names, list(CALLS), out
+
+
+def test_a_defined_operator_is_dispatched_under_its_name(ours: Any) -> None:
+    x, out = torch.ones(3), torch.zeros(3)
+    with Dispatched() as seen:
+        ours(x, 2.0, out)
+    assert seen.names == ["paceline::scale_of_a_test"]
+    assert out.tolist() == [2.0] * 3
+    assert ours is torch.ops.paceline.scale_of_a_test.default
+    assert ours._schema.is_mutable
+
+
+def test_a_replay_calls_the_cpu_kernel_without_the_dispatcher(ours: Any) -> None:
+    assert cpu_kernel(ours) is scale_into
+    names, calls, out = replay_of(ours)
+    assert names == ["aten::mul"]  # the kernel's own work, and no operator around it
+    assert (calls, out.tolist()) == ([2.0], [8.0] * 3)
+
+
+def test_an_unknown_operator_replays_through_the_dispatcher(foreign: Any) -> None:
+    assert cpu_kernel(foreign) is None
+    names, calls, out = replay_of(foreign)
+    assert names == ["paceline_elsewhere::scale"]
+    assert (calls, out.tolist()) == ([2.0], [8.0] * 3)
