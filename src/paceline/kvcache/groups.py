@@ -132,7 +132,9 @@ class PagedGroup:
             holding.nodes.append(node if seen else None)
         need = self._admit_pages(path, reserve_to) - len(path)
         wish = self._admit_pages(path, reserve_to + ahead) - len(path)
-        self._grow(holding, max(need, min(wish, self._roomy_pages())))
+        # What is held ahead keeps others out: only while half of the pool stays free.
+        roomy = self.pool.num_free - self.pool.total // 2
+        self._grow(holding, max(need, min(wish, roomy)))
         return holding, PageRun(self._index, first, tuple(holding.pages[first:]))
 
     def shortage(self, holding: Holding, kv_bound: int) -> bool:
@@ -149,7 +151,8 @@ class PagedGroup:
         if need <= 0:
             return None
         wish = self._num_pages(kv_bound + ahead) - start
-        self._grow(holding, max(need, min(wish, self._roomy_pages())))
+        roomy = self.pool.num_free - self.pool.total // ROOMY_SHARE
+        self._grow(holding, max(need, min(wish, roomy)))
         return PageRun(self._index, start, tuple(holding.pages[start:]))
 
     def commit(self, holding: Holding, path: Sequence[int], epoch: int) -> list[Move]:
@@ -278,10 +281,6 @@ class PagedGroup:
         if self._window is not None:
             reserve_to = min(reserve_to, len(path) * self._page_size + self._max_extend_len)
         return max(len(path), self._num_pages(reserve_to))
-
-    def _roomy_pages(self) -> int:
-        """Free pages beyond the share that growth leaves alone; may be negative."""
-        return self.pool.num_free - self.pool.total // ROOMY_SHARE
 
     def _available(self) -> int:
         return self.pool.num_free + self._tree.num_evictable(self._index)

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
-from paceline.layers.parameter import Placement, empty_parameter
+from paceline.kernels.linear import linear
+from paceline.layers.parameter import Placement, empty_matrix, empty_parameter
 
 
 class Embedding(nn.Module):
@@ -55,11 +56,11 @@ class LMHead(nn.Module):
             self.weight = tied.weight
         else:
             rows = parallel.share(vocab_size, "vocab_size")
-            self.weight = empty_parameter(rows, hidden_size, placement=placement)  # [vocab, hidden]
+            self.weight = empty_matrix(rows, hidden_size, placement=placement)  # [vocab, hidden]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] float32, cap * tanh(x / cap) where capped."""
-        logits = F.linear(hidden, self.weight).float()
+        logits = linear(hidden, self.weight, None).float()
         if self.soft_cap is None:
             return logits
         return logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
