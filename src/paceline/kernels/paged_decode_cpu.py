@@ -5,10 +5,12 @@ gathers its keys and values into one padded block, all requests together, for a 
 scaled_dot_product_attention.  Worked example: page size 4, window None, kv_lens [3, 6],
 page_table [[2, 0], [5, 7]]:
 
-    extent  6                                     the longest reach
+    extent  [6, 0]                                the longest reach; not one run
     slots   [8, 9, 10, 8, 8, 8]                   request 0; behind its end: its first key again,
             [20, 21, 22, 23, 28, 29]              so that nothing foreign is ever read
     bias    [0, 0, 0, -inf, -inf, -inf]  [0, ...]  and that key is then masked
+
+A single request whose slots are neighbours is read in place: extent holds its first slot.
 """
 
 import math
@@ -17,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.core.padding import PAD_PAGE
 from paceline.kernels.custom_op import define_op
 
 
@@ -33,8 +36,9 @@ def decode_slots_cpu(
     """List the slots that one query per request reads, densely as [reqs, extent].
 
     page_table: [reqs, max_pages] int32; kv_lens: [reqs] int32, each at least 1; window: keys
-    visible, itself included.  Mutates extent [1] int64, slots [capacity] int32 and bias [capacity],
-    of which the first reqs * extent entries are written.  Recordable.
+    visible, itself included.  Mutates extent [2] int64 (the longest reach; the first slot of a
+    single request in one run, else 0), and unless there is such a run slots [capacity] int32 and
+    bias [capacity], of which the first reqs * reach entries are written.  Recordable.
     """
     _DECODE_SLOTS(page_table, kv_lens, page_size, window, extent, slots, bias)
 
@@ -68,6 +72,10 @@ def _decode_slots(
     slots: Tensor,
     bias: Tensor,
 ) -> None:
+    run = _single_run(page_table, kv_lens, page_size, window)
+    if run is not None:
+        extent.copy_(torch.tensor(run))
+        return
     reqs = kv_lens.shape[0]
     first = torch.zeros_like(kv_lens) if window is None else (kv_lens - window).clamp_(min=0)
     reach = kv_lens - first
@@ -76,10 +84,24 @@ def _decode_slots(
     is_live = columns < reach.unsqueeze(1)
     positions = first.unsqueeze(1) + columns * is_live  # a dead entry: the first key
     pages = page_table.gather(1, (positions // page_size).long())
-    extent.fill_(longest)
     size = reqs * longest
     torch.add(positions % page_size, pages, alpha=page_size, out=slots[:size].view(reqs, longest))
     bias[:size].view(reqs, longest).fill_(0.0).masked_fill_(~is_live, -math.inf)
+    extent.copy_(torch.tensor((longest, 0)))
+
+
+def _single_run(
+    page_table: Tensor, kv_lens: Tensor, page_size: int, window: int | None
+) -> tuple[int, int] | None:
+    """(reach, first slot) of a single request whose live pages are neighbours, not page 0."""
+    if kv_lens.shape[0] != 1:
+        return None
+    kv_len = int(kv_lens)
+    first = 0 if window is None else max(0, kv_len - window)
+    pages = page_table[0, first // page_size : -(-kv_len // page_size)].tolist()
+    if pages[0] == PAD_PAGE or pages != list(range(pages[0], pages[0] + len(pages))):
+        return None
+    return kv_len - first, pages[0] * page_size + first % page_size
 
 
 def _paged_decode(
@@ -93,18 +115,22 @@ def _paged_decode(
     out: Tensor,
 ) -> None:
     reqs, heads, _ = q.shape
-    kv_heads, longest = k_cache.shape[2], int(extent)
-    size = reqs * longest
-    index = slots[:size]
+    kv_heads = k_cache.shape[2]
+    longest, run = extent.tolist()
     blocks = (reqs, kv_heads, heads // kv_heads, -1)
-    mixed = F.scaled_dot_product_attention(
-        q.view(blocks),
-        _gather(k_cache, index, (reqs, longest)),
-        _gather(v_cache, index, (reqs, longest)),
-        attn_mask=bias[:size].view(reqs, 1, 1, longest),
-        scale=scale,
-    )
+    if run:
+        k, v, mask = _in_place(k_cache, run, longest), _in_place(v_cache, run, longest), None
+    else:
+        index, shape = slots[: reqs * longest], (reqs, longest)
+        k, v = _gather(k_cache, index, shape), _gather(v_cache, index, shape)
+        mask = bias[: reqs * longest].view(reqs, 1, 1, longest)
+    mixed = F.scaled_dot_product_attention(q.view(blocks), k, v, attn_mask=mask, scale=scale)
     out.view(blocks).copy_(mixed)
+
+
+def _in_place(cache: Tensor, first: int, length: int) -> Tensor:
+    """[1, kv_heads, length, dim]: neighbouring slots of one side of the cache, as they lie."""
+    return cache.flatten(0, 1).narrow(0, first, length).transpose(0, 1).unsqueeze(0)
 
 
 def _gather(cache: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:

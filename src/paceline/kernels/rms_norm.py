@@ -36,6 +36,8 @@ def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out:
     dim = (x.shape[-1],)
     if unit_offset:
         out.copy_(torch.rms_norm(x.float(), dim, weight.float() + 1.0, eps))
+    elif x.dtype == torch.float32:
+        out.copy_(torch.rms_norm(x, dim, weight, eps))  # nothing is rounded in between
     else:
         torch.mul(torch.rms_norm(x, dim, None, eps), weight, out=out)
 

@@ -27,7 +27,7 @@ class GroupSlots:
 
     window: int | None
     page_size: int
-    extent: Tensor  # [1]  int64  keys of the longest reach
+    extent: Tensor  # [2]  int64  keys of the longest reach; first slot of a single run, or 0
     slots: Tensor  # [max_reqs * max reach]  int32
     bias: Tensor  # [max_reqs * max reach]  the cache's dtype
 
@@ -69,7 +69,7 @@ class TorchBackend(AttentionBackend):
                 GroupSlots(
                     window=window,
                     page_size=limits.page_size,
-                    extent=torch.zeros(1, dtype=torch.int64, device=limits.device),
+                    extent=torch.zeros(2, dtype=torch.int64, device=limits.device),
                     slots=torch.zeros(capacity, dtype=torch.int32, device=limits.device),
                     bias=torch.zeros(capacity, dtype=limits.dtype, device=limits.device),
                 )
