@@ -111,6 +111,8 @@ def build_runner(
         taps=limits.taps,
     )
     pinned = device.type == "cuda"
+    if device.type == "cuda":  # steps run on a stream of their own; all of this was filled here
+        torch.cuda.synchronize(device)
     owners: list[NamedTensors] = [table.named_tensors, buffers.named_tensors]
     owners += [pool.named_tensors for pool in pools]
     owners.append(lambda: tensors_in("backend", parts.backend_buffers))

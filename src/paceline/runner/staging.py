@@ -7,7 +7,7 @@ must exceed the number of steps in flight: the copy of an earlier step may still
 import torch
 from torch import Tensor
 
-from paceline.core.errors import CapacityError, message
+from paceline.core.errors import IntegrityError, message
 
 STEPS_IN_FLIGHT = 2  # one executing, one just launched: the overlapped loop's most
 RING_DEPTH = STEPS_IN_FLIGHT + 1
@@ -27,17 +27,17 @@ class StagingSlot:
     def put(self, values: Tensor) -> Tensor:
         """Copy host `values` into the slot; returns the pinned tensor to copy from.
 
-        Raises CapacityError when the slot is full.
+        Raises IntegrityError when the slot is full: the scheduler bounds what a step stages.
         """
         size = values.numel() * values.element_size()
         start = (self._used + 15) & ~15
         if start + size > self._bytes.numel():
-            raise CapacityError(
+            raise IntegrityError(
                 message(
                     "staged bytes of one step",
                     expected=f"at most {self._bytes.numel()}",
                     got=start + size,
-                    remedy="raise the staging size, or admit fewer requests per step",
+                    remedy="bound what joins in one step by what the slot holds",
                 )
             )
         self._used = start + size

@@ -1,0 +1,31 @@
+"""StagingRing: pinned slots by epoch."""
+
+import pytest
+import torch
+
+from paceline.core.errors import IntegrityError
+from paceline.runner.staging import StagingRing
+
+
+def test_values_survive_until_the_slot_comes_round_again():
+    ring = StagingRing(64, pinned=False, depth=2)
+    first = ring.slot(0).put(torch.tensor([1, 2, 3]))
+    ring.slot(1).put(torch.tensor([4, 5, 6]))
+    assert first.tolist() == [1, 2, 3]
+    ring.slot(2).put(torch.tensor([7, 8, 9]))
+    assert first.tolist() == [7, 8, 9]
+
+
+def test_pieces_of_any_dtype_lie_apart_and_keep_their_shape():
+    slot = StagingRing(128, pinned=False).slot(0)
+    bytes_ = slot.put(torch.tensor([1, 2, 3], dtype=torch.uint8))
+    longs = slot.put(torch.tensor([[4, 5], [6, 7]]))
+    assert (bytes_.tolist(), longs.tolist()) == ([1, 2, 3], [[4, 5], [6, 7]])
+
+
+def test_a_full_slot_is_refused_with_both_sizes():
+    slot = StagingRing(16, pinned=False).slot(0)
+    with pytest.raises(
+        IntegrityError, match=r"staged bytes of one step must be at most 16, got 24"
+    ):
+        slot.put(torch.zeros(3, dtype=torch.int64))
