@@ -129,13 +129,12 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
 
 
 def _runner_config(options: EngineOptions, fit: Fit, knobs: Knobs) -> RunnerConfig:
-    planned = tuple(group.num_pages for group in fit.groups)
     return RunnerConfig(
         max_running=known(options.max_num_seqs),
         max_batched_tokens=known(options.max_num_batched_tokens),
         context_len=known(options.max_model_len),
         max_join_tokens=_join_tokens(options),
-        num_pages=knobs.num_pages or planned,
+        num_pages=_num_pages(fit, knobs),
         graph_max_reqs=None if options.enforce_eager else options.cuda_graph_max_bs,
         poison_graphs=knobs.poison_graphs,
         staging_depth=knobs.staging_depth,
@@ -145,7 +144,7 @@ def _runner_config(options: EngineOptions, fit: Fit, knobs: Knobs) -> RunnerConf
 def _scheduler(config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Knobs) -> Scheduler:
     cache = CacheManager(
         cache_group_specs(config, known(options.page_size)),
-        knobs.num_pages or tuple(group.num_pages for group in fit.groups),
+        _num_pages(fit, knobs),
         max_extend_len=known(options.chunked_prefill_size),
         enable_prefix_cache=options.enable_prefix_cache,
     )
@@ -160,6 +159,11 @@ def _scheduler(config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Kno
     if knobs.admission_margin is not None:
         limits = replace(limits, admission_margin=knobs.admission_margin)
     return Scheduler(limits, cache)
+
+
+def _num_pages(fit: Fit, knobs: Knobs) -> tuple[int, ...]:
+    """[num_groups] pages of each pool; what is allocated and what is handed out must agree."""
+    return knobs.num_pages or tuple(group.num_pages for group in fit.groups)
 
 
 def _join_tokens(options: EngineOptions) -> int:

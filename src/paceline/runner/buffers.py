@@ -15,9 +15,7 @@ from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.sampling_params import MAX_LOGPROBS
 from paceline.core.step import StepLayout
-from paceline.runner.staging import StagingSlot
-
-Copy = tuple[Tensor, Tensor]
+from paceline.runner.staging import Copy, StagingSlot
 
 
 @dataclass(frozen=True, slots=True)

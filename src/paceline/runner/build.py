@@ -64,6 +64,7 @@ def build_runner(
     # Page rows cover the context limit and the tokens that can be in flight behind it.
     kv_len_bound = limits.context_len + STEPS_IN_FLIGHT
     max_pages = tuple(-(-kv_len_bound // group.page_size) for group in groups)
+    max_tokens = max(limits.max_batched_tokens, limits.max_running)
     pools = [
         KVPool(group, num_pages, dtype=dtype, device=device)
         for group, num_pages in zip(groups, limits.num_pages, strict=True)
@@ -77,7 +78,7 @@ def build_runner(
     )
     buffers = StepBuffers(
         max_reqs=limits.max_running,
-        max_tokens=max(limits.max_batched_tokens, limits.max_running),
+        max_tokens=max_tokens,
         max_pages=max_pages,
         kv_len_bound=kv_len_bound,
         device=device,
@@ -86,7 +87,7 @@ def build_runner(
         device=device,
         dtype=dtype,
         max_reqs=limits.max_running,
-        max_tokens=max(limits.max_batched_tokens, limits.max_running),
+        max_tokens=max_tokens,
         max_pages=max_pages,
         windows=tuple(group.window for group in groups),
         num_heads=config.num_heads,
@@ -111,7 +112,7 @@ def build_runner(
         taps=limits.taps,
     )
     pinned = device.type == "cuda"
-    if device.type == "cuda":  # steps run on a stream of their own; all of this was filled here
+    if pinned:  # steps run on a stream of their own; all of this was filled here
         torch.cuda.synchronize(device)
     owners: list[NamedTensors] = [table.named_tensors, buffers.named_tensors]
     owners += [pool.named_tensors for pool in pools]

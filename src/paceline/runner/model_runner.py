@@ -16,7 +16,7 @@ from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard, tensors_in
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
 from paceline.runner.program import Parts, Segment, StepProgram, group_segments
-from paceline.runner.staging import StagingRing
+from paceline.runner.staging import Copy, StagingRing
 from paceline.runner.streams import Stream
 
 # What a backend must support for a step of this shape to be captured; other shapes run eagerly.
@@ -121,12 +121,12 @@ class ModelRunner:
         self._stream.run(lambda: slot.receive(buffers, num_reqs, logprobs=step.logprobs))
         return LaunchedStep(step, self._stream.record(), slot)
 
-    def _run_groups(self, step: Step, size: PaddedSize, groups: list[Callable[[], object]]) -> None:
+    def _run_groups(self, step: Step, size: PaddedSize, groups: list[Callable[[], None]]) -> None:
         """Queue segment groups; the host plans between the first and the second if it must."""
         for index, group in enumerate(groups):
             if index == 1:
                 self._host_plan(step, size)
-            self._stream.run(lambda run=group: run())  # type: ignore[misc]
+            self._stream.run(group)
 
     def _host_plan(self, step: Step, size: PaddedSize) -> None:
         """Let a backend that plans on the host do so, padded rows included."""
@@ -136,7 +136,7 @@ class ModelRunner:
                 padded_step(step, size.reqs, size.max_extend_len), self._parts.backend_buffers
             )
 
-    def _eager_groups(self, step: Step, size: PaddedSize) -> list[Callable[[], object]]:
+    def _eager_groups(self, step: Step, size: PaddedSize) -> list[Callable[[], None]]:
         groups = self._segment_groups(step.mode, size, sampler=step.sampler, logprobs=step.logprobs)
         return [_without_autograd(group) for group in groups]
 
@@ -231,7 +231,7 @@ def _empty_step(key: GraphKey) -> Step:
     )
 
 
-def _execute(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _execute(copies: list[Copy]) -> None:
     for destination, source in copies:
         destination.copy_(source, non_blocking=True)
 

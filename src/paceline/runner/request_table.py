@@ -15,9 +15,7 @@ from torch import Tensor
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta
 from paceline.layers.sampling.table import SamplingTable, pack_row
-from paceline.runner.staging import StagingSlot
-
-Copy = tuple[Tensor, Tensor]  # (device destination, pinned source)
+from paceline.runner.staging import Copy, StagingSlot
 
 
 class RequestTable:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from paceline.core.errors import IntegrityError, message
 
+Copy = tuple[Tensor, Tensor]  # (device destination, pinned source)
+
 STEPS_IN_FLIGHT = 2  # one executing, one just launched: the overlapped loop's most
 RING_DEPTH = STEPS_IN_FLIGHT + 1
 
