@@ -17,6 +17,8 @@ from paceline.core.modes import MaskKind
 
 # A tree of five nodes; a chain would be (-1, 0, 1, 2, 3).
 PARENTS = (-1, 0, 0, 1, 1)
+SCALES = (0.25, 0.75)  # true value / stored, of K and V
+SINKS = (0.5, -1.0, 2.0, 1.5, 0.0, 1.0, -0.5)  # of the first heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class Case:
     v_head_dim: int = 8
     part: Part = Part.ALL
     dtype: torch.dtype = torch.float32
+    is_fp8: bool = False  # the cache is float8_e4m3fn with SCALES
+    has_sinks: bool = False  # SINKS
     padded_reqs: int = 0  # rows behind the live ones, each with prefix 1
 
 
@@ -83,8 +87,10 @@ def build(case: Case, seed: int = 0) -> Built:
     ids = torch.arange(1, total + 1)
     if case.is_permuted:
         ids = 1 + torch.randperm(2 * total, generator=random)[:total]
-    k_cache = _nan(2 * total + 1, case.page_size, case.kv_heads, case.head_dim, dtype=case.dtype)
-    v_cache = _nan(2 * total + 1, case.page_size, case.kv_heads, case.v_head_dim, dtype=case.dtype)
+    stored = torch.float8_e4m3fn if case.is_fp8 else case.dtype
+    k_scale, v_scale = SCALES if case.is_fp8 else (1.0, 1.0)
+    k_cache = _nan(2 * total + 1, case.page_size, case.kv_heads, case.head_dim, dtype=stored)
+    v_cache = _nan(2 * total + 1, case.page_size, case.kv_heads, case.v_head_dim, dtype=stored)
     reqs = len(requests) + case.padded_reqs
     table = torch.zeros(reqs, width, dtype=torch.int32)
     for index, request in enumerate(requests):
@@ -92,8 +98,9 @@ def build(case: Case, seed: int = 0) -> Built:
         table[index, : num_pages[index]] = ids[first : first + num_pages[index]]
         for position in range(request.prefix + request.extend):
             page = table[index, position // case.page_size]
-            k_cache[page, position % case.page_size] = request.keys[position].to(case.dtype)
-            v_cache[page, position % case.page_size] = request.values[position].to(case.dtype)
+            slot = position % case.page_size
+            k_cache[page, slot] = (request.keys[position] / k_scale).to(stored)
+            v_cache[page, slot] = (request.values[position] / v_scale).to(stored)
     stride = max(case.extend_lens)
     q = torch.cat(
         [request.queries for request in requests]
@@ -103,7 +110,14 @@ def build(case: Case, seed: int = 0) -> Built:
         case=case,
         requests=requests,
         view=_view(case, table, stride),
-        layer=LayerCache(spec=_spec(case), k_cache=k_cache, v_cache=v_cache),
+        layer=LayerCache(
+            spec=_spec(case),
+            k_cache=k_cache,
+            v_cache=v_cache,
+            k_scale=torch.tensor([k_scale]) if case.is_fp8 else None,
+            v_scale=torch.tensor([v_scale]) if case.is_fp8 else None,
+            sinks=torch.tensor(SINKS[: case.heads]) if case.has_sinks else None,
+        ),
         q=q.to(case.dtype),
         num_live=sum(case.extend_lens),
     )
@@ -112,14 +126,17 @@ def build(case: Case, seed: int = 0) -> Built:
 def _request(case: Case, prefix: int, extend: int, random: torch.Generator) -> Request:
     keys = prefix + extend
 
-    def rounded(*shape: int, scale: float) -> Tensor:
-        return (torch.randn(*shape, generator=random) * scale).to(case.dtype).double()
+    def rounded(*shape: int, scale: float, stored: float | None = None) -> Tensor:
+        made = torch.randn(*shape, generator=random) * scale
+        if stored is not None and case.is_fp8:
+            return (made / stored).to(torch.float8_e4m3fn).double() * stored
+        return made.to(case.dtype).double()
 
     return Request(
         prefix=prefix,
         extend=extend,
-        keys=rounded(keys, case.kv_heads, case.head_dim, scale=0.7),
-        values=rounded(keys, case.kv_heads, case.v_head_dim, scale=2.0 * keys),
+        keys=rounded(keys, case.kv_heads, case.head_dim, scale=0.7, stored=SCALES[0]),
+        values=rounded(keys, case.kv_heads, case.v_head_dim, scale=2.0 * keys, stored=SCALES[1]),
         queries=rounded(extend, case.heads, case.head_dim, scale=0.7),
     )
 
@@ -230,7 +247,8 @@ def _attend(
         mixed = mixed + weight * request.values[key, kv_head]
     if not seen:
         return mixed, torch.tensor(-math.inf, dtype=torch.float64)
-    return mixed / total, total.log()
+    sink = math.exp(SINKS[head]) if case.has_sinks and case.part is Part.ALL else 0.0
+    return mixed / (total + sink), total.log()
 
 
 # --- wrong meanings -------------------------------------------------------------------------------
@@ -250,6 +268,8 @@ def wrong_meanings(built: Built) -> dict[str, tuple[Tensor, Tensor]]:
         others["no window"] = replace(case, window=None)
     if case.soft_cap is not None:
         others["no soft cap"] = replace(case, soft_cap=None)
+    if case.has_sinks and case.part is Part.ALL:
+        others["no sinks"] = replace(case, has_sinks=False)
     if case.mask is not MaskKind.CAUSAL and case.part is Part.ALL:
         others["a chain"] = replace(case, mask=MaskKind.CAUSAL)
     if case.mask is MaskKind.TREE and case.part is Part.ALL:
@@ -266,6 +286,8 @@ def _means_the_same(case: Case, other: Case) -> bool:
     for prefix, extend in zip(case.prefix_lens, case.extend_lens, strict=True):
         for row in range(extend):
             seen = visible_keys(case, prefix, extend, row)
+            if seen and case.has_sinks != other.has_sinks:
+                return False
             is_capped_otherwise = case.soft_cap != other.soft_cap and len(seen) > 1
             if is_capped_otherwise or seen != visible_keys(other, prefix, extend, row):
                 return False

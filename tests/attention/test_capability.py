@@ -16,12 +16,14 @@ NARROW = Capabilities(
     device_types=frozenset({"cuda"}),
     min_cuda_arch=(9, 0),
     dtypes=frozenset({torch.bfloat16, torch.float16}),
+    kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
     page_sizes=frozenset({16, 64}),
     head_dims=frozenset({64, 128}),
     v_head_dim_differs=False,
     masks=frozenset({MaskKind.CAUSAL}),
     window=False,
     soft_cap=False,
+    sinks=False,
     returns_lse=False,
     graph=GraphSupport.DECODE,
     host_plan=False,
@@ -30,6 +32,7 @@ FITS = AttentionConfig(
     device_type="cuda",
     cuda_arch=(9, 0),
     dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
     page_size=64,
     num_heads=8,
     num_kv_heads=2,
@@ -37,6 +40,7 @@ FITS = AttentionConfig(
     v_head_dim=128,
     window=False,
     soft_cap=False,
+    sinks=False,
     masks=frozenset({MaskKind.CAUSAL}),
     needs_lse=False,
     graph=GraphSupport.DECODE,
@@ -46,8 +50,16 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "arch": ({"cuda_arch": (8, 9)}, "CUDA arch must be at least (9, 0), got (8, 9)"),
     "unknown arch": ({"cuda_arch": None}, "CUDA arch must be at least (9, 0), got (0, 0)"),
     "dtype": (
-        {"dtype": torch.float32},
+        {"dtype": torch.float32, "kv_dtype": torch.float16},
         "dtype must be ['torch.bfloat16', 'torch.float16'], got torch.float32",
+    ),
+    "fp8 cache": (
+        {"kv_dtype": torch.float8_e4m3fn},
+        "KV dtype must be ['torch.bfloat16'], got torch.float8_e4m3fn",
+    ),
+    "another cache": (
+        {"kv_dtype": torch.float16},
+        "KV dtype must be ['torch.bfloat16'], got torch.float16",
     ),
     "page size": ({"page_size": 1}, "page size must be [16, 64], got 1"),
     "head dim": (
@@ -58,6 +70,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "V head dim of K": ({"v_head_dim": 64}, "V head dim must be that of K (128), got 64"),
     "window": ({"window": True}, "sliding window must be absent, got present"),
     "soft cap": ({"soft_cap": True}, "soft cap must be absent, got present"),
+    "sinks": ({"sinks": True}, "attention sinks must be absent, got present"),
     "lse": ({"needs_lse": True}, "log-sum-exp must be not needed, got needed"),
     "mask": (
         {"masks": frozenset({MaskKind.CAUSAL, MaskKind.TREE})},
@@ -96,11 +109,13 @@ def test_all_reasons_are_told_not_the_first() -> None:
         FITS,
         cuda_arch=(8, 0),
         dtype=torch.float32,
+        kv_dtype=torch.float32,
         page_size=5,
         head_dim=96,
         v_head_dim=80,
         window=True,
         soft_cap=True,
+        sinks=True,
         masks=frozenset({MaskKind.FULL}),
         needs_lse=True,
         graph=GraphSupport.ALWAYS,
@@ -109,12 +124,14 @@ def test_all_reasons_are_told_not_the_first() -> None:
     assert names == [
         "CUDA arch",
         "dtype",
+        "KV dtype",
         "page size",
         "head dim",
         "V head dim",
         "V head dim",
         "sliding window",
         "soft cap",
+        "attention sinks",
         "log-sum-exp",
         "mask kind",
         "graph support",
@@ -139,6 +156,8 @@ def test_the_torch_backend_serves_any_model_on_a_cpu() -> None:
         v_head_dim=12,
         window=True,
         soft_cap=True,
+        sinks=True,
+        kv_dtype=torch.float8_e4m3fn,
         masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE, MaskKind.FULL}),
         needs_lse=True,
         graph=GraphSupport.ALWAYS,
@@ -148,7 +167,17 @@ def test_the_torch_backend_serves_any_model_on_a_cpu() -> None:
 
 
 def test_the_triton_backend_refuses_what_its_kernels_cannot_do() -> None:
-    wanted = replace(FITS, head_dim=20, v_head_dim=20, masks=frozenset({MaskKind.TREE}))
+    wanted = replace(FITS, head_dim=20, v_head_dim=20, dtype=torch.float64)
     reasons = TritonBackend.unsupported_reasons(wanted)
     assert "head dim must be [64, 80, 96, 128, 256], got 20" in reasons
-    assert "mask kind must be ['causal'], got ['tree']" in reasons
+    assert any(reason.startswith("dtype must be ['torch.bfloat16'") for reason in reasons)
+
+
+@pytest.mark.parametrize("arch", [(8, 0), (8, 9), (9, 0)])
+def test_the_triton_backend_reads_an_fp8_cache_where_the_device_converts_it(
+    arch: tuple[int, int],
+) -> None:
+    wanted = replace(FITS, cuda_arch=arch, kv_dtype=torch.float8_e4m3fn)
+    reason = "CUDA arch must be at least (8, 9) for an fp8 cache, got (8, 0)"
+    assert (reason in TritonBackend.unsupported_reasons(wanted)) == (arch < (8, 9))
+    assert not [r for r in TritonBackend.unsupported_reasons(wanted) if r.startswith("KV")]

@@ -15,6 +15,7 @@ ON_CPU = AttentionConfig(
     device_type="cpu",
     cuda_arch=None,
     dtype=torch.float32,
+    kv_dtype=torch.float32,
     page_size=16,
     num_heads=4,
     num_kv_heads=2,
@@ -22,11 +23,14 @@ ON_CPU = AttentionConfig(
     v_head_dim=64,
     window=False,
     soft_cap=False,
+    sinks=False,
     masks=frozenset({MaskKind.CAUSAL}),
     needs_lse=False,
     graph=GraphSupport.DECODE,
 )
-ON_H200 = replace(ON_CPU, device_type="cuda", cuda_arch=(9, 0), dtype=torch.bfloat16)
+ON_H200 = replace(
+    ON_CPU, device_type="cuda", cuda_arch=(9, 0), dtype=torch.bfloat16, kv_dtype=torch.bfloat16
+)
 OUTSIDE = "third_party_backend:OutsideBackend"
 
 

@@ -113,6 +113,33 @@ def test_head_groups_value_dims_dtypes_and_page_order(
     )
 
 
+@pytest.mark.parametrize("soft_cap", [None, 0.5], ids=["plain", "capped"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("extends", [(1, 1, 1), (1, 2, 5), (5, 5, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("is_fp8", "has_sinks"), [(True, False), (False, True), (True, True)], ids=str
+)
+def test_sinks_and_quantised_caches(
+    is_fp8: bool,
+    has_sinks: bool,
+    extends: tuple[int, ...],
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    case = Case(
+        is_fp8=is_fp8,
+        has_sinks=has_sinks,
+        extend_lens=extends,
+        window=window,
+        soft_cap=soft_cap,
+        heads=6,
+    )
+    check(case)
+    check(replace(case, part=Part.PREFIX))
+    check(replace(case, prefix_lens=(0,), extend_lens=(4,)))
+    check(replace(case, prefix_lens=(11,), extend_lens=(1,), is_permuted=False))
+
+
 @pytest.mark.parametrize("window", [2, 3, 4, 5, 6])
 def test_windows_around_the_length_of_a_prompt_from_its_start(window: int) -> None:
     check(Case(prefix_lens=(0, 0, 0), extend_lens=(4, 5, 3), window=window))

@@ -33,6 +33,8 @@ class Shape:
     window: int | None = None
     soft_cap: float | None = None
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None  # None: dtype; float8_e4m3fn has scales
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,11 +45,16 @@ class PagedCase:
     q: Tensor  # [tokens, heads, head_dim]  strided rows
     k_cache: Tensor  # [num_pages, page_size, kv_heads, head_dim]  strided pages
     v_cache: Tensor  # [num_pages, page_size, kv_heads, v_head_dim]  strided pages
+    k_scale: Tensor | None  # [1]  float32
+    v_scale: Tensor | None  # [1]  float32
+    sinks: Tensor | None  # [heads]  float32
     page_table: Tensor  # [reqs, max_pages]  int32  unused entries 0
     prefix_lens: Tensor  # [reqs]  int32
     extend_lens: Tensor  # [reqs]  int32
     kv_lens: Tensor  # [reqs]  int32
     cu_seqlens_q: Tensor  # [reqs + 1]  int32
+    mask: MaskKind
+    tree_mask: Tensor | None  # [tokens, longest extend + 3]  bool  True behind a request's extend
 
     @property
     def scale(self) -> float:
@@ -60,7 +67,14 @@ class PagedCase:
         return out, self.q.new_full((tokens, heads), float("nan"), dtype=torch.float32)
 
 
-def make_case(batch: BatchSpec, shape: Shape, *, seed: int, device: str = "cpu") -> PagedCase:
+def make_case(
+    batch: BatchSpec,
+    shape: Shape,
+    *,
+    seed: int,
+    device: str = "cpu",
+    mask: MaskKind = MaskKind.CAUSAL,
+) -> PagedCase:
     """Random tensors for `batch`; the same seed gives the same case on every device."""
     generator = torch.Generator().manual_seed(seed)
     pairs = zip(batch.prefix_lens, batch.extend_lens, strict=True)
@@ -73,17 +87,41 @@ def make_case(batch: BatchSpec, shape: Shape, *, seed: int, device: str = "cpu")
     )
     ends = torch.tensor(batch.extend_lens).cumsum(0)
     cu_seqlens_q = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
+    sinks = torch.randn(shape.num_heads, generator=generator) * 2.0 + 1.0
+    is_quantised = shape.kv_dtype == torch.float8_e4m3fn
+    tree_mask = _random_trees(batch, generator) if mask is MaskKind.TREE else None
     return PagedCase(
         shape=shape,
         q=(fused * 0.5).to(shape.dtype).to(device)[:, 1:-1],
         k_cache=k_cache.to(device)[:, 1],
         v_cache=v_cache.to(device)[:, 1],
+        k_scale=torch.tensor([0.37], device=device) if is_quantised else None,
+        v_scale=torch.tensor([1.9], device=device) if is_quantised else None,
+        sinks=sinks.to(device) if shape.sinks else None,
         page_table=page_table.to(device),
         prefix_lens=torch.tensor(batch.prefix_lens, dtype=torch.int32, device=device),
         extend_lens=torch.tensor(batch.extend_lens, dtype=torch.int32, device=device),
         kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
         cu_seqlens_q=cu_seqlens_q.to(torch.int32).to(device),
+        mask=mask,
+        tree_mask=None if tree_mask is None else tree_mask.to(device),
     )
+
+
+def _random_trees(batch: BatchSpec, generator: torch.Generator) -> Tensor:
+    """[tokens, longest extend + 3] bool: ancestors in one random tree per request."""
+    width = max(batch.extend_lens) + 3
+    rows = []
+    for extend in batch.extend_lens:
+        tree = torch.ones(extend, width, dtype=torch.bool)
+        tree[:, :extend] = False
+        for node in range(extend):
+            if node:
+                parent = int(torch.randint(node, (), generator=generator))
+                tree[node, :extend] = tree[parent, :extend]
+            tree[node, node] = True
+        rows.append(tree)
+    return torch.cat(rows)
 
 
 def reference(
@@ -93,7 +131,7 @@ def reference(
     window: int | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """The causal definition of `case`; `window` replaces the case's own."""
+    """The definition of `case`; `window` replaces the case's own."""
     return paged_attention_reference(
         case.q,
         case.k_cache,
@@ -105,9 +143,12 @@ def reference(
         scale=case.scale,
         window=case.shape.window if window is None else window,
         soft_cap=case.shape.soft_cap,
-        mask=MaskKind.CAUSAL,
-        tree_mask=None,
+        mask=case.mask,
+        tree_mask=case.tree_mask,
         prefix_only=prefix_only,
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
+        sinks=case.sinks,
         compute_dtype=compute_dtype,
     )
 
@@ -159,13 +200,14 @@ def _poisoned_caches(
     """Two pools [num_pages, 2 layers, page_size, kv_heads, dim], NaN but for live keys."""
     nan = float("nan")
     base = (num_pages, 2, shape.page_size, shape.num_kv_heads)
-    k_pool = torch.full((*base, shape.head_dim), nan, dtype=shape.dtype)
-    v_pool = torch.full((*base, shape.v_head_dim), nan, dtype=shape.dtype)
+    dtype = shape.kv_dtype or shape.dtype
+    k_pool = torch.full((*base, shape.head_dim), nan, dtype=dtype)
+    v_pool = torch.full((*base, shape.v_head_dim), nan, dtype=dtype)
     for row, length in enumerate(kv_lens):
         positions = torch.arange(length)
         pages = page_table[row, positions // shape.page_size].long()
         slots = positions % shape.page_size
         for pool in (k_pool, v_pool):
             rows = torch.randn(length, shape.num_kv_heads, pool.shape[-1], generator=generator)
-            pool[pages, 1, slots] = rows.to(shape.dtype)
+            pool[pages, 1, slots] = rows.to(dtype)
     return k_pool, v_pool

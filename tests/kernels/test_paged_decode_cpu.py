@@ -64,7 +64,16 @@ def list_slots(case: PagedCase, lists: dict[str, Tensor]) -> None:
 def attend(case: PagedCase, lists: dict[str, Tensor]) -> Tensor:
     """q is a slice of a fused row, as a model's is."""
     list_slots(case, lists)
-    return paged_decode_cpu(case.q, case.k_cache, case.v_cache, **lists, scale=case.scale)
+    return paged_decode_cpu(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        **lists,
+        scale=case.scale,
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
+        sinks=case.sinks,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -81,6 +90,25 @@ def test_decode_equals_the_definition(
     assert worst_error(case, out) <= 1.0
     if dtype == torch.float32:
         assert not worst_error(case, first_key_dropped(case)) <= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("sinks", "is_fp8"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_decode_with_sinks_and_scales_equals_the_definition(
+    batch: str, sinks: bool, is_fp8: bool, dtype: torch.dtype
+) -> None:
+    shape = replace(SHAPES["gqa-wide-v"], dtype=dtype, sinks=sinks)
+    if is_fp8:
+        shape = replace(shape, kv_dtype=torch.float8_e4m3fn)
+    case = make_case(BATCHES[batch], shape, seed=3)
+    out = attend(case, empty_lists(case))
+    assert out.dtype is dtype
+    assert worst_error(case, out) <= 1.0
+    for name in ("sinks", "k_scale", "v_scale"):
+        value = getattr(case, name)
+        if value is not None:
+            assert worst_error(replace(case, **{name: value + 0.5}), out) > 1.0
 
 
 def test_the_slots_are_those_of_the_worked_example() -> None:

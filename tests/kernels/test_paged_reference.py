@@ -1,15 +1,19 @@
 """The paged definition against attention that others wrote: torch SDPA and transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from paged_cases import BatchSpec, PagedCase, Shape, make_case, reference
 from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import paged_attention_reference
+from paceline.kernels.paged_attention.reference import visible_keys
 
 RAGGED = BatchSpec(prefix_lens=(0, 19, 33, 5), extend_lens=(7, 1, 4, 9))
 SHAPES = [
@@ -80,6 +84,54 @@ def test_soft_cap_equals_gemma2_attention() -> None:
         )
         # That function's softmax runs in float32.
         torch.testing.assert_close(out[rows_of(case, request)], expected[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_sinks_equal_gpt_oss_attention(window: int | None) -> None:
+    shape = Shape(num_heads=6, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=4, sinks=True)
+    case = make_case(RAGGED, shape, seed=11)
+    module = torch.nn.Module().eval()
+    module.num_key_value_groups = 1
+    module.sinks = case.sinks.double()
+    out, lse = reference(case, window=window)
+    for request, prefix in enumerate(RAGGED.prefix_lens):
+        extend = RAGGED.extend_lens[request]
+        hidden = ~visible_keys(prefix, extend, MaskKind.CAUSAL, tree_mask=None, window=window)
+        expected, _ = modeling_gpt_oss.eager_attention_forward(
+            module,
+            case.q[rows_of(case, request)].double().transpose(0, 1).unsqueeze(0),
+            keys_of(case, case.k_cache, request),
+            keys_of(case, case.v_cache, request),
+            (hidden.double() * -1e30)[None, None],
+            scaling=case.scale,
+        )
+        torch.testing.assert_close(out[rows_of(case, request)], expected[0], rtol=1e-9, atol=1e-9)
+    _, plain_lse = reference(replace(case, sinks=None), window=window)
+    assert torch.equal(lse, plain_lse)
+
+
+def test_prefix_alone_has_no_sinks() -> None:
+    shape = Shape(num_heads=6, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=4, sinks=True)
+    case = make_case(RAGGED, shape, seed=12)
+    with_sinks = reference(case, prefix_only=True)
+    without = reference(replace(case, sinks=None), prefix_only=True)
+    assert all(torch.equal(mine, other) for mine, other in zip(with_sinks, without, strict=True))
+
+
+def test_quantised_cache_means_stored_times_scale() -> None:
+    shape = replace(SHAPES[1], kv_dtype=torch.float8_e4m3fn)
+    case = make_case(RAGGED, shape, seed=13)
+    out, _ = reference(case)
+    plain = replace(
+        case,
+        k_cache=case.k_cache.double() * float(case.k_scale),
+        v_cache=case.v_cache.double() * float(case.v_scale),
+    )
+    for request, prefix in enumerate(RAGGED.prefix_lens):
+        extend = RAGGED.extend_lens[request]
+        visible = torch.ones(extend, prefix + extend, dtype=torch.bool).tril(prefix)
+        expected = sdpa(plain, request, visible)
+        torch.testing.assert_close(out[rows_of(case, request)], expected, rtol=1e-10, atol=1e-12)
 
 
 def test_lse_equals_torch_flash_attention() -> None:

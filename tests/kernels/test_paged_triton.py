@@ -1,7 +1,9 @@
 """The Triton attention kernels, interpreted on the CPU, against the paged definition."""
 
+import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,22 +11,19 @@ from paged_cases import (
     BatchSpec,
     PagedCase,
     Shape,
-    first_key_dropped,
     make_case,
-    reference,
-    worst_error,
 )
+from paged_runs import CPU, assert_matches, run_decode, run_extend
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels.paged_attention import (
     decode_splits,
-    decode_workspace,
     paged_decode,
     paged_extend,
+    split_workspace,
 )
 
-CPU = torch.device("cpu")
 # name: heads, kv_heads, head_dim, v_head_dim, page_size, window, soft_cap, dtype
 SHAPES = {
     "mha-64-page1": Shape(num_heads=2, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=1),
@@ -71,65 +70,6 @@ DECODE = BatchSpec(prefix_lens=(96, 0, 42), extend_lens=(1, 1, 1))
 RAGGED = BatchSpec(prefix_lens=(45, 0, 17), extend_lens=(3, 21, 1))
 
 
-def run_decode(case: PagedCase, kv_lens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    out, lse = case.empty_outputs()
-    num_reqs, heads, _ = case.q.shape
-    workspace = decode_workspace(
-        num_reqs,
-        heads,
-        case.shape.num_kv_heads,
-        v_head_dim=case.shape.v_head_dim,
-        device=CPU,
-    )
-    paged_decode(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.page_table,
-        case.kv_lens if kv_lens is None else kv_lens,
-        scale=case.scale,
-        window=case.shape.window,
-        soft_cap=case.shape.soft_cap,
-        out=out,
-        lse=lse,
-        partial_out=workspace[0].fill_(float("nan")),
-        partial_lse=workspace[1].fill_(float("nan")),
-    )
-    return out, lse
-
-
-def run_extend(case: PagedCase, *, prefix_only: bool = False) -> tuple[Tensor, Tensor]:
-    out, lse = case.empty_outputs()
-    paged_extend(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.page_table,
-        case.prefix_lens,
-        case.kv_lens,
-        case.cu_seqlens_q,
-        max_extend_len=int(case.extend_lens.max()),
-        scale=case.scale,
-        window=case.shape.window,
-        soft_cap=case.shape.soft_cap,
-        out=out,
-        lse=lse,
-        prefix_only=prefix_only,
-    )
-    return out, lse
-
-
-def assert_matches(
-    case: PagedCase, actual: tuple[Tensor, Tensor], *, prefix_only: bool = False
-) -> None:
-    out, lse = actual
-    assert worst_error(case, out, prefix_only=prefix_only) <= 1.0
-    _, expected_lse = reference(case, prefix_only=prefix_only)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
-    wrong = first_key_dropped(case, prefix_only=prefix_only)
-    assert worst_error(case, wrong, prefix_only=prefix_only) > 1.0
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_decode_matches_reference_and_not_a_dropped_key(name: str) -> None:
     case = make_case(DECODE, SHAPES[name], seed=11)
@@ -170,17 +110,7 @@ def test_padded_rows_do_not_change_the_others() -> None:
     lens = torch.tensor([97, 2, 43], dtype=torch.int32)  # the middle row reads page 0, all NaN
     table = case.page_table.clone()
     table[1] = 0
-    padded = PagedCase(
-        shape=case.shape,
-        q=case.q,
-        k_cache=case.k_cache,
-        v_cache=case.v_cache,
-        page_table=table,
-        prefix_lens=case.prefix_lens,
-        extend_lens=case.extend_lens,
-        kv_lens=lens,
-        cu_seqlens_q=case.cu_seqlens_q,
-    )
+    padded = replace(case, page_table=table, kv_lens=lens)
     plain, with_padding = run_decode(case), run_decode(padded)
     for mine, other in zip(plain, with_padding, strict=True):
         assert torch.equal(mine[[0, 2]], other[[0, 2]])
@@ -197,50 +127,73 @@ def test_nan_keys_reach_the_output() -> None:
     assert out[2].isfinite().all()
 
 
-def test_one_split_equals_many() -> None:
-    from paceline.kernels._triton.paged_decode import launch_paged_decode
+def run_splits(case: PagedCase, splits: int, min_tiles: int) -> tuple[Tensor, Tensor]:
+    """Decode in tiles of 16 keys, dealt to `splits`, each worth `min_tiles`."""
+    from paceline.kernels._triton.paged_decode import DecodeConfig, launch_paged_decode
 
-    case = make_case(DECODE, SHAPES["gqa2-80-96-page16"], seed=18)
+    num_reqs, heads, _ = case.q.shape
     out, lse = case.empty_outputs()
-    unused = torch.empty(0)
+    partial_lse = torch.full((num_reqs * splits, heads), float("nan"))
+    finished = torch.zeros(num_reqs, heads, dtype=torch.int32)
     launch_paged_decode(
         case.q,
         case.k_cache,
         case.v_cache,
         case.page_table,
         case.kv_lens,
+        k_scale=case.k_scale,
+        v_scale=case.v_scale,
+        sinks=case.sinks,
         scale=case.scale,
-        window=None,
-        soft_cap=None,
-        splits=1,
+        window=case.shape.window,
+        soft_cap=case.shape.soft_cap,
+        splits=splits,
         out=out,
         lse=lse,
-        partial_out=unused,
-        partial_lse=unused,
+        partial_out=torch.full((*partial_lse.shape, case.shape.v_head_dim), float("nan")),
+        partial_lse=partial_lse,
+        finished=finished,
+        config=DecodeConfig(
+            block_rows=16, block_keys=16, num_warps=4, num_stages=2, min_tiles=min_tiles
+        ),
     )
-    assert decode_splits(3, 2, device=CPU) > 1
-    torch.testing.assert_close((out, lse), run_decode(case), rtol=1e-5, atol=1e-6)
+    assert not finished.any()
+    written = partial_lse.view(num_reqs, splits, heads).isfinite().all(-1).sum(1).tolist()
+    for length, count in zip(case.kv_lens.tolist(), written, strict=True):
+        live = min(splits, math.ceil(math.ceil(length / 16) / min_tiles))
+        assert count == (0 if live == 1 else live)
+    return out, lse
 
 
-def test_decode_workspace_covers_every_number_of_requests() -> None:
-    partial_out, partial_lse = decode_workspace(70, 8, 2, v_head_dim=16, device=CPU)
+@pytest.mark.parametrize(("splits", "min_tiles"), [(1, 1), (2, 1), (5, 2), (7, 1), (64, 1)])
+def test_any_number_of_splits_gives_the_same(splits: int, min_tiles: int) -> None:
+    """Short requests use fewer splits than were launched, and those that leave count for none."""
+    shape = replace(SHAPES["gqa2-80-96-page16"], sinks=True)
+    case = make_case(DECODE, shape, seed=18)
+    assert_matches(case, run_splits(case, splits, min_tiles))
+
+
+def test_split_workspace_covers_every_number_of_requests() -> None:
+    workspace = split_workspace(70, 8, 2, v_head_dim=16, device=CPU)
+    assert workspace.finished.shape == (70, 8)
     for num_reqs in range(1, 71):
         splits = decode_splits(num_reqs, 2, device=CPU)
         assert 1 <= splits <= 64
-        assert num_reqs * splits <= partial_out.shape[0] == partial_lse.shape[0]
+        rows = workspace.partial_out.shape[0]
+        assert num_reqs * splits <= rows == workspace.partial_lse.shape[0]
 
 
 def test_cpu_without_interpreter_is_refused_with_a_remedy() -> None:
     program = (
         "import torch\n"
-        "from paceline.kernels.paged_attention import decode_workspace, paged_decode\n"
+        "from paceline.kernels.paged_attention import split_workspace, paged_decode\n"
         "cpu = torch.device('cpu')\n"
         "cache = torch.zeros(2, 16, 1, 64)\n"
         "lens = torch.ones(1, dtype=torch.int32)\n"
-        "a, b = decode_workspace(1, 1, 1, v_head_dim=64, device=cpu)\n"
+        "workspace = split_workspace(1, 1, 1, v_head_dim=64, device=cpu)\n"
         "paged_decode(torch.zeros(1, 1, 64), cache, cache, lens[:, None], lens, scale=1.0,\n"
         "    window=None, soft_cap=None, out=torch.zeros(1, 1, 64), lse=torch.zeros(1, 1),\n"
-        "    partial_out=a, partial_lse=b)\n"
+        "    workspace=workspace)\n"
     )
     env = {"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
@@ -262,13 +215,22 @@ def test_missing_triton_is_named_with_a_remedy(
 
 BAD_ARGUMENTS = {
     "q": (lambda t: t[0], r"q must be \[tokens, heads, head_dim\]"),
-    "k_cache": (lambda t: t.half(), r"k_cache must be torch.float32 \[num_pages"),
+    "k_cache": (lambda t: t.half(), r"k_cache must be torch.float32 or torch.float8_e4m3fn \[num"),
     "v_cache": (lambda t: t[:2], r"v_cache must be torch.float32"),
     "page_table": (lambda t: t.long(), r"page_table must be int32 \[3, max_pages\]"),
     "kv_lens": (lambda t: t[:2], r"kv_lens must be contiguous int32 \[3\]"),
     "out": (lambda t: t.half(), r"out must be torch.float32 \[3, 2, 64\]"),
     "lse": (lambda t: t.half(), r"lse must be contiguous float32 \[3, 2\]"),
-    "partial_out": (lambda t: t[:1], r"partial_out must be contiguous float32 with at least"),
+    "workspace": (
+        lambda w: replace(w, partial_out=w.partial_out[:1]),
+        r"workspace.partial_out must be contiguous torch.float32 with at least",
+    ),
+    "counts": (
+        lambda w: replace(w, finished=w.finished.long()),
+        r"workspace.finished must be contiguous torch.int32 with at least 6 elements",
+    ),
+    "k_scale": (lambda t: torch.ones(1), r"k_scale must be None, for a cache of torch.float32"),
+    "sinks": (lambda t: torch.ones(3), r"sinks must be None or contiguous float32 \[2\]"),
 }
 
 
@@ -277,7 +239,6 @@ def test_bad_argument_is_named_with_what_was_expected(name: str) -> None:
     spoil, text = BAD_ARGUMENTS[name]
     case = make_case(DECODE, SHAPES["mha-64-page1"], seed=19)
     out, lse = case.empty_outputs()
-    partial_out, partial_lse = decode_workspace(3, 2, 2, v_head_dim=64, device=CPU)
     arguments = {
         "q": case.q,
         "k_cache": case.k_cache,
@@ -286,10 +247,12 @@ def test_bad_argument_is_named_with_what_was_expected(name: str) -> None:
         "kv_lens": case.kv_lens,
         "out": out,
         "lse": lse,
-        "partial_out": partial_out,
-        "partial_lse": partial_lse,
+        "workspace": split_workspace(3, 2, 2, v_head_dim=64, device=CPU),
+        "k_scale": None,
+        "sinks": None,
     }
-    arguments[name] = spoil(arguments[name])
+    key = "workspace" if name == "counts" else name
+    arguments[key] = spoil(arguments[key])
     with pytest.raises(KernelArgumentError, match=text):
         paged_decode(**arguments, scale=1.0, window=None, soft_cap=None)
 

@@ -1,5 +1,7 @@
 """Checks a configuration against a backend's capabilities, collecting every reason."""
 
+import torch
+
 from paceline.attention.contract import AttentionConfig, Capabilities
 
 
@@ -21,6 +23,8 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
         arch = want.cuda_arch or (0, 0)
         need(arch >= can.min_cuda_arch, "CUDA arch", f"at least {can.min_cuda_arch}", arch)
     need(want.dtype in can.dtypes, "dtype", sorted(map(str, can.dtypes)), want.dtype)
+    kv_dtypes = can.kv_dtypes & {want.dtype, torch.float8_e4m3fn} or can.kv_dtypes
+    need(want.kv_dtype in kv_dtypes, "KV dtype", sorted(map(str, kv_dtypes)), want.kv_dtype)
     if can.page_sizes is not None:
         need(want.page_size in can.page_sizes, "page size", sorted(can.page_sizes), want.page_size)
     if can.head_dims is not None:
@@ -34,6 +38,7 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
     )
     need(can.window or not want.window, "sliding window", "absent", "present")
     need(can.soft_cap or not want.soft_cap, "soft cap", "absent", "present")
+    need(can.sinks or not want.sinks, "attention sinks", "absent", "present")
     need(can.returns_lse or not want.needs_lse, "log-sum-exp", "not needed", "needed")
     missing = want.masks - can.masks
     need(

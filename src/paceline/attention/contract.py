@@ -40,13 +40,15 @@ class Capabilities:
 
     device_types: frozenset[str]  # "cpu", "cuda"
     min_cuda_arch: tuple[int, int] | None  # compute capability
-    dtypes: frozenset[torch.dtype]  # of q, k, v and the cache
+    dtypes: frozenset[torch.dtype]  # of q, k and v
+    kv_dtypes: frozenset[torch.dtype]  # of the cache; torch.float8_e4m3fn is read with scales
     page_sizes: frozenset[int] | None  # tokens
     head_dims: frozenset[int] | None  # of Q and K
     v_head_dim_differs: bool  # V may have another head dim than K
     masks: frozenset[MaskKind]
     window: bool
     soft_cap: bool
+    sinks: bool  # one more score per head in the softmax's denominator
     returns_lse: bool
     graph: GraphSupport
     host_plan: bool  # plans on the host and so needs exact lengths
@@ -59,6 +61,7 @@ class AttentionConfig:
     device_type: str
     cuda_arch: tuple[int, int] | None
     dtype: torch.dtype
+    kv_dtype: torch.dtype  # of the cache: dtype, or torch.float8_e4m3fn
     page_size: int
     num_heads: int
     num_kv_heads: int
@@ -66,6 +69,7 @@ class AttentionConfig:
     v_head_dim: int
     window: bool  # some layer has one
     soft_cap: bool  # some layer has one
+    sinks: bool  # some layer has them
     masks: frozenset[MaskKind]
     needs_lse: bool
     graph: GraphSupport  # the least that is wanted; NEVER when graphs are off
@@ -142,11 +146,18 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerCache:
-    """One attention layer with the part of the KV pool it owns."""
+    """One attention layer with the part of the KV pool it owns.
+
+    A float8_e4m3fn cache holds value / scale and has both scales; any other has neither.
+    """
 
     spec: AttentionSpec
     k_cache: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]  NHD
     v_cache: Tensor  # [num_pages, page_size, num_kv_heads, v_head_dim]  NHD
+    k_scale: Tensor | None  # [1]  float32  true K = stored * scale
+    v_scale: Tensor | None  # [1]  float32  true V = stored * scale
+    sinks: Tensor | None  # [num_heads]  float32  a score per head that adds to the softmax's
+    # denominator and no value; scale and soft cap do not touch it
 
 
 class AttentionBackend(ABC):
@@ -186,5 +197,6 @@ class AttentionBackend(ABC):
         q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *_head_dim].
         Returns out [padded_tokens, num_heads, v_head_dim] in q's dtype, and lse
         [padded_tokens, num_heads] float32 natural log (−inf where no key is visible).  lse may be
-        None, but not with Part.PREFIX of a backend that returns_lse.  Mutates only its buffers.
+        None, but not with Part.PREFIX of a backend that returns_lse.  lse never counts a sink, and
+        with Part.PREFIX out does not either: the merge applies it, once.  Mutates only its buffers.
         """

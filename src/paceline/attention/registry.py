@@ -1,10 +1,10 @@
 """The registry of attention backends, and the one place where `auto` may choose."""
 
-import importlib
 from dataclasses import dataclass
 
 from paceline.attention.contract import AttentionBackend, AttentionConfig
 from paceline.core.errors import BackendUnsupported, ConfigError, message
+from paceline.core.plugins import load_class
 
 # Short name -> "module:Class", imported when asked for.  Also the order in which auto prefers.
 BACKENDS: dict[str, str] = {
@@ -29,8 +29,7 @@ def load_backend(name: str) -> type[AttentionBackend]:
     Raises ConfigError when there is none.
     """
     target = BACKENDS.get(name, name)
-    module_name, _, class_name = target.partition(":")
-    if not class_name:
+    if ":" not in target:
         raise ConfigError(
             message(
                 "attention backend",
@@ -39,27 +38,7 @@ def load_backend(name: str) -> type[AttentionBackend]:
                 remedy="name one of these",
             )
         )
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            message(
-                "attention backend",
-                expected="an importable package.module:Class",
-                got=f"{name!r} ({error})",
-                remedy="check the spelling and PYTHONPATH",
-            )
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, AttentionBackend)):
-        raise ConfigError(
-            message(
-                "attention backend",
-                expected="a subclass of AttentionBackend",
-                got=f"{name!r}, a {type(found).__name__}",
-                remedy="derive it from paceline.attention.contract.AttentionBackend",
-            )
-        )
-    return found
+    return load_class("attention backend", target, AttentionBackend)  # type: ignore[type-abstract]
 
 
 def choose(config: AttentionConfig, asked: str = "auto") -> Choice:

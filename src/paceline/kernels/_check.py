@@ -7,13 +7,15 @@ from torch import Tensor
 from paceline.core.errors import KernelArgumentError, message
 
 
-def reject(name: str, *, expected: str, got: Tensor, remedy: str) -> NoReturn:
+def reject(name: str, *, expected: str, got: Tensor | None, remedy: str) -> NoReturn:
     """Raise KernelArgumentError about tensor argument `name`."""
     raise KernelArgumentError(message(name, expected=expected, got=describe(got), remedy=remedy))
 
 
-def describe(tensor: Tensor) -> str:
+def describe(tensor: Tensor | None) -> str:
     """dtype, shape, strides and device of a tensor, for an error text."""
+    if tensor is None:
+        return "None"
     dtype = str(tensor.dtype).removeprefix("torch.")
     strides = list(tensor.stride())
     return f"{dtype} {list(tensor.shape)} with strides {strides} on {tensor.device}"

@@ -15,6 +15,8 @@ from torch import Tensor
 from paceline.core.modes import MaskKind
 from paceline.kernels.custom_op import define_op
 
+_EXPLICIT_ROWS = 256  # whose scores are in memory at a time
+
 
 def paged_attention_cpu(
     q: Tensor,  # [tokens, heads, head_dim]
@@ -31,6 +33,9 @@ def paged_attention_cpu(
     soft_cap: float | None,
     prefix_only: bool,
     wants_lse: bool,
+    k_scale: Tensor | None = None,  # [1]  float32, of a quantised cache
+    v_scale: Tensor | None = None,  # [1]  float32, of a quantised cache
+    sinks: Tensor | None = None,  # [heads]  float32
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a step over its paged keys.
 
@@ -48,6 +53,9 @@ def paged_attention_cpu(
         prefix_lens,
         cu_seqlens_q,
         tree_mask,
+        k_scale,
+        v_scale,
+        sinks,
         mask.value,
         scale,
         window,
@@ -67,6 +75,9 @@ def _implementation(
     prefix_lens: Tensor,
     cu_seqlens_q: Tensor,
     tree_mask: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    sinks: Tensor | None,
     mask: str,
     scale: float,
     window: int | None,
@@ -88,8 +99,12 @@ def _implementation(
         )
         for prefix, extend in zip(prefixes, extends, strict=True)
     ]
-    is_fused = soft_cap is None and lse is None
+    is_fused = soft_cap is None and lse is None and sinks is None
+    if k_scale is not None:
+        scale *= k_scale.item()
     for request, (prefix, extend, reach) in enumerate(zip(prefixes, extends, reaches, strict=True)):
+        if not extend:  # a padded row of a ragged step may bring no token
+            continue
         rows = slice(offsets[request], offsets[request + 1])
         visible = None
         # A prompt from its start is what torch's kernel calls causal: no mask to build or read.
@@ -98,13 +113,22 @@ def _implementation(
         if extend > 1 and not is_causal:
             tree = tree_mask[rows, :extend] if tree_mask is not None else None
             visible = _visible(prefix, extend, reach, kind=kind, tree=tree, window=window)
-        k = keys.select(request, pages[request], reach)
-        v = values.select(request, pages[request], reach)
+        k = keys.select(request, pages[request], reach).to(q.dtype)
+        v = values.select(request, pages[request], reach).to(q.dtype)
         if is_fused:
             _fused(q[rows], k, v, visible, out[rows], scale=scale, is_causal=is_causal)
-        else:
-            rows_lse = lse[rows] if lse is not None else None
-            _explicit(q[rows], k, v, visible, out[rows], rows_lse, scale=scale, cap=soft_cap)
+            continue
+        for first in range(rows.start, rows.stop, _EXPLICIT_ROWS):
+            block = slice(first, min(first + _EXPLICIT_ROWS, rows.stop))
+            seen = None
+            if visible is not None:
+                seen = visible[block.start - rows.start : block.stop - rows.start]
+            block_lse = lse[block] if lse is not None else None
+            _explicit(
+                q[block], k, v, seen, out[block], block_lse, scale=scale, cap=soft_cap, sinks=sinks
+            )
+    if v_scale is not None:
+        out.mul_(v_scale)
 
 
 def _live_pages(
@@ -206,8 +230,9 @@ def _explicit(
     *,
     scale: float,
     cap: float | None,
+    sinks: Tensor | None,  # [heads]  float32
 ) -> None:
-    """The same in plain steps, in float32: for soft caps, for lse, and for rows without keys."""
+    """The same in plain steps, in float32: soft caps, lse, sinks and rows without keys."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.float().view(rows, kv_heads, heads // kv_heads, dim)
@@ -217,8 +242,11 @@ def _explicit(
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     normalizer = torch.logsumexp(scores, -1)  # [kv_heads, group, rows]
+    total = normalizer
+    if sinks is not None:
+        total = torch.logaddexp(normalizer, sinks.view(kv_heads, -1, 1))
     # A row without keys divides by 1: its weights are exp(-inf) = 0, and NaN elsewhere stays NaN.
-    divisor = normalizer.masked_fill(normalizer == -math.inf, 0.0)
+    divisor = total.masked_fill(total == -math.inf, 0.0)
     weights = torch.exp(scores - divisor.unsqueeze(-1))
     mixed = torch.einsum("kgrs,ksd->rkgd", weights, v[0].float())
     out.copy_(mixed.reshape(rows, heads, -1))
@@ -228,7 +256,8 @@ def _explicit(
 
 _PAGED_ATTENTION = define_op(
     "paged_attention_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
-    "Tensor prefix_lens, Tensor cu_seqlens_q, Tensor? tree_mask, str mask, float scale, "
-    "int? window, float? soft_cap, bool prefix_only, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    "Tensor prefix_lens, Tensor cu_seqlens_q, Tensor? tree_mask, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor? sinks, str mask, float scale, int? window, float? soft_cap, "
+    "bool prefix_only, Tensor(a!) out, Tensor(b!)? lse) -> ()",
     cpu=_implementation,
 )

@@ -52,14 +52,18 @@ def paged_decode_cpu(
     bias: Tensor,
     *,
     scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend one query per request to the slots that `decode_slots_cpu` listed.
 
     q: [reqs, heads, head_dim]; k_cache: [num_pages, page_size, kv_heads, head_dim], v_cache with
-    v_head_dim; bias in q's dtype.  Returns [reqs, heads, v_head_dim].  Recordable.
+    v_head_dim; bias in q's dtype; k_scale, v_scale: [1] float32, of a quantised cache; sinks:
+    [heads] float32.  Returns [reqs, heads, v_head_dim].  Recordable.
     """
     out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
-    _PAGED_DECODE(q, k_cache, v_cache, extent, slots, bias, scale, out)
+    _PAGED_DECODE(q, k_cache, v_cache, extent, slots, bias, k_scale, v_scale, sinks, scale, out)
     return out
 
 
@@ -111,6 +115,9 @@ def _paged_decode(
     extent: Tensor,
     slots: Tensor,
     bias: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    sinks: Tensor | None,
     scale: float,
     out: Tensor,
 ) -> None:
@@ -124,8 +131,35 @@ def _paged_decode(
         index, shape = slots[: reqs * longest], (reqs, longest)
         k, v = _gather(k_cache, index, shape), _gather(v_cache, index, shape)
         mask = bias[: reqs * longest].view(reqs, 1, 1, longest)
-    mixed = F.scaled_dot_product_attention(q.view(blocks), k, v, attn_mask=mask, scale=scale)
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    if k_scale is not None:
+        scale *= k_scale.item()
+    queries = q.view(blocks)
+    if sinks is None:
+        mixed = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
+    else:
+        mixed = _with_sinks(queries, k, v, mask, sinks.view(1, kv_heads, -1, 1), scale=scale)
+    if v_scale is not None:
+        mixed = mixed * v_scale
     out.view(blocks).copy_(mixed)
+
+
+def _with_sinks(
+    q: Tensor,  # [reqs, kv_heads, group, head_dim]
+    k: Tensor,  # [reqs, kv_heads, keys, head_dim]
+    v: Tensor,  # [reqs, kv_heads, keys, v_head_dim]
+    mask: Tensor | None,  # [reqs, 1, 1, keys]
+    sinks: Tensor,  # [1, kv_heads, group, 1]  float32
+    *,
+    scale: float,
+) -> Tensor:
+    """[reqs, kv_heads, group, v_head_dim] float32: the sink takes its share and gives no value."""
+    scores = q.float() @ k.float().transpose(2, 3) * scale
+    if mask is not None:
+        scores = scores + mask
+    column = sinks.expand(*scores.shape[:3], 1)
+    weights = torch.cat((scores, column), dim=3).softmax(3)
+    return weights[..., :-1] @ v.float()
 
 
 def _in_place(cache: Tensor, first: int, length: int) -> Tensor:
@@ -145,6 +179,7 @@ _DECODE_SLOTS = define_op(
 )
 _PAGED_DECODE = define_op(
     "paged_decode_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor extent, Tensor slots, "
-    "Tensor bias, float scale, Tensor(a!) out) -> ()",
+    "Tensor bias, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, float scale, "
+    "Tensor(a!) out) -> ()",
     cpu=_paged_decode,
 )

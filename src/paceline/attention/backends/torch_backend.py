@@ -41,19 +41,21 @@ class TorchPlan:
 
 
 class TorchBackend(AttentionBackend):
-    """Attention on the CPU through opaque operators; every mask, window and soft cap."""
+    """Attention on the CPU through opaque operators; all that the contract can ask."""
 
     name: ClassVar[str] = "torch"
     capabilities: ClassVar[Capabilities] = Capabilities(
         device_types=frozenset({"cpu"}),
         min_cuda_arch=None,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn}),
         page_sizes=None,
         head_dims=None,
         v_head_dim_differs=True,
         masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE, MaskKind.FULL}),
         window=True,
         soft_cap=True,
+        sinks=True,
         returns_lse=True,
         graph=GraphSupport.ALWAYS,
         host_plan=False,
@@ -108,6 +110,9 @@ class TorchBackend(AttentionBackend):
                 group.slots,
                 group.bias,
                 scale=spec.scale,
+                k_scale=layer.k_scale,
+                v_scale=layer.v_scale,
+                sinks=layer.sinks,
             )
             return out, None
         return paged_attention_cpu(
@@ -124,4 +129,7 @@ class TorchBackend(AttentionBackend):
             soft_cap=spec.soft_cap,
             prefix_only=part is Part.PREFIX,
             wants_lse=part is Part.PREFIX,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
+            sinks=None if part is Part.PREFIX else layer.sinks,
         )

@@ -3,7 +3,7 @@
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,17 +20,15 @@ from paceline.attention.contract import (
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.modes import MaskKind
-from paceline.kernels.paged_attention import decode_workspace, paged_decode, paged_extend
+from paceline.kernels.paged_attention import (
+    SplitWorkspace,
+    paged_decode,
+    paged_extend,
+    split_workspace,
+)
 
 HEAD_DIMS = frozenset({64, 80, 96, 128, 256})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TritonBuffers:
-    """Partial results of split decode."""
-
-    partial_out: Tensor  # [max_reqs * splits, heads, v_head_dim]  float32
-    partial_lse: Tensor  # [max_reqs * splits, heads]  float32
+FP8_ARCH = (8, 9)  # compute capability with conversions from float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,7 +36,7 @@ class TritonPlan:
     """The page-table layout and the decode workspace."""
 
     table: PageTablePlan
-    buffers: TritonBuffers
+    workspace: SplitWorkspace
 
 
 class TritonBackend(AttentionBackend):
@@ -49,36 +47,41 @@ class TritonBackend(AttentionBackend):
         device_types=frozenset({"cuda", "cpu"}),
         min_cuda_arch=(8, 0),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn}),
         page_sizes=None,
         head_dims=HEAD_DIMS,
         v_head_dim_differs=True,
-        masks=frozenset({MaskKind.CAUSAL}),
+        masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE, MaskKind.FULL}),
         window=True,
         soft_cap=True,
+        sinks=True,
         returns_lse=True,
-        graph=GraphSupport.UNIFORM,
+        graph=GraphSupport.ALWAYS,
         host_plan=False,
     )
 
     @classmethod
     def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether Triton can run on this device."""
-        return super().unsupported_reasons(config) + _triton_reasons(config.device_type)
+        reasons = super().unsupported_reasons(config) + _triton_reasons(config.device_type)
+        arch = config.cuda_arch or FP8_ARCH
+        if config.kv_dtype == torch.float8_e4m3fn and arch < FP8_ARCH:
+            reasons.append(f"CUDA arch must be at least {FP8_ARCH} for an fp8 cache, got {arch}")
+        return reasons
 
-    def make_buffers(self, limits: Limits) -> TritonBuffers:
+    def make_buffers(self, limits: Limits) -> SplitWorkspace:
         """Workspace for the largest decode step."""
-        partial_out, partial_lse = decode_workspace(
+        return split_workspace(
             limits.max_reqs,
             limits.num_heads,
             limits.num_kv_heads,
             v_head_dim=limits.v_head_dim,
             device=limits.device,
         )
-        return TritonBuffers(partial_out=partial_out, partial_lse=partial_lse)
 
-    def plan(self, view: StepView, buffers: Any) -> TritonPlan:
+    def plan(self, view: StepView, buffers: SplitWorkspace) -> TritonPlan:
         """The page-table layout as derived; kernels split from device lengths."""
-        return TritonPlan(table=page_table_plan(view), buffers=buffers)
+        return TritonPlan(table=page_table_plan(view), workspace=buffers)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: TritonPlan, part: Part
@@ -101,8 +104,10 @@ class TritonBackend(AttentionBackend):
                 soft_cap=spec.soft_cap,
                 out=out,
                 lse=lse,
-                partial_out=plan.buffers.partial_out,
-                partial_lse=plan.buffers.partial_lse,
+                workspace=plan.workspace,
+                k_scale=layer.k_scale,
+                v_scale=layer.v_scale,
+                sinks=layer.sinks,
             )
         else:
             paged_extend(
@@ -119,7 +124,13 @@ class TritonBackend(AttentionBackend):
                 soft_cap=spec.soft_cap,
                 out=out,
                 lse=lse,
+                mask=table.mask,
+                tree_mask=table.tree_mask,
                 prefix_only=prefix_only,
+                k_scale=layer.k_scale,
+                v_scale=layer.v_scale,
+                sinks=None if prefix_only else layer.sinks,
+                workspace=plan.workspace,
             )
         return out, lse
 

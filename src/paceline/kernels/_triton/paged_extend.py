@@ -6,15 +6,20 @@ Tile 0 sees keys [0, 14): [0, 8) lies before position 11 for every row and takes
 is masked row by row.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import (
+    apply_sinks,
     dot,
     load_rows,
     lookup_pages,
+    narrow_query,
     scores_log2,
     softmax_finish,
     softmax_step,
@@ -27,25 +32,95 @@ from paceline.kernels._triton.runtime import (
     require_runnable,
     shared_memory_bytes,
 )
+from paceline.kernels._triton.split_merge import (
+    finishes_last,
+    merge_splits,
+    splits_per_load,
+    store_partial,
+)
+
+
+@triton.jit
+def _tree_depths(
+    tree_mask_ptr,  # [tokens, max_extend_len] bool
+    token,  # [rows] int64
+    live,  # [rows] bool
+    extend_len,
+    stride_tree_token,
+):
+    """Depth of each token in its request's tree: its ancestors without itself."""
+    depth = tl.where(live, -1, 0)
+    for column in range(extend_len):
+        is_ancestor = tl.load(
+            tree_mask_ptr + token * stride_tree_token + column, mask=live, other=0
+        )
+        depth += is_ancestor.to(tl.int32)
+    return depth
+
+
+@triton.jit
+def _visible(
+    keys,  # [keys] int32
+    live,  # [keys] bool
+    query_position,  # [rows] int32
+    token,  # [rows] int64
+    row_live,  # [rows] bool
+    tree_mask_ptr,  # [tokens, max_extend_len] bool or None
+    stride_tree_token,
+    token_begin,
+    prefix_len,
+    extend_len,
+    MASK: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """[rows, keys] bool: which keys each row sees."""
+    key_position = keys
+    visible = live[None, :]
+    if MASK == "causal":
+        visible = visible & (keys[None, :] <= query_position[:, None])
+    elif MASK == "tree":
+        node = keys - prefix_len
+        in_step = live & (node >= 0)
+        is_ancestor = tl.load(
+            tree_mask_ptr + token[:, None] * stride_tree_token + node[None, :],
+            mask=row_live[:, None] & in_step[None, :],
+            other=0,
+        )
+        visible = visible & ((node < 0)[None, :] | (is_ancestor != 0))
+        if WINDOW is not None:
+            key_token = token_begin.to(tl.int64) + node
+            depth = _tree_depths(tree_mask_ptr, key_token, in_step, extend_len, stride_tree_token)
+            key_position = tl.where(in_step, prefix_len + depth, keys)
+    if WINDOW is not None:
+        visible = visible & (key_position[None, :] > query_position[:, None] - WINDOW)
+    return visible
 
 
 @triton.jit
 def _attend_keys(
     start,  # first key of the tile
+    page,  # [keys] int32 page ids of the tile
     end,  # keys from here on are dead
     query_position,  # [rows] int32
+    token,  # [rows] int64
+    row_live,  # [rows] bool
     q,  # [rows, BLOCK_DIM_K]
     k_head_ptr,  # [pages, page_size, head_dim] one KV head
     v_head_ptr,  # [pages, page_size, v_head_dim] one KV head
-    page_row_ptr,  # [max_pages] int32
+    tree_mask_ptr,  # [tokens, max_extend_len] bool or None
     stride_k_page,
     stride_k_slot,
     stride_v_page,
     stride_v_slot,
+    stride_tree_token,
+    token_begin,
+    prefix_len,
+    extend_len,
     running_max,  # [rows] float32
     running_sum,  # [rows] float32
     acc,  # [rows, BLOCK_DIM_V] float32
     scale,
+    MASK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -55,29 +130,61 @@ def _attend_keys(
     BLOCK_DIM_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     WIDEN: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One tile of keys; without MASKED every row sees every key of it."""
     keys = start + tl.arange(0, BLOCK_KEYS)
     live = keys < end
-    page = lookup_pages(page_row_ptr, keys, live, PAGE_SIZE, MASKED)
     slot = keys % PAGE_SIZE
-    k_offsets = page * stride_k_page + slot * stride_k_slot
-    v_offsets = page * stride_v_page + slot * stride_v_slot
-    k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, MASKED)
+    k_offsets = page.to(tl.int64) * stride_k_page + slot * stride_k_slot
+    if SAME_STRIDES:
+        v_offsets = k_offsets
+    else:
+        v_offsets = page.to(tl.int64) * stride_v_page + slot * stride_v_slot
+    k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, MASKED).to(q.dtype)
     products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
     scores = scores_log2(products, scale, SOFT_CAP)
     if MASKED:
-        visible = live[None, :] & (keys[None, :] <= query_position[:, None])
-        if WINDOW is not None:
-            visible = visible & (keys[None, :] > query_position[:, None] - WINDOW)
+        visible = _visible(
+            keys, live, query_position, token, row_live, tree_mask_ptr, stride_tree_token,
+            token_begin, prefix_len, extend_len, MASK, WINDOW,
+        )  # fmt: skip
         scores = tl.where(visible, scores, float("-inf"))
-    v = load_rows(v_head_ptr, v_offsets, live, DIM_V, BLOCK_DIM_V, MASKED)
+    v = load_rows(v_head_ptr, v_offsets, live, DIM_V, BLOCK_DIM_V, MASKED).to(q.dtype)
     return softmax_step(scores, v, running_max, running_sum, acc, WIDEN)
 
 
 @triton.jit
+def _store_rows(
+    out,  # [rows, BLOCK_DIM_V] float32
+    lse,  # [rows] float32, log2 units
+    out_ptr,  # [tokens, heads, v_head_dim]
+    lse_ptr,  # [tokens, heads] float32
+    sinks_ptr,  # [heads] float32 or None
+    stride_out_token,
+    stride_out_head,
+    heads,
+    token,  # [rows] int64
+    head,  # [rows] int64
+    row_live,  # [rows] bool
+    DIM_V: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+):
+    """The result of some rows, in natural units."""
+    if sinks_ptr is not None:
+        out = apply_sinks(out, lse, sinks_ptr, head, row_live)
+    cols = tl.arange(0, BLOCK_DIM_V)
+    tl.store(
+        out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + cols[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=row_live[:, None] & (cols < DIM_V)[None, :],
+    )
+    tl.store(lse_ptr + token * heads + head, lse * 0.6931471805599453, mask=row_live)
+
+
+@triton.jit(do_not_specialize=["splits"])
 def _extend_kernel(
     q_ptr,  # [tokens, heads, head_dim]
     k_cache_ptr,  # [num_pages, page_size, kv_heads, head_dim]
@@ -86,8 +193,15 @@ def _extend_kernel(
     prefix_lens_ptr,  # [reqs] int32
     kv_lens_ptr,  # [reqs] int32
     cu_seqlens_q_ptr,  # [reqs + 1] int32
+    tree_mask_ptr,  # [tokens, max_extend_len] bool or None
+    k_scale_ptr,  # [1] float32 or None
+    v_scale_ptr,  # [1] float32 or None
+    sinks_ptr,  # [heads] float32 or None
     out_ptr,  # [tokens, heads, v_head_dim]
     lse_ptr,  # [tokens, heads] float32
+    partial_out_ptr,  # [tokens * splits, heads, v_head_dim] float32 or None
+    partial_lse_ptr,  # [tokens * splits, heads] float32, log2 units, or None
+    finished_ptr,  # [reqs, kv_heads, tiles] int32, 0 between launches, or None
     stride_q_token,
     stride_q_head,
     stride_k_page,
@@ -97,10 +211,14 @@ def _extend_kernel(
     stride_v_slot,
     stride_v_head,
     stride_page_table_req,
+    max_pages,
+    stride_tree_token,
     stride_out_token,
     stride_out_head,
     heads,
     scale,
+    splits,
+    MASK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PREFIX_ONLY: tl.constexpr,
@@ -112,21 +230,29 @@ def _extend_kernel(
     BLOCK_DIM_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPPED)
     # The last tile has the most keys under a causal mask: it starts first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1).to(tl.int64)
+    kv_head = (tl.program_id(1) // splits).to(tl.int64)
+    split = tl.program_id(1) % splits
     req = tl.program_id(2).to(tl.int64)
 
     token_begin = tl.load(cu_seqlens_q_ptr + req)
-    num_rows = (tl.load(cu_seqlens_q_ptr + req + 1) - token_begin) * GROUP
+    extend_len = tl.load(cu_seqlens_q_ptr + req + 1) - token_begin
+    num_rows = extend_len * GROUP
     if tile * BLOCK_ROWS >= num_rows:
         return
     prefix_len = tl.load(prefix_lens_ptr + req)
-    key_limit = prefix_len
+    end = prefix_len
     if not PREFIX_ONLY:
-        key_limit = tl.load(kv_lens_ptr + req)
+        end = tl.load(kv_lens_ptr + req)
 
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_live = row < num_rows
@@ -142,53 +268,105 @@ def _extend_kernel(
 
     # Keys [begin, full_end) are seen by every row, [full_end, end) are masked row by row.
     first_position = prefix_len + tile * BLOCK_ROWS // GROUP
-    last_row = tl.minimum(tile * BLOCK_ROWS + BLOCK_ROWS, num_rows) - 1
-    end = tl.minimum(key_limit, prefix_len + last_row // GROUP + 1)
-    if WINDOW is None:
-        begin = 0
-        full_end = tl.minimum(end, first_position + 1) // BLOCK_KEYS * BLOCK_KEYS
-    else:
+    full_end = end
+    if MASK == "causal":
+        last_row = tl.minimum(tile * BLOCK_ROWS + BLOCK_ROWS, num_rows) - 1
+        end = tl.minimum(end, prefix_len + last_row // GROUP + 1)
+        full_end = tl.minimum(end, first_position + 1)
+    elif MASK == "tree":
+        first_position = prefix_len
+        full_end = tl.minimum(end, prefix_len)
+        if WINDOW is not None:
+            query_position = prefix_len + _tree_depths(
+                tree_mask_ptr, token, row_live, extend_len, stride_tree_token
+            )
+    begin = 0
+    if WINDOW is not None:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
-        full_end = begin
+    full_end = full_end // BLOCK_KEYS * BLOCK_KEYS
 
+    live_splits = 1
+    if IS_SPLIT:
+        live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(end - begin, BLOCK_KEYS)), 1)
+        if split >= live_splits:
+            return
+    step = live_splits * BLOCK_KEYS
+
+    if k_scale_ptr is not None:
+        q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
     page_row_ptr = page_table_ptr + req * stride_page_table_req
     k_head_ptr = k_cache_ptr + kv_head * stride_k_head
     v_head_ptr = v_cache_ptr + kv_head * stride_v_head
     running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
-    for start in range(begin, full_end, BLOCK_KEYS):
+    columns = tl.arange(0, BLOCK_KEYS)
+    # Tiles are dealt to the splits in turn, as in a decode; a single one masks only its last tiles.
+    first = begin + split * BLOCK_KEYS
+    page = lookup_pages(page_row_ptr, first + columns, max_pages, PAGE_SIZE)
+    if not ONE_LOOP:
+        for start in range(first, full_end, step):
+            next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
+            running_max, running_sum, acc = _attend_keys(
+                start, page, end, query_position, token, row_live, q,
+                k_head_ptr, v_head_ptr, tree_mask_ptr,
+                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
+                token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
+                MASK, WINDOW, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
+                BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
+                MASKED=False,
+            )  # fmt: skip
+            page = next_page
+        first = full_end
+    for start in range(first, end, step):
+        next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
         running_max, running_sum, acc = _attend_keys(
-            start, end, query_position, q, k_head_ptr, v_head_ptr, page_row_ptr,
-            stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
-            running_max, running_sum, acc, scale,
-            WINDOW, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
-            BLOCK_ROWS, BLOCK_KEYS, WIDEN,
-            MASKED=False,
-        )  # fmt: skip
-    for start in range(full_end, end, BLOCK_KEYS):
-        running_max, running_sum, acc = _attend_keys(
-            start, end, query_position, q, k_head_ptr, v_head_ptr, page_row_ptr,
-            stride_k_page, stride_k_slot, stride_v_page, stride_v_slot,
-            running_max, running_sum, acc, scale,
-            WINDOW, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
-            BLOCK_ROWS, BLOCK_KEYS, WIDEN,
+            start, page, end, query_position, token, row_live, q,
+            k_head_ptr, v_head_ptr, tree_mask_ptr,
+            stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
+            token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
+            MASK, WINDOW, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
+            BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
             MASKED=True,
         )  # fmt: skip
+        page = next_page
 
+    let_next_start(OVERLAPPED)
     out, lse = softmax_finish(running_max, running_sum, acc)
-    cols_v = tl.arange(0, BLOCK_DIM_V)
-    tl.store(
-        out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + cols_v[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=row_live[:, None] & (cols_v < DIM_V)[None, :],
-    )
-    tl.store(lse_ptr + token * heads + head, lse * 0.6931471805599453, mask=row_live)
+    if v_scale_ptr is not None:
+        out *= tl.load(v_scale_ptr)
+    if IS_SPLIT:
+        first_row = token * splits * heads + head
+        store_partial(
+            out, lse, partial_out_ptr, partial_lse_ptr, first_row + split * heads, row_live,
+            DIM_V, BLOCK_DIM_V,
+        )  # fmt: skip
+        count_ptr = finished_ptr + (req * (tl.num_programs(1) // splits) + kv_head) * (
+            tl.num_programs(0)
+        )
+        if not finishes_last(count_ptr + tile, live_splits):
+            return
+        out, lse = merge_splits(
+            partial_out_ptr, partial_lse_ptr, first_row, heads, live_splits, row_live,
+            DIM_V, BLOCK_DIM_V, BLOCK_ROWS, MERGE_SPLITS,
+        )  # fmt: skip
+    _store_rows(
+        out, lse, out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, heads,
+        token, head, row_live, DIM_V, BLOCK_DIM_V,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendConfig(TileConfig):
+    """The tiles of paged_extend."""
+
+    one_loop: bool  # mask every tile: one pipeline to fill instead of two
+    max_registers: int | None  # of a thread; fewer let more programs share a multiprocessor
 
 
 def extend_config(
     max_rows: int, head_dim: int, v_head_dim: int, *, dtype: torch.dtype, shared_bytes: int
-) -> TileConfig:
+) -> ExtendConfig:
     """Static tile table of paged_extend; `max_rows` is max_extend_len * group."""
     widest = max(block_dim(head_dim), block_dim(v_head_dim))
     if dtype == torch.float32:
@@ -196,11 +374,13 @@ def extend_config(
     else:
         largest = 128 if widest <= 128 else 64
     block_rows = max(16, min(largest, triton.next_power_of_2(max_rows)))
-    return TileConfig(
+    return ExtendConfig(
         block_rows=block_rows,
         block_keys=min(64, keys_per_stage(head_dim, v_head_dim, dtype.itemsize)),
         num_warps=8 if block_rows * widest >= 16384 else 4,
-        num_stages=3 if shared_bytes >= 131072 else 2,
+        num_stages=3 if shared_bytes >= 163840 else 2,
+        one_loop=False,
+        max_registers=None,
     )
 
 
@@ -213,14 +393,23 @@ def launch_paged_extend(
     kv_lens: Tensor,
     cu_seqlens_q: Tensor,
     *,
+    tree_mask: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    sinks: Tensor | None,
+    mask: str,
     max_extend_len: int,
     scale: float,
     window: int | None,
     soft_cap: float | None,
     prefix_only: bool,
+    splits: int,
     out: Tensor,
     lse: Tensor,
-    config: TileConfig | None = None,
+    partial_out: Tensor | None,
+    partial_lse: Tensor | None,
+    finished: Tensor | None,
+    config: ExtendConfig | None = None,
 ) -> None:
     """One program per tile of rows, KV head and request; `config` overrides the tile table."""
     require_runnable("paged_extend", q, _extend_kernel)
@@ -233,7 +422,7 @@ def launch_paged_extend(
         config = extend_config(
             max_rows, head_dim, v_head_dim, dtype=q.dtype, shared_bytes=shared_bytes
         )
-    grid = (triton.cdiv(max_rows, config.block_rows), kv_heads, page_table.shape[0])
+    grid = (triton.cdiv(max_rows, config.block_rows), kv_heads * splits, page_table.shape[0])
     _extend_kernel[grid](
         q,
         k_cache,
@@ -242,15 +431,26 @@ def launch_paged_extend(
         prefix_lens,
         kv_lens,
         cu_seqlens_q,
+        tree_mask,
+        k_scale,
+        v_scale,
+        sinks,
         out,
         lse,
+        partial_out,
+        partial_lse,
+        finished,
         *q.stride()[:2],
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
         page_table.stride(0),
+        page_table.shape[1],
+        0 if tree_mask is None else tree_mask.stride(0),
         *out.stride()[:2],
         heads,
         scale,
+        splits,
+        MASK=mask,
         WINDOW=window,
         SOFT_CAP=soft_cap,
         PREFIX_ONLY=prefix_only,
@@ -262,7 +462,13 @@ def launch_paged_extend(
         BLOCK_DIM_V=block_dim(v_head_dim),
         BLOCK_ROWS=config.block_rows,
         BLOCK_KEYS=config.block_keys,
+        SAME_STRIDES=k_cache.stride()[:2] == v_cache.stride()[:2],
+        ONE_LOOP=config.one_loop or window is not None or splits > 1,
+        IS_SPLIT=splits > 1,
+        MERGE_SPLITS=splits_per_load(config.block_rows, block_dim(v_head_dim)),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_extend_kernel),
+        **overlap_options(q.device, _extend_kernel),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )

@@ -13,9 +13,41 @@ def tanh(x):
 
 
 @triton.jit
+def gated_activation(
+    gate,
+    up,  # like gate
+    ACTIVATION: tl.constexpr,  # "silu" or "gelu_tanh"
+):
+    """act(gate) * up in float32; as in transformers, act is rounded to gate's dtype before."""
+    g = gate.to(tl.float32)
+    if ACTIVATION == "silu":
+        activated = g * tl.sigmoid(g)
+    else:
+        activated = 0.5 * g * (1.0 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
+    return activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+
+
+@triton.jit
+def narrow_query(
+    q,  # [rows, dim] in the model's dtype
+    scale,
+):
+    """(q, scale) for products with 8-bit keys, which become float16 in one instruction and bfloat16
+    only by way of float32: q in float16, its rows divided by a power of two near their largest
+    number, which loses nothing."""
+    if q.dtype == tl.float32:
+        return q, scale
+    else:
+        wide = q.to(tl.float32)
+        largest = tl.max(tl.abs(wide), axis=1)
+        unit = tl.exp2(tl.floor(tl.log2(tl.where(largest > 0.0, largest, 1.0))))
+        return (wide / unit[:, None]).to(tl.float16), scale * unit[:, None]
+
+
+@triton.jit
 def scores_log2(
     products,  # [rows, keys] float32 q.k
-    scale,
+    scale,  # a number, or [rows, 1]
     SOFT_CAP: tl.constexpr,
 ):
     """Scaled and capped scores in units of log2, so that exp2 gives the softmax numerator."""
@@ -29,16 +61,15 @@ def scores_log2(
 def lookup_pages(
     page_row_ptr,  # [max_pages] int32 one request's page ids
     positions,  # [keys] int32 absolute positions
-    live,  # [keys] bool, used when MASKED
+    max_pages,
     PAGE_SIZE: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """Page id of each position, int64; dead positions give page 0."""
-    if MASKED:
-        pages = tl.load(page_row_ptr + positions // PAGE_SIZE, mask=live, other=0)
-    else:
-        pages = tl.load(page_row_ptr + positions // PAGE_SIZE)
-    return pages.to(tl.int64)
+    """[keys] int32 page id of each position, live or not; 0 behind the table's end.
+
+    A loop carries the ids of its next tile: looked up one tile ahead, they keep no load waiting.
+    """
+    column = positions // PAGE_SIZE
+    return tl.load(page_row_ptr + column, mask=column < max_pages, other=0)
 
 
 @triton.jit
@@ -112,3 +143,21 @@ def softmax_finish(
     out = acc / safe_sum[:, None]
     lse = tl.where(empty, float("-inf"), running_max + tl.log2(safe_sum))
     return out, lse
+
+
+@triton.jit
+def apply_sinks(
+    out,  # [rows, BLOCK_DIM_V] float32
+    lse,  # [rows] float32, log2 units
+    sinks_ptr,  # [heads] float32, natural units
+    head,  # [rows]
+    live,  # [rows] bool
+):
+    """`out` with one more score per head in its denominator; a row without keys stays 0.
+
+    out * e^lse / (e^lse + e^sink), the attention sinks of Xiao et al. 2023, arXiv:2309.17453, as a
+    learned score per head without a value.
+    """
+    sink = tl.load(sinks_ptr + head, mask=live, other=0.0) * 1.4426950408889634
+    share = 1.0 / (1.0 + tl.exp2(sink - lse))
+    return out * tl.where(lse == float("-inf"), 0.0, share)[:, None]

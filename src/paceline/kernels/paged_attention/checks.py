@@ -11,9 +11,11 @@ from torch import Tensor
 from paceline.core.errors import KernelArgumentError, message
 from paceline.kernels._check import reject
 
+FP8 = torch.float8_e4m3fn  # the one quantised cache format
+
 
 def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """q is [tokens, heads, head_dim] and the caches are NHD pages of its dtype."""
+    """q is [tokens, heads, head_dim] and the caches are NHD pages of its dtype or of fp8."""
     if q.dim() != 3 or q.stride(2) != 1:
         reject(
             "q",
@@ -21,10 +23,12 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
             got=q,
             remedy="view the projection as heads",
         )
-    if k_cache.dim() != 4 or k_cache.shape[3] != q.shape[2] or not _matches(k_cache, q):
+    is_pages = k_cache.dim() == 4 and k_cache.shape[3] == q.shape[2]
+    if not is_pages or not (_matches(k_cache, q) or _matches(k_cache, q, FP8)):
         reject(
             "k_cache",
-            expected=f"{q.dtype} [num_pages, page_size, kv_heads, {q.shape[2]}] on {q.device}",
+            expected=f"{q.dtype} or {FP8} [num_pages, page_size, kv_heads, {q.shape[2]}] on "
+            f"{q.device}",
             got=k_cache,
             remedy="pass one layer's K pages in NHD order",
         )
@@ -36,12 +40,45 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
             remedy="use a model whose KV heads divide its heads",
         )
     same_pages = v_cache.dim() == 4 and v_cache.shape[:3] == k_cache.shape[:3]
-    if not same_pages or not _matches(v_cache, q):
+    if not same_pages or not _matches(v_cache, q, k_cache.dtype):
         reject(
             "v_cache",
-            expected=f"{q.dtype} {list(k_cache.shape[:3])} + [v_head_dim] on {q.device}",
+            expected=f"{k_cache.dtype} {list(k_cache.shape[:3])} + [v_head_dim] on {q.device}",
             got=v_cache,
             remedy="pass the same layer's V pages in NHD order",
+        )
+
+
+def check_scales(k_cache: Tensor, *, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """An fp8 cache has both scales, [1] float32; any other has none."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if k_cache.dtype == FP8:
+            if scale is None or scale.dtype != torch.float32 or scale.shape != (1,):
+                reject(
+                    name,
+                    expected=f"float32 [1], for a cache of {FP8}",
+                    got=scale,
+                    remedy="pass the scale that the cache was written with",
+                )
+        elif scale is not None:
+            reject(
+                name,
+                expected=f"None, for a cache of {k_cache.dtype}",
+                got=scale,
+                remedy="only a quantised cache has scales",
+            )
+
+
+def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    """None, or contiguous [heads] float32."""
+    if sinks is None:
+        return
+    if sinks.shape != (q.shape[1],) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
+        reject(
+            "sinks",
+            expected=f"None or contiguous float32 [{q.shape[1]}]",
+            got=sinks,
+            remedy="pass the layer's sinks, one score per query head",
         )
 
 
@@ -100,6 +137,6 @@ def require_triton(op: str) -> None:
         )
 
 
-def _matches(tensor: Tensor, q: Tensor) -> bool:
-    same_place = tensor.dtype == q.dtype and tensor.device == q.device
+def _matches(tensor: Tensor, q: Tensor, dtype: torch.dtype | None = None) -> bool:
+    same_place = tensor.dtype == (dtype or q.dtype) and tensor.device == q.device
     return same_place and tensor.stride(-1) == 1

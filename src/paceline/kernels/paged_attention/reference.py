@@ -8,7 +8,9 @@ j % page_size of page page_table[r, j // page_size].  Which keys query i sees:
 
 and with a window only those with key position > query position − window.  A position is the
 absolute index, except in a tree, where it is prefix + depth (ancestors without the token itself).
-scores = q.k * scale, then cap * tanh(score / cap) if soft-capped.
+scores = q.k * scale, then cap * tanh(score / cap) if soft-capped.  A quantised cache holds
+k / k_scale and v / v_scale.  A sink is one more score of its head, neither scaled nor capped, whose
+weight goes to no value; lse leaves it out, and so does everything with prefix_only.
 """
 
 import torch
@@ -33,13 +35,17 @@ def paged_attention_reference(
     mask: MaskKind,
     tree_mask: Tensor | None,
     prefix_only: bool,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Attend in `compute_dtype`; returns (out, lse) and mutates nothing.
 
     q: [tokens, heads, head_dim]; k_cache: [num_pages, page_size, kv_heads, head_dim]; v_cache with
     v_head_dim; page_table: [reqs, max_pages]; prefix_lens, extend_lens: [reqs];
-    cu_seqlens_q: [reqs + 1]; tree_mask: [tokens, >= extend] bool, with MaskKind.TREE only.
+    cu_seqlens_q: [reqs + 1]; tree_mask: [tokens, >= extend] bool, with MaskKind.TREE only;
+    k_scale, v_scale: [1], with a quantised cache only; sinks: [heads].
     out: [tokens, heads, v_head_dim] in compute_dtype, unrounded; lse: [tokens, heads] float32
     natural log.  A row that sees no key gives out 0 and lse −inf.  Raises KernelArgumentError.
     """
@@ -53,8 +59,8 @@ def paged_attention_reference(
             continue
         rows = slice(starts[r], starts[r] + extend)
         num_keys = prefix if prefix_only else prefix + extend
-        k = gather_pages(k_cache, page_table[r], num_keys).to(compute_dtype)
-        v = gather_pages(v_cache, page_table[r], num_keys).to(compute_dtype)
+        k = gather_pages(k_cache, page_table[r], num_keys, k_scale).to(compute_dtype)
+        v = gather_pages(v_cache, page_table[r], num_keys, v_scale).to(compute_dtype)
         tree = None if tree_mask is None else tree_mask[rows, :extend]
         visible = visible_keys(prefix, extend, mask, tree_mask=tree, window=window)
         out[rows], lse[rows] = dense_attention(
@@ -64,15 +70,22 @@ def paged_attention_reference(
             visible=visible[:, :num_keys].to(q.device),
             scale=scale,
             soft_cap=soft_cap,
+            sinks=None if prefix_only else sinks,
         )
     return out, lse
 
 
-def gather_pages(cache: Tensor, page_row: Tensor, num_keys: int) -> Tensor:
-    """[num_keys, kv_heads, dim]: one request's first keys, read through its page-table row."""
+def gather_pages(
+    cache: Tensor, page_row: Tensor, num_keys: int, scale: Tensor | None = None
+) -> Tensor:
+    """[num_keys, kv_heads, dim]: one request's first keys, read through its page-table row.
+
+    In the cache's dtype; with the scale of a quantised cache, the true values in float64.
+    """
     page_size = cache.shape[1]
     positions = torch.arange(num_keys, device=cache.device)
-    return cache[page_row[positions // page_size].long(), positions % page_size]
+    stored = cache[page_row[positions // page_size].long(), positions % page_size]
+    return stored if scale is None else stored.double() * scale.double()
 
 
 def visible_keys(
@@ -103,11 +116,19 @@ def visible_keys(
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, visible: Tensor, scale: float, soft_cap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    visible: Tensor,
+    scale: float,
+    soft_cap: float | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one request, everything materialised, in q's dtype.
 
-    q: [queries, heads, head_dim]; k, v: [keys, kv_heads, *]; visible: [queries, keys] bool.
+    q: [queries, heads, head_dim]; k, v: [keys, kv_heads, *]; visible: [queries, keys] bool;
+    sinks: [heads].
     Returns out [queries, heads, v_head_dim] and lse [queries, heads] float32.
     """
     group = q.shape[1] // k.shape[1]
@@ -117,6 +138,7 @@ def dense_attention(
     scores = scores.masked_fill(~visible, float("-inf"))
     lse = torch.logsumexp(scores, dim=-1)
     seen = visible.any(dim=1)[None, :, None]
-    weights = torch.where(seen, torch.exp(scores - lse[..., None]), 0.0)
+    total = lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    weights = torch.where(seen, torch.exp(scores - total[..., None]), 0.0)
     out = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, dim=1))
     return out, lse.T.float()

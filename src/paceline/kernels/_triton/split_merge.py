@@ -1,0 +1,89 @@
+"""How the splits of an attention kernel find each other: the last to finish merges them all.
+
+Partial results lie in one row per query, split and head.  A counter per group of splits says how
+many have finished; it is 0 between launches, so that nothing is reset from outside and a graph can
+be replayed.  The merge runs over the splits in their order, whoever does it.
+"""
+
+import triton
+import triton.language as tl
+
+from paceline.kernels._triton.primitives import softmax_finish
+
+
+@triton.jit
+def store_partial(
+    out,  # [rows, BLOCK_DIM_V] float32
+    lse,  # [rows] float32, log2 units
+    partial_out_ptr,  # [partial rows, v_head_dim] float32
+    partial_lse_ptr,  # [partial rows] float32, log2 units
+    partial_row,  # [rows] int64
+    live,  # [rows] bool
+    DIM_V: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+):
+    """One split's result."""
+    cols = tl.arange(0, BLOCK_DIM_V)
+    tl.store(
+        partial_out_ptr + partial_row[:, None] * DIM_V + cols[None, :],
+        out,
+        mask=live[:, None] & (cols < DIM_V)[None, :],
+    )
+    tl.store(partial_lse_ptr + partial_row, lse, mask=live)
+
+
+@triton.jit
+def finishes_last(
+    count_ptr,  # [] int32 splits that have finished
+    live_splits,
+):
+    """Count this split as finished, behind its stores; whether all others had."""
+    # Every warp's partial result is stored before one of them counts.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(count_ptr, 1, sem="acq_rel") == live_splits - 1
+    if is_last:
+        tl.store(count_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def merge_splits(
+    partial_out_ptr,  # [partial rows, v_head_dim] float32
+    partial_lse_ptr,  # [partial rows] float32, log2 units
+    first_row,  # [rows] int64 partial row of split 0
+    stride_split,  # partial rows from one split to the next
+    live_splits,
+    live,  # [rows] bool
+    DIM_V: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """(out, log2-sum-exp2) of all live splits: an online softmax over them."""
+    running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
+    cols = tl.arange(0, BLOCK_DIM_V)
+    for first in range(0, live_splits, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)
+        row = first_row[None, :] + (split * stride_split)[:, None]
+        wanted = (split < live_splits)[:, None] & live[None, :]
+        lse = tl.load(partial_lse_ptr + row, mask=wanted, other=float("-inf"))
+        partial = tl.load(
+            partial_out_ptr + row[:, :, None] * DIM_V + cols[None, None, :],
+            mask=wanted[:, :, None] & (cols < DIM_V)[None, None, :],
+            other=0.0,
+        )
+        new_max = tl.maximum(running_max, tl.max(lse, axis=0))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(lse - finite_max[None, :])
+        decay = tl.exp2(running_max - finite_max)
+        running_sum = running_sum * decay + tl.sum(weights, axis=0)
+        acc = acc * decay[:, None] + tl.sum(partial * weights[:, :, None], axis=0)
+        running_max = new_max
+    return softmax_finish(running_max, running_sum, acc)
+
+
+def splits_per_load(rows: int, block_dim_v: int) -> int:
+    """How many splits a merge reads at a time: 8192 numbers, 64 per thread of four warps."""
+    return max(1, 8192 // (rows * block_dim_v))
