@@ -1,4 +1,6 @@
-"""Rotary position embedding, half-rotation form, in place on q and k.
+"""Rotary position embedding, half-rotation form: its definition and its CPU path.
+
+`rope_write_kv` is the operation that runs it.
 
 With halves (a, b) of a row and angle t = position * frequency: a' = a cos t − b sin t,
 b' = b cos t + a sin t (Su et al. 2021, arXiv:2104.09864, in the pairing of GPT-NeoX).  Computed in
@@ -7,11 +9,17 @@ sum to the model's dtype, so in bfloat16 its result may be up to a few ulps of t
 away, with ours the more exact; in float32 both agree to one ulp.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from paceline.kernels._check import reject
-from paceline.kernels.custom_op import define_op
+
+class Rope(NamedTuple):
+    """Where the rows of a step are rotated to."""
+
+    cos_sin: Tensor  # [max_position, rotary_dim]  float32  cosines then sines; rotary_dim <= dim
+    positions: Tensor  # [tokens]  int64  each below max_position (trusted: it is on the device)
 
 
 def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
@@ -27,7 +35,8 @@ def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)
 
 
-def _rope_cpu(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+def rope_cpu(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+    """Rotate q [tokens, heads, dim] and k [tokens, kv_heads, dim] in place."""
     half = cos_sin.shape[1] // 2
     cos, sin = cos_sin.index_select(0, positions).view(-1, 1, 2, half).unbind(2)
     if _is_next_in_row(q, k):
@@ -55,62 +64,3 @@ def _is_next_in_row(q: Tensor, k: Tensor) -> bool:
     heads, dim = q.shape[1], q.shape[2]
     adjacent = k.data_ptr() == q.data_ptr() + heads * dim * q.element_size()
     return adjacent and q.stride() == k.stride() and q.stride(1) == dim
-
-
-def _rope_cuda(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
-    from paceline.kernels._triton.rope import launch_rope
-
-    launch_rope(q, k, cos_sin, positions)
-
-
-_ROPE_INPLACE = define_op(
-    "rope_inplace(Tensor(a!) q, Tensor(b!) k, Tensor cos_sin, Tensor positions) -> ()",
-    cpu=_rope_cpu,
-    cuda=_rope_cuda,
-)
-
-
-def rope_inplace(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
-    """Rotate q and k by their positions, in place.
-
-    q: [tokens, heads, dim], k: [tokens, kv_heads, dim], rows may be strided (slices of a fused
-    QKV output); cos_sin: [max_position, rotary_dim] float32, cosines then sines, rotary_dim <= dim;
-    positions: [tokens] int64, each below max_position (trusted: they live on the device).
-    Mutates q and k.  Graph-safe: the grid depends on shapes only.  Raises KernelArgumentError.
-    """
-    _check(q, k, cos_sin, positions)
-    _ROPE_INPLACE(q, k, cos_sin, positions)
-
-
-def _check(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
-    if q.dim() != 3 or q.stride(2) != 1:
-        reject(
-            "q",
-            expected="[tokens, heads, dim] with a contiguous last dimension",
-            got=q,
-            remedy="view the projection as heads before rotating",
-        )
-    tokens, _, dim = q.shape
-    same_row = k.dim() == 3 and k.shape[0] == tokens and k.shape[2] == dim and k.stride(2) == 1
-    if not same_row or k.dtype != q.dtype or k.device != q.device:
-        reject(
-            "k",
-            expected=f"{q.dtype} [{tokens}, kv_heads, {dim}] on {q.device}",
-            got=k,
-            remedy="take q and k from the same projection",
-        )
-    table_fits = cos_sin.dim() == 2 and cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= dim
-    if not table_fits or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
-        reject(
-            "cos_sin",
-            expected=f"contiguous float32 [max_position, rotary_dim], rotary_dim even and <= {dim}",
-            got=cos_sin,
-            remedy="build it with layers.rope",
-        )
-    if positions.shape != (tokens,) or positions.dtype != torch.int64:
-        reject(
-            "positions",
-            expected=f"int64 [{tokens}]",
-            got=positions,
-            remedy="pass the step's positions",
-        )

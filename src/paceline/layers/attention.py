@@ -1,4 +1,4 @@
-"""The attention layer: write K and V to the pool, in one place, then call the backend."""
+"""The attention layer: rotate, write K and V to the pool, in one place, then call the backend."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, AttentionSpec, LayerCache, Part
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
-from paceline.kernels.write_kv import write_kv
+from paceline.kernels.rope import Rope
+from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -19,14 +20,26 @@ class AttentionContext:
     layers: tuple[LayerCache, ...]  # [num_layers]
     out_cache_locs: tuple[Tensor, ...]  # [num_groups] of [padded_tokens]  int64  slots
 
-    def attend(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rope: Rope | None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
         """Attention of one layer over its cache.
 
         q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *head_dim].
-        Returns [padded_tokens, num_heads, v_head_dim].  Writes K and V to the layer's pool.
+        Returns [padded_tokens, num_heads, v_head_dim].  Normalises and rotates q and k in place,
+        where asked, and writes K and V to the layer's pool.
         """
         layer = self.layers[layer_id]
-        write_kv(k, v, layer.k_cache, layer.v_cache, self.out_cache_locs[layer.spec.group])
+        loc = self.out_cache_locs[layer.spec.group]
+        into = KVSlots(layer.k_cache, layer.v_cache, loc, layer.k_scale, layer.v_scale)
+        rope_write_kv(q, k, v, into=into, rope=rope, norms=norms)
         out, _ = self.backend.forward(q, k, v, layer, self.plan, Part.ALL)
         return out
 

@@ -1,0 +1,30 @@
+"""KVFormat of an engine: the number format of its cache, with the scales the checkpoint brings."""
+
+from pathlib import Path
+
+from paceline.core.events import Event, Notify
+from paceline.core.options import FP8
+from paceline.kvcache.pool import KVFormat, Scales, torch_kv_dtype
+from paceline.models.kv_scales import ScaleName, has_kv_scales, read_kv_scales
+
+
+def kv_format(name: str, weights: Path | None, *, num_layers: int, notify: Notify) -> KVFormat:
+    """The format `name` (a value of kv_cache_dtype) for a checkpoint in folder `weights`.
+
+    weights: None where none are read.  Says which scales were found, or are not used, by an event.
+    Raises WeightsError for a broken scale of a cache that would use it.
+    """
+    dtype = torch_kv_dtype(name)
+    if name != FP8:
+        if weights is not None and has_kv_scales(weights):
+            notify(Event("kv_scales_unused", f"those of the checkpoint; the cache is {name}"))
+        return KVFormat(dtype=dtype)
+    found = {} if weights is None else read_kv_scales(weights)
+    scales = {
+        layer: Scales(*(found.get(ScaleName(layer, side), 1.0) for side in "kv"))
+        for layer in range(num_layers)
+    }
+    share = f"{len(found)} of {2 * num_layers} scales come from the checkpoint"
+    detail = share if len(found) == 2 * num_layers else f"{share}; the others are 1"
+    notify(Event("kv_scales", detail))
+    return KVFormat(dtype=dtype, scales=scales)

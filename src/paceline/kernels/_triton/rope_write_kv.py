@@ -1,0 +1,311 @@
+"""Triton kernel of rope_write_kv; see kernels/rope_write_kv.py for the definition.
+
+A program takes some heads of one token: of q, then of k, then of v.  A row of a head is read as
+three ranges of columns, the two halves that rotate against each other and the rest:
+
+    [0, HALF) first    [HALF, 2 * HALF) second    [2 * HALF, DIM) rest
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+
+_BLOCK_HEADS = 8  # heads of one program
+
+
+@triton.jit
+def _square_sum(x):
+    """[heads] sums over the columns of x [heads, cols]."""
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, axis=1)
+
+
+@triton.jit
+def _normed(
+    x,  # [heads, cols]
+    inverse_rms,  # [heads] float32
+    weight_ptr,  # [cols]
+    cols,
+    col_mask,
+    UNIT_OFFSET: tl.constexpr,
+):
+    """x / rms * weight in x's dtype, rounded as kernels/rms_norm.py says."""
+    weight = tl.load(weight_ptr + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    row = x.to(tl.float32) * inverse_rms[:, None]
+    if UNIT_OFFSET:
+        return (row * (1.0 + weight)).to(x.dtype)
+    else:
+        return (row.to(x.dtype).to(tl.float32) * weight).to(x.dtype)
+
+
+@triton.jit
+def _store_cache(
+    ptrs,  # [heads, cols]
+    x,  # [heads, cols]
+    mask,
+    scale_ptr,  # [1] float32, or None
+):
+    if scale_ptr is None:
+        tl.store(ptrs, x, mask=mask)
+    else:
+        scaled = tl.div_rn(x.to(tl.float32), tl.load(scale_ptr))
+        # Compared, not clamped: NaN stays NaN.
+        scaled = tl.where(scaled > 448.0, 448.0, tl.where(scaled < -448.0, -448.0, scaled))
+        tl.store(ptrs, scaled.to(tl.float8e4nv), mask=mask)
+
+
+@triton.jit
+def _heads(
+    row_ptr,  # [heads, DIM] one token, written in place where something changes
+    stride_head,
+    heads,
+    first_head,
+    cos_sin_ptr,  # [max_position, 2 * HALF] float32, or None where HALF is 0
+    positions_ptr,  # [tokens] int64, or None
+    token,
+    norm_ptr,  # [DIM], or None
+    eps,
+    target_ptr,  # [heads, DIM] one slot, or None
+    stride_target_head,
+    scale_ptr,  # [1] float32, or None
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+):
+    head = first_head + tl.arange(0, BLOCK_HEADS)
+    live = (head < heads)[:, None]
+    offsets = head[:, None] * stride_head
+    target_offsets = head[:, None] * stride_target_head
+    REST: tl.constexpr = DIM - 2 * HALF
+    if HALF > 0:
+        cols = tl.arange(0, BLOCK_HALF)
+        is_half = cols < HALF
+        half_mask = live & is_half[None, :]
+        half_ptrs = row_ptr + offsets + cols[None, :]
+        first = tl.load(half_ptrs, mask=half_mask, other=0.0)
+        second = tl.load(half_ptrs + HALF, mask=half_mask, other=0.0)
+        table_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
+        cos = tl.load(table_ptr + cols, mask=is_half, other=0.0)[None, :]
+        sin = tl.load(table_ptr + HALF + cols, mask=is_half, other=0.0)[None, :]
+    if REST > 0:
+        rest_cols = tl.arange(0, BLOCK_REST)
+        is_rest = rest_cols < REST
+        rest_mask = live & is_rest[None, :]
+        rest_ptrs = row_ptr + offsets + (2 * HALF + rest_cols)[None, :]
+        rest = tl.load(rest_ptrs, mask=rest_mask, other=0.0)
+    if norm_ptr is not None:
+        total = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
+        if HALF > 0:
+            total += _square_sum(first) + _square_sum(second)
+        if REST > 0:
+            total += _square_sum(rest)
+        inverse = 1.0 / tl.sqrt(total / DIM + eps)
+        if HALF > 0:
+            first = _normed(first, inverse, norm_ptr, cols, is_half, UNIT_OFFSET)
+            second = _normed(second, inverse, norm_ptr + HALF, cols, is_half, UNIT_OFFSET)
+        if REST > 0:
+            rest = _normed(rest, inverse, norm_ptr + 2 * HALF, rest_cols, is_rest, UNIT_OFFSET)
+            tl.store(rest_ptrs, rest, mask=rest_mask)
+    if HALF > 0:
+        a = first.to(tl.float32)
+        b = second.to(tl.float32)
+        first = (a * cos - b * sin).to(first.dtype)
+        second = (b * cos + a * sin).to(second.dtype)
+        tl.store(half_ptrs, first, mask=half_mask)
+        tl.store(half_ptrs + HALF, second, mask=half_mask)
+        if target_ptr is not None:
+            target_ptrs = target_ptr + target_offsets + cols[None, :]
+            _store_cache(target_ptrs, first, half_mask, scale_ptr)
+            _store_cache(target_ptrs + HALF, second, half_mask, scale_ptr)
+    if REST > 0 and target_ptr is not None:
+        target_ptrs = target_ptr + target_offsets + (2 * HALF + rest_cols)[None, :]
+        _store_cache(target_ptrs, rest, rest_mask, scale_ptr)
+
+
+@triton.jit
+def _rope_write_kv_kernel(
+    q_ptr,  # [tokens, heads, DIM]
+    k_ptr,  # [tokens, kv_heads, DIM]
+    v_ptr,  # [tokens, kv_heads, DIM_V]
+    cos_sin_ptr,  # [max_position, 2 * HALF] float32, or None
+    positions_ptr,  # [tokens] int64, or None
+    q_norm_ptr,  # [DIM], or None
+    k_norm_ptr,  # [DIM], or None
+    k_cache_ptr,  # [num_pages, PAGE_SIZE, kv_heads, DIM]
+    v_cache_ptr,  # [num_pages, PAGE_SIZE, kv_heads, DIM_V]
+    loc_ptr,  # [tokens] int64
+    k_scale_ptr,  # [1] float32, or None
+    v_scale_ptr,  # [1] float32, or None
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    stride_v_token,
+    stride_v_head,
+    stride_k_page,
+    stride_k_slot,
+    stride_k_cache_head,
+    stride_v_page,
+    stride_v_slot,
+    stride_v_cache_head,
+    heads,
+    kv_heads,
+    eps,
+    PAGE_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    HALF: tl.constexpr,
+    Q_BLOCKS: tl.constexpr,  # 0 where q is left as it is
+    KV_BLOCKS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPPED)
+    let_next_start(OVERLAPPED)
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    if block < Q_BLOCKS:
+        _heads(
+            q_ptr + token * stride_q_token,
+            stride_q_head,
+            heads,
+            block * BLOCK_HEADS,
+            cos_sin_ptr,
+            positions_ptr,
+            token,
+            q_norm_ptr,
+            eps,
+            None,
+            0,
+            None,
+            DIM,
+            HALF,
+            BLOCK_HEADS,
+            BLOCK_HALF,
+            BLOCK_REST,
+            UNIT_OFFSET,
+        )
+    else:
+        slot = tl.load(loc_ptr + token)
+        page = slot // PAGE_SIZE
+        place = slot % PAGE_SIZE
+        if block < Q_BLOCKS + KV_BLOCKS:
+            _heads(
+                k_ptr + token * stride_k_token,
+                stride_k_head,
+                kv_heads,
+                (block - Q_BLOCKS) * BLOCK_HEADS,
+                cos_sin_ptr,
+                positions_ptr,
+                token,
+                k_norm_ptr,
+                eps,
+                k_cache_ptr + page * stride_k_page + place * stride_k_slot,
+                stride_k_cache_head,
+                k_scale_ptr,
+                DIM,
+                HALF,
+                BLOCK_HEADS,
+                BLOCK_HALF,
+                BLOCK_REST,
+                UNIT_OFFSET,
+            )
+        else:
+            _heads(
+                v_ptr + token * stride_v_token,
+                stride_v_head,
+                kv_heads,
+                (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_HEADS,
+                None,
+                None,
+                token,
+                None,
+                eps,
+                v_cache_ptr + page * stride_v_page + place * stride_v_slot,
+                stride_v_cache_head,
+                v_scale_ptr,
+                DIM_V,
+                0,
+                BLOCK_HEADS,
+                BLOCK_HALF,
+                BLOCK_DIM_V,
+                UNIT_OFFSET,
+            )
+
+
+def launch_rope_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    positions: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    loc: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    block_heads: int = _BLOCK_HEADS,
+    num_warps: int | None = None,  # None: chosen by the size of a program
+) -> None:
+    """One program per token and block of heads: q's blocks, k's, v's."""
+    tokens, heads, dim = q.shape
+    if tokens == 0:
+        return
+    half = 0 if cos_sin is None else cos_sin.shape[1] // 2
+    kv_heads, dim_v = k.shape[1], v.shape[2]
+    q_blocks = triton.cdiv(heads, block_heads) if half or q_norm is not None else 0
+    kv_blocks = triton.cdiv(kv_heads, block_heads)
+    _rope_write_kv_kernel[(tokens, q_blocks + 2 * kv_blocks)](
+        q,
+        k,
+        v,
+        cos_sin,
+        positions,
+        q_norm,
+        k_norm,
+        k_cache,
+        v_cache,
+        loc,
+        k_scale,
+        v_scale,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        heads,
+        kv_heads,
+        eps,
+        PAGE_SIZE=k_cache.shape[1],
+        DIM=dim,
+        DIM_V=dim_v,
+        HALF=half,
+        Q_BLOCKS=q_blocks,
+        KV_BLOCKS=kv_blocks,
+        BLOCK_HEADS=block_heads,
+        BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
+        BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)),
+        BLOCK_DIM_V=triton.next_power_of_2(dim_v),
+        UNIT_OFFSET=unit_offset,
+        num_warps=num_warps or _num_warps(block_heads * dim, quantised=k_scale is not None),
+        **overlap_options(q.device, _rope_write_kv_kernel),
+    )
+
+
+def _num_warps(elements: int, *, quantised: bool) -> int:
+    """Warps for a program of `elements`: 8 elements a thread, 4 where each is divided."""
+    return min(max(elements // (128 if quantised else 256), 1), 8)

@@ -1,0 +1,188 @@
+"""Everything between the QKV projection and attention, in one launch: per-head norms of q and k,
+rotation in place, and K and V into the paged pool.
+
+Each part is defined in its own file (`rms_norm`, `rope`, `write_kv`) and rounds to the model's
+dtype as if it ran alone, so the fused result is their composition.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.kernels._check import reject
+from paceline.kernels.custom_op import define_op
+from paceline.kernels.rms_norm import rms_norm_cpu, rms_norm_reference
+from paceline.kernels.rope import Rope, rope_cpu, rope_reference
+from paceline.kernels.write_kv import write_kv_cpu, write_kv_reference
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms over each head of q and k, before the rotation."""
+
+    q: Tensor  # [head_dim]  q's dtype
+    k: Tensor  # [head_dim]  q's dtype
+    eps: float
+    unit_offset: bool  # the factor is 1 + weight
+
+
+class KVSlots(NamedTuple):
+    """Where the K and V of a step go."""
+
+    k_cache: Tensor  # [num_pages, page_size, kv_heads, head_dim]  k's dtype or float8_e4m3fn
+    v_cache: Tensor  # [num_pages, page_size, kv_heads, v_head_dim]  as k_cache
+    loc: Tensor  # [tokens]  int64  slots (trusted: they are on the device)
+    k_scale: Tensor | None  # [1]  float32  with a float8 cache only: true K = stored * scale
+    v_scale: Tensor | None  # [1]  float32
+
+
+def rope_write_kv_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, into: KVSlots, rope: Rope | None, norms: HeadNorms | None
+) -> None:
+    """The definition; shapes and mutation as `rope_write_kv`."""
+    for x, weight in () if norms is None else ((q, norms.q), (k, norms.k)):
+        x.copy_(rms_norm_reference(x, weight, norms.eps, unit_offset=norms.unit_offset))
+    for x in () if rope is None else (q, k):
+        x.copy_(rope_reference(x, rope.cos_sin, rope.positions))
+    write_kv_reference(k, into.k_cache, into.loc, into.k_scale)
+    write_kv_reference(v, into.v_cache, into.loc, into.v_scale)
+
+
+def _rope_write_kv_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    positions: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    unit_offset: bool,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    loc: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    if q_norm is not None and k_norm is not None:
+        rms_norm_cpu(q, q_norm, eps, unit_offset, q)
+        rms_norm_cpu(k, k_norm, eps, unit_offset, k)
+    if cos_sin is not None and positions is not None:
+        rope_cpu(q, k, cos_sin, positions)
+    write_kv_cpu(k, k_cache, loc, k_scale)
+    write_kv_cpu(v, v_cache, loc, v_scale)
+
+
+def _rope_write_kv_cuda(*arguments: object) -> None:
+    from paceline.kernels._triton.rope_write_kv import launch_rope_write_kv
+
+    launch_rope_write_kv(*arguments)
+
+
+_ROPE_WRITE_KV = define_op(
+    "rope_write_kv(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor? cos_sin, Tensor? positions, "
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool unit_offset, Tensor(c!) k_cache, "
+    "Tensor(d!) v_cache, Tensor loc, Tensor? k_scale, Tensor? v_scale) -> ()",
+    cpu=_rope_write_kv_cpu,
+    cuda=_rope_write_kv_cuda,
+)
+
+
+def rope_write_kv(
+    q: Tensor, k: Tensor, v: Tensor, *, into: KVSlots, rope: Rope | None, norms: HeadNorms | None
+) -> None:
+    """Normalise and rotate q and k in place, where asked, and write K and V to their slots.
+
+    q: [tokens, heads, head_dim], k: [tokens, kv_heads, head_dim], v: [tokens, kv_heads,
+    v_head_dim], one dtype, rows may be strided (slices of a fused QKV output); a rope narrower than
+    head_dim leaves the rest as it is.  Mutates q, k and the caches.  Tokens that share a slot
+    (padding) leave any one of their values.  Graph-safe: the grid depends on shapes only.  Raises
+    KernelArgumentError.
+    """
+    _check_heads(q, k, v)
+    if rope is not None:
+        _check_rope(q, rope)
+    if norms is not None:
+        _check_norm("norms.q", norms.q, q)
+        _check_norm("norms.k", norms.k, q)
+    _check_cache("k", k, into.k_cache, into.k_scale)
+    _check_cache("v", v, into.v_cache, into.v_scale)
+    if into.loc.shape != k.shape[:1] or into.loc.dtype != torch.int64:
+        reject(
+            "loc",
+            expected=f"int64 [{k.shape[0]}]",
+            got=into.loc,
+            remedy="pass the group's out_cache_loc of this step",
+        )
+    cos_sin, positions = (None, None) if rope is None else rope
+    weights = (None, None, 0.0, False) if norms is None else norms
+    _ROPE_WRITE_KV(q, k, v, cos_sin, positions, *weights, *into)
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3 or x.stride(2) != 1:
+            reject(
+                name,
+                expected="[tokens, heads, dim] with a contiguous last dimension",
+                got=x,
+                remedy="view the projection as heads first",
+            )
+    tokens, _, dim = q.shape
+    for name, x, shape in (("k", k, (tokens, k.shape[1], dim)), ("v", v, (tokens, *v.shape[1:]))):
+        is_one = x.shape[0] == tokens and x.shape[1] == k.shape[1] and tuple(x.shape) == shape
+        if not is_one or x.dtype != q.dtype or x.device != q.device:
+            reject(
+                name,
+                expected=f"{q.dtype} [{tokens}, {k.shape[1]}, {shape[2]}] on {q.device}",
+                got=x,
+                remedy="take q, k and v from the same projection",
+            )
+
+
+def _check_rope(q: Tensor, rope: Rope) -> None:
+    (tokens, _, dim), table = q.shape, rope.cos_sin
+    fits = table.dim() == 2 and table.shape[1] % 2 == 0 and table.shape[1] <= dim
+    if not fits or table.dtype != torch.float32 or not table.is_contiguous():
+        reject(
+            "cos_sin",
+            expected=f"contiguous float32 [max_position, rotary_dim], rotary_dim even and <= {dim}",
+            got=table,
+            remedy="build it with layers.rope",
+        )
+    if rope.positions.shape != (tokens,) or rope.positions.dtype != torch.int64:
+        reject(
+            "positions",
+            expected=f"int64 [{tokens}]",
+            got=rope.positions,
+            remedy="pass the step's positions",
+        )
+
+
+def _check_norm(name: str, weight: Tensor, q: Tensor) -> None:
+    if weight.shape != q.shape[2:] or weight.dtype != q.dtype or weight.device != q.device:
+        reject(
+            name,
+            expected=f"{q.dtype} [{q.shape[2]}] on {q.device}",
+            got=weight,
+            remedy="load the norm's weight in the model's dtype",
+        )
+
+
+def _check_cache(name: str, x: Tensor, cache: Tensor, scale: Tensor | None) -> None:
+    fits = cache.dim() == 4 and cache.shape[2:] == x.shape[1:] and cache.stride(3) == 1
+    dtype = x.dtype if scale is None else torch.float8_e4m3fn
+    if not fits or cache.dtype != dtype or cache.device != x.device:
+        reject(
+            f"{name}_cache",
+            expected=f"{dtype} [num_pages, page_size, {x.shape[1]}, {x.shape[2]}] on {x.device}",
+            got=cache,
+            remedy="allocate the pool in the model's dtype, or in float8_e4m3fn with scales",
+        )
+    if scale is not None and (scale.shape != (1,) or scale.dtype != torch.float32):
+        reject(
+            f"{name}_scale",
+            expected="float32 [1]",
+            got=scale,
+            remedy="pass the pool's scale of this layer",
+        )

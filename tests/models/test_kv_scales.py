@@ -1,0 +1,102 @@
+"""Scales of an 8-bit KV cache: found by name, checked, and no obstacle to loading."""
+
+from pathlib import Path
+
+import pytest
+import tiny_checkpoints
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.core.errors import ModelError, WeightsError
+from paceline.core.parallel import Parallel
+from paceline.models.config import parse_config
+from paceline.models.kv_scales import has_kv_scales, kv_scale_name, read_kv_scales
+from paceline.models.loader import load_model
+from paceline.models.locate import locate
+
+BLOCK = "model.layers.{}.self_attn."
+
+
+def add(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Put `tensors` into one more shard; without an index every shard is read."""
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    save_file(tensors, folder / "scales.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_checkpoints.save("llama-gqa2-untied", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("model.layers.3.self_attn.k_scale", (3, "k")),
+        ("model.layers.12.self_attn.v_scale", (12, "v")),
+        ("model.layers.0.self_attn.k_proj.k_scale", (0, "k")),
+        ("model.language_model.layers.1.self_attn.v_proj.v_scale", (1, "v")),
+        ("model.layers.0.self_attn.k_proj.v_scale", None),
+        ("model.layers.0.self_attn.k_proj.weight_scale", None),
+        ("model.layers.0.self_attn.q_scale", None),
+        ("model.layers.0.mlp.k_scale", None),
+    ],
+)
+def test_scales_are_known_by_their_names(name: str, found: tuple[int, str] | None) -> None:
+    assert kv_scale_name(name) == found
+
+
+def test_both_spellings_are_read(folder: Path) -> None:
+    assert not has_kv_scales(folder)
+    add(
+        folder,
+        {
+            BLOCK.format(0) + "k_scale": torch.tensor(0.5),
+            BLOCK.format(1) + "v_proj.v_scale": torch.tensor([0.25], dtype=torch.bfloat16),
+        },
+    )
+    assert has_kv_scales(folder)
+    assert read_kv_scales(folder) == {(0, "k"): 0.5, (1, "v"): 0.25}
+
+
+@pytest.mark.parametrize("wrong", [[0.5, 0.5], [0.0], [-1.0], [float("nan")], [float("inf")]])
+def test_a_scale_that_is_not_one_positive_number_is_refused(
+    folder: Path, wrong: list[float]
+) -> None:
+    add(folder, {BLOCK.format(0) + "k_scale": torch.tensor(wrong)})
+    with pytest.raises(WeightsError, match=r"k_scale' must be one positive number.*got \["):
+        read_kv_scales(folder)
+
+
+def test_a_checkpoint_with_scales_loads_the_same_weights(folder: Path) -> None:
+    def weights() -> dict[str, Tensor]:
+        source = locate(str(folder))
+        model = load_model(
+            source,
+            parse_config(source.config),
+            parallel=Parallel(),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+        return model.destinations()
+
+    before = weights()
+    add(folder, {BLOCK.format(1) + "k_scale": torch.tensor([0.5])})
+    after = weights()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_config_that_quantises_the_cache_alone_is_read(folder: Path) -> None:
+    config = locate(str(folder)).config
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    quantised = {"quant_method": "compressed-tensors", "kv_cache_scheme": cache}
+    for same in (quantised, quantised | {"config_groups": {}}):
+        assert parse_config(config | {"quantization_config": same}) == parse_config(config)
+    for weights in (
+        quantised | {"config_groups": {"group_0": {"targets": ["Linear"]}}},
+        {"quant_method": "fp8"},
+    ):
+        with pytest.raises(ModelError, match="quantization_config must be absent"):
+            parse_config(config | {"quantization_config": weights})
