@@ -11,18 +11,20 @@ _LIBRARY = torch.library.Library("paceline", "FRAGMENT")
 _CPU_KERNELS: dict[Any, Kernel] = {}  # filled while kernel modules are imported
 
 
-def define_op(schema: str, *, cpu: Kernel, cuda: Kernel | None = None) -> Any:
+def define_op(schema: str, *, cpu: Kernel | None, cuda: Kernel | None = None) -> Any:
     """Define `paceline::<schema>` with its kernels; returns the operator.
 
     The schema returns nothing and marks what is mutated: outputs are the caller's.
+    cpu: None where the launcher runs torch's own operators on a CPU.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, cpu, "CPU")
+    operator = getattr(torch.ops.paceline, name).default
+    if cpu is not None:
+        _LIBRARY.impl(name, cpu, "CPU")
+        _CPU_KERNELS[operator] = cpu
     if cuda is not None:
         _LIBRARY.impl(name, cuda, "CUDA")
-    operator = getattr(torch.ops.paceline, name).default
-    _CPU_KERNELS[operator] = cpu
     return operator
 
 

@@ -1,0 +1,58 @@
+"""Greedy choice: the most likely token of each row, and whether all its logits are finite.
+
+The kernel reads the logits once, in the dtype the model left them in: one pass finds the best of
+each block of the vocabulary, so that a single row fills the chip, and a second the best block.
+"""
+
+import torch
+from torch import Tensor
+
+from paceline.kernels._check import reject
+from paceline.kernels.custom_op import define_op
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def greedy_reference(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, and the CPU's path: (token_ids, finite) as `greedy`."""
+    logits = logits.float()
+    # One pass: a NaN or an infinity stays one in the sum, which no real logits can overflow.
+    finite = torch.isfinite(logits.sum(-1))
+    return logits.argmax(-1).masked_fill(~finite, 0), finite
+
+
+def _greedy_cuda(logits: Tensor, token_ids: Tensor, finite: Tensor) -> None:
+    from paceline.kernels._triton.greedy import launch_greedy
+
+    launch_greedy(logits, token_ids, finite)
+
+
+_GREEDY = define_op(
+    "greedy(Tensor logits, Tensor(a!) token_ids, Tensor(b!) finite) -> ()",
+    cpu=None,
+    cuda=_greedy_cuda,
+)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The first of the largest logits of each row: (token_ids [rows] int64, finite [rows] bool).
+
+    logits: [rows, vocab] float32, bfloat16 or float16, the last dimension contiguous.  A row that
+    holds NaN or an infinity gets token 0 and finite False.  Mutates nothing.  On a CPU these are
+    torch's operators, which a recorded graph replays on fixed storages.  Graph-safe: the grid
+    depends on shapes only.  Raises KernelArgumentError.
+    """
+    if logits.ndim != 2 or logits.dtype not in _DTYPES or logits.stride(1) != 1:
+        reject(
+            "logits",
+            expected="float32, bfloat16 or float16 [num_rows, vocab], contiguous rows",
+            got=logits,
+            remedy="pass what the language-model head returned",
+        )
+    if logits.device.type == "cpu":
+        return greedy_reference(logits)
+    num_rows = logits.shape[:1]
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+    _GREEDY(logits, token_ids, finite)
+    return token_ids, finite

@@ -1,0 +1,130 @@
+"""derive, commit and greedy, compiled, against their references at the sizes of real steps."""
+
+import pytest
+import torch
+from step_cases import (
+    LARGE,
+    SMALL,
+    StepShape,
+    derived,
+    make_commit,
+    make_derived,
+    make_facts,
+    make_rows,
+    moved,
+)
+
+from paceline.kernels.commit import (
+    CommittedRows,
+    EndRules,
+    StepTokens,
+    commit,
+    commit_reference,
+)
+from paceline.kernels.derive import DerivedStep, RequestRows, derive
+from paceline.kernels.greedy import greedy, greedy_reference
+
+# Warnings of drivers and compilers are shown and fail nothing.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+SHAPES = pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=lambda shape: shape.name)
+
+
+def assert_equal(actual: DerivedStep, wanted: DerivedStep) -> None:
+    for name, mine, theirs in zip(DerivedStep._fields, actual, wanted, strict=True):
+        many = isinstance(mine, list)
+        for one, other in zip(mine if many else [mine], theirs if many else [theirs], strict=True):
+            assert torch.equal(one.cpu(), other), name
+
+
+@SHAPES
+def test_derive_equals_its_reference(shape: StepShape) -> None:
+    for seed in range(3):
+        facts, rows = make_facts(shape, seed=seed), make_rows(shape, seed=seed)
+        actual = make_derived(shape, "cuda")
+        derive(
+            facts.cuda(),
+            RequestRows(*moved(rows, "cuda")),
+            actual,
+            page_sizes=shape.page_sizes,
+            max_extend_len=max(shape.strides),
+            offsets=torch.arange(sum(shape.strides), dtype=torch.int32, device="cuda"),
+        )
+        assert_equal(actual, derived(shape, facts, rows))
+
+
+@SHAPES
+def test_commit_equals_its_reference(shape: StepShape) -> None:
+    for seed in range(3):
+        rows, ends, step, results = make_commit(shape, seed=seed)
+        device_rows = CommittedRows(*moved(rows, "cuda"))
+        device_ends, device_step = (
+            EndRules(*moved(ends, "cuda")),
+            StepTokens(*moved(step, "cuda")),
+        )
+        device_results = results.cuda()
+        commit(device_rows, device_ends, device_step, device_results)
+        commit_reference(rows, ends, step, results)
+        assert torch.equal(device_results.cpu(), results)
+        for name, mine, theirs in zip(CommittedRows._fields, device_rows, rows, strict=True):
+            assert torch.equal(mine.cpu(), theirs), name
+
+
+@pytest.mark.parametrize("vocab", [1, 4096, 4097, 50257, 128256, 262144])
+@pytest.mark.parametrize("rows", [1, 3, 64, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_greedy_equals_its_reference(rows: int, vocab: int, dtype: torch.dtype) -> None:
+    """Few distinct values, so that most rows have ties, in one block and across blocks."""
+    generator = torch.Generator("cuda").manual_seed(rows * vocab)
+    steps = torch.randint(-60, 61, (rows, vocab), generator=generator, device="cuda")
+    logits = (steps / 4).to(dtype)
+    for row, bad in enumerate((float("nan"), float("inf"), float("-inf"))):
+        if rows > 3:
+            logits[row, (row * 4999) % vocab] = bad
+    token_ids, finite = greedy(logits)
+    wanted_ids, wanted_finite = greedy_reference(logits.cpu())
+    assert torch.equal(token_ids.cpu(), wanted_ids)
+    assert torch.equal(finite.cpu(), wanted_finite)
+
+
+def test_a_replay_follows_what_the_device_holds() -> None:
+    """A captured derive, greedy and commit advance by one token with each replay."""
+    shape = LARGE[0]
+    facts, rows = make_facts(shape, seed=0), make_rows(shape, seed=0)
+    facts[:, 2] = 1
+    rows.finish.zero_()
+    rows.kv_committed.clamp_(max=shape.max_tokens - 10)
+    committed, reqs = rows.kv_committed.clone(), len(shape.strides)
+    device_facts, device_rows = facts.cuda(), RequestRows(*moved(rows, "cuda"))
+    out = make_derived(shape, "cuda")
+    logits = torch.zeros(reqs, 1000, device="cuda")
+    logits[:, 7] = 1.0
+    ends = EndRules(
+        torch.full((shape.num_rows, 4), -1, device="cuda"),
+        torch.full((shape.num_rows,), shape.max_tokens, device="cuda"),
+    )
+    results = torch.zeros(reqs, 3, dtype=torch.int32, device="cuda")
+    offsets = torch.arange(reqs, dtype=torch.int32, device="cuda")
+
+    def step() -> None:
+        sizes = {"page_sizes": shape.page_sizes, "max_extend_len": 1}
+        derive(device_facts, device_rows, out, offsets=offsets, **sizes)
+        tokens = StepTokens(device_facts[:reqs], out.row_ids, out.kv_lens, *greedy(logits))
+        columns = (device_rows.kv_committed, device_rows.finish, device_rows.token_ids)
+        commit(CommittedRows(*columns), ends, tokens, results)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    live = facts[: len(shape.extend_lens), 0].long()
+    advanced = device_rows.kv_committed.cpu()
+    assert torch.equal(advanced[live], committed[live] + 4)
+    for row in live.tolist():
+        first = int(committed[row]) + 1
+        assert device_rows.token_ids[row, first : first + 4].tolist() == [7] * 4
+    assert device_rows.kv_committed[0] == 1

@@ -1,0 +1,175 @@
+"""Random steps for derive and commit: request rows, facts with padded and frozen rows, outputs.
+
+Everything a kernel may write starts as rubbish, so that what it forgets shows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.core.step import FinishCode
+from paceline.kernels.commit import CommittedRows, EndRules, StepTokens
+from paceline.kernels.derive import DerivedStep, RequestRows, derive_reference
+
+RUBBISH = -77
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The sizes of a step and of the request table behind it."""
+
+    name: str
+    extend_lens: tuple[int, ...]  # of the staged requests
+    pad_lens: tuple[int, ...] = ()  # of the padded rows behind them
+    page_sizes: tuple[int, ...] = (4,)
+    max_tokens: int = 90  # of a row
+    num_rows: int = 12  # of the table
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Extend lengths, padded rows too."""
+        return self.extend_lens + self.pad_lens
+
+
+SMALL = (
+    StepShape("one", (1,)),
+    StepShape("decode", (1, 1, 1, 1, 1), pad_lens=(1, 1)),
+    StepShape("verify", (4, 4, 4), pad_lens=(4,), page_sizes=(4, 16)),
+    StepShape("ragged", (5, 1, 23, 17, 2), page_sizes=(16, 1)),
+    StepShape("ragged, padded", (5, 1, 9), pad_lens=(20, 0, 0)),
+    StepShape("three groups", (3, 9), page_sizes=(1, 5, 16)),
+)
+LARGE = (
+    StepShape(
+        "decode", (1,) * 60, pad_lens=(1,) * 4, page_sizes=(16,), max_tokens=4099, num_rows=65
+    ),
+    StepShape("one long", (1,), page_sizes=(1, 16), max_tokens=131074, num_rows=3),
+    StepShape(
+        "verify", (8,) * 30, pad_lens=(8,) * 2, page_sizes=(16, 64), max_tokens=9001, num_rows=40
+    ),
+    StepShape(
+        "prefill", (16000, 1, 384, 16, 17, 511, 512, 513), max_tokens=16500, page_sizes=(5, 16, 64)
+    ),
+    StepShape("prefill, padded", (900, 77, 1), pad_lens=(558, 0, 0, 0, 0), max_tokens=1000),
+    StepShape("crowd", (1, 3) * 512, page_sizes=(16, 1), max_tokens=70, num_rows=1025),
+)
+
+
+def _ints(*shape: int, low: int, high: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+
+def make_facts(shape: StepShape, *, seed: int) -> Tensor:
+    """[padded_reqs, 3] int32, in a buffer that is longer: distinct rows, some that emit nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    num, reqs = len(shape.extend_lens), len(shape.strides)
+    facts = torch.full((reqs + 3, 3), RUBBISH, dtype=torch.int32)
+    facts[:num, 0] = 1 + torch.randperm(shape.num_rows - 1, generator=generator)[:num].int()
+    facts[:num, 2] = torch.rand(num, generator=generator) < 0.8
+    facts[num:reqs, 0] = 0
+    facts[num:reqs, 2] = 0
+    facts[:reqs, 1] = torch.tensor(shape.strides)
+    return facts
+
+
+def make_rows(shape: StepShape, *, seed: int) -> RequestRows:
+    """A table whose columns are strided, some rows frozen, page ids that need 64-bit slots."""
+    state = torch.empty(shape.num_rows, 2, dtype=torch.int32)
+    room = shape.max_tokens - max(shape.strides)
+    state[:, 0] = _ints(shape.num_rows, low=0, high=room, seed=seed)
+    codes = torch.tensor([FinishCode.RUNNING] * 4 + list(FinishCode))
+    state[:, 1] = codes[_ints(shape.num_rows, low=0, high=len(codes), seed=seed + 1).long()]
+    state[0] = torch.tensor([1, FinishCode.RUNNING])
+    token_ids = _ints(shape.num_rows, shape.max_tokens, low=0, high=2**31 - 1, seed=seed + 2)
+    token_ids[0] = 0
+    tables = []
+    for group, size in enumerate(shape.page_sizes):
+        width = -(-shape.max_tokens // size) + group
+        table = _ints(shape.num_rows, width, low=1, high=2**31 - 1, seed=seed + 3 + group)
+        table[0] = 0
+        tables.append(table)
+    return RequestRows(state[:, 0], state[:, 1], token_ids, tables)
+
+
+def make_derived(shape: StepShape, device: str | torch.device = "cpu") -> DerivedStep:
+    """Outputs full of rubbish, but for the leading zero that is there already."""
+    reqs, tokens = len(shape.strides), sum(shape.strides)
+
+    def full(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.full(size, RUBBISH, dtype=dtype, device=device)
+
+    cu_seqlens_q = full(reqs + 1, dtype=torch.int32)
+    cu_seqlens_q[0] = 0
+    return DerivedStep(
+        row_ids=full(reqs, dtype=torch.int64),
+        prefix_lens=full(reqs, dtype=torch.int32),
+        extend_lens=full(reqs, dtype=torch.int32),
+        kv_lens=full(reqs, dtype=torch.int32),
+        cu_seqlens_q=cu_seqlens_q,
+        logits_loc=full(reqs, dtype=torch.int64),
+        req_ids=full(tokens, dtype=torch.int64),
+        positions=full(tokens, dtype=torch.int64),
+        input_ids=full(tokens, dtype=torch.int64),
+        page_tables=[
+            full(reqs, -(-shape.max_tokens // size) + group, dtype=torch.int32)
+            for group, size in enumerate(shape.page_sizes)
+        ],
+        out_cache_locs=[full(tokens, dtype=torch.int64) for _ in shape.page_sizes],
+    )
+
+
+def derived(shape: StepShape, facts: Tensor, rows: RequestRows) -> DerivedStep:
+    """The step by the reference."""
+    out = make_derived(shape)
+    offsets = torch.arange(sum(shape.strides), dtype=torch.int32)
+    derive_reference(facts, rows, out, page_sizes=shape.page_sizes, offsets=offsets)
+    return out
+
+
+def moved(fields: Sequence[Tensor | Sequence[Tensor]], device: str | torch.device) -> list[object]:
+    """The fields of a named tuple on a device, strides kept."""
+    return [
+        [_moved(tensor, device) for tensor in field]
+        if isinstance(field, list | tuple)
+        else _moved(field, device)
+        for field in fields
+    ]
+
+
+def _moved(tensor: Tensor, device: str | torch.device) -> Tensor:
+    if tensor.is_contiguous():
+        return tensor.to(device, copy=True)
+    whole = tensor.new_empty(tensor.shape[0], tensor.stride(0), device=device)
+    view = whole.as_strided(tensor.shape, tensor.stride())
+    return view.copy_(tensor)
+
+
+MAX_STOP_IDS = 5
+
+
+def make_commit(
+    shape: StepShape, *, seed: int
+) -> tuple[CommittedRows, EndRules, StepTokens, Tensor]:
+    """A derived step and its samples: stops, limits, failures and plain tokens among them."""
+    state, facts = make_rows(shape, seed=seed), make_facts(shape, seed=seed)
+    step = derived(shape, facts, state)
+    reqs = len(shape.strides)
+    generator = torch.Generator().manual_seed(seed + 50)
+    packed = torch.randint(0, 6, (shape.num_rows, 1 + MAX_STOP_IDS), generator=generator)
+    packed[:, 3:] = -1
+    packed[:, 0] = shape.max_tokens
+    near = torch.rand(reqs, generator=generator) < 0.4
+    packed[step.row_ids, 0] = torch.where(near, step.kv_lens + 1, packed[step.row_ids, 0])
+    samples = StepTokens(
+        facts=facts[:reqs],
+        row_ids=step.row_ids,
+        kv_lens=step.kv_lens,
+        token_ids=torch.randint(0, 9, (reqs,), generator=generator),
+        finite=torch.rand(reqs, generator=generator) < 0.75,
+    )
+    rows = CommittedRows(state.kv_committed, state.finish, state.token_ids)
+    results = torch.full((reqs, 3), RUBBISH, dtype=torch.int32)
+    return rows, EndRules(packed[:, 1:], packed[:, 0]), samples, results
