@@ -7,7 +7,8 @@ fills; the loader copies into these views and nothing else.
 from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
-from paceline.kernels.linear import linear
+from paceline.kernels.linear import gated_linear, linear
+from paceline.kernels.skinny_linear import arrival_counters
 from paceline.layers.parameter import Placement, empty_matrix, empty_parameter
 
 
@@ -44,10 +45,11 @@ class Linear(nn.Module):
         columns = parallel.share(in_features, "in_features")
         self.weight = empty_matrix(out_features, columns, placement=placement)  # [out, in]
         self.bias = empty_parameter(out_features, placement=placement) if bias else None  # [out]
+        self.counters = arrival_counters(out_features, device=placement.device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, in] -> [tokens, out]."""
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, counters=self.counters)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
@@ -97,18 +99,20 @@ class QKVLinear(nn.Module):
 
 
 class GateUpLinear(nn.Module):
-    """The gate and up projections as one product; each rank holds a share of both."""
+    """act(gate(x)) * up(x), both projections as one product; each rank holds a share of both."""
 
     def __init__(
         self,
         hidden_size: int,
         intermediate_size: int,
         *,
+        activation: str,
         bias: bool,
         parallel: Parallel,
         placement: Placement,
     ) -> None:
         super().__init__()
+        self.activation = activation
         share = parallel.share(intermediate_size, "intermediate_size")
         # [2 * intermediate_size, hidden_size]  gate rows, then up rows
         self.weight = empty_matrix(2 * share, hidden_size, placement=placement)
@@ -116,8 +120,8 @@ class GateUpLinear(nn.Module):
         self._fused = _Fused(("gate_proj", "up_proj"), (share, share))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] -> [tokens, 2 * intermediate], gate then up."""
-        return linear(x, self.weight, self.bias)
+        """x [tokens, hidden] -> [tokens, intermediate]."""
+        return gated_linear(x, self.weight, self.bias, self.activation)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the block of rows it fills."""

@@ -4,13 +4,12 @@ from torch import Tensor, nn
 
 from paceline.core.activations import ACTIVATIONS
 from paceline.core.parallel import Parallel
-from paceline.kernels.act_and_mul import act_and_mul
 from paceline.layers.linear import GateUpLinear, Linear
 from paceline.layers.parameter import Placement
 
 
 class GatedMLP(nn.Module):
-    """Fused gate/up, activation, down."""
+    """Fused gate/up with activation, down."""
 
     def __init__(
         self,
@@ -23,9 +22,13 @@ class GatedMLP(nn.Module):
         placement: Placement,
     ) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
         self.gate_up = GateUpLinear(
-            hidden_size, intermediate_size, bias=bias, parallel=parallel, placement=placement
+            hidden_size,
+            intermediate_size,
+            activation=ACTIVATIONS[activation],
+            bias=bias,
+            parallel=parallel,
+            placement=placement,
         )
         self.down = Linear(
             intermediate_size, hidden_size, bias=bias, parallel=parallel, placement=placement
@@ -33,7 +36,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(act_and_mul(self.gate_up(x), self.activation))
+        return self.down(self.gate_up(x))
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""

@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.primitives import tanh
+from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.primitives import gated_activation
 
 _BLOCK = 1024
 
@@ -16,21 +17,19 @@ def _act_and_mul_kernel(
     stride_x_token,
     stride_out_token,
     inter,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPPED)
+    let_next_start(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < inter
     row_ptr = x_ptr + token * stride_x_token
     gate = tl.load(row_ptr + cols, mask=mask, other=0.0)
     up = tl.load(row_ptr + inter + cols, mask=mask, other=0.0)
-    g = gate.to(tl.float32)
-    if GELU:
-        activated = 0.5 * g * (1.0 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
-    else:
-        activated = g * tl.sigmoid(g)
-    result = activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+    result = gated_activation(gate, up, ACTIVATION)
     tl.store(out_ptr + token * stride_out_token + cols, result.to(gate.dtype), mask=mask)
 
 
@@ -45,7 +44,8 @@ def launch_act_and_mul(x: Tensor, kind: str, out: Tensor) -> None:
         x.stride(0),
         out.stride(0),
         inter,
-        GELU=kind == "gelu_tanh",
+        ACTIVATION=kind,
         BLOCK=_BLOCK,
         num_warps=4,
+        **overlap_options(x.device, _act_and_mul_kernel),
     )

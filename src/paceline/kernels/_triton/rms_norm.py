@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
@@ -25,12 +27,17 @@ def _rms_norm_kernel(
     UNIT_OFFSET: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     cols = tl.arange(0, BLOCK_DIM)
     token = rows // heads
     head = rows % heads
     mask = (rows < num_rows)[:, None] & (cols < DIM)[None, :]
+    # Before the sum: loads behind its barrier would wait for it.
+    weight = tl.load(weight_ptr + cols, mask=cols < DIM, other=0.0).to(tl.float32)[None, :]
+    wait_for_inputs(OVERLAPPED)
+    let_next_start(OVERLAPPED)
     x_offset = token * stride_x_token + head * stride_x_head
     x = tl.load(x_ptr + x_offset[:, None] + cols[None, :], mask=mask, other=0.0)
     if ADD:
@@ -42,7 +49,6 @@ def _rms_norm_kernel(
     row = x.to(tl.float32)
     mean_square = tl.sum(row * row, axis=1) / DIM
     normed = row * (1.0 / tl.sqrt(mean_square + eps))[:, None]
-    weight = tl.load(weight_ptr + cols, mask=cols < DIM, other=0.0).to(tl.float32)[None, :]
     if UNIT_OFFSET:
         result = normed * (1.0 + weight)
     else:
@@ -89,4 +95,5 @@ def launch_rms_norm(
         BLOCK_ROWS=block_rows,
         BLOCK_DIM=block_dim,
         num_warps=min(max(block_rows * block_dim // 512, 1), 16),
+        **overlap_options(x.device, _rms_norm_kernel),
     )

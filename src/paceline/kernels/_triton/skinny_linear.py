@@ -1,0 +1,220 @@
+"""Triton kernels of skinny_linear; see kernels/skinny_linear.py for the definition.
+
+The weight is read once, as fast as memory gives it; what counts is how many bytes are on their way.
+One token: each program holds whole weight rows in registers, asked for in one go, before it waits
+for x.  More tokens: the product is taken transposed, [features, tokens] = W x^T, so that the
+weight is the tall operand of the matrix unit, through a four-deep ring of tiles.
+
+Where tiles of features do not fill the chip the inner dimension is split; each split leaves its
+part in `partial`, and the last to arrive adds all parts, in order, so that the sum is always the
+same.  Worked example, 2 splits: both programs of tile 7 write their part and add 1 to counters[7];
+the one that reads 1 is the last: it adds the parts, writes out and sets counters[7] to 0 again.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.primitives import dot, gated_activation
+from paceline.kernels._triton.runtime import (
+    interpreted,
+    require_runnable,
+    shared_memory_bytes,
+)
+
+_ROW_WARPS = 8
+_MOST_STAGES = 4
+_ROW_ELEMENTS = 4096  # of one program's tile, at least
+
+
+@triton.jit
+def _finish(
+    acc,  # [features] or [features, tokens] float32
+    up,  # the same, used when ACTIVATION
+    bias_ptr,  # [out_features], with ACTIVATION [2 * out_features], or None
+    features,  # like acc, or to broadcast with it
+    live,  # like acc
+    out_features,
+    ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Bias and activation, rounded where the separate operations round."""
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + out_features + features, mask=live, other=0.0).to(tl.float32)
+        acc = gated_activation(acc.to(DTYPE), up.to(DTYPE), ACTIVATION)
+    return acc.to(DTYPE)
+
+
+@triton.jit
+def _one_token_kernel(
+    x_ptr,  # [inner]
+    weight_ptr,  # [out_features, inner], with ACTIVATION [2 * out_features, inner]
+    bias_ptr,  # [out_features], with ACTIVATION [2 * out_features], or None
+    out_ptr,  # [out_features]
+    stride_weight_row,
+    out_features,
+    inner,
+    ACTIVATION: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    features = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_COLS)
+    live = features < out_features
+    mask = live[:, None] & (cols < inner)[None, :]
+    row_ptrs = weight_ptr + features.to(tl.int64)[:, None] * stride_weight_row + cols[None, :]
+    gate = tl.load(row_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    up = gate
+    if ACTIVATION is not None:
+        up_ptrs = row_ptrs + out_features.to(tl.int64) * stride_weight_row
+        up = tl.load(up_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+    let_next_start(OVERLAPPED)
+    wait_for_inputs(OVERLAPPED)
+    x = tl.load(x_ptr + cols, mask=cols < inner, other=0.0).to(tl.float32)
+    acc = tl.sum(gate.to(tl.float32) * x[None, :], axis=1)
+    acc_up = acc
+    if ACTIVATION is not None:
+        acc_up = tl.sum(up.to(tl.float32) * x[None, :], axis=1)
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    result = _finish(acc, acc_up, bias_ptr, features, live, out_features, ACTIVATION, DTYPE)
+    tl.store(out_ptr + features, result, mask=live)
+
+
+@triton.jit
+def _few_tokens_kernel(
+    x_ptr,  # [tokens, inner]
+    weight_ptr,  # [out_features, inner], with ACTIVATION [2 * out_features, inner]
+    bias_ptr,  # [out_features], with ACTIVATION [2 * out_features], or None
+    out_ptr,  # [tokens, out_features]
+    partial_ptr,  # [SPLITS, tiles, BLOCK_FEATURES, BLOCK_TOKENS] float32, or None
+    counters_ptr,  # [tiles] int32, all 0, or None
+    stride_x_token,
+    stride_weight_row,
+    stride_out_token,
+    tokens,
+    out_features,
+    inner_per_split,
+    ACTIVATION: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_FEATURES: tl.constexpr,
+    BLOCK_INNER: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    local = tl.arange(0, BLOCK_FEATURES)
+    features = tile * BLOCK_FEATURES + local
+    token = tl.arange(0, BLOCK_TOKENS)
+    inner = tl.arange(0, BLOCK_INNER)
+    live_rows = (features < out_features)[:, None]
+    live_tokens = (token < tokens)[:, None]
+    row_ptrs = weight_ptr + features.to(tl.int64)[:, None] * stride_weight_row + inner[None, :]
+    up_ptrs = row_ptrs + out_features.to(tl.int64) * stride_weight_row
+    x_ptrs = x_ptr + token[:, None] * stride_x_token + inner[None, :]
+    acc = tl.zeros([BLOCK_FEATURES, BLOCK_TOKENS], tl.float32)
+    acc_up = acc
+    wait_for_inputs(OVERLAPPED)
+    for start in range(split * inner_per_split, (split + 1) * inner_per_split, BLOCK_INNER):
+        x = tl.load(x_ptrs + start, mask=live_tokens, other=0.0)
+        rows = tl.load(row_ptrs + start, mask=live_rows, other=0.0, eviction_policy="evict_first")
+        acc = dot(rows, tl.trans(x), acc, WIDEN)
+        if ACTIVATION is not None:
+            rows = tl.load(
+                up_ptrs + start, mask=live_rows, other=0.0, eviction_policy="evict_first"
+            )
+            acc_up = dot(rows, tl.trans(x), acc_up, WIDEN)
+    let_next_start(OVERLAPPED)
+
+    is_last = True
+    if SPLITS > 1:
+        tiles = tl.num_programs(0)
+        place = local[:, None] * BLOCK_TOKENS + token[None, :]
+        part_size: tl.constexpr = BLOCK_FEATURES * BLOCK_TOKENS
+        tl.store(partial_ptr + (split * tiles + tile) * part_size + place, acc)
+        tl.debug_barrier()  # every thread's part is written before the arrival is counted
+        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            acc = tl.zeros([BLOCK_FEATURES, BLOCK_TOKENS], tl.float32)
+            for part in tl.static_range(SPLITS):
+                part_ptr = partial_ptr + (part * tiles + tile) * part_size
+                acc += tl.load(part_ptr + place, cache_modifier=".cg")
+            tl.store(counters_ptr + tile, 0)
+    if is_last:
+        live = live_rows & (token < tokens)[None, :]
+        DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+        result = _finish(
+            acc, acc_up, bias_ptr, features[:, None], live_rows, out_features, ACTIVATION, DTYPE
+        )
+        out_ptrs = out_ptr + token.to(tl.int64)[None, :] * stride_out_token + features[:, None]
+        tl.store(out_ptrs, result, mask=live)
+
+
+def launch_skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    *,
+    block_features: int,
+    block_inner: int,
+    splits: int,
+    out: Tensor,
+    partial: Tensor | None,
+    counters: Tensor | None,
+) -> None:
+    """One kernel; arguments as checked by kernels/skinny_linear.py."""
+    require_runnable("skinny_linear", x, _few_tokens_kernel)
+    tokens, inner = x.shape
+    out_features = out.shape[1]
+    if tokens == 1:
+        block_cols = triton.next_power_of_2(inner)
+        block_rows = max(1, _ROW_ELEMENTS // block_cols)
+        _one_token_kernel[(triton.cdiv(out_features, block_rows),)](
+            x,
+            weight,
+            bias,
+            out,
+            weight.stride(0),
+            out_features,
+            inner,
+            ACTIVATION=activation,
+            BLOCK_ROWS=block_rows,
+            BLOCK_COLS=block_cols,
+            num_warps=_ROW_WARPS,
+            **overlap_options(x.device, _one_token_kernel),
+        )
+        return
+    block_tokens = max(16, triton.next_power_of_2(tokens))
+    weight_rows = block_features if activation is None else 2 * block_features
+    stage_bytes = (weight_rows + block_tokens) * block_inner * x.element_size()
+    _few_tokens_kernel[(triton.cdiv(out_features, block_features), splits)](
+        x,
+        weight,
+        bias,
+        out,
+        partial,
+        counters,
+        x.stride(0),
+        weight.stride(0),
+        out.stride(0),
+        tokens,
+        out_features,
+        inner // splits,
+        ACTIVATION=activation,
+        SPLITS=splits,
+        BLOCK_TOKENS=block_tokens,
+        BLOCK_FEATURES=block_features,
+        BLOCK_INNER=block_inner,
+        WIDEN=x.dtype == torch.bfloat16 and interpreted(_few_tokens_kernel),
+        num_warps=4,
+        num_stages=min(_MOST_STAGES, shared_memory_bytes(x.device) // stage_bytes),
+        **overlap_options(x.device, _few_tokens_kernel),
+    )

@@ -1,0 +1,169 @@
+"""skinny_linear: x W^T + b for a few tokens on a GPU, optionally with the gated activation behind.
+
+A decode step's products read all weights for a handful of tokens, so they take the time of reading
+the weights once.  cuBLAS gets 2.5 to 3.8 TB/s of an H200's 4.2 there and adds a pass over split
+sums; these kernels get 3.0 to 4.4 (docs/decisions/020-skinny-products.md).
+"""
+
+import torch
+from torch import Tensor
+
+from paceline.kernels._check import reject
+from paceline.kernels.act_and_mul import ACTIVATIONS, act_and_mul_reference
+from paceline.kernels.custom_op import define_op
+from paceline.kernels.paged_attention.checks import require_triton
+
+MAX_TOKENS = 64
+_MAX_INNER = 32768  # one row of one token's tile is held in registers
+_ENOUGH_TILES = 96  # programs of a product that reads the weight at full speed on 132 processors
+_MOST_SPLITS = 4
+_SMALLEST_FEATURES = 64
+
+
+def skinny_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """The definition.  x: [tokens, inner]; weight: [out, inner]; bias: [out]; with an activation
+    weight and bias hold gate rows, then up rows.  Returns [tokens, out], rounded after the product.
+    """
+    product = torch.nn.functional.linear(x, weight, bias)
+    return product if activation is None else act_and_mul_reference(product, activation)
+
+
+def fits_skinny(x: Tensor, weight: Tensor) -> bool:
+    """Whether `skinny_linear` takes these operands and is the faster way; shapes and dtypes only.
+
+    x: [tokens, inner]; weight: [rows, inner].
+    """
+    return (
+        x.device.type == "cuda"
+        and x.dim() == 2
+        and 0 < x.shape[0] <= MAX_TOKENS
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.shape[1] % _tile(x.shape[0], weight.shape[0])[1] == 0
+        and x.shape[1] <= _MAX_INNER
+        and x.stride(1) == 1
+        and weight.stride(1) == 1
+    )
+
+
+def arrival_counters(out_features: int, *, device: torch.device) -> Tensor:
+    """[tiles] int32 zeros: what one layer's split products count their parts with."""
+    return torch.zeros(-(-out_features // _SMALLEST_FEATURES), dtype=torch.int32, device=device)
+
+
+def skinny_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: str | None = None,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """x W^T + b, and with `activation` act(gate) * up of it.
+
+    x: [tokens, inner], 1 to 64 tokens; weight: [out, inner], or [2 * out, inner] gate rows then up
+    rows with an activation; bias: like a column of weight, or None; one dtype, bfloat16 or float16,
+    last dimensions contiguous; inner a multiple of the tile (64 or 128).  counters: the layer's own
+    `arrival_counters`; without them the inner dimension is never split.  Mutates counters, which
+    are 0 again when the kernel ends.  Returns [tokens, out].  Deterministic.  Graph-safe: the grid
+    depends on shapes only.  Raises KernelArgumentError.
+    """
+    _check(x, weight, bias, activation)
+    tokens, inner = x.shape
+    out_features = weight.shape[0] // (1 if activation is None else 2)
+    out = torch.empty((tokens, out_features), dtype=x.dtype, device=x.device)
+    block_features, block_inner = _tile(tokens, weight.shape[0])
+    tiles = -(-out_features // block_features)
+    splits = 1
+    if counters is not None and tokens > 1 and activation is None:
+        splits = _splits(tiles, inner // block_inner)
+    partial = None
+    if splits > 1:
+        block_tokens = max(16, 1 << (tokens - 1).bit_length())
+        size = splits * tiles * block_features * block_tokens
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+    _SKINNY_LINEAR(
+        x, weight, bias, activation, block_features, block_inner, splits, out, partial, counters
+    )
+    return out
+
+
+def _tile(tokens: int, weight_rows: int) -> tuple[int, int]:
+    """(features, inner) of one program's tile: wide for many tokens over a large weight."""
+    return (128, 64) if tokens > 32 and weight_rows >= 8192 else (64, 128)
+
+
+def _splits(tiles: int, steps: int) -> int:
+    """Parts of the inner dimension, each of as many of the `steps` tiles."""
+    splits = 1
+    while tiles * splits < _ENOUGH_TILES and splits < _MOST_SPLITS and steps % (2 * splits) == 0:
+        splits *= 2
+    return splits
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    rows = weight.shape[0]
+    inner = _tile(x.shape[0], rows)[1]
+    if x.dim() != 2 or not 0 < x.shape[0] <= MAX_TOKENS or x.shape[1] % inner or x.stride(1) != 1:
+        reject(
+            "x",
+            expected=f"[1..{MAX_TOKENS}, inner] with inner a multiple of {inner}, contiguous",
+            got=x,
+            remedy="use kernels.linear, which takes any shape",
+        )
+    same = weight.dim() == 2 and weight.shape[1] == x.shape[1] and weight.stride(1) == 1
+    if not same or weight.dtype != x.dtype or weight.device != x.device:
+        reject(
+            "weight",
+            expected=f"{x.dtype} [out, {x.shape[1]}] on {x.device}, rows contiguous",
+            got=weight,
+            remedy="load the weight in the activations' dtype",
+        )
+    if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
+        reject(
+            "bias",
+            expected=f"{x.dtype} [{rows}]",
+            got=bias,
+            remedy="give one number for each row of weight",
+        )
+    if activation is not None:
+        assert activation in ACTIVATIONS, activation
+        assert rows % 2 == 0, rows
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    block_features: int,
+    block_inner: int,
+    splits: int,
+    out: Tensor,
+    partial: Tensor | None,
+    counters: Tensor | None,
+) -> None:
+    require_triton("skinny_linear")
+    from paceline.kernels._triton.skinny_linear import launch_skinny_linear
+
+    launch_skinny_linear(
+        x,
+        weight,
+        bias,
+        activation,
+        block_features=block_features,
+        block_inner=block_inner,
+        splits=splits,
+        out=out,
+        partial=partial,
+        counters=counters,
+    )
+
+
+_SKINNY_LINEAR = define_op(
+    "skinny_linear(Tensor x, Tensor weight, Tensor? bias, str? activation, int block_features, "
+    "int block_inner, int splits, Tensor(a!) out, Tensor(b!)? partial, Tensor(c!)? counters) -> ()",
+    cpu=_launch,
+    cuda=_launch,
+)

@@ -1,0 +1,66 @@
+"""skinny_linear through Triton's interpreter against float64."""
+
+import pytest
+import torch
+
+from paceline.core.errors import KernelArgumentError
+from paceline.kernels.skinny_linear import (
+    arrival_counters,
+    fits_skinny,
+    skinny_linear,
+    skinny_linear_reference,
+)
+
+pytest.importorskip("triton")
+
+
+def operands(tokens: int, rows: int, inner: int, *, dtype: torch.dtype) -> list[torch.Tensor]:
+    """x, weight and bias of a product whose results are about 1."""
+    rng = torch.Generator().manual_seed(tokens * 7 + rows)
+    x = torch.randn(tokens, inner, generator=rng).to(dtype)
+    weight = (torch.randn(rows, inner, generator=rng) / inner**0.5).to(dtype)
+    return [x, weight, torch.randn(rows, generator=rng).to(dtype)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 384), (3, 256), (33, 128)])
+def test_skinny_linear_equals_its_definition(
+    tokens: int, inner: int, activation: str | None, dtype: torch.dtype
+) -> None:
+    x, weight, bias = operands(tokens, 2 * 72, inner, dtype=dtype)
+    exact = skinny_linear_reference(x, weight, bias, activation)
+    out = skinny_linear(x, weight, bias, activation=activation)
+    torch.testing.assert_close(out, exact, rtol=4 * torch.finfo(dtype).eps, atol=0.02)
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_split_products_add_all_parts_and_leave_their_counters_zero(tokens: int) -> None:
+    x, weight, bias = operands(tokens, 128, 512, dtype=torch.float16)
+    counters = arrival_counters(128, device=x.device)
+    split = skinny_linear(x, weight, bias, counters=counters)
+    again = skinny_linear(x, weight, bias, counters=counters)
+    assert not counters.any()
+    assert torch.equal(split, again)
+    whole = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(split.double(), whole, rtol=2e-3, atol=2e-3)
+
+
+def test_operands_on_a_cpu_take_another_way() -> None:
+    x, weight, _ = operands(1, 64, 128, dtype=torch.bfloat16)
+    assert not fits_skinny(x, weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda x, w, b: (x[:, :100], w[:, :100], b), r"x.*multiple of 128"),
+        (lambda x, w, b: (x.new_zeros(65, 256), w, b), r"x.*1\.\.64"),
+        (lambda x, w, b: (x, w.float(), b), "weight.*bfloat16"),
+        (lambda x, w, b: (x, w, b[:3]), "bias"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(change, text: str) -> None:
+    x, weight, bias = change(*operands(2, 64, 256, dtype=torch.bfloat16))
+    with pytest.raises(KernelArgumentError, match=text):
+        skinny_linear(x, weight, bias)
