@@ -1,0 +1,295 @@
+"""Triton kernels of moe_experts; see kernels/moe_experts.py for the definition.
+
+Four launches: align the (token, expert) pairs by expert, gate and up with the activation in the
+epilogue, down times the routing weight, and the sum over each token's experts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from paceline.kernels._triton.moe_align import launch_moe_align
+from paceline.kernels._triton.moe_tiles import ExpertTiles, expert_tiles
+from paceline.kernels._triton.runtime import interpreted
+from paceline.kernels.moe_align import Alignment
+from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
+from paceline.kernels.moe_route import Routing
+
+
+@triton.jit
+def _product(
+    row_ptrs,  # [BLOCK_ROWS] pointers to the rows of a
+    col_ptrs,  # [BLOCK_COLS] pointers to the rows of a weight
+    live_rows,  # [BLOCK_ROWS] bool; other rows count as 0, never read
+    live_cols,  # [BLOCK_COLS] bool
+    INNER: tl.constexpr,
+    BLOCK_INNER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    EVEN_COLS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """a @ w^T of one tile, [BLOCK_ROWS, BLOCK_COLS] float32."""
+    steps = tl.arange(0, BLOCK_INNER)
+    a_ptrs = row_ptrs[:, None] + steps[None, :]
+    w_ptrs = col_ptrs[None, :] + steps[:, None]
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), tl.float32)
+    for start in range(0, INNER, BLOCK_INNER):
+        if INNER % BLOCK_INNER == 0:
+            a = tl.load(a_ptrs, mask=live_rows[:, None], other=0.0)
+            if EVEN_COLS:
+                w = tl.load(w_ptrs)
+            else:
+                w = tl.load(w_ptrs, mask=live_cols[None, :], other=0.0)
+        else:
+            inside = start + steps < INNER
+            a = tl.load(a_ptrs, mask=live_rows[:, None] & inside[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=live_cols[None, :] & inside[:, None], other=0.0)
+        if WIDEN:
+            a, w = a.to(tl.float32), w.to(tl.float32)
+        total = tl.dot(a, w, total, input_precision="ieee")
+        a_ptrs += BLOCK_INNER
+        w_ptrs += BLOCK_INNER
+    return total
+
+
+@triton.jit
+def _block(blocks_ptr, block, ONE_TOKEN: tl.constexpr):
+    """Expert, begin and end of a block of pairs.  The experts of one token differ: each pair is a
+    block, and `blocks` are the expert ids."""
+    if ONE_TOKEN:
+        return tl.load(blocks_ptr + block).to(tl.int64), block, block + 1
+    expert = tl.load(blocks_ptr + block * 3).to(tl.int64)
+    return expert, tl.load(blocks_ptr + block * 3 + 1), tl.load(blocks_ptr + block * 3 + 2)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,  # [tokens, HIDDEN]
+    weight_ptr,  # [num_experts, 2 * INTER, HIDDEN] gate and up rows interleaved
+    bias_ptr,  # [num_experts, 2 * INTER] or unused
+    order_ptr,  # [num_pairs] int32
+    blocks_ptr,  # [max_blocks, 3] int32 expert, begin, end; see _block
+    out_ptr,  # [num_pairs, INTER] in the order of `order`
+    stride_x_token,
+    alpha,
+    up_offset,
+    LIMIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EXPERTS_PER_TOKEN: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_INNER: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    expert, begin, end = _block(blocks_ptr, tl.program_id(1), ONE_TOKEN)
+    if begin >= end:
+        return
+    rows = begin + tl.arange(0, BLOCK_ROWS)
+    live = rows < end
+    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    if ONE_TOKEN:
+        token = tl.zeros((BLOCK_ROWS,), tl.int64)
+    else:
+        pairs = tl.load(order_ptr + rows, mask=live, other=0)
+        token = (pairs // EXPERTS_PER_TOKEN).to(tl.int64)
+    product = _product(
+        x_ptr + token * stride_x_token,
+        weight_ptr + expert * (2 * INTER * HIDDEN) + cols * HIDDEN,
+        live,
+        cols < 2 * INTER,
+        HIDDEN,
+        BLOCK_INNER,
+        BLOCK_ROWS,
+        BLOCK_COLS,
+        2 * INTER % BLOCK_COLS == 0,
+        WIDEN,
+    )
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * (2 * INTER) + cols, mask=cols < 2 * INTER, other=0.0)
+        product += bias.to(tl.float32)[None, :]
+    gate, up = tl.split(tl.reshape(product, (BLOCK_ROWS, BLOCK_COLS // 2, 2)))
+    if LIMIT is not None:
+        # A comparison, not a minimum: a NaN stays one.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    gated = gate * tl.sigmoid(alpha * gate) * (up + up_offset)
+    inter = tl.program_id(0) * (BLOCK_COLS // 2) + tl.arange(0, BLOCK_COLS // 2)
+    tl.store(
+        out_ptr + rows.to(tl.int64)[:, None] * INTER + inter[None, :],
+        gated.to(out_ptr.dtype.element_ty),
+        mask=live[:, None] & (inter < INTER)[None, :],
+    )
+
+
+@triton.jit
+def _down_kernel(
+    gated_ptr,  # [num_pairs, INTER] in the order of `order`
+    weight_ptr,  # [num_experts, HIDDEN, INTER]
+    bias_ptr,  # [num_experts, HIDDEN] or unused
+    routing_weights_ptr,  # [num_pairs] float32
+    order_ptr,  # [num_pairs] int32
+    blocks_ptr,  # [max_blocks, 3] int32 expert, begin, end; see _block
+    out_ptr,  # [num_pairs, HIDDEN] pair by pair
+    HAS_BIAS: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_INNER: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    expert, begin, end = _block(blocks_ptr, tl.program_id(1), ONE_TOKEN)
+    if begin >= end:
+        return
+    rows = begin + tl.arange(0, BLOCK_ROWS)
+    live = rows < end
+    cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    product = _product(
+        gated_ptr + rows.to(tl.int64) * INTER,
+        weight_ptr + expert * (HIDDEN * INTER) + cols * INTER,
+        live,
+        cols < HIDDEN,
+        INTER,
+        BLOCK_INNER,
+        BLOCK_ROWS,
+        BLOCK_COLS,
+        HIDDEN % BLOCK_COLS == 0,
+        WIDEN,
+    )
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + expert * HIDDEN + cols, mask=cols < HIDDEN, other=0.0)
+        product += bias.to(tl.float32)[None, :]
+    if ONE_TOKEN:
+        pairs = rows.to(tl.int64)
+    else:
+        pairs = tl.load(order_ptr + rows, mask=live, other=0).to(tl.int64)
+    share = tl.load(routing_weights_ptr + pairs, mask=live, other=0.0)
+    tl.store(
+        out_ptr + pairs[:, None] * HIDDEN + cols[None, :],
+        (product * share[:, None]).to(out_ptr.dtype.element_ty),
+        mask=live[:, None] & (cols < HIDDEN)[None, :],
+    )
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr,  # [tokens, EXPERTS_PER_TOKEN, HIDDEN]
+    out_ptr,  # [tokens, HIDDEN]
+    EXPERTS_PER_TOKEN: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < HIDDEN
+    row_ptr = parts_ptr + token * (EXPERTS_PER_TOKEN * HIDDEN)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(EXPERTS_PER_TOKEN):
+        part = tl.load(row_ptr + slot * HIDDEN + cols, mask=mask, other=0.0)
+        total += part.to(tl.float32)
+    tl.store(out_ptr + token * HIDDEN + cols, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def launch_moe_experts(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    *,
+    gate: SwiGLU,
+    out: Tensor,
+    tiles: ExpertTiles | None = None,
+) -> None:
+    """Arguments as checked by kernels/moe_experts.py; `tiles` overrides the tile table."""
+    if x.shape[0] == 0:
+        return
+    num_pairs, num_experts = routing.expert_ids.numel(), weights.down.shape[0]
+    if tiles is None:
+        tiles = expert_tiles(num_pairs, num_experts, x.dtype)
+    if x.shape[0] == 1:
+        aligned = Alignment(routing.expert_ids[0], routing.expert_ids[0])  # see _block
+    else:
+        aligned = launch_moe_align(routing.expert_ids, num_experts, tiles.rows)
+    gated = torch.empty(num_pairs, weights.down.shape[2], dtype=x.dtype, device=x.device)
+    parts = torch.empty(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
+    _launch_gate_up(x, weights, aligned, gate=gate, tiles=tiles, out=gated)
+    _launch_down(gated, routing, weights, aligned=aligned, tiles=tiles, out=parts)
+    block = min(1024, triton.next_power_of_2(x.shape[1]))
+    _sum_kernel[(x.shape[0], triton.cdiv(x.shape[1], block))](
+        parts,
+        out,
+        EXPERTS_PER_TOKEN=routing.expert_ids.shape[1],
+        HIDDEN=x.shape[1],
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+def _launch_gate_up(
+    x: Tensor,
+    weights: ExpertWeights,
+    aligned: Alignment,
+    *,
+    gate: SwiGLU,
+    tiles: ExpertTiles,
+    out: Tensor,
+) -> None:
+    num_pairs, inter = out.shape
+    tile = tiles.gate_up
+    _gate_up_kernel[(triton.cdiv(2 * inter, tile.cols), aligned.blocks.shape[0])](
+        x,
+        weights.gate_up,
+        weights.gate_up_bias,
+        *aligned,
+        out,
+        x.stride(0),
+        gate.alpha,
+        gate.up_offset,
+        LIMIT=gate.limit,
+        HAS_BIAS=weights.gate_up_bias is not None,
+        EXPERTS_PER_TOKEN=num_pairs // x.shape[0],
+        HIDDEN=x.shape[1],
+        INTER=inter,
+        BLOCK_ROWS=tiles.rows,
+        BLOCK_COLS=tile.cols,
+        BLOCK_INNER=tile.inner,
+        ONE_TOKEN=x.shape[0] == 1,
+        WIDEN=x.dtype == torch.bfloat16 and interpreted(_gate_up_kernel),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _launch_down(
+    gated: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    *,
+    aligned: Alignment,
+    tiles: ExpertTiles,
+    out: Tensor,
+) -> None:
+    tile = tiles.down
+    _down_kernel[(triton.cdiv(out.shape[1], tile.cols), aligned.blocks.shape[0])](
+        gated,
+        weights.down,
+        weights.down_bias,
+        routing.weights,
+        *aligned,
+        out,
+        HAS_BIAS=weights.down_bias is not None,
+        HIDDEN=out.shape[1],
+        INTER=gated.shape[1],
+        BLOCK_ROWS=tiles.rows,
+        BLOCK_COLS=tile.cols,
+        BLOCK_INNER=tile.inner,
+        ONE_TOKEN=routing.weights.shape[0] == 1,
+        WIDEN=gated.dtype == torch.bfloat16 and interpreted(_down_kernel),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

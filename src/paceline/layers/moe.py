@@ -1,0 +1,71 @@
+"""A mixture of experts: a router, and gated feed-forward blocks of which each token takes a few."""
+
+from torch import Tensor, nn
+
+from paceline.core.model_config import ModelConfig, MoEConfig
+from paceline.core.parallel import Parallel
+from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts
+from paceline.kernels.moe_route import moe_route
+from paceline.layers.linear import Linear
+from paceline.layers.mlp import GatedMLP
+from paceline.layers.parameter import Placement, empty_matrices, empty_parameter
+
+
+class SparseMLP(nn.Module):
+    """Router and experts of one layer.  Under tensor parallelism each rank holds a share of every
+    expert's intermediate columns; the router is everywhere."""
+
+    def __init__(
+        self, hidden_size: int, moe: MoEConfig, *, parallel: Parallel, placement: Placement
+    ) -> None:
+        super().__init__()
+        experts, bias = moe.num_experts, moe.bias
+        inter = parallel.share(moe.intermediate_size, "intermediate_size")
+        self.experts_per_token = moe.experts_per_token
+        self.renormalize = moe.renormalize
+        self.gate = SwiGLU(moe.swiglu_alpha, moe.swiglu_limit, moe.swiglu_up_offset)
+        self.router = Linear(
+            hidden_size, experts, bias=bias, parallel=Parallel(), placement=placement
+        )
+        # [experts, 2 * inter, hidden]  gate 0, up 0, gate 1, up 1, ...
+        self.gate_up = empty_matrices(experts, 2 * inter, hidden_size, placement=placement)
+        self.down = empty_matrices(experts, hidden_size, inter, placement=placement)
+        self.gate_up_bias = (
+            empty_parameter(experts, 2 * inter, placement=placement) if bias else None
+        )
+        self.down_bias = (
+            empty_parameter(experts, hidden_size, placement=placement) if bias else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        routing = moe_route(self.router(x), self.experts_per_token, renormalize=self.renormalize)
+        weights = ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias)
+        return moe_experts(x, routing, weights, self.gate)
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills, where each expert has its own names."""
+        named = self.router.destinations(f"{prefix}.gate")
+        for expert in range(self.down.shape[0]):
+            own = f"{prefix}.experts.{expert}"
+            named[f"{own}.gate_proj.weight"] = self.gate_up[expert, ::2]
+            named[f"{own}.up_proj.weight"] = self.gate_up[expert, 1::2]
+            named[f"{own}.down_proj.weight"] = self.down[expert]
+        return named
+
+
+def feed_forward(
+    config: ModelConfig, layer_id: int, *, parallel: Parallel, placement: Placement
+) -> GatedMLP | SparseMLP:
+    """The feed-forward block of a layer: experts where the model has them there."""
+    moe = config.moe
+    if moe is not None and moe.layers[layer_id]:
+        return SparseMLP(config.hidden_size, moe, parallel=parallel, placement=placement)
+    return GatedMLP(
+        config.hidden_size,
+        config.intermediate_size,
+        activation=config.hidden_act,
+        bias=config.mlp_bias,
+        parallel=parallel,
+        placement=placement,
+    )

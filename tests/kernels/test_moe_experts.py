@@ -1,0 +1,135 @@
+"""moe_experts: the op and its Triton kernels against transformers' expert modules."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_cases import CLAMPED, SILU, Case, in_float32, make_case, theirs
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError
+from paceline.kernels.moe_experts import SwiGLU, moe_experts, moe_experts_reference
+from paceline.kernels.moe_route import Routing
+
+Run = Callable[[Case], Tensor]
+
+
+def run_op(case: Case) -> Tensor:
+    return moe_experts(case.x, case.routing, case.weights, case.gate)
+
+
+def run_reference(case: Case) -> Tensor:
+    return moe_experts_reference(case.x, case.routing, case.weights, case.gate)
+
+
+def run_triton(case: Case) -> Tensor:
+    from paceline.kernels._triton.moe_experts import launch_moe_experts
+
+    out = torch.full_like(case.x, float("nan"))
+    launch_moe_experts(case.x, case.routing, case.weights, gate=case.gate, out=out)
+    return out
+
+
+RUNS = pytest.mark.parametrize(
+    "run", [run_op, run_reference, run_triton], ids=["op", "reference", "triton"]
+)
+KERNELS = pytest.mark.parametrize("run", [run_op, run_triton], ids=["op", "triton"])
+GATES = pytest.mark.parametrize("gate", [SILU, CLAMPED], ids=["silu", "clamped"])
+
+
+@RUNS
+@GATES
+@pytest.mark.parametrize(
+    "sizes", [(1, 8, 3, 40, 24), (7, 6, 2, 33, 17), (5, 4, 4, 64, 64)], ids=str
+)
+def test_experts_equal_transformers(run: Run, gate: SwiGLU, sizes: tuple[int, ...]) -> None:
+    tokens, experts, per_token, hidden, inter = sizes
+    case = make_case(tokens, experts, per_token, hidden=hidden, inter=inter, gate=gate)
+    torch.testing.assert_close(run(case), theirs(case), rtol=1e-5, atol=2e-6)
+
+
+@RUNS
+@GATES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_is_no_worse_than_that_of_transformers(
+    run: Run, gate: SwiGLU, dtype: torch.dtype
+) -> None:
+    case = make_case(6, 5, 3, hidden=48, inter=40, gate=gate, dtype=dtype)
+    exact = theirs(in_float32(case))
+
+    def error(found: Tensor) -> Tensor:
+        return (found.float() - exact).square().mean().sqrt()
+
+    # Triton's interpreter cuts a bfloat16 off where a GPU rounds.
+    slack = 2.0 if run is run_triton and dtype == torch.bfloat16 else 1.1
+    assert run(case).dtype == dtype
+    assert error(run(case)) < slack * error(theirs(case))
+
+
+@KERNELS
+def test_an_expert_without_tokens_is_not_read(run: Run) -> None:
+    case = make_case(5, 8, 2, hidden=32, inter=16, live=3)
+    assert case.routing.expert_ids.max() < 3
+    expected = run(case)
+    case.weights.gate_up[3:] = float("nan")
+    case.weights.down[3:] = float("nan")
+    assert torch.equal(run(case), expected)
+
+
+@KERNELS
+def test_a_token_that_is_not_finite_touches_no_other(run: Run) -> None:
+    case = make_case(6, 4, 2, hidden=32, inter=16)
+    expected = run(case)
+    case.x[2] = float("nan")
+    found = run(case)
+    assert found[2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(found[others], expected[others])
+
+
+@KERNELS
+def test_other_tokens_of_a_step_do_not_change_a_token(run: Run) -> None:
+    """As padded rows are: there, and of no account."""
+    case = make_case(6, 4, 2, hidden=32, inter=16)
+    rows = slice(0, 3)
+    few = Routing(case.routing.weights[rows], case.routing.expert_ids[rows])
+    alone = run(replace(case, x=case.x[rows], routing=few))
+    torch.testing.assert_close(run(case)[rows], alone, rtol=1e-5, atol=1e-6)
+
+
+@KERNELS
+def test_tokens_may_lie_apart_and_there_may_be_none(run: Run) -> None:
+    case = make_case(4, 4, 2, hidden=32, inter=16)
+    wide = torch.full((4, 80), float("nan"))
+    wide[:, :32] = case.x
+    assert torch.equal(run(replace(case, x=wide[:, :32])), run(case))
+    none = Routing(case.routing.weights[:0], case.routing.expert_ids[:0])
+    assert run(replace(case, x=case.x[:0], routing=none)).shape == (0, 32)
+
+
+def test_blocks_of_several_rows_and_a_last_partial_one_are_whole() -> None:
+    """19 tokens of which each takes expert 0: blocks of 16 rows and of 3."""
+    case = make_case(19, 3, 1, hidden=24, inter=16, live=1)
+    assert (case.routing.expert_ids == 0).all()
+    torch.testing.assert_close(run_triton(case), theirs(case), rtol=1e-5, atol=2e-6)
+
+
+def test_bad_arguments_are_named_with_what_was_expected() -> None:
+    case = make_case(3, 4, 2, hidden=8, inter=6)
+    few = Routing(case.routing.weights[:2], case.routing.expert_ids)
+    wide = Routing(case.routing.weights, case.routing.expert_ids.long())
+    half = case.weights._replace(down=case.weights.down.half())
+    short = case.weights._replace(gate_up=case.weights.gate_up[:, :10])
+    bias = case.weights._replace(down_bias=torch.zeros(4, 6))
+    for wrong, text in (
+        (replace(case, x=case.x.t()), "x must be [tokens, hidden] with a contiguous last dim"),
+        (replace(case, routing=few), "routing.weights must be torch.float32 [3, experts_per"),
+        (replace(case, routing=wide), "routing.expert_ids must be torch.int32 [3, experts_per"),
+        (replace(case, weights=half), "weights.down must be torch.float32 [4, 8, 6] on cpu"),
+        (replace(case, weights=short), "weights.gate_up must be torch.float32 [4, 12, 8] on"),
+        (replace(case, weights=bias), "weights.down_bias must be torch.float32 [4, 8] on cpu"),
+    ):
+        with pytest.raises(KernelArgumentError, match=re.escape(text)):
+            run_op(wrong)
