@@ -4,20 +4,39 @@ import torch
 from torch import Tensor
 
 from paceline.core.model_config import ModelConfig
+from paceline.kernels.rms_norm import rms_norm_reference
+from paceline.kernels.rope import Rope, rope_reference
+from paceline.kernels.rope_write_kv import HeadNorms
 
 
 class FakeContext:
     """`attend` over everything appended so far, under causal and window masks, in float32 or the
     model's dtype, by the textbook formula."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sinks: tuple[Tensor | None, ...] | None = None) -> None:
         self._config = config
+        self._sinks = sinks or (None,) * config.num_layers  # [num_layers] of [num_heads]
         self._keys: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
         self._values: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
 
-    def attend(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        rope: Rope | None,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]."""
         config = self._config
+        if norms is not None:
+            offset = norms.unit_offset
+            q = rms_norm_reference(q, norms.q, norms.eps, unit_offset=offset)
+            k = rms_norm_reference(k, norms.k, norms.eps, unit_offset=offset)
+        if rope is not None:
+            q, k = rope_reference(q, *rope), rope_reference(k, *rope)
         self._keys[layer_id].append(k.clone())
         self._values[layer_id].append(v.clone())
         group = config.num_heads // config.num_kv_heads
@@ -34,5 +53,13 @@ class FakeContext:
         if window is not None:
             visible &= key_at > query_at - window
         scores = scores.masked_fill(~visible, float("-inf"))
-        weights = scores.float().softmax(-1).to(q.dtype)
+        weights = _weights(scores.float(), self._sinks[layer_id]).to(q.dtype)
         return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """softmax of [heads, queries, keys]; a sink is one more key, whose weight is lost."""
+    if sinks is None:
+        return scores.softmax(-1)
+    extra = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+    return torch.cat((scores, extra), dim=-1).softmax(-1)[..., :-1]

@@ -25,6 +25,12 @@ LLAMA: dict[str, Any] = {
 }
 QWEN = LLAMA | {"model_type": "qwen2"}
 GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 32}
+PHI = LLAMA | {
+    "model_type": "phi3",
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
 
 
 @pytest.mark.parametrize("name", shape_names())
@@ -97,6 +103,54 @@ def test_qwen_windows_only_upper_layers_and_only_when_switched_on() -> None:
     assert parse_config(explicit).layer_windows == (16, None, None)
 
 
+def test_mistral_windows_every_layer_unless_null_switches_it_off() -> None:
+    mistral = LLAMA | {"model_type": "mistral"}
+    assert parse_config(mistral | {"sliding_window": 64}).layer_windows == (64, 64, 64)
+    assert parse_config(mistral | {"sliding_window": None}).layer_windows == (None,) * 3
+    long = mistral | {"max_position_embeddings": 8192}
+    assert parse_config(long).layer_windows == (4096,) * 3
+    assert transformers.MistralConfig().sliding_window == 4096
+
+
+def test_a_window_as_long_as_the_context_is_none() -> None:
+    for window, expected in ((255, 255), (256, None), (300, None)):
+        config = parse_config(PHI | {"sliding_window": window, "rope_scaling": LONGROPE})
+        assert config.layer_windows == (expected,) * 3
+
+
+def test_gemma2_is_read_with_the_defaults_of_transformers() -> None:
+    config, theirs = parse_config({"model_type": "gemma2"}), transformers.Gemma2Config()
+    assert config.attention_soft_cap == theirs.attn_logit_softcapping
+    assert config.logit_soft_cap == theirs.final_logit_softcapping
+    assert config.max_position == theirs.max_position_embeddings
+    assert config.vocab_size == theirs.vocab_size
+    assert config.attention_scale == theirs.query_pre_attn_scalar**-0.5
+    expected = [4096 if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert list(config.layer_windows) == expected
+    no_caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    config = parse_config({"model_type": "gemma2"} | no_caps)
+    assert (config.attention_soft_cap, config.logit_soft_cap) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_phi3_has_three_names_for_longrope(name: str) -> None:
+    config = parse_config(PHI | {"rope_scaling": LONGROPE | {"type": name}})
+    assert config.rope.kind is RopeKind.LONGROPE
+    assert config.rope.short_context == 32
+    assert config.rope.factor == 8.0
+    assert config.rotary_dim == 12
+    assert config.max_position == 256
+
+
+def test_the_trained_context_beside_rope_parameters_comes_first() -> None:
+    inner = LONGROPE | {"original_max_position_embeddings": 64}
+    assert parse_config(PHI | {"rope_scaling": inner}).rope.short_context == 32
+    theirs = transformers.Phi3Config(
+        **{k: v for k, v in PHI.items() if k != "model_type"}, rope_scaling=inner
+    )
+    assert theirs.rope_parameters["original_max_position_embeddings"] == 32
+
+
 def test_biases_follow_the_architecture() -> None:
     def biases(config: dict[str, Any]) -> tuple[bool, bool, bool]:
         parsed = parse_config(config)
@@ -133,15 +187,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_f
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"model_type": "mamba"},
-        "model_type must be one of gemma3, gemma3_text, llama, qwen2, qwen3, got 'mamba'",
+        "model_type must be one of gemma2, gemma3, gemma3_text, .*llama, .*qwen3.*, got 'mamba'",
     ),
     "architecture in a list": (
         LLAMA | {"model_type": ["llama"]},
-        r"model_type must be one of gemma3, .*, got \['llama'\]",
+        r"model_type must be one of gemma2, .*, got \['llama'\]",
     ),
     "architecture in an object": (
         LLAMA | {"model_type": {"llama": 1}},
-        "model_type must be one of gemma3, .*, got {'llama': 1}",
+        "model_type must be one of gemma2, .*, got {'llama': 1}",
     ),
     "no architecture": ({"vocab_size": 3}, "model_type must be one of .* got None"),
     "quantised": (
@@ -175,8 +229,48 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "odd head": (LLAMA | {"head_dim": 15}, "head_dim must be even, got 15"),
     "dtype": (LLAMA | {"torch_dtype": "int8"}, "torch_dtype must be one of bfloat16, .*'int8'"),
     "rope kind": (
-        LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 4}},
-        "rope_parameters: rope_type must be one of default, linear, llama3, yarn, got 'longrope'",
+        LLAMA | {"rope_scaling": {"rope_type": "proportional", "factor": 4}},
+        "rope_type must be one of default, linear, llama3, yarn, longrope, got 'proportional'",
+    ),
+    "longrope without its trained context": (
+        LLAMA | {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
+        "original_max_position_embeddings must be an integer of at least 2, got nothing",
+    ),
+    "longrope without factors": (
+        PHI | {"rope_scaling": {"type": "longrope"}},
+        "short_factor must be a list of positive numbers, got nothing",
+    ),
+    "longrope factors": (
+        PHI | {"rope_scaling": LONGROPE | {"long_factor": [1, 2, 0]}},
+        r"long_factor must be a list of positive numbers, got \[1, 2, 0\]",
+    ),
+    "longrope factors of another size": (
+        PHI | {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 8}},
+        "long_factor must be a list of 6, one for each pair that rope turns, got '8 numbers'",
+    ),
+    "longrope of another model": (
+        PHI | {"rope_scaling": LONGROPE | {"short_mscale": 1.1}},
+        "short_mscale must be absent, got 1.1; this rope is not supported",
+    ),
+    "odd partial rope": (
+        PHI | {"partial_rotary_factor": 0.7},
+        "partial_rotary_factor must be an even number of the 16 dimensions of a head, got 0.7",
+    ),
+    "su of another model": (
+        LLAMA | {"rope_scaling": {"type": "su"}},
+        "rope_parameters: type must be one of .*, got 'su'",
+    ),
+    "layer kinds of mistral": (
+        LLAMA | {"model_type": "mistral", "layer_types": ["full_attention"] * 3},
+        "layer_types must be absent, got .*; mistral has one kind of layer",
+    ),
+    "layer kinds of phi3": (
+        PHI | {"layer_types": ["full_attention"] * 3},
+        "layer_types must be absent, got .*; phi3 has one kind of layer",
+    ),
+    "gemma2 windows switched off by null": (
+        {"model_type": "gemma2", "sliding_window": None},
+        "sliding_window must be set for sliding_attention layers, got nothing",
     ),
     "old rope kind": (
         LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4}},

@@ -13,10 +13,15 @@ from paceline.models.size import parameter_count, weights_bytes
 
 # as the model cards state them
 PUBLISHED = {
+    "gemma-2-9b": 9_241_705_984,
     "gemma-3-1b": 999_885_952,
+    "gpt-oss-20b": 20_914_757_184,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
+    "mistral-7b": 7_241_732_096,
+    "phi-4-mini": 3_836_021_760,
     "qwen2.5-7b": 7_615_616_512,
+    "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,
 }
 

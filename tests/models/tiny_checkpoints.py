@@ -1,5 +1,6 @@
 """Small random checkpoints written by transformers, one per property worth telling apart."""
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,24 @@ _GEMMA = _SIZES | {
 }
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.2, 1.6, 2.0],
+    "long_factor": [1.0, 1.5, 2.5, 6.0, 11.0, 13.0],
+}
+
+
 def _gemma_ropes(full: dict[str, Any]) -> dict[str, Any]:
     return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 50}}
+
+
+def longrope(original: int, context: int = CONTEXT, **settings: Any) -> dict[str, Any]:
+    """Settings of a Phi-3 whose long factors serve contexts above `original`."""
+    lengths = {"original_max_position_embeddings": original}
+    own = {"rope_parameters": LONGROPE | lengths | settings}
+    return _SIZES | _LLAMA | lengths | own | {"max_position_embeddings": context}
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -95,6 +112,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 24}
         | {"attention_bias": True, "rope_parameters": _DEFAULT},
     ),
+    "qwen3_moe-normalised-dense-layer": (
+        "Qwen3Moe",
+        _SIZES
+        | {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 24}
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
+        | {"norm_topk_prob": True, "mlp_only_layers": [1], "num_hidden_layers": 3}
+        | {"rope_parameters": _DEFAULT},
+    ),
+    "qwen3_moe-window-every-second-layer": (
+        "Qwen3Moe",
+        _SIZES
+        | _LLAMA
+        | {"num_experts": 40, "num_experts_per_tok": 3, "moe_intermediate_size": 12}
+        | {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 11}
+        | {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": _DEFAULT},
+    ),
     "gemma3-windows-two-ropes": (
         "Gemma3",
         _GEMMA
@@ -108,6 +141,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": _gemma_ropes(_DEFAULT | {"rope_type": "linear", "factor": 4.0})}
         | {"tie_word_embeddings": False, "attention_bias": True},
     ),
+    "gemma2-soft-caps-alternating-windows": (
+        "Gemma2",
+        _GEMMA
+        | {"num_key_value_heads": 2, "layer_types": None, "rope_parameters": _DEFAULT}
+        | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 5.0},
+    ),
+    "mistral-window-odd-heads": (
+        "Mistral",
+        _SIZES
+        | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 20}
+        | {"sliding_window": 13, "rope_parameters": _DEFAULT},
+    ),
+    "gpt-oss-sinks-alternating-windows": (
+        "GptOss",
+        _SIZES
+        | {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 20}
+        | {"num_hidden_layers": 3, "sliding_window": 9, "swiglu_limit": 0.75}
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 4.0,
+                "truncate": False,
+            }
+        },
+    ),
+    "phi3-fused-window-half-rope": (
+        "Phi3",
+        _SIZES
+        | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+        | {"sliding_window": 17, "tie_word_embeddings": True}
+        | {"rope_parameters": _DEFAULT | {"partial_rotary_factor": 0.5}},
+    ),
+    "phi3-longrope-long": ("Phi3", longrope(8)),
+    "phi3-longrope-short": ("Phi3", longrope(CONTEXT, factor=4.0)),
 }
 
 
@@ -118,10 +189,11 @@ def make(case: str) -> transformers.PreTrainedModel:
     config_name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
     config = getattr(transformers, config_name)(**settings)
     config._attn_implementation = "eager"
-    torch.manual_seed(sorted(CASES).index(case))
+    config._experts_implementation = "eager"
+    torch.manual_seed(zlib.crc32(case.encode()))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or name.endswith("bias"):
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
         assert parameter.std() > 0, name
     return model

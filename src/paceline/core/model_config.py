@@ -11,6 +11,7 @@ class RopeKind(Enum):
     LINEAR = "linear"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +21,42 @@ class RopeConfig:
     kind: RopeKind = RopeKind.DEFAULT
     theta: float = 10000.0
     factor: float = 1.0
-    original_max_position: int | None = None  # llama3, yarn
+    original_max_position: int | None = None  # llama3, yarn, longrope: the trained context
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
-    attention_factor: float | None = None  # yarn
+    attention_factor: float | None = None  # yarn, longrope
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    short_factors: tuple[float, ...] = ()  # [rotary_dim / 2] longrope, within the trained context
+    long_factors: tuple[float, ...] = ()  # [rotary_dim / 2] longrope, beyond it
+
+    @property
+    def short_context(self) -> int | None:
+        """The longest context limit that is served with longrope's short factors; None for a rope
+        that has one set of frequencies."""
+        return self.original_max_position if self.kind is RopeKind.LONGROPE else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """The routed experts of a model: gated feed-forward blocks of which each token takes a few.
+
+    Their gate is min(g, limit) * sigmoid(alpha * min(g, limit)), and it multiplies
+    clamp(u, -limit, limit) + up_offset; the defaults make it SiLU.
+    """
+
+    layers: tuple[bool, ...]  # [num_layers] which have experts in place of the one dense block
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    renormalize: bool  # the weights of a token's experts sum to 1
+    bias: bool  # biases on the router and on the experts' projections
+    swiglu_alpha: float = 1.0
+    swiglu_limit: float | None = None
+    swiglu_up_offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +72,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int  # of Q and K
     v_head_dim: int
+    rotary_dim: int  # leading dimensions of each head of Q and K that rope turns
     max_position: int  # context limit in tokens
     rms_norm_eps: float
     rope: RopeConfig
@@ -59,6 +88,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: str  # as stored: "bfloat16", "float16", "float32"
+    attention_sinks: bool = False  # one more score per head, which adds no value
+    moe: MoEConfig | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

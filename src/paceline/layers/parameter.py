@@ -25,7 +25,17 @@ def empty_matrix(rows: int, columns: int, *, placement: Placement) -> nn.Paramet
 
     float32 on a CPU is stored column by column (see kernels.linear); everything else row by row.
     """
+    return _empty_matrices(rows, columns, placement=placement)
+
+
+def empty_matrices(count: int, rows: int, columns: int, *, placement: Placement) -> nn.Parameter:
+    """[count, rows, columns] of such matrices, one behind the other."""
+    return _empty_matrices(count, rows, columns, placement=placement)
+
+
+def _empty_matrices(*shape: int, placement: Placement) -> nn.Parameter:
     if placement.device.type != "cpu" or placement.dtype != torch.float32:
-        return empty_parameter(rows, columns, placement=placement)
-    stored = torch.empty(columns, rows, device=placement.device, dtype=placement.dtype)
-    return nn.Parameter(stored.t(), requires_grad=False)
+        return empty_parameter(*shape, placement=placement)
+    *count, rows, columns = shape
+    stored = torch.empty(*count, columns, rows, device=placement.device, dtype=placement.dtype)
+    return nn.Parameter(stored.mT, requires_grad=False)

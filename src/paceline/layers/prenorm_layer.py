@@ -1,11 +1,11 @@
-"""The pre-norm decoder layer of Llama and Qwen: norm, attention, norm, gated MLP."""
+"""The pre-norm decoder layer of Llama and Qwen: norm, attention, norm, feed-forward."""
 
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import AttentionContext
-from paceline.layers.mlp import GatedMLP
+from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
@@ -26,14 +26,7 @@ class PreNormLayer(nn.Module):
         self.attention = attention
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.hidden_act,
-            bias=config.mlp_bias,
-            parallel=parallel,
-            placement=placement,
-        )
+        self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
 
     def forward(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: AttentionContext

@@ -1,8 +1,9 @@
 """Rotary position tables.
 
 Frequencies: RoFormer (Su et al. 2021), theta^(-2i/d).  `linear` divides them by the factor (Chen et
-al. 2023, position interpolation).  `llama3` and `yarn` are explained at their functions.  Angles
-are float32 products of position and frequency, as in the code the checkpoints were trained with.
+al. 2023, position interpolation).  `llama3`, `yarn` and `longrope` are explained at their
+functions.  Angles are float32 products of position and frequency, as in the code the checkpoints
+were trained with.
 """
 
 import math
@@ -14,10 +15,18 @@ from paceline.core.model_config import RopeConfig, RopeKind
 
 
 def rope_table(
-    rope: RopeConfig, *, rotary_dim: int, max_positions: int, device: torch.device
+    rope: RopeConfig,
+    *,
+    rotary_dim: int,
+    max_positions: int,
+    context_len: int,
+    device: torch.device,
 ) -> Tensor:
-    """cos_sin [max_positions, rotary_dim] float32: the cosine half, then the sine half."""
-    frequencies = rope_frequencies(rope, rotary_dim).to(device)
+    """cos_sin [max_positions, rotary_dim] float32: the cosine half, then the sine half.
+
+    `context_len` is the context limit that is served, see `rope_frequencies`.
+    """
+    frequencies = rope_frequencies(rope, rotary_dim, context_len=context_len).to(device)
     positions = torch.arange(max_positions, device=device, dtype=torch.float32)
     angles = positions[:, None] * frequencies
     table = torch.empty(max_positions, rotary_dim, device=device, dtype=torch.float32)
@@ -28,8 +37,11 @@ def rope_table(
     return table
 
 
-def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
-    """[rotary_dim / 2] float32 radians per position, fastest first, on the CPU."""
+def rope_frequencies(rope: RopeConfig, rotary_dim: int, *, context_len: int) -> Tensor:
+    """[rotary_dim / 2] float32 radians per position, fastest first, on the CPU.
+
+    One set for every position of every request; only longrope's depends on `context_len`.
+    """
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     plain = 1.0 / rope.theta**exponents
     match rope.kind:
@@ -41,17 +53,24 @@ def rope_frequencies(rope: RopeConfig, rotary_dim: int) -> Tensor:
             return _llama3(plain, rope)
         case RopeKind.YARN:
             return _yarn(plain, rope, rotary_dim)
+        case RopeKind.LONGROPE:
+            return 1.0 / (_longrope_factors(rope, context_len) * rope.theta**exponents)
 
 
 def rope_attention_factor(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by: 1, or yarn's 0.1 ln(factor) + 1 (YaRN, section 3.4).
+    """What cos and sin are multiplied by: 1, yarn's 0.1 ln(factor) + 1 (YaRN, section 3.4), or
+    longrope's sqrt(1 + ln(factor) / ln(trained context)) (LongRoPE, Ding et al. 2024).
 
-    With mscale and mscale_all_dim (DeepSeek-V2) it is the ratio of the two.
+    With mscale and mscale_all_dim (DeepSeek-V2) yarn's is the ratio of the two.
     """
-    if rope.kind is not RopeKind.YARN:
+    if rope.kind not in (RopeKind.YARN, RopeKind.LONGROPE):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    if rope.kind is RopeKind.LONGROPE:
+        assert rope.original_max_position is not None, "longrope without its trained context"
+        stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position)
+        return math.sqrt(1.0 + stretch)
     if rope.mscale and rope.mscale_all_dim:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
     return _mscale(rope.factor, 1.0)
@@ -96,3 +115,14 @@ def _yarn(plain: Tensor, rope: RopeConfig, rotary_dim: int) -> Tensor:
     index = torch.arange(rotary_dim // 2, dtype=torch.float32)
     interpolate = ((index - low) / width).clamp(0.0, 1.0)
     return interpolate * plain / rope.factor + (1.0 - interpolate) * plain
+
+
+def _longrope_factors(rope: RopeConfig, context_len: int) -> Tensor:
+    """LongRoPE (Ding et al. 2024): each frequency is divided by a factor of its own, searched for.
+
+    Checkpoints bring two sets, one for the trained context and one for beyond.  The context limit
+    decides, for all positions at once: a cached key then never depends on a request's length.
+    """
+    assert rope.short_context is not None, "longrope without its trained context"
+    is_long = context_len > rope.short_context
+    return torch.tensor(rope.long_factors if is_long else rope.short_factors)

@@ -1,16 +1,18 @@
 """A decoder's self-attention block: fused QKV, optional per-head norms, rope, attention, output.
 
-Writing K and V to the pool and calling the backend is `attention.AttentionContext`'s part.
+Norms and rope run where K and V are written to the pool: in `attention.AttentionContext`, which
+then calls the backend.
 """
 
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
-from paceline.kernels.rope import rope_inplace
+from paceline.kernels.rope import Rope
+from paceline.kernels.rope_write_kv import HeadNorms
 from paceline.layers.attention import AttentionContext
 from paceline.layers.linear import Linear, QKVLinear
-from paceline.layers.parameter import Placement
+from paceline.layers.parameter import Placement, empty_parameter
 from paceline.layers.rms_norm import RMSNorm
 
 
@@ -48,15 +50,20 @@ class SelfAttention(nn.Module):
         )
         self.q_norm = qk_norms[0] if qk_norms else None
         self.k_norm = qk_norms[1] if qk_norms else None
-        self.cos_sin = cos_sin  # [max_positions, head_dim]  float32, shared by layers
+        heads = parallel.share(config.num_heads, "num_heads")
+        # [num_heads]  one more score per head
+        self.sinks = empty_parameter(heads, placement=placement) if config.attention_sinks else None
+        self.cos_sin = cos_sin  # [max_positions, rotary_dim]  float32, shared by layers
 
     def forward(self, x: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         """x [tokens, hidden], positions [tokens] int64 -> [tokens, hidden]."""
         q, k, v = self.qkv(x)
+        norms: HeadNorms | None = None
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        rope_inplace(q, k, self.cos_sin, positions)
-        return self.out(ctx.attend(self.layer_id, q, k, v).flatten(1))
+            weights = self.q_norm.weight, self.k_norm.weight
+            norms = HeadNorms(*weights, self.q_norm.eps, self.q_norm.unit_offset)
+        rope = Rope(self.cos_sin, positions)
+        return self.out(ctx.attend(self.layer_id, q, k, v, rope=rope, norms=norms).flatten(1))
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
@@ -64,4 +71,6 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             named[f"{prefix}.q_norm.weight"] = self.q_norm.weight
             named[f"{prefix}.k_norm.weight"] = self.k_norm.weight
+        if self.sinks is not None:
+            named[f"{prefix}.sinks"] = self.sinks
         return named

@@ -7,6 +7,7 @@ from paceline.core.parallel import Parallel
 from paceline.layers.attention import AttentionContext
 from paceline.layers.embedding import LMHead
 from paceline.layers.parameter import Placement
+from paceline.layers.self_attention import SelfAttention
 from paceline.models.decoder import Decoder, Hidden
 
 
@@ -38,8 +39,14 @@ class CausalLM(nn.Module):
         return self.decoder(input_ids, positions, ctx, taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab] float32."""
+        """hidden [rows, hidden] -> [rows, vocab] in hidden's dtype, float32 where capped."""
         return self.head(hidden)
+
+    def attention_sinks(self) -> tuple[Tensor | None, ...]:
+        """[num_layers] of [num_heads] float32, or None where a layer has no sinks."""
+        found = [module for module in self.decoder.modules() if isinstance(module, SelfAttention)]
+        found.sort(key=lambda attention: attention.layer_id)
+        return tuple(None if layer.sinks is None else layer.sinks.float() for layer in found)
 
     def destinations(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the view of a parameter it fills."""

@@ -9,9 +9,18 @@ from typing import Any
 
 from paceline.core.activations import ACTIVATIONS
 from paceline.core.errors import ModelError, message
-from paceline.core.model_config import ModelConfig
+from paceline.core.model_config import ModelConfig, RopeKind
 from paceline.core.options import DTYPES
-from paceline.models.config_rope import LAYER_TYPES, context_limit, read_dual_rope, read_rope
+from paceline.models.config_gemma import read_gemma2, read_gemma3
+from paceline.models.config_moe import (
+    gpt_oss_fields,
+    gpt_oss_windows,
+    read_gpt_oss_experts,
+    read_qwen3_experts,
+    refuse_mxfp4,
+)
+from paceline.models.config_rope import context_limit, read_phi3_rope, read_rope
+from paceline.models.config_windows import read_windows, uniform_windows, upper_windows
 from paceline.models.fields import Fields
 from paceline.models.registry import ARCHITECTURES
 
@@ -25,7 +34,9 @@ def parse_config(
     """
     text = _text_config(config)
     fields = Fields(text)
-    fields.refuse("quantization_config", "use an unquantised checkpoint")
+    refuse_mxfp4(fields)
+    if not _quantizes_cache_only(fields.get("quantization_config")):
+        fields.refuse("quantization_config", "use an unquantised checkpoint")
     fields.refuse("use_bidirectional_attention", "only causal language models are supported")
     model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
@@ -47,6 +58,14 @@ def parse_config(
     return _checked(ModelConfig(**common, **parsed), fields)
 
 
+def _quantizes_cache_only(quantization: object) -> bool:
+    """Whether a quantization_config leaves weights and activations alone: compressed-tensors with
+    a kv_cache_scheme and no group of layers."""
+    if not isinstance(quantization, Mapping):
+        return False
+    return bool(quantization.get("kv_cache_scheme")) and not quantization.get("config_groups")
+
+
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part; outer fields of a multimodal file count where it is silent."""
     if config.get("model_type") != "gemma3":
@@ -63,7 +82,30 @@ def _llama(fields: Fields) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_out_bias": bias,
         "mlp_bias": fields.flag("mlp_bias", False),
-        "layer_windows": _windows(fields, window=None, default=lambda _: False),
+        "layer_windows": read_windows(fields, window=None, default=lambda _: False),
+    }
+
+
+def _mistral(fields: Fields) -> dict[str, Any]:
+    fields.refuse("layer_types", "mistral has one kind of layer; use a model of another type")
+    shared = _prenorm(fields)
+    window = fields.integer("sliding_window", fields.unless_null("sliding_window", 4096))
+    return shared | {
+        "attention_bias": False,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "layer_windows": uniform_windows(shared, window),
+    }
+
+
+def _phi3(fields: Fields) -> dict[str, Any]:
+    fields.refuse("layer_types", "phi3 has one kind of layer; use a model of another type")
+    shared = _prenorm(fields, eps=1e-5, partial_rope=True)
+    return shared | {
+        "attention_bias": False,
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "layer_windows": uniform_windows(shared, fields.integer("sliding_window", None)),
     }
 
 
@@ -72,7 +114,7 @@ def _qwen2(fields: Fields) -> dict[str, Any]:
         "attention_bias": True,
         "attention_out_bias": False,
         "mlp_bias": False,
-        "layer_windows": _upper_windows(fields),
+        "layer_windows": upper_windows(fields),
     }
 
 
@@ -82,51 +124,46 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_out_bias": bias,
         "mlp_bias": False,
-        "layer_windows": _upper_windows(fields),
+        "layer_windows": upper_windows(fields),
     }
 
 
-def _gemma3(fields: Fields) -> dict[str, Any]:
-    pattern = fields.integer("sliding_window_pattern", 6)
-    windows = _windows(
-        fields,
-        window=fields.integer("sliding_window", 4096),
-        default=lambda layer: (layer + 1) % pattern != 0,
-    )
-    full, sliding = read_dual_rope(fields, full_theta=1_000_000.0, sliding_theta=10_000.0)
-    differs = sliding != full and any(window is not None for window in windows)
-    bias = fields.flag("attention_bias", False)
-    head_dim = fields.integer("head_dim", 256)
-    return {
-        "vocab_size": fields.integer("vocab_size", 262_208),
-        "hidden_size": fields.integer("hidden_size", 2304),
-        "intermediate_size": fields.integer("intermediate_size", 9216),
-        "num_layers": fields.integer("num_hidden_layers", 26),
-        "num_heads": fields.integer("num_attention_heads", 8),
-        "num_kv_heads": fields.integer("num_key_value_heads", 4),
-        "head_dim": head_dim,
-        "v_head_dim": head_dim,
-        "max_position": context_limit(full, fields.integer("max_position_embeddings", 131_072)),
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
-        "rope": full,
-        "rope_local": sliding if differs else None,
-        "layer_windows": windows,
-        "attention_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        "attention_soft_cap": fields.number("attn_logit_softcapping", None),
-        "logit_soft_cap": fields.number("final_logit_softcapping", None),
+def _qwen3_moe(fields: Fields) -> dict[str, Any]:
+    shared, bias = _prenorm(fields), fields.flag("attention_bias", False)
+    window = None
+    if fields.flag("use_sliding_window", False):
+        window = fields.integer("sliding_window", 4096)
+    return shared | {
         "attention_bias": bias,
         "attention_out_bias": bias,
         "mlp_bias": False,
-        "hidden_act": fields.choice("hidden_activation", tuple(ACTIVATIONS), "gelu_pytorch_tanh"),
-        "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
+        "layer_windows": uniform_windows(shared, window),
+        "moe": read_qwen3_experts(fields),
     }
 
 
-def _prenorm(fields: Fields, head_dim: int | None = None) -> dict[str, Any]:
-    """Fields that Llama and Qwen spell alike."""
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    fields = gpt_oss_fields(fields)
+    bias = fields.flag("attention_bias", True)
+    return _prenorm(fields, head_dim=64, eps=1e-5) | {
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": False,
+        "layer_windows": gpt_oss_windows(fields),
+        "attention_sinks": True,
+        "moe": read_gpt_oss_experts(fields),
+    }
+
+
+def _prenorm(
+    fields: Fields, head_dim: int | None = None, *, eps: float = 1e-6, partial_rope: bool = False
+) -> dict[str, Any]:
+    """Fields that Llama, Mistral, Phi and Qwen spell alike."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     dim = fields.integer("head_dim", head_dim or hidden // heads)
-    rope = read_rope(fields)
+    rope, rotary_dim = (
+        read_phi3_rope(fields, head_dim=dim) if partial_rope else (read_rope(fields), dim)
+    )
     return {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,
@@ -136,8 +173,9 @@ def _prenorm(fields: Fields, head_dim: int | None = None) -> dict[str, Any]:
         "num_kv_heads": fields.integer("num_key_value_heads", heads),
         "head_dim": dim,
         "v_head_dim": dim,
+        "rotary_dim": rotary_dim,
         "max_position": context_limit(rope, fields.integer("max_position_embeddings")),
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "rms_norm_eps": fields.number("rms_norm_eps", eps),
         "rope": rope,
         "rope_local": None,
         "attention_scale": dim**-0.5,
@@ -146,35 +184,6 @@ def _prenorm(fields: Fields, head_dim: int | None = None) -> dict[str, Any]:
         "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
     }
-
-
-def _upper_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Qwen: with use_sliding_window, layers from max_window_layers on have the window."""
-    if not fields.flag("use_sliding_window", False):
-        return _windows(fields, window=None, default=lambda _: False)
-    first = fields.integer("max_window_layers", 28, minimum=0)
-    window = fields.integer("sliding_window", 4096)
-    return _windows(fields, window=window, default=lambda layer: layer >= first)
-
-
-def _windows(
-    fields: Fields, *, window: int | None, default: Callable[[int], bool]
-) -> tuple[int | None, ...]:
-    """[num_layers] keys visible, itself included: the same count as Hugging Face's, whose mask is
-    key > query - sliding_window.  `default` says which layers slide when layer_types is absent."""
-    num_layers = fields.integer("num_hidden_layers", 26)
-    types = fields.get("layer_types")
-    if types is None:
-        types = [LAYER_TYPES[default(layer)] for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers:
-        fields.fail("layer_types", f"a list of {num_layers} names", types)
-    for kind in types:
-        if kind not in LAYER_TYPES:
-            expected = f"made of {', '.join(LAYER_TYPES)}"
-            fields.fail("layer_types", expected, kind, remedy="this attention is not supported")
-    if window is None and "sliding_attention" in types:
-        fields.fail("sliding_window", "set for sliding_attention layers", None)
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def _eos_token_ids(*files: Mapping[str, Any]) -> tuple[int, ...]:
@@ -199,13 +208,23 @@ def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
         fields.fail("num_key_value_heads", expected, config.num_kv_heads)
     if config.head_dim % 2:
         fields.fail("head_dim", "even", config.head_dim)
+    factors = {"short_factor": config.rope.short_factors, "long_factor": config.rope.long_factors}
+    for name, given in factors.items():
+        if config.rope.kind is RopeKind.LONGROPE and 2 * len(given) != config.rotary_dim:
+            expected = f"a list of {config.rotary_dim // 2}, one for each pair that rope turns"
+            fields.fail(f"rope_parameters: {name}", expected, f"{len(given)} numbers")
     return config
 
 
 _READERS: dict[str, Callable[[Fields], dict[str, Any]]] = {
-    "gemma3_text": _gemma3,
+    "gemma2": read_gemma2,
+    "gemma3_text": read_gemma3,
+    "gpt_oss": _gpt_oss,
     "llama": _llama,
+    "mistral": _mistral,
+    "phi3": _phi3,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
 }
 assert _READERS.keys() == ARCHITECTURES.keys()

@@ -2,6 +2,7 @@
 
 transformers 5 writes `rope_parameters`, flat or per attention type; older files have `rope_theta`
 and `rope_scaling` (whose type is under `rope_type` or `type`), and Gemma 3 `rope_local_base_freq`.
+Phi-3 has called longrope "su" and "yarn" too.
 """
 
 from collections.abc import Mapping
@@ -16,17 +17,33 @@ _KNOWN_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
     *("low_freq_factor", "high_freq_factor"),
     *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"),
-    *("partial_rotary_factor", "finetuned"),
+    *("partial_rotary_factor", "finetuned", "short_factor", "long_factor"),
 }
+_PARTIAL = "partial_rotary_factor"
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def read_rope(fields: Fields, *, default_theta: float = 10000.0) -> RopeConfig:
-    """The one rope of a model whose layers share it."""
-    params = fields.nested("rope_scaling") or fields.nested("rope_parameters")
-    if any(isinstance(value, dict) for value in params.values()):
-        fields.fail("rope_parameters", "one set for all layers", params)
+    """The one rope of a model whose layers share it, over the whole head."""
+    params = _shared(fields)
     theta = fields.number("rope_theta", default_theta)
+    _refuse_partial(fields, params, where="rope_parameters")
     return _rope(fields, params, theta=theta, where="rope_parameters")
+
+
+def read_phi3_rope(fields: Fields, *, head_dim: int) -> tuple[RopeConfig, int]:
+    """(the rope of all layers, how many leading dimensions of a head it turns)."""
+    params = _shared(fields)
+    own = Fields(params, "config.json: rope_parameters")
+    share = own.number(_PARTIAL, fields.number(_PARTIAL, 1.0))
+    rotary_dim = int(head_dim * share)
+    if share > 1.0 or rotary_dim < 2 or rotary_dim % 2:
+        own.fail(_PARTIAL, f"an even number of the {head_dim} dimensions of a head", share)
+    for spelling in ("rope_type", "type"):
+        if params.get(spelling) in ("su", "yarn"):
+            params = {**params, spelling: "longrope"}
+    theta = fields.number("rope_theta", 10000.0)
+    return _rope(fields, params, theta=theta, where="rope_parameters"), rotary_dim
 
 
 def read_dual_rope(
@@ -39,16 +56,16 @@ def read_dual_rope(
             expected = f"one object for each of {', '.join(LAYER_TYPES)}"
             fields.fail("rope_parameters", expected, params)
     full = params.get("full_attention", {}) | fields.nested("rope_scaling")
-    full_theta = fields.number("rope_theta", full_theta)
-    sliding_theta = fields.number("rope_local_base_freq", sliding_theta)
+    sliding = params.get("sliding_attention", {})
+
+    def rope(params: Mapping[str, Any], theta: float, name: str) -> RopeConfig:
+        where = f"rope_parameters.{name}"
+        _refuse_partial(fields, params, where=where)
+        return _rope(fields, params, theta=theta, where=where)
+
     return (
-        _rope(fields, full, theta=full_theta, where="rope_parameters.full_attention"),
-        _rope(
-            fields,
-            params.get("sliding_attention", {}),
-            theta=sliding_theta,
-            where="rope_parameters.sliding_attention",
-        ),
+        rope(full, fields.number("rope_theta", full_theta), "full_attention"),
+        rope(sliding, fields.number("rope_local_base_freq", sliding_theta), "sliding_attention"),
     )
 
 
@@ -60,18 +77,26 @@ def context_limit(rope: RopeConfig, max_position_embeddings: int) -> int:
     return max(max_position_embeddings, int(rope.factor * rope.original_max_position))
 
 
+def _shared(fields: Fields) -> Mapping[str, Any]:
+    params = fields.nested("rope_scaling") or fields.nested("rope_parameters")
+    if any(isinstance(value, dict) for value in params.values()):
+        fields.fail("rope_parameters", "one set for all layers", params)
+    return params
+
+
+def _refuse_partial(fields: Fields, params: Mapping[str, Any], *, where: str) -> None:
+    own = Fields(params, f"config.json: {where}")
+    share = own.number(_PARTIAL, fields.number(_PARTIAL, 1.0))
+    if share != 1.0:
+        remedy = "only rope over the whole head is supported"
+        own.fail(_PARTIAL, "1.0", share, remedy=remedy)
+
+
 def _rope(fields: Fields, params: Mapping[str, Any], *, theta: float, where: str) -> RopeConfig:
     own = Fields(params, f"config.json: {where}")
     unknown = sorted(set(params) - _KNOWN_KEYS)
     if unknown:
         own.fail(unknown[0], "absent", params[unknown[0]], remedy="this rope is not supported")
-    if own.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
-        own.fail(
-            "partial_rotary_factor",
-            "1.0",
-            own.get("partial_rotary_factor") or fields.get("partial_rotary_factor"),
-            remedy="only rope over the whole head is supported",
-        )
     kinds = tuple(kind.value for kind in RopeKind)
     spelling = "rope_type" if own.get("rope_type") is not None else "type"
     kind = RopeKind(own.choice(spelling, kinds, default="default"))
@@ -85,6 +110,8 @@ def _rope(fields: Fields, params: Mapping[str, Any], *, theta: float, where: str
             return _llama3(fields, own, theta)
         case RopeKind.YARN:
             return _yarn(fields, own, theta)
+        case RopeKind.LONGROPE:
+            return _longrope(fields, own, theta)
 
 
 def _llama3(fields: Fields, own: Fields, theta: float) -> RopeConfig:
@@ -117,8 +144,22 @@ def _yarn(fields: Fields, own: Fields, theta: float) -> RopeConfig:
     )
 
 
+def _longrope(fields: Fields, own: Fields, theta: float) -> RopeConfig:
+    """The outer original_max_position_embeddings comes first, as in transformers' Phi-3."""
+    outer = fields.integer(_ORIGINAL, None, minimum=2)
+    original = own.integer(_ORIGINAL, minimum=2) if outer is None else outer
+    return RopeConfig(
+        kind=RopeKind.LONGROPE,
+        theta=theta,
+        factor=own.number("factor", fields.integer("max_position_embeddings") / original),
+        original_max_position=original,
+        attention_factor=own.number("attention_factor", None),
+        short_factors=own.numbers("short_factor"),
+        long_factors=own.numbers("long_factor"),
+    )
+
+
 def _original(fields: Fields, own: Fields) -> int:
-    name = "original_max_position_embeddings"
     fallback = fields.integer("max_position_embeddings")
-    original: int = own.integer(name, fields.integer(name, fallback))
+    original: int = own.integer(_ORIGINAL, fields.integer(_ORIGINAL, fallback))
     return original

@@ -86,7 +86,7 @@ class Decoder(nn.Module):
 def rope_tables(
     config: ModelConfig, *, max_positions: int | None, device: torch.device
 ) -> dict[RopeConfig, Tensor]:
-    """One cos_sin table [max_positions, head_dim] per distinct rope; layers share them.
+    """One cos_sin table [max_positions, rotary_dim] per distinct rope; layers share them.
 
     `max_positions` None means the context limit; an engine that writes positions past it (tokens in
     flight) asks for more.
@@ -94,6 +94,12 @@ def rope_tables(
     ropes = {config.rope, config.rope_local or config.rope}
     rows = config.max_position if max_positions is None else max_positions
     return {
-        rope: rope_table(rope, rotary_dim=config.head_dim, max_positions=rows, device=device)
+        rope: rope_table(
+            rope,
+            rotary_dim=config.rotary_dim,
+            max_positions=rows,
+            context_len=config.max_position,
+            device=device,
+        )
         for rope in ropes
     }

@@ -35,8 +35,7 @@ class Fields:
         value = self._value(name, default, "a positive number")
         if value is default:
             return default
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= 0:
+        if not _is_positive(value):
             self.fail(name, "a positive number", value)
         return float(value)
 
@@ -62,6 +61,23 @@ class Fields:
             self.fail(name, "an object", value)
         return value
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite positive numbers."""
+        expected = "a list of positive numbers"
+        values = self._value(name, REQUIRED, expected)
+        if not isinstance(values, list) or not all(map(_is_positive, values)):
+            self.fail(name, expected, values)
+        return tuple(map(float, values))
+
+    def defaulting(self, defaults: Mapping[str, Any]) -> "Fields":
+        """A view in which absent fields have these values."""
+        given = {name: value for name, value in self._data.items() if value is not None}
+        return Fields({**defaults, **given}, self._where)
+
+    def unless_null(self, name: str, default: Any) -> Any:
+        """The default, or None where the file says null: some fields mean "off" by it."""
+        return None if name in self._data else default
+
     def refuse(self, name: str, reason: str) -> None:
         """Raise ModelError when an unsupported feature is switched on."""
         if self._data.get(name):
@@ -82,3 +98,9 @@ class Fields:
         if default is REQUIRED:
             self.fail(name, expected, None)
         return default
+
+
+def _is_positive(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value) and value > 0

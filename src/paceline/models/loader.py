@@ -14,9 +14,11 @@ from paceline.core.parallel import Parallel
 from paceline.layers.rms_norm import RMSNorm
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import Checkpoint, open_checkpoint
+from paceline.models.kv_scales import kv_scale_name
 from paceline.models.locate import ModelSource
 from paceline.models.progress import Progress
 from paceline.models.registry import builder
+from paceline.models.stacked_experts import UnstackedExperts
 
 DUMMY_STD = 0.02  # the initializer_range of most released configurations
 _MAX_LISTED = 10
@@ -59,7 +61,8 @@ def load_model(
                 remedy="add --load-format dummy, or name a folder or a hub id",
             )
         )
-    with open_checkpoint(source.folder) as checkpoint:
+    with open_checkpoint(source.folder) as stored:
+        checkpoint = UnstackedExperts(stored) if config.model_type == "qwen3_moe" else stored
         model = build(
             config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
         )
@@ -78,8 +81,9 @@ def load_model(
 def canonical_name(name: str, config: ModelConfig) -> str | None:
     """A checkpoint tensor's name as text-only checkpoints spell it; None when we need it not.
 
-    Not needed are stored rope frequencies, the head of a tied model (it equals the embedding), and
-    the vision part of a multimodal Gemma 3, whose language part is below `language_model`.
+    Not needed are stored rope frequencies, the scales of an 8-bit KV cache (`models.kv_scales`
+    reads them), the head of a tied model (it equals the embedding), and the vision part of a
+    multimodal Gemma 3, whose language part is below `language_model`.
     """
     if config.model_type == "gemma3_text":
         if name.removeprefix("model.").startswith(_VISION_PREFIXES):
@@ -87,7 +91,7 @@ def canonical_name(name: str, config: ModelConfig) -> str | None:
         if name.startswith("model.language_model."):
             name = "model." + name.removeprefix("model.language_model.")
         name = name.removeprefix("language_model.")
-    if name.endswith(".rotary_emb.inv_freq"):
+    if name.endswith(".rotary_emb.inv_freq") or kv_scale_name(name) is not None:
         return None
     if name == "lm_head.weight" and config.tie_word_embeddings:
         return None
@@ -132,7 +136,9 @@ def _check_names(
 
 
 def _check_tensors(
-    checkpoint: Checkpoint, names: dict[str, str], destinations: dict[str, Tensor]
+    checkpoint: Checkpoint | UnstackedExperts,
+    names: dict[str, str],
+    destinations: dict[str, Tensor],
 ) -> None:
     for canonical, destination in destinations.items():
         name = names[canonical]
@@ -150,7 +156,7 @@ def _check_tensors(
 
 @torch.no_grad()
 def _copy(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | UnstackedExperts,
     names: dict[str, str],
     destinations: dict[str, Tensor],
     progress: bool | None,

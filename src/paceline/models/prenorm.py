@@ -1,6 +1,7 @@
-"""The pre-norm decoder that Llama and the Qwens are."""
+"""The pre-norm decoder that Llama, Mistral, Phi and the Qwens are."""
 
 import torch
+from torch import Tensor
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
@@ -21,38 +22,45 @@ def build_prenorm(
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int | None = None,
+    layer: type[PreNormLayer] = PreNormLayer,
 ) -> CausalLM:
     """The model with uninitialised weights; `max_positions` as in `rope_tables`.
 
-    Whether Q and K have per-head norms is a fact of the architecture's registry entry.
+    `layer` differs where a checkpoint names its tensors otherwise.  Whether Q and K have per-head
+    norms is a fact of the architecture's registry entry.
     """
     placement = Placement(device, dtype)
-    decoder = _stack(config, parallel, placement, max_positions)
+    tables = rope_tables(config, max_positions=max_positions, device=device)
+    decoder = _stack(config, parallel, placement, cos_sin=tables[config.rope], layer=layer)
     return CausalLM(config, decoder, parallel=parallel, placement=placement)
 
 
 def _stack(
-    config: ModelConfig, parallel: Parallel, placement: Placement, max_positions: int | None
+    config: ModelConfig,
+    parallel: Parallel,
+    placement: Placement,
+    *,
+    cos_sin: Tensor,
+    layer: type[PreNormLayer],
 ) -> Decoder:
     qk_norm = architecture(config.model_type).qk_norm
-    tables = rope_tables(config, max_positions=max_positions, device=placement.device)
 
     def head_norm() -> RMSNorm:
         return RMSNorm(config.head_dim, config.rms_norm_eps, placement=placement)
 
-    def layer(layer_id: int) -> PreNormLayer:
+    def make_layer(layer_id: int) -> PreNormLayer:
         attention = SelfAttention(
             config,
             layer_id,
-            cos_sin=tables[config.rope],
+            cos_sin=cos_sin,
             qk_norms=(head_norm(), head_norm()) if qk_norm else None,
             parallel=parallel,
             placement=placement,
         )
-        return PreNormLayer(config, attention, parallel=parallel, placement=placement)
+        return layer(config, attention, parallel=parallel, placement=placement)
 
     embedding = Embedding(
         config.vocab_size, config.hidden_size, scale=None, parallel=parallel, placement=placement
     )
     norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
-    return Decoder(embedding, [layer(i) for i in range(config.num_layers)], norm)
+    return Decoder(embedding, [make_layer(i) for i in range(config.num_layers)], norm)

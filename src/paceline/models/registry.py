@@ -24,10 +24,15 @@ class Architecture:
 
 
 ARCHITECTURES = {
+    "gemma2": Architecture(module="paceline.models.gemma2", qk_norm=False, layer_norms=4),
     "gemma3_text": Architecture(module="paceline.models.gemma3_text", qk_norm=True, layer_norms=4),
+    "gpt_oss": Architecture(module="paceline.models.gpt_oss", qk_norm=False, layer_norms=2),
     "llama": Architecture(module="paceline.models.llama", qk_norm=False, layer_norms=2),
+    "mistral": Architecture(module="paceline.models.mistral", qk_norm=False, layer_norms=2),
+    "phi3": Architecture(module="paceline.models.phi3", qk_norm=False, layer_norms=2),
     "qwen2": Architecture(module="paceline.models.qwen2", qk_norm=False, layer_norms=2),
     "qwen3": Architecture(module="paceline.models.qwen3", qk_norm=True, layer_norms=2),
+    "qwen3_moe": Architecture(module="paceline.models.qwen3_moe", qk_norm=True, layer_norms=2),
 }
 
 

@@ -1,0 +1,70 @@
+"""The decoder layer of Gemma 2 and 3: a norm before and after attention, and around the MLP."""
+
+from torch import Tensor, nn
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.layers.attention import AttentionContext
+from paceline.layers.mlp import GatedMLP
+from paceline.layers.parameter import Placement
+from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.self_attention import SelfAttention
+
+
+class SandwichLayer(nn.Module):
+    """x += norm(attention(norm(x))); x += norm(mlp(norm(x))); every norm's factor is 1 + weight."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        *,
+        cos_sin: Tensor,
+        qk_norm: bool,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(size, config.rms_norm_eps, placement=placement, unit_offset=True)
+
+        self.attention = SelfAttention(
+            config,
+            layer_id,
+            cos_sin=cos_sin,
+            qk_norms=(norm(config.head_dim), norm(config.head_dim)) if qk_norm else None,
+            parallel=parallel,
+            placement=placement,
+        )
+        self.input_norm = norm(config.hidden_size)
+        self.attention_norm = norm(config.hidden_size)
+        self.mlp_norm = norm(config.hidden_size)
+        self.output_norm = norm(config.hidden_size)
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            bias=config.mlp_bias,
+            parallel=parallel,
+            placement=placement,
+        )
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: AttentionContext
+    ) -> Tensor:
+        """delta, residual [tokens, hidden] -> the MLP output; residual += delta + attention."""
+        norm = self.input_norm
+        x = norm(residual) if delta is None else norm.add(delta, residual)
+        x = self.attention_norm(self.attention(x, positions, ctx))
+        return self.output_norm(self.mlp(self.mlp_norm.add(x, residual)))
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills."""
+        named = self.attention.destinations(f"{prefix}.self_attn")
+        named |= self.mlp.destinations(f"{prefix}.mlp")
+        named[f"{prefix}.input_layernorm.weight"] = self.input_norm.weight
+        named[f"{prefix}.post_attention_layernorm.weight"] = self.attention_norm.weight
+        named[f"{prefix}.pre_feedforward_layernorm.weight"] = self.mlp_norm.weight
+        named[f"{prefix}.post_feedforward_layernorm.weight"] = self.output_norm.weight
+        return named

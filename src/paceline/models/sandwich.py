@@ -1,0 +1,51 @@
+"""The decoder that the Gemmas are: sandwich layers, and embeddings times sqrt(hidden_size)."""
+
+import torch
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.layers.embedding import Embedding
+from paceline.layers.parameter import Placement
+from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.sandwich_layer import SandwichLayer
+from paceline.models.causal_lm import CausalLM
+from paceline.models.decoder import Decoder, rope_tables
+from paceline.models.registry import architecture
+
+
+def build_sandwich(
+    config: ModelConfig,
+    *,
+    parallel: Parallel,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int | None = None,
+) -> CausalLM:
+    """The model with uninitialised weights; `max_positions` as in `rope_tables`.
+
+    Whether Q and K have per-head norms is a fact of the architecture's registry entry.
+    """
+    placement = Placement(device, dtype)
+    tables = rope_tables(config, max_positions=max_positions, device=device)
+    local = config.rope_local or config.rope
+    layers = [
+        SandwichLayer(
+            config,
+            layer_id,
+            cos_sin=tables[config.rope if window is None else local],
+            qk_norm=architecture(config.model_type).qk_norm,
+            parallel=parallel,
+            placement=placement,
+        )
+        for layer_id, window in enumerate(config.layer_windows)
+    ]
+    embedding = Embedding(
+        config.vocab_size,
+        config.hidden_size,
+        scale=config.hidden_size**0.5,
+        parallel=parallel,
+        placement=placement,
+    )
+    norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement, unit_offset=True)
+    decoder = Decoder(embedding, layers, norm)
+    return CausalLM(config, decoder, parallel=parallel, placement=placement)
