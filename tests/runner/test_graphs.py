@@ -13,6 +13,7 @@ from paceline.core.events import Event, EventLog
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import FinishCode, RowLogprobs
+from paceline.runner.buffers import PaddedSize
 from paceline.runner.graphs import RESERVE_FACTOR, Graph, GraphKey, GraphStore
 from paceline.runner.model_runner import GraphSizes
 from paceline.runner.streams import DeferredStream
@@ -24,6 +25,7 @@ def key(padded_reqs: int, **changes: object) -> GraphKey:
     fields: dict[str, object] = {
         "phase": ForwardMode.DECODE,
         "extend_len": 1,
+        "ragged_tokens": None,
         "tree": None,
         "backend": "torch",
         "sampler": SamplerTier.GREEDY,
@@ -62,8 +64,9 @@ def test_graph_sizes_ascend_to_the_largest(max_reqs: int, sizes: tuple[int, ...]
 def test_padding_is_the_smallest_size_that_holds_the_requests(max_reqs: int) -> None:
     sizes = GraphSizes.up_to(max_reqs)
     for reqs in range(1, max_reqs + 1):
-        assert sizes.pad(reqs) == min(size for size in sizes.sizes if size >= reqs)
-    assert sizes.pad(max_reqs + 1) is None
+        least = min(size for size in sizes.sizes if size >= reqs)
+        assert sizes.pad(reqs, 3) == PaddedSize.uniform(least, 3)
+    assert sizes.pad(max_reqs + 1, 1) is None
 
 
 class SizedFactory:
@@ -71,7 +74,8 @@ class SizedFactory:
 
     needs_warm_up = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, shares_memory: bool = False) -> None:
+        self.shares_memory = shares_memory
         self.captured = 0
 
     def make(self) -> Graph:
@@ -114,10 +118,31 @@ def test_a_short_reserve_keeps_a_key_eager_and_says_so() -> None:
     for _ in range(3):
         assert not store.wants(key(4))
     event = Event(
-        "graph_reserve_short", "decode x 4 stays eager: needs about 5 bytes, 0 of 10 left"
+        "graph_reserve_short",
+        "decode x 4, 4 tokens, stays eager: needs about 5 bytes, 0 of 10 left",
     )
     assert events.counts() == {event: 2}
     assert store.find(key(4)) is None
+
+
+def test_a_graph_that_shares_the_storage_of_larger_ones_needs_no_reserve() -> None:
+    events = EventLog()
+    store = GraphStore(SizedFactory(shares_memory=True), reserve_factor=1, notify=events)
+    ragged = {"phase": ForwardMode.EXTEND, "extend_len": None}
+    store.capture(key(1, ragged_tokens=64, **ragged), [lambda: None])
+    store.capture(key(8), [lambda: None])
+    fits = [key(4), key(2, ragged_tokens=32, **ragged), key(8, ragged_tokens=64, **ragged)]
+    assert [store.wants(k) for k in fits] == [False] * 3
+    assert [store.wants(k) for k in fits] == [True] * 3
+    assert not events.counts()
+    larger = [
+        key(16),  # more rows
+        key(8, ragged_tokens=96, **ragged),
+        key(4, sampler=SamplerTier.FULL),
+        key(4, logprobs=True),
+    ]
+    assert [store.wants(k) for k in larger + larger] == [False] * 8
+    assert sum(events.counts().values()) == 4
 
 
 # --- what the runner captures ---------------------------------------------------------------------
@@ -209,7 +234,7 @@ def test_a_graph_padded_to_8_with_fewer_live_rows_equals_eager(tiny: TinyModel, 
     for graph_max_reqs in (None, 8):
         driver = Driver(tiny, graph_max_reqs=graph_max_reqs)
         if graph_max_reqs:  # only the largest graph, whatever the batch
-            driver.runner._sizes = GraphSizes((8,))
+            driver.runner._sizes = GraphSizes((8,), ())
         prompts = random_prompts(LENGTHS)
         for row in range(1, live + 1):
             driver.join(row, prompts[row - 1], with_logprobs(2))
@@ -233,7 +258,7 @@ def test_batches_that_shrink_and_grow_equal_each_request_alone(
     """After a longer batch every buffer has a stale tail, and rows that sit out a step must not
     move; both forms of a step see to it."""
     driver = Driver(tiny, stream=DeferredStream() if stream == "deferred" else None)
-    driver.runner._sizes = GraphSizes(sizes)
+    driver.runner._sizes = GraphSizes(sizes, ())
     prompts = start(driver)
     batches = [
         range(1, 9),
@@ -348,16 +373,14 @@ def test_a_host_planned_backend_is_planned_before_every_run(
     backend = HostPlannedBackend()
     driver = Driver(tiny, backend=backend, graph_max_reqs=graph_max_reqs)
     prompts = start(driver, range(1, 4))
-    driver.runner._sizes = GraphSizes((8,))
+    driver.runner._sizes = GraphSizes((8,), ())
     driver.decode([1, 2, 3], steps=6)
     padding = (2,) * 5  # prefix 1 and one token each
     decodes = [tuple(n + 1 + i for n in LENGTHS[:3]) for i in range(6)]
-    if graph_max_reqs is None:
-        assert backend.plans.planned == [LENGTHS[:3], *decodes]
-    else:
-        boot = (2,) * 8
-        padded = [lens + padding for lens in decodes]
-        assert backend.plans.planned == [boot, LENGTHS[:3], *padded]
+    padded = [lens + padding for lens in decodes]
+    boot = [] if graph_max_reqs is None else [(2,) * 8]
+    assert backend.plans.planned == [*boot, LENGTHS[:3], *padded]
+    if graph_max_reqs is not None:
         assert (counts["capture"], counts["replay"]) == (2, 2 * 6)  # two segment groups
     for row, prompt in prompts.items():
         assert driver.tokens[row] == tiny.greedy(prompt, 7)
@@ -431,10 +454,9 @@ def test_the_guard_names_a_rebound_buffer_before_it_is_replayed(tiny: TinyModel)
     )
 
 
-def test_a_step_whose_rows_differ_in_stride_never_replays(tiny: TinyModel) -> None:
+def test_a_uniform_step_whose_rows_differ_in_stride_never_runs(tiny: TinyModel) -> None:
     driver = Driver(tiny)
     start(driver, range(1, 3))
-    driver.collect(driver.runner.launch(driver.make_step({1: 1, 2: 2}, mode=ForwardMode.DECODE)))
     step = driver.make_step({1: 1, 2: 2}, mode=ForwardMode.DECODE)
     with pytest.raises(GraphGuardError, match="extend_lens must be 2 everywhere"):
         driver.runner.launch(step)

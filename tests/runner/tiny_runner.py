@@ -21,6 +21,7 @@ from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
 from paceline.core.step import StepOutputs as Outputs
+from paceline.kvcache.pool import KVFormat
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model
@@ -116,6 +117,7 @@ class Driver:
         tiny: TinyModel,
         *,
         graph_max_reqs: int | None = MAX_RUNNING,
+        graph_max_tokens: int = 0,
         stream: Stream | None = None,
         backend: AttentionBackend | None = None,
         page_size: int = 4,
@@ -140,7 +142,9 @@ class Driver:
                 context_len=CONTEXT,
                 max_join_tokens=CONTEXT,
                 num_pages=(num_pages,) * len(groups),
-                graph_max_reqs=graph_max_reqs,
+                graph_max_reqs=MAX_RUNNING if graph_max_reqs is None else graph_max_reqs,
+                capture=graph_max_reqs is not None,
+                graph_max_tokens=graph_max_tokens,
                 poison_graphs=poison,
                 staging_depth=staging_depth,
                 taps=taps,
@@ -148,6 +152,7 @@ class Driver:
             stream=stream or InlineStream(),
             device=torch.device("cpu"),
             dtype=torch.float32,
+            kv=KVFormat(dtype=torch.float32),
             notify=self.events,
         )
         if boot:

@@ -42,7 +42,7 @@ class ModeFacts:
     extend: ExtendShape
     writer: KVWriter
     emits: bool  # the step samples tokens the user may see
-    graphable: bool  # static shapes: may be captured
+    graphable: bool  # may be captured; ragged steps padded to a number of tokens
 
 
 class ForwardMode(Enum):
@@ -66,13 +66,13 @@ class ForwardMode(Enum):
 
 MODE_FACTS: dict[ForwardMode, ModeFacts] = {
     ForwardMode.EXTEND: ModeFacts(
-        MaskKind.CAUSAL, ExtendShape.RAGGED, KVWriter.TARGET, emits=True, graphable=False
+        MaskKind.CAUSAL, ExtendShape.RAGGED, KVWriter.TARGET, emits=True, graphable=True
     ),
     ForwardMode.DECODE: ModeFacts(
         MaskKind.CAUSAL, ExtendShape.ONE, KVWriter.TARGET, emits=True, graphable=True
     ),
     ForwardMode.MIXED: ModeFacts(
-        MaskKind.CAUSAL, ExtendShape.RAGGED, KVWriter.TARGET, emits=True, graphable=False
+        MaskKind.CAUSAL, ExtendShape.RAGGED, KVWriter.TARGET, emits=True, graphable=True
     ),
     ForwardMode.IDLE: ModeFacts(
         MaskKind.NONE, ExtendShape.EMPTY, KVWriter.NOBODY, emits=False, graphable=True

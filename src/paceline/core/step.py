@@ -4,7 +4,8 @@ Everything else (lengths, positions, tables, offsets) is derived from a Step and
 on the device, by `runner.derive`.  Pure Python; imports no torch.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from paceline.core.modes import ForwardMode
@@ -46,6 +47,18 @@ class PageDelta:
 Delta = JoinDelta | PageDelta
 
 
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """Neighbouring tokens of a step that are prompt, and whose next token is prompt too: the
+    log-probability of that next token is wanted.
+    """
+
+    index: int  # of the step's rows
+    start: int  # token of the step, from 0
+    length: int  # tokens, at least 1
+    top: int  # most likely tokens wanted with each
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
     """Which rows a step holds and how many tokens each brings; equal layouts need no staging."""
@@ -78,6 +91,7 @@ class Step:
     sampler: SamplerTier  # the widest any of its rows needs
     logprobs: bool  # some row asked for log-probabilities
     deltas: tuple[Delta, ...]  # applied to the request table before this step, in order
+    prompt_spans: tuple[PromptSpan, ...] = ()  # in the order of the rows, at most one each
 
     @property
     def kv_lens_bound(self) -> tuple[int, ...]:
@@ -86,14 +100,17 @@ class Step:
         return tuple(prefix + extend for prefix, extend in pairs)
 
 
-def padded_step(step: Step, padded_reqs: int, stride: int) -> Step:
-    """`step` with its padded rows spelled out: what a host plan is made from."""
-    layout, num = step.layout, padded_reqs - step.layout.num_reqs
+def padded_step(step: Step, pad_lens: tuple[int, ...]) -> Step:
+    """`step` with its padded rows spelled out: what a host plan is made from.
+
+    pad_lens: [padded rows] tokens of each.
+    """
+    layout, num = step.layout, len(pad_lens)
     return replace(
         step,
         layout=StepLayout(
             rows=layout.rows + (PAD_ROW,) * num,
-            extend_lens=layout.extend_lens + (stride,) * num,
+            extend_lens=layout.extend_lens + pad_lens,
             emits=layout.emits + (False,) * num,
         ),
         prefix_lens_bound=step.prefix_lens_bound + (PAD_PREFIX_LEN,) * num,
@@ -102,11 +119,17 @@ def padded_step(step: Step, padded_reqs: int, stride: int) -> Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLogprobs:
-    """Log-probabilities of one sampled token, natural log, of the model's raw distribution."""
+    """Log-probabilities of one token, sampled or prompt, natural log, of the model's raw
+    distribution.
+    """
 
     chosen: float
     top_ids: tuple[int, ...]  # most likely first
     top_values: tuple[float, ...]
+
+    def best(self, count: int) -> "RowLogprobs":
+        """The same with the `count` most likely tokens only."""
+        return replace(self, top_ids=self.top_ids[:count], top_values=self.top_values[:count])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,3 +141,6 @@ class StepOutputs:
     token_ids: tuple[int, ...]  # [num_reqs] meaningful where emitted
     finish: tuple[FinishCode, ...]  # [num_reqs] set in the step that freezes the row
     logprobs: tuple[RowLogprobs, ...] | None  # [num_reqs] when the step asked for them
+    prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(
+        default_factory=dict
+    )  # row of the step -> [length of its span], when the step asked for them

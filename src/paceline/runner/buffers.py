@@ -24,7 +24,7 @@ class PaddedSize:
 
     reqs: int
     tokens: int
-    max_extend_len: int  # exact; the stride of padded rows
+    max_extend_len: int  # no row extends further; exact where all rows extend alike
 
     @staticmethod
     def exact(layout: StepLayout) -> "PaddedSize":
@@ -35,6 +35,20 @@ class PaddedSize:
     def uniform(reqs: int, extend_len: int) -> "PaddedSize":
         """`reqs` rows of `extend_len` tokens."""
         return PaddedSize(reqs, reqs * extend_len, extend_len)
+
+    @staticmethod
+    def ragged(reqs: int, tokens: int) -> "PaddedSize":
+        """`reqs` rows, each with its own number, of `tokens` tokens in all."""
+        return PaddedSize(reqs, tokens, tokens)
+
+    def pad_lens(self, layout: StepLayout) -> tuple[int, ...]:
+        """[padded rows] tokens of each: the stride where all rows extend alike, else the first
+        takes what is left and the others none."""
+        num, left = self.reqs - layout.num_reqs, self.tokens - layout.num_tokens
+        if left == num * self.max_extend_len:
+            return (self.max_extend_len,) * num
+        assert num, f"{left} tokens are left of {self.tokens}, and no row to hold them"
+        return (left,) + (0,) * (num - 1)
 
 
 class StepBuffers:
@@ -92,7 +106,8 @@ class StepBuffers:
         facts[: layout.num_reqs, 0] = layout.rows
         facts[: layout.num_reqs, 1] = layout.extend_lens
         facts[: layout.num_reqs, 2] = layout.emits
-        facts[layout.num_reqs :] = (PAD_ROW, size.max_extend_len, 0)
+        facts[layout.num_reqs :] = (PAD_ROW, 0, 0)
+        facts[layout.num_reqs :, 1] = size.pad_lens(layout)
         self._filled = (layout, size)
         return self.facts[: size.reqs], slot.put(torch.from_numpy(facts))
 
@@ -101,7 +116,11 @@ class StepBuffers:
         self._filled = None
         facts = self.facts[: size.reqs]
         facts[:, 0].fill_(PAD_ROW)
-        facts[:, 1].fill_(size.max_extend_len)
+        if size.tokens == size.reqs * size.max_extend_len:
+            facts[:, 1].fill_(size.max_extend_len)
+        else:
+            facts[:, 1].zero_()
+            facts[0, 1].fill_(size.tokens)
         facts[:, 2].zero_()
 
     def view(self, size: PaddedSize, mask: MaskKind) -> StepView:

@@ -8,8 +8,9 @@ import torch
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits
 from paceline.core.events import Notify
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
-from paceline.kvcache.pool import KVPool
+from paceline.kvcache.pool import KVFormat, KVPool
 from paceline.layers.attention import attention_specs
+from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.graphs import (
@@ -42,10 +43,13 @@ class RunnerConfig:
     context_len: int  # tokens of a request, prompt and output
     max_join_tokens: int  # known tokens of the requests that join in one step
     num_pages: tuple[int, ...]  # [num_groups] pages of each pool, the reserved one included
-    graph_max_reqs: int | None  # None: every step eager
+    graph_max_reqs: int  # of a decode step that is padded and runs as a graph
+    graph_max_tokens: int = 0  # of a prefill or mixed step that is; 0: none
+    capture: bool = True  # False: every step eager, padded all the same
     poison_graphs: bool = False
     staging_depth: int = RING_DEPTH
     taps: tuple[str, ...] = ()
+    logits_processors: tuple[LogitsProcessor, ...] = ()  # behind the built-in ones
 
 
 def build_runner(
@@ -58,6 +62,7 @@ def build_runner(
     stream: Stream,
     device: torch.device,
     dtype: torch.dtype,
+    kv: KVFormat,
     notify: Notify,
 ) -> ModelRunner:
     """Allocate everything whose address a graph may hold and wire it up.  Captures nothing yet."""
@@ -66,7 +71,7 @@ def build_runner(
     max_pages = tuple(-(-kv_len_bound // group.page_size) for group in groups)
     max_tokens = max(limits.max_batched_tokens, limits.max_running)
     pools = [
-        KVPool(group, num_pages, dtype=dtype, device=device)
+        KVPool(group, num_pages, kv=kv, device=device)
         for group, num_pages in zip(groups, limits.num_pages, strict=True)
     ]
     table = RequestTable(
@@ -75,6 +80,7 @@ def build_runner(
         max_pages=max_pages,
         eos_token_ids=config.eos_token_ids,
         device=device,
+        plug_ins=limits.logits_processors,
     )
     buffers = StepBuffers(
         max_reqs=limits.max_running,
@@ -103,8 +109,15 @@ def build_runner(
         backend=backend,
         backend_buffers=backend.make_buffers(backend_limits),
         layers=tuple(
-            LayerCache(spec=spec, k_cache=k, v_cache=v)
-            for spec, (k, v) in zip(specs, caches, strict=True)
+            LayerCache(
+                spec=spec,
+                k_cache=pages.k,
+                v_cache=pages.v,
+                k_scale=pages.k_scale,
+                v_scale=pages.v_scale,
+                sinks=layer_sinks,
+            )
+            for spec, pages, layer_sinks in zip(specs, caches, model.attention_sinks(), strict=True)
         ),
         page_sizes=tuple(group.page_size for group in groups),
         table=table,
@@ -123,10 +136,13 @@ def build_runner(
         staging=StagingRing(
             _staging_bytes(limits, table), pinned=pinned, depth=limits.staging_depth
         ),
-        outputs=OutputsRing(limits.max_running, pinned=pinned),
+        outputs=OutputsRing(limits.max_running, max_tokens, pinned=pinned),
         graphs=_graph_store(limits, device, notify),
         sizes=GraphSizes.up_to(
-            min(limits.graph_max_reqs or 1, limits.max_running), every=_EVERY_SIZE[device.type]
+            min(limits.graph_max_reqs, limits.max_running),
+            every=_EVERY_SIZE[device.type],
+            # Padding is a row of its own, which must stay within the context.
+            max_tokens=min(limits.graph_max_tokens, max_tokens, limits.context_len),
         ),
         guard=Guard(owners, kv_len_bound=kv_len_bound),
         notify=notify,
@@ -144,11 +160,11 @@ def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:
 
 
 def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> GraphStore | None:
-    if limits.graph_max_reqs is None:
+    if not limits.capture:
         return None
     factory: GraphFactory
     if device.type == "cuda":
-        factory = CudaGraphFactory(device)
+        factory = CudaGraphFactory()
     else:
         factory = RecordedGraphFactory(poison=limits.poison_graphs)
     return GraphStore(factory, reserve_factor=RESERVE_FACTOR[device.type], notify=notify)

@@ -9,6 +9,7 @@ import torch
 from paceline.core.events import Event, Notify
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier
+from paceline.runner.buffers import PaddedSize
 from paceline.runner.host_reads import refuse_host_reads
 from paceline.runner.recorded import RecordedGraph
 
@@ -19,12 +20,21 @@ class GraphKey:
 
     phase: ForwardMode
     padded_reqs: int
-    extend_len: int  # exact, uniform
+    extend_len: int | None  # exact, of every row; None: ragged
+    ragged_tokens: int | None  # padded tokens of a ragged step in all, which bound each row's
     tree: tuple[int, ...] | None  # parent of each node; None: a chain
     backend: str
     sampler: SamplerTier
     logprobs: bool
     taps: tuple[str, ...]
+
+    @property
+    def size(self) -> PaddedSize:
+        """The padded shape of its steps."""
+        if self.extend_len is not None:
+            return PaddedSize.uniform(self.padded_reqs, self.extend_len)
+        assert self.ragged_tokens is not None, self
+        return PaddedSize.ragged(self.padded_reqs, self.ragged_tokens)
 
 
 class Graph(Protocol):
@@ -60,6 +70,7 @@ class GraphFactory(Protocol):
     """Makes graphs for a device and tells how many bytes they hold."""
 
     needs_warm_up: bool  # capture does not execute, so kernels must be compiled before
+    shares_memory: bool  # a graph takes the storage of those captured before it
 
     def make(self) -> Graph: ...
 
@@ -70,23 +81,28 @@ class CudaGraphFactory:
     """CUDA graphs over one pool."""
 
     needs_warm_up = True
+    shares_memory = True
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def make(self) -> Graph:
         return CudaGraph(self._pool)
 
     def bytes_held(self) -> int:
-        """Device bytes the allocator holds; the pool's growth shows as its difference."""
-        return torch.cuda.memory_reserved(self._device)
+        """Device bytes of the pool.
+
+        Not the difference of what the allocator holds: a capture gives other memory back.
+        """
+        segments = torch.cuda.memory_snapshot()
+        return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == self._pool)
 
 
 class RecordedGraphFactory:
     """Recorded graphs for the CPU."""
 
     needs_warm_up = False
+    shares_memory = False
 
     def __init__(self, *, poison: bool) -> None:
         self._poison = poison
@@ -102,15 +118,17 @@ class RecordedGraphFactory:
         return sum(graph.intermediate_bytes() for graph in self._made)
 
 
-# The reserve, as a multiple of the largest graph: recorded graphs share no memory between keys.
-RESERVE_FACTOR = {"cpu": 32, "cuda": 4}
+# The reserve, as a multiple of the largest graphs.  CUDA graphs share the storage of these; once
+# more is for what does not fit into its pieces.  Recorded graphs share nothing.
+RESERVE_FACTOR = {"cpu": 32, "cuda": 2}
 
 
 class GraphStore:
     """Owns the captured graphs of an engine and decides what is captured when.
 
-    The largest key is captured at boot and sizes the reserve.  Any other key runs eagerly first and
-    is captured on its second use; when the reserve is short it stays eager, with an event.
+    The largest key of each shape is captured at boot and sizes the reserve.  Any other key runs
+    eagerly first and is captured on its second use, unless it needs storage of its own and the
+    reserve is short: then it stays eager, with an event.
     """
 
     def __init__(self, factory: GraphFactory, *, reserve_factor: int, notify: Notify) -> None:
@@ -119,7 +137,7 @@ class GraphStore:
         self._notify = notify
         self._graphs: dict[GraphKey, list[Graph]] = {}
         self._uses: dict[GraphKey, int] = {}
-        self._largest: tuple[int, int] | None = None  # padded requests, bytes
+        self._largest: dict[bool, tuple[int, int]] = {}  # is ragged: padded tokens, bytes
         self._bytes = 0
 
     @property
@@ -134,7 +152,7 @@ class GraphStore:
     @property
     def bytes_reserved(self) -> int:
         """What graphs may hold in all; 0 before the first capture."""
-        return self._largest[1] * self._reserve_factor if self._largest is not None else 0
+        return self._reserve_factor * sum(size for _, size in self._largest.values())
 
     def find(self, key: GraphKey) -> list[Graph] | None:
         """The captured graphs of a key."""
@@ -145,13 +163,16 @@ class GraphStore:
         self._uses[key] = self._uses.get(key, 0) + 1
         if self._uses[key] < 2:
             return False
+        if self._is_covered(key):
+            return True
         estimate = self._estimate(key)
         if self._bytes + estimate > self.bytes_reserved:
             self._notify(
                 Event(
                     "graph_reserve_short",
-                    f"{key.phase.value} x {key.padded_reqs} stays eager: needs about {estimate} "
-                    f"bytes, {self.bytes_reserved - self._bytes} of {self.bytes_reserved} left",
+                    f"{key.phase.value} x {key.padded_reqs}, {key.size.tokens} tokens, stays "
+                    f"eager: needs about {estimate} bytes, {self.bytes_reserved - self._bytes} "
+                    f"of {self.bytes_reserved} left",
                 )
             )
             return False
@@ -167,13 +188,23 @@ class GraphStore:
             graphs.append(graph)
         grown = self.factory.bytes_held() - before
         self._bytes += grown
-        if self._largest is None:
-            self._largest = (key.padded_reqs, max(grown, 1))
+        self._largest.setdefault(key.extend_len is None, (key.size.tokens, max(grown, 1)))
         self._graphs[key] = graphs
         return graphs
 
+    def _is_covered(self, key: GraphKey) -> bool:
+        """Whether captured graphs of as many tokens, and as many rows of the same sampler, share
+        their storage with this one."""
+        if not self.factory.shares_memory:
+            return False
+        sampler = (key.sampler, key.logprobs)
+        alike = [k.size.reqs for k in self._graphs if (k.sampler, k.logprobs) == sampler]
+        tokens = max((k.size.tokens for k in self._graphs), default=0)
+        return key.size.tokens <= tokens and key.size.reqs <= max(alike, default=0)
+
     def _estimate(self, key: GraphKey) -> int:
-        if self._largest is None:
+        largest = self._largest.get(key.extend_len is None)
+        if largest is None:
             return 0
-        reqs, size = self._largest
-        return size * key.padded_reqs // reqs
+        tokens, size = largest
+        return size * key.size.tokens // tokens

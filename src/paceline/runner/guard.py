@@ -41,8 +41,10 @@ class Guard:
         layout = step.layout
         if layout.num_reqs > key.padded_reqs:
             raise self._error("requests", f"at most {key.padded_reqs}", layout.num_reqs)
-        stride = max(layout.extend_lens)
-        if stride != key.extend_len or min(layout.extend_lens) != stride:
+        if key.extend_len is None:
+            if layout.num_tokens > key.size.tokens:
+                raise self._error("tokens", f"at most {key.size.tokens}", layout.num_tokens)
+        elif any(extend != key.extend_len for extend in layout.extend_lens):
             raise self._error("extend_lens", f"{key.extend_len} everywhere", layout.extend_lens)
         longest = max(step.kv_lens_bound)
         if longest > self._kv_len_bound:

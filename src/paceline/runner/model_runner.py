@@ -10,7 +10,7 @@ from paceline.attention.contract import GraphSupport
 from paceline.core.events import Event, Notify
 from paceline.core.modes import ExtendShape, ForwardMode
 from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import Step, StepLayout, padded_step
+from paceline.core.step import PromptSpan, Step, StepLayout, padded_step
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard, tensors_in
@@ -23,31 +23,60 @@ from paceline.runner.streams import Stream
 _NEEDED_SUPPORT = {
     ExtendShape.ONE: GraphSupport.DECODE,
     ExtendShape.UNIFORM: GraphSupport.UNIFORM,
+    ExtendShape.RAGGED: GraphSupport.ALWAYS,
 }
+_FEWEST_TOKENS = 16  # of a padded ragged step
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """Padded request counts that graphs are made for."""
+    """Padded request counts that graphs are made for, and token counts of ragged ones."""
 
     sizes: tuple[int, ...]  # ascending
+    tokens: tuple[int, ...]  # ascending; empty: ragged steps run eagerly
 
     @staticmethod
-    def up_to(max_reqs: int, *, every: int = 4) -> "GraphSizes":
-        """Every size up to `every`, then 6, 8, 12, 16, then each 8 up to max_reqs, which is in."""
+    def up_to(max_reqs: int, *, every: int = 4, max_tokens: int = 0) -> "GraphSizes":
+        """Requests: every size up to `every`, then 6, 8, 12, 16, then each 8 up to max_reqs, which
+        is in.  Tokens: from 16 on each power of two and the middle to the next, up to max_tokens,
+        which is in.
+        """
         fine = set(range(1, every + 1))
         coarse = {6, 8, 12, *range(16, max_reqs, 8)}
-        return GraphSizes(tuple(sorted({n for n in fine | coarse if n < max_reqs} | {max_reqs})))
+        powers = [1 << bit for bit in range(max_tokens.bit_length())]
+        tokens = {n for power in powers for n in (power, power * 3 // 2)}
+        return GraphSizes(
+            tuple(sorted({n for n in fine | coarse if n < max_reqs} | {max_reqs})),
+            tuple(sorted({n for n in tokens | {max_tokens} if _FEWEST_TOKENS <= n <= max_tokens})),
+        )
 
-    def pad(self, num_reqs: int) -> int | None:
-        """The smallest size that holds `num_reqs`; None when none does."""
+    def pad(self, num_reqs: int, extend_len: int) -> PaddedSize | None:
+        """The smallest that holds `num_reqs` rows of `extend_len` tokens; None when none does."""
         index = bisect_left(self.sizes, num_reqs)
-        return self.sizes[index] if index < len(self.sizes) else None
+        if index == len(self.sizes):
+            return None
+        return PaddedSize.uniform(self.sizes[index], extend_len)
+
+    def pad_ragged(self, num_reqs: int, num_tokens: int) -> PaddedSize | None:
+        """What holds a ragged step, tokens left over in a row of their own.
+
+        Requests are a power of two, or the largest size.  None when nothing holds it.
+        """
+        index = bisect_left(self.tokens, num_tokens)
+        if index == len(self.tokens):
+            return None
+        rows = num_reqs + (self.tokens[index] > num_tokens)
+        if rows > self.sizes[-1]:
+            return None
+        reqs = min(1 << (rows - 1).bit_length(), self.sizes[-1])
+        return PaddedSize.ragged(reqs, self.tokens[index])
 
 
 class ModelRunner:
     """Launches steps on one stream.
 
+    A step that may be a graph is padded as the graph is, whether it replays or runs eagerly: both
+    are the same operations on the same shapes, and give the same bits.
     graphs: None runs every step eagerly (--enforce-eager).
     """
 
@@ -75,12 +104,16 @@ class ModelRunner:
             notify(Event("segments_split", f"before {name}: {reason}"))
 
     def boot(self) -> None:
-        """Capture the largest decode graph, which sizes the graph reserve."""
-        if self._graphs is not None:
-            self._capture(self._key(ForwardMode.DECODE, self._sizes.sizes[-1], 1))
+        """Capture the largest graph of each shape, largest first; they size the graph reserve."""
+        if self._graphs is None:
+            return
+        if self._sizes.tokens and self._supports(ForwardMode.EXTEND):
+            longest = PaddedSize.ragged(1, self._sizes.tokens[-1])
+            self._capture(self._key(ForwardMode.EXTEND, longest))
+        self._capture(self._key(ForwardMode.DECODE, PaddedSize.uniform(self._sizes.sizes[-1], 1)))
 
     def named_bytes(self) -> dict[str, int]:
-        """Bytes held: the KV pools, and the workspace of table, step and backend."""
+        """Bytes held: KV pools, the workspace of table, step and backend, and captured graphs."""
         parts = self._parts
         owned = {
             **parts.table.named_tensors(),
@@ -90,6 +123,7 @@ class ModelRunner:
         return {
             "kv": sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in parts.layers),
             "workspace": sum(tensor.nbytes for tensor in owned.values()),
+            "graphs": 0 if self._graphs is None else self._graphs.bytes_used,
         }
 
     def launch(self, step: Step) -> LaunchedStep:
@@ -98,12 +132,11 @@ class ModelRunner:
         copies = self._parts.table.stage(step.deltas, slot)
         key = self._graph_key(step)
         graphs = self._find_or_capture(key) if key is not None else None
-        if graphs is not None:
-            assert key is not None
-            self._guard.check(key, step)
-            size = PaddedSize.uniform(key.padded_reqs, key.extend_len)
-        else:
+        if key is None:
             size = PaddedSize.exact(step.layout)
+        else:
+            self._guard.check(key, step)
+            size = key.size
         buffers = self._parts.buffers
         if not buffers.holds(step.layout, size):
             copies.append(buffers.fill(step.layout, size, slot))
@@ -111,8 +144,19 @@ class ModelRunner:
             self._stream.run(lambda: _execute(copies))
         if graphs is not None:
             self._run_groups(step, size, [graph.replay for graph in graphs])
-        else:
-            self._run_groups(step, size, self._eager_groups(step, size))
+            return self._receive(step)
+        program = self._program(
+            step.mode,
+            size,
+            sampler=step.sampler,
+            logprobs=step.logprobs,
+            prompt_spans=step.prompt_spans,
+        )
+        groups = group_segments(program.segments(), self._split_before)
+        self._run_groups(step, size, [_without_autograd(group) for group in groups])
+        if step.prompt_spans:
+            outputs = self._outputs.slot(step.epoch)
+            self._stream.run(lambda: outputs.receive_prompt(program.prompt_logprobs))
         return self._receive(step)
 
     def _receive(self, step: Step) -> LaunchedStep:
@@ -133,19 +177,25 @@ class ModelRunner:
         backend = self._parts.backend
         if backend.capabilities.host_plan:
             backend.host_plan(
-                padded_step(step, size.reqs, size.max_extend_len), self._parts.backend_buffers
+                padded_step(step, size.pad_lens(step.layout)), self._parts.backend_buffers
             )
 
-    def _eager_groups(self, step: Step, size: PaddedSize) -> list[Callable[[], None]]:
-        groups = self._segment_groups(step.mode, size, sampler=step.sampler, logprobs=step.logprobs)
-        return [_without_autograd(group) for group in groups]
-
-    def _segment_groups(
-        self, mode: ForwardMode, size: PaddedSize, *, sampler: SamplerTier, logprobs: bool
-    ) -> list[Segment]:
-        view = self._parts.buffers.view(size, mode.facts.mask)
-        program = StepProgram(self._parts, view, sampler=sampler, logprobs=logprobs)
-        return group_segments(program.segments(), self._split_before)
+    def _program(
+        self,
+        mode: ForwardMode,
+        size: PaddedSize,
+        *,
+        sampler: SamplerTier,
+        logprobs: bool,
+        prompt_spans: tuple[PromptSpan, ...] = (),
+    ) -> StepProgram:
+        return StepProgram(
+            self._parts,
+            self._parts.buffers.view(size, mode.facts.mask),
+            sampler=sampler,
+            logprobs=logprobs,
+            prompt_spans=prompt_spans,
+        )
 
     def _split_reasons(self) -> dict[str, str]:
         """Segments that need the host before them, each with its reason code."""
@@ -154,36 +204,41 @@ class ModelRunner:
         return {}
 
     def _graph_key(self, step: Step) -> GraphKey | None:
-        """The key a step would replay under; None when it must run eagerly."""
-        needed = _NEEDED_SUPPORT.get(step.mode.facts.extend)
-        if self._graphs is None or needed is None or not step.mode.facts.graphable:
+        """The key a step replays under, or would; None when it can be no graph."""
+        if not self._supports(step.mode):
             return None
-        if self._parts.backend.capabilities.graph < needed:
+        if step.prompt_spans:  # their number is host data of this step alone
             return None
-        padded = self._sizes.pad(step.layout.num_reqs)
-        if padded is None:
+        layout = step.layout
+        if step.mode.facts.extend is ExtendShape.RAGGED:
+            size = self._sizes.pad_ragged(layout.num_reqs, layout.num_tokens)
+        else:
+            size = self._sizes.pad(layout.num_reqs, max(layout.extend_lens))
+        if size is None:
             return None
-        return self._key(
-            step.mode,
-            padded,
-            max(step.layout.extend_lens),
-            sampler=step.sampler,
-            logprobs=step.logprobs,
-        )
+        return self._key(step.mode, size, sampler=step.sampler, logprobs=step.logprobs)
+
+    def _supports(self, mode: ForwardMode) -> bool:
+        """Whether steps of this mode may be captured with this backend."""
+        needed = _NEEDED_SUPPORT.get(mode.facts.extend)
+        if needed is None or not mode.facts.graphable:
+            return False
+        return self._parts.backend.capabilities.graph >= needed
 
     def _key(
         self,
         phase: ForwardMode,
-        padded_reqs: int,
-        extend_len: int,
+        size: PaddedSize,
         *,
         sampler: SamplerTier = SamplerTier.GREEDY,
         logprobs: bool = False,
     ) -> GraphKey:
+        is_ragged = phase.facts.extend is ExtendShape.RAGGED
         return GraphKey(
             phase=phase,
-            padded_reqs=padded_reqs,
-            extend_len=extend_len,
+            padded_reqs=size.reqs,
+            extend_len=None if is_ragged else size.max_extend_len,
+            ragged_tokens=size.tokens if is_ragged else None,
             tree=None,
             backend=self._parts.backend.name,
             sampler=sampler,
@@ -192,7 +247,8 @@ class ModelRunner:
         )
 
     def _find_or_capture(self, key: GraphKey) -> list[Graph] | None:
-        assert self._graphs is not None
+        if self._graphs is None:
+            return None
         found = self._graphs.find(key)
         if found is None and self._graphs.wants(key):
             found = self._capture(key)
@@ -201,8 +257,9 @@ class ModelRunner:
     def _capture(self, key: GraphKey) -> list[Graph]:
         """Capture a key over padded rows alone, which are harmless to execute."""
         assert self._graphs is not None
-        size = PaddedSize.uniform(key.padded_reqs, key.extend_len)
-        groups = self._segment_groups(key.phase, size, sampler=key.sampler, logprobs=key.logprobs)
+        size = key.size
+        program = self._program(key.phase, size, sampler=key.sampler, logprobs=key.logprobs)
+        groups = group_segments(program.segments(), self._split_before)
         self._stream.run(lambda: self._parts.buffers.pad(size))
         self._host_plan(_empty_step(key), size)
         if self._graphs.factory.needs_warm_up:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache, StepView
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
+from paceline.core.step import PromptSpan
 from paceline.layers.attention import AttentionContext
-from paceline.layers.sampling import sample
+from paceline.layers.sampling import TokenLogprobs, sample
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.commit import commit
 from paceline.runner.derive import derive
+from paceline.runner.prompt_logprobs import prompt_logprobs
 from paceline.runner.request_table import RequestTable
 
 
@@ -46,14 +48,22 @@ class StepProgram:
     """One padded size with one sampler tier; its results stay on fixed addresses once captured."""
 
     def __init__(
-        self, parts: Parts, view: StepView, *, sampler: SamplerTier, logprobs: bool
+        self,
+        parts: Parts,
+        view: StepView,
+        *,
+        sampler: SamplerTier,
+        logprobs: bool,
+        prompt_spans: tuple[PromptSpan, ...] = (),
     ) -> None:
         self._parts = parts
         self._view = view
         self._sampler = sampler
         self._top_logprobs = MAX_LOGPROBS if logprobs else 0
+        self._prompt_spans = prompt_spans
+        self.prompt_logprobs: TokenLogprobs | None = None  # [num_scored]  after forward
         self._plan: Any = None
-        self._logits: Tensor | None = None  # [padded_reqs, vocab]  float32
+        self._logits: Tensor | None = None  # [padded_reqs, vocab]  the head's dtype
 
     def segments(self) -> list[Segment]:
         """The step's pieces in order."""
@@ -77,7 +87,18 @@ class StepProgram:
             out_cache_locs=tuple(group.out_cache_loc for group in view.groups),
         )
         output = parts.model(view.input_ids, view.positions, ctx, parts.taps)
-        hidden = output.hidden.index_select(0, view.logits_loc)
+        hidden = output.hidden
+        if self._prompt_spans:
+            self.prompt_logprobs = prompt_logprobs(
+                hidden,
+                self._prompt_spans,
+                view=view,
+                token_ids=parts.table.token_ids,
+                vocab_size=parts.model.head.vocab_size,
+                logits_of=parts.model.logits,
+            )
+        if view.max_extend_len > 1:  # otherwise each token is its request's last
+            hidden = hidden.index_select(0, view.logits_loc)
         self._logits = parts.model.logits(hidden)
 
     def _sample(self) -> None:
@@ -86,7 +107,7 @@ class StepProgram:
         sampled = sample(
             self._logits,
             rows=view.row_ids,
-            positions=view.kv_lens.long(),
+            positions=view.kv_lens,
             table=parts.table.sampling,
             token_ids=parts.table.token_ids,
             tier=self._sampler,

@@ -6,7 +6,7 @@ request joins.  Row 0 is reserved: it holds the padding facts, so a padded row o
 special case anywhere.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta
-from paceline.layers.sampling.table import SamplingTable, pack_row
+from paceline.layers.sampling import LogitsProcessor, SamplingTable
 from paceline.runner.staging import Copy, StagingSlot
 
 
@@ -38,6 +38,7 @@ class RequestTable:
         max_pages: tuple[int, ...],
         eos_token_ids: tuple[int, ...],
         device: torch.device,
+        plug_ins: Sequence[LogitsProcessor] = (),
     ) -> None:
         rows = max_running + 1
         self._eos_token_ids = eos_token_ids
@@ -47,7 +48,7 @@ class RequestTable:
         self.page_tables = tuple(
             torch.zeros(rows, width, dtype=torch.int32, device=device) for width in max_pages
         )
-        self.sampling = SamplingTable(rows, device)
+        self.sampling = SamplingTable(rows, device, plug_ins)
 
     @property
     def kv_committed(self) -> Tensor:
@@ -81,7 +82,7 @@ class RequestTable:
     def _stage_join(self, delta: JoinDelta, slot: StagingSlot) -> list[Copy]:
         tokens = torch.from_numpy(np.array(delta.token_ids, dtype=np.int32))
         state = torch.tensor([delta.prefix_len, FinishCode.RUNNING], dtype=torch.int32)
-        packed = pack_row(
+        packed = self.sampling.pack(
             delta.params,
             prompt_len=delta.prompt_len,
             max_len=delta.max_len,

@@ -1,0 +1,49 @@
+"""StepProgram: which hidden rows the language-model head reads."""
+
+import pytest
+from tiny_runner import Driver, TinyModel, random_prompts
+from torch import Tensor
+
+from paceline.models.decoder import Hidden
+
+
+@pytest.fixture
+def seen(tiny: TinyModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """(what the decoder returned, what the head was given) of each eager step from now on."""
+    pairs: list[tuple[Tensor, Tensor]] = []
+    returned: list[Tensor] = []
+    decoder, head = tiny.ours.decoder, tiny.ours.head
+    decode, read = decoder.forward, head.forward
+
+    def noted_decode(*args: object) -> Hidden:
+        output = decode(*args)
+        returned.append(output.hidden)
+        return output
+
+    def noted_read(hidden: Tensor) -> Tensor:
+        pairs.append((returned[-1], hidden))
+        return read(hidden)
+
+    monkeypatch.setattr(decoder, "forward", noted_decode)
+    monkeypatch.setattr(head, "forward", noted_read)
+    return pairs
+
+
+def test_the_head_reads_the_last_token_of_each_request(
+    tiny: TinyModel, seen: list[tuple[Tensor, Tensor]]
+) -> None:
+    driver = Driver(tiny, graph_max_reqs=None)
+    driver.prefill(dict(zip([3, 1, 2], random_prompts([5, 1, 4]), strict=True)))
+    hidden, given = seen[-1]
+    assert given.tolist() == hidden[[4, 5, 9]].tolist()
+
+
+def test_where_every_token_is_a_last_one_the_head_reads_them_in_place(
+    tiny: TinyModel, seen: list[tuple[Tensor, Tensor]]
+) -> None:
+    driver = Driver(tiny, graph_max_reqs=None)
+    driver.prefill(dict(zip([3, 1], random_prompts([1, 1]), strict=True)))
+    driver.decode([3, 1])
+    for hidden, given in seen[-2:]:
+        assert given.data_ptr() == hidden.data_ptr()
+        assert given.shape == hidden.shape

@@ -1,0 +1,140 @@
+"""Prefill and mixed steps as graphs: padded to a number of tokens, they are the same steps."""
+
+import random
+from collections import Counter
+
+import pytest
+from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts
+
+from paceline.core.errors import GraphGuardError
+from paceline.core.modes import ForwardMode
+from paceline.runner.buffers import PaddedSize
+from paceline.runner.model_runner import GraphSizes
+from paceline.runner.streams import DeferredStream
+
+MAX_TOKENS = 64
+
+
+def test_token_sizes_grow_by_at_most_half() -> None:
+    sizes = GraphSizes.up_to(8, max_tokens=100).tokens
+    assert sizes == (16, 24, 32, 48, 64, 96, 100)
+    assert GraphSizes.up_to(8).tokens == ()
+
+
+@pytest.mark.parametrize(
+    ("reqs", "tokens", "padded"),
+    [
+        (1, 64, (1, 64)),  # nothing is left over
+        (1, 63, (2, 64)),  # one token is left, in a row of its own
+        (3, 40, (4, 48)),
+        (4, 40, (8, 48)),
+        (8, 64, (8, 64)),
+        (8, 63, None),  # no row for the rest
+        (2, 65, None),
+    ],
+)
+def test_a_ragged_step_is_padded_by_one_row(
+    reqs: int, tokens: int, padded: tuple[int, int] | None
+) -> None:
+    size = GraphSizes.up_to(8, max_tokens=MAX_TOKENS).pad_ragged(reqs, tokens)
+    assert size == (None if padded is None else PaddedSize.ragged(*padded))
+
+
+def test_boot_captures_the_largest_of_both_shapes(tiny: TinyModel, counts: Counter[str]) -> None:
+    driver = Driver(tiny, graph_max_tokens=MAX_TOKENS)
+    assert counts["capture"] == 2
+    shapes = {key.size for key in driver.runner._graphs.graphs}  # type: ignore[union-attr]
+    assert shapes == {PaddedSize.ragged(1, MAX_TOKENS), PaddedSize.uniform(8, 1)}
+
+
+def test_steps_of_other_token_counts_replay_other_graphs(tiny: TinyModel) -> None:
+    driver = Driver(tiny, graph_max_tokens=MAX_TOKENS)
+    for _ in range(2):
+        for length in (3, 17, 24, 40):
+            driver.prefill({1: random_prompts((length,))[0]})
+    graphs = driver.runner._graphs.graphs  # type: ignore[union-attr]
+    ragged = {key.ragged_tokens for key in graphs if key.extend_len is None}
+    assert ragged == {16, 24, 48, MAX_TOKENS}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("stream", ["inline", "deferred"])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_replayed_prefills_give_the_tokens_of_transformers(
+    tiny: TinyModel,
+    tiny_gemma: TinyModel,
+    counts: Counter[str],
+    family: str,
+    stream: str,
+    page_size: int,
+) -> None:
+    """Prompts of changing lengths share a few graphs; stale tails of longer ones stay behind."""
+    model = tiny if family == "llama" else tiny_gemma
+    driver = Driver(
+        model,
+        graph_max_tokens=MAX_TOKENS,
+        page_size=page_size,
+        stream=DeferredStream() if stream == "deferred" else None,
+    )
+    for lengths in ((20, 25), (9, 21), (30, 3), (17, 1), (40,), (16, 13), (5, 6), (7, 1)):
+        prompts = dict(enumerate(random_prompts(lengths, seed=sum(lengths)), start=1))
+        driver.prefill(prompts)
+        driver.decode(list(prompts), steps=2)
+        for row, prompt in prompts.items():
+            assert driver.tokens[row] == model.greedy(prompt, 3)
+    assert counts["replay"] > 16  # the decode steps, and prefills from their second use on
+
+
+def test_mixed_steps_and_chunks_replay(tiny: TinyModel, counts: Counter[str]) -> None:
+    """Rows decode while another's prompt comes in chunks that emit nothing until the last."""
+    rng = random.Random(5)
+    driver = Driver(tiny, graph_max_tokens=MAX_TOKENS)
+    prompts = dict(enumerate(random_prompts((9, 14)), start=1))
+    driver.prefill(prompts)
+    long = random_prompts((60,), seed=9)[0]
+    driver.join(3, long)
+    left = len(long)
+    replays = counts["replay"]
+    while left:
+        chunk = min(left, rng.randrange(8, 14))
+        left -= chunk
+        step = driver.make_step({1: 1, 2: 1, 3: chunk}, mode=ForwardMode.MIXED)
+        emits = (True, True, left == 0)
+        object.__setattr__(step.layout, "emits", emits)
+        driver.collect(driver.runner.launch(step))
+    assert counts["replay"] - replays >= 3
+    driver.decode([1, 2, 3], steps=2)
+    for row, prompt in {**prompts, 3: long}.items():
+        assert driver.tokens[row] == tiny.greedy(prompt, len(driver.tokens[row]))
+
+
+def test_a_step_beyond_the_largest_graph_is_eager(tiny: TinyModel, counts: Counter[str]) -> None:
+    driver = Driver(tiny, graph_max_tokens=MAX_TOKENS)
+    for _ in range(3):
+        driver.prefill({1: random_prompts((MAX_TOKENS + 1,))[0]})
+    assert counts["replay"] == 0
+
+
+def test_no_graph_is_larger_than_a_row_can_be_long(tiny: TinyModel) -> None:
+    driver = Driver(tiny, graph_max_tokens=10**6)
+    assert driver.runner._sizes.tokens[-1] == CONTEXT
+
+
+def test_the_guard_refuses_more_tokens_than_the_graph_holds(tiny: TinyModel) -> None:
+    driver = Driver(tiny, graph_max_tokens=MAX_TOKENS)
+    driver.join(1, random_prompts((70,))[0])
+    step = driver.make_step({1: 70}, mode=ForwardMode.EXTEND)
+    key = next(k for k in driver.runner._graphs.graphs if k.extend_len is None)  # type: ignore[union-attr]
+    with pytest.raises(GraphGuardError, match="tokens must be at most 64, got 70"):
+        driver.runner._guard.check(key, step)
+
+
+def test_padding_takes_the_stride_or_what_is_left(tiny: TinyModel) -> None:
+    driver = Driver(tiny)
+    driver.join(1, random_prompts((9,))[0])
+    layout = driver.make_step({1: 3}, mode=ForwardMode.EXTEND).layout
+    assert PaddedSize.uniform(4, 3).pad_lens(layout) == (3, 3, 3)
+    assert PaddedSize.ragged(4, 16).pad_lens(layout) == (13, 0, 0)
+    assert PaddedSize.exact(layout).pad_lens(layout) == ()
+    with pytest.raises(AssertionError, match="13 tokens are left of 16"):
+        PaddedSize.ragged(1, 16).pad_lens(layout)
