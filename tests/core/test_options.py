@@ -30,6 +30,10 @@ def test_every_field_is_an_option_with_help_and_unique_flags():
         ({"gpu_memory_utilization": 1.5}, "must be from 0.01 to 1, got 1.5"),
         ({"gpu_memory_utilization": float("nan")}, "must be from 0.01 to 1, got nan"),
         ({"dtype": "int4"}, "dtype must be one of bfloat16, float16, float32, got 'int4'"),
+        (
+            {"kv_cache_dtype": "int8"},
+            "kv_cache_dtype must be one of bfloat16, float16, float32, fp8_e4m3, got 'int8'",
+        ),
         ({"load_format": "gguf"}, "load_format must be one of auto, dummy, got 'gguf'"),
         ({"enable_prefix_cache": 1}, "enable_prefix_cache must be bool, got 1"),
         ({"model": None}, "model must be str, got None"),
@@ -46,6 +50,10 @@ def test_wrong_values_are_refused(asked, text):
 @pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
 def test_every_seed_of_a_request_is_a_seed_of_the_engine(seed):
     assert engine_options({"seed": seed}).seed == SamplingParams(seed=seed).seed == seed
+
+
+def test_another_word_for_a_choice_means_that_choice():
+    assert engine_options({"kv_cache_dtype": "fp8"}).kv_cache_dtype == "fp8_e4m3"
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one():

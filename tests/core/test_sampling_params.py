@@ -1,5 +1,6 @@
 """SamplingParams refuses what it cannot honour and keeps what it can."""
 
+import functools
 import math
 import pickle
 from dataclasses import fields
@@ -14,7 +15,13 @@ from paceline.core.sampling_params import (
     SamplingParams,
 )
 
+NESTED = functools.reduce(lambda inner, _: [inner], range(2000), [])
+
 WRONG_VALUES = [
+    ("n", 0, "n must be an integer in 1..128, got 0"),
+    ("n", 129, "n must be an integer in 1..128, got 129"),
+    ("n", None, "n must be an integer in 1..128, got None"),
+    ("n", 2.0, "n must be an integer in 1..128, got 2.0"),
     ("max_tokens", 0, "max_tokens must be an integer of at least 1 or None, got 0"),
     ("max_tokens", True, "max_tokens must be an integer of at least 1 or None, got True"),
     ("max_tokens", "5", "max_tokens must be an integer of at least 1 or None, got '5'"),
@@ -34,16 +41,30 @@ WRONG_VALUES = [
     ("repetition_penalty", 0.0, "repetition_penalty must be a finite number in 0.01..100, got 0"),
     ("presence_penalty", 2.5, "presence_penalty must be a finite number in -2..2, got 2.5"),
     ("frequency_penalty", -3, "frequency_penalty must be a finite number in -2..2, got -3"),
-    ("min_tokens", -1, "min_tokens must be an integer of at least 0, got -1"),
+    ("min_tokens", -1, "min_tokens must be an integer in 0..2147483647, got -1"),
+    ("min_tokens", 10**30, "min_tokens must be an integer in 0..2147483647, got 1000000"),
     ("min_tokens", 17, "min_tokens must be at most max_tokens (16), got 17"),
     ("seed", 2**63, "seed must be an integer in -9223372036854775808..9223372036854775807 or"),
     ("logprobs", 21, "logprobs must be an integer in 0..20 or None, got 21"),
     ("logprobs", True, "logprobs must be an integer in 0..20 or None, got True"),
+    ("prompt_logprobs", 21, "prompt_logprobs must be an integer in 0..20 or None, got 21"),
+    ("prompt_logprobs", -1, "prompt_logprobs must be an integer in 0..20 or None, got -1"),
+    ("prompt_logprobs", True, "prompt_logprobs must be an integer in 0..20 or None, got True"),
+    ("extra_args", 3, "extra_args must be a mapping from names to JSON values, got 3; pass what"),
+    ("extra_args", ["a"], "extra_args must be a mapping from names to JSON values, got ['a']"),
+    ("extra_args", {3: 1}, "a key of extra_args must be a non-empty str, got 3; pass what"),
+    ("extra_args", {"": 1}, "a key of extra_args must be a non-empty str, got ''; pass what"),
+    ("extra_args", {"a": {1}}, "extra_args['a'] must be a JSON value: null, bool, number, str, "),
+    ("extra_args", {"a": [0, b"x"]}, "extra_args['a'][1] must be a JSON value: null, bool, num"),
+    ("extra_args", {"a": {"b": {2: 0}}}, "a key of extra_args['a']['b'] must be a non-empty st"),
+    ("extra_args", {"a": NESTED}, "extra_args must be at most 32 levels deep, got 'more lev"),
     ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
     ("skip_special_tokens", None, "skip_special_tokens must be True or False, got None"),
     ("stop", "", "stop must be non-empty strings, got ''"),
     ("stop", ["a", 3], "stop must be non-empty strings, got ['a', 3]"),
     ("stop", None, "stop must be non-empty strings, got None"),
+    ("stop", [str(i) for i in range(33)], "stop must be at most 32 strings, got 33; give fewer"),
+    ("stop", ["a", "b" * 1025], "stop must be at most 1024 characters each, got 1025; shorten it"),
     ("stop_token_ids", [-1], "stop_token_ids must be a sequence of token ids"),
     ("stop_token_ids", "12", "stop_token_ids must be a sequence of token ids"),
     ("stop_token_ids", list(range(MAX_STOP_IDS + 1)), "stop_token_ids must be at most 32 ids"),
@@ -87,6 +108,16 @@ def test_params_are_hashable_and_picklable_and_normalised():
     assert SamplingParams(logit_bias=params.logit_bias).logit_bias == params.logit_bias
 
 
+def test_extra_args_are_kept_hashable_by_name_at_any_depth():
+    given = {"b": [1, {"d": None, "c": (True,)}], "a": "text", "e": {}}
+    params = SamplingParams(extra_args=given)
+    kept = (("a", "text"), ("b", (1, (("c", (True,)), ("d", None)))), ("e", ()))
+    assert params.extra_args == kept
+    assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
+    assert SamplingParams(extra_args=params.extra_args) == params
+    assert SamplingParams.from_dict({"extra_args": given, "n": 2}).extra_args == kept
+
+
 def test_from_dict_accepts_the_alias_and_json_bias_keys():
     params = SamplingParams.from_dict({"max_new_tokens": 3, "logit_bias": {"42": 2}})
     assert params.max_tokens == 3
@@ -97,8 +128,8 @@ def test_from_dict_refuses_an_unknown_field_and_names_the_closest():
     text = r"sampling field must be one of .*temperature.*, got 'temprature'; did you mean temper"
     with pytest.raises(RequestError, match=text):
         SamplingParams.from_dict({"temprature": 1.0})
-    with pytest.raises(RequestError, match=r"got 'n'; remove it"):
-        SamplingParams.from_dict({"n": 2})
+    with pytest.raises(RequestError, match=r"got 'best_of'; remove it"):
+        SamplingParams.from_dict({"best_of": 2})
 
 
 def test_from_dict_refuses_a_field_given_under_two_names():
@@ -122,6 +153,8 @@ def test_from_dict_refuses_a_bias_key_that_is_no_token_id():
         ({"frequency_penalty": 0.1}, SamplerTier.FULL),
         ({"logit_bias": {1: 1.0}}, SamplerTier.FULL),
         ({"temperature": 0, "min_tokens": 1}, SamplerTier.FULL),
+        ({"temperature": 0, "extra_args": {"a": 1}}, SamplerTier.FULL),
+        ({"temperature": 0, "n": 3, "prompt_logprobs": 2}, SamplerTier.GREEDY),
     ],
 )
 def test_tier_is_the_narrowest_that_honours_the_request(values, tier):

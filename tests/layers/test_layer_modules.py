@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.core.model_config import MoEConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.embedding import Embedding, LMHead
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import ACTIVATIONS, GatedMLP
+from paceline.layers.moe import SparseMLP
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
 from paceline.models import config as config_module
@@ -30,11 +32,22 @@ def qkv(bias: bool) -> QKVLinear:
     )
 
 
+EXPERTS = MoEConfig(
+    layers=(True,),
+    num_experts=3,
+    experts_per_token=2,
+    intermediate_size=5,
+    renormalize=True,
+    bias=False,
+)
 MODULES = {
     "linear": lambda: Linear(6, 4, bias=True, parallel=PARALLEL, placement=CPU),
     "qkv": lambda: qkv(bias=True),
-    "gate_up": lambda: GateUpLinear(6, 8, bias=True, parallel=PARALLEL, placement=CPU),
+    "gate_up": lambda: GateUpLinear(
+        6, 8, activation="silu", bias=True, parallel=PARALLEL, placement=CPU
+    ),
     "mlp": lambda: GatedMLP(6, 8, activation="silu", bias=True, parallel=PARALLEL, placement=CPU),
+    "experts": lambda: SparseMLP(6, EXPERTS, parallel=PARALLEL, placement=CPU),
     "embedding": lambda: Embedding(9, 4, scale=None, parallel=PARALLEL, placement=CPU),
 }
 
@@ -118,3 +131,11 @@ def test_the_head_caps_logits_smoothly_in_float32() -> None:
     raw = F.linear(hidden, head.weight).float()
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, 2.0 * torch.tanh(raw / 2.0))
+
+
+def test_the_head_leaves_uncapped_logits_in_the_dtype_of_the_model() -> None:
+    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    head = filled(LMHead(9, 4, tied=None, soft_cap=None, parallel=PARALLEL, placement=placement))
+    hidden = torch.randn(3, 4).bfloat16()
+    assert torch.equal(head(hidden), torch.nn.functional.linear(hidden, head.weight))
+    assert head(hidden).dtype == torch.bfloat16

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import KernelArgumentError, RequestError
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier, SamplingParams
-from paceline.layers.sampling import NO_TOKEN, PackedRow, SamplingTable, pack_row, sample
+from paceline.layers.sampling import PackedRow, SamplingTable, sample
+from paceline.layers.sampling.built_in import NO_TOKEN
 
 VOCAB = 131
 MAX_TOKENS = 50
@@ -32,7 +33,7 @@ NUM = len(PARAMS)
 def _table(params=PARAMS) -> SamplingTable:
     table = SamplingTable(len(params) + 1, torch.device("cpu"))
     for row, one in enumerate(params, start=1):
-        packed = pack_row(
+        packed = table.pack(
             one, prompt_len=PROMPT_LEN, max_len=MAX_TOKENS, eos_token_ids=(2,), default_seed=row
         )
         for name, tensor in table.named_tensors().items():
@@ -213,10 +214,21 @@ def test_padded_rows_of_garbage_change_nothing():
     assert torch.equal(_sample(padded, table).token_ids[:NUM], clean)
 
 
-def test_logits_of_another_dtype_are_refused():
-    inputs = _inputs()
+@pytest.mark.parametrize("tier", list(SamplerTier))
+def test_logits_of_half_precision_give_what_their_float32_copies_give(tier):
+    inputs, table = _inputs(), _table()
     inputs["logits"] = inputs["logits"].to(torch.bfloat16)
-    text = r"logits must be float32 \[num_rows, vocab\], got torch.bfloat16 \[10, 131\]; cast"
+    sampled = _sample(inputs, table, tier, MAX_LOGPROBS)
+    widened = _sample(inputs | {"logits": inputs["logits"].float()}, table, tier, MAX_LOGPROBS)
+    assert sampled.top_values.dtype == torch.float32
+    for name in ("token_ids", "finite", "chosen_logprob", "top_ids", "top_values"):
+        assert torch.equal(getattr(sampled, name), getattr(widened, name)), name
+
+
+def test_logits_that_are_no_floating_point_matrix_are_refused():
+    inputs = _inputs()
+    inputs["logits"] = inputs["logits"].int()
+    text = r"logits must be floating-point \[num_rows, vocab\], got torch.int32 \[10, 131\]; pass"
     with pytest.raises(KernelArgumentError, match=text):
         _sample(inputs, _table())
 
@@ -228,26 +240,29 @@ def test_a_packed_row_reads_back_through_the_named_columns():
         min_tokens=3, stop_token_ids=(8, 1), seed=-5,
     )  # fmt: skip
     table = _table((params,))
-    floats = {
-        "temperature": 0.5, "top_p": 0.25, "min_p": 0.125,
-        "repetition": 1.5, "presence": -0.5, "frequency": 0.75,
+    bias, penalties, min_tokens = (stage.columns for stage in table.stages)
+    shared = {
+        "temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "top_k": 7, "seed": -5,
+        "prompt_len": PROMPT_LEN, "max_len": MAX_TOKENS, "num_stop_ids": 3,
     }  # fmt: skip
-    ints = {
-        "top_k": 7, "seed": -5, "prompt_len": PROMPT_LEN, "min_len": PROMPT_LEN + 3,
-        "max_len": MAX_TOKENS, "num_stop_ids": 3, "num_bias": 2,
-    }  # fmt: skip
-    for name, value in (floats | ints).items():
+    for name, value in shared.items():
         assert getattr(table, name)[1].item() == value, name
+    of_penalties = {"repetition": 1.5, "presence": -0.5, "frequency": 0.75}
+    assert {name: column[1].item() for name, column in penalties.items()} == of_penalties
+    assert min_tokens["min_len"][1] == PROMPT_LEN + 3
     assert table.stop_ids[1].tolist()[:4] == [8, 1, 2, NO_TOKEN]
-    assert table.bias_ids[1].tolist()[:3] == [4, 9, NO_TOKEN]
-    assert table.bias_values[1].tolist()[:3] == [2.0, -4.0, 0.0]
+    assert bias["ids"][1].tolist()[:3] == [4, 9, NO_TOKEN]
+    assert bias["values"][1].tolist()[:3] == [2.0, -4.0, 0.0]
+    assert bias["count"][1] == 2
 
 
 def test_rows_start_neutral_and_widths_match_the_packed_row():
     table = SamplingTable(3, torch.device("cpu"))
     assert table.temperature.tolist() == [0.0, 0.0, 0.0]
     assert table.num_stop_ids.tolist() == [0, 0, 0]
-    packed = pack_row(SamplingParams(), prompt_len=1, max_len=2, eos_token_ids=(), default_seed=77)
+    packed = table.pack(
+        SamplingParams(), prompt_len=1, max_len=2, eos_token_ids=(), default_seed=77
+    )
     assert packed._fields == PackedRow._fields == tuple(table.named_tensors())
     assert packed.ints.shape == table.ints.shape[1:]
     assert packed.floats.shape == table.floats.shape[1:]
@@ -258,4 +273,4 @@ def test_rows_start_neutral_and_widths_match_the_packed_row():
 def test_too_many_stop_ids_are_refused_when_packing():
     params = SamplingParams(stop_token_ids=tuple(range(32)))
     with pytest.raises(RequestError, match="stop_token_ids must be at most 32 ids with the"):
-        pack_row(params, prompt_len=1, max_len=2, eos_token_ids=(40,), default_seed=0)
+        _table().pack(params, prompt_len=1, max_len=2, eos_token_ids=(40,), default_seed=0)

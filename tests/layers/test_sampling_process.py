@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
 )
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.layers.sampling import SamplingTable, keep_mask, pack_row, process_logits
+from paceline.layers.sampling import SamplingTable, keep_mask, process_logits
 
 VOCAB = 97
 MAX_TOKENS = 40
@@ -36,7 +36,7 @@ def _history(seed: int) -> torch.Tensor:
 
 def _table(params: SamplingParams, eos: tuple[int, ...] = ()) -> SamplingTable:
     table = SamplingTable(2, torch.device("cpu"))
-    packed = pack_row(
+    packed = table.pack(
         params, prompt_len=PROMPT_LEN, max_len=MAX_TOKENS, eos_token_ids=eos, default_seed=0
     )
     table.floats[1] = torch.from_numpy(packed.floats)

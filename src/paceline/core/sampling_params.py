@@ -8,13 +8,20 @@ from enum import IntEnum
 from typing import Any
 
 from paceline.core.errors import RequestError, message
+from paceline.core.extra_args import ExtraArgs, extra_args
 
+MAX_COMPLETIONS = 128  # the OpenAI API's limit for n
 MAX_LOGPROBS = 20  # the OpenAI API's limit for top_logprobs
+PROMPT_BLOCK_ENTRIES = 1 << 24  # logits of prompt tokens held at a time
 MAX_STOP_IDS = 32  # width of the request table's stop-id columns, end tokens included
 MAX_LOGIT_BIAS = 300  # the OpenAI API's limit for logit_bias entries
+MAX_MIN_TOKENS = 2**31 - 1  # beyond every context
+MAX_STOP_STRINGS = 32  # each is looked for at every token
+MAX_STOP_CHARS = 1024  # of a stop string; its beginnings are looked for too
 MAX_TEMPERATURE = 100.0  # beyond it every distribution is flat
 SEED_LIMIT = 2**63  # seeds are signed 64-bit integers
 
+_MAX_ID_DIGITS = 20
 _ALIASES = {"max_new_tokens": "max_tokens"}
 
 
@@ -24,17 +31,18 @@ class SamplerTier(IntEnum):
 
     GREEDY = 0  # argmax
     FILTERED = 1  # temperature, top-k, top-p, min-p
-    FULL = 2  # also penalties, logit bias and min tokens
+    FULL = 2  # also every logits processor: penalties, logit bias, min tokens, plug-ins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """One request's sampling parameters.  Immutable and hashable.
 
-    `stop`, `stop_token_ids` and `logit_bias` may be given as any sequence or mapping and are kept
-    as tuples.  Raises RequestError when a value has the wrong type or range.
+    `stop`, `stop_token_ids`, `logit_bias` and `extra_args` may be given as any sequence or mapping
+    and are kept as tuples.  Raises RequestError when a value has the wrong type or range.
     """
 
+    n: int = 1  # completions of the prompt, each with its own seed
     max_tokens: int | None = 16  # tokens to generate; None = the rest of the context
     temperature: float = 1.0  # 0 = greedy
     top_k: int | None = None  # keep the k most likely tokens; None = all
@@ -49,15 +57,19 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None  # None = chosen by the engine
-    logprobs: int | None = None  # None = none; n = the chosen token's and the n most likely
+    logprobs: int | None = None  # None = none; k = the chosen token's and the k most likely
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens; computes all of it
+    extra_args: ExtraArgs = ()  # (name, value) for logits processors, by name
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        _check_integer("n", self.n, low=1, high=MAX_COMPLETIONS)
         _check_integer("max_tokens", self.max_tokens, low=1, optional=True)
-        _check_integer("min_tokens", self.min_tokens, low=0)
+        _check_integer("min_tokens", self.min_tokens, low=0, high=MAX_MIN_TOKENS)
         _check_integer("seed", self.seed, low=-SEED_LIMIT, high=SEED_LIMIT - 1, optional=True)
-        _check_integer("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, optional=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS, optional=True)
         _check_top_k(self.top_k)
         for name, (low, high, remedy) in _NUMBERS.items():
             number = _number(name, getattr(self, name), low=low, high=high, remedy=remedy)
@@ -69,6 +81,7 @@ class SamplingParams:
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
+        object.__setattr__(self, "extra_args", extra_args(self.extra_args))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error(
                 "min_tokens",
@@ -102,6 +115,7 @@ class SamplingParams:
         """The narrowest sampler that honours these parameters."""
         if (
             self.logit_bias
+            or self.extra_args
             or self.min_tokens
             or self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -127,7 +141,12 @@ class SamplingParams:
         return ids
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise RequestError when a stop id or a biased id is not a token of the model."""
+        """Raise RequestError when a stop id or a biased id is not a token of the model, or more
+        log-probabilities are wanted than it has tokens."""
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(self, name) or 0) > vocab_size:
+                expected = f"at most {vocab_size}, the vocabulary size"
+                raise _error(name, expected, getattr(self, name), "ask for fewer")
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("logit_bias", tuple(token for token, _ in self.logit_bias)),
@@ -194,6 +213,11 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
         raise _error("stop", "non-empty strings", f"{value!r}", "leave it out for none")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise _error("stop", f"at most {MAX_STOP_STRINGS} strings", len(strings), "give fewer")
+    longest = max(map(len, strings), default=0)
+    if longest > MAX_STOP_CHARS:
+        raise _error("stop", f"at most {MAX_STOP_CHARS} characters each", longest, "shorten it")
     return tuple(dict.fromkeys(strings))
 
 
@@ -229,8 +253,13 @@ def _bias_pairs(value: object) -> tuple[tuple[int, float], ...]:
 
 
 def _token_key(key: object) -> object:
-    """JSON object keys are strings: "42" is token 42.  Anything else is left to be refused."""
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+    """JSON object keys are strings: "42" is token 42.  Anything else is left to be refused, another
+    spelling of a number too: two keys must not be one token.
+    """
+    if not isinstance(key, str) or not key.isascii() or not key.isdigit():
+        return key
+    is_plain = len(key) < _MAX_ID_DIGITS and (key == "0" or not key.startswith("0"))
+    return int(key) if is_plain else key
 
 
 def _unknown_field(key: object, known: set[str]) -> RequestError:

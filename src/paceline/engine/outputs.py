@@ -1,6 +1,9 @@
-"""What a caller gets back: frozen snapshots of a request, and their JSON document."""
+"""What a caller gets back: frozen snapshots of a request and their JSON document, or growths: what
+came to it since the last one.
+"""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.core.step import RowLogprobs
@@ -11,6 +14,7 @@ from paceline.engine.request import FinishReason
 class CompletionOutput:
     """One completion so far."""
 
+    index: int = 0  # of the request's completions
     text: str  # everything released so far
     token_ids: tuple[int, ...]  # [num_output_tokens]
     finish_reason: FinishReason | None = None  # None = still running
@@ -18,13 +22,22 @@ class CompletionOutput:
     logprobs: tuple[RowLogprobs, ...] | None = None  # [num_output_tokens] when asked for
     error: str | None = None  # why finish_reason is "error"
 
+    def as_document(self) -> dict[str, Any]:
+        """{text, token_ids, finish_reason}; an error adds `error`."""
+        document: dict[str, Any] = {
+            "text": self.text,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+        }
+        return document if self.error is None else document | {"error": self.error}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMetrics:
     """One request's times and counts.  None where there was nothing to measure."""
 
     prompt_tokens: int
-    cached_tokens: int  # prompt tokens whose KV a prefix hit supplied
+    cached_tokens: int  # prompt tokens whose KV a prefix hit supplied, of the first completion
     output_tokens: int
     preemptions: int
     ttft_s: float | None  # from arrival to the first token
@@ -65,19 +78,78 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None when the prompt was given as token ids
     prompt_token_ids: tuple[int, ...]  # [num_prompt_tokens]
-    outputs: tuple[CompletionOutput, ...]  # [1]
+    outputs: tuple[CompletionOutput, ...]  # [n] by index
     finished: bool
-    metrics: RequestMetrics | None  # None until finished
+    metrics: RequestMetrics | None  # of all completions together; None until finished
+    prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # [num_prompt_tokens] when asked
 
     def as_document(self) -> dict[str, Any]:
-        """The JSON document {text, token_ids, finish_reason, metrics}; an error adds `error`."""
-        completion = self.outputs[0]
-        document: dict[str, Any] = {
-            "text": completion.text,
-            "token_ids": list(completion.token_ids),
-            "finish_reason": completion.finish_reason,
-            "metrics": None if self.metrics is None else asdict(self.metrics),
-        }
-        if completion.error is not None:
-            document["error"] = completion.error
+        """The JSON document {text, token_ids, finish_reason, metrics} of the first completion.
+
+        An error adds `error`; several completions add `completions`, all of them; log-probabilities
+        of the prompt add `prompt_logprobs`.
+        """
+        metrics = None if self.metrics is None else asdict(self.metrics)
+        document = {**self.outputs[0].as_document(), "metrics": metrics}
+        if len(self.outputs) > 1:
+            document["completions"] = [each.as_document() for each in self.outputs]
+        if self.prompt_logprobs is not None:
+            document["prompt_logprobs"] = [
+                None if row is None else asdict(row) for row in self.prompt_logprobs
+            ]
         return document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionGrowth:
+    """What came to one completion since its last growth; the pieces, joined, are its snapshot."""
+
+    index: int  # of the request's completions
+    num_chars_before: int  # of its text, told earlier
+    num_tokens_before: int  # 0: this is its first growth
+    text: str
+    token_ids: tuple[int, ...]  # [num_new_tokens]
+    logprobs: tuple[RowLogprobs, ...] | None  # [num_new_tokens] when asked for
+    finish_reason: FinishReason | None  # None = still running; otherwise its last growth
+    error: str | None = None  # why finish_reason is "error"
+
+    def then(self, later: "CompletionGrowth") -> "CompletionGrowth":
+        """The two as one; `later` is the growth that followed."""
+        logprobs = None if self.logprobs is None else self.logprobs + (later.logprobs or ())
+        return replace(
+            later,
+            num_chars_before=self.num_chars_before,
+            num_tokens_before=self.num_tokens_before,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestGrowth:
+    """What came to one request since its last growth."""
+
+    prompt_token_ids: tuple[int, ...]  # [num_prompt_tokens]
+    outputs: tuple[CompletionGrowth, ...]  # of those that grew or ended, by index
+    finished: bool
+    metrics: RequestMetrics | None  # of all completions together; None until finished
+    # [num_prompt_tokens] when asked for, beside a completion's first growth
+    prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None
+
+
+def joined(growths: Sequence[RequestGrowth]) -> RequestGrowth:
+    """Consecutive growths of one request, at least one, as one."""
+    if len(growths) == 1:
+        return growths[0]
+    outputs: dict[int, CompletionGrowth] = {}
+    for growth in growths:
+        for piece in growth.outputs:
+            before = outputs.get(piece.index)
+            outputs[piece.index] = piece if before is None else before.then(piece)
+    scored = (growth.prompt_logprobs for growth in growths)
+    return replace(
+        growths[-1],
+        outputs=tuple(outputs[index] for index in sorted(outputs)),
+        prompt_logprobs=next((rows for rows in scored if rows is not None), None),
+    )

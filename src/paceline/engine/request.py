@@ -9,11 +9,12 @@ shown, and what holds once every launched step has run (`_bound`).
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
 from paceline.core.errors import RequestError, message
 from paceline.core.sampling_params import SamplingParams
+from paceline.layers.sampling import child_seed
 
 
 class RequestState(Enum):
@@ -44,6 +45,9 @@ class Request:
     prompt_len: int
     max_len: int  # finished once this many tokens are known, prompt included
     salt: Hashable = None  # requests of different salts share no cache pages
+    parent_id: str = ""  # what the caller asked as
+    index: int = 0  # of the caller's completions
+    leader: "Request | None" = None  # the first completion, which computes the prompt for all
     arrival: int = 0  # order of arrival
     state: RequestState = RequestState.WAITING
     row: int | None = None  # request-table row
@@ -52,6 +56,8 @@ class Request:
     kv_bound: int = 0
     in_flight: int = 0  # launched steps that contain it, outputs not yet processed
     last_epoch: int = 0  # of the last launched step that contains it
+    num_scored: int = 0  # prompt tokens whose log-probabilities have been received
+    score_from: int = 0  # of these, when it (re)joined
     num_cached: int = 0  # tokens of the first admission found in the cache
     num_joins: int = 0
     num_preemptions: int = 0
@@ -89,6 +95,24 @@ class Request:
             prompt_len=num_prompt,
             max_len=min(wanted, context_len),
             salt=salt,
+            parent_id=request_id,
+        )
+
+    def sibling(self, index: int) -> "Request":
+        """Another completion of the same prompt, by a seed of its own."""
+        seed = self.params.seed
+        assert seed is not None, "a request that has siblings has a seed"
+        params = replace(self.params, seed=child_seed(seed, index), prompt_logprobs=None)
+        return Request(
+            request_id=f"{self.request_id}#{index}",
+            params=params,
+            token_ids=list(self.token_ids),
+            prompt_len=self.prompt_len,
+            max_len=self.max_len,
+            salt=self.salt,
+            parent_id=self.request_id,
+            index=index,
+            leader=self,
         )
 
     @property
@@ -102,6 +126,21 @@ class Request:
     @property
     def num_known(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def has_prompt_kv(self) -> bool:
+        """Whether a retired step has completed the KV of its prompt, or it has ended."""
+        return self.num_known > self.prompt_len or self.state is RequestState.FINISHED
+
+    @property
+    def num_to_score(self) -> int:
+        """Prompt tokens whose log-probabilities are wanted: all but the first."""
+        return 0 if self.params.prompt_logprobs is None else self.prompt_len - 1
+
+    @property
+    def max_hit(self) -> int | None:
+        """Tokens it may take from the cache: those before the first to score.  None: any."""
+        return None if self.num_scored == self.num_to_score else self.num_scored
 
     @property
     def is_prefilling(self) -> bool:

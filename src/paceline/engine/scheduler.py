@@ -71,6 +71,7 @@ class RequestUpdate(NamedTuple):
     new_token_ids: tuple[int, ...]
     logprobs: tuple[RowLogprobs, ...]  # one per new token when asked for, else empty
     finish: FinishReason | None
+    prompt_logprobs: tuple[RowLogprobs, ...] = ()  # of the next prompt tokens, when asked for
 
 
 class _InFlight(NamedTuple):
@@ -202,11 +203,14 @@ class Scheduler:
         self._plan_admissions(plan)
 
     def _plan_admissions(self, plan: StepPlan) -> None:
-        """Arrival order, nobody overtakes: not even a preempted request that still drains."""
-        while self._roster.waiting and self._roster.has_free_row and plan.budget:
-            if plan.is_stalled or self._roster.num_draining:
+        """Arrival order, nobody overtakes: not even a preempted request that still drains.
+
+        Only a request whose leader is computing the prompt that it will share lets others pass.
+        """
+        while self._roster.has_free_row and plan.budget:
+            request = next((r for r in self._roster.waiting if self._is_ready(r)), None)
+            if request is None or plan.is_stalled or self._roster.num_draining:
                 return
-            request = self._roster.waiting[0]
             joined = plan.joined_tokens + request.num_known
             if plan.joined_tokens and joined > self._config.max_join_tokens:
                 return
@@ -218,6 +222,7 @@ class Scheduler:
                 reserve_to=reserve_to,
                 ahead=max(0, min(self._config.reserve_ahead, request.max_len - 1 - reserve_to)),
                 salt=request.salt,
+                max_hit=request.max_hit,
             )
             if admission is None:
                 return
@@ -233,6 +238,11 @@ class Scheduler:
             deltas = (join, *page_deltas(row, admission.page_runs))
             plan.joined_tokens = joined
             plan.add(request, self._chunk(plan, request), deltas)
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether a waiting request would gain nothing by waiting for its leader's prompt."""
+        leader = request.leader
+        return leader is None or leader.has_prompt_kv or not self._cache.shares(request.prompt_len)
 
     def _chunk(self, plan: StepPlan, request: Request) -> int:
         num_left = request.join_len - request.kv_bound
@@ -292,12 +302,14 @@ class Scheduler:
             self._finish(request, reason)
         elif request.state is RequestState.RUNNING:
             self._note_written(request, outputs.epoch)
-        if not tokens and reason is None:
+        prompt_logprobs = outputs.prompt_logprobs.get(index, ())
+        request.num_scored += len(prompt_logprobs)
+        if not tokens and reason is None and not prompt_logprobs:
             return None
         logprobs: tuple[RowLogprobs, ...] = ()
         if tokens and request.params.logprobs is not None and outputs.logprobs is not None:
             logprobs = (outputs.logprobs[index],)
-        return RequestUpdate(request, tokens, logprobs, reason)
+        return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs)
 
     def _note_written(self, request: Request, epoch: int) -> None:
         kv_len = request.kv_known

@@ -1,12 +1,12 @@
 """StepPlan: one step while the scheduler fills it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import Delta, PageDelta, Step, StepLayout
+from paceline.core.step import Delta, PageDelta, PromptSpan, Step, StepLayout
 from paceline.engine.request import Request
 from paceline.kvcache.groups import PageRun
 
@@ -23,6 +23,14 @@ class PlannedRow(NamedTuple):
     @property
     def kv_len(self) -> int:
         return self.prefix_len + self.extend_len
+
+    @property
+    def scored(self) -> range:
+        """Positions in this step whose next token is prompt and wants its log-probability."""
+        request = self.request
+        return range(
+            max(self.prefix_len, request.score_from), min(self.kv_len, request.num_to_score)
+        )
 
     @property
     def emits(self) -> bool:
@@ -83,7 +91,17 @@ class StepPlan:
             sampler=max((params.sampler_tier for params in emitting), default=SamplerTier.GREEDY),
             logprobs=any(params.logprobs is not None for params in emitting),
             deltas=tuple(delta for row in self.rows for delta in row.deltas),
+            prompt_spans=tuple(self._prompt_spans()),
         )
+
+    def _prompt_spans(self) -> Iterator[PromptSpan]:
+        first_token = 0  # of the row, in the step
+        for index, row in enumerate(self.rows):
+            top = row.request.params.prompt_logprobs
+            if top is not None and row.scored:
+                start = first_token + row.scored.start - row.prefix_len
+                yield PromptSpan(index, start, len(row.scored), top)
+            first_token += row.extend_len
 
 
 def _row_of(request: Request) -> int:

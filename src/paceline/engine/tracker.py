@@ -1,139 +1,92 @@
-"""Tracker: one request as its caller sees it: text, times, and how it ended."""
+"""Tracker: one request as its caller sees it: its completions, its prompt's scores, its times."""
 
 import time
+from collections.abc import Sequence
 
 from paceline.core.step import RowLogprobs
-from paceline.engine.detokenize import Detokenizer
-from paceline.engine.outputs import (
-    CompletionOutput,
-    RequestMetrics,
-    RequestOutput,
-)
+from paceline.engine.completion import Completion
+from paceline.engine.outputs import RequestGrowth, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 from paceline.engine.tokenizer import Tokenizer
 
 
 class Tracker:
-    """Owns the text of one request.  Without a tokenizer the text stays empty."""
+    """Owns the completions of one request, and its times.
+
+    requests: one per completion, in order; they share their prompt.
+    """
 
     def __init__(
-        self, request: Request, *, prompt: str | None, tokenizer: Tokenizer | None
+        self, requests: Sequence[Request], *, prompt: str | None, tokenizer: Tokenizer | None
     ) -> None:
-        self.request = request
+        self.request = requests[0]  # the first completion's; its id is the caller's
+        self._completions = [Completion(each, tokenizer=tokenizer) for each in requests]
         self._prompt = prompt
-        self._prompt_ids = request.prompt_ids
+        self._prompt_ids = self.request.prompt_ids
+        self._prompt_logprobs: list[RowLogprobs | None] = [None]  # the first token has none
         self._arrival_s = time.perf_counter()
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
-        self._token_ids: list[int] = []
-        self._logprobs: list[RowLogprobs] = []
-        self._finish: FinishReason | None = None
-        self._stop_reason: int | str | None = None
-        params = request.params
-        self._detokenizer = (
-            Detokenizer(
-                tokenizer,
-                self._prompt_ids,
-                stop=params.stop,
-                include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
-            )
-            if tokenizer is not None
-            else None
-        )
+
+    @property
+    def requests(self) -> list[Request]:
+        """One per completion."""
+        return [each.request for each in self._completions]
 
     @property
     def is_finished(self) -> bool:
-        return self._finish is not None
+        return all(each.is_finished for each in self._completions)
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens so far."""
-        return len(self._token_ids)
+        """Generated tokens so far, of all completions."""
+        return sum(each.num_tokens for each in self._completions)
 
     def apply(self, update: RequestUpdate) -> int | None:
-        """Take in new tokens.
-
-        Returns the number of generated tokens to keep when a stop string ended the request here,
-        which the scheduler does not know yet; None otherwise.
-        """
-        if self._finish is not None:
-            return None
-        self._note_tokens(update)
-        stop_tokens = self._find_stop(update)
-        if stop_tokens is not None:
-            return stop_tokens if update.finish is None else None
-        if update.finish is not None:
-            self.finish(update.finish)
-            if self._finish is FinishReason.STOP and self._stop_reason is None:
-                self._stop_reason = self._token_ids[-1]
-        return None
+        """Take in what a step brought to one completion; returns what `Completion.apply` does."""
+        if update.new_token_ids:
+            self._last_token_s = time.perf_counter()
+            if self._first_token_s is None:
+                self._first_token_s = self._last_token_s
+        if update.prompt_logprobs:
+            wanted = self.request.params.prompt_logprobs or 0
+            self._prompt_logprobs.extend(row.best(wanted) for row in update.prompt_logprobs)
+        return self._completions[update.request.index].apply(update)
 
     def finish(self, reason: FinishReason) -> None:
-        """End the request for its caller; held-back text is released."""
-        if self._finish is not None:
-            return
-        self._finish = reason
-        if self._detokenizer is not None and self._detokenizer.stop is None:
-            self._detokenizer.flush()
+        """End for the caller every completion that still runs."""
+        for each in self._completions:
+            each.finish(reason)
 
     def snapshot(self) -> RequestOutput:
         """The request as it stands."""
-        completion = CompletionOutput(
-            text=self._detokenizer.text if self._detokenizer is not None else "",
-            token_ids=tuple(self._token_ids),
-            finish_reason=self._finish,
-            stop_reason=self._stop_reason,
-            logprobs=tuple(self._logprobs) if self.request.params.logprobs is not None else None,
-            error=self.request.error,
-        )
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_ids,
-            outputs=(completion,),
+            outputs=tuple(each.snapshot() for each in self._completions),
             finished=self.is_finished,
             metrics=self._metrics() if self.is_finished else None,
+            prompt_logprobs=self._scored_prompt(),
         )
 
-    def _note_tokens(self, update: RequestUpdate) -> None:
-        if not update.new_token_ids:
-            return
-        self._last_token_s = time.perf_counter()
-        if self._first_token_s is None:
-            self._first_token_s = self._last_token_s
-        self._token_ids.extend(update.new_token_ids)
-        wanted = self.request.params.logprobs or 0
-        for row in update.logprobs:
-            self._logprobs.append(
-                RowLogprobs(
-                    chosen=row.chosen,
-                    top_ids=row.top_ids[:wanted],
-                    top_values=row.top_values[:wanted],
-                )
-            )
+    def growth(self) -> RequestGrowth:
+        """What has come since the last call; unlike a snapshot, it costs what it tells."""
+        grown = [each.growth() for each in self._completions]
+        outputs = tuple(each for each in grown if each is not None)
+        has_first = any(each.num_tokens_before == 0 for each in outputs)
+        return RequestGrowth(
+            prompt_token_ids=self._prompt_ids,
+            outputs=outputs,
+            finished=self.is_finished,
+            metrics=self._metrics() if self.is_finished else None,
+            prompt_logprobs=self._scored_prompt() if has_first else None,
+        )
 
-    def _find_stop(self, update: RequestUpdate) -> int | None:
-        """Feed the detokeniser; the tokens to keep when it found a stop string."""
-        if self._detokenizer is None:
-            return None
-        tokens = update.new_token_ids
-        is_stop_token = update.finish is FinishReason.STOP
-        if is_stop_token and not self.request.params.include_stop_str_in_output:
-            tokens = tokens[:-1]  # the token that stopped it is no part of the text
-        self._detokenizer.push(tokens)
-        if update.finish is not None:
-            self._detokenizer.flush()
-        found = self._detokenizer.stop
-        if found is None:
-            return None
-        del self._token_ids[found.num_tokens :]
-        del self._logprobs[found.num_tokens :]
-        self._stop_reason = found.string
-        self._finish = FinishReason.STOP
-        return found.num_tokens
+    def _scored_prompt(self) -> tuple[RowLogprobs | None, ...] | None:
+        is_scored = self.request.params.prompt_logprobs is not None
+        return tuple(self._prompt_logprobs) if is_scored else None
 
     def _metrics(self) -> RequestMetrics:
         return RequestMetrics.from_times(
@@ -142,6 +95,6 @@ class Tracker:
             last_token_s=self._last_token_s,
             prompt_tokens=len(self._prompt_ids),
             cached_tokens=self.request.num_cached,
-            output_tokens=len(self._token_ids),
-            preemptions=self.request.num_preemptions,
+            output_tokens=self.num_tokens,
+            preemptions=sum(each.request.num_preemptions for each in self._completions),
         )

@@ -5,19 +5,27 @@ one `sample` every phase calls.  What a caller may ask is checked in `core.sampl
 request ends is the runner's and the engine's business.
 """
 
-from paceline.layers.sampling.noise import gumbel
+from paceline.layers.sampling.logprobs import TokenLogprobs, token_logprobs
+from paceline.layers.sampling.noise import child_seed, gumbel
 from paceline.layers.sampling.process import keep_mask, process_logits
+from paceline.layers.sampling.processor import Column, LogitsProcessor, RowFacts, RowState, Values
 from paceline.layers.sampling.sample import Sampled, sample
-from paceline.layers.sampling.table import NO_TOKEN, PackedRow, SamplingTable, pack_row
+from paceline.layers.sampling.table import PackedRow, SamplingTable
 
 __all__ = [
-    "NO_TOKEN",
+    "Column",
+    "LogitsProcessor",
     "PackedRow",
+    "RowFacts",
+    "RowState",
     "Sampled",
     "SamplingTable",
+    "TokenLogprobs",
+    "Values",
+    "child_seed",
     "gumbel",
     "keep_mask",
-    "pack_row",
     "process_logits",
     "sample",
+    "token_logprobs",
 ]

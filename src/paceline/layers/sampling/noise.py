@@ -52,3 +52,12 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     uniform = (bits.to(torch.float32) + 0.5) * 2.0**-40
     uniform = uniform.clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request: `seed` itself for the first, then the outputs
+    of its SplitMix64 stream.
+    """
+    if index == 0:
+        return seed
+    return int(splitmix64(torch.tensor(seed), torch.tensor(index)))

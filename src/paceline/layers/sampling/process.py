@@ -1,16 +1,14 @@
-"""Logits processors, defined once over rows = request x position.
+"""Logits processors and filters, defined once over rows = request x position.
 
-Order: logit bias, repetition penalty, presence and frequency penalties, min tokens; then
-temperature, top-k, top-p, min-p, the order in which `transformers` applies its processors and
-warpers (generation/utils.py, `_get_logits_processor`).  Each with its neutral parameter returns
-its input bit for bit.  Everything is stateless: penalties count the token history anew at every
-call, so neither preemption nor speculation can leave a wrong count behind.  Device-only, static
-shapes, recordable.
+Order: the processors of the table, built-in ones first; then temperature, top-k, top-p, min-p, the
+order in which `transformers` applies its processors and warpers (generation/utils.py,
+`_get_logits_processor`).  Device-only, static shapes, recordable.
 """
 
 import torch
 from torch import Tensor
 
+from paceline.core.errors import KernelArgumentError, message
 from paceline.layers.sampling.table import SamplingTable
 
 _WEIGHT_SCALE = 2.0**40  # fixed point of top-p masses: a sum over 2^22 tokens stays in int64
@@ -19,14 +17,25 @@ _WEIGHT_SCALE = 2.0**40  # fixed point of top-p masses: a sum over 2^22 tokens s
 def process_logits(
     logits: Tensor, *, rows: Tensor, positions: Tensor, table: SamplingTable, token_ids: Tensor
 ) -> Tensor:
-    """Logit bias, penalties and min tokens: [num_rows, vocab] float32, a new tensor.
+    """Every processor of `table` in order: [num_rows, vocab] float32, a new tensor.
 
     logits: [num_rows, vocab] float32; rows, positions: [num_rows] int64 (table row; tokens known
     before the one to sample); token_ids: [table rows, max_tokens] int32, the known tokens first.
+    Raises KernelArgumentError when a processor returns another shape or dtype.
     """
-    biased = _add_bias(logits, rows, table)
-    penalised = _penalise(biased, rows, positions, table, token_ids)
-    return _forbid_stop(penalised, rows, positions, table)
+    for stage in table.stages:
+        changed = stage.processor.apply(logits, rows, positions, table.state(stage, token_ids))
+        if changed.shape != logits.shape or changed.dtype != torch.float32:
+            raise KernelArgumentError(
+                message(
+                    f"logits returned by {type(stage.processor).__name__}",
+                    expected=f"float32 {list(logits.shape)}",
+                    got=f"{changed.dtype} {list(changed.shape)}",
+                    remedy="return a changed copy of the logits it was given",
+                )
+            )
+        logits = changed
+    return logits
 
 
 def keep_mask(scaled: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -50,50 +59,3 @@ def keep_mask(scaled: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) ->
     p_cut = torch.where(top_p[:, None] < 1.0, p_cut, k_cut)
 
     return (scaled >= torch.maximum(k_cut, p_cut)) & (torch.exp(scaled) >= min_p[:, None])
-
-
-def _add_bias(logits: Tensor, rows: Tensor, table: SamplingTable) -> Tensor:
-    ids = table.bias_ids[rows]  # [num_rows, MAX_LOGIT_BIAS]
-    used = _is_used(ids, table.num_bias[rows], logits.shape[-1])
-    values = table.bias_values[rows].masked_fill(~used, 0.0)
-    return logits.scatter_add(1, ids.masked_fill(~used, 0), values)
-
-
-def _penalise(
-    logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable, token_ids: Tensor
-) -> Tensor:
-    """Repetition penalty over prompt and output (Keskar et al., "CTRL", 2019, in the sign-aware
-    form of transformers' RepetitionPenaltyLogitsProcessor), then OpenAI's presence and frequency
-    penalties over output: logit − presence·[count > 0] − frequency·count.
-    """
-    vocab_size = logits.shape[-1]
-    index = torch.arange(token_ids.shape[1], device=logits.device)[None, :]
-    history = token_ids[rows].to(torch.int64)  # [num_rows, max_tokens]
-    is_known = (index < positions[:, None]) & (history >= 0) & (history < vocab_size)
-    is_output = is_known & (index >= table.prompt_len[rows][:, None])
-    # Columns past the history, and all of a padded row, hold anything: they add 0, spread over
-    # the vocabulary so that no single address takes every atomic addition.
-    ids = torch.where(is_known, history, index % vocab_size)
-    zeros = torch.zeros_like(logits, dtype=torch.int32)
-    num_seen = zeros.scatter_add(1, ids, is_known.to(torch.int32))
-    num_output = zeros.scatter_add(1, ids, is_output.to(torch.int32))
-
-    repetition = table.repetition[rows][:, None]
-    repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
-    logits = torch.where(num_seen > 0, repeated, logits)
-    presence = table.presence[rows][:, None] * (num_output > 0)
-    return logits - presence - table.frequency[rows][:, None] * num_output
-
-
-def _forbid_stop(logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable) -> Tensor:
-    ids = table.stop_ids[rows]  # [num_rows, MAX_STOP_IDS]
-    used = _is_used(ids, table.num_stop_ids[rows], logits.shape[-1])
-    forbidden = used & (positions < table.min_len[rows])[:, None]
-    values = torch.zeros_like(ids, dtype=torch.float32).masked_fill_(forbidden, float("-inf"))
-    return logits.scatter_add(1, ids.masked_fill(~used, 0), values)
-
-
-def _is_used(ids: Tensor, counts: Tensor, vocab_size: int) -> Tensor:
-    """Which id columns hold a token of the vocabulary: [num_rows, width] bool."""
-    column = torch.arange(ids.shape[1], device=ids.device)[None, :]
-    return (column < counts[:, None]) & (ids >= 0) & (ids < vocab_size)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError, message
 from paceline.core.sampling_params import SamplerTier
+from paceline.kernels.greedy import greedy
+from paceline.layers.sampling.logprobs import token_logprobs
 from paceline.layers.sampling.noise import gumbel
 from paceline.layers.sampling.process import keep_mask, process_logits
 from paceline.layers.sampling.table import SamplingTable
@@ -39,40 +41,42 @@ def sample(
     """One token per row: argmax(logits / temperature + Gumbel noise) over the tokens that pass
     the filters, or the plain argmax where the temperature is 0.  Ties go to the lowest id.
 
-    logits: [num_rows, vocab] float32, raw; rows: [num_rows] int64 rows of the table; positions:
-    [num_rows] int64, the index the sampled token will have, which is the number of tokens known
-    before it; token_ids: [table rows, max_tokens] int32 history, the first positions[n] entries
-    known.  Python branches on `tier` and `top_logprobs` (0 = none) only; mutates nothing; no host
-    reads; recordable.  Raises KernelArgumentError.
+    logits: [num_rows, vocab] float32, bfloat16 or float16, raw; rows: [num_rows] int64 rows of the
+    table; positions: [num_rows] integers, the index the sampled token will have, which is the
+    number of tokens known before it; token_ids: [table rows, max_tokens] int32 history, the first
+    positions[n] entries known.  Python branches on `tier` and `top_logprobs` (0 = none) only;
+    mutates nothing; no host reads; recordable.  Raises KernelArgumentError.
     """
-    if logits.dtype != torch.float32 or logits.ndim != 2:
+    if not logits.is_floating_point() or logits.ndim != 2:
         got = f"{logits.dtype} {list(logits.shape)}"
-        remedy = "cast the model's logits first"
+        remedy = "pass what the language-model head returned"
         raise KernelArgumentError(
-            message("logits", expected="float32 [num_rows, vocab]", got=got, remedy=remedy)
+            message("logits", expected="floating-point [num_rows, vocab]", got=got, remedy=remedy)
         )
-    # One pass: a NaN or an infinity stays one in the sum, which no real logits can overflow.
-    finite = torch.isfinite(logits.sum(-1))
-    processed = logits
-    if tier >= SamplerTier.FULL:
-        processed = process_logits(
-            logits, rows=rows, positions=positions, table=table, token_ids=token_ids
-        )
-    if tier >= SamplerTier.FILTERED:
-        processed = _perturb(processed, rows, positions, table)
-    chosen = processed.argmax(-1).masked_fill(~finite, 0)
+    if tier is SamplerTier.GREEDY:
+        chosen, finite = greedy(logits)
+    else:
+        logits, positions = logits.float(), positions.long()
+        # One pass: a NaN or an infinity stays one in the sum, which no real logits can overflow.
+        finite = torch.isfinite(logits.sum(-1))
+        processed = logits
+        if tier is SamplerTier.FULL:
+            processed = process_logits(
+                logits, rows=rows, positions=positions, table=table, token_ids=token_ids
+            )
+        perturbed = _perturb(processed, rows, positions, table)
+        chosen = perturbed.argmax(-1).masked_fill(~finite, 0)
     if not top_logprobs:
         return Sampled(
             token_ids=chosen, finite=finite, chosen_logprob=None, top_ids=None, top_values=None
         )
-    logprobs = torch.log_softmax(logits, dim=-1)
-    top = torch.topk(logprobs, min(top_logprobs, logits.shape[-1]), dim=-1)
+    logprobs = token_logprobs(logits, chosen, top=top_logprobs)
     return Sampled(
         token_ids=chosen,
         finite=finite,
-        chosen_logprob=logprobs.gather(-1, chosen[:, None])[:, 0],
-        top_ids=top.indices,
-        top_values=top.values,
+        chosen_logprob=logprobs.chosen,
+        top_ids=logprobs.top_ids,
+        top_values=logprobs.top_values,
     )
 
 

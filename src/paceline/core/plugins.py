@@ -1,0 +1,37 @@
+"""Classes a user names as `package.module:Class`."""
+
+import importlib
+from typing import TypeVar
+
+from paceline.core.errors import ConfigError, message
+
+T = TypeVar("T")
+
+
+def load_class(what: str, target: str, base: type[T]) -> type[T]:
+    """The class behind `package.module:Class`, a subclass of `base`.
+
+    what: how errors call it.  Raises ConfigError.
+    """
+    module_name, _, class_name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            message(
+                what,
+                expected="an importable package.module:Class",
+                got=f"{target!r} ({error})",
+                remedy="check the spelling and PYTHONPATH",
+            )
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(
+            message(
+                what,
+                expected=f"a subclass of {base.__name__}",
+                got=f"{target!r}, a {type(found).__name__}",
+                remedy=f"derive it from {base.__module__}.{base.__name__}",
+            )
+        )
+    return found

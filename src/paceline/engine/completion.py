@@ -1,0 +1,131 @@
+"""Completion: one of a request's completions as its caller sees it: text, ids, how it ended."""
+
+from paceline.core.step import RowLogprobs
+from paceline.engine.detokenize import Detokenizer
+from paceline.engine.outputs import CompletionGrowth, CompletionOutput
+from paceline.engine.request import FinishReason, Request
+from paceline.engine.scheduler import RequestUpdate
+from paceline.engine.tokenizer import Tokenizer
+
+
+class Completion:
+    """Owns the text of one completion.  Without a tokenizer the text stays empty."""
+
+    def __init__(self, request: Request, *, tokenizer: Tokenizer | None) -> None:
+        self.request = request
+        self._token_ids: list[int] = []
+        self._logprobs: list[RowLogprobs] = []
+        self._finish: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        # What `growth` has told:
+        self._num_chars_told = 0
+        self._num_tokens_told = 0
+        self._is_end_told = False
+        params = request.params
+        self._detokenizer = (
+            Detokenizer(
+                tokenizer,
+                request.prompt_ids,
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )
+            if tokenizer is not None
+            else None
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return self._finish is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens so far."""
+        return len(self._token_ids)
+
+    def apply(self, update: RequestUpdate) -> int | None:
+        """Take in new tokens.
+
+        Returns the number of generated tokens to keep when a stop string ended the completion
+        here, which the scheduler does not know yet; None otherwise.
+        """
+        if self._finish is not None:
+            return None
+        self._note_tokens(update)
+        stop_tokens = self._find_stop(update)
+        if stop_tokens is not None:
+            return stop_tokens if update.finish is None else None
+        if update.finish is not None:
+            self.finish(update.finish)
+            if self._finish is FinishReason.STOP and self._stop_reason is None:
+                self._stop_reason = self._token_ids[-1]
+        return None
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the completion for its caller; held-back text is released."""
+        if self._finish is not None:
+            return
+        self._finish = reason
+        if self._detokenizer is not None and self._detokenizer.stop is None:
+            self._detokenizer.flush()
+
+    def snapshot(self) -> CompletionOutput:
+        """The completion as it stands."""
+        return CompletionOutput(
+            index=self.request.index,
+            text=self._detokenizer.text if self._detokenizer is not None else "",
+            token_ids=tuple(self._token_ids),
+            finish_reason=self._finish,
+            stop_reason=self._stop_reason,
+            logprobs=tuple(self._logprobs) if self.request.params.logprobs is not None else None,
+            error=self.request.error,
+        )
+
+    def growth(self) -> CompletionGrowth | None:
+        """What has come since the last call; None when nothing has.  Its cost is that of what it
+        tells.
+        """
+        num_chars, num_tokens = self._num_chars_told, self._num_tokens_told
+        if self._is_end_told or (num_tokens == self.num_tokens and not self.is_finished):
+            return None
+        text = self._detokenizer.take() if self._detokenizer is not None else ""
+        self._num_chars_told += len(text)
+        self._num_tokens_told = self.num_tokens
+        self._is_end_told = self.is_finished
+        is_scored = self.request.params.logprobs is not None
+        return CompletionGrowth(
+            index=self.request.index,
+            num_chars_before=num_chars,
+            num_tokens_before=num_tokens,
+            text=text,
+            token_ids=tuple(self._token_ids[num_tokens:]),
+            logprobs=tuple(self._logprobs[num_tokens:]) if is_scored else None,
+            finish_reason=self._finish,
+            error=self.request.error,
+        )
+
+    def _note_tokens(self, update: RequestUpdate) -> None:
+        self._token_ids.extend(update.new_token_ids)
+        wanted = self.request.params.logprobs or 0
+        self._logprobs.extend(row.best(wanted) for row in update.logprobs)
+
+    def _find_stop(self, update: RequestUpdate) -> int | None:
+        """Feed the detokeniser; the tokens to keep when it found a stop string."""
+        if self._detokenizer is None:
+            return None
+        tokens = update.new_token_ids
+        is_stop_token = update.finish is FinishReason.STOP
+        if is_stop_token and not self.request.params.include_stop_str_in_output:
+            tokens = tokens[:-1]  # the token that stopped it is no part of the text
+        self._detokenizer.push(tokens)
+        if update.finish is not None:
+            self._detokenizer.flush()
+        found = self._detokenizer.stop
+        if found is None:
+            return None
+        del self._token_ids[found.num_tokens :]
+        del self._logprobs[found.num_tokens :]
+        self._stop_reason = found.string
+        self._finish = FinishReason.STOP
+        return found.num_tokens
