@@ -6,18 +6,28 @@ The environment is the one Hugging Face templates are written for (transformers 
 content.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 from paceline.core.errors import ConfigError, RequestError, message
+
+RENDER_LIMIT_S = 5.0  # templates take milliseconds
+# What a template's expressions raise when they do not fit the messages.
+_FAULTS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class ChatTemplate:
     """One compiled template.  Raises ConfigError when it has a syntax error or jinja2 is absent."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, *, limit_s: float = RENDER_LIMIT_S) -> None:
         try:
             import jinja2
         except ImportError as error:
@@ -29,8 +39,11 @@ class ChatTemplate:
                     remedy="pip install jinja2, or send plain prompts",
                 )
             ) from error
+        from paceline.engine.template_sandbox import sandbox
+
+        self._limit_s = limit_s
         try:
-            self._template = _environment().from_string(source)
+            self._template = sandbox().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(
                 message(
@@ -42,68 +55,30 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The prompt text.  Raises RequestError when the template refuses the messages."""
+        """The prompt text.  Raises RequestError when the template refuses the messages, fails on
+        them or does not end.
+        """
         import jinja2
 
+        from paceline.engine.template_sandbox import Expired, TimeLimit
+
+        limit = TimeLimit(self._limit_s)
         try:
-            return str(self._template.render(messages=messages, **variables))
-        except (jinja2.TemplateError, TypeError) as error:
-            raise RequestError(
-                message(
-                    "messages",
-                    expected="what the model's chat template accepts",
-                    got=f"its refusal: {error}",
-                    remedy="check roles, their order and the content's type",
-                )
-            ) from error
+            with limit:
+                return str(self._template.render(messages=messages, **variables))
+        except (jinja2.TemplateError, Expired, *_FAULTS) as error:
+            if limit.has_fired:
+                raise _refusal(f"no end of it within {self._limit_s:g} s") from error
+            told = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+            raise _refusal(f"its refusal: {told}") from error
 
 
-def _environment() -> Any:
-    from jinja2 import nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationBlock(Extension):
-        """`{% generation %}…{% endgeneration %}` marks what the model writes."""
-
-        tags = {"generation"}  # noqa: RUF012  jinja2's interface
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body).set_lineno(line)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
+def _refusal(got: str) -> RequestError:
+    return RequestError(
+        message(
+            "messages",
+            expected="what the model's chat template accepts",
+            got=got,
+            remedy="check roles, their order and the content's type",
+        )
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    *,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(text: str) -> NoReturn:
-    import jinja2
-
-    raise jinja2.TemplateError(text)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

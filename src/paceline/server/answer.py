@@ -1,0 +1,170 @@
+"""From a job to its HTTP answer, whole or as a stream; the endpoints differ in their Writer."""
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request, Response
+
+from paceline.core.errors import PacelineError
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.outputs import CompletionGrowth, RequestGrowth
+from paceline.engine.request import FinishReason
+from paceline.server.errors import ApiError, as_api_error
+from paceline.server.service import Service
+from paceline.server.stream import EventStream, event, unless_gone
+from paceline.server.ticket import Ticket
+from paceline.server.wire import GenerationRequest
+
+Document = dict[str, Any]
+
+
+class Writer(ABC):
+    """How an endpoint writes its choices."""
+
+    id_prefix: str
+    kind: str  # the `object` of an answer
+    chunk_kind: str  # the `object` of a piece of a stream
+
+    @abstractmethod
+    def opening(self, index: int) -> list[Document]:
+        """What a stream says of a choice before its first token."""
+
+    @abstractmethod
+    def piece(
+        self, index: int, growth: RequestGrowth, completion: CompletionGrowth
+    ) -> list[Document]:
+        """What a stream says of a choice that has grown or ended."""
+
+    @abstractmethod
+    def whole(self, index: int, growth: RequestGrowth, completion: CompletionGrowth) -> Document:
+        """A choice that came in one piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Job:
+    """What a request asks for, checked."""
+
+    prompts: Sequence[Sequence[int]]  # token ids
+    params: SamplingParams
+    stream: bool
+    include_usage: bool
+    writer: Writer
+
+
+@dataclass(slots=True, kw_only=True)
+class Usage:
+    """Counts tokens as they come."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, growth: RequestGrowth) -> None:
+        self.completion_tokens += sum(len(each.token_ids) for each in growth.outputs)
+        if growth.metrics is not None:
+            self.prompt_tokens += growth.metrics.prompt_tokens
+            self.cached_tokens += growth.metrics.cached_tokens
+
+    def document(self) -> Document:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+def check_request(service: Service, body: GenerationRequest) -> None:
+    """What both endpoints check first.  Raises ApiError."""
+    service.check_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        text = "stream_options needs stream to be true; set it, or leave stream_options out"
+        raise ApiError(400, text, param="stream_options")
+
+
+async def answer(service: Service, job: Job, request: Request) -> Response:
+    """Run a job; a client that leaves cancels it.  Raises RequestError, ApiError, ClientGone."""
+    if not job.stream:
+        document = await unless_gone(request.receive, _whole(service, job))
+        return Response(encoded(document), media_type="application/json")
+    ticket = await service.engine.generate(job.prompts, job.params, stream=True)
+    return EventStream(_events(ticket, job, _envelope(service, job)))
+
+
+def encoded(document: Document) -> bytes:
+    """JSON in UTF-8, on one line."""
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode()
+
+
+def _envelope(service: Service, job: Job) -> Document:
+    return {
+        "id": f"{job.writer.id_prefix}{uuid.uuid4().hex}",
+        "object": job.writer.chunk_kind if job.stream else job.writer.kind,
+        "created": int(time.time()),
+        "model": service.model,
+        "system_fingerprint": service.fingerprint,
+    }
+
+
+async def _whole(service: Service, job: Job) -> Document:
+    ticket = await service.engine.generate(job.prompts, job.params, stream=False)
+    try:
+        answers = sorted([each async for each in ticket], key=_by_index)
+    finally:
+        ticket.close()
+    usage = Usage()
+    choices: list[Document] = []
+    for _, growth in answers:
+        usage.add(growth)
+        for completion in growth.outputs:
+            _require_answer(completion)
+            choices.append(job.writer.whole(len(choices), growth, completion))
+    return _envelope(service, job) | {"choices": choices, "usage": usage.document()}
+
+
+def _by_index(news: tuple[int, RequestGrowth]) -> int:
+    return news[0]
+
+
+async def _events(ticket: Ticket, job: Job, envelope: Document) -> AsyncGenerator[bytes, None]:
+    no_usage = {"usage": None} if job.include_usage else {}
+    usage = Usage()
+    try:
+        for index in range(len(job.prompts) * job.params.n):
+            for choice in job.writer.opening(index):
+                yield event(encoded(envelope | {"choices": [choice]} | no_usage))
+        async for at, growth in ticket:
+            usage.add(growth)
+            for choice in _pieces(job, at, growth):
+                yield event(encoded(envelope | {"choices": [choice]} | no_usage))
+        if job.include_usage:
+            yield event(encoded(envelope | {"choices": [], "usage": usage.document()}))
+        yield event(b"[DONE]")
+    except ApiError as error:
+        yield event(encoded(error.document()))
+    except PacelineError as error:
+        yield event(encoded(as_api_error(error).document()))
+    finally:
+        ticket.close()
+
+
+def _pieces(job: Job, at: int, growth: RequestGrowth) -> Iterator[Document]:
+    """Of every choice of prompt number `at` that has news.  Raises ApiError for one without an
+    answer.
+    """
+    for completion in growth.outputs:
+        _require_answer(completion)
+        yield from job.writer.piece(at * job.params.n + completion.index, growth, completion)
+
+
+def _require_answer(completion: CompletionGrowth) -> None:
+    if completion.finish_reason is FinishReason.ERROR:
+        raise ApiError(500, str(completion.error), code="generation_failed")
+    if completion.finish_reason is FinishReason.ABORT:
+        raise ApiError(503, "the server stops before this answer was whole; send it again")

@@ -1,0 +1,113 @@
+"""The ASGI application: paths, keys, and when the engine starts and stops."""
+
+import hmac
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paceline.core.errors import message
+from paceline.engine.machine import versions
+from paceline.server.answer import Job, answer
+from paceline.server.chat import chat_job
+from paceline.server.completions import completion_job
+from paceline.server.errors import ApiError, add_error_handlers
+from paceline.server.limits import LIMITS, BodyLimit
+from paceline.server.service import Service
+from paceline.server.stream import ClientGone
+from paceline.server.wire import ChatRequest, CompletionRequest
+
+_GONE = 499  # what nginx logs for a client that left; nobody reads it
+
+
+def build_app(
+    service: Service, *, api_key: str | None = None, max_body_mib: int = LIMITS.max_body_mib
+) -> FastAPI:
+    """The application.  With an api_key, /v1 asks for it as a bearer token."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        yield
+        await service.engine.stop()
+
+    app = FastAPI(title="paceline", version=versions()["paceline"] or "source", lifespan=lifespan)
+    add_error_handlers(app)
+    _add_generation(app, service)
+    _add_models(app, service)
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
+    async def health() -> Response:
+        if service.engine.failure is not None:
+            raise ApiError(503, service.engine.failure, code="engine_failed")
+        return Response('{"status":"ok"}', media_type="application/json")
+
+    app.add_middleware(BodyLimit, max_mib=max_body_mib)
+    if api_key is not None:
+        app.add_middleware(KeyGuard, api_key=api_key)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        check_query(request)
+        return await _answer(service, await completion_job(service, body), request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        check_query(request)
+        return await _answer(service, await chat_job(service, body), request)
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    @app.head("/v1/models", include_in_schema=False)
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.describe()]}
+
+    @app.head("/v1/models/{name:path}", include_in_schema=False)
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return service.describe()
+
+
+def check_query(request: Request) -> None:
+    """Raise 400 for fields in the address, which would be ignored there."""
+    for name in request.query_params:
+        text = message(name, expected="in the body", got="in the address", remedy="move it")
+        raise ApiError(400, text, param=name, code="unknown_parameter")
+
+
+async def _answer(service: Service, job: Job, request: Request) -> Response:
+    try:
+        return await answer(service, job, request)
+    except ClientGone:
+        return Response(status_code=_GONE)
+
+
+class KeyGuard:
+    """ASGI middleware: refuses what lies under /v1 to clients without the key, before their body is
+    read.
+    """
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        self._app = app
+        self._wanted = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1") and not self._knows(scope):
+            text = "Authorization must be 'Bearer <the key the server was started with>'"
+            headers = {"WWW-Authenticate": "Bearer"}
+            error = ApiError(401, text, code="invalid_api_key", headers=headers)
+            await error.response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return hmac.compare_digest(given, self._wanted)

@@ -1,0 +1,222 @@
+"""AsyncEngine: an LLM on a thread of its own, asked from an asyncio loop.
+
+The LLM is not thread-safe, so the thread alone touches it.  Requests and cancellations reach it as
+commands in a queue, on which it sleeps while nothing runs; what a turn brought goes back to the
+asyncio loop in one call.
+"""
+
+import asyncio
+import logging
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from paceline.core.errors import PacelineError, message
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.llm import LLM
+from paceline.engine.outputs import RequestGrowth
+from paceline.engine.tracker import Tracker
+from paceline.server.errors import ApiError
+from paceline.server.limits import LIMITS
+from paceline.server.ticket import Ticket
+
+_LOG = logging.getLogger("paceline")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Running:
+    """One prompt of one ticket, as the thread follows it."""
+
+    ticket: Ticket
+    index: int  # of the prompt in its ticket
+    tracker: Tracker
+
+
+class AsyncEngine:
+    """Owns the thread; `start` and `stop` it from the loop that awaits `generate`.
+
+    max_queued: completions that may wait beside those that run.
+    """
+
+    def __init__(self, llm: LLM, *, max_queued: int = LIMITS.max_queued) -> None:
+        self._llm = llm
+        self._max_open = llm.report()["options"]["max_num_seqs"]["value"] + max_queued
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-engine")
+        # Of the thread:
+        self._running: dict[str, _Running] = {}  # by request id
+        self._is_ending = False
+        # Of the loop:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._end_of_thread: asyncio.Future[None] | None = None
+        self._tickets: set[Ticket] = set()
+        self._num_open = 0  # completions of these
+        self._failure: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why no request is served any more; None while the thread lives."""
+        return self._failure
+
+    @property
+    def num_tickets(self) -> int:
+        """Callers that wait for an answer."""
+        return len(self._tickets)
+
+    def start(self) -> None:
+        """Begin to serve, for the running asyncio loop."""
+        self._loop = asyncio.get_running_loop()
+        self._end_of_thread = self._loop.run_in_executor(self._thread, self._run)
+        self._end_of_thread.add_done_callback(self._on_end)
+
+    async def stop(self) -> None:
+        """Abort what runs and wait for the thread to end; stopping twice is harmless."""
+        self._commands.put(self._end)
+        if self._end_of_thread is not None:
+            await asyncio.wait([self._end_of_thread])
+        self._thread.shutdown(wait=False)
+
+    def abort_all(self) -> None:
+        """End every request; each of their tickets gets its last growths."""
+        self._commands.put(self._abort_running)
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stream: bool
+    ) -> Ticket:
+        """Queue prompts of token ids that share their parameters.
+
+        The ticket iterates over (index of the prompt, growth): one of the whole answer, or with
+        `stream` one whenever something has come.  Close it to cancel.
+        Raises RequestError before anything runs, ApiError when the queue is full, PacelineError
+        when the engine has failed.
+        """
+        if self._failure is not None:
+            raise PacelineError(self._failure)
+        num_completions = len(prompts) * params.n
+        self._require_room(num_completions)
+        ticket = Ticket(
+            len(prompts),
+            num_completions=num_completions,
+            wants_growth=stream,
+            on_close=self._on_close,
+        )
+        self._tickets.add(ticket)
+        self._num_open += num_completions
+        self._commands.put(partial(self._submit, ticket, prompts, params))
+        try:
+            await ticket.accepted()
+        except BaseException:
+            ticket.close()
+            raise
+        return ticket
+
+    def _require_room(self, num_completions: int) -> None:
+        """Raise 400 for what never has room, 503 for what has none now."""
+        if num_completions > self._max_open:
+            text = message(
+                "prompts times n",
+                expected=f"at most {self._max_open} completions at once",
+                got=num_completions,
+                remedy="send several requests, or raise --max-queued-requests of the server",
+            )
+            raise ApiError(400, text, param="n")
+        if self._num_open + num_completions > self._max_open:
+            text = message(
+                "the queue",
+                expected=f"at most {self._max_open} completions, running and waiting",
+                got=f"{self._num_open} and {num_completions} of this request",
+                remedy="send it again later",
+            )
+            raise ApiError(503, text, code="queue_full", headers={"Retry-After": "1"})
+
+    def _on_close(self, ticket: Ticket) -> None:
+        self._tickets.discard(ticket)
+        self._num_open -= ticket.num_completions
+        if not ticket.is_complete:
+            self._commands.put(partial(self._cancel, ticket))
+
+    # The thread's part from here on.
+
+    def _run(self) -> None:
+        engine = self._llm.engine
+        while engine.has_work or not self._is_ending:
+            self._obey(wait=not engine.has_work)
+            if engine.has_work:
+                self._turn()
+
+    def _obey(self, *, wait: bool) -> None:
+        """Every command that has come; with `wait`, at least one."""
+        try:
+            if wait:
+                self._commands.get()()
+            while True:
+                self._commands.get_nowait()()
+        except queue.Empty:
+            return
+
+    def _turn(self) -> None:
+        news = []
+        for tracker in self._llm.engine.step():
+            running = self._running.get(tracker.request.request_id)
+            if running is None:
+                continue
+            if tracker.is_finished:
+                del self._running[tracker.request.request_id]
+            if tracker.is_finished or running.ticket.wants_growth:
+                news.append((running.ticket, running.index, tracker.growth()))
+        if news:
+            self._tell(_deliver, news)
+
+    def _submit(
+        self, ticket: Ticket, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> None:
+        try:
+            trackers = self._llm.submit(prompts, params)
+        except PacelineError as error:
+            self._tell(ticket.fail, error)
+            return
+        for index, tracker in enumerate(trackers):
+            self._running[tracker.request.request_id] = _Running(ticket, index, tracker)
+        self._tell(ticket.accept)
+
+    def _cancel(self, ticket: Ticket) -> None:
+        for name in [n for n, running in self._running.items() if running.ticket is ticket]:
+            del self._running[name]
+            self._llm.abort(name)
+
+    def _abort_running(self) -> None:
+        news = []
+        for name, running in self._running.items():
+            self._llm.abort(name)
+            news.append((running.ticket, running.index, running.tracker.growth()))
+        self._running.clear()
+        self._tell(_deliver, news)
+
+    def _end(self) -> None:
+        self._is_ending = True
+        self._abort_running()
+
+    def _tell(self, function: Callable[..., None], *values: Any) -> None:
+        assert self._loop is not None, "the thread runs between start and stop"
+        self._loop.call_soon_threadsafe(function, *values)
+
+    # Of the loop.
+
+    def _on_end(self, thread: asyncio.Future[None]) -> None:
+        """Let nobody wait for a thread that has ended."""
+        error = thread.exception()
+        got, remedy = "stopped", "start it again"
+        if error is not None:
+            _LOG.error("the engine has failed; it answers no more requests", exc_info=error)
+            got, remedy = f"ended by {error!r}", "restart the server; its log holds the cause"
+        self._failure = message("the engine", expected="running", got=got, remedy=remedy)
+        for ticket in self._tickets:
+            ticket.fail(PacelineError(self._failure))
+
+
+def _deliver(news: Sequence[tuple[Ticket, int, RequestGrowth]]) -> None:
+    for ticket, index, growth in news:
+        ticket.deliver(index, growth)

@@ -1,0 +1,88 @@
+"""/v1/chat/completions: messages through the model's chat template, answers as messages."""
+
+from paceline.engine.outputs import CompletionGrowth, RequestGrowth
+from paceline.engine.request import FinishReason
+from paceline.server.answer import Document, Job, Writer, check_request
+from paceline.server.errors import ApiError
+from paceline.server.logprobs import chat_logprobs
+from paceline.server.service import Service
+from paceline.server.token_names import TokenNames
+from paceline.server.wire import ChatRequest
+
+
+async def chat_job(service: Service, body: ChatRequest) -> Job:
+    """Raises RequestError, ModelError, ApiError."""
+    check_request(service, body)
+    max_tokens = _max_tokens(body)
+    logprobs = _num_logprobs(body)
+    params = body.sampling(
+        max_tokens=max_tokens, **({} if logprobs is None else {"logprobs": logprobs})
+    )
+    prompt = await service.render([message.for_template() for message in body.messages])
+    service.check_lengths([prompt], max_tokens, param="messages")
+    return Job(
+        prompts=[prompt],
+        params=params,
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+        writer=ChatWriter(service.names),
+    )
+
+
+class ChatWriter(Writer):
+    """Choices with a `message`, or with a `delta` in a stream."""
+
+    id_prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+
+    def opening(self, index: int) -> list[Document]:
+        return [_delta(index, {"role": "assistant", "content": ""})]
+
+    def piece(
+        self, index: int, growth: RequestGrowth, completion: CompletionGrowth
+    ) -> list[Document]:
+        logprobs = self._logprobs(completion) if completion.token_ids else None
+        choices = []
+        if completion.text or logprobs is not None:
+            choices.append(_delta(index, {"content": completion.text}) | {"logprobs": logprobs})
+        if completion.finish_reason is not None:
+            choices.append(_delta(index, {}, completion.finish_reason))
+        return choices
+
+    def whole(self, index: int, growth: RequestGrowth, completion: CompletionGrowth) -> Document:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "logprobs": self._logprobs(completion),
+            "finish_reason": completion.finish_reason,
+        }
+
+    def _logprobs(self, completion: CompletionGrowth) -> Document | None:
+        if completion.logprobs is None:
+            return None
+        return chat_logprobs(self._names, completion.token_ids, completion.logprobs)
+
+
+def _delta(index: int, delta: Document, finish_reason: FinishReason | None = None) -> Document:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    """None: the rest of the context."""
+    if body.max_tokens is None or body.max_completion_tokens is None:
+        return body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    text = "max_tokens and max_completion_tokens are two names of one limit; send one of them"
+    raise ApiError(400, text, param="max_completion_tokens")
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs is not None:
+        text = "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out"
+        raise ApiError(400, text, param="top_logprobs")
+    return None

@@ -1,0 +1,82 @@
+"""/v1/completions: prompts as text or token ids, answers as text."""
+
+from collections.abc import Sequence
+
+from paceline.core.step import RowLogprobs
+from paceline.engine.inputs import as_batch
+from paceline.engine.outputs import CompletionGrowth, RequestGrowth
+from paceline.server.answer import Document, Job, Writer, check_request
+from paceline.server.logprobs import completion_logprobs
+from paceline.server.service import Service
+from paceline.server.token_names import TokenNames
+from paceline.server.wire import CompletionRequest
+
+
+async def completion_job(service: Service, body: CompletionRequest) -> Job:
+    """Raises RequestError, ModelError, ApiError."""
+    check_request(service, body)
+    asked = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    if body.echo:
+        asked["prompt_logprobs"] = body.logprobs
+    params = body.sampling(**{name: value for name, value in asked.items() if value is not None})
+    prompts = as_batch(body.prompt)
+    ids = await service.encode(prompts)
+    service.check_lengths(ids, body.max_tokens, param="prompt")
+    echoed = []
+    if body.echo:
+        echoed = [p if isinstance(p, str) else await service.decode(p) for p in prompts]
+    return Job(
+        prompts=ids,
+        params=params,
+        stream=bool(body.stream),
+        include_usage=body.include_usage,
+        writer=CompletionWriter(service.names, [text for text in echoed for _ in range(params.n)]),
+    )
+
+
+class CompletionWriter(Writer):
+    """Choices with `text`.  echoed: what comes before the answer of each choice, or nothing."""
+
+    id_prefix = "cmpl-"
+    kind = chunk_kind = "text_completion"
+
+    def __init__(self, names: TokenNames, echoed: Sequence[str]) -> None:
+        self._names = names
+        self._echoed = echoed
+
+    def opening(self, index: int) -> list[Document]:
+        return []
+
+    def piece(
+        self, index: int, growth: RequestGrowth, completion: CompletionGrowth
+    ) -> list[Document]:
+        choice = self.whole(index, growth, completion)
+        says = choice["text"] or choice["finish_reason"] or choice["logprobs"]
+        return [choice] if says else []
+
+    def whole(self, index: int, growth: RequestGrowth, completion: CompletionGrowth) -> Document:
+        is_first = completion.num_tokens_before == 0
+        return {
+            "index": index,
+            "text": self._echo(index) + completion.text if is_first else completion.text,
+            "logprobs": self._logprobs(index, growth, completion),
+            "finish_reason": completion.finish_reason,
+        }
+
+    def _echo(self, index: int) -> str:
+        return self._echoed[index] if self._echoed else ""
+
+    def _logprobs(
+        self, index: int, growth: RequestGrowth, completion: CompletionGrowth
+    ) -> Document | None:
+        """Of the tokens of this piece, behind those of an echoed prompt in the first."""
+        if completion.logprobs is None:
+            return None
+        tokens: Sequence[int] = completion.token_ids
+        rows: Sequence[RowLogprobs | None] = completion.logprobs
+        offset = len(self._echo(index)) + completion.num_chars_before
+        if completion.num_tokens_before == 0 and growth.prompt_logprobs is not None:
+            tokens = [*growth.prompt_token_ids, *tokens]
+            rows = [*growth.prompt_logprobs, *rows]
+            offset = 0
+        return completion_logprobs(self._names, tokens, rows, offset=offset)

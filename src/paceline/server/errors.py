@@ -1,0 +1,115 @@
+"""Errors as the OpenAI API shows them: {"error": {"message", "type", "param", "code"}}.
+
+Status codes: 400 for a wrong request, 401 for a wrong key, 404 for an unknown model or path, 405
+for a wrong method, 413 for a body that is too long, 500 for what went wrong here, 503 from a server
+that stops or whose queue is full, and from /health of an engine that has ended.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from paceline.core.errors import CapacityError, ModelError, PacelineError, RequestError, message
+from paceline.server.faults import fault_of
+
+_MAX_TEXT = 600  # characters of a refusal
+
+
+class ApiError(Exception):
+    """An answer that is not 200."""
+
+    def __init__(
+        self,
+        status: int,
+        text: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = headers
+        self.param = param
+        self.code = code
+
+    def document(self) -> dict[str, Any]:
+        """The body."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> Response:
+        """ASCII JSON: what a client sent may hold what UTF-8 cannot."""
+        return Response(
+            json.dumps(self.document()),
+            self.status,
+            headers=self.headers,
+            media_type="application/json",
+        )
+
+
+def as_api_error(error: PacelineError) -> ApiError:
+    """What the engine raised, as an answer."""
+    if not isinstance(error, RequestError | ModelError):
+        return ApiError(500, str(error), code="engine_failed")
+    code = "capacity_exceeded" if isinstance(error, CapacityError) else None
+    text = str(error)
+    if len(text) > _MAX_TEXT:  # it quotes what the client sent
+        text = f"{text[: _MAX_TEXT // 2]} ... {text[-_MAX_TEXT // 2 :]}"
+    return ApiError(400, text, param=_named_by(text), code=code)
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Give every error of `app` the one shape."""
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(PacelineError, _on_paceline_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError), error
+    return error.response()
+
+
+async def _on_paceline_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PacelineError), error
+    return as_api_error(error).response()
+
+
+async def _on_invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError), error
+    fault = fault_of(error.errors(), error.body)
+    return ApiError(400, fault.text, param=fault.param, code=fault.code).response()
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException), error
+    text = error.detail
+    if error.status_code in (404, 405):
+        where = f"{request.method} {request.url.path}"
+        text = f"{where}: {text}; the paths are listed in /openapi.json"
+    elif error.__cause__ is not None:  # why the body could not be read
+        remedy = "send JSON in UTF-8, with Content-Type: application/json"
+        text = message("the body", expected="JSON", got=str(error.__cause__), remedy=remedy)
+    return ApiError(error.status_code, text, headers=error.headers).response()
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """The server closes the connection behind a bug, so the client must not use it again."""
+    text = f"{type(error).__name__}: {error}; the server's log has more"
+    response = ApiError(500, text).response()
+    response.headers["Connection"] = "close"
+    return response
+
+
+def _named_by(text: str) -> str | None:
+    """The field an error of `core.errors.message` is about: its first word, when it is a name."""
+    name = text.partition(" must be ")[0].partition("[")[0]
+    return name if name.isidentifier() else None

@@ -1,0 +1,62 @@
+"""Log-probabilities in the two formats of the OpenAI API."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.core.step import RowLogprobs
+from paceline.server.token_names import TokenNames
+
+UNLIKELY = -9999.0  # the OpenAI API's stand-in for minus infinity, which JSON lacks
+
+
+def completion_logprobs(
+    names: TokenNames,
+    token_ids: Sequence[int],
+    rows: Sequence[RowLogprobs | None],
+    *,
+    offset: int,
+) -> dict[str, Any]:
+    """Of /v1/completions: parallel lists; null for a text's first token, which follows nothing.
+
+    offset: characters of the choice's text before the first of these tokens.
+    """
+    tokens = [names.name(token) for token in token_ids]
+    offsets = []
+    for token in token_ids:
+        offsets.append(offset)
+        offset += len(names.text(token))
+    return {
+        "tokens": tokens,
+        "token_logprobs": [None if row is None else _finite(row.chosen) for row in rows],
+        "top_logprobs": [
+            None if row is None else {token: _finite(row.chosen)} | _best(names, row)
+            for token, row in zip(tokens, rows, strict=True)
+        ],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(
+    names: TokenNames, token_ids: Sequence[int], rows: Sequence[RowLogprobs]
+) -> dict[str, Any]:
+    """Of /v1/chat/completions: one object per token."""
+    content = []
+    for token, row in zip(token_ids, rows, strict=True):
+        best = zip(row.top_ids, row.top_values, strict=True)
+        top = [_entry(names, each, value) for each, value in best]
+        content.append(_entry(names, token, row.chosen) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _entry(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+    name, utf8 = names.name(token_id), names.utf8(token_id)
+    return {"token": name, "logprob": _finite(logprob), "bytes": utf8}
+
+
+def _best(names: TokenNames, row: RowLogprobs) -> dict[str, float]:
+    best = zip(row.top_ids, row.top_values, strict=True)
+    return {names.name(token): _finite(value) for token, value in best}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, UNLIKELY)

@@ -1,0 +1,94 @@
+"""Chat templates are other people's programs: they end, they reach nothing, they fail in words."""
+
+import threading
+import time
+
+import pytest
+
+from paceline.core.errors import RequestError
+from paceline.engine.chat_template import ChatTemplate
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+def refusal(source, *, limit_s=5.0):
+    with pytest.raises(RequestError) as refused:
+        ChatTemplate(source, limit_s=limit_s).render(MESSAGES, {})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ cycler.__init__.__globals__ }}", "access to attribute '__init__'"),
+        ("{{ messages.append(1) }}", "access to attribute 'append' of 'list' object is unsafe"),
+        ("{{ messages[0].update(a=1) }}", "access to attribute 'update' of 'dict' object"),
+        ("{{ ('%s' | attr('format'))('{0.__class__}') }}{{ 1 / 0 }}", "division by zero"),
+        ("{{ raise_exception('roles must alternate') }}", "its refusal: roles must alternate;"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError('division by zero')"),
+        ("{{ messages[0].missing.deeper }}", "'dict object' has no attribute 'missing'"),
+        ("{{ messages + 1 }}", "TypeError("),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError("),
+        ("{{ range(10 ** 9) }}", "OverflowError("),
+        ("{{ 'ab' * 10 ** 7 }}", "a product of more than 1000000 characters or items"),
+        ("{{ 10 ** 7 * [1] }}", "a product of more than 1000000 characters or items"),
+        ("{{ 2 ** (10 ** 9) }}", "a power of numbers beyond 1000"),
+    ],
+)
+def test_a_hostile_template_is_refused_in_words(source, told):
+    text = refusal(source)
+    assert text.startswith("messages must be what the model's chat template accepts, got its ref")
+    assert told in text
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__ }}",
+        "{{ messages | attr('__class__') }}",
+        "{{ messages | map(attribute='__class__') | join }}",
+        "{{ lipsum.__globals__ }}",
+        "{{ self._TemplateReference__context }}",
+        "{{ '{0.__class__}'.format(1) }}",
+    ],
+)
+def test_what_is_hidden_is_empty(source):
+    assert ChatTemplate(source).render(MESSAGES, {}) == ""
+
+
+def test_small_products_and_powers_are_arithmetic():
+    assert ChatTemplate("{{ 3 * 4 }} {{ '-' * 3 }} {{ 2 ** 10 }}").render([], {}) == "12 --- 1024"
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["", "{% for k in range(99999) if k < 0 %}{% endfor %}", "{% if r | sum < 0 %}{% endif %}"],
+)
+def test_an_endless_template_is_interrupted(body):
+    loops = "{% for i in r %}{% for j in r %}" + body + "{% endfor %}{% endfor %}"
+    began = time.monotonic()
+    text = refusal("{% set r = range(99999) | list %}" + loops, limit_s=0.2)
+    assert "got no end of it within 0.2 s; check roles" in text
+    assert time.monotonic() - began < 5
+
+
+def test_an_interrupted_thread_goes_on():
+    """A limit that passes just as its block ends reaches nobody: neither code behind nor others."""
+    template = ChatTemplate("{% for i in range(3000) %}{{ i }}{% endfor %}", limit_s=0.0008)
+    ends = {True: 0, False: 0}
+    for _ in range(300):
+        try:
+            ends[len(template.render([], {})) > 3000] += 1
+        except RequestError:
+            ends[False] += 1
+    assert sum(ends.values()) == 300
+    assert ChatTemplate("{{ messages[0].content }}").render(MESSAGES, {}) == "x"
+
+
+def test_no_timer_is_left_behind():
+    before = threading.active_count()
+    for _ in range(20):
+        ChatTemplate("x").render([], {})
+    time.sleep(0.05)
+    assert threading.active_count() <= before

@@ -1,0 +1,198 @@
+"""Errors over HTTP: one shape for all, and the server goes on."""
+
+import asyncio
+from dataclasses import replace
+
+import httpx
+import pytest
+from serving import serving, small_llm, wait_until
+
+from paceline.core.errors import CapacityError, ModelError
+from paceline.engine.chat_template import ChatTemplate
+from paceline.engine.completion import Completion
+from paceline.engine.request import FinishReason
+from paceline.server.service import Service
+from paceline.server.token_names import TokenNames
+
+GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(small_llm(), api_key="sesame") as world:
+        yield world
+
+
+@pytest.fixture
+def client(server):
+    headers = {"Authorization": "Bearer sesame"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
+        yield client
+        assert client.post("/v1/completions", json=GOOD).status_code == 200
+        wait_until(server.is_idle)
+
+
+def refused(answer, status):
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b'{"model": ', "the body must be JSON, got position 10: Expecting value; repair the JSON"),
+        (b"", "the body must be an object, got None; send a JSON object"),
+        (b"[1]", "the body must be an object, got [1]; send a JSON object"),
+        (b'"x"', "the body must be an object, got 'x'"),
+        (b'{"model": "tiny"}', "prompt must be present, got nothing; add it"),
+        (
+            b'{"\\ud800": 1, "model": "tiny", "prompt": "x"}',
+            r"the body must be text that UTF-8 can hold, got '\ud800'",
+        ),
+        (b'{"model": "\\ud800", "prompt": "x"}', "model must be 'tiny', got"),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', "prompt must be valid Unicode, got a lone"),
+        (b'{"model": "tiny", "prompt": "x", "temperature": NaN}', "temperature must be a finite"),
+        (
+            b'{"model": "tiny", "prompt": "x", "seed": 1' + b"0" * 99 + b"}",
+            "seed must be an integer",
+        ),
+        (b"[" * 100_000, "the body must be JSON, got maximum recursion depth exceeded"),
+        (b"\xff\xfe", "the body must be JSON, got position 0: Expecting value"),
+        (b'{"prompt": "\xe9"}', "the body must be JSON, got 'utf-8' codec can't decode byte 0xe9"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "the body must be JSON, got Exceeds the limit (4300"),
+    ],
+)
+def test_a_bad_body_is_answered_with_400(client, body, text):
+    headers = {"Content-Type": "application/json"}
+    answer = client.post("/v1/completions", content=body, headers=headers)
+    assert refused(answer, 404 if text.startswith("model") else 400)["message"].startswith(text)
+
+
+def test_a_body_of_another_kind_says_which_kind_is_wanted(client):
+    error = refused(client.post("/v1/completions", content=b"{}"), 400)
+    assert "send a JSON object, with Content-Type: application/json" in error["message"]
+
+
+@pytest.mark.parametrize("given", [None, "Bearer open", "sesame", "Bearer sesame2"])
+def test_a_wrong_key_is_answered_with_401_before_anything_is_read(server, given):
+    headers = {} if given is None else {"Authorization": given}
+    answer = httpx.post(f"{server.url}/v1/completions", content=b"{", headers=headers)
+    assert refused(answer, 401)["code"] == "invalid_api_key"
+    assert answer.headers["www-authenticate"] == "Bearer"
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_unknown_paths_methods_and_models_are_named(client):
+    assert refused(client.get("/v1/nothing"), 404)["message"].startswith("GET /v1/nothing: Not Fo")
+    answer = client.get("/v1/completions")
+    assert "GET /v1/completions: Method" in refused(answer, 405)["message"]
+    assert answer.headers["allow"] == "POST"
+    error = refused(client.get("/v1/models/org/other"), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert error["message"] == "model must be 'tiny', got 'org/other'; ask GET /v1/models"
+
+
+def test_fields_in_the_address_are_refused(client):
+    for path, body in (("completions", GOOD), ("chat/completions", CHAT)):
+        error = refused(client.post(f"/v1/{path}?temperature=0&x", json=body), 400)
+        assert error["message"] == "temperature must be in the body, got in the address; move it"
+        assert (error["param"], error["code"]) == ("temperature", "unknown_parameter")
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/tiny"])
+def test_what_can_be_got_has_a_head(client, path):
+    head, whole = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == whole.headers["content-length"]
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(client, server, monkeypatch):
+    def full(*values):
+        raise CapacityError("KV pages of request 'r' must be at most [1], got [2]; shorten it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.llm, "submit", full)
+        for stream in (False, True):
+            error = refused(client.post("/v1/completions", json=GOOD | {"stream": stream}), 400)
+            assert error["code"] == "capacity_exceeded"
+
+
+def test_logits_without_numbers_are_a_server_error(client, server, monkeypatch):
+    growth = Completion.growth
+
+    def broken(self):
+        found = growth(self)
+        if found is None:
+            return None
+        return replace(found, finish_reason=FinishReason.ERROR, error="logits must be finite")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Completion, "growth", broken)
+        error = refused(client.post("/v1/completions", json=GOOD), 500)
+        assert (error["message"], error["code"]) == ("logits must be finite", "generation_failed")
+        streamed = client.post("/v1/completions", json=GOOD | {"stream": True})
+        assert streamed.status_code == 200
+        assert '"message":"logits must be finite"' in streamed.text
+        assert "[DONE]" not in streamed.text
+
+
+def test_a_template_that_refuses_is_a_400_with_its_words(client, server, monkeypatch):
+    template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
+    with monkeypatch.context() as patch:
+        patch.setattr(server.llm.tokenizer, "_template", template)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+        error = refused(client.post("/v1/chat/completions", json=body), 400)
+    assert error["param"] == "messages"
+    assert "got its refusal: roles must alternate; check roles" in error["message"]
+
+
+def test_a_model_without_a_template_says_so(client, server, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(server.llm.tokenizer, "_template", None)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+        error = refused(client.post("/v1/chat/completions", json=body), 400)
+    assert error["message"].startswith("chat must be sent to a model with a chat template")
+
+
+@pytest.mark.parametrize("token", [-1, 2**40, 4096])
+def test_ids_that_are_no_tokens_are_refused_when_they_are_echoed_too(client, token):
+    answer = client.post("/v1/completions", json=GOOD | {"prompt": [5, token], "echo": True})
+    text = f"prompt token id 1 must be an integer from 0 to 4095, got {token}"
+    assert refused(answer, 400)["message"].startswith(text)
+
+
+def test_a_bug_is_a_server_error_and_others_go_on(client, server, monkeypatch):
+    def broken(*values):
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(server.llm.tokenizer), "encode", broken)
+        error = refused(client.post("/v1/completions", json=GOOD), 500)
+    assert error["message"] == "ZeroDivisionError: a bug; the server's log has more"
+
+
+def test_a_model_without_a_tokenizer_takes_ids_only():
+    llm = small_llm()
+    try:
+        service = replace(Service.of(llm, model="tiny"), tokenizer=None)
+        assert asyncio.run(service.encode([[1, 2]])) == [[1, 2]]
+        with pytest.raises(ModelError, match="text must be sent to a model with tokenizer"):
+            asyncio.run(service.encode(["x"]))
+        assert TokenNames(None).name(5) == "token_id:5"
+    finally:
+        llm.close()
+
+
+def test_the_schema_lists_the_endpoints(client):
+    paths = client.get("/openapi.json").json()["paths"]
+    assert set(paths) == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/models/{name}",
+        "/health",
+    }

@@ -1,0 +1,101 @@
+"""What one client can ask for is bounded, and the others go on."""
+
+import json
+
+import httpx
+import pytest
+from serving import serving, small_llm, wait_until
+
+from paceline.server.limits import LIMITS, Limits
+
+GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+LONG = {"model": "tiny", "prompt": "x", "max_tokens": 250, "ignore_eos": True}
+JSON = {"Content-Type": "application/json"}
+MIB = 1 << 20
+RUNNING = 16  # max_num_seqs of small_llm
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(small_llm(), limits=Limits(max_queued=4, max_body_mib=1)) as world:
+        yield world
+
+
+@pytest.fixture
+def client(server):
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+        wait_until(server.is_idle)
+        assert client.post("/v1/completions", json=GOOD).status_code == 200
+
+
+def message_of(answer, status):
+    assert answer.status_code == status, answer.text
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+    return answer.json()["error"]["message"]
+
+
+def in_parts(body):
+    """Without a length, so that it must be counted."""
+    yield from (body[start : start + 65536] for start in range(0, len(body), 65536))
+
+
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_body_beyond_the_limit_is_answered_with_413(client, is_declared):
+    padded = json.dumps(GOOD).encode().ljust(MIB)
+    for body, status in ((padded, 200), (padded + b" ", 413)):
+        content = body if is_declared else in_parts(body)
+        answer = client.post("/v1/completions", content=content, headers=JSON)
+        assert answer.status_code == status
+    got = f"{MIB + 1} bytes" if is_declared else "more"
+    text = f"the body must be at most 1 MiB, got {got}; send less at once, or raise --max-body-mib"
+    assert message_of(answer, 413).startswith(text)
+
+
+def test_a_full_queue_is_answered_with_503_until_there_is_room(client, server):
+    filling = LONG | {"n": RUNNING + 3, "stream": True, "seed": 1}
+    with client.stream("POST", "/v1/completions", json=filling) as stream:
+        next(stream.iter_lines())
+        refused = client.post("/v1/completions", json=GOOD | {"n": 2})
+        text = "the queue must be at most 20 completions, running and waiting, got 19 and 2 of this"
+        assert message_of(refused, 503).startswith(text)
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert refused.headers["retry-after"] == "1"
+        assert client.post("/v1/completions", json=GOOD).status_code == 200
+    wait_until(server.is_idle)
+    assert client.post("/v1/completions", json=GOOD | {"n": 2}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "many", [{"n": 21}, {"prompt": ["x"] * 21}, {"prompt": ["x"] * 11, "n": 2}]
+)
+def test_what_never_fits_the_queue_is_a_400(client, many):
+    text = message_of(client.post("/v1/completions", json=GOOD | many), 400)
+    assert text.startswith("prompts times n must be at most 20 completions at once, got 2")
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"min_tokens": 10**30}, "min_tokens must be an integer in 0..2147483647, got 1000"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias must be a mapping from token ids to num"),
+        ({"logit_bias": {"1": 1, "01": 2}}, "logit_bias must be a mapping from token ids to num"),
+        ({"stop": "y" * 100_000}, "stop must be at most 1024 characters each, got 100000"),
+        ({"stop": ["y"] * 33}, "stop must be at most 32 strings, got 33"),
+        ({"stop": ["y" * 100_000, ""]}, "stop must be non-empty strings, got ['yyyyy"),
+        ({"extra_args": {"a": 1}}, "a key of extra_args must be absent, got 'a'; load its"),
+    ],
+)
+def test_values_out_of_all_bounds_are_refused_in_few_words(client, more, text):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]} | more
+    found = message_of(client.post("/v1/chat/completions", json=body), 400)
+    assert found.startswith(text)
+    assert len(found) < 700
+
+
+def test_the_command_line_has_these_limits():
+    from paceline.cli.serve import serve
+
+    defaults = {option.name: option.default for option in serve.params}
+    assert defaults["max_queued_requests"] == LIMITS.max_queued
+    assert defaults["max_body_mib"] == LIMITS.max_body_mib
