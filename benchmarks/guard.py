@@ -25,6 +25,7 @@ from paceline.core.modes import ForwardMode
 from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import JoinDelta, PageDelta, Step, StepLayout
+from paceline.kvcache.pool import KVFormat
 from paceline.models.loader import fill_dummy
 from paceline.models.registry import builder
 from paceline.runner.build import RunnerConfig, build_runner
@@ -50,6 +51,7 @@ def make_config(num_layers: int) -> ModelConfig:
         num_kv_heads=2,
         head_dim=16,
         v_head_dim=16,
+        rotary_dim=16,
         max_position=CONTEXT,
         rms_norm_eps=1e-5,
         rope=RopeConfig(),
@@ -92,6 +94,7 @@ def make_runner(num_layers: int, num_reqs: int) -> ModelRunner:
         stream=InlineStream(),
         device=CPU,
         dtype=torch.float32,
+        kv=KVFormat(dtype=torch.float32),
         notify=EventLog(),
     )
     runner.boot()

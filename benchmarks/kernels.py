@@ -3,7 +3,8 @@
     PYTHONPATH=src python benchmarks/kernels.py
     PYTHONPATH=src python benchmarks/kernels.py --tune
 
-Every kernel first passes kernels_gate.py; one that does not is not timed and the exit status is 1.
+Every kernel first passes kernels_gate.py or attention_gate.py; one that does not is not timed and
+the exit status is 1.
 Times are the median over replays of a CUDA graph that holds enough launches on different pages to
 exceed the L2 cache; decode is judged by the bytes of K and V it must read.  A table for people,
 then one JSON document as the last line.
@@ -22,7 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "kernels"))
 
-from kernels_gate import Failure, check_attention, check_replay, check_small_ops
+from attention_gate import check_attention, check_replay
+from kernels_gate import Failure, check_small_ops
 from kernels_timed import Work, attention_works, small_works, tuning_works
 
 COPY_BYTES_S = 4.23e12  # measured copy bandwidth of an H200, the ceiling for memory-bound kernels

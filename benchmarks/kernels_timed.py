@@ -11,13 +11,13 @@ from kernels_gate import rope_table
 from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.paged_attention import (
     decode_splits,
-    decode_workspace,
     paged_decode,
     paged_extend,
+    split_workspace,
 )
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm
-from paceline.kernels.rope import rope_inplace
-from paceline.kernels.write_kv import write_kv
+from paceline.kernels.rope import Rope
+from paceline.kernels.rope_write_kv import KVSlots, rope_write_kv
 
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16
 HIDDEN, INTER = 4096, 14336
@@ -68,24 +68,18 @@ def small_works() -> list[Work]:
     works = []
     for tokens in (64, 8192):
         row = float(tokens * HIDDEN * 2)
-        rope_row = float(tokens * (HEADS + KV_HEADS) * DIM * 2)
+        qkv_row = float(tokens * (HEADS + 2 * KV_HEADS) * DIM * 2)
         gated = float(tokens * INTER * 2)
         cases = [
             ("rms_norm", f"{tokens} x {HIDDEN}", _norm_launches, 2 * row),
             ("add_rms_norm", f"{tokens} x {HIDDEN}", _add_norm_launches, 4 * row),
             (
-                "rope_inplace",
-                f"{tokens} x {HEADS}+{KV_HEADS} x {DIM}",
-                _rope_launches,
-                2 * rope_row,
+                "rope_write_kv",
+                f"{tokens} x {HEADS}+2*{KV_HEADS} x {DIM}",
+                _rope_write_launches,
+                2 * qkv_row + tokens * TOKEN_BYTES / 2,
             ),
             ("act_and_mul", f"{tokens} x 2*{INTER} silu", _act_launches, 3 * gated),
-            (
-                "write_kv",
-                f"{tokens} x {KV_HEADS} x {DIM}",
-                _write_launches,
-                2 * tokens * TOKEN_BYTES,
-            ),
         ]
         works += [
             Work(op=op, label=label, launches=partial(launches, tokens), bytes=float(moved))
@@ -96,7 +90,8 @@ def small_works() -> list[Work]:
 
 def tuning_works() -> list[Work]:
     """Other tiles, stages and splits for decode, and other tiles for extend."""
-    from paceline.kernels._triton.runtime import TileConfig
+    from paceline.kernels._triton.paged_decode import DecodeConfig
+    from paceline.kernels._triton.paged_extend import ExtendConfig
 
     works = []
     for batch, keys in ((1, 4096), (8, 4096), (64, 1024), (64, 4096)):
@@ -106,8 +101,12 @@ def tuning_works() -> list[Work]:
             (64, 4, 7), (64, 8, 5), (128, 4, 3), (128, 8, 5),
         ):  # fmt: skip
             for splits in sorted({max(1, usual // 2), usual, min(64, usual + (usual + 1) // 2)}):
-                config = TileConfig(
-                    block_rows=16, block_keys=block_keys, num_warps=warps, num_stages=stages
+                config = DecodeConfig(
+                    block_rows=16,
+                    block_keys=block_keys,
+                    num_warps=warps,
+                    num_stages=stages,
+                    min_tiles=1,
                 )
                 works.append(
                     Work(
@@ -122,8 +121,13 @@ def tuning_works() -> list[Work]:
         (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 32, 8, 3), (128, 128, 8, 3),
         (64, 64, 4, 3), (64, 64, 4, 5), (64, 32, 4, 5),
     ):  # fmt: skip
-        config = TileConfig(
-            block_rows=rows, block_keys=block_keys, num_warps=warps, num_stages=stages
+        config = ExtendConfig(
+            block_rows=rows,
+            block_keys=block_keys,
+            num_warps=warps,
+            num_stages=stages,
+            one_loop=False,
+            max_registers=None,
         )
         works.append(
             Work(
@@ -169,12 +173,23 @@ def _decode_launches(
     }
     if splits is None:
         launch = paged_decode
-        workspace = decode_workspace(batch, HEADS, KV_HEADS, v_head_dim=DIM, device=DEVICE)
+        options["workspace"] = split_workspace(
+            batch, HEADS, KV_HEADS, v_head_dim=DIM, device=DEVICE
+        )
     else:
-        launch = partial(launch_paged_decode, splits=splits, config=config)
-        rows = batch * splits * HEADS
-        workspace = (torch.empty(rows * DIM, device=DEVICE), torch.empty(rows, device=DEVICE))
-    options |= {"partial_out": workspace[0], "partial_lse": workspace[1]}
+        launch = partial(
+            launch_paged_decode,
+            splits=splits,
+            config=config,
+            k_scale=None,
+            v_scale=None,
+            sinks=None,
+        )
+        options |= {
+            "partial_out": torch.empty(batch * splits, HEADS, DIM, device=DEVICE),
+            "partial_lse": torch.empty(batch * splits, HEADS, device=DEVICE),
+            "finished": torch.zeros(batch, HEADS, dtype=torch.int32, device=DEVICE),
+        }
     lens = torch.full((batch,), keys, dtype=torch.int32, device=DEVICE)
     return [partial(launch, q, k_cache, v_cache, table, lens, **options) for table in tables]
 
@@ -195,7 +210,12 @@ def _extend_launches(
         "out": torch.empty_like(q),
         "lse": torch.empty(batch * extend, HEADS, device=DEVICE),
     }
-    launch = paged_extend if config is None else partial(launch_paged_extend, config=config)
+    launch = paged_extend
+    if config is not None:
+        absent = dict.fromkeys(
+            ("tree_mask", "k_scale", "v_scale", "sinks", "partial_out", "partial_lse", "finished")
+        )
+        launch = partial(launch_paged_extend, config=config, mask="causal", splits=1, **absent)
     lens = torch.full((batch,), extend, dtype=torch.int32, device=DEVICE)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * extend
     none = torch.zeros_like(lens)
@@ -217,22 +237,15 @@ def _add_norm_launches(tokens: int) -> list[Callable[[], None]]:
     return [partial(add_rms_norm, x, torch.zeros_like(x), weight, 1e-5)] * 16
 
 
-def _rope_launches(tokens: int) -> list[Callable[[], None]]:
+def _rope_write_launches(tokens: int) -> list[Callable[[], None]]:
     fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=DTYPE, device=DEVICE)
-    positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
-    table = rope_table(4096, DIM, "cuda")
-    q, k = fused[:, :HEADS], fused[:, HEADS : HEADS + KV_HEADS]
-    return [partial(rope_inplace, q, k, table, positions)] * 16
+    q, k, v = fused.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    rope = Rope(rope_table(4096, DIM, "cuda"), torch.randint(0, 4096, (tokens,), device=DEVICE))
+    k_cache, v_cache, _ = _pages(1, 65536)
+    into = KVSlots(k_cache, v_cache, torch.randperm(65536, device=DEVICE)[:tokens], None, None)
+    return [partial(rope_write_kv, q, k, v, into=into, rope=rope, norms=None)] * 16
 
 
 def _act_launches(tokens: int) -> list[Callable[[], None]]:
     x = torch.randn(tokens, 2 * INTER, dtype=DTYPE, device=DEVICE)
     return [partial(act_and_mul, x, "silu")] * 16
-
-
-def _write_launches(tokens: int) -> list[Callable[[], None]]:
-    fused = torch.randn(tokens, HEADS + 2 * KV_HEADS, DIM, dtype=DTYPE, device=DEVICE)
-    k, v = fused[:, HEADS : HEADS + KV_HEADS], fused[:, HEADS + KV_HEADS :]
-    k_cache, v_cache, _ = _pages(1, 65536)
-    slots = torch.randperm(65536, device=DEVICE)[:tokens]
-    return [partial(write_kv, k, v, k_cache, v_cache, slots)] * 16

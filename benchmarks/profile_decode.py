@@ -1,14 +1,15 @@
-"""Where a decode step's time goes on a GPU: kernels, their time and share, and the idle rest.
+"""Where a step's time goes on a GPU: kernels by role, with bytes and share of the limit, and idle.
 
     python benchmarks/profile_decode.py --model llama-3.1-8b --load-format dummy --batch-size 64
+    python benchmarks/profile_decode.py --phase prefill --batch-size 1 --input-len 1024
 
-Profiles graph replays of steady decode after checking that two runs of a prompt agree.  Prints a
-table per kernel name (calls and µs per step, share) and one JSON document as the last line.
+Profiles graph replays of steady decode, or the steps that compute whole prompts, after checking
+that two runs of a prompt agree.  Prints a table per role (profile_table.py) and one per kernel, the
+time the device idles within a step and between two, and one JSON document as the last line.
 """
 
 import argparse
 import json
-import time
 from collections import defaultdict
 from typing import Any
 
@@ -19,25 +20,168 @@ from paceline.core.errors import IntegrityError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.bench_latency import random_prompts
 from paceline.engine.llm import LLM
-from paceline.engine.machine import versions
+from paceline.engine.machine import local_device, versions
+from paceline.models.config import parse_config
+from paceline.models.locate import locate
+from profile_table import Kernel, idle, own_times, role_rows, show, split_steps
+from profile_work import Work, step_limit_us
 
-STEPS = 20
+DECODE_STEPS = 20
+PREFILL_STEPS = 5
+LISTED = 24  # kernels
 
 
-def kernel_rows(events: Any, steps: int) -> list[dict[str, Any]]:
+def main() -> None:
+    args = parse_arguments()
+    is_prefill = args.phase == "prefill"
+    llm = LLM(
+        args.model,
+        load_format=args.load_format,
+        device="cuda",
+        max_num_seqs=args.batch_size,
+        max_num_batched_tokens=args.batch_size * args.input_len if is_prefill else None,
+        enable_prefix_cache=False,
+        kv_cache_dtype=args.kv_cache_dtype,
+    )
+    require_steady(llm, args)
+    if is_prefill:
+        events, kv_len = profile_prefill(llm, args), args.input_len
+        steps = split_steps(events, PREFILL_STEPS)
+    else:
+        events, kv_len = profile_decode(llm, args)
+        steps = split_steps(events, DECODE_STEPS)
+    document = report(llm, args, steps, kv_len=kv_len)
+    llm.close()
+    print(json.dumps(document))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--phase", default="decode", choices=("decode", "prefill"))
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--load-format", default="dummy")
+    parser.add_argument("--kv-cache-dtype", default=None)
+    parser.add_argument("--batch-size", type=int, default=None, help="64, or 1 for prefill")
+    parser.add_argument("--input-len", type=int, default=1024)
+    args = parser.parse_args()
+    args.batch_size = args.batch_size or (64 if args.phase == "decode" else 1)
+    return args
+
+
+def require_steady(llm: LLM, args: argparse.Namespace) -> None:
+    """Raises IntegrityError when two greedy runs of one prompt differ."""
+    prompt = random_prompts(1, args.input_len, llm.report()["vocab_size"], seed=0)
+    params = SamplingParams(temperature=0.0, max_tokens=2 * DECODE_STEPS, ignore_eos=True)
+    first, again = (llm.generate(prompt, params)[0].outputs[0].token_ids for _ in range(2))
+    if first != again:
+        raise IntegrityError("two greedy runs of one prompt differ; do not trust this profile")
+
+
+def profile_decode(llm: LLM, args: argparse.Namespace) -> tuple[list[Kernel], int]:
+    """(kernels of DECODE_STEPS steady steps, keys of a request about half-way through them)."""
+    prompts = random_prompts(args.batch_size, args.input_len, llm.report()["vocab_size"], seed=1)
+    params = SamplingParams(temperature=0.0, max_tokens=8 * DECODE_STEPS, ignore_eos=True)
+    stream = llm.generate(prompts, params, stream=True)
+    longest = 0
+    for output in stream:
+        longest = max(longest, len(output.outputs[0].token_ids))
+        if longest >= 2 * DECODE_STEPS:
+            break
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(DECODE_STEPS):
+            llm.engine.step()
+        torch.cuda.synchronize()
+    stream.close()
+    return kernels_of(profiler), args.input_len + longest + DECODE_STEPS // 2
+
+
+def profile_prefill(llm: LLM, args: argparse.Namespace) -> list[Kernel]:
+    """Kernels of PREFILL_STEPS steps, each of which computes a whole batch of prompts."""
+    vocab_size = llm.report()["vocab_size"]
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    for seed in (2, 3):
+        llm.generate(random_prompts(args.batch_size, args.input_len, vocab_size, seed=seed), params)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for seed in range(4, 4 + PREFILL_STEPS):
+            prompts = random_prompts(args.batch_size, args.input_len, vocab_size, seed=seed)
+            llm.generate(prompts, params)
+            torch.cuda.synchronize()
+    return kernels_of(profiler)
+
+
+def kernels_of(profiler: Any) -> list[Kernel]:
+    """What the device executed."""
+    return [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+
+
+def report(
+    llm: LLM, args: argparse.Namespace, steps: list[list[Kernel]], *, kv_len: int
+) -> dict[str, Any]:
+    """Print both tables; returns the JSON document."""
+    facts = local_device("cuda")
+    peaks = {"bandwidth": facts.bandwidth_bytes_s, "flops": facts.matmul_flops}
+    config = parse_config(locate(args.model, weights=False).config)
+    options = {name: entry["value"] for name, entry in llm.report()["options"].items()}
+    tokens = args.batch_size * (args.input_len if args.phase == "prefill" else 1)
+    work = Work(
+        phase=args.phase,
+        requests=args.batch_size,
+        tokens=tokens,
+        kv_len=kv_len,
+        dtype=options["dtype"],
+        kv_dtype=options["kv_cache_dtype"],
+    )
+    roles = role_rows(steps, config, work, **peaks)
+    rows, idles = kernel_rows(steps), idle(steps)
+    limit_us = step_limit_us(config, work, **peaks)
+    print(f"{args.phase}: {args.batch_size} requests, {tokens} tokens, {kv_len} keys each")
+    print(show(roles))
+    print(f"\n{'calls':>7}{'us/step':>10}{'share':>8}  kernel")
+    for row in rows[:LISTED]:
+        print(
+            f"{row['calls_per_step']:>7.1f}{row['us_per_step']:>10.1f}{row['share']:>8.1%}"
+            f"  {row['kernel'][:90]}"
+        )
+    print(idle_line(idles, limit_us))
+    return {
+        "benchmark": "profile",
+        "phase": args.phase,
+        "device": facts.name,
+        "bandwidth_bytes_s": facts.bandwidth_bytes_s,
+        "matmul_flops": facts.matmul_flops,
+        "versions": versions(),
+        "model": args.model,
+        "batch_size": args.batch_size,
+        "input_len": args.input_len,
+        "kv_len": kv_len,
+        "steps": len(steps),
+        "limit_us_per_step": limit_us,
+        **idles,
+        "roles": roles,
+        "kernels": rows,
+    }
+
+
+def kernel_rows(steps: list[list[Kernel]]) -> list[dict[str, Any]]:
     """One row per kernel name: calls and microseconds per step, most time first."""
     calls: dict[str, int] = defaultdict(int)
     micros: dict[str, float] = defaultdict(float)
-    for event in events:
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            calls[event.name] += 1
-            micros[event.name] += event.time_range.elapsed_us()
+    for step in steps:
+        for kernel, own in zip(step, own_times(step), strict=True):
+            calls[kernel.name] += 1
+            micros[kernel.name] += own
     total = sum(micros.values())
     rows = [
         {
             "kernel": name,
-            "calls_per_step": calls[name] / steps,
-            "us_per_step": micros[name] / steps,
+            "calls_per_step": calls[name] / len(steps),
+            "us_per_step": micros[name] / len(steps),
             "share": micros[name] / total,
         }
         for name in calls
@@ -45,81 +189,17 @@ def kernel_rows(events: Any, steps: int) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us_per_step"])
 
 
-def busy_us(events: Any) -> tuple[float, float]:
-    """(busy, span) microseconds of the device over all its events."""
-    ranges = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    )
-    busy, reached = 0.0, ranges[0][0]
-    for start, end in ranges:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return busy, reached - ranges[0][0]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--load-format", default="dummy")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--input-len", type=int, default=1024)
-    args = parser.parse_args()
-    llm = LLM(
-        args.model,
-        load_format=args.load_format,
-        device="cuda",
-        max_num_seqs=args.batch_size,
-        enable_prefix_cache=False,
-    )
-    vocab_size = llm.report()["vocab_size"]
-    work = random_prompts(args.batch_size, args.input_len, vocab_size, seed=0)
-    params = SamplingParams(temperature=0.0, max_tokens=8 * STEPS, ignore_eos=True)
-    first, again = (llm.generate(work[:1], params)[0].outputs[0].token_ids for _ in range(2))
-    if first != again:
-        raise IntegrityError("two greedy runs of one prompt differ; do not trust this profile")
-    stream = llm.generate(work, params, stream=True)
-    longest = 0
-    for output in stream:
-        longest = max(longest, len(output.outputs[0].token_ids))
-        if longest >= 2 * STEPS:
-            break
-    engine = llm.engine
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(STEPS):
-            engine.step()
-        torch.cuda.synchronize()
-    wall_us = 1e6 * (time.perf_counter() - began)
-    events = profiler.events()
-    rows = kernel_rows(events, STEPS)
-    busy, span = busy_us(events)
-    print(f"{'calls':>7}{'us/step':>10}{'share':>8}  kernel")
-    for row in rows[:24]:
-        print(
-            f"{row['calls_per_step']:>7.1f}{row['us_per_step']:>10.1f}{row['share']:>8.1%}"
-            f"  {row['kernel'][:90]}"
-        )
-    idle = 1 - busy / span
-    print(f"device busy {busy / STEPS:.0f} of {span / STEPS:.0f} us/step, idle {idle:.1%}")
-    document = {
-        "benchmark": "profile_decode",
-        "device": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "model": args.model,
-        "batch_size": args.batch_size,
-        "input_len": args.input_len,
-        "steps": STEPS,
-        "wall_us_per_step": wall_us / STEPS,
-        "busy_us_per_step": busy / STEPS,
-        "idle_share": idle,
-        "kernels": rows,
-    }
-    stream.close()
-    llm.close()
-    print(json.dumps(document))
+def idle_line(idles: dict[str, float | None], limit_us: float | None) -> str:
+    """One line about the whole step."""
+    line = f"busy {idles['busy_us']:.0f} us/step"
+    if limit_us is not None:
+        line += f", {limit_us / idles['busy_us']:.1%} of the limit ({limit_us:.0f} us)"
+    line += f"; idle within a step {idles['idle_within_us']:.1f} us"
+    line += f" ({idles['idle_within_share']:.1%})"
+    if idles["idle_between_us"] is not None:
+        line += f", between steps {idles['idle_between_us']:.1f} us"
+        line += f" ({idles['idle_between_share']:.1%})"
+    return line
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ def test_readme_names_only_flags_that_exist():
     from paceline.cli.env import env
     from paceline.cli.explain import explain
     from paceline.cli.generate import generate
+    from paceline.cli.serve import serve
 
-    commands = [bench.commands["latency"], chat, env, explain, generate]
+    commands = [bench.commands["latency"], chat, env, explain, generate, serve]
     flags = {flag for command in commands for p in command.params for flag in p.opts}
     flags |= {flag for command in commands for p in command.params for flag in p.secondary_opts}
     text = (ROOT / "README.md").read_text()
@@ -81,7 +82,13 @@ def test_readme_commands_run(line):
 
 
 def test_every_document_has_a_schema():
-    assert [path.stem for path in SCHEMAS] == ["bench_latency", "env", "explain", "generate"]
+    assert [path.stem for path in SCHEMAS] == [
+        "bench_attention",
+        "bench_latency",
+        "env",
+        "explain",
+        "generate",
+    ]
 
 
 @pytest.mark.parametrize("path", SCHEMAS, ids=lambda path: path.stem)

@@ -29,7 +29,8 @@ from paceline.runner.streams import DeferredStream
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 import tiny_checkpoints
 
-ARCHITECTURES = sorted(tiny_checkpoints.CASES)  # and what tells them apart
+# And what tells them apart; a context with long factors must be asked for, see test_llm_longrope.
+ARCHITECTURES = sorted(tiny_checkpoints.CASES.keys() - {"phi3-longrope-long"})
 CONTEXT = tiny_checkpoints.CONTEXT
 VOCAB = 160
 EOS = (2, 3)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.model_config import CacheGroupSpec
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.step import FinishCode, JoinDelta, PageDelta, Step, StepOutputs
+from paceline.core.step import FinishCode, JoinDelta, PageDelta, RowLogprobs, Step, StepOutputs
 
 VOCAB = 50
 MASK = (1 << 61) - 1
@@ -131,6 +131,7 @@ class FakeDevice:
             assert emits == (prefix + extend == len(row.tokens)), "emits disagrees with the tokens"
             self._store(row, prefix, extend, step.epoch, touched)
             live.append(row)
+        scores = self._score(step, live)
         for row, extend in zip(live, step.layout.extend_lens, strict=True):
             if row is not None:
                 self._check_visible(row, row.kv_len, extend, touched)
@@ -142,7 +143,23 @@ class FakeDevice:
             token_ids=tuple(token or 0 for token, _ in results),
             finish=tuple(code for _, code in results),
             logprobs=None,
+            prompt_logprobs=scores,
         )
+
+    def _score(self, step: Step, live: list[Row | None]) -> dict[int, tuple[RowLogprobs, ...]]:
+        """The score of a prompt token is its id."""
+        scores = {}
+        for span in step.prompt_spans:
+            row, before = live[span.index], sum(step.layout.extend_lens[: span.index])
+            assert row is not None, "a frozen row has no prompt left"
+            assert span.start + span.length <= before + step.layout.extend_lens[span.index]
+            first = row.kv_len + span.start - before + 1
+            targets = row.tokens[first : first + span.length]
+            assert len(targets) == span.length
+            scores[span.index] = tuple(
+                RowLogprobs(chosen=float(token), top_ids=(), top_values=()) for token in targets
+            )
+        return scores
 
     def _join(self, delta: JoinDelta, salt: Hashable) -> None:
         assert delta.row != 0, "row 0 is reserved"

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB, gpu_by_name
 from paceline.core.model_config import cache_group_specs
-from paceline.engine.fit import budget_lines, compare, require_fit, table
-from paceline.engine.footprint import request_pages, standing_pages
+from paceline.engine.budget_table import budget_lines, compare, table
+from paceline.engine.fit import require_fit
+from paceline.engine.footprint import activation_bytes, request_pages, standing_pages
 from paceline.engine.resolve import resolve
 from paceline.kvcache.groups import PagedGroup
 from paceline.kvcache.prefix_tree import PrefixTree
@@ -46,6 +47,43 @@ def test_llama_8b_keeps_128_kib_of_kv_per_token():
     _, fit = plan()
     (group,) = fit.groups
     assert group.page_bytes == 16 * 131072
+
+
+def test_the_cache_takes_the_format_of_the_activations_unless_asked():
+    resolution, _ = plan(dtype="float16")
+    assert resolution.options.kv_cache_dtype == "float16"
+    assert resolution.origins["kv_cache_dtype"] == "chosen: the format of the activations"
+    assert plan(dtype="float16", kv_cache_dtype="float16")[0].origins["kv_cache_dtype"] == "asked"
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_an_8_bit_cache_halves_a_page_and_nothing_else(name):
+    _, plain = plan()
+    resolution, fit = plan(kv_cache_dtype=name)
+    assert resolution.options.kv_cache_dtype == "fp8_e4m3"
+    assert fit.groups[0].page_bytes * 2 == plain.groups[0].page_bytes
+    assert fit.kv_tokens == pytest.approx(2 * plain.kv_tokens, rel=1e-4)
+    for field in ("weights_bytes", "graphs_bytes", "workspace_bytes", "activations_bytes"):
+        assert getattr(fit, field) == getattr(plain, field)
+
+
+def test_an_8_bit_cache_on_a_cpu_takes_half_for_every_running_request():
+    asked = {"max_model_len": 512, "max_num_seqs": 2}
+    sizes = [
+        plan("gemma-3-1b", CPU, kv_cache_dtype=kind, **asked)[0].options.kv_cache_bytes
+        for kind in ("auto", "fp8")
+    ]
+    assert sizes[1] * 2 == sizes[0]
+
+
+def test_a_cache_format_that_is_neither_the_models_nor_8_bits_is_refused():
+    text = (
+        "kv_cache_dtype must be bfloat16, the format of the activations, or fp8_e4m3, got float32; "
+        "leave --kv-cache-dtype out, or set --dtype to the same"
+    )
+    with pytest.raises(ConfigError) as caught:
+        plan(kv_cache_dtype="float32")
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-3-1b"])
@@ -157,6 +195,18 @@ def test_graphs_cost_nothing_when_they_are_off():
     assert fit.graphs_bytes == 0
 
 
+def test_prefill_graphs_leave_an_8b_model_its_context_on_a_small_gpu():
+    """CUDA graphs share one pool: those of prefills add what the largest step holds, and no more
+    for each."""
+    _, without = plan(device=gpu_by_name("l4"), cuda_graph_max_tokens=0)
+    resolution, fit = plan(device=gpu_by_name("l4"))
+    tokens = resolution.options.cuda_graph_max_tokens
+    live = activation_bytes(config_of("llama-3.1-8b"), tokens, 2)
+    assert tokens == 1024
+    assert live < fit.graphs_bytes - without.graphs_bytes < 3 * live
+    assert 19_500 < fit.max_model_len < without.max_model_len
+
+
 def test_measured_stands_beside_planned():
     _, fit = plan()
     text = compare(fit, {"weights": 15 * GIB})
@@ -252,11 +302,6 @@ def test_a_cpu_without_bfloat16_computes_in_float32():
         ({"gpu_memory_utilization": 0.5}, CPU, "must be left out on a CPU, got 0.5"),
         ({"max_model_len": 200000}, H200, "must be at most 131072, the model's context limit"),
         (
-            {"enforce_eager": True, "cuda_graph_max_bs": 4},
-            H200,
-            "cuda_graph_max_bs must be left out with --enforce-eager",
-        ),
-        (
             {"max_num_batched_tokens": 7, "max_num_seqs": 9},
             H200,
             "max_num_batched_tokens must be at least 9, got 7; a step holds one token of every "
@@ -267,6 +312,18 @@ def test_a_cpu_without_bfloat16_computes_in_float32():
             H200,
             "cuda_graph_max_bs must be at most 8, the requests of one step, got 9; lower "
             "--cuda-graph-max-bs or raise --max-num-seqs",
+        ),
+        (
+            {"cuda_graph_max_tokens": 65, "max_num_batched_tokens": 64, "max_num_seqs": 2},
+            H200,
+            "cuda_graph_max_tokens must be at most 64, the tokens of one step, got 65; lower "
+            "--cuda-graph-max-tokens or raise --max-num-batched-tokens",
+        ),
+        (
+            {"cuda_graph_max_tokens": 65, "max_model_len": 64},
+            H200,
+            "cuda_graph_max_tokens must be at most 64, the tokens of one request, got 65; lower "
+            "--cuda-graph-max-tokens or raise --max-model-len",
         ),
         (
             {"chunked_prefill_size": 65, "max_num_batched_tokens": 64},

@@ -90,6 +90,7 @@ def test_what_is_measured_after_loading_was_planned(model, page_size, request):
         assert measured["KV"] == planned["kv_bytes"]
         assert 0.5 * planned["workspace_bytes"] < measured["workspace"]
         assert measured["workspace"] <= planned["workspace_bytes"]
+        assert 0 < measured["graphs"] <= planned["graphs_bytes"]
         rows = [line.split()[0] for line in llm.memory_table().splitlines()[1:]]
         assert rows[:2] == ["weights", "KV"]
 

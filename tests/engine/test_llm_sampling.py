@@ -22,10 +22,10 @@ from llm_cases import (
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs
+from paceline.engine.completion import Completion
 from paceline.engine.llm import LLM
 from paceline.engine.request import Request
 from paceline.engine.scheduler import RequestUpdate
-from paceline.engine.tracker import Tracker
 
 SEEDED = [
     SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
@@ -241,10 +241,10 @@ def test_tokens_that_came_behind_a_stop_string_are_dropped(llm: LLM) -> None:
     """An update may bring several tokens; the scheduler is told how many count."""
     params = replace(GREEDY, stop=text_of((11, 12))[1:3], logprobs=0)
     request = Request.make("r", [4, 5], params, context_len=CONTEXT)
-    tracker = Tracker(request, prompt=None, tokenizer=llm.tokenizer)
+    completion = Completion(request, tokenizer=llm.tokenizer)
     rows = tuple(RowLogprobs(chosen=-float(i), top_ids=(), top_values=()) for i in range(5))
-    assert tracker.apply(RequestUpdate(request, (10, 11, 12, 13, 14), rows, None)) == 3
-    found = tracker.snapshot().outputs[0]
+    assert completion.apply(RequestUpdate(request, (10, 11, 12, 13, 14), rows, None)) == 3
+    found = completion.snapshot()
     assert (found.token_ids, found.logprobs) == ((10, 11, 12), rows[:3])
     assert found.text == text_of((10, 11))[:3]
 

@@ -31,7 +31,9 @@ REASONS = {
     FinishCode.LENGTH: FinishReason.LENGTH,
     FinishCode.NON_FINITE: FinishReason.ERROR,
 }
+NEVER_POISONED = -1  # a seed that is no number of tokens
 LEAST = {"actions": 10_000, "evictions": 500, "preemptions": 200, "aborts while sharing": 200}
+LEAST |= {"scored prompts": 500, "siblings": 500}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -94,6 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.expected: dict[str, tuple[list[int], FinishCode]] = {}
         self.streamed: dict[str, list[int]] = {}
+        self.scored: dict[str, list[float]] = {}  # prompt tokens, by their scores
 
     def teardown(self):
         if hasattr(self, "scheduler"):
@@ -111,8 +114,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         poisoned_at=st.sampled_from([None] * 12 + [20]),
         salt=st.sampled_from([None, None, None, "tenant"]),
         turns=st.sampled_from([2, 1, 0]),
+        siblings=st.sampled_from([0, 0, 0, 1, 3]),
+        scores=st.sampled_from([None, None, 0]),
     )
-    def add(self, count, family, shared, own, max_tokens, stops, poisoned_at, salt, turns):
+    def add(
+        self,
+        count,
+        family,
+        shared,
+        own,
+        max_tokens,
+        stops,
+        poisoned_at,
+        salt,
+        turns,
+        siblings,
+        scores,
+    ):
         """A few requests that begin alike: `shared` tokens of one family, then their own."""
         for _ in range(count):
             name = f"r{len(self.requests)}"
@@ -122,20 +140,29 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_tokens=max_tokens,
                 temperature=0.0,
                 stop_token_ids=tuple(range(stops)),
-                seed=poisoned_at,
+                seed=NEVER_POISONED if poisoned_at is None else poisoned_at,
+                prompt_logprobs=scores,
             )
-            request = Request.make(name, prompt, params, context_len=CONTEXT_LEN, salt=salt)
-            try:
-                self.scheduler.add(request)
-            except CapacityError:
-                self.tally["refused"] += 1
-                continue
-            self.requests[name] = request
-            self.streamed[name] = []
-            self.expected[name] = run_alone(prompt, params, max_len=request.max_len, salt=salt)
+            first = Request.make(name, prompt, params, context_len=CONTEXT_LEN, salt=salt)
+            for request in [first, *(first.sibling(i + 1) for i in range(siblings))]:
+                self.queue(request)
         for _ in range(turns):
             self.turn()
         self.after("add")
+
+    def queue(self, request):
+        try:
+            self.scheduler.add(request)
+        except CapacityError:
+            self.tally["refused"] += 1
+            return
+        name = request.request_id
+        self.requests[name] = request
+        self.streamed[name] = []
+        self.scored[name] = []
+        self.expected[name] = run_alone(
+            request.prompt_ids, request.params, max_len=request.max_len, salt=request.salt
+        )
 
     @precondition(lambda self: self.scheduler.has_work)
     @rule(turns=st.integers(1, 3))
@@ -210,6 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             request = update.request
             self.streamed[request.request_id].extend(update.new_token_ids)
             assert self.streamed[request.request_id] == list(request.output_ids)
+            self.scored[request.request_id] += [row.chosen for row in update.prompt_logprobs]
             if update.finish is not None:
                 self.check_finished(request)
         self.device.retire(step.epoch)
@@ -230,6 +258,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert list(request.output_ids) == output
         assert request.finish is REASONS[code]
         assert (request.error is None) == (code is not FinishCode.NON_FINITE)
+        wanted = () if request.params.prompt_logprobs is None else request.prompt_ids[1:]
+        assert self.scored[request.request_id] == list(wanted)
+        self.tally["scored prompts"] += bool(wanted)
+        self.tally["siblings"] += request.leader is not None
         self.tally["finished"] += 1
         self.tally["preemptions"] += request.num_preemptions
 

@@ -47,6 +47,25 @@ def test_steady_decode_steps_replay_and_never_wait_for_the_device(
     assert [len(output.outputs[0].token_ids) for output in outputs] == [200] * len(PROMPTS)
 
 
+def test_graphs_of_every_sampler_and_size_stay_within_the_plan() -> None:
+    """A capture frees other memory of the allocator, so the pool is measured by itself."""
+    with LLM("bundled", device="cuda", max_num_seqs=len(PROMPTS)) as llm:
+        planned = llm.report()["memory"]["planned"]["graphs_bytes"]
+        assert 0 < llm.report()["memory"]["measured"]["graphs"] <= planned
+        for temperature, penalty in ((0.0, 0.0), (1.0, 0.0), (1.0, 0.5)):
+            params = SamplingParams(
+                temperature=temperature, presence_penalty=penalty, max_tokens=6, ignore_eos=True
+            )
+            for batch in (1, 2, 3, 8):
+                llm.generate(PROMPTS[:batch], params)
+                llm.generate(PROMPTS[:batch], params)
+        store = llm.engine._runner._graphs
+        assert len(store.graphs) > 2
+        assert store.bytes_used <= planned
+        reasons = {event["reason"] for event in llm.report()["events"]}
+        assert "graph_reserve_short" not in reasons
+
+
 def test_the_guard_names_a_rebound_buffer_before_it_is_replayed() -> None:
     with LLM("bundled", device="cuda", max_num_seqs=2) as llm:
         llm.generate(PROMPTS[:2], LONG)

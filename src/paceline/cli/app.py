@@ -15,6 +15,7 @@ VERBS = {
     "env": ("paceline.cli.env:env", "Show this machine and which backends are live."),
     "explain": ("paceline.cli.explain:explain", "Plan a model on a device, before loading it."),
     "generate": ("paceline.cli.generate:generate", "Complete a prompt."),
+    "serve": ("paceline.cli.serve:serve", "Serve a model over HTTP, as the OpenAI API."),
 }
 
 

@@ -1,11 +1,23 @@
 """`paceline bench`: what this machine does, with its JSON document as the last line."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from paceline.cli.flags import asked_options, engine_flags, log_to_stderr
+from paceline.engine.attention_shape import FLAGS
+
+
+def attention_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the flags of `bench attention`."""
+    for flag in reversed(FLAGS):
+        kind = flag.kind if flag.choices is None else click.Choice(flag.choices)
+        command = click.option(
+            flag.flag, type=kind, default=flag.default, show_default=True, help=flag.help
+        )(command)
+    return command
 
 
 @click.group()
@@ -46,5 +58,18 @@ def latency(ctx: click.Context, /, **values: Any) -> None:
     )
     document = bench_latency(asked_options(values), shape, make_llm=ctx.obj)
     if not values["as_json"]:
+        click.echo(table(document))
+    click.echo(json.dumps(document))
+
+
+@bench.command()
+@attention_flags
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
+def attention(as_json: bool, **values: Any) -> None:
+    """Attention alone, checked against its definition and timed beside a peer library."""
+    from paceline.engine.bench_attention import bench_values, table
+
+    document = bench_values(values)
+    if not as_json:
         click.echo(table(document))
     click.echo(json.dumps(document))

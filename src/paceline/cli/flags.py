@@ -76,7 +76,7 @@ def _sampling_options(max_tokens: int | None) -> tuple[Callable[[Command], Comma
 def asked_options(values: Mapping[str, object]) -> dict[str, object]:
     """The engine options that were typed, by field name.  Raises ConfigError."""
     names = (option.name for option in fields(EngineOptions))
-    asked = {name: values[name] for name in names if values.get(name) is not None}
+    asked = {name: values[name] for name in names if values.get(name) not in (None, ())}
     return asked | asked_model(values["model_argument"], asked.get("model"))
 
 
@@ -98,6 +98,7 @@ def _flag(option: Field[Any]) -> Callable[[Command], Command]:
         *spec.flags,
         option.name,
         type=_click_type(option, spec),
+        multiple=spec.kind is tuple,
         default=None,
         help=help_text,
     )
@@ -112,6 +113,8 @@ def _bool_flag(name: str, spec: OptionSpec, help_text: str) -> Callable[[Command
 
 
 def _click_type(option: Field[Any], spec: OptionSpec) -> Any:
+    if spec.kind is tuple:
+        return str
     return spec.kind if spec.choices is None else click.Choice(choices_of(spec, option.default))
 
 

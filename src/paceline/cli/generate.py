@@ -11,6 +11,16 @@ from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampl
 
 @click.command()
 @click.option("--prompt", required=True, help="Text to continue.")
+@click.option("--n", type=int, default=1, show_default=True, help="Completions of the prompt.")
+@click.option(
+    "--prompt-logprobs",
+    type=int,
+    default=None,
+    help="With --json: log-probabilities of the prompt's tokens, and of so many most likely ones.",
+)
+@click.option(
+    "--extra-args", default=None, help="Arguments of logits processors, as one JSON object."
+)
 @sampling_flags(max_tokens=128)
 @click.option("--echo", is_flag=True, help="Print the prompt before the completion.")
 @click.option("--json", "as_json", is_flag=True, help="No streaming; one JSON document at the end.")
@@ -19,6 +29,8 @@ from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampl
 def generate(ctx: click.Context, /, **values: Any) -> None:
     """Complete a prompt; the text goes to stdout, everything else to stderr."""
     log_to_stderr()
+    if values["prompt_logprobs"] is not None and not values["as_json"]:
+        raise click.UsageError("--prompt-logprobs shows in the JSON document only: add --json")
     llm = engine_factory(ctx)(**asked_options(values))
     try:
         _generate(llm, values)
@@ -34,14 +46,39 @@ def _generate(llm: Any, values: dict[str, Any]) -> None:
         temperature=values["temperature"],
         top_k=values["top_k"],
         top_p=values["top_p"],
+        n=values["n"],
+        prompt_logprobs=values["prompt_logprobs"],
+        extra_args=_extra_args(values["extra_args"]),
     )
     if values["as_json"]:
         output = llm.generate([values["prompt"]], params)[0]
         click.echo(json.dumps(output.as_document()))
+    elif params.n > 1:
+        output = llm.generate([values["prompt"]], params)[0]
+        _print_all(output, values["prompt"] if values["echo"] else "")
     else:
         if values["echo"]:
             click.echo(values["prompt"], nl=False)
         output = print_stream(llm.generate([values["prompt"]], params, stream=True))
         click.echo(rate_line(output.metrics), err=True)
-    if output.outputs[0].finish_reason == "error":
-        raise click.ClickException(str(output.outputs[0].error))
+    failed = next((each for each in output.outputs if each.finish_reason == "error"), None)
+    if failed is not None:
+        raise click.ClickException(str(failed.error))
+
+
+def _extra_args(text: str | None) -> Any:
+    """Raises BadParameter for what is no JSON; what it holds is checked with the parameters."""
+    try:
+        return {} if text is None else json.loads(text)
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--extra-args") from (
+            error
+        )
+
+
+def _print_all(output: Any, echoed: str) -> None:
+    """Several completions, each on its own."""
+    for completion in output.outputs:
+        click.echo(f"completion {completion.index}", err=True)
+        click.echo(echoed + completion.text)
+    click.echo(rate_line(output.metrics), err=True)

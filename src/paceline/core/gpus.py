@@ -21,13 +21,24 @@ class DeviceFacts:
     free_bytes: int  # of it, not used by others now; equals total for a device known by name
     cuda_arch: tuple[int, int] | None  # compute capability
     bandwidth_bytes_s: float | None  # published peak of the main memory
+    matmul_flops: float | None  # published peak of dense bfloat16 products, float32 accumulation
     cores: int | None  # physical cores this process may use (CPU)
     native_bf16: bool  # has bfloat16 multiply instructions
     source: str  # where the facts come from
 
 
+# Words by which drivers name forms of one board that have its bandwidth and its clocks.
+SAME_BOARD = frozenset({"SXM4", "SXM5", "HBM2e", "HBM3", "HBM3e"})
+
+
 def _gpu(
-    name: str, memory_gib: float, arch: tuple[int, int], tb_s: float, source: str
+    name: str,
+    memory_gib: float,
+    arch: tuple[int, int],
+    *,
+    tb_s: float,
+    tflop_s: float | None,
+    source: str,
 ) -> DeviceFacts:
     total = int(memory_gib * GIB)
     return DeviceFacts(
@@ -37,6 +48,7 @@ def _gpu(
         free_bytes=total,
         cuda_arch=arch,
         bandwidth_bytes_s=tb_s * 1e12,
+        matmul_flops=None if tflop_s is None else tflop_s * 1e12,
         cores=None,
         native_bf16=arch >= (8, 0),
         source=source,
@@ -44,23 +56,44 @@ def _gpu(
 
 
 # Compute capabilities: NVIDIA, "CUDA GPU Compute Capability" table.
+_ROWS = (
+    ("a10g", "NVIDIA A10G", 22.3, (8, 6), 0.600, None, "AWS G5 instance page: 24 GB, 600 GB/s"),
+    ("a100-40gb", "NVIDIA A100 40GB", 39.4, (8, 0), 1.555, 312.0, "NVIDIA A100 datasheet, SXM4"),
+    ("a100-80gb", "NVIDIA A100 80GB", 79.2, (8, 0), 2.039, 312.0, "NVIDIA A100 datasheet, SXM4"),
+    ("b200", "NVIDIA B200", 178.3, (10, 0), 8.0, 2250.0, "NVIDIA DGX B200 datasheet, an eighth"),
+    ("h100", "NVIDIA H100 80GB", 79.1, (9, 0), 3.35, 989.4, "NVIDIA H100 datasheet, SXM5"),
+    ("h200", "NVIDIA H200", 139.8, (9, 0), 4.8, 989.4, "NVIDIA H200 datasheet, SXM"),
+    ("l4", "NVIDIA L4", 22.0, (8, 9), 0.300, 121.0, "NVIDIA L4 datasheet"),
+    ("l40s", "NVIDIA L40S", 44.4, (8, 9), 0.864, 362.05, "NVIDIA L40S datasheet"),
+    ("rtx-3090", "NVIDIA GeForce RTX 3090", 23.6, (8, 6), 0.936, 71.0, "NVIDIA GA102 whitepaper"),
+    ("rtx-4090", "NVIDIA GeForce RTX 4090", 23.5, (8, 9), 1.008, 165.2, "NVIDIA Ada whitepaper"),
+    (
+        "rtx-5090",
+        "NVIDIA GeForce RTX 5090",
+        31.4,
+        (12, 0),
+        1.792,
+        209.5,
+        "NVIDIA RTX Blackwell whitepaper",
+    ),
+)
 GPUS: dict[str, DeviceFacts] = {
-    "a10g": _gpu("NVIDIA A10G", 22.3, (8, 6), 0.600, "AWS G5 instance page: 24 GB, 600 GB/s"),
-    "a100-40gb": _gpu("NVIDIA A100 40GB", 39.4, (8, 0), 1.555, "NVIDIA A100 datasheet, SXM4 40GB"),
-    "a100-80gb": _gpu("NVIDIA A100 80GB", 79.2, (8, 0), 2.039, "NVIDIA A100 datasheet, SXM4 80GB"),
-    "b200": _gpu(
-        "NVIDIA B200", 178.3, (10, 0), 8.0, "NVIDIA DGX B200 datasheet: 1440 GB and 64 TB/s by 8"
-    ),
-    "h100": _gpu("NVIDIA H100 80GB", 79.1, (9, 0), 3.35, "NVIDIA H100 datasheet, SXM5"),
-    "h200": _gpu("NVIDIA H200", 139.8, (9, 0), 4.8, "NVIDIA H200 datasheet, SXM"),
-    "l4": _gpu("NVIDIA L4", 22.0, (8, 9), 0.300, "NVIDIA L4 datasheet"),
-    "l40s": _gpu("NVIDIA L40S", 44.4, (8, 9), 0.864, "NVIDIA L40S datasheet"),
-    "rtx-3090": _gpu("NVIDIA GeForce RTX 3090", 23.6, (8, 6), 0.936, "NVIDIA GA102 whitepaper"),
-    "rtx-4090": _gpu("NVIDIA GeForce RTX 4090", 23.5, (8, 9), 1.008, "NVIDIA Ada whitepaper"),
-    "rtx-5090": _gpu(
-        "NVIDIA GeForce RTX 5090", 31.4, (12, 0), 1.792, "NVIDIA RTX Blackwell whitepaper"
-    ),
+    key: _gpu(name, memory, arch, tb_s=tb_s, tflop_s=tflop_s, source=source)
+    for key, name, memory, arch, tb_s, tflop_s, source in _ROWS
 }
+
+
+def published_row(driver_name: str) -> DeviceFacts | None:
+    """The table's row of a board, by the name its driver gives; None where there is none.
+
+    Words the driver adds must be known to change nothing: "NVIDIA H100 PCIe" is another board.
+    """
+    words = set(driver_name.replace("-", " ").split())
+    for row in GPUS.values():
+        named = set(row.name.split())
+        if named <= words and words - named <= SAME_BOARD:
+            return row
+    return None
 
 
 def gpu_by_name(name: str) -> DeviceFacts:
@@ -76,3 +109,8 @@ def gpu_by_name(name: str) -> DeviceFacts:
             )
         )
     return GPUS[key]
+
+
+def gib(size: int) -> str:
+    """Bytes for people: GiB, or MiB below a tenth of one."""
+    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"

@@ -14,6 +14,8 @@ from paceline.core.sampling_params import SEED_LIMIT
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 DTYPES = tuple(ELEMENT_BYTES)
+FP8 = "fp8_e4m3"
+KV_ELEMENT_BYTES = ELEMENT_BYTES | {FP8: 1}
 LOAD_FORMATS = ("auto", "dummy")
 T = TypeVar("T")
 
@@ -22,12 +24,13 @@ T = TypeVar("T")
 class OptionSpec:
     """How a field appears to people."""
 
-    kind: type  # str, int, float or bool
+    kind: type  # str, int, float, bool, or tuple: words, each with a flag of its own
     help: str
     flags: tuple[str, ...]  # the first is ours, the others are what users of other engines type
     off_flags: tuple[str, ...] = ()  # bool only: flags that say False
     unit: str | None = None
     choices: tuple[str, ...] | None = None
+    aliases: tuple[tuple[str, str], ...] = ()  # (another word, the choice it means)
     low: float | None = None  # inclusive
     high: float | None = None  # inclusive
 
@@ -53,7 +56,15 @@ class EngineOptions:
         None, str, "Where the model runs.", "--device", choices=("cpu", "cuda")
     )
     dtype: str | None = _option(
-        None, str, "Number format of weights, activations and cache.", "--dtype", choices=DTYPES
+        None, str, "Number format of weights and activations.", "--dtype", choices=DTYPES
+    )
+    kv_cache_dtype: str | None = _option(
+        None,
+        str,
+        "Number format of the KV cache: the model's, or 8 bits with a scale per layer.",
+        "--kv-cache-dtype",
+        choices=tuple(KV_ELEMENT_BYTES),
+        aliases=(("fp8", FP8),),
     )
     load_format: str = _option(
         "auto",
@@ -135,6 +146,13 @@ class EngineOptions:
         "Attention backend by name, or pkg.mod:Class.",
         "--attention-backend",
     )
+    logits_processors: tuple[str, ...] = _option(
+        (),
+        tuple,
+        "Logits processor as pkg.mod:Class; may be given several times.",
+        "--logits-processor",
+        "--logits-processors",
+    )
     enforce_eager: bool = _option(
         False, bool, "Never use graphs.", "--enforce-eager", "--disable-cuda-graph"
     )
@@ -145,6 +163,14 @@ class EngineOptions:
         "--cuda-graph-max-bs",
         unit="requests",
         low=1,
+    )
+    cuda_graph_max_tokens: int | None = _option(
+        None,
+        int,
+        "Largest prefill or mixed step that runs as a graph; 0: none.",
+        "--cuda-graph-max-tokens",
+        unit="tokens",
+        low=0,
     )
     seed: int = _option(
         0,
@@ -200,8 +226,14 @@ def engine_options(asked: Mapping[str, object]) -> EngineOptions:
                 )
             )
         if not (value == "auto" and known[name].default is None):
-            values[name] = value
+            values[name] = _unaliased(spec_of(known[name]), value)
     return EngineOptions(**values)
+
+
+def _unaliased(spec: OptionSpec, value: object) -> object:
+    if spec.kind is tuple and isinstance(value, list):
+        return tuple(value)
+    return next((choice for word, choice in spec.aliases if word == value), value)
 
 
 def _check(option: Field[Any], value: object) -> None:
@@ -211,7 +243,9 @@ def _check(option: Field[Any], value: object) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and spec.kind is float:
         value = float(value)
     if type(value) is not spec.kind:
-        raise _refusal(option, spec.kind.__name__, value)
+        raise _refusal(option, "a list" if spec.kind is tuple else spec.kind.__name__, value)
+    if isinstance(value, tuple) and not all(isinstance(word, str) and word for word in value):
+        raise _refusal(option, "a list of non-empty str", value)
     if spec.choices is not None and value not in spec.choices:
         raise _refusal(option, "one of " + ", ".join(spec.choices), value)
     low, high = spec.low, spec.high

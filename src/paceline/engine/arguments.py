@@ -30,6 +30,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
             if spec.off_flags:
                 help_text = f"The opposite of {spec.flags[0]}."
                 add_flag(parser, *spec.off_flags, action="store_false", help=help_text, **common)
+        elif spec.kind is tuple:
+            add_flag(
+                parser,
+                *spec.flags,
+                action="append",
+                metavar="PKG.MOD:CLASS",
+                help=help_of(spec, None),
+                **common,
+            )
         else:
             metavar = spec.unit or spec.kind.__name__
             help_text = help_of(spec, option.default)
@@ -94,4 +103,4 @@ def choices_of(spec: OptionSpec, default: object) -> tuple[str, ...]:
     """The words an option takes; 'auto' leaves an undecided one to the engine."""
     assert spec.choices is not None
     open_word = ("auto",) if default is None and "auto" not in spec.choices else ()
-    return (*open_word, *spec.choices)
+    return (*open_word, *spec.choices, *(word for word, _ in spec.aliases))

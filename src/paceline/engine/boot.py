@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.attention.registry import Choice, load_backend
-from paceline.core.events import EventLog
+from paceline.core.events import Event, EventLog, Notify
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig, cache_group_specs
 from paceline.core.options import EngineOptions, engine_options, known
 from paceline.core.parallel import Parallel
+from paceline.engine.budget_table import compare
 from paceline.engine.engine import Engine
-from paceline.engine.explain import one_backend, phase_choices
-from paceline.engine.fit import Fit, compare, require_fit
+from paceline.engine.explain import nearest_if_short, one_backend, phase_choices
+from paceline.engine.fit import Fit, require_fit
+from paceline.engine.kv_format import kv_format
 from paceline.engine.loop import overlapped_turn, twin_turn
-from paceline.engine.resolve import Resolution, resolve
+from paceline.engine.processors import Processors, load_processors
+from paceline.engine.resolution import Resolution
+from paceline.engine.resolve import resolve
 from paceline.engine.scheduler import Scheduler, SchedulerConfig
 from paceline.engine.target import find_target
 from paceline.engine.tokenizer import Tokenizer
@@ -38,6 +42,7 @@ class Booted:
 
     engine: Engine
     tokenizer: Tokenizer | None
+    processors: Processors  # plug-ins, behind the built-in ones
     config: ModelConfig
     device: DeviceFacts
     resolution: Resolution
@@ -68,8 +73,10 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     target = find_target(given, weights=given.load_format != "dummy")
     source, config, facts = target.source, target.config, target.device
     resolution, fit = resolve(asked, config=config, device=facts)
-    require_fit(fit)
+    short = nearest_if_short(asked, fit, config=config, device=facts)
+    require_fit(fit, None if short is None else short.advice())
     options = resolution.options
+    processors = load_processors(options.logits_processors)
     attention = one_backend(phase_choices(config, options, facts))
     resolution = resolution.choose("attention_backend", attention.name, attention.why)
     _LOG.info("%s", resolution.table())
@@ -81,7 +88,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     dtype = getattr(torch, known(options.dtype))
     model = load_model(
         source,
-        config,
+        _at_context(config, known(options.max_model_len), events),
         parallel=Parallel(),
         device=device,
         dtype=dtype,
@@ -95,15 +102,20 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
         config,
         cache_group_specs(config, known(options.page_size)),
         backend,
-        _runner_config(options, fit, knobs),
+        _runner_config(options, fit, knobs, processors),
         stream=knobs.stream or make_stream(device),
         device=device,
         dtype=dtype,
+        kv=kv_format(
+            known(options.kv_cache_dtype),
+            source.folder if options.load_format != "dummy" else None,
+            num_layers=config.num_layers,
+            notify=events,
+        ),
         notify=events,
     )
-    before = _reserved_bytes(device)
     runner.boot()
-    measured = _measured(model, runner, grown=_reserved_bytes(device) - before)
+    measured = _measured(model, runner)
     _LOG.info("memory, planned and measured\n%s", compare(fit, measured))
     # Without tokenizer.json the model serves token ids.
     tokenizer = None if source.tokenizer is None else Tokenizer.from_folder(source.tokenizer.parent)
@@ -117,6 +129,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     return Booted(
         engine=engine,
         tokenizer=tokenizer,
+        processors=processors,
         config=config,
         device=facts,
         resolution=resolution,
@@ -128,16 +141,33 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     )
 
 
-def _runner_config(options: EngineOptions, fit: Fit, knobs: Knobs) -> RunnerConfig:
+def _at_context(config: ModelConfig, context_len: int, notify: Notify) -> ModelConfig:
+    """The configuration at the context limit that is served; longrope's factors depend on it."""
+    short = config.rope.short_context
+    if short is not None and context_len > short:
+        detail = (
+            f"--max-model-len {context_len} is beyond the trained context: every position takes "
+            f"the long factors, so short prompts are answered otherwise than up to {short}"
+        )
+        notify(Event("rope_long_factors", detail))
+    return replace(config, max_position=context_len)
+
+
+def _runner_config(
+    options: EngineOptions, fit: Fit, knobs: Knobs, processors: Processors
+) -> RunnerConfig:
     return RunnerConfig(
         max_running=known(options.max_num_seqs),
         max_batched_tokens=known(options.max_num_batched_tokens),
         context_len=known(options.max_model_len),
         max_join_tokens=_join_tokens(options),
         num_pages=_num_pages(fit, knobs),
-        graph_max_reqs=None if options.enforce_eager else options.cuda_graph_max_bs,
+        graph_max_reqs=known(options.cuda_graph_max_bs),
+        graph_max_tokens=known(options.cuda_graph_max_tokens),
+        capture=not options.enforce_eager,
         poison_graphs=knobs.poison_graphs,
         staging_depth=knobs.staging_depth,
+        logits_processors=processors,
     )
 
 
@@ -171,19 +201,15 @@ def _join_tokens(options: EngineOptions) -> int:
     return max(known(options.max_model_len), 4 * known(options.max_num_batched_tokens))
 
 
-def _measured(model: CausalLM, runner: ModelRunner, *, grown: int) -> dict[str, int]:
-    """Bytes that are held now, by the names of `fit.compare`.
-
-    Tensors are summed, which tells the same on every device.  `grown` is what the allocator took
-    for the largest graph; 0 where it does not tell.
-    """
+def _measured(model: CausalLM, runner: ModelRunner) -> dict[str, int]:
+    """Bytes that are held now, by the names of `fit.compare`; graphs: the largest ones."""
     held = runner.named_bytes()
-    measured = {
+    return {
         "weights": sum(parameter.nbytes for parameter in model.parameters()),
         "KV": held["kv"],
         "workspace": held["workspace"] + _table_bytes(model),
+        "graphs": held["graphs"],
     }
-    return measured | ({"graphs": grown} if grown else {})
 
 
 def _table_bytes(model: CausalLM) -> int:
@@ -195,11 +221,3 @@ def _table_bytes(model: CausalLM) -> int:
         if isinstance(value, torch.Tensor)
     }
     return sum(tables.values())
-
-
-def _reserved_bytes(device: torch.device) -> int:
-    """What the CUDA allocator holds; 0 on a CPU, where none tells."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize(device)
-    return torch.cuda.memory_reserved(device)

@@ -61,6 +61,7 @@ class Detokenizer:
         self._matcher = StopMatcher(stop, include_stop)
         self._min_tokens = min_tokens
         self._released: list[str] = []
+        self._num_taken = 0  # pieces of it
         self._num_tokens = 0
         self._stop: StopMatch | None = None
 
@@ -68,6 +69,12 @@ class Detokenizer:
     def text(self) -> str:
         """Everything released so far."""
         return "".join(self._released)
+
+    def take(self) -> str:
+        """What has been released since the last take."""
+        taken = "".join(self._released[self._num_taken :])
+        self._num_taken = len(self._released)
+        return taken
 
     @property
     def stop(self) -> StopMatch | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 
-from paceline.core.errors import PacelineError, message
+from paceline.core.errors import PacelineError, RequestError, message
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.loop import Launched, Runner, Turn
 from paceline.engine.request import FinishReason, Request
@@ -52,16 +52,20 @@ class Engine:
         prompt: str | None = None,
         salt: Hashable = None,
     ) -> Tracker:
-        """Queue a request.  Raises RequestError, of which CapacityError, and changes nothing then.
+        """Queue a request: params.n completions, which share the KV of their prompt.
 
-        params.seed must be set: it is part of what a preempted request resumes with.
+        The others follow once the first has computed the prompt, where the prefix cache is on;
+        otherwise each computes it.  params.seed must be set: it is part of what a preempted
+        request resumes with.  Raises RequestError, of which CapacityError, and changes nothing
+        then.
         """
         self._require_whole()
-        request = Request.make(
+        first = Request.make(
             request_id, prompt_ids, params, context_len=self._context_len, salt=salt
         )
-        self.scheduler.add(request)
-        tracker = Tracker(request, prompt=prompt, tokenizer=self._tokenizer)
+        requests = [first, *(first.sibling(index) for index in range(1, params.n))]
+        self._queue(requests)
+        tracker = Tracker(requests, prompt=prompt, tokenizer=self._tokenizer)
         self._trackers[request_id] = tracker
         return tracker
 
@@ -70,7 +74,8 @@ class Engine:
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
             return False
-        self.scheduler.abort(request_id)
+        for request in tracker.requests:
+            self.scheduler.abort(request.request_id)
         tracker.finish(FinishReason.ABORT)
         return True
 
@@ -88,21 +93,20 @@ class Engine:
             self._failure = error
             raise
         self._in_flight = turn.in_flight
-        touched: list[Tracker] = []
+        touched: dict[Tracker, None] = {}
         for update in turn.updates:
-            request_id = update.request.request_id
-            tracker = self._trackers.get(request_id)
+            tracker = self._trackers.get(update.request.parent_id)
             if tracker is None:
                 continue
             keep_tokens = tracker.apply(update)
             if keep_tokens is not None:
-                self.scheduler.finish_on_host(request_id, keep_tokens)
+                self.scheduler.finish_on_host(update.request.request_id, keep_tokens)
             if tracker.is_finished:
-                del self._trackers[request_id]
-            touched.append(tracker)
+                del self._trackers[update.request.parent_id]
+            touched[tracker] = None
         if not self.has_work:
             self.scheduler.check_integrity()
-        return touched
+        return list(touched)
 
     def drain(self) -> None:
         """Abort everything and run what is in flight to its end, unless a turn has failed."""
@@ -110,6 +114,18 @@ class Engine:
             self.abort(request_id)
         while self.has_work and self._failure is None:
             self.step()
+
+    def _queue(self, requests: Sequence[Request]) -> None:
+        """All or none."""
+        queued: list[Request] = []
+        try:
+            for request in requests:
+                self.scheduler.add(request)
+                queued.append(request)
+        except RequestError:
+            for request in queued:
+                self.scheduler.abort(request.request_id)
+            raise
 
     def _require_whole(self) -> None:
         if self._failure is not None:

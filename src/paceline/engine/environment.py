@@ -5,9 +5,8 @@ from typing import Any
 
 from paceline.attention.contract import AttentionConfig, GraphSupport
 from paceline.attention.registry import BACKENDS, load_backend
-from paceline.core.gpus import DeviceFacts
+from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.modes import MaskKind
-from paceline.engine.fit import gib
 from paceline.engine.machine import describe, local_device
 
 
@@ -31,10 +30,12 @@ def plain_decoder(device: DeviceFacts) -> AttentionConfig:
     """The least a decoder asks of a backend: causal, grouped heads, head dim 128."""
     import torch
 
+    dtype = torch.bfloat16 if device.native_bf16 else torch.float32
     return AttentionConfig(
         device_type=device.device_type,
         cuda_arch=device.cuda_arch,
-        dtype=torch.bfloat16 if device.native_bf16 else torch.float32,
+        dtype=dtype,
+        kv_dtype=dtype,
         page_size=16,
         num_heads=32,
         num_kv_heads=8,
@@ -42,6 +43,7 @@ def plain_decoder(device: DeviceFacts) -> AttentionConfig:
         v_head_dim=128,
         window=False,
         soft_cap=False,
+        sinks=False,
         masks=frozenset({MaskKind.CAUSAL}),
         needs_lse=False,
         graph=GraphSupport.DECODE,

@@ -9,13 +9,18 @@ from dataclasses import dataclass
 from paceline.attention.contract import AttentionConfig, GraphSupport
 from paceline.attention.registry import Choice, choose
 from paceline.core.errors import BackendUnsupported, ConfigError, message
-from paceline.core.gpus import DeviceFacts
+from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.options import EngineOptions, engine_options, known
-from paceline.engine.fit import Fit, gib, require_fit, table
-from paceline.engine.resolve import Resolution, resolve
+from paceline.engine.budget_table import table
+from paceline.engine.fit import Fit, require_fit
+from paceline.engine.nearest import nearest
+from paceline.engine.resolution import Resolution
+from paceline.engine.resolve import resolve
+from paceline.engine.suggestion import Nearest
 from paceline.engine.target import find_target
+from paceline.kvcache.pool import torch_kv_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +43,11 @@ class Explanation:
     resolution: Resolution
     fit: Fit
     phases: tuple[PhaseChoice, ...]
+    nearest: Nearest | None  # None where it fits
 
     def require(self) -> None:
         """Raise ConfigError when the model cannot run on the device."""
-        require_fit(self.fit)
+        require_fit(self.fit, None if self.nearest is None else self.nearest.advice())
         one_backend(self.phases)
 
     def to_json(self) -> dict[str, object]:
@@ -60,6 +66,7 @@ class Explanation:
             "options": self.resolution.to_json(),
             "fits": not self.fit.short_by_bytes,
             "fit": self.fit.to_json(),
+            "nearest": self.nearest and self.nearest.to_json(),
             "attention": [
                 {
                     "phase": choice.phase,
@@ -84,6 +91,24 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         resolution=resolution,
         fit=fit,
         phases=phase_choices(config, resolution.options, device),
+        nearest=nearest_if_short(asked, fit, config=config, device=device),
+    )
+
+
+def nearest_if_short(
+    asked: Mapping[str, object], fit: Fit, *, config: ModelConfig, device: DeviceFacts
+) -> Nearest | None:
+    """The nearest options that fit, when `fit`, the budget of `asked`, is short."""
+    if not fit.short_by_bytes:
+        return None
+
+    def lacking(options: EngineOptions) -> list[str]:
+        phases = phase_choices(config, options, device)
+        return [choice.phase for choice in phases if choice.backend is None]
+
+    usual = lacking(resolve(asked, config=config, device=device)[0].options)
+    return nearest(
+        asked, config=config, device=device, runs=lambda options: lacking(options) == usual
     )
 
 
@@ -137,6 +162,7 @@ def attention_config(
         device_type=device.device_type,
         cuda_arch=device.cuda_arch,
         dtype=getattr(torch, known(options.dtype)),
+        kv_dtype=torch_kv_dtype(known(options.kv_cache_dtype)),
         page_size=known(options.page_size),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -144,6 +170,7 @@ def attention_config(
         v_head_dim=config.v_head_dim,
         window=any(window is not None for window in config.layer_windows),
         soft_cap=config.attention_soft_cap is not None,
+        sinks=config.attention_sinks,
         masks=frozenset({MaskKind.CAUSAL}),
         needs_lse=False,
         graph=graph,
@@ -159,6 +186,7 @@ def show(plan: Explanation) -> str:
         f"weights {gib(plan.fit.weights_bytes)}",
         plan.resolution.table(),
         table(plan.fit),
+        *([plan.nearest.show()] if plan.nearest else []),
         "attention",
     ]
     for choice in plan.phases:

@@ -1,16 +1,15 @@
 """Fit: where the memory of a device will go, before a weight is read, and how far off that was.
 
 Weights and KV are exact from the config.  The rest are upper bounds by the formulas of
-`engine.footprint`; after loading, `compare` prints what was measured beside them.
+`engine.footprint`; after loading, `budget_table.compare` puts what was measured beside them.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from paceline.core.errors import ConfigError, message
-from paceline.core.gpus import GIB, DeviceFacts
+from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
-from paceline.core.options import ELEMENT_BYTES, EngineOptions, known
+from paceline.core.options import ELEMENT_BYTES, KV_ELEMENT_BYTES, EngineOptions, known
 from paceline.engine.footprint import (
     GroupBudget,
     StepLimits,
@@ -94,7 +93,7 @@ def plan_memory(config: ModelConfig, options: EngineOptions, device: DeviceFacts
     """
     step_tokens = known(options.max_num_batched_tokens)
     specs = cache_group_specs(config, known(options.page_size))
-    element = ELEMENT_BYTES[known(options.dtype)]
+    element = KV_ELEMENT_BYTES[known(options.kv_cache_dtype)]
     wanted_len = options.max_model_len or config.max_position
     share = options.gpu_memory_utilization or 1.0
     usable = min(int(device.total_bytes * share), device.free_bytes)
@@ -154,6 +153,7 @@ def graph_demand(
         config,
         ELEMENT_BYTES[known(options.dtype)],
         rows=rows,
+        tokens=options.cuda_graph_max_tokens or 0,
         length=length + STEPS_IN_FLIGHT,
         device_type=device_type,
         reserve=RESERVE_FACTOR[device_type],
@@ -170,6 +170,7 @@ def _demand(
         rows=known(options.max_num_seqs),
         tokens=known(options.max_num_batched_tokens),
         length=length + STEPS_IN_FLIGHT,
+        plug_ins=bool(options.logits_processors),
     )
     graphs = 0
     if not options.enforce_eager:
@@ -186,8 +187,11 @@ def _demand(
     )
 
 
-def require_fit(fit: Fit) -> None:
-    """Raise ConfigError, saying by how much, when the model cannot be served on the device."""
+def require_fit(fit: Fit, advice: str | None = None) -> None:
+    """Raise ConfigError, saying by how much, when the model cannot be served on the device.
+
+    advice: a remedy that is known to help; None names the options that may.
+    """
     if not fit.short_by_bytes:
         return
     limit = fit.kv_limit_bytes
@@ -199,7 +203,8 @@ def require_fit(fit: Fit) -> None:
                 got=f"{limit} bytes (short by {fit.short_by_bytes}; a request of "
                 f"{fit.max_model_len} tokens was wanted, the longest that fits has "
                 f"{fit.longest_len})",
-                remedy=f"raise --kv-cache-memory-bytes to {fit.kv_least_bytes}, or lower "
+                remedy=advice
+                or f"raise --kv-cache-memory-bytes to {fit.kv_least_bytes}, or lower "
                 "--max-model-len",
             )
         )
@@ -213,66 +218,11 @@ def require_fit(fit: Fit) -> None:
             f"(short by {gib(fit.short_by_bytes)}; weights {gib(fit.weights_bytes)}, "
             f"all but KV {gib(others)}; a request of {fit.max_model_len} tokens was wanted, "
             f"the longest that fits has {fit.longest_len})",
-            remedy=f"lower {lower}--max-model-len, --max-num-seqs or --max-num-batched-tokens, "
+            remedy=advice
+            or f"lower {lower}--max-model-len, --max-num-seqs or --max-num-batched-tokens, "
             "raise --gpu-memory-utilization, or choose a smaller model or dtype",
         )
     )
-
-
-def budget_lines(fit: Fit) -> tuple[tuple[str, int], ...]:
-    """The budget as (name, bytes), in the order people read it."""
-    return (
-        ("weights", fit.weights_bytes),
-        *((f"KV {group.name}", group.bytes) for group in fit.groups),
-        ("graphs", fit.graphs_bytes),
-        ("workspace", fit.workspace_bytes),
-        ("activations", fit.activations_bytes),
-        ("device context", fit.context_bytes),
-        ("slack", fit.slack_bytes),
-    )
-
-
-def table(fit: Fit) -> str:
-    """The budget for people."""
-    rows = [f"memory of {fit.device}: {gib(fit.total_bytes)}, usable {gib(fit.usable_bytes)}"]
-    rows += [f"  {name:<16}{gib(size):>12}" for name, size in budget_lines(fit)]
-    if fit.short_by_bytes:
-        rows.append(f"  does not fit: short by {gib(fit.short_by_bytes)}")
-        return "\n".join(rows)
-    rows.append(f"KV holds {fit.kv_tokens} tokens; longest request {fit.max_model_len} tokens")
-    rows += [f"  {row.requests:>6} requests of {row.context_len} tokens" for row in fit.concurrency]
-    return "\n".join(rows)
-
-
-def compare(fit: Fit, measured: Mapping[str, int]) -> str:
-    """The budget with what was measured beside it.
-
-    `measured` has bytes by the names of `budget_lines`, and "KV" for all cache groups together;
-    raises ConfigError for another name.  What has no measurement shows "-".
-    """
-    lines = dict(budget_lines(fit))
-    planned = {"weights": lines.pop("weights"), "KV": fit.kv_bytes}
-    planned |= {name: size for name, size in lines.items() if not name.startswith("KV ")}
-    unknown = sorted(set(measured) - set(planned))
-    if unknown:
-        raise ConfigError(
-            message(
-                "measured",
-                expected=f"names among {sorted(planned)}",
-                got=unknown,
-                remedy="use these names",
-            )
-        )
-    rows = [f"  {'':<16}{'planned':>12}{'measured':>12}"]
-    for name, size in planned.items():
-        seen = gib(measured[name]) if name in measured else "-"
-        rows.append(f"  {name:<16}{gib(size):>12}{seen:>12}")
-    return "\n".join(rows)
-
-
-def gib(size: int) -> str:
-    """Bytes for people: GiB, or MiB below a tenth of one."""
-    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB // 10 else f"{size / (1 << 20):.1f} MiB"
 
 
 def _kv_tokens(groups: tuple[GroupBudget, ...]) -> int:

@@ -7,14 +7,22 @@ with the allowances named below; a CPU kernel's private scratch is not counted.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.model_config import CacheGroupSpec, ModelConfig
-from paceline.core.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
+from paceline.core.model_config import CacheGroupSpec, ModelConfig, MoEConfig
+from paceline.core.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_IDS,
+    PROMPT_BLOCK_ENTRIES,
+)
 
 GRAPH_NODE_BYTES = 1 << 20  # allowance: instantiated graph nodes, per layer
+POOL_ROUNDING_BYTES = 22 << 20  # of a CUDA pool: it grows by 2 MiB for small tensors, 20 for others
 PLANNING_LEN = 8192  # tokens; cache groups are balanced for requests of at most this length
 LOGITS_BYTES = 6  # per row and vocabulary entry: the head's output, and it in float32
+PROMPT_ENTRY_BYTES = LOGITS_BYTES + 12  # of scored prompt tokens: softmax, and a sort's scratch
+PLUG_IN_ROW_BYTES = 1 << 14  # allowance: columns of plug-in logits processors, per request
 MOST_SMS = 192  # allowance: multiprocessors of a GPU, for the split of decode attention
-MOST_PROGRAMS = 4 * MOST_SMS  # see kernels/paged_attention/decode.py
+MOST_PROGRAMS = 2 * MOST_SMS  # see kernels/paged_attention/splits.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +50,7 @@ class StepLimits:
     rows: int  # requests
     tokens: int
     length: int  # tokens of one request, those in flight behind its limit included
+    plug_ins: bool = False  # logits processors beside the built-in ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +72,24 @@ class GroupBudget:
 
 
 def activation_bytes(config: ModelConfig, tokens: int, element: int) -> int:
-    """Live activations of a layer: residual, normed, q|k|v, attention out, gate|up, product."""
+    """Live activations of a layer: residual, normed, q|k|v, attention out, feed-forward block."""
     q = config.num_heads * config.head_dim
     kv = config.num_kv_heads * (config.head_dim + config.v_head_dim)
     out = config.num_heads * config.v_head_dim
-    width = 2 * config.hidden_size + q + kv + out + 3 * config.intermediate_size
-    return tokens * width * element
+    width = 2 * config.hidden_size + q + kv + out
+    dense, experts = 3 * config.intermediate_size * element, 0  # gate|up, product
+    if config.moe is not None:
+        dense *= not all(config.moe.layers)
+        experts = _experts_bytes(config.hidden_size, config.moe, element)
+    return tokens * (width * element + max(dense, experts))
+
+
+def _experts_bytes(hidden: int, moe: MoEConfig, element: int) -> int:
+    """Of one token: router logits, its pairs' products, results and places, and their sum."""
+    pairs = moe.experts_per_token
+    width = moe.num_experts + pairs * (moe.intermediate_size + hidden) + hidden
+    places = 8 * pairs + 4 * pairs + 12 * pairs  # weights and ids, order, blocks
+    return width * element + places
 
 
 def sampler_bytes(config: ModelConfig, rows: int, length: int, *, cost: SamplerCost) -> int:
@@ -80,26 +101,39 @@ def sampler_bytes(config: ModelConfig, rows: int, length: int, *, cost: SamplerC
 def step_bytes(config: ModelConfig, element: int, limits: StepLimits) -> int:
     """What the largest eager step allocates and gives back."""
     sampling = sampler_bytes(config, limits.rows, limits.length, cost=SAMPLER_PEAK)
-    return activation_bytes(config, limits.tokens, element) + sampling
+    entries = min(PROMPT_BLOCK_ENTRIES, limits.tokens * config.vocab_size)
+    scoring = max(entries, config.vocab_size) * PROMPT_ENTRY_BYTES
+    return activation_bytes(config, limits.tokens, element) + max(sampling, scoring)
 
 
 def graph_bytes(
-    config: ModelConfig, element: int, *, rows: int, length: int, device_type: str, reserve: int
+    config: ModelConfig,
+    element: int,
+    *,
+    rows: int,
+    tokens: int,
+    length: int,
+    device_type: str,
+    reserve: int,
 ) -> int:
-    """What captured graphs may hold: `reserve` times the largest greedy decode graph, which sizes
-    the reserve, and one graph of the widest sampler that may pass its end.
+    """What captured graphs may hold: `reserve` times the largest greedy graphs, of a decode and of
+    a ragged step, which size the reserve, and one graph of the widest sampler that may pass its
+    end.  rows: requests of the decode step; tokens: of the ragged step, 0 for none.
 
-    A CUDA graph's pool reuses storage between operations, a recorded graph does not.
+    CUDA graphs share one pool, which is as large as the largest step, and reuse storage between
+    operations; a recorded graph does neither.
     """
+    shapes = 2 if tokens else 1
     logits = rows * config.vocab_size * LOGITS_BYTES
     if device_type == "cuda":
-        cost, layers = SAMPLER_PEAK, 1
-        fixed = config.num_layers * GRAPH_NODE_BYTES
-    else:
-        cost, layers, fixed = SAMPLER_TOTAL, config.num_layers, 0
-    forward = layers * 2 * activation_bytes(config, rows, element) + fixed
-    widest = forward + sampler_bytes(config, rows, length, cost=cost)
-    return reserve * (forward + logits) + widest
+        nodes = config.num_layers * GRAPH_NODE_BYTES
+        shared = activation_bytes(config, max(rows, tokens), element) + logits
+        shared += POOL_ROUNDING_BYTES
+        widest = nodes + sampler_bytes(config, rows, length, cost=SAMPLER_PEAK)
+        return reserve * (shared + shapes * nodes) + widest
+    forward = config.num_layers * 2 * activation_bytes(config, rows + tokens, element)
+    widest = forward + sampler_bytes(config, rows, length, cost=SAMPLER_TOTAL)
+    return reserve * (forward + shapes * logits) + widest
 
 
 def workspace_bytes(
@@ -115,11 +149,12 @@ def workspace_bytes(
     widths = [-(-limits.length // spec.page_size) for spec in specs]
     page_rows = 4 * sum(widths)
     sampling_row = 12 * (MAX_LOGIT_BIAS + 16) + 8 * MAX_STOP_IDS
+    sampling_row += PLUG_IN_ROW_BYTES if limits.plug_ins else 0
     table = (limits.rows + 1) * (8 + 4 * limits.length + page_rows + sampling_row)
     step_row = 64 + page_rows + 4 + 12 * MAX_LOGPROBS
     step = limits.rows * step_row + limits.tokens * (28 + 8 * len(specs)) + 4
     tables = 1 if config.rope_local is None else 2
-    rope = tables * limits.length * config.head_dim * 4
+    rope = tables * limits.length * config.rotary_dim * 4
     return table + step + rope + _backend_bytes(config, specs, element, limits, device_type)
 
 
@@ -133,7 +168,7 @@ def _backend_bytes(
     """Buffers of the backend that auto chooses: split decode on CUDA, slot lists on a CPU."""
     if device_type == "cuda":
         splits = -(-MOST_PROGRAMS // config.num_kv_heads) + limits.rows
-        return splits * config.num_heads * (config.v_head_dim + 1) * 4
+        return (splits * (config.v_head_dim + 1) + limits.rows) * config.num_heads * 4
     slots = 0
     for spec in specs:
         reach = -(-limits.length // spec.page_size) * spec.page_size

@@ -16,11 +16,12 @@ import torch
 from paceline.core.errors import ModelError, PacelineError, RequestError, message
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.boot import Booted, Knobs, boot
+from paceline.engine.budget_table import compare
 from paceline.engine.engine import Engine
-from paceline.engine.fit import compare
 from paceline.engine.inputs import Params, Prompt, as_batch, as_params
 from paceline.engine.machine import versions
 from paceline.engine.outputs import RequestOutput
+from paceline.engine.processors import check_extra_args
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.tracker import Tracker
 
@@ -70,7 +71,7 @@ class LLM:
         its close()) aborts the rest.
         Raises RequestError before anything runs when a prompt or parameter is wrong.
         """
-        trackers = self._submit(prompts, params)
+        trackers = self.submit(prompts, params)
         if stream:
             return _Stream(self, trackers)
         try:
@@ -153,16 +154,20 @@ class LLM:
             )
         return self._booted
 
-    def _submit(
+    def submit(
         self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None
     ) -> list[Tracker]:
-        """Check everything, then queue everything."""
+        """Check everything, then queue everything; the caller turns `engine.step`.
+
+        Raises RequestError, and queues nothing then.
+        """
         batch = as_batch(prompts)
         wanted = as_params(params, len(batch))
-        checked = [
-            (self._prompt_ids(prompt), self._checked(each, prompt))
-            for prompt, each in zip(batch, wanted, strict=True)
-        ]
+        checked = []
+        for prompt, each in zip(batch, wanted, strict=True):
+            ids = self._prompt_ids(prompt)
+            self._check_params(each, prompt_len=len(ids))
+            checked.append((ids, each))
         trackers: list[Tracker] = []
         try:
             for prompt, (ids, each) in zip(batch, checked, strict=True):
@@ -200,7 +205,7 @@ class LLM:
                 )
         return list(prompt)
 
-    def _checked(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
+    def _check_params(self, params: SamplingParams, *, prompt_len: int) -> None:
         if params.stop and self._live.tokenizer is None:
             raise RequestError(
                 message(
@@ -210,9 +215,15 @@ class LLM:
                     remedy="use stop_token_ids",
                 )
             )
-        params.check_vocabulary(self._live.config.vocab_size)
-        params.all_stop_ids(self._live.config.eos_token_ids)
-        return params
+        vocab_size = self._live.config.vocab_size
+        params.check_vocabulary(vocab_size)
+        check_extra_args(
+            self._live.processors,
+            params,
+            vocab_size=vocab_size,
+            prompt_len=prompt_len,
+            stop_ids=params.all_stop_ids(self._live.config.eos_token_ids),
+        )
 
     def _seed(self) -> int:
         """A seed of its own for each request that brings none; repeatable for an engine."""

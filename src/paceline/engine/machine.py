@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, message
-from paceline.core.gpus import DeviceFacts
+from paceline.core.gpus import DeviceFacts, published_row
 
 LIBRARIES = (
     "paceline",
@@ -80,6 +80,7 @@ def cpu_facts() -> DeviceFacts:
         free_bytes=free,
         cuda_arch=None,
         bandwidth_bytes_s=None,
+        matmul_flops=None,
         cores=usable_cores(),
         native_bf16=bool(flags & BF16_FLAGS),
         source="/proc/cpuinfo and /proc/meminfo",
@@ -141,13 +142,16 @@ def _gpu_facts(index: int) -> DeviceFacts:
 
     free, total = torch.cuda.mem_get_info(index)
     arch = torch.cuda.get_device_capability(index)
+    name = torch.cuda.get_device_name(index)
+    row = published_row(name)
     return DeviceFacts(
-        name=torch.cuda.get_device_name(index),
+        name=name,
         device_type="cuda",
         total_bytes=total,
         free_bytes=free,
         cuda_arch=arch,
-        bandwidth_bytes_s=None,
+        bandwidth_bytes_s=None if row is None else row.bandwidth_bytes_s,
+        matmul_flops=None if row is None else row.matmul_flops,
         cores=None,
         native_bf16=arch >= (8, 0),
         source="the CUDA driver",

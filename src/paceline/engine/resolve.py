@@ -6,16 +6,17 @@ here shows what the engine would do there.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
-from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model_config import ModelConfig, cache_group_specs
-from paceline.core.options import ELEMENT_BYTES, EngineOptions, engine_options, known, spec_of
+from paceline.core.options import KV_ELEMENT_BYTES, EngineOptions, engine_options, known
+from paceline.engine.contradictions import refuse_asked, refuse_cache, refuse_graphs, refuse_step
 from paceline.engine.fit import Fit, graph_demand, plan_memory
 from paceline.engine.footprint import request_bytes, standing_bytes
+from paceline.engine.resolution import Resolution
 
 CPU_KV_LIMIT = 4 * GIB
+GPU_GRAPH_TOKENS = 1024  # longer steps keep the GPU busy while the next operations are launched
 CPU_GRAPH_ROWS = 64  # requests; recorded graphs share no memory, and calls are cheap beside rows
 
 
@@ -33,45 +34,6 @@ USUAL_ON_GPU = ((60 * GIB, StepSize(256, 8192)), (35 * GIB, StepSize(128, 4096))
 USUAL_ON_SMALL_GPU = StepSize(64, 2048)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolution:
-    """Options with the origin of each: "asked", "default" or "chosen: <why>"."""
-
-    options: EngineOptions
-    origins: Mapping[str, str]
-
-    def choose(self, name: str, value: object, why: str) -> "Resolution":
-        """A new Resolution in which a value that was left open is decided; others are kept."""
-        if getattr(self.options, name) is not None:
-            return self
-        changed: dict[str, Any] = {name: value}
-        return Resolution(
-            options=replace(self.options, **changed),
-            origins={**self.origins, name: f"chosen: {why}"},
-        )
-
-    def table(self) -> str:
-        """One line per value that was asked or chosen, and one for all that kept their default."""
-        lines, kept = [], []
-        for option in fields(EngineOptions):
-            flag = spec_of(option).flags[0].removeprefix("--")
-            value, origin = getattr(self.options, option.name), self.origins[option.name]
-            if origin == "default":
-                kept.append(f"{flag}={_shown(value)}")
-            else:
-                lines.append(f"  {flag:<24}{_shown(value)!s:<15} ({origin})")
-        lines.append("  default: " + ", ".join(kept))
-        return "\n".join(["configuration", *lines])
-
-    def to_json(self) -> dict[str, dict[str, object]]:
-        """{option: {value, origin}}."""
-        names = [option.name for option in fields(EngineOptions)]
-        return {
-            name: {"value": getattr(self.options, name), "origin": self.origins[name]}
-            for name in names
-        }
-
-
 def resolve(
     asked: Mapping[str, object], *, config: ModelConfig, device: DeviceFacts
 ) -> tuple[Resolution, Fit]:
@@ -86,21 +48,36 @@ def resolve(
         option.name: "asked" if option.name in explicit else "default"
         for option in fields(EngineOptions)
     }
-    _refuse_contradictions(given, config, device)
+    refuse_asked(given, config, device)
+    config, why = _unasked_context(config, given)
     start = Resolution(options=given, origins=origins)
     resolution = _choose_shape(_choose_device(start, config, device), device)
     resolution = _choose_graphs(resolution, config, device)
-    _refuse_step_contradictions(resolution.options)
+    refuse_step(resolution.options)
+    refuse_graphs(resolution.options, config)
+    refuse_cache(resolution.options)
     if device.device_type == "cpu":
         resolution = _choose_cpu_cache(resolution, config, device)
     fit = plan_memory(config, resolution.options, device)
-    why = "context limit of the model"
     if fit.max_model_len < config.max_position:
         why = f"what the KV budget holds; the model's limit is {config.max_position}"
     resolution = resolution.choose("max_model_len", fit.max_model_len, why)
     if fit.kv_bytes:
         resolution = resolution.choose("kv_cache_bytes", fit.kv_bytes, "what the budget leaves")
     return resolution, fit
+
+
+def _unasked_context(config: ModelConfig, given: EngineOptions) -> tuple[ModelConfig, str]:
+    """The model at the context limit that is taken unless one is asked for, and why that.
+
+    Where longrope has two sets of factors, its trained context: a longer limit takes the long set,
+    which changes the answers to short prompts too.
+    """
+    short = config.rope.short_context
+    if given.max_model_len is not None or short is None or short >= config.max_position:
+        return config, "context limit of the model"
+    why = f"the trained context; a longer one, up to {config.max_position}, changes every answer"
+    return replace(config, max_position=short), why
 
 
 def _choose_device(resolution: Resolution, config: ModelConfig, device: DeviceFacts) -> Resolution:
@@ -112,6 +89,9 @@ def _choose_device(resolution: Resolution, config: ModelConfig, device: DeviceFa
     else:
         dtype, why = "float32", f"this CPU has no {config.dtype} instructions"
     resolution = resolution.choose("dtype", dtype, why)
+    resolution = resolution.choose(
+        "kv_cache_dtype", known(resolution.options.dtype), "the format of the activations"
+    )
     if device.cores is not None:
         resolution = resolution.choose("threads", device.cores, "physical cores")
     return resolution
@@ -127,10 +107,12 @@ def _choose_shape(resolution: Resolution, device: DeviceFacts) -> Resolution:
 
 
 def _choose_graphs(resolution: Resolution, config: ModelConfig, device: DeviceFacts) -> Resolution:
-    """The largest decode batch that runs as a graph: all, where its graphs leave room for KV."""
+    """The largest decode batch that runs as a graph: all, where its graphs leave room for KV.
+
+    Without graphs steps are padded to the same sizes, so that answers are the same.
+    """
+    resolution = _choose_graph_tokens(resolution, config, device)
     options = resolution.options
-    if options.enforce_eager:
-        return resolution
     rows, why = known(options.max_num_seqs), "every decode batch runs as a graph"
     if device.device_type == "cpu" and rows > CPU_GRAPH_ROWS:
         rows, why = CPU_GRAPH_ROWS, "larger batches gain nothing from a graph on a CPU"
@@ -141,6 +123,18 @@ def _choose_graphs(resolution: Resolution, config: ModelConfig, device: DeviceFa
             break
         rows, why = (rows + 1) // 2, "its graphs take at most a quarter of free memory"
     return resolution.choose("cuda_graph_max_bs", rows, why)
+
+
+def _choose_graph_tokens(
+    resolution: Resolution, config: ModelConfig, device: DeviceFacts
+) -> Resolution:
+    """The largest ragged step that runs as a graph: where launching takes longer than computing."""
+    options = resolution.options
+    if device.device_type == "cpu":
+        return resolution.choose("cuda_graph_max_tokens", 0, "padding costs a CPU time")
+    length = options.max_model_len or config.max_position
+    tokens = min(GPU_GRAPH_TOKENS, known(options.max_num_batched_tokens), length)
+    return resolution.choose("cuda_graph_max_tokens", tokens, "longer steps outlast their launches")
 
 
 def _choose_step(resolution: Resolution, device: DeviceFacts) -> Resolution:
@@ -174,7 +168,7 @@ def _choose_cpu_cache(
 ) -> Resolution:
     options = resolution.options
     specs = cache_group_specs(config, known(options.page_size))
-    element = ELEMENT_BYTES[known(options.dtype)]
+    element = KV_ELEMENT_BYTES[known(options.kv_cache_dtype)]
     longest = options.max_model_len or config.max_position
     full = known(options.max_num_seqs) * request_bytes(specs, longest, element)
     full += standing_bytes(specs, element, known(options.max_num_batched_tokens))
@@ -188,82 +182,3 @@ def _choose_cpu_cache(
         limits.setdefault(fit.kv_bytes, "what weights and buffers leave")
     size = min(limits)
     return resolution.choose("kv_cache_bytes", size, limits[size])
-
-
-def _refuse_contradictions(
-    options: EngineOptions, config: ModelConfig, device: DeviceFacts
-) -> None:
-    if options.device is not None and options.device != device.device_type:
-        raise ConfigError(
-            message(
-                "device",
-                expected=f"{device.device_type} ({device.name})",
-                got=options.device,
-                remedy="leave --device out, or choose another --gpu",
-            )
-        )
-    if options.gpu_memory_utilization is not None and device.device_type == "cpu":
-        raise ConfigError(
-            message(
-                "gpu_memory_utilization",
-                expected="left out on a CPU",
-                got=options.gpu_memory_utilization,
-                remedy="size the cache with --kv-cache-memory-bytes",
-            )
-        )
-    if options.max_model_len is not None and options.max_model_len > config.max_position:
-        raise ConfigError(
-            message(
-                "max_model_len",
-                expected=f"at most {config.max_position}, the model's context limit",
-                got=options.max_model_len,
-                remedy="lower --max-model-len",
-            )
-        )
-    if options.enforce_eager and options.cuda_graph_max_bs is not None:
-        raise ConfigError(
-            message(
-                "cuda_graph_max_bs",
-                expected="left out with --enforce-eager",
-                got=options.cuda_graph_max_bs,
-                remedy="give one of the two",
-            )
-        )
-
-
-def _refuse_step_contradictions(options: EngineOptions) -> None:
-    """Numbers of one step that contradict each other; `options` has all of them."""
-    rows, tokens = known(options.max_num_seqs), known(options.max_num_batched_tokens)
-    chunk, graph_rows = known(options.chunked_prefill_size), options.cuda_graph_max_bs
-    if tokens < rows:
-        raise ConfigError(
-            message(
-                "max_num_batched_tokens",
-                expected=f"at least {rows}",
-                got=tokens,
-                remedy="a step holds one token of every running request: raise "
-                f"--max-num-batched-tokens to {rows}, or lower --max-num-seqs to {tokens}",
-            )
-        )
-    if chunk > tokens:
-        raise ConfigError(
-            message(
-                "chunked_prefill_size",
-                expected=f"at most {tokens}, the tokens of one step",
-                got=chunk,
-                remedy="lower --chunked-prefill-size or raise --max-num-batched-tokens",
-            )
-        )
-    if graph_rows is not None and graph_rows > rows:
-        raise ConfigError(
-            message(
-                "cuda_graph_max_bs",
-                expected=f"at most {rows}, the requests of one step",
-                got=graph_rows,
-                remedy="lower --cuda-graph-max-bs or raise --max-num-seqs",
-            )
-        )
-
-
-def _shown(value: object) -> object:
-    return "-" if value is None else value

@@ -32,7 +32,7 @@ def add_rms_norm_reference(
     return rms_norm_reference(total, weight, eps, unit_offset=unit_offset), total
 
 
-def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor) -> None:
+def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor) -> None:
     dim = (x.shape[-1],)
     if unit_offset:
         out.copy_(torch.rms_norm(x.float(), dim, weight.float() + 1.0, eps))
@@ -45,7 +45,7 @@ def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out:
 def _add_rms_norm_cpu(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor
 ) -> None:
-    _rms_norm_cpu(residual.add_(x), weight, eps, unit_offset, out)
+    rms_norm_cpu(residual.add_(x), weight, eps, unit_offset, out)
 
 
 def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor) -> None:
@@ -64,7 +64,7 @@ def _add_rms_norm_cuda(
 
 _RMS_NORM = define_op(
     "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset, Tensor(a!) out) -> ()",
-    cpu=_rms_norm_cpu,
+    cpu=rms_norm_cpu,
     cuda=_rms_norm_cuda,
 )
 _ADD_RMS_NORM = define_op(

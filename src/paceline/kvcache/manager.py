@@ -97,6 +97,10 @@ class CacheManager:
         fits = all(n <= t for n, t in zip(needed, total, strict=True))
         return Capacity(fits, needed, total)
 
+    def shares(self, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` could find anything in the cache."""
+        return self._enabled and num_tokens > self._page_size
+
     def match(self, tokens: Sequence[int], salt: Hashable = None) -> int:
         """Tokens a request would find in the cache; at least one is left to compute."""
         return len(self._hit(tokens, salt)) * self._page_size
@@ -109,15 +113,17 @@ class CacheManager:
         reserve_to: int,
         ahead: int = 0,
         salt: Hashable = None,
+        max_hit: int | None = None,
     ) -> Admission | None:
-        """Lock the longest hit and reserve for `reserve_to` tokens; None where pages are short.
+        """Lock the longest hit, of at most `max_hit` tokens, and reserve for `reserve_to` tokens;
+        None where pages are short.
 
         Full groups hold `ahead` more tokens while they are roomy, so that the first output lies
         right behind the prompt.  Windowed groups reserve for the first step only and grow with
         `reserve`.
         """
         assert request_id not in self._entries, f"{request_id} is already admitted"
-        path = self._hit(tokens, salt)
+        path = self._hit(tokens, salt, max_hit)
         if not all(group.can_admit(path, reserve_to) for group in self._groups):
             return None
         admitted = [group.admit(path, reserve_to, ahead) for group in self._groups]
@@ -256,10 +262,12 @@ class CacheManager:
             for node in nodes:
                 self._compare(group, "locks of a page", node.locks[index], locks[node])
 
-    def _hit(self, tokens: Sequence[int], salt: Hashable) -> list[Node]:
+    def _hit(self, tokens: Sequence[int], salt: Hashable, max_hit: int | None = None) -> list[Node]:
         if not self._enabled:
             return []
         limit = max(len(tokens) - 1, 0) // self._page_size
+        if max_hit is not None:
+            limit = min(limit, max_hit // self._page_size)
         path = self._tree.walk(tokens, salt, max_pages=limit)
         length, before = len(path), -1
         while length != before:

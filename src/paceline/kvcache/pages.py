@@ -11,20 +11,20 @@ is in none of these states.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 
 from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.padding import PAD_PAGE
 
 
-class PageState(Enum):
+class PageState(IntEnum):
     """Where a page is in its life."""
 
-    FREE = "free"
-    RESERVED = "reserved"
-    WRITTEN = "written"
-    SHAREABLE = "shareable"
-    QUEUED = "queued"
+    FREE = 0
+    RESERVED = 1
+    WRITTEN = 2
+    SHAREABLE = 3
+    QUEUED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class PagePool:
                 )
             )
         self._name = name
-        self._states = [PageState.FREE] * num_pages
+        self._states = bytearray(num_pages)  # PageState of each; counted when idle
         self._written_epochs = [0] * num_pages
         self._heap = [page for page in range(num_pages) if page != PAD_PAGE]  # sorted: a heap
         self._in_heap = [True] * num_pages
@@ -149,13 +149,13 @@ class PagePool:
 
     def counts(self) -> PoolCounts:
         """The books, from the queue and the states."""
-        states = self._states[1:]
+        count = self._states.count
         return PoolCounts(
             total=self.total,
             free=self._num_free,
             queued=self.num_queued,
-            cached=states.count(PageState.SHAREABLE),
-            owned=states.count(PageState.RESERVED) + states.count(PageState.WRITTEN),
+            cached=count(PageState.SHAREABLE),
+            owned=count(PageState.RESERVED) + count(PageState.WRITTEN),
         )
 
     def check_integrity(self) -> None:
@@ -170,7 +170,7 @@ class PagePool:
                     remedy="find the call that took or returned a page twice",
                 )
             )
-        free = self._states[1:].count(PageState.FREE)
+        free = self._states.count(PageState.FREE) - 1  # without page 0
         if free != c.free:
             raise IntegrityError(
                 message(
@@ -182,22 +182,23 @@ class PagePool:
             )
 
     def _is_free(self, page: int) -> bool:
-        return page < len(self._states) and self._states[page] is PageState.FREE
+        return page < len(self._states) and self._states[page] == PageState.FREE
 
     def _pop_lowest(self) -> int:
         while True:
             page = heapq.heappop(self._heap)
             self._in_heap[page] = False
-            if self._states[page] is PageState.FREE:
+            if self._states[page] == PageState.FREE:
                 return page
 
     def _require(self, page: int, state: PageState, verb: str) -> None:
-        got = "reserved for padding" if page == PAD_PAGE else self._states[page].value
-        if page == PAD_PAGE or self._states[page] is not state:
+        named = PageState(self._states[page]).name.lower()
+        got = "reserved for padding" if page == PAD_PAGE else named
+        if page == PAD_PAGE or self._states[page] != state:
             raise IntegrityError(
                 message(
                     f"page {page} of cache group '{self._name}', to be {verb},",
-                    expected=state.value,
+                    expected=state.name.lower(),
                     got=got,
                     remedy="each page has one owner; find the second one",
                 )

@@ -51,6 +51,7 @@ class LMHead(nn.Module):
     ) -> None:
         super().__init__()
         self.soft_cap = soft_cap
+        self.vocab_size = vocab_size
         self.is_tied = tied is not None
         if tied is not None:
             self.weight = tied.weight
@@ -59,11 +60,13 @@ class LMHead(nn.Module):
             self.weight = empty_matrix(rows, hidden_size, placement=placement)  # [vocab, hidden]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> [rows, vocab] float32, cap * tanh(x / cap) where capped."""
-        logits = linear(hidden, self.weight, None).float()
+        """hidden [rows, hidden] -> a new tensor [rows, vocab] in hidden's dtype; where capped,
+        cap * tanh(x / cap) in float32.
+        """
+        logits = linear(hidden, self.weight, None)
         if self.soft_cap is None:
             return logits
-        return logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits.float().div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills; nothing when tied."""

@@ -1,0 +1,108 @@
+"""The shape `paceline bench attention` times, and its flags for both command lines.  No torch."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from paceline.core.errors import ConfigError, message
+from paceline.core.options import DTYPES
+
+PEERS = ("auto", "flashinfer", "none")
+KV_DTYPES = ("auto", "fp8_e4m3", "fp8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag, named after its field of AttentionShape or its argument of `bench_attention`."""
+
+    name: str
+    kind: type
+    default: object
+    help: str
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+FLAGS = (
+    Flag(name="batch_size", kind=int, default=64, help="Requests of the step."),
+    Flag(name="kv_len", kind=int, default=4096, help="Keys of each request, new ones included."),
+    Flag(name="extend_len", kind=int, default=1, help="New tokens of each request; 1 is decode."),
+    Flag(name="num_heads", kind=int, default=32, help="Query heads."),
+    Flag(name="num_kv_heads", kind=int, default=8, help="Key and value heads."),
+    Flag(name="head_dim", kind=int, default=128, help="Elements of a head."),
+    Flag(name="page_size", kind=int, default=16, help="Tokens of a page."),
+    Flag(name="dtype", kind=str, default="bfloat16", help="Of queries and K/V.", choices=DTYPES),
+    Flag(name="kv_dtype", kind=str, default="auto", help="Of the cache.", choices=KV_DTYPES),
+    Flag(name="backend", kind=str, default="auto", help="As --attention-backend."),
+    Flag(
+        name="peer",
+        kind=str,
+        default="auto",
+        help="Library timed beside ours; auto takes FlashInfer where it is installed.",
+        choices=PEERS,
+    ),
+    Flag(name="device", kind=str, default="auto", help="Where.", choices=("auto", "cpu", "cuda")),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """One causal attention layer over a paged cache.  Raises ConfigError for a senseless one."""
+
+    batch_size: int = 64
+    kv_len: int = 4096
+    extend_len: int = 1
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: str = "bfloat16"
+    kv_dtype: str = "auto"  # "auto" is dtype
+
+    def __post_init__(self) -> None:
+        counts = {name: value for name, value in asdict(self).items() if isinstance(value, int)}
+        for name, value in counts.items():
+            if value < 1:
+                _refuse(name, "at least 1", value)
+        if self.extend_len > self.kv_len:
+            _refuse("extend_len", f"at most {self.kv_len}, the keys of a request", self.extend_len)
+        if self.num_heads % self.num_kv_heads:
+            _refuse("num_heads", f"a multiple of {self.num_kv_heads}, the KV heads", self.num_heads)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """K and V of one token."""
+        element = {"float32": 4}.get(self.dtype, 2) if self.kv_dtype == "auto" else 1
+        return 2 * self.num_kv_heads * self.head_dim * element
+
+    @property
+    def moved_bytes(self) -> int:
+        """What one step must read of the cache."""
+        return self.batch_size * self.kv_len * self.kv_token_bytes
+
+    @property
+    def flops(self) -> int:
+        """Two products over every visible (query, key) pair."""
+        hidden = self.extend_len * (self.extend_len - 1) // 2
+        pairs = self.batch_size * (self.extend_len * self.kv_len - hidden)
+        return 4 * self.num_heads * self.head_dim * pairs
+
+    def limit_s(self, bandwidth: float | None, matmul_flops: float | None) -> float | None:
+        """Seconds no kernel can beat; None where the device's peaks are not known."""
+        if bandwidth is None:
+            return None
+        return max(self.moved_bytes / bandwidth, self.flops / matmul_flops if matmul_flops else 0.0)
+
+
+def shape_of(values: Mapping[str, object]) -> AttentionShape:
+    """The shape among the values of FLAGS."""
+    names = AttentionShape.__dataclass_fields__
+    chosen = {name: values[name] for name in names}
+    return AttentionShape(**chosen)  # type: ignore[arg-type]
+
+
+def _refuse(name: str, expected: str, got: int) -> None:
+    flag = "--" + name.replace("_", "-")
+    raise ConfigError(message(name, expected=expected, got=got, remedy=f"change {flag}"))

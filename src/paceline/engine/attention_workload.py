@@ -1,0 +1,270 @@
+"""One attention step on a paged cache in which a wrong index cannot hide, for `bench_attention`.
+
+Pages are permuted.  Page 0, free pages and the tail of each last page are NaN, so that a kernel
+that reads a slot it may not shows NaN, and random values elsewhere show any other confusion.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import (
+    AttentionConfig,
+    AttentionSpec,
+    GraphSupport,
+    GroupView,
+    LayerCache,
+    Limits,
+    StepView,
+)
+from paceline.core.modes import MaskKind
+from paceline.engine.attention_shape import AttentionShape
+from paceline.kernels.paged_attention import paged_attention_reference
+
+FREE_PAGES = 8  # poisoned, besides page 0
+FP8_NAN = 0x7F
+KV_SCALES = (0.5, 2.0)  # of K and V in an fp8 cache; powers of two keep the comparison exact
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Workload:
+    """One step over several layers, which differ in their K and V alone."""
+
+    shape: AttentionShape
+    kv_lens: tuple[int, ...]  # [reqs]
+    view: StepView
+    layers: tuple[LayerCache, ...]
+    q: Tensor  # [tokens, num_heads, head_dim]  the model's dtype
+    k: Tensor  # [tokens, num_kv_heads, head_dim]  the model's dtype; new keys of layer 0
+    v: Tensor  # [tokens, num_kv_heads, head_dim]  the model's dtype; new values of layer 0
+
+    @property
+    def limits(self) -> Limits:
+        """What a backend allocates for."""
+        shape, table = self.shape, self.view.groups[0].page_table
+        return Limits(
+            device=self.q.device,
+            dtype=self.q.dtype,
+            max_reqs=len(self.kv_lens),
+            max_tokens=self.q.shape[0],
+            max_pages=(table.shape[1],),
+            windows=(None,),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            v_head_dim=shape.head_dim,
+            page_size=shape.page_size,
+        )
+
+    def worst_error(self, out: Tensor, requests: Sequence[int]) -> float:
+        """The largest error of `requests`; infinite for NaN.
+
+        The unit is a token's own: twice the error of plain torch in the step's dtype, and one
+        rounding.  out: [tokens, num_heads, head_dim], of layer 0.
+        """
+        worst = 0.0
+        for request in requests:
+            rows = slice(request * self.shape.extend_len, (request + 1) * self.shape.extend_len)
+            exact = self._reference(request, torch.float64)
+            plain = self._reference(request, self.q.dtype).double()
+            limit = 2.0 * _largest(plain - exact) + torch.finfo(self.q.dtype).eps * _largest(exact)
+            error = _largest(out[rows].double() - exact) / limit
+            worst = max(worst, float(error.nan_to_num(float("inf")).max()))
+        return worst
+
+    def _reference(self, request: int, compute_dtype: torch.dtype) -> Tensor:
+        """[extend_len, num_heads, head_dim]: the definition, of layer 0."""
+        one, extend, layer = slice(request, request + 1), self.shape.extend_len, self.layers[0]
+        out, _ = paged_attention_reference(
+            self.q[request * extend : (request + 1) * extend],
+            layer.k_cache,
+            layer.v_cache,
+            self.view.groups[0].page_table[one],
+            self.view.prefix_lens[one],
+            self.view.extend_lens[one],
+            self.view.cu_seqlens_q[:2],
+            scale=layer.spec.scale,
+            window=None,
+            soft_cap=None,
+            mask=MaskKind.CAUSAL,
+            tree_mask=None,
+            prefix_only=False,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
+            compute_dtype=compute_dtype,
+        )
+        return out
+
+
+def make_workload(
+    shape: AttentionShape,
+    kv_lens: Sequence[int],
+    *,
+    layers: int,
+    device: torch.device,
+    seed: int,
+) -> Workload:
+    """A step of `shape` whose requests have `kv_lens` keys each, at least extend_len."""
+    generator = torch.Generator(device).manual_seed(seed)
+    page_table, num_pages = _permuted_table(kv_lens, shape.page_size, generator)
+    slots = _slots(page_table, kv_lens, shape.page_size)
+    pool = (num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
+    caches = tuple(_layer(shape, pool, slots, generator) for _ in range(layers))
+    view = _view(shape, kv_lens, page_table)
+    tokens = len(kv_lens) * shape.extend_len
+    q = torch.randn(tokens, shape.num_heads, shape.head_dim, generator=generator, device=device)
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    new = view.groups[0].out_cache_loc
+    return Workload(
+        shape=shape,
+        kv_lens=tuple(kv_lens),
+        view=view,
+        layers=caches,
+        q=q.to(dtype),
+        k=_new_rows(caches[0].k_cache.flatten(0, 1), new, caches[0].k_scale).to(dtype),
+        v=_new_rows(caches[0].v_cache.flatten(0, 1), new, caches[0].v_scale).to(dtype),
+    )
+
+
+def attention_config(
+    shape: AttentionShape, *, device_type: str, cuda_arch: tuple[int, int] | None
+) -> AttentionConfig:
+    """What the shape asks of a backend."""
+    return AttentionConfig(
+        device_type=device_type,
+        cuda_arch=cuda_arch,
+        dtype=getattr(torch, shape.dtype),
+        kv_dtype=kv_dtype_of(shape),
+        page_size=shape.page_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        v_head_dim=shape.head_dim,
+        window=False,
+        soft_cap=False,
+        sinks=False,
+        masks=frozenset({MaskKind.CAUSAL}),
+        needs_lse=False,
+        graph=GraphSupport.DECODE if shape.extend_len == 1 else GraphSupport.UNIFORM,
+    )
+
+
+def kv_dtype_of(shape: AttentionShape) -> torch.dtype:
+    """The dtype of the cache."""
+    if shape.kv_dtype == "auto":
+        dtype: torch.dtype = getattr(torch, shape.dtype)
+        return dtype
+    return torch.float8_e4m3fn
+
+
+def _permuted_table(
+    kv_lens: Sequence[int], page_size: int, generator: torch.Generator
+) -> tuple[Tensor, int]:
+    """([reqs, max_pages] int32, unused entries 0; pages of the pool)."""
+    counts = [-(-length // page_size) for length in kv_lens]
+    num_pages = 1 + sum(counts) + FREE_PAGES
+    device = generator.device
+    pages = 1 + torch.randperm(num_pages - 1, generator=generator, device=device)
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
+    taken = 0
+    for row, count in enumerate(counts):
+        table[row, :count] = pages[taken : taken + count]
+        taken += count
+    return table, num_pages
+
+
+def _slots(page_table: Tensor, kv_lens: Sequence[int], page_size: int) -> Tensor:
+    """[sum of kv_lens] int64: where the keys of each request lie, in order."""
+    offsets = torch.arange(page_size, device=page_table.device)
+    every = (page_table.long().unsqueeze(2) * page_size + offsets).flatten(1)
+    return torch.cat([every[row, :length] for row, length in enumerate(kv_lens)])
+
+
+def _layer(
+    shape: AttentionShape, pool: tuple[int, ...], slots: Tensor, generator: torch.Generator
+) -> LayerCache:
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
+    if shape.kv_dtype != "auto":
+        device = slots.device
+        scales = (
+            torch.tensor([KV_SCALES[0]], device=device),
+            torch.tensor([KV_SCALES[1]], device=device),
+        )
+    spec = AttentionSpec(
+        layer_id=0,
+        group=0,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        v_head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        window=None,
+        soft_cap=None,
+    )
+    return LayerCache(
+        spec=spec,
+        k_cache=_poisoned(pool, kv_dtype_of(shape), slots, generator),
+        v_cache=_poisoned(pool, kv_dtype_of(shape), slots, generator),
+        k_scale=scales[0],
+        v_scale=scales[1],
+        sinks=None,
+    )
+
+
+def _poisoned(
+    pool: tuple[int, ...], dtype: torch.dtype, slots: Tensor, generator: torch.Generator
+) -> Tensor:
+    """A pool of NaN with random values at `slots`."""
+    values = torch.randn(
+        len(slots), *pool[2:], generator=generator, device=slots.device, dtype=torch.float32
+    ).to(dtype)
+    if dtype != torch.float8_e4m3fn:
+        cache = torch.full(pool, float("nan"), dtype=dtype, device=slots.device)
+        cache.flatten(0, 1)[slots] = values
+        return cache
+    raw = torch.full(pool, FP8_NAN, dtype=torch.uint8, device=slots.device)
+    raw.flatten(0, 1)[slots] = values.view(torch.uint8)
+    return raw.view(dtype)
+
+
+def _view(shape: AttentionShape, kv_lens: Sequence[int], page_table: Tensor) -> StepView:
+    """What derive would write for the step; every request extends by extend_len."""
+    device, reqs, extend = page_table.device, len(kv_lens), shape.extend_len
+    lens = torch.tensor(kv_lens, dtype=torch.int32, device=device)
+    req_ids = torch.arange(reqs, device=device).repeat_interleave(extend)
+    steps = torch.arange(extend, device=device).repeat(reqs)
+    positions = (lens - extend).long()[req_ids] + steps
+    pages = page_table[req_ids, positions // shape.page_size].long()
+    loc = pages * shape.page_size + positions % shape.page_size
+    cu_seqlens_q = torch.arange(reqs + 1, dtype=torch.int32, device=device) * extend
+    return StepView(
+        row_ids=1 + torch.arange(reqs, device=device),
+        prefix_lens=lens - extend,
+        extend_lens=torch.full_like(lens, extend),
+        kv_lens=lens,
+        cu_seqlens_q=cu_seqlens_q,
+        req_ids=req_ids,
+        positions=positions,
+        input_ids=torch.zeros_like(positions),
+        logits_loc=(cu_seqlens_q[1:] - 1).long(),
+        groups=(GroupView(page_table=page_table, out_cache_loc=loc),),
+        mask=MaskKind.CAUSAL,
+        tree_mask=None,
+        max_extend_len=extend,
+        kv_len_bound=page_table.shape[1] * shape.page_size,
+    )
+
+
+def _new_rows(cache: Tensor, slots: Tensor, scale: Tensor | None) -> Tensor:
+    """[tokens, num_kv_heads, head_dim]: the true values at some slots."""
+    if scale is None:
+        return cache[slots]
+    # fp8 has no indexing everywhere; its bytes do
+    return cache.view(torch.uint8)[slots].view(cache.dtype).float() * scale
+
+
+def _largest(values: Tensor) -> Tensor:
+    """[tokens]"""
+    return values.abs().amax(dim=(1, 2))

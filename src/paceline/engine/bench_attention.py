@@ -1,0 +1,269 @@
+"""Attention alone: our backend and a peer library, checked first and then timed side by side.
+
+    python -m paceline.engine.bench_attention --batch-size 64 --kv-len 4096 --peer flashinfer
+
+Every contender first meets the definition (kernels/paged_attention/reference.py) in float64 on a
+ragged batch over permuted pages in poisoned memory.  Then all are timed in one process, in turns,
+over enough layers that their K and V exceed the L2 cache many times; on CUDA as graphs.  Bytes are
+those of K and V, which is all that decode must move.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import Part
+from paceline.attention.registry import choose, load_backend
+from paceline.core.errors import ConfigError, IntegrityError, PacelineError, message
+from paceline.core.gpus import DeviceFacts, gib
+from paceline.engine import flashinfer_peer
+from paceline.engine.arguments import add_flag
+from paceline.engine.attention_shape import FLAGS, AttentionShape, shape_of
+from paceline.engine.attention_workload import Workload, attention_config, make_workload
+from paceline.engine.interleaved import Timing, time_interleaved
+from paceline.engine.machine import local_device, versions
+
+L2_TIMES = 8  # the KV of all layers is this many times the L2 cache
+CPU_SPAN_BYTES = 64 << 20
+MOST_LAYERS = 64
+LEAST_LAYERS = 2
+# In the unit of Workload.worst_error; GPUs approximate exp2, which float32 shows.
+ERROR_LIMITS = {"bfloat16": 2.0, "float16": 2.0, "float32": 8.0}
+CHECKED_EXTENDS = 4  # requests of an extend that are compared; of a decode all are
+Make = Callable[[Workload], Callable[[int], Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """The library beside ours."""
+
+    name: str | None  # None: nothing to compare with
+    why: str
+    makes: Mapping[str, Make]
+
+
+def bench_attention(
+    shape: AttentionShape,
+    *,
+    backend: str = "auto",
+    peer: str = "auto",
+    device: DeviceFacts | None = None,
+) -> dict[str, object]:
+    """Check and time; returns the JSON document.
+
+    Raises ConfigError for what cannot run here, IntegrityError for a wrong answer of any contender.
+    """
+    facts = device or local_device()
+    here = torch.device(facts.device_type)
+    wanted = attention_config(shape, device_type=facts.device_type, cuda_arch=facts.cuda_arch)
+    ours = choose(wanted, backend).name
+    beside = choose_peer(peer, shape, facts.device_type)
+    makes = {ours: our_make(ours), **beside.makes}
+    layers = num_layers(shape, facts)
+    require_memory(shape, layers, facts)
+    errors = check(makes, shape, here)
+    work = make_workload(
+        shape, [shape.kv_len] * shape.batch_size, layers=layers, device=here, seed=1
+    )
+    timings = time_interleaved(
+        {name: make(work) for name, make in makes.items()}, layers=layers, device=here
+    )
+    limit_s = shape.limit_s(facts.bandwidth_bytes_s, facts.matmul_flops)
+    rows = [_row(name, timings[name], errors[name], shape, limit_s) for name in makes]
+    rivals = [timings[name].median_s for name in beside.makes]
+    return {
+        "benchmark": "attention",
+        "device": {
+            "name": facts.name,
+            "type": facts.device_type,
+            "total_bytes": facts.total_bytes,
+            "bandwidth_bytes_s": facts.bandwidth_bytes_s,
+            "matmul_flops": facts.matmul_flops,
+        },
+        "versions": {**versions(), "flashinfer": flashinfer_peer.version()},
+        "shape": asdict(shape),
+        "layers": layers,
+        "backend": ours,
+        "peer": {"name": beside.name, "why": beside.why},
+        "results": rows,
+        "ratio": min(rivals) / timings[ours].median_s if rivals else None,
+    }
+
+
+def choose_peer(peer: str, shape: AttentionShape, device_type: str) -> Peer:
+    """The peer that was asked for.  Raises ConfigError when it cannot run and was named."""
+    if peer == "none":
+        return Peer(name=None, why="not asked for", makes={})
+    absent = flashinfer_peer.absence(shape, device_type)
+    if absent is None:
+        makes = flashinfer_peer.variants(shape)
+        return Peer(name="flashinfer", why="the better of its kernels is the peer", makes=makes)
+    if peer == "auto":
+        return Peer(name=None, why=f"no flashinfer: {absent}", makes={})
+    raise ConfigError(
+        message(
+            "peer",
+            expected="a library that runs here",
+            got=f"{peer} ({absent})",
+            remedy="use --peer none, or a machine and a shape that FlashInfer serves",
+        )
+    )
+
+
+def our_make(name: str) -> Make:
+    """A backend as the engine runs it: buffers once, one plan of the step, forward per layer."""
+
+    def make(workload: Workload) -> Callable[[int], Tensor]:
+        backend = load_backend(name)()
+        buffers = backend.make_buffers(workload.limits)
+        plan = backend.plan(workload.view, buffers)
+
+        def run(index: int) -> Tensor:
+            layer = workload.layers[index]
+            return backend.forward(workload.q, workload.k, workload.v, layer, plan, Part.ALL)[0]
+
+        return run
+
+    return make
+
+
+def check(
+    makes: Mapping[str, Make], shape: AttentionShape, device: torch.device
+) -> dict[str, float]:
+    """Each contender's `Workload.worst_error`.  Raises IntegrityError where it is too large."""
+    work = make_workload(shape, ragged_lens(shape), layers=1, device=device, seed=0)
+    requests = range(shape.batch_size)
+    if shape.extend_len > 1:
+        requests = requests[:: -(-shape.batch_size // CHECKED_EXTENDS)]
+    errors = {}
+    for name, make in makes.items():
+        errors[name] = error = work.worst_error(make(work)(0), requests)
+        if not error <= ERROR_LIMITS[shape.dtype]:
+            raise IntegrityError(
+                message(
+                    f"attention of {name}",
+                    expected=f"the definition's, within {ERROR_LIMITS[shape.dtype]:g} of the unit",
+                    got=f"an error of {error:.3g}",
+                    remedy="do not time this shape; leave its library or backend out",
+                )
+            )
+    return errors
+
+
+def ragged_lens(shape: AttentionShape) -> list[int]:
+    """[batch_size] from extend_len to kv_len, evenly; a single one ends inside a page."""
+    low, high = shape.extend_len, shape.kv_len
+    if shape.batch_size == 1:
+        return [max(low, high - 1)]
+    steps = shape.batch_size - 1
+    return [low + (high - low) * index // steps for index in range(shape.batch_size)]
+
+
+def num_layers(shape: AttentionShape, device: DeviceFacts) -> int:
+    """How many layers' K and V exceed the L2 cache L2_TIMES."""
+    span = CPU_SPAN_BYTES
+    if device.device_type == "cuda":
+        span = L2_TIMES * torch.cuda.get_device_properties(0).L2_cache_size
+    return max(LEAST_LAYERS, min(MOST_LAYERS, -(-span // shape.moved_bytes)))
+
+
+def require_memory(shape: AttentionShape, layers: int, device: DeviceFacts) -> None:
+    """Raises ConfigError when K and V, and one layer's random numbers, exceed the free memory."""
+    numbers = 4 * shape.batch_size * shape.kv_len * shape.num_kv_heads * shape.head_dim
+    needed = layers * shape.moved_bytes + 2 * numbers
+    if needed > device.free_bytes:
+        raise ConfigError(
+            message(
+                f"memory for {layers} layers' K and V on {device.name}",
+                expected=f"at most {gib(device.free_bytes)}",
+                got=gib(needed),
+                remedy="lower --batch-size or --kv-len",
+            )
+        )
+
+
+def table(document: Mapping[str, Any]) -> str:
+    """The document for people."""
+    shape, peer = document["shape"], document["peer"]
+    phase = "decode" if shape["extend_len"] == 1 else f"extend of {shape['extend_len']}"
+    rows = [
+        f"{phase}: {shape['batch_size']} x {shape['kv_len']} keys, {shape['num_heads']}/"
+        f"{shape['num_kv_heads']} heads of {shape['head_dim']}, page {shape['page_size']}, "
+        f"{shape['dtype']}, cache {shape['kv_dtype']}, {document['layers']} layers",
+        f"on {document['device']['name']}; peer {peer['name'] or 'none'} ({peer['why']})",
+        f"{'':<26}{'us':>10}{'spread':>9}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>10}{'error':>8}",
+    ]
+    for row in document["results"]:
+        share = "-" if row["share"] is None else f"{row['share']:.1%}"
+        rows.append(
+            f"{row['name']:<26}{row['us']:>10.1f}{row['spread']:>9.1%}{row['gb_s']:>9.1f}"
+            f"{row['tflop_s']:>9.2f}{share:>10}{row['error']:>8.2f}"
+        )
+    if document["ratio"] is not None:
+        rows.append(f"{document['backend']} runs at {document['ratio']:.3f} of {peer['name']}")
+    return "\n".join(rows)
+
+
+def bench_values(values: Mapping[str, Any]) -> dict[str, object]:
+    """Run the benchmark of the values of FLAGS."""
+    asked = None if values["device"] == "auto" else values["device"]
+    return bench_attention(
+        shape_of(values),
+        backend=values["backend"],
+        peer=values["peer"],
+        device=local_device(asked),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line without click; prints a table and then the JSON document as last line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.engine.bench_attention",
+        description="Attention alone, checked and timed beside a peer library.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    for flag in FLAGS:
+        add_flag(
+            parser,
+            flag.flag,
+            type=flag.kind,
+            default=flag.default,
+            choices=flag.choices,
+            help=flag.help,
+        )
+    parser.add_argument("--json", action="store_true", help="Print the JSON line only.")
+    values = vars(parser.parse_args(argv))
+    try:
+        document = bench_values(values)
+    except PacelineError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    if not values["json"]:
+        print(table(document))
+    print(json.dumps(document))
+    return 0
+
+
+def _row(
+    name: str, timing: Timing, error: float, shape: AttentionShape, limit_s: float | None
+) -> dict[str, object]:
+    return {
+        "name": name,
+        "us": 1e6 * timing.median_s,
+        "spread": timing.spread,
+        "gb_s": shape.moved_bytes / timing.median_s / 1e9,
+        "tflop_s": shape.flops / timing.median_s / 1e12,
+        "share": None if limit_s is None else limit_s / timing.median_s,
+        "error": error,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

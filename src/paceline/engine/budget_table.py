@@ -1,0 +1,58 @@
+"""Budget table: a Fit as people read it, and beside it what was measured after loading."""
+
+from collections.abc import Mapping
+
+from paceline.core.errors import ConfigError, message
+from paceline.core.gpus import gib
+from paceline.engine.fit import Fit
+
+
+def budget_lines(fit: Fit) -> tuple[tuple[str, int], ...]:
+    """The budget as (name, bytes), in the order people read it."""
+    return (
+        ("weights", fit.weights_bytes),
+        *((f"KV {group.name}", group.bytes) for group in fit.groups),
+        ("graphs", fit.graphs_bytes),
+        ("workspace", fit.workspace_bytes),
+        ("activations", fit.activations_bytes),
+        ("device context", fit.context_bytes),
+        ("slack", fit.slack_bytes),
+    )
+
+
+def table(fit: Fit) -> str:
+    """The budget for people."""
+    rows = [f"memory of {fit.device}: {gib(fit.total_bytes)}, usable {gib(fit.usable_bytes)}"]
+    rows += [f"  {name:<16}{gib(size):>12}" for name, size in budget_lines(fit)]
+    if fit.short_by_bytes:
+        rows.append(f"  does not fit: short by {gib(fit.short_by_bytes)}")
+        return "\n".join(rows)
+    rows.append(f"KV holds {fit.kv_tokens} tokens; longest request {fit.max_model_len} tokens")
+    rows += [f"  {row.requests:>6} requests of {row.context_len} tokens" for row in fit.concurrency]
+    return "\n".join(rows)
+
+
+def compare(fit: Fit, measured: Mapping[str, int]) -> str:
+    """The budget with what was measured beside it.
+
+    `measured` has bytes by the names of `budget_lines`, and "KV" for all cache groups together;
+    raises ConfigError for another name.  What has no measurement shows "-".
+    """
+    lines = dict(budget_lines(fit))
+    planned = {"weights": lines.pop("weights"), "KV": fit.kv_bytes}
+    planned |= {name: size for name, size in lines.items() if not name.startswith("KV ")}
+    unknown = sorted(set(measured) - set(planned))
+    if unknown:
+        raise ConfigError(
+            message(
+                "measured",
+                expected=f"names among {sorted(planned)}",
+                got=unknown,
+                remedy="use these names",
+            )
+        )
+    rows = [f"  {'':<16}{'planned':>12}{'measured':>12}"]
+    for name, size in planned.items():
+        seen = gib(measured[name]) if name in measured else "-"
+        rows.append(f"  {name:<16}{gib(size):>12}{seen:>12}")
+    return "\n".join(rows)

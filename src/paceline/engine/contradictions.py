@@ -1,0 +1,103 @@
+"""Contradictions: values that cannot hold together, refused before anything is planned by them."""
+
+from paceline.core.errors import ConfigError, message
+from paceline.core.gpus import DeviceFacts
+from paceline.core.model_config import ModelConfig
+from paceline.core.options import FP8, EngineOptions, known
+
+
+def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFacts) -> None:
+    """Raise ConfigError where a value that was asked contradicts the model or the device."""
+    if options.device is not None and options.device != device.device_type:
+        raise ConfigError(
+            message(
+                "device",
+                expected=f"{device.device_type} ({device.name})",
+                got=options.device,
+                remedy="leave --device out, or choose another --gpu",
+            )
+        )
+    if options.gpu_memory_utilization is not None and device.device_type == "cpu":
+        raise ConfigError(
+            message(
+                "gpu_memory_utilization",
+                expected="left out on a CPU",
+                got=options.gpu_memory_utilization,
+                remedy="size the cache with --kv-cache-memory-bytes",
+            )
+        )
+    if options.max_model_len is not None and options.max_model_len > config.max_position:
+        raise ConfigError(
+            message(
+                "max_model_len",
+                expected=f"at most {config.max_position}, the model's context limit",
+                got=options.max_model_len,
+                remedy="lower --max-model-len",
+            )
+        )
+
+
+def refuse_step(options: EngineOptions) -> None:
+    """Raise ConfigError where numbers of one step contradict each other; `options` has them."""
+    rows, tokens = known(options.max_num_seqs), known(options.max_num_batched_tokens)
+    chunk = known(options.chunked_prefill_size)
+    if tokens < rows:
+        raise ConfigError(
+            message(
+                "max_num_batched_tokens",
+                expected=f"at least {rows}",
+                got=tokens,
+                remedy="a step holds one token of every running request: raise "
+                f"--max-num-batched-tokens to {rows}, or lower --max-num-seqs to {tokens}",
+            )
+        )
+    if chunk > tokens:
+        raise ConfigError(
+            message(
+                "chunked_prefill_size",
+                expected=f"at most {tokens}, the tokens of one step",
+                got=chunk,
+                remedy="lower --chunked-prefill-size or raise --max-num-batched-tokens",
+            )
+        )
+
+
+def refuse_graphs(options: EngineOptions, config: ModelConfig) -> None:
+    """Raise ConfigError for graphs of more than a step holds; `options` has the step's numbers."""
+    rows, tokens = known(options.max_num_seqs), known(options.max_num_batched_tokens)
+    length = options.max_model_len or config.max_position
+    graph_rows, graph_tokens = options.cuda_graph_max_bs, options.cuda_graph_max_tokens
+    if graph_rows is not None and graph_rows > rows:
+        raise ConfigError(
+            message(
+                "cuda_graph_max_bs",
+                expected=f"at most {rows}, the requests of one step",
+                got=graph_rows,
+                remedy="lower --cuda-graph-max-bs or raise --max-num-seqs",
+            )
+        )
+    if graph_tokens is not None and graph_tokens > min(tokens, length):
+        limit, what, flag = tokens, "tokens of one step", "--max-num-batched-tokens"
+        if length < tokens:
+            limit, what, flag = length, "tokens of one request", "--max-model-len"
+        raise ConfigError(
+            message(
+                "cuda_graph_max_tokens",
+                expected=f"at most {limit}, the {what}",
+                got=graph_tokens,
+                remedy=f"lower --cuda-graph-max-tokens or raise {flag}",
+            )
+        )
+
+
+def refuse_cache(options: EngineOptions) -> None:
+    """Raise ConfigError for a cache that is neither of the activations' format nor fp8."""
+    if options.kv_cache_dtype not in (options.dtype, FP8):
+        raise ConfigError(
+            message(
+                "kv_cache_dtype",
+                expected=f"{options.dtype}, the format of the activations, or {FP8}",
+                got=options.kv_cache_dtype,
+                remedy="leave --kv-cache-dtype out, or set --dtype to the same",
+            )
+        )

@@ -1,0 +1,52 @@
+"""Resolution: what was asked and what was chosen, each value with its origin."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from paceline.core.options import EngineOptions, spec_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """Options with the origin of each: "asked", "default" or "chosen: <why>"."""
+
+    options: EngineOptions
+    origins: Mapping[str, str]
+
+    def choose(self, name: str, value: object, why: str) -> "Resolution":
+        """A new Resolution in which a value that was left open is decided; others are kept."""
+        if getattr(self.options, name) is not None:
+            return self
+        changed: dict[str, Any] = {name: value}
+        return Resolution(
+            options=replace(self.options, **changed),
+            origins={**self.origins, name: f"chosen: {why}"},
+        )
+
+    def table(self) -> str:
+        """One line per value that was asked or chosen, and one for all that kept their default."""
+        lines, kept = [], []
+        for option in fields(EngineOptions):
+            flag = spec_of(option).flags[0].removeprefix("--")
+            value, origin = getattr(self.options, option.name), self.origins[option.name]
+            if origin == "default":
+                kept.append(f"{flag}={_shown(value)}")
+            else:
+                lines.append(f"  {flag:<24}{_shown(value)!s:<15} ({origin})")
+        lines.append("  default: " + ", ".join(kept))
+        return "\n".join(["configuration", *lines])
+
+    def to_json(self) -> dict[str, dict[str, object]]:
+        """{option: {value, origin}}."""
+        names = [option.name for option in fields(EngineOptions)]
+        return {
+            name: {"value": getattr(self.options, name), "origin": self.origins[name]}
+            for name in names
+        }
+
+
+def _shown(value: object) -> object:
+    if isinstance(value, tuple):
+        return " ".join(value) or "-"
+    return "-" if value is None else value

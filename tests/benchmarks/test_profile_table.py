@@ -1,0 +1,233 @@
+"""The profile's table: roles of kernels, steps, idle time and bytes, on made-up traces."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import kernels
+from paceline.core.parallel import Parallel
+from paceline.models.config import parse_config
+from paceline.models.loader import load_model
+from paceline.models.locate import locate
+from profile_table import (
+    Kernel,
+    idle,
+    kind_of,
+    own_times,
+    role_rows,
+    roles_of,
+    show,
+    split_steps,
+)
+from profile_work import Work, role_bytes, role_flops, step_limit_us
+
+ENTRY = re.compile(r"^def (_\w+_kernel)\(", re.MULTILINE)
+LAYER = [
+    ("_rms_norm_kernel", "norm"),
+    ("nvjet_sm90_tst_64x64_a", "qkv"),
+    ("_rope_write_kv_kernel", "rope"),
+    ("_decode_kernel", "attention"),
+    ("nvjet_sm90_tst_64x64_a", "o"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "o"),
+    ("_rms_norm_kernel", "norm"),
+    ("nvjet_sm90_tst_64x64_b", "gate_up"),
+    ("_act_and_mul_kernel", "act"),
+    ("nvjet_sm90_tst_64x64_c", "down"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "down"),
+]
+FUSED_LAYER = [
+    ("_rms_norm_kernel", "norm"),
+    ("_one_token_kernel", "qkv"),
+    ("_rope_write_kv_kernel", "rope"),
+    ("_decode_kernel", "attention"),
+    ("_one_token_kernel", "o"),
+    ("_rms_norm_kernel", "norm"),
+    ("_one_token_kernel", "gate_up"),
+    ("_one_token_kernel", "down"),
+]
+SEPARATE_QK_NORM_LAYER = [
+    ("_rms_norm_kernel", "norm"),
+    ("nvjet_a", "qkv"),
+    ("_rms_norm_kernel", "norm"),
+    ("_rms_norm_kernel", "norm"),
+    *LAYER[2:],
+]
+ROUTED_LAYER = [
+    *LAYER[:7],
+    ("nvjet_router", "router"),
+    ("_moe_route_kernel", "route"),
+    ("_moe_align_kernel", "route"),
+    ("_gate_up_kernel", "experts"),
+    ("_down_kernel", "experts"),
+    ("_sum_kernel", "experts"),
+]
+HEAD = [("_derive_kernel", "derive"), ("indexSelectLargeIndex", "other")]
+TAIL = [
+    ("_rms_norm_kernel", "norm"),
+    ("nvjet_head", "head"),
+    ("_greedy_blocks_kernel", "sample"),
+    ("_greedy_rows_kernel", "sample"),
+    ("_commit_kernel", "commit"),
+    ("Memcpy DtoH (Device -> Pinned)", "copy"),
+]
+LLAMA = parse_config(locate("llama-3.1-8b").config)
+
+
+def step(layer, layers=3):
+    return [*HEAD, *(layer * layers), *TAIL]
+
+
+def trace(names, *, start=0.0, each=2.0, gap=0.5):
+    """Kernels of `each` microseconds, `gap` apart."""
+    return [
+        Kernel(name, start + i * (each + gap), start + i * (each + gap) + each)
+        for i, name in enumerate(names)
+    ]
+
+
+def traces(names, steps, *, pause, **pace):
+    found, start = [], 0.0
+    for _ in range(steps):
+        found += trace(names, start=start, **pace)
+        start = found[-1].end + pause
+    return found
+
+
+def names_of(kernels):
+    return [[kernel.name for kernel in step] for step in kernels]
+
+
+@pytest.mark.parametrize("layer", [LAYER, FUSED_LAYER, SEPARATE_QK_NORM_LAYER, ROUTED_LAYER])
+def test_every_kernel_gets_its_role(layer):
+    names, roles = zip(*step(layer), strict=True)
+    assert roles_of(names) == list(roles)
+
+
+SOURCES = Path(kernels.__file__).parent / "_triton"
+OUR_KERNELS = sorted(
+    {name for path in SOURCES.glob("*.py") for name in ENTRY.findall(path.read_text())}
+)
+
+
+@pytest.mark.parametrize("name", OUR_KERNELS)
+def test_every_kernel_of_the_package_is_known(name):
+    assert kind_of(name) != "other"
+
+
+FUSED = [(FUSED_LAYER, role) for role in ("norm", "rope", "attention", "qkv")]
+SEPARATE = [(LAYER, role) for role in ("act", "norm", "rope", "attention", "qkv", "gate_up")]
+
+
+@pytest.mark.parametrize(("layer", "role"), [*FUSED, *SEPARATE])
+def test_renamed_kernels_are_other_and_take_no_neighbour_with_them(layer, role):
+    names, roles = map(list, zip(*step(layer), strict=True))
+    renamed = ["_new_kernel" if r == role else n for n, r in zip(names, roles, strict=True)]
+    expected = ["other" if r == role else r for r in roles]
+    assert roles_of(renamed) == expected
+
+
+def test_steps_begin_with_derive_and_with_what_is_staged_before_it():
+    names = ["Memcpy HtoD (Pinned -> Device)", "index_copy", *(name for name, _ in step(LAYER))]
+    kernels = traces(names, 4, pause=9.0)
+    assert names_of(split_steps(kernels, 4)) == [names] * 4
+
+
+def test_steps_without_a_known_derive_begin_after_the_longest_pause():
+    names = [name for name, _ in step(LAYER) if name != "_derive_kernel"]
+    kernels = traces(names, 5, pause=9.0)
+    assert names_of(split_steps(kernels, 5)) == [names] * 5
+
+
+def test_idle_time_is_told_apart_within_and_between_steps():
+    kernels = traces(["_derive_kernel", "a", "b", "_commit_kernel"], 5, pause=3.0)
+    found = idle(split_steps(kernels, 5))
+    assert found["busy_us"] == pytest.approx(8.0)
+    assert found["idle_within_us"] == pytest.approx(1.5)
+    assert found["idle_between_us"] == pytest.approx(3.0)
+    assert found["idle_within_share"] == pytest.approx(1.5 / 12.5)
+    assert found["idle_between_share"] == pytest.approx(3.0 / 12.5)
+
+
+def test_one_long_pause_does_not_move_the_median():
+    kernels = traces(["_derive_kernel", "_commit_kernel"], 5, pause=3.0)
+    late = [Kernel(k.name, k.start + 1e4, k.end + 1e4) for k in kernels[4:]]
+    assert idle(split_steps(kernels[:4] + late, 5))["idle_between_us"] == pytest.approx(3.0)
+
+
+def test_overlapping_kernels_are_not_counted_twice():
+    overlapping = [Kernel("a", 0.0, 4.0), Kernel("b", 3.0, 6.0), Kernel("c", 4.0, 5.0)]
+    assert own_times(overlapping) == [4.0, 2.0, 0.0]
+
+
+def work(**changes):
+    facts = {"phase": "decode", "requests": 64, "tokens": 64, "kv_len": 4096}
+    return Work(**{**facts, "dtype": "bfloat16", "kv_dtype": "bfloat16", **changes})
+
+
+def test_the_bytes_of_a_decode_step_are_the_models_weights_and_the_cache():
+    config = LLAMA
+    moved = role_bytes(config, work(requests=1, tokens=1, kv_len=1))
+    products = sum(moved[role] for role in ("qkv", "o", "gate_up", "down", "head"))
+    matrices = 2 * (8_030_261_248 - 128256 * 4096 - 65 * 4096)
+    assert 0 <= products - matrices < 0.001 * matrices
+    attention = role_bytes(config, work())["attention"]
+    assert attention == 64 * 4096 * 131072 + 32 * 64 * 2 * 4096 * 2
+    half = role_bytes(config, work(kv_dtype="fp8_e4m3"))["attention"]
+    assert attention - half == 64 * 4096 * 131072 // 2
+
+
+def test_products_are_those_of_the_modules():
+    config = parse_config(locate("bundled").config)
+    model = load_model(
+        locate("bundled"),
+        config,
+        parallel=Parallel(),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        load_format="dummy",
+        max_positions=8,
+        seed=0,
+    )
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    tied = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    elements = sum(p.numel() for p in matrices) - tied
+    flops = role_flops(config, work(requests=1, tokens=1, kv_len=1))
+    assert sum(count for role, count in flops.items() if role != "attention") == 2 * elements
+
+
+def test_prefill_attention_counts_the_triangle():
+    flops = role_flops(LLAMA, work(phase="prefill", requests=2, tokens=2 * 10, kv_len=10))
+    assert flops["attention"] == 4 * 32 * 128 * 32 * 2 * (10 * 11 // 2)
+
+
+def test_a_window_bounds_bytes_and_products():
+    config = parse_config(locate("gemma-3-1b").config)
+    short, long = (role_bytes(config, work(kv_len=n))["attention"] for n in (512, 1024))
+    full = sum(window is None for window in config.layer_windows)
+    assert long - short == 64 * full * 512 * 2 * 256 * 2
+
+
+def test_the_limit_of_the_llama_step_is_that_of_its_bytes():
+    limit = step_limit_us(
+        LLAMA, work(requests=1, tokens=1, kv_len=1), bandwidth=4.23e12, flops=None
+    )
+    assert 1e6 / limit == pytest.approx(281, rel=0.01)
+
+
+def test_rows_have_times_and_shares():
+    kernels = traces([name for name, _ in step(LAYER, layers=32)], 3, pause=1.0, each=10.0)
+    rows = role_rows(split_steps(kernels, 3), LLAMA, work(), bandwidth=4.8e12, flops=989.4e12)
+    by_role = {row["role"]: row for row in rows}
+    assert by_role["qkv"]["calls_per_step"] == 32
+    assert by_role["qkv"]["us_per_step"] == pytest.approx(320.0)
+    assert by_role["other"]["bytes"] is None
+    assert sum(row["share_of_busy"] for row in rows) == pytest.approx(1.0)
+    moved = role_bytes(LLAMA, work())["attention"]
+    assert by_role["attention"]["gb_s"] == pytest.approx(moved / 320e-6 / 1e9)
+    limit_us = moved / 4.8e12 * 1e6
+    assert by_role["attention"]["share_of_limit"] == pytest.approx(limit_us / 320.0)
+    text = show(rows)
+    assert text.splitlines()[1].startswith("qkv")
+    assert "other" in text

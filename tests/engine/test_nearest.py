@@ -1,0 +1,212 @@
+"""The nearest options that fit: they do, and nothing closer to the ask does."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigError
+from paceline.core.gpus import GIB, GPUS, gpu_by_name
+from paceline.engine.explain import nearest_if_short
+from paceline.engine.fit import require_fit
+from paceline.engine.resolve import resolve
+from paceline.engine.suggestion import flag_words
+from paceline.models.config import parse_config
+from paceline.models.locate import locate
+
+BOUNDED = {"max_num_seqs": "cuda_graph_max_bs", "max_num_batched_tokens": "chunked_prefill_size"}
+
+
+def config_of(model):
+    return parse_config(locate(model).config)
+
+
+def search(model, device, asked):
+    """(the suggestion or None, whether options fit) for an ask."""
+    config = config_of(model)
+
+    def fits(options):
+        try:
+            _, fit = resolve(options, config=config, device=device)
+        except ConfigError:
+            return False
+        return not fit.short_by_bytes
+
+    _, fit = resolve(asked, config=config, device=device)
+    return nearest_if_short(asked, fit, config=config, device=device), fits
+
+
+def one_notch_back(asked, command, change):
+    """The options of `command` with one change one notch closer to the ask."""
+    options, option = dict(command.asked), change.option
+    was, now = change.was, change.now
+    if option in {"dtype", "kv_cache_dtype"} or now is None:
+        closer = was
+    elif option == "gpu_memory_utilization":
+        closer = max(was, now - 0.01)
+    else:
+        closer = now + 1 if was > now else now - 1
+    options[option] = asked.get(option) if closer == was else closer
+    bounded = BOUNDED.get(option)
+    if bounded and asked.get(bounded) is not None:
+        options[bounded] = min(asked[bounded], closer)
+    if option == "dtype" and asked.get("kv_cache_dtype") == was:
+        options["kv_cache_dtype"] = was
+    return options
+
+
+def followers(asked):
+    """Options that change only because another one does."""
+    found = {name for name in BOUNDED.values() if asked.get(name) is not None}
+    return found | ({"kv_cache_dtype"} if asked.get("kv_cache_dtype") == "float32" else set())
+
+
+asks = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_num_seqs": st.integers(1, 4000),
+        "max_num_batched_tokens": st.integers(4000, 300_000),
+        "max_model_len": st.integers(300, 32_768),
+        "kv_cache_bytes": st.integers(GIB // 100, 200 * GIB),
+        "gpu_memory_utilization": st.sampled_from([0.3, 0.5, 0.855, 0.9]),
+        "dtype": st.sampled_from(["float32", "bfloat16"]),
+        "chunked_prefill_size": st.integers(1, 4000),
+        "enforce_eager": st.booleans(),
+        "page_size": st.sampled_from([1, 16, 64]),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.sampled_from(["llama-3.1-8b", "llama-3.2-1b", "gemma-3-1b"]),
+    gpu=st.sampled_from(["a10g", "l4", "rtx-5090", "a100-40gb", "h200"]),
+    asked=asks,
+)
+def test_a_suggestion_fits_and_one_notch_closer_to_the_ask_does_not(model, gpu, asked):
+    found, fits = search(model, GPUS[gpu], asked)
+    assume(found is not None)
+    assert fits(asked) is False
+    for command in found.commands:
+        assert command.changes
+        assert fits(command.asked)
+        for change in command.changes:
+            if change.option not in followers(asked):
+                assert not fits(one_notch_back(asked, command, change)), change
+
+
+def test_a_step_that_asks_for_too_many_requests_gets_fewer_and_nothing_else_changes():
+    asked = {"max_num_seqs": 2000, "max_model_len": 8000}
+    found, fits = search("llama-3.1-8b", gpu_by_name("l4"), asked)
+    (change,) = found.commands[0].changes
+    assert (change.option, change.was) == ("max_num_seqs", 2000)
+    assert not fits({**asked, "max_num_seqs": change.now + 1})
+
+
+def too_long(device):
+    """An ask that is short of KV alone, and not by half: nothing else has anything to give."""
+    asked = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.95}
+    _, fit = resolve(asked, config=config_of("llama-3.1-8b"), device=device)
+    return {**asked, "max_model_len": int(1.8 * fit.max_model_len)}
+
+
+def test_a_context_is_shortened_before_the_cache_is_quantised():
+    device = gpu_by_name("l4")
+    asked = too_long(device)
+    found, _ = search("llama-3.1-8b", device, asked)
+    options = [[change.option for change in command.changes] for command in found.commands]
+    assert options == [["max_model_len"], ["kv_cache_dtype"]]
+    assert found.commands[1].asked == {**asked, "kv_cache_dtype": "fp8_e4m3"}
+
+
+def test_a_gpu_without_fp8_conversions_is_offered_no_fp8_cache():
+    device = replace(gpu_by_name("l4"), cuda_arch=(8, 6))
+    found, _ = search("llama-3.1-8b", device, too_long(device))
+    options = [[change.option for change in command.changes] for command in found.commands]
+    assert options == [["max_model_len"]]
+
+
+def test_a_smaller_number_format_takes_the_asked_cache_format_along():
+    asked = {"dtype": "float32", "kv_cache_dtype": "float32"}
+    found, _ = search("llama-3.1-8b", gpu_by_name("l4"), asked)
+    assert found.commands[0].asked == {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
+
+
+def test_an_asked_graph_size_follows_the_requests_down():
+    asked = {"max_num_seqs": 3000, "cuda_graph_max_bs": 3000, "max_model_len": 4096}
+    found, _ = search("llama-3.1-8b", gpu_by_name("l4"), asked)
+    first = found.commands[0].asked
+    assert first["cuda_graph_max_bs"] == first["max_num_seqs"] < 3000
+    assert "--cuda-graph-max-bs from 3000 to" in found.advice()
+
+
+def test_two_changes_share_the_way():
+    asked = {"max_num_seqs": 3000, "max_num_batched_tokens": 200_000}
+    found, _ = search("qwen3-8b", gpu_by_name("rtx-3090"), asked)
+    first = found.commands[0].asked
+    assert first["max_num_seqs"] > 50
+    assert first["max_num_batched_tokens"] > 2000
+
+
+def test_the_error_of_a_short_budget_ends_with_the_suggestion():
+    asked = {"model": "llama-3.1-8b", "max_model_len": 30_000}
+    found, _ = search("llama-3.1-8b", gpu_by_name("l4"), asked)
+    _, fit = resolve(asked, config=config_of("llama-3.1-8b"), device=gpu_by_name("l4"))
+    with pytest.raises(ConfigError) as caught:
+        require_fit(fit, found.advice())
+    length = found.commands[0].asked["max_model_len"]
+    assert str(caught.value).endswith(
+        f"; the nearest that fits changes --max-model-len from 30000 to {length}: "
+        f"--model llama-3.1-8b --max-model-len {length}"
+    )
+
+
+def test_weights_that_exceed_the_memory_are_told_with_who_would_hold_them():
+    device = replace(gpu_by_name("l4"), total_bytes=10 * GIB, free_bytes=10 * GIB)
+    found, _ = search("llama-3.1-8b", device, {"model": "llama-3.1-8b"})
+    assert found.commands == ()
+    weights, context, usable = 2 * 8_030_261_248, 640 << 20, int(10 * GIB * 0.95)
+    assert found.weights_over_bytes == weights + context - usable
+    assert found.short_by_bytes > found.weights_over_bytes
+    assert "the weights alone exceed the usable memory by 6.08 GiB" in found.advice()
+    assert "l4" in found.devices
+    for name in found.devices:
+        assert search("llama-3.1-8b", GPUS[name], {})[0] is None
+    assert "llama-3.2-1b" in found.models
+    assert "llama-3.1-8b" not in found.models
+    assert search("llama-3.2-1b", device, {})[0] is None
+
+
+def test_what_is_short_for_another_reason_than_weights_says_so():
+    total = int(16.45 * GIB)
+    device = replace(gpu_by_name("l4"), total_bytes=total, free_bytes=total)
+    found, _ = search("llama-3.1-8b", device, {})
+    assert found.commands == ()
+    assert found.weights_over_bytes == 0
+    assert "with every option at its least" in found.advice()
+
+
+def test_a_fit_needs_no_suggestion():
+    assert search("llama-3.1-8b", gpu_by_name("h200"), {})[0] is None
+
+
+def test_flags_are_quoted_and_open_values_left_out():
+    asked = {
+        "model": "my model",
+        "dtype": "auto",
+        "max_model_len": None,
+        "overlap": False,
+        "enforce_eager": True,
+        "logits_processors": ("a:B", "c:D"),
+    }
+    assert flag_words(asked) == [
+        "--model",
+        "my model",
+        "--logits-processor",
+        "a:B",
+        "--logits-processor",
+        "c:D",
+        "--enforce-eager",
+        "--no-overlap",
+    ]
