@@ -91,7 +91,7 @@ def small_works() -> list[Work]:
 def tuning_works() -> list[Work]:
     """Other tiles, stages and splits for decode, and other tiles for extend."""
     from paceline.kernels._triton.paged_decode import DecodeConfig
-    from paceline.kernels._triton.paged_extend import ExtendConfig
+    from paceline.kernels._triton.runtime import TileConfig
 
     works = []
     for batch, keys in ((1, 4096), (8, 4096), (64, 1024), (64, 4096)):
@@ -121,13 +121,8 @@ def tuning_works() -> list[Work]:
         (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 32, 8, 3), (128, 128, 8, 3),
         (64, 64, 4, 3), (64, 64, 4, 5), (64, 32, 4, 5),
     ):  # fmt: skip
-        config = ExtendConfig(
-            block_rows=rows,
-            block_keys=block_keys,
-            num_warps=warps,
-            num_stages=stages,
-            one_loop=False,
-            max_registers=None,
+        config = TileConfig(
+            block_rows=rows, block_keys=block_keys, num_warps=warps, num_stages=stages
         )
         works.append(
             Work(

@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.sampling_params import SamplerTier
-from paceline.engine.footprint import SAMPLER_PEAK, SAMPLER_TOTAL
+from paceline.engine.footprint import SAMPLER_PEAK, SAMPLER_TOTAL, activation_bytes
 from paceline.engine.llm import LLM
 from paceline.layers.sampling import sample
 from paceline.layers.sampling.table import SamplingTable
+from paceline.models.config import parse_config
 
 GEMMA = {
     "model_type": "gemma3_text",
@@ -76,6 +77,34 @@ def test_the_widest_sampler_stays_within_its_bound(vocab_size, history):
 def gemma(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(GEMMA))
     return str(tmp_path)
+
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 200,
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"model_type": "gemma2", "head_dim": 32}])
+def test_the_activations_of_a_long_prompt_stay_within_their_bound(changes, tmp_path):
+    config = LLAMA | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = [3] * 1000
+    with LLM(str(tmp_path), load_format="dummy", threads=1, enforce_eager=True) as llm:
+        with Allocations() as seen:
+            llm.generate([prompt], {"max_tokens": 1, "temperature": 0.0})
+        report = llm.report()
+    element = 2 if report["options"]["dtype"]["value"] == "bfloat16" else 4
+    bound = activation_bytes(parse_config(config), len(prompt), element)
+    standing = report["memory"]["measured"]["workspace"]  # operators return some of it too
+    assert 0.7 * bound < seen.peak <= bound + standing < 1.2 * bound
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -31,6 +31,7 @@ from llm_cases import (
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.core.errors import WeightsError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import RequestOutput
 
@@ -201,6 +202,14 @@ def test_the_triton_interpreter_reads_what_the_pool_wrote(tmp_path) -> None:
 
 def events_of(llm: Any) -> dict[str, str]:
     return {event["reason"]: event["detail"] for event in llm.report()["events"]}
+
+
+def test_a_scale_of_no_layer_is_refused(tmp_path) -> None:
+    checkpoint = make_checkpoint("llama-gqa2-untied", tmp_path)
+    add_scales(checkpoint, {0: (0.5, 0.5), 7: (0.5, 0.5)})
+    text = r"scales of the KV cache must be those of layers 0 to 1, got layers \[7\]; check that"
+    with pytest.raises(WeightsError, match=text):
+        make_llm(checkpoint, **FP8)
 
 
 def test_where_scales_come_from_is_an_event(llama: Truth, gemma: Truth) -> None:

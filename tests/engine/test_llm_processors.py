@@ -208,7 +208,11 @@ def test_only_steps_with_such_a_request_run_the_full_sampler(llm: LLM) -> None:
         ({"x": 1}, r"got 'x'; load its processor with --logits-processor"),
         ({"length_decay": 5}, r"length_decay must be \[tokens, factor\], got 5; pass two numbers"),
         ({"length_decay": [1, "2"]}, r"length_decay must be \[tokens, factor\], got \(1, '2'\)"),
-        ({"shift": [1.5, 1]}, "column 'token' of Shift must be one 64-bit integer, got 1.5; refuse such"),
+        ({"shift": [1.5, 1]}, "column 'token' of Shift must be one 64-bit integer, got 1.5; ref"),
+        ({"shift": [2**63, 1]}, "column 'token' of Shift must be one 64-bit integer, got 922337"),
+        ({"shift": [1, 10**400]}, r"column 'by' of Shift must be at most 2 numbers, got \[1000"),
+        ({"length_decay": [2**63 - 2, 1.0]}, "column 'start' of LengthDecay must be one 64-bit"),
+        ({"shift": 7}, r"extra_args of Shift must be values it can pack, got {'shift': 7} \(Ty"),
         ({"shift": [1, "much"]}, r"column 'by' of Shift must be at most 2 numbers, got \['much'\]"),
     ],
 )

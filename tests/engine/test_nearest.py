@@ -141,6 +141,21 @@ def test_an_asked_graph_size_follows_the_requests_down():
     assert "--cuda-graph-max-bs from 3000 to" in found.advice()
 
 
+@pytest.mark.parametrize(
+    ("asked", "option"),
+    [
+        ({"max_model_len": 4096, "kv_cache_bytes": 1000 * 131072}, "max_model_len"),
+        ({"max_num_batched_tokens": 200_000, "max_num_seqs": 32}, "max_num_batched_tokens"),
+    ],
+)
+def test_an_asked_prefill_graph_follows_the_step_and_the_context_down(asked, option):
+    asked = {**asked, "cuda_graph_max_tokens": 2048 if option == "max_model_len" else 100_000}
+    found, fits = search("llama-3.1-8b", gpu_by_name("l4"), asked)
+    command = next(c for c in found.commands if option in {change.option for change in c.changes})
+    assert command.asked["cuda_graph_max_tokens"] <= command.asked[option] < asked[option]
+    assert fits(command.asked)
+
+
 def test_two_changes_share_the_way():
     asked = {"max_num_seqs": 3000, "max_num_batched_tokens": 200_000}
     found, _ = search("qwen3-8b", gpu_by_name("rtx-3090"), asked)

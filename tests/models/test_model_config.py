@@ -206,6 +206,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LLAMA | {"hidden_act": "relu"},
         "hidden_act must be one of silu, gelu_pytorch_tanh, got 'relu'",
     ),
+    "heads of nothing": (
+        LLAMA | {"num_attention_heads": 65},
+        "num_attention_heads must be at most hidden_size 64, got 65",
+    ),
     "missing size": (
         {key: value for key, value in LLAMA.items() if key != "hidden_size"},
         "hidden_size must be an integer of at least 1, got nothing; check the model's config.json",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 
@@ -41,7 +42,7 @@ class Serving:
         )
 
 
-def small_llm() -> LLM:
+def small_llm(**more: Any) -> LLM:
     """In float32, where greedy answers have no ties."""
     return LLM(
         "bundled",
@@ -50,6 +51,7 @@ def small_llm() -> LLM:
         max_num_seqs=16,
         max_model_len=CONTEXT,
         enforce_eager=True,
+        **more,
     )
 
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 from serving import serving, small_llm, wait_until
 
-from paceline.core.errors import CapacityError, ModelError
+from paceline.core.errors import CapacityError, ConfigError, ModelError
 from paceline.engine.chat_template import ChatTemplate
 from paceline.engine.completion import Completion
 from paceline.engine.request import FinishReason
@@ -173,6 +173,18 @@ def test_a_bug_is_a_server_error_and_others_go_on(client, server, monkeypatch):
         patch.setattr(type(server.llm.tokenizer), "encode", broken)
         error = refused(client.post("/v1/completions", json=GOOD), 500)
     assert error["message"] == "ZeroDivisionError: a bug; the server's log has more"
+
+
+def test_what_the_engine_refuses_otherwise_is_a_server_error_and_others_go_on(
+    client, server, monkeypatch
+):
+    def broken(*values):
+        raise ConfigError("columns packed by X must be ['a'], got []; pack every column")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.llm, "submit", broken)
+        error = refused(client.post("/v1/completions", json=GOOD), 500)
+    assert error["message"].startswith("columns packed by X must be")
 
 
 def test_a_model_without_a_tokenizer_takes_ids_only():

@@ -1,6 +1,7 @@
 """What one client can ask for is bounded, and the others go on."""
 
 import json
+import time
 
 import httpx
 import pytest
@@ -52,10 +53,13 @@ def test_a_body_beyond_the_limit_is_answered_with_413(client, is_declared):
     assert message_of(answer, 413).startswith(text)
 
 
-def test_a_full_queue_is_answered_with_503_until_there_is_room(client, server):
+def test_a_full_queue_is_answered_with_503_until_there_is_room(client, server, monkeypatch):
+    step = server.llm.engine.step
+    monkeypatch.setattr(server.llm.engine, "step", lambda: time.sleep(0.02) or step())
     filling = LONG | {"n": RUNNING + 3, "stream": True, "seed": 1}
     with client.stream("POST", "/v1/completions", json=filling) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         refused = client.post("/v1/completions", json=GOOD | {"n": 2})
         text = "the queue must be at most 20 completions, running and waiting, got 19 and 2 of this"
         assert message_of(refused, 503).startswith(text)

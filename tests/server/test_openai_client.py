@@ -187,6 +187,16 @@ def test_completion_logprobs_are_parallel_lists(client):
         assert len(top) == 3
 
 
+def test_tokens_of_one_character_share_its_offset(client):
+    """Of "é日本x": two, three and three bytes, in eight tokens."""
+    asked = {"prompt": "é日本x", "echo": True, "logprobs": 0, "max_tokens": 1}
+    found = complete(client, **asked).choices[0].logprobs
+    assert found.text_offset == [0, 0, 1, 1, 1, 2, 2, 2, 3, 4]
+    assert found.tokens[0].startswith("token_id:")
+    (first, *_) = complete(client, **asked, stream=True)
+    assert first.choices[0].logprobs.text_offset == found.text_offset
+
+
 def test_an_echoed_prompt_is_scored_as_it_was_when_it_was_generated(client):
     made = complete(client, logprobs=0).choices[0]
     text = PROMPT + made.text
@@ -200,6 +210,16 @@ def test_an_echoed_prompt_is_scored_as_it_was_when_it_was_generated(client):
     streamed = list(complete(client, prompt=text, echo=True, logprobs=2, max_tokens=1, stream=True))
     assert joined(streamed) == scored.text
     assert streamed[0].choices[0].logprobs.tokens[: len(found.tokens) - 1] == found.tokens[:-1]
+
+
+def test_each_of_n_streamed_completions_brings_the_scored_prompt_once(client, world):
+    """The others follow the first, so that one begins while another goes on."""
+    prompt = world[0].llm.tokenizer.encode(PROMPT * 6)
+    asked = {"prompt": prompt, "echo": True, "logprobs": 0, "n": 3, "max_tokens": 6}
+    found = {0: [], 1: [], 2: []}
+    for chunk in complete(client, **asked, stream=True, extra_body={"ignore_eos": True}):
+        found[chunk.choices[0].index].extend(chunk.choices[0].logprobs.tokens)
+    assert [len(tokens) for tokens in found.values()] == [len(prompt) + 6] * 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -88,10 +88,10 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
             max_queued=values["max_queued_requests"], max_body_mib=values["max_body_mib"]
         ),
     )
-    bound = bind(address)
-    llm = engine_factory(ctx)(**asked)
-    try:
-        serve_until_stopped(llm, bound, address, tell=lambda text: click.echo(text, err=True))
-    finally:
-        llm.close()
+    with bind(address) as bound:
+        llm = engine_factory(ctx)(**asked)
+        try:
+            serve_until_stopped(llm, bound, address, tell=lambda text: click.echo(text, err=True))
+        finally:
+            llm.close()
     click.echo("stopped", err=True)

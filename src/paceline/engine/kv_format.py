@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from paceline.core.errors import WeightsError, message
 from paceline.core.events import Event, Notify
 from paceline.core.options import FP8
 from paceline.kvcache.pool import KVFormat, Scales, torch_kv_dtype
@@ -12,7 +13,7 @@ def kv_format(name: str, weights: Path | None, *, num_layers: int, notify: Notif
     """The format `name` (a value of kv_cache_dtype) for a checkpoint in folder `weights`.
 
     weights: None where none are read.  Says which scales were found, or are not used, by an event.
-    Raises WeightsError for a broken scale of a cache that would use it.
+    Raises WeightsError for a broken scale, or one of no layer, of a cache that would use it.
     """
     dtype = torch_kv_dtype(name)
     if name != FP8:
@@ -20,6 +21,16 @@ def kv_format(name: str, weights: Path | None, *, num_layers: int, notify: Notif
             notify(Event("kv_scales_unused", f"those of the checkpoint; the cache is {name}"))
         return KVFormat(dtype=dtype)
     found = {} if weights is None else read_kv_scales(weights)
+    strangers = sorted({at.layer for at in found if at.layer >= num_layers})
+    if strangers:
+        raise WeightsError(
+            message(
+                "scales of the KV cache",
+                expected=f"those of layers 0 to {num_layers - 1}",
+                got=f"layers {strangers}",
+                remedy="check that config.json and the weights belong together",
+            )
+        )
     scales = {
         layer: Scales(*(found.get(ScaleName(layer, side), 1.0) for side in "kv"))
         for layer in range(num_layers)

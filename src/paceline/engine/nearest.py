@@ -97,6 +97,7 @@ def knobs(
             values=range((options.max_model_len or 0) - 1, SHORTEST_LEN - 1, -1)
             if asked.get("max_model_len") is not None
             else (),
+            bounds=("cuda_graph_max_tokens",),
         ),
         Knob(option="kv_cache_dtype", values=(FP8,) if options.kv_cache_dtype != FP8 else ()),
         Knob(

@@ -106,8 +106,7 @@ def flag_words(asked: Asked) -> list[str]:
         elif isinstance(value, (tuple, list)):
             words += [word for item in value for word in (spec.flags[0], str(item))]
         else:
-            each = value if isinstance(value, list | tuple) else [value]
-            words += [word for one in each for word in (spec.flags[0], str(one))]
+            words += [spec.flags[0], str(value)]
     return words
 
 

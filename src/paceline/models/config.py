@@ -160,6 +160,8 @@ def _prenorm(
 ) -> dict[str, Any]:
     """Fields that Llama, Mistral, Phi and Qwen spell alike."""
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if heads > hidden:
+        fields.fail("num_attention_heads", f"at most hidden_size {hidden}", heads)
     dim = fields.integer("head_dim", head_dim or hidden // heads)
     rope, rotary_dim = (
         read_phi3_rope(fields, head_dim=dim) if partial_rope else (read_rope(fields), dim)

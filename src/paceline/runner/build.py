@@ -102,23 +102,11 @@ def build_runner(
         v_head_dim=config.v_head_dim,
         page_size=groups[0].page_size,
     )
-    specs = attention_specs(config, tuple(groups))
-    caches = [pools[spec.group].layer(spec.layer_id) for spec in specs]
     parts = Parts(
         model=model,
         backend=backend,
         backend_buffers=backend.make_buffers(backend_limits),
-        layers=tuple(
-            LayerCache(
-                spec=spec,
-                k_cache=pages.k,
-                v_cache=pages.v,
-                k_scale=pages.k_scale,
-                v_scale=pages.v_scale,
-                sinks=layer_sinks,
-            )
-            for spec, pages, layer_sinks in zip(specs, caches, model.attention_sinks(), strict=True)
-        ),
+        layers=_layer_caches(model, config, groups, pools),
         page_sizes=tuple(group.page_size for group in groups),
         table=table,
         buffers=buffers,
@@ -146,6 +134,25 @@ def build_runner(
         ),
         guard=Guard(owners, kv_len_bound=kv_len_bound),
         notify=notify,
+    )
+
+
+def _layer_caches(
+    model: CausalLM, config: ModelConfig, groups: Sequence[CacheGroupSpec], pools: Sequence[KVPool]
+) -> tuple[LayerCache, ...]:
+    """[num_layers] each layer's pages of its group's pool, with what the model adds to them."""
+    specs = attention_specs(config, tuple(groups))
+    caches = [pools[spec.group].layer(spec.layer_id) for spec in specs]
+    return tuple(
+        LayerCache(
+            spec=spec,
+            k_cache=pages.k,
+            v_cache=pages.v,
+            k_scale=pages.k_scale,
+            v_scale=pages.v_scale,
+            sinks=sinks,
+        )
+        for spec, pages, sinks in zip(specs, caches, model.attention_sinks(), strict=True)
     )
 
 

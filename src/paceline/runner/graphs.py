@@ -94,7 +94,7 @@ class CudaGraphFactory:
 
         Not the difference of what the allocator holds: a capture gives other memory back.
         """
-        segments = torch.cuda.memory_snapshot()
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == self._pool)
 
 

@@ -1,12 +1,13 @@
 """Log-probabilities in the two formats of the OpenAI API."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.core.step import RowLogprobs
 from paceline.server.token_names import TokenNames
 
 UNLIKELY = -9999.0  # the OpenAI API's stand-in for minus infinity, which JSON lacks
+_CHARACTER_TOKENS = 4  # a UTF-8 character has at most four bytes, so at most four tokens
 
 
 def completion_logprobs(
@@ -21,10 +22,6 @@ def completion_logprobs(
     offset: characters of the choice's text before the first of these tokens.
     """
     tokens = [names.name(token) for token in token_ids]
-    offsets = []
-    for token in token_ids:
-        offsets.append(offset)
-        offset += len(names.text(token))
     return {
         "tokens": tokens,
         "token_logprobs": [None if row is None else _finite(row.chosen) for row in rows],
@@ -32,8 +29,20 @@ def completion_logprobs(
             None if row is None else {token: _finite(row.chosen)} | _best(names, row)
             for token, row in zip(tokens, rows, strict=True)
         ],
-        "text_offset": offsets,
+        "text_offset": list(_offsets(names, token_ids, offset)),
     }
+
+
+def _offsets(names: TokenNames, token_ids: Sequence[int], offset: int) -> Iterator[int]:
+    """Where each token's text begins; the tokens of one character share its place."""
+    begun: list[int] = []  # tokens of a character that is not whole
+    for token in token_ids:
+        yield offset
+        begun.append(token)
+        text = names.text(*begun)
+        offset += len(text)
+        if text or len(begun) == _CHARACTER_TOKENS:
+            begun.clear()
 
 
 def chat_logprobs(

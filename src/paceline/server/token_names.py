@@ -14,9 +14,9 @@ class TokenNames:
         self._before = tokenizer.encode("a", add_special_tokens=False) if tokenizer else []
         self._text_before = self._decode(self._before)
 
-    def text(self, token_id: int) -> str:
-        """Empty for a token that is no whole characters."""
-        text = self._decode([*self._before, token_id]).removeprefix(self._text_before)
+    def text(self, *token_ids: int) -> str:
+        """What they are together; empty when that is no whole characters."""
+        text = self._decode([*self._before, *token_ids]).removeprefix(self._text_before)
         return "" if _REPLACEMENT in text else text
 
     def name(self, token_id: int) -> str:

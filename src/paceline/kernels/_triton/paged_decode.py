@@ -237,15 +237,15 @@ class DecodeConfig(TileConfig):
 
 
 def decode_config(
-    group: int, head_dim: int, v_head_dim: int, *, dtype: torch.dtype
+    group: int, head_dim: int, v_head_dim: int, *, kv_dtype: torch.dtype
 ) -> DecodeConfig:
-    """Static tile table of paged_decode: memory-bound, so small tiles, three in flight, and many
+    """Static tile table of paged_decode: memory-bound, so small tiles, two in flight, and many
     programs of two warps."""
     return DecodeConfig(
         block_rows=16 if group <= 16 else 32,
-        block_keys=max(16, keys_per_stage(head_dim, v_head_dim, dtype.itemsize) // 2),
+        block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2),
         num_warps=2,
-        num_stages=4,
+        num_stages=3,
         min_tiles=2,
     )
 
@@ -277,7 +277,7 @@ def launch_paged_decode(
     _, page_size, kv_heads, v_head_dim = v_cache.shape
     group = heads // kv_heads
     if config is None:
-        config = decode_config(group, head_dim, v_head_dim, dtype=q.dtype)
+        config = decode_config(group, head_dim, v_head_dim, kv_dtype=k_cache.dtype)
     head_tiles = triton.cdiv(group, config.block_rows)
     merge_rows = min(config.block_rows, triton.next_power_of_2(group))
     _decode_kernel[(kv_heads * head_tiles, splits, num_reqs)](

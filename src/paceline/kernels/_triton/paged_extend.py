@@ -6,8 +6,6 @@ Tile 0 sees keys [0, 14): [0, 8) lies before position 11 for every row and takes
 is masked row by row.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -356,17 +354,9 @@ def _extend_kernel(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExtendConfig(TileConfig):
-    """The tiles of paged_extend."""
-
-    one_loop: bool  # mask every tile: one pipeline to fill instead of two
-    max_registers: int | None  # of a thread; fewer let more programs share a multiprocessor
-
-
 def extend_config(
     max_rows: int, head_dim: int, v_head_dim: int, *, dtype: torch.dtype, shared_bytes: int
-) -> ExtendConfig:
+) -> TileConfig:
     """Static tile table of paged_extend; `max_rows` is max_extend_len * group."""
     widest = max(block_dim(head_dim), block_dim(v_head_dim))
     if dtype == torch.float32:
@@ -374,13 +364,11 @@ def extend_config(
     else:
         largest = 128 if widest <= 128 else 64
     block_rows = max(16, min(largest, triton.next_power_of_2(max_rows)))
-    return ExtendConfig(
+    return TileConfig(
         block_rows=block_rows,
         block_keys=min(64, keys_per_stage(head_dim, v_head_dim, dtype.itemsize)),
         num_warps=8 if block_rows * widest >= 16384 else 4,
         num_stages=3 if shared_bytes >= 163840 else 2,
-        one_loop=False,
-        max_registers=None,
     )
 
 
@@ -409,7 +397,7 @@ def launch_paged_extend(
     partial_out: Tensor | None,
     partial_lse: Tensor | None,
     finished: Tensor | None,
-    config: ExtendConfig | None = None,
+    config: TileConfig | None = None,
 ) -> None:
     """One program per tile of rows, KV head and request; `config` overrides the tile table."""
     require_runnable("paged_extend", q, _extend_kernel)
@@ -463,12 +451,11 @@ def launch_paged_extend(
         BLOCK_ROWS=config.block_rows,
         BLOCK_KEYS=config.block_keys,
         SAME_STRIDES=k_cache.stride()[:2] == v_cache.stride()[:2],
-        ONE_LOOP=config.one_loop or window is not None or splits > 1,
+        ONE_LOOP=window is not None or splits > 1,
         IS_SPLIT=splits > 1,
         MERGE_SPLITS=splits_per_load(config.block_rows, block_dim(v_head_dim)),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_extend_kernel),
         **overlap_options(q.device, _extend_kernel),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        maxnreg=config.max_registers,
     )

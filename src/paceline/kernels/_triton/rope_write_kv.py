@@ -301,7 +301,8 @@ def launch_rope_write_kv(
         BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)),
         BLOCK_DIM_V=triton.next_power_of_2(dim_v),
         UNIT_OFFSET=unit_offset,
-        num_warps=num_warps or _num_warps(block_heads * dim, quantised=k_scale is not None),
+        num_warps=num_warps
+        or _num_warps(block_heads * triton.next_power_of_2(dim), quantised=k_scale is not None),
         **overlap_options(q.device, _rope_write_kv_kernel),
     )
 
