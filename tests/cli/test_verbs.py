@@ -272,7 +272,7 @@ def test_first_token_time_counts_from_process_start():
 
     code = (
         "import time; time.sleep(0.5);"
-        "from paceline.engine.bench_latency import seconds_since_process_start as s; print(s())"
+        "from paceline.engine.machine import seconds_since_process_start as s; print(s())"
     )
     began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,7 +15,6 @@ from llm_cases import (
     Checkpoint,
     Tokens,
     assert_idle,
-    make_checkpoint,
     make_llm,
     shared_prompts,
     text_of,
@@ -35,11 +34,6 @@ from paceline.engine.boot import Knobs
 from paceline.engine.llm import LLM
 
 GOOD = [10, 11, 12]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:
-    return make_checkpoint("llama-gqa2-untied", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

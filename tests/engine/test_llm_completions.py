@@ -25,11 +25,6 @@ from paceline.layers.sampling import child_seed
 SAMPLED = SamplingParams(seed=3, max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:
-    return make_checkpoint("llama-gqa2-untied", tmp_path_factory.mktemp("llama"))
-
-
 def chunk_tokens(steps: list[Step]) -> int:
     """Tokens that were computed several to a row: parts of prompts."""
     return sum(sum(n for n in step.layout.extend_lens if n > 1) for step in steps)

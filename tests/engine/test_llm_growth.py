@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from llm_cases import Checkpoint, assert_idle, make_checkpoint, make_llm, random_prompts
+from llm_cases import Checkpoint, assert_idle, make_llm, random_prompts
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
@@ -11,11 +11,6 @@ from paceline.engine.outputs import RequestGrowth, joined
 from paceline.engine.tracker import Tracker
 
 SAMPLED = SamplingParams(seed=3, n=3, max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:
-    return make_checkpoint("llama-gqa2-untied", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from llm_cases import (
     Tokens,
     assert_grows,
     assert_idle,
-    make_checkpoint,
     make_llm,
     random_prompts,
     shared_prompts,
@@ -24,11 +23,6 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.boot import Knobs
 from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:
-    return make_checkpoint("llama-gqa2-untied", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,6 @@ from paceline.engine.boot import Knobs
 POISON = 40  # its embedding is NaN in poisoned checkpoints; no shared prompt leads to it
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:
-    return make_checkpoint("llama-gqa2-untied", tmp_path_factory.mktemp("llama"))
-
-
 def poison(token: int):
     """Weights whose embedding of one token is NaN."""
 

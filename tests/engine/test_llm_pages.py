@@ -9,7 +9,6 @@ from llm_cases import (
     Tokens,
     assert_grows,
     assert_idle,
-    make_checkpoint,
     make_head64_checkpoint,
     make_llm,
     random_prompts,
@@ -24,11 +23,6 @@ from paceline.engine.boot import Knobs
 from paceline.engine.outputs import RequestOutput
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.staging import StagingSlot
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:
-    return make_checkpoint("llama-gqa2-untied", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

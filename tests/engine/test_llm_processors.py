@@ -18,7 +18,6 @@ from llm_cases import (
     Checkpoint,
     assert_idle,
     llm_of,
-    make_checkpoint,
     make_llm,
     random_prompts,
     recorded_steps,
@@ -102,11 +101,6 @@ class Wide(Shift):
 
     def pack(self, row):
         return {"token": [0], "by": []}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:
-    return make_checkpoint("llama-gqa2-untied", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

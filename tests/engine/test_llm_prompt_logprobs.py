@@ -32,11 +32,6 @@ SCORED = replace(GREEDY, max_tokens=3, prompt_logprobs=5)
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:
-    return make_checkpoint("llama-gqa2-untied", tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
 def gemma(tmp_path_factory) -> Checkpoint:
     """Two cache groups, tied embeddings, and logits with a soft cap."""
     case = "gemma2-soft-caps-alternating-windows"

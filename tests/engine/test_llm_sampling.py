@@ -12,7 +12,6 @@ from llm_cases import (
     Tokens,
     assert_idle,
     llm_of,
-    make_checkpoint,
     make_llm,
     random_prompts,
     shared_prompts,
@@ -38,11 +37,6 @@ SEEDED = [
     replace(GREEDY, logprobs=3),
     SamplingParams(temperature=2.0, seed=-6, max_tokens=40, min_tokens=40),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Checkpoint:
-    return make_checkpoint("llama-gqa2-untied", tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

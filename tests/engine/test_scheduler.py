@@ -18,7 +18,8 @@ from paceline.core.step import (
     StepOutputs,
 )
 from paceline.engine.request import FinishReason, Request, RequestState
-from paceline.engine.scheduler import RequestUpdate, Scheduler, SchedulerConfig
+from paceline.engine.scheduler import RequestUpdate, Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import StepPlan
 from paceline.kvcache.manager import CacheManager
 

@@ -22,7 +22,8 @@ from paceline.core.errors import CapacityError
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta
 from paceline.engine.request import FinishReason, Request, RequestState
-from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.kvcache.manager import CacheManager
 
 CONTEXT_LEN = 48
@@ -243,7 +244,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.device.retire(step.epoch)
 
     def run_to_the_end(self):
-        for _ in range(5000):
+        for _ in range(500 + 100 * len(self.live())):
             if not self.scheduler.has_work:
                 break
             self.turn()
@@ -282,7 +283,7 @@ def test_every_request_says_what_the_model_says_alone_whatever_happens():
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=280,
+            max_examples=140,
             stateful_step_count=100,
             deadline=None,
             derandomize=True,

@@ -25,11 +25,11 @@ class BatchSpec:
 class Shape:
     """One layer's shape and options."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    page_size: int
+    num_heads: int = 2
+    num_kv_heads: int = 1
+    head_dim: int = 64
+    v_head_dim: int = 64
+    page_size: int = 16
     window: int | None = None
     soft_cap: float | None = None
     dtype: torch.dtype = torch.float32

@@ -1,7 +1,7 @@
 """Launches of the attention kernels on paged cases, and their comparison with the definition."""
 
 import torch
-from paged_cases import PagedCase, first_key_dropped, reference, worst_error
+from paged_cases import BatchSpec, PagedCase, first_key_dropped, reference, worst_error
 from torch import Tensor
 
 from paceline.kernels.paged_attention import (
@@ -12,6 +12,8 @@ from paceline.kernels.paged_attention import (
 )
 
 CPU = torch.device("cpu")
+DECODE = BatchSpec(prefix_lens=(96, 0, 42), extend_lens=(1, 1, 1))
+RAGGED = BatchSpec(prefix_lens=(45, 0, 17), extend_lens=(3, 21, 1))
 
 
 def workspace_of(case: PagedCase, max_reqs: int) -> SplitWorkspace:

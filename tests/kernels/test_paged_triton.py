@@ -7,13 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_cases import (
-    BatchSpec,
-    PagedCase,
-    Shape,
-    make_case,
-)
-from paged_runs import CPU, assert_matches, run_decode, run_extend
+from paged_cases import BatchSpec, PagedCase, Shape, make_case
+from paged_runs import CPU, DECODE, RAGGED, assert_matches, run_decode, run_extend
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
@@ -24,50 +19,18 @@ from paceline.kernels.paged_attention import (
     split_workspace,
 )
 
-# name: heads, kv_heads, head_dim, v_head_dim, page_size, window, soft_cap, dtype
 SHAPES = {
-    "mha-64-page1": Shape(num_heads=2, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=1),
-    "gqa2-80-96-page16": Shape(
-        num_heads=4, num_kv_heads=2, head_dim=80, v_head_dim=96, page_size=16
-    ),
-    "gqa4-128-bf16": Shape(
-        num_heads=4,
-        num_kv_heads=1,
-        head_dim=128,
-        v_head_dim=128,
-        page_size=16,
-        dtype=torch.bfloat16,
-    ),
-    "gqa7-64-fp16": Shape(
-        num_heads=7, num_kv_heads=1, head_dim=64, v_head_dim=64, page_size=16, dtype=torch.float16
-    ),
-    "gqa8-96-64-page64": Shape(
-        num_heads=8, num_kv_heads=1, head_dim=96, v_head_dim=64, page_size=64, window=70
-    ),
-    "mqa20-64": Shape(
-        num_heads=20, num_kv_heads=1, head_dim=64, v_head_dim=64, page_size=16, window=1
-    ),
-    "256-capped": Shape(
-        num_heads=1, num_kv_heads=1, head_dim=256, v_head_dim=256, page_size=16, soft_cap=2.0
-    ),
-    "window-below-page": Shape(
-        num_heads=2, num_kv_heads=1, head_dim=64, v_head_dim=64, page_size=16, window=9
-    ),
-    "window-at-page": Shape(
-        num_heads=2, num_kv_heads=1, head_dim=64, v_head_dim=64, page_size=16, window=16
-    ),
-    "window-above-page-capped": Shape(
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=64,
-        v_head_dim=64,
-        page_size=16,
-        window=37,
-        soft_cap=5.0,
-    ),
+    "mha-64-page1": Shape(num_kv_heads=2, page_size=1),
+    "gqa2-80-96-page16": Shape(num_heads=4, num_kv_heads=2, head_dim=80, v_head_dim=96),
+    "gqa4-128-bf16": Shape(num_heads=4, head_dim=128, v_head_dim=128, dtype=torch.bfloat16),
+    "gqa7-64-fp16": Shape(num_heads=7, dtype=torch.float16),
+    "gqa8-96-64-page64": Shape(num_heads=8, head_dim=96, page_size=64, window=70),
+    "mqa20-64": Shape(num_heads=20, window=1),
+    "256-capped": Shape(num_heads=1, head_dim=256, v_head_dim=256, soft_cap=2.0),
+    "window-below-page": Shape(window=9),
+    "window-at-page": Shape(window=16),
+    "window-above-page-capped": Shape(window=37, soft_cap=5.0),
 }
-DECODE = BatchSpec(prefix_lens=(96, 0, 42), extend_lens=(1, 1, 1))
-RAGGED = BatchSpec(prefix_lens=(45, 0, 17), extend_lens=(3, 21, 1))
 
 
 @pytest.mark.parametrize("name", SHAPES)

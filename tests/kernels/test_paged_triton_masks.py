@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from paged_cases import BatchSpec, PagedCase, Shape, make_case, reference, worst_error
-from paged_runs import CPU, assert_matches, run_decode, run_extend, workspace_of
+from paged_runs import CPU, DECODE, RAGGED, assert_matches, run_decode, run_extend, workspace_of
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
@@ -15,37 +15,14 @@ from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import decode_splits
 from paceline.kernels.paged_attention.splits import extend_splits
 
-MHA = Shape(num_heads=2, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=1)
-DECODE = BatchSpec(prefix_lens=(96, 0, 42), extend_lens=(1, 1, 1))
-RAGGED = BatchSpec(prefix_lens=(45, 0, 17), extend_lens=(3, 21, 1))
+MHA = Shape(num_kv_heads=2, page_size=1)
 FP8 = torch.float8_e4m3fn
 FEATURES = {
-    "sinks": Shape(
-        num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=16, sinks=True
-    ),
-    "sinks-window-capped": Shape(
-        num_heads=5,
-        num_kv_heads=1,
-        head_dim=64,
-        v_head_dim=64,
-        page_size=5,
-        window=20,
-        soft_cap=3.0,
-        sinks=True,
-    ),
-    "fp8": Shape(
-        num_heads=2, num_kv_heads=1, head_dim=64, v_head_dim=80, page_size=16, kv_dtype=FP8
-    ),
+    "sinks": Shape(num_heads=4, num_kv_heads=2, sinks=True),
+    "sinks-window-capped": Shape(num_heads=5, page_size=5, window=20, soft_cap=3.0, sinks=True),
+    "fp8": Shape(v_head_dim=80, kv_dtype=FP8),
     "fp8-bf16-capped-sinks": Shape(
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        v_head_dim=64,
-        page_size=16,
-        soft_cap=3.0,
-        sinks=True,
-        dtype=torch.bfloat16,
-        kv_dtype=FP8,
+        num_heads=4, num_kv_heads=2, soft_cap=3.0, sinks=True, dtype=torch.bfloat16, kv_dtype=FP8
     ),
 }
 
@@ -86,9 +63,7 @@ TREES = BatchSpec(prefix_lens=(45, 0, 17), extend_lens=(6, 21, 1))
 def test_tree_and_full_masks_match_reference_and_no_other_mask(
     mask: MaskKind, window: int | None, prefix_only: bool
 ) -> None:
-    shape = Shape(
-        num_heads=3, num_kv_heads=1, head_dim=64, v_head_dim=64, page_size=16, window=window
-    )
+    shape = Shape(num_heads=3, window=window)
     case = make_case(TREES, shape, seed=25, mask=mask)
     out, lse = run_extend(case, prefix_only=prefix_only)
     assert worst_error(case, out, prefix_only=prefix_only) <= 1.0

@@ -54,13 +54,35 @@ def test_operands_on_a_cpu_take_another_way() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda x, w, b: (x[:, :100], w[:, :100], b), r"x.*multiple of 128"),
-        (lambda x, w, b: (x.new_zeros(65, 256), w, b), r"x.*1\.\.64"),
-        (lambda x, w, b: (x, w.float(), b), "weight.*bfloat16"),
-        (lambda x, w, b: (x, w, b[:3]), "bias"),
+        (lambda x, w, b: (x[:, :100], w[:, :100], b), r"x must be contiguous rows.* of 128"),
+        (lambda x, w, b: (x.new_zeros(65, 256), w, b), r"x must be .*\[1\.\.64, inner\], got"),
+        (lambda x, w, b: (x.float(), w, b), r"x must be bfloat16 or float16.*kernels\.linear"),
+        (lambda x, w, b: (x, w.float(), b), r"weight must be torch\.bfloat16 \[out, 256\]"),
+        (lambda x, w, b: (x, w, b[:3]), r"bias must be torch\.bfloat16 \[64\]"),
     ],
 )
 def test_operands_that_do_not_fit_are_named(change, text: str) -> None:
     x, weight, bias = change(*operands(2, 64, 256, dtype=torch.bfloat16))
     with pytest.raises(KernelArgumentError, match=text):
         skinny_linear(x, weight, bias)
+
+
+def test_an_activation_needs_a_known_name_and_two_rows_a_feature() -> None:
+    x, weight, bias = operands(2, 65, 256, dtype=torch.bfloat16)
+    with pytest.raises(KernelArgumentError, match="activation must be one of gelu_tanh, silu"):
+        skinny_linear(x, weight, bias, activation="relu")
+    with pytest.raises(KernelArgumentError, match=r"weight must be .*\[2 \* out, 256\]"):
+        skinny_linear(x, weight, bias, activation="silu")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda c: c[:1], lambda c: c.long(), lambda c: c.repeat(2)[::2]]
+)
+def test_counters_of_another_layer_are_refused(change) -> None:
+    """Fewer than tiles, and the parts would be counted in somebody else's memory."""
+    x, weight, bias = operands(2, 128, 512, dtype=torch.bfloat16)
+    counters = change(arrival_counters(128, device=x.device))
+    with pytest.raises(
+        KernelArgumentError, match=r"counters must be .*int32 with at least 2 .*got"
+    ):
+        skinny_linear(x, weight, bias, counters=counters)

@@ -2,14 +2,16 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
-from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts
+import torch
+from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprobs
 
 from paceline.core.errors import GraphGuardError
 from paceline.core.modes import ForwardMode
 from paceline.runner.buffers import PaddedSize
-from paceline.runner.model_runner import GraphSizes
+from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.streams import DeferredStream
 
 MAX_TOKENS = 64
@@ -19,6 +21,7 @@ def test_token_sizes_grow_by_at_most_half() -> None:
     sizes = GraphSizes.up_to(8, max_tokens=100).tokens
     assert sizes == (16, 24, 32, 48, 64, 96, 100)
     assert GraphSizes.up_to(8).tokens == ()
+    assert GraphSizes.up_to(8, max_tokens=9).tokens == (9,)  # what was asked for is a size
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,8 @@ def test_token_sizes_grow_by_at_most_half() -> None:
         (3, 40, (4, 48)),
         (4, 40, (8, 48)),
         (8, 64, (8, 64)),
-        (8, 63, None),  # no row for the rest
+        (8, 63, (9, 64)),  # its row comes on top of the largest size
+        (9, 63, None),
         (2, 65, None),
     ],
 )
@@ -115,6 +119,53 @@ def test_a_step_beyond_the_largest_graph_is_eager(tiny: TinyModel, counts: Count
     assert counts["replay"] == 0
 
 
+@pytest.mark.parametrize("capture", [True, False], ids=["recorded", "eager"])
+@pytest.mark.parametrize(("rows", "padded"), [(1, 16), (3, 32)])
+def test_a_full_batch_is_padded_like_any_other(
+    tiny: TinyModel, counts: Counter[str], rows: int, padded: int, capture: bool
+) -> None:
+    """As many requests as may run, and a row more for the tokens left over."""
+    driver = Driver(
+        tiny,
+        max_running=rows,
+        graph_max_reqs=rows if capture else None,
+        graph_max_tokens=MAX_TOKENS,
+    )
+    for seed in range(3):
+        prompts = dict(enumerate(random_prompts((9,) * rows, seed=seed), start=1))
+        driver.prefill(prompts)
+        assert driver.parts.buffers._filled[1] == PaddedSize.ragged(rows + 1, padded)
+        driver.decode(list(prompts))
+        for row, prompt in prompts.items():
+            assert driver.tokens[row] == tiny.greedy(prompt, 2)
+    assert counts["replay"] == (3 + 2 if capture else 0)
+
+
+@pytest.mark.parametrize("capture", [True, False], ids=["recorded", "eager"])
+def test_padding_moves_no_log_probability(tiny: TinyModel, capture: bool) -> None:
+    """Of sampled tokens too, beside rows without tokens and the row of what is left over."""
+    seen = []
+    params = replace(with_logprobs(3), temperature=0.9, top_p=0.8, repetition_penalty=1.3)
+    for graph_max_tokens in (0, MAX_TOKENS):
+        driver = Driver(
+            tiny, graph_max_reqs=8 if capture else None, graph_max_tokens=graph_max_tokens
+        )
+        for seed in range(3):
+            prompts = dict(enumerate(random_prompts((7, 1, 12), seed=seed), start=1))
+            for row, prompt in prompts.items():
+                driver.join(row, prompt, replace(params, seed=row))
+            lengths = {row: len(prompt) for row, prompt in prompts.items()}
+            outputs = driver.collect(driver.launch_prefill(lengths))
+            assert outputs.logprobs is not None
+            seen.append([(row.chosen, *row.top_values[:3]) for row in outputs.logprobs])
+            seen.append([driver.tokens[row] for row in prompts])
+    exact, padded = seen[:6], seen[6:]
+    assert exact[1::2] == padded[1::2]
+    torch.testing.assert_close(
+        torch.tensor(exact[::2]), torch.tensor(padded[::2]), rtol=0, atol=1e-5
+    )
+
+
 def test_no_graph_is_larger_than_a_row_can_be_long(tiny: TinyModel) -> None:
     driver = Driver(tiny, graph_max_tokens=10**6)
     assert driver.runner._sizes.tokens[-1] == CONTEXT
@@ -126,6 +177,17 @@ def test_the_guard_refuses_more_tokens_than_the_graph_holds(tiny: TinyModel) -> 
     step = driver.make_step({1: 70}, mode=ForwardMode.EXTEND)
     key = next(k for k in driver.runner._graphs.graphs if k.extend_len is None)  # type: ignore[union-attr]
     with pytest.raises(GraphGuardError, match="tokens must be at most 64, got 70"):
+        driver.runner._guard.check(key, step)
+
+
+def test_the_guard_keeps_a_row_for_the_tokens_that_are_left_over(tiny: TinyModel) -> None:
+    driver = Driver(tiny, graph_max_tokens=MAX_TOKENS)
+    key = next(k for k in driver.runner._graphs.graphs if k.extend_len is None)  # type: ignore[union-attr]
+    for row, tokens in ((1, MAX_TOKENS), (2, MAX_TOKENS - 1)):
+        driver.join(row, random_prompts((tokens,))[0])
+    driver.runner._guard.check(key, driver.make_step({1: MAX_TOKENS}, mode=ForwardMode.EXTEND))
+    step = driver.make_step({2: MAX_TOKENS - 1}, mode=ForwardMode.EXTEND)
+    with pytest.raises(GraphGuardError, match="requests must be at most 0, got 1; pad the step"):
         driver.runner._guard.check(key, step)
 
 

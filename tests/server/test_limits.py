@@ -56,7 +56,7 @@ def test_a_body_beyond_the_limit_is_answered_with_413(client, is_declared):
 def test_a_full_queue_is_answered_with_503_until_there_is_room(client, server, monkeypatch):
     step = server.llm.engine.step
     monkeypatch.setattr(server.llm.engine, "step", lambda: time.sleep(0.02) or step())
-    filling = LONG | {"n": RUNNING + 3, "stream": True, "seed": 1}
+    filling = LONG | {"n": RUNNING + 3, "stream": True, "seed": 1, "max_tokens": 100}
     with client.stream("POST", "/v1/completions", json=filling) as stream:
         lines = stream.iter_lines()
         next(lines)

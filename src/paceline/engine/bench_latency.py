@@ -17,13 +17,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, IntegrityError, PacelineError, message
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.arguments import add_engine_arguments, add_flag, asked_arguments
-from paceline.engine.machine import kernel_cache
+from paceline.engine.machine import cache_state, kernel_cache, seconds_since_process_start
 
 REPEATS = 3
 CHECK_TOKENS = 16  # output tokens of the check
@@ -199,28 +198,6 @@ def random_prompts(
     """`batch_size` prompts of exactly `input_len` uniform random ids, the same for a seed."""
     source = random.Random(seed)
     return [[source.randrange(vocab_size) for _ in range(input_len)] for _ in range(batch_size)]
-
-
-def cache_state(device_type: str, entries_before: object) -> str:
-    """ "cold": this run compiled kernels; "warm": all came from the folder; "none": no compiler.
-
-    Told by whether the kernel cache folder gained entries since `entries_before` were counted.
-    """
-    if device_type == "cpu":
-        return "none"
-    return "warm" if kernel_cache()["entries"] == entries_before else "cold"
-
-
-def seconds_since_process_start() -> float | None:
-    """Wall seconds since the kernel started this process; None where /proc does not say."""
-    stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
-    if not (stat.is_file() and uptime.is_file()):
-        return None
-    import os
-
-    # Field 22 counts from 1; the command name before it may hold spaces and ends with ')'.
-    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
-    return float(uptime.read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def table(document: Mapping[str, Any]) -> str:

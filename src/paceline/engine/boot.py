@@ -22,12 +22,14 @@ from paceline.engine.loop import overlapped_turn, twin_turn
 from paceline.engine.processors import Processors, load_processors
 from paceline.engine.resolution import Resolution
 from paceline.engine.resolve import resolve
-from paceline.engine.scheduler import Scheduler, SchedulerConfig
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.target import find_target
 from paceline.engine.tokenizer import Tokenizer
 from paceline.kvcache.manager import CacheManager
 from paceline.models.causal_lm import CausalLM
 from paceline.models.loader import load_model
+from paceline.models.locate import ModelSource
 from paceline.runner.build import RunnerConfig, build_runner
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT
@@ -65,62 +67,47 @@ class Knobs:
     num_pages: tuple[int, ...] | None = None  # [num_groups]; None takes the budget's
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decided:
+    """Everything that is known before a weight is read."""
+
+    source: ModelSource
+    config: ModelConfig
+    device: DeviceFacts
+    resolution: Resolution
+    fit: Fit
+    processors: Processors
+    attention: Choice
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device.device_type)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, known(self.resolution.options.dtype))
+        return dtype
+
+
 def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     """Locate, plan, load, allocate, capture.  Raises ConfigError, ModelError."""
     began = time.perf_counter()
     knobs = knobs or Knobs()
-    given = engine_options(asked)
-    target = find_target(given, weights=given.load_format != "dummy")
-    source, config, facts = target.source, target.config, target.device
-    resolution, fit = resolve(asked, config=config, device=facts)
-    short = nearest_if_short(asked, fit, config=config, device=facts)
-    require_fit(fit, None if short is None else short.advice())
-    options = resolution.options
-    processors = load_processors(options.logits_processors)
-    attention = one_backend(phase_choices(config, options, facts))
-    resolution = resolution.choose("attention_backend", attention.name, attention.why)
-    _LOG.info("%s", resolution.table())
+    decided = _decide(asked)
+    options = decided.resolution.options
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-
     events = EventLog()
-    device = torch.device(facts.device_type)
-    dtype = getattr(torch, known(options.dtype))
-    model = load_model(
-        source,
-        _at_context(config, known(options.max_model_len), events),
-        parallel=Parallel(),
-        device=device,
-        dtype=dtype,
-        load_format=options.load_format,
-        max_positions=known(options.max_model_len) + STEPS_IN_FLIGHT,
-        seed=options.seed,
-    )
-    backend = load_backend(attention.name)()
-    runner = build_runner(
-        model,
-        config,
-        cache_group_specs(config, known(options.page_size)),
-        backend,
-        _runner_config(options, fit, knobs, processors),
-        stream=knobs.stream or make_stream(device),
-        device=device,
-        dtype=dtype,
-        kv=kv_format(
-            known(options.kv_cache_dtype),
-            source.folder if options.load_format != "dummy" else None,
-            num_layers=config.num_layers,
-            notify=events,
-        ),
-        notify=events,
-    )
+    model = _load(decided, events)
+    runner = _build(model, decided, knobs, events)
     runner.boot()
     measured = _measured(model, runner)
-    _LOG.info("memory, planned and measured\n%s", compare(fit, measured))
+    _LOG.info("memory, planned and measured\n%s", compare(decided.fit, measured))
     # Without tokenizer.json the model serves token ids.
-    tokenizer = None if source.tokenizer is None else Tokenizer.from_folder(source.tokenizer.parent)
+    vocabulary = decided.source.tokenizer
+    tokenizer = None if vocabulary is None else Tokenizer.from_folder(vocabulary.parent)
     engine = Engine(
-        _scheduler(config, options, fit, knobs),
+        _scheduler(decided.config, options, decided.fit, knobs),
         runner,
         tokenizer,
         turn=overlapped_turn if options.overlap else twin_turn,
@@ -129,15 +116,73 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     return Booted(
         engine=engine,
         tokenizer=tokenizer,
-        processors=processors,
+        processors=decided.processors,
+        config=decided.config,
+        device=decided.device,
+        resolution=decided.resolution,
+        fit=decided.fit,
+        measured=measured,
+        attention=decided.attention,
+        boot_s=time.perf_counter() - began,
+        events=events,
+    )
+
+
+def _decide(asked: Mapping[str, object]) -> _Decided:
+    """Every choice, and that it fits; nothing is loaded yet."""
+    given = engine_options(asked)
+    target = find_target(given, weights=given.load_format != "dummy")
+    config, facts = target.config, target.device
+    resolution, fit = resolve(asked, config=config, device=facts)
+    short = nearest_if_short(asked, fit, config=config, device=facts)
+    require_fit(fit, None if short is None else short.advice())
+    processors = load_processors(resolution.options.logits_processors)
+    attention = one_backend(phase_choices(config, resolution.options, facts))
+    resolution = resolution.choose("attention_backend", attention.name, attention.why)
+    _LOG.info("%s", resolution.table())
+    return _Decided(
+        source=target.source,
         config=config,
         device=facts,
         resolution=resolution,
         fit=fit,
-        measured=measured,
+        processors=processors,
         attention=attention,
-        boot_s=time.perf_counter() - began,
-        events=events,
+    )
+
+
+def _load(decided: _Decided, notify: Notify) -> CausalLM:
+    options = decided.resolution.options
+    return load_model(
+        decided.source,
+        _at_context(decided.config, known(options.max_model_len), notify),
+        parallel=Parallel(),
+        device=decided.torch_device,
+        dtype=decided.dtype,
+        load_format=options.load_format,
+        max_positions=known(options.max_model_len) + STEPS_IN_FLIGHT,
+        seed=options.seed,
+    )
+
+
+def _build(model: CausalLM, decided: _Decided, knobs: Knobs, notify: Notify) -> ModelRunner:
+    options, source = decided.resolution.options, decided.source
+    return build_runner(
+        model,
+        decided.config,
+        cache_group_specs(decided.config, known(options.page_size)),
+        load_backend(decided.attention.name)(),
+        _runner_config(options, decided.fit, knobs, decided.processors),
+        stream=knobs.stream or make_stream(decided.torch_device),
+        device=decided.torch_device,
+        dtype=decided.dtype,
+        kv=kv_format(
+            known(options.kv_cache_dtype),
+            source.folder if options.load_format != "dummy" else None,
+            num_layers=decided.config.num_layers,
+            notify=notify,
+        ),
+        notify=notify,
     )
 
 

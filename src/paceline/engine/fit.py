@@ -86,6 +86,62 @@ class _Demand:
         return self.context + self.weights + self.graphs + self.workspace + self.activations
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Balance:
+    """What KV needs and what is left for it, by the length of the longest request."""
+
+    config: ModelConfig
+    options: EngineOptions
+    device: DeviceFacts
+    specs: tuple[CacheGroupSpec, ...]
+
+    @property
+    def kv_element(self) -> int:
+        return KV_ELEMENT_BYTES[known(self.options.kv_cache_dtype)]
+
+    @property
+    def usable(self) -> int:
+        share = self.options.gpu_memory_utilization or 1.0
+        return min(int(self.device.total_bytes * share), self.device.free_bytes)
+
+    def demand(self, length: int) -> _Demand:
+        """Bytes of everything else."""
+        config, options, here = self.config, self.options, self.device.device_type
+        dtype = known(options.dtype)
+        element = ELEMENT_BYTES[dtype]
+        limits = StepLimits(
+            # A padded ragged step may have a row more.
+            rows=known(options.max_num_seqs) + bool(options.cuda_graph_max_tokens),
+            tokens=known(options.max_num_batched_tokens),
+            length=length + STEPS_IN_FLIGHT,
+            plug_ins=bool(options.logits_processors),
+        )
+        graphs = 0
+        if not options.enforce_eager:
+            rows = known(options.cuda_graph_max_bs)
+            graphs = graph_demand(config, options, here, rows=rows, length=length)
+        return _Demand(
+            context=CUDA_CONTEXT_BYTES if here == "cuda" else 0,
+            weights=weights_bytes(config, dtype),
+            graphs=graphs,
+            workspace=workspace_bytes(config, self.specs, element, limits, device_type=here),
+            activations=step_bytes(config, element, limits),
+        )
+
+    def least(self, length: int) -> int:
+        """KV bytes of one such request, and of what stands."""
+        standing = standing_bytes(
+            self.specs, self.kv_element, known(self.options.max_num_batched_tokens)
+        )
+        return standing + request_bytes(self.specs, length, self.kv_element)
+
+    def budget(self, length: int) -> int:
+        """Bytes KV may take; below 0 when the rest is too large already."""
+        room = self.usable - self.demand(length).total
+        limit = self.options.kv_cache_bytes
+        return room if limit is None else min(room, limit)
+
+
 def plan_memory(config: ModelConfig, options: EngineOptions, device: DeviceFacts) -> Fit:
     """The budget of `config` under resolved `options`; only `max_model_len` may still be None.
 
@@ -93,33 +149,22 @@ def plan_memory(config: ModelConfig, options: EngineOptions, device: DeviceFacts
     """
     step_tokens = known(options.max_num_batched_tokens)
     specs = cache_group_specs(config, known(options.page_size))
-    element = KV_ELEMENT_BYTES[known(options.kv_cache_dtype)]
+    balance = _Balance(config=config, options=options, device=device, specs=specs)
     wanted_len = options.max_model_len or config.max_position
-    share = options.gpu_memory_utilization or 1.0
-    usable = min(int(device.total_bytes * share), device.free_bytes)
-    standing = standing_bytes(specs, element, step_tokens)
-
-    def least(length: int) -> int:
-        return standing + request_bytes(specs, length, element)
-
-    def budget(length: int) -> int:
-        room = usable - _demand(config, options, device, length).total
-        return room if options.kv_cache_bytes is None else min(room, options.kv_cache_bytes)
-
-    longest = longest_request(lambda length: least(length) <= budget(length), limit=wanted_len)
+    longest = longest_request(lambda n: balance.least(n) <= balance.budget(n), limit=wanted_len)
     served = wanted_len if options.max_model_len else longest
     floor = max(served, min(wanted_len, SHORTEST_LEN))
-    demand, kv = _demand(config, options, device, floor), budget(floor)
-    room = usable - demand.total
-    short = max(0, least(floor) - kv, (options.kv_cache_bytes or 0) - room)
+    demand, kv = balance.demand(floor), balance.budget(floor)
+    room, least = balance.usable - demand.total, balance.least(floor)
+    short = max(0, least - kv, (options.kv_cache_bytes or 0) - room)
     groups: tuple[GroupBudget, ...] = ()
     if not short:
-        groups = split_kv(specs, kv, element, step_tokens=step_tokens, max_len=floor)
+        groups = split_kv(specs, kv, balance.kv_element, step_tokens=step_tokens, max_len=floor)
     taken = sum(group.bytes for group in groups) if groups else max(kv, 0)
     return Fit(
         device=device.name,
         total_bytes=device.total_bytes,
-        usable_bytes=usable,
+        usable_bytes=balance.usable,
         context_bytes=demand.context,
         weights_bytes=demand.weights,
         graphs_bytes=demand.graphs,
@@ -127,7 +172,7 @@ def plan_memory(config: ModelConfig, options: EngineOptions, device: DeviceFacts
         activations_bytes=demand.activations,
         kv_bytes=taken,
         kv_room_bytes=room,
-        kv_least_bytes=least(floor),
+        kv_least_bytes=least,
         kv_limit_bytes=options.kv_cache_bytes,
         slack_bytes=max(0, device.total_bytes - demand.total - taken),
         short_by_bytes=short,
@@ -157,33 +202,6 @@ def graph_demand(
         length=length + STEPS_IN_FLIGHT,
         device_type=device_type,
         reserve=RESERVE_FACTOR[device_type],
-    )
-
-
-def _demand(
-    config: ModelConfig, options: EngineOptions, device: DeviceFacts, length: int
-) -> _Demand:
-    """What serving requests of `length` tokens takes besides KV."""
-    here, dtype = device.device_type, known(options.dtype)
-    element = ELEMENT_BYTES[dtype]
-    limits = StepLimits(
-        rows=known(options.max_num_seqs),
-        tokens=known(options.max_num_batched_tokens),
-        length=length + STEPS_IN_FLIGHT,
-        plug_ins=bool(options.logits_processors),
-    )
-    graphs = 0
-    if not options.enforce_eager:
-        graphs = graph_demand(
-            config, options, here, rows=known(options.cuda_graph_max_bs), length=length
-        )
-    specs = cache_group_specs(config, known(options.page_size))
-    return _Demand(
-        context=CUDA_CONTEXT_BYTES if here == "cuda" else 0,
-        weights=weights_bytes(config, dtype),
-        graphs=graphs,
-        workspace=workspace_bytes(config, specs, element, limits, device_type=here),
-        activations=step_bytes(config, element, limits),
     )
 
 

@@ -104,6 +104,26 @@ def kernel_cache() -> dict[str, object]:
     return {"folder": str(folder), "exists": folder.is_dir(), "entries": entries}
 
 
+def cache_state(device_type: str, entries_before: object) -> str:
+    """ "cold": this run compiled kernels; "warm": all came from the folder; "none": no compiler.
+
+    Told by whether the kernel cache folder gained entries since `entries_before` were counted.
+    """
+    if device_type == "cpu":
+        return "none"
+    return "warm" if kernel_cache()["entries"] == entries_before else "cold"
+
+
+def seconds_since_process_start() -> float | None:
+    """Wall seconds since the kernel started this process; None where /proc does not say."""
+    stat, uptime = Path("/proc/self/stat"), Path("/proc/uptime")
+    if not (stat.is_file() and uptime.is_file()):
+        return None
+    # Field 22 counts from 1; the command name before it may hold spaces and ends with ')'.
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return float(uptime.read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 def describe() -> dict[str, object]:
     """The document of `paceline env --json`, less the backends (see `engine.explain`)."""
     cpu = cpu_facts()

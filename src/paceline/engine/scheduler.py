@@ -11,15 +11,15 @@ A request that runs out of pages waits while pages are on their way back; otherw
 request that arrived last is preempted and computed again later, from the tokens it has by then.
 """
 
-from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.core.errors import CapacityError, ConfigError, IntegrityError, message
+from paceline.core.errors import CapacityError, IntegrityError, message
 from paceline.core.step import FinishCode, JoinDelta, RowLogprobs, Step, StepOutputs
 from paceline.engine.request import FinishReason, Request, RequestState
 from paceline.engine.roster import Roster
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import PlannedRow, StepPlan, page_deltas
+from paceline.engine.steps_in_flight import StepsInFlight
 from paceline.kvcache.manager import CacheManager
 
 _FINISH_REASONS = {
@@ -27,41 +27,6 @@ _FINISH_REASONS = {
     FinishCode.LENGTH: FinishReason.LENGTH,
     FinishCode.NON_FINITE: FinishReason.ERROR,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """What the scheduler may put into one step."""
-
-    max_running: int  # requests: rows 1..max_running of the request table
-    max_batched_tokens: int  # tokens of one step, decode rows included
-    chunked_prefill_size: int  # prompt tokens of one request in one step
-    max_join_tokens: int  # known tokens of the requests that join in one step; one may exceed it
-    reserve_ahead: int = 256  # tokens a request grows by while the pool is roomy
-    admission_margin: int = 32  # tokens of room behind a prompt that admission asks for
-    mix_prefill_and_decode: bool = True  # False: steps alternate between the two
-
-    def __post_init__(self) -> None:
-        least = {
-            "max_running": 1,
-            "chunked_prefill_size": 1,
-            "max_join_tokens": 1,
-            "max_batched_tokens": max(self.max_running, 1),
-            "reserve_ahead": 0,
-            "admission_margin": 0,
-        }
-        for name, low in least.items():
-            if getattr(self, name) < low:
-                raise ConfigError(
-                    message(
-                        name,
-                        expected=f"at least {low}",
-                        got=getattr(self, name),
-                        remedy="a step must hold one token of every running request"
-                        if name == "max_batched_tokens"
-                        else "raise it",
-                    )
-                )
 
 
 class RequestUpdate(NamedTuple):
@@ -74,21 +39,14 @@ class RequestUpdate(NamedTuple):
     prompt_logprobs: tuple[RowLogprobs, ...] = ()  # of the next prompt tokens, when asked for
 
 
-class _InFlight(NamedTuple):
-    """A launched step."""
-
-    epoch: int
-    rows: tuple[PlannedRow, ...]
-
-
 class Scheduler:
-    """Owns the decisions and the steps in flight; the roster owns states and rows."""
+    """Owns the decisions; the roster owns states and rows, `StepsInFlight` what is launched."""
 
     def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
         self._config = config
         self._cache = cache
         self._roster = Roster(config.max_running)
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight = StepsInFlight()
         self._last_had_prefill = False
 
     @property
@@ -154,28 +112,16 @@ class Scheduler:
             return None
         for row in plan.rows:
             row.request.kv_bound = row.kv_len
-            row.request.in_flight += 1
-            row.request.last_epoch = epoch
-        self._in_flight.append(_InFlight(epoch, tuple(plan.rows)))
+        self._in_flight.launch(epoch, plan.rows)
         self._last_had_prefill = any(row.is_prefill for row in plan.rows)
         return plan.build(epoch)
 
     def process(self, step: Step, outputs: StepOutputs) -> list[RequestUpdate]:
         """Take in the outputs of the oldest launched step; its epoch retires."""
-        launched = self._in_flight.popleft()
-        if not launched.epoch == step.epoch == outputs.epoch:
-            raise IntegrityError(
-                message(
-                    "the epoch of processed outputs",
-                    expected=f"{launched.epoch} (the oldest step in flight)",
-                    got=f"step {step.epoch}, outputs {outputs.epoch}",
-                    remedy="process every launched step once, in order",
-                )
-            )
-        self._cache.retire(launched.epoch)
+        rows = self._in_flight.land(step, outputs)
+        self._cache.retire(outputs.epoch)
         updates: list[RequestUpdate] = []
-        for index, row in enumerate(launched.rows):
-            row.request.in_flight -= 1
+        for index, row in enumerate(rows):
             update = self._receive(row, outputs, index)
             if update is not None:
                 updates.append(update)
@@ -184,9 +130,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless rows, states, steps in flight and the cache agree."""
-        self._roster.check_integrity(
-            row.request for launched in self._in_flight for row in launched.rows
-        )
+        self._roster.check_integrity(self._in_flight.requests())
         self._cache.check_integrity()
 
     def _plan_decodes(self, plan: StepPlan) -> None:

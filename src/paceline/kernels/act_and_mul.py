@@ -17,6 +17,19 @@ from paceline.kernels.custom_op import define_op
 ACTIVATIONS = tuple(sorted(activations.ACTIVATIONS.values()))
 
 
+def check_activation(name: str, kind: str) -> None:
+    """Raise KernelArgumentError about argument `name` unless it is one of ACTIVATIONS."""
+    if kind not in ACTIVATIONS:
+        raise KernelArgumentError(
+            message(
+                name,
+                expected=f"one of {', '.join(ACTIVATIONS)}",
+                got=repr(kind),
+                remedy="map the model's hidden_act to one of them",
+            )
+        )
+
+
 def act_and_mul_reference(x: Tensor, kind: str) -> Tensor:
     """The definition.  x: [tokens, 2 * inter]; returns [tokens, inter] in x's dtype."""
     gate, up = x.float().chunk(2, dim=-1)
@@ -54,15 +67,7 @@ def act_and_mul(x: Tensor, kind: str) -> Tensor:
     Returns [tokens, inter] in x's dtype.  Mutates nothing.  Graph-safe: the grid depends on shapes
     only.  Raises KernelArgumentError.
     """
-    if kind not in ACTIVATIONS:
-        raise KernelArgumentError(
-            message(
-                "kind",
-                expected=f"one of {', '.join(ACTIVATIONS)}",
-                got=repr(kind),
-                remedy="map the model's hidden_act to one of them",
-            )
-        )
+    check_activation("kind", kind)
     if x.dim() != 2 or x.shape[1] % 2 or x.stride(1) != 1:
         reject(
             "x",

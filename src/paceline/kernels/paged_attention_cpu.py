@@ -91,21 +91,16 @@ def _implementation(
     keys, values = _KeyValues(k_cache, page_table), _KeyValues(v_cache, page_table)
     pages = _live_pages(page_table, prefixes, offsets, k_cache.shape[1])
     extends = [end - start for start, end in itertools.pairwise(offsets)]
-    # From the lowest key the step's first row can see; later rows see none before it.
-    reaches = [
-        range(
-            0 if window is None else max(0, prefix + 1 - window),
-            prefix if prefix_only else prefix + extend,
-        )
-        for prefix, extend in zip(prefixes, extends, strict=True)
-    ]
     is_fused = soft_cap is None and lse is None and sinks is None
     if k_scale is not None:
         scale *= k_scale.item()
-    for request, (prefix, extend, reach) in enumerate(zip(prefixes, extends, reaches, strict=True)):
+    for request, (prefix, extend) in enumerate(zip(prefixes, extends, strict=True)):
         if not extend:  # a padded row of a ragged step may bring no token
             continue
         rows = slice(offsets[request], offsets[request + 1])
+        # From the lowest key the step's first row can see; later rows see none before it.
+        lowest = 0 if window is None else max(0, prefix + 1 - window)
+        reach = range(lowest, prefix if prefix_only else prefix + extend)
         visible = None
         # A prompt from its start is what torch's kernel calls causal: no mask to build or read.
         sees_all_before = kind is MaskKind.CAUSAL and (window is None or window >= extend)
@@ -118,8 +113,7 @@ def _implementation(
         if is_fused:
             _fused(q[rows], k, v, visible, out[rows], scale=scale, is_causal=is_causal)
             continue
-        for first in range(rows.start, rows.stop, _EXPLICIT_ROWS):
-            block = slice(first, min(first + _EXPLICIT_ROWS, rows.stop))
+        for block in _blocks(rows, _EXPLICIT_ROWS):
             seen = None
             if visible is not None:
                 seen = visible[block.start - rows.start : block.stop - rows.start]
@@ -129,6 +123,12 @@ def _implementation(
             )
     if v_scale is not None:
         out.mul_(v_scale)
+
+
+def _blocks(rows: slice, size: int) -> list[slice]:
+    """`rows` in parts of at most `size`."""
+    firsts = range(rows.start, rows.stop, size)
+    return [slice(first, min(first + size, rows.stop)) for first in firsts]
 
 
 def _live_pages(

@@ -5,15 +5,18 @@ the weights once.  cuBLAS gets 2.5 to 3.8 TB/s of an H200's 4.2 there and adds a
 sums; these kernels get 3.0 to 4.4 (docs/decisions/020-skinny-products.md).
 """
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
-from paceline.kernels.act_and_mul import ACTIVATIONS, act_and_mul_reference
+from paceline.kernels.act_and_mul import act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.checks import require_triton
 
 MAX_TOKENS = 64
+_DTYPES = (torch.bfloat16, torch.float16)
 _MAX_INNER = 32768  # one row of one token's tile is held in registers
 _ENOUGH_TILES = 96  # programs of a product that reads the weight at full speed on 132 processors
 _MOST_SPLITS = 4
@@ -39,7 +42,7 @@ def fits_skinny(x: Tensor, weight: Tensor) -> bool:
         x.device.type == "cuda"
         and x.dim() == 2
         and 0 < x.shape[0] <= MAX_TOKENS
-        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.dtype in _DTYPES
         and x.shape[1] % _tile(x.shape[0], weight.shape[0])[1] == 0
         and x.shape[1] <= _MAX_INNER
         and x.stride(1) == 1
@@ -69,15 +72,19 @@ def skinny_linear(
     are 0 again when the kernel ends.  Returns [tokens, out].  Deterministic.  Graph-safe: the grid
     depends on shapes only.  Raises KernelArgumentError.
     """
-    _check(x, weight, bias, activation)
+    if activation is not None:
+        check_activation("activation", activation)
+    parts = 1 if activation is None else 2
+    _check(x, weight, bias, parts)
     tokens, inner = x.shape
-    out_features = weight.shape[0] // (1 if activation is None else 2)
+    out_features = weight.shape[0] // parts
     out = torch.empty((tokens, out_features), dtype=x.dtype, device=x.device)
     block_features, block_inner = _tile(tokens, weight.shape[0])
     tiles = -(-out_features // block_features)
     splits = 1
     if counters is not None and tokens > 1 and activation is None:
         splits = _splits(tiles, inner // block_inner)
+        _check_counters(counters, tiles, device=x.device)
     partial = None
     if splits > 1:
         block_tokens = max(16, 1 << (tokens - 1).bit_length())
@@ -102,21 +109,19 @@ def _splits(tiles: int, steps: int) -> int:
     return splits
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> None:
+    if x.dim() != 2 or x.dtype not in _DTYPES or not 0 < x.shape[0] <= MAX_TOKENS:
+        _reject_x(x, f"bfloat16 or float16 [1..{MAX_TOKENS}, inner]")
     rows = weight.shape[0]
     inner = _tile(x.shape[0], rows)[1]
-    if x.dim() != 2 or not 0 < x.shape[0] <= MAX_TOKENS or x.shape[1] % inner or x.stride(1) != 1:
-        reject(
-            "x",
-            expected=f"[1..{MAX_TOKENS}, inner] with inner a multiple of {inner}, contiguous",
-            got=x,
-            remedy="use kernels.linear, which takes any shape",
-        )
+    if x.shape[1] % inner or x.shape[1] > _MAX_INNER or x.stride(1) != 1:
+        _reject_x(x, f"contiguous rows of a multiple of {inner}, at most {_MAX_INNER}")
     same = weight.dim() == 2 and weight.shape[1] == x.shape[1] and weight.stride(1) == 1
-    if not same or weight.dtype != x.dtype or weight.device != x.device:
+    if not same or rows % parts or weight.dtype != x.dtype or weight.device != x.device:
+        out = "out" if parts == 1 else "2 * out"
         reject(
             "weight",
-            expected=f"{x.dtype} [out, {x.shape[1]}] on {x.device}, rows contiguous",
+            expected=f"{x.dtype} [{out}, {x.shape[1]}] on {x.device}, rows contiguous",
             got=weight,
             remedy="load the weight in the activations' dtype",
         )
@@ -127,9 +132,22 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
             got=bias,
             remedy="give one number for each row of weight",
         )
-    if activation is not None:
-        assert activation in ACTIVATIONS, activation
-        assert rows % 2 == 0, rows
+
+
+def _reject_x(x: Tensor, expected: str) -> NoReturn:
+    remedy = "use kernels.linear, which takes any shape and dtype"
+    reject("x", expected=expected, got=x, remedy=remedy)
+
+
+def _check_counters(counters: Tensor, tiles: int, *, device: torch.device) -> None:
+    is_counters = counters.dtype == torch.int32 and counters.is_contiguous()
+    if not is_counters or counters.numel() < tiles or counters.device != device:
+        reject(
+            "counters",
+            expected=f"contiguous int32 with at least {tiles} elements on {device}",
+            got=counters,
+            remedy="make them with arrival_counters for the rows of weight",
+        )
 
 
 def _launch(

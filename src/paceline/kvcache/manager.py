@@ -5,15 +5,14 @@ Calls either do the whole of what they say, in every group, or change nothing an
 `retire` has been told that epoch.
 """
 
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.model_config import CacheGroupSpec
+from paceline.kvcache.books import CacheStats, check_books
 from paceline.kvcache.groups import Holding, Move, PagedGroup, PageRun
-from paceline.kvcache.pages import PoolCounts
 from paceline.kvcache.prefix_tree import Node, PrefixTree
 
 
@@ -30,16 +29,6 @@ class Capacity(NamedTuple):
     fits: bool
     needed: tuple[int, ...]  # [num_groups] pages
     total: tuple[int, ...]  # [num_groups] pages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheStats:
-    """Totals since the start, and the books of every group now."""
-
-    groups: tuple[PoolCounts, ...]
-    queried_tokens: int  # of admitted requests
-    hit_tokens: int  # of these, found in the cache
-    evicted_pages: int
 
 
 @dataclass(slots=True)
@@ -245,22 +234,7 @@ class CacheManager:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pools, tree and requests tell the same story."""
-        self._tree.check_integrity()
-        nodes = list(self._tree.nodes())
-        for index, group in enumerate(self._groups):
-            group.pool.check_integrity()
-            counts = group.pool.counts()
-            stored = sum(node.pages[index] is not None for node in nodes)
-            self._compare(group, "cached pages", counts.cached, stored)
-            private = 0
-            locks: Counter[Node] = Counter(group.pending_locks())
-            for entry in self._entries.values():
-                held = entry.holdings[index]
-                private += sum(node is None for node in held.nodes[held.first :])
-                locks.update(node for node in held.nodes if node is not None)
-            self._compare(group, "owned pages", counts.owned, private)
-            for node in nodes:
-                self._compare(group, "locks of a page", node.locks[index], locks[node])
+        check_books(self._tree, self._groups, [e.holdings for e in self._entries.values()])
 
     def _hit(self, tokens: Sequence[int], salt: Hashable, max_hit: int | None = None) -> list[Node]:
         if not self._enabled:
@@ -315,16 +289,5 @@ class CacheManager:
                     expected=f"at most {self._retired} (retired)",
                     got=epoch,
                     remedy="call retire before written",
-                )
-            )
-
-    def _compare(self, group: PagedGroup, name: str, pool: int, others: int) -> None:
-        if pool != others:
-            raise IntegrityError(
-                message(
-                    f"{name} of cache group '{group.name}'",
-                    expected=f"{others} by requests and tree",
-                    got=pool,
-                    remedy="find the call that changed one side only",
                 )
             )

@@ -13,6 +13,7 @@ from paceline.layers.attention import attention_specs
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
+from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import (
     RESERVE_FACTOR,
     CudaGraphFactory,
@@ -21,7 +22,7 @@ from paceline.runner.graphs import (
     RecordedGraphFactory,
 )
 from paceline.runner.guard import Guard, NamedTensors, tensors_in
-from paceline.runner.model_runner import GraphSizes, ModelRunner
+from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
 from paceline.runner.request_table import RequestTable
@@ -51,6 +52,16 @@ class RunnerConfig:
     taps: tuple[str, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()  # behind the built-in ones
 
+    @property
+    def padded_reqs(self) -> int:
+        """Requests of a step; what a padded ragged one leaves over is a row of its own."""
+        return self.max_running + (self.graph_max_tokens > 0)
+
+    @property
+    def kv_len_bound(self) -> int:
+        """Tokens of a page-table row: the context limit and what can be in flight behind it."""
+        return self.context_len + STEPS_IN_FLIGHT
+
 
 def build_runner(
     model: CausalLM,
@@ -66,35 +77,62 @@ def build_runner(
     notify: Notify,
 ) -> ModelRunner:
     """Allocate everything whose address a graph may hold and wire it up.  Captures nothing yet."""
-    # Page rows cover the context limit and the tokens that can be in flight behind it.
-    kv_len_bound = limits.context_len + STEPS_IN_FLIGHT
-    max_pages = tuple(-(-kv_len_bound // group.page_size) for group in groups)
-    max_tokens = max(limits.max_batched_tokens, limits.max_running)
+    bounds = _backend_limits(config, groups, limits, device=device, dtype=dtype)
     pools = [
         KVPool(group, num_pages, kv=kv, device=device)
         for group, num_pages in zip(groups, limits.num_pages, strict=True)
     ]
-    table = RequestTable(
-        max_running=limits.max_running,
-        max_tokens=kv_len_bound,
-        max_pages=max_pages,
-        eos_token_ids=config.eos_token_ids,
-        device=device,
-        plug_ins=limits.logits_processors,
+    parts = Parts(
+        model=model,
+        backend=backend,
+        backend_buffers=backend.make_buffers(bounds),
+        layers=_layer_caches(model, config, groups, pools),
+        page_sizes=tuple(group.page_size for group in groups),
+        table=_request_table(config, limits, bounds),
+        buffers=StepBuffers(
+            max_reqs=bounds.max_reqs,
+            max_tokens=bounds.max_tokens,
+            max_pages=bounds.max_pages,
+            kv_len_bound=limits.kv_len_bound,
+            device=device,
+        ),
+        taps=limits.taps,
     )
-    buffers = StepBuffers(
-        max_reqs=limits.max_running,
-        max_tokens=max_tokens,
-        max_pages=max_pages,
-        kv_len_bound=kv_len_bound,
-        device=device,
+    pinned = device.type == "cuda"
+    if pinned:  # steps run on a stream of their own; all of this was filled here
+        torch.cuda.synchronize(device)
+    staged = _staging_bytes(limits, parts.table)
+    return ModelRunner(
+        parts,
+        stream=stream,
+        staging=StagingRing(staged, pinned=pinned, depth=limits.staging_depth),
+        outputs=OutputsRing(limits.max_running, bounds.max_tokens, pinned=pinned),
+        graphs=_graph_store(limits, device, notify),
+        sizes=GraphSizes.up_to(
+            min(limits.graph_max_reqs, limits.max_running),
+            every=_EVERY_SIZE[device.type],
+            # What is left over is a row of its own, which must stay within the context.
+            max_tokens=min(limits.graph_max_tokens, bounds.max_tokens, limits.context_len),
+        ),
+        guard=Guard(_owners(parts, pools), kv_len_bound=limits.kv_len_bound),
+        notify=notify,
     )
-    backend_limits = Limits(
+
+
+def _backend_limits(
+    config: ModelConfig,
+    groups: Sequence[CacheGroupSpec],
+    limits: RunnerConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Limits:
+    return Limits(
         device=device,
         dtype=dtype,
-        max_reqs=limits.max_running,
-        max_tokens=max_tokens,
-        max_pages=max_pages,
+        max_reqs=limits.padded_reqs,
+        max_tokens=max(limits.max_batched_tokens, limits.max_running),
+        max_pages=tuple(-(-limits.kv_len_bound // group.page_size) for group in groups),
         windows=tuple(group.window for group in groups),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -102,39 +140,27 @@ def build_runner(
         v_head_dim=config.v_head_dim,
         page_size=groups[0].page_size,
     )
-    parts = Parts(
-        model=model,
-        backend=backend,
-        backend_buffers=backend.make_buffers(backend_limits),
-        layers=_layer_caches(model, config, groups, pools),
-        page_sizes=tuple(group.page_size for group in groups),
-        table=table,
-        buffers=buffers,
-        taps=limits.taps,
+
+
+def _request_table(config: ModelConfig, limits: RunnerConfig, bounds: Limits) -> RequestTable:
+    return RequestTable(
+        max_running=limits.max_running,
+        max_tokens=limits.kv_len_bound,
+        max_pages=bounds.max_pages,
+        eos_token_ids=config.eos_token_ids,
+        device=bounds.device,
+        plug_ins=limits.logits_processors,
     )
-    pinned = device.type == "cuda"
-    if pinned:  # steps run on a stream of their own; all of this was filled here
-        torch.cuda.synchronize(device)
-    owners: list[NamedTensors] = [table.named_tensors, buffers.named_tensors]
-    owners += [pool.named_tensors for pool in pools]
-    owners.append(lambda: tensors_in("backend", parts.backend_buffers))
-    return ModelRunner(
-        parts,
-        stream=stream,
-        staging=StagingRing(
-            _staging_bytes(limits, table), pinned=pinned, depth=limits.staging_depth
-        ),
-        outputs=OutputsRing(limits.max_running, max_tokens, pinned=pinned),
-        graphs=_graph_store(limits, device, notify),
-        sizes=GraphSizes.up_to(
-            min(limits.graph_max_reqs, limits.max_running),
-            every=_EVERY_SIZE[device.type],
-            # Padding is a row of its own, which must stay within the context.
-            max_tokens=min(limits.graph_max_tokens, max_tokens, limits.context_len),
-        ),
-        guard=Guard(owners, kv_len_bound=kv_len_bound),
-        notify=notify,
-    )
+
+
+def _owners(parts: Parts, pools: Sequence[KVPool]) -> list[NamedTensors]:
+    """Everything whose addresses a graph may hold."""
+    return [
+        parts.table.named_tensors,
+        parts.buffers.named_tensors,
+        *(pool.named_tensors for pool in pools),
+        lambda: tensors_in("backend", parts.backend_buffers),
+    ]
 
 
 def _layer_caches(
@@ -163,7 +189,7 @@ def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:
     per_row = page_rows + sampling_row + _PIECES * _ALIGNMENT
     # One request may join beyond the limit, when it joins alone.
     tokens = max(limits.max_join_tokens, limits.context_len)
-    return 4 * tokens + limits.max_running * per_row
+    return 4 * tokens + limits.padded_reqs * per_row
 
 
 def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> GraphStore | None:

@@ -1,4 +1,4 @@
-"""The guard: what must still be true before a graph replays.  On by default; costs microseconds."""
+"""The guard: what must be true before a padded step runs.  On by default; costs microseconds."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
@@ -38,17 +38,7 @@ class Guard:
 
     def check(self, key: GraphKey, step: Step) -> None:
         """Raise GraphGuardError when `step` may not replay the graph of `key`."""
-        layout = step.layout
-        if layout.num_reqs > key.padded_reqs:
-            raise self._error("requests", f"at most {key.padded_reqs}", layout.num_reqs)
-        if key.extend_len is None:
-            if layout.num_tokens > key.size.tokens:
-                raise self._error("tokens", f"at most {key.size.tokens}", layout.num_tokens)
-        elif any(extend != key.extend_len for extend in layout.extend_lens):
-            raise self._error("extend_lens", f"{key.extend_len} everywhere", layout.extend_lens)
-        longest = max(step.kv_lens_bound)
-        if longest > self._kv_len_bound:
-            raise self._error("kv_lens", f"at most {self._kv_len_bound}", longest)
+        self.check_shape(key, step)
         current = self._current()
         if current != self._addresses:
             moved = sorted(
@@ -57,8 +47,27 @@ class Guard:
                 if self._addresses.get(name) != current.get(name)
             )
             raise self._error(
-                "buffer addresses", "those of the capture", f"moved: {', '.join(moved)}"
+                "buffer addresses",
+                "those of the capture",
+                f"moved: {', '.join(moved)}",
+                remedy="write into the captured tensors in place, or run with --enforce-eager",
             )
+
+    def check_shape(self, key: GraphKey, step: Step) -> None:
+        """Raise GraphGuardError when `step` does not fit the padded size of `key`."""
+        layout = step.layout
+        is_ragged, tokens = key.extend_len is None, key.size.tokens
+        if is_ragged and layout.num_tokens > tokens:
+            raise self._error("tokens", f"at most {tokens}", layout.num_tokens)
+        # What is left over of a ragged step's tokens is a row of its own.
+        room = key.padded_reqs - (is_ragged and layout.num_tokens < tokens)
+        if layout.num_reqs > room:
+            raise self._error("requests", f"at most {room}", layout.num_reqs)
+        if not is_ragged and any(extend != key.extend_len for extend in layout.extend_lens):
+            raise self._error("extend_lens", f"{key.extend_len} everywhere", layout.extend_lens)
+        longest = max(step.kv_lens_bound)
+        if longest > self._kv_len_bound:
+            raise self._error("kv_lens", f"at most {self._kv_len_bound}", longest)
 
     def _current(self) -> dict[str, int]:
         return {
@@ -66,12 +75,9 @@ class Guard:
         }
 
     @staticmethod
-    def _error(name: str, expected: object, got: object) -> GraphGuardError:
+    def _error(
+        name: str, expected: object, got: object, *, remedy: str = "pad the step to a larger size"
+    ) -> GraphGuardError:
         return GraphGuardError(
-            message(
-                f"graph replay: {name}",
-                expected=expected,
-                got=got,
-                remedy="write into the captured tensors in place, or run with --enforce-eager",
-            )
+            message(f"padded step: {name}", expected=expected, got=got, remedy=remedy)
         )

@@ -1,8 +1,6 @@
 """ModelRunner: turns a Step into queued device work.  Owns the rings, programs and graphs."""
 
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -12,6 +10,7 @@ from paceline.core.modes import ExtendShape, ForwardMode
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import PromptSpan, Step, StepLayout, padded_step
 from paceline.runner.buffers import PaddedSize
+from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard, tensors_in
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
@@ -25,51 +24,6 @@ _NEEDED_SUPPORT = {
     ExtendShape.UNIFORM: GraphSupport.UNIFORM,
     ExtendShape.RAGGED: GraphSupport.ALWAYS,
 }
-_FEWEST_TOKENS = 16  # of a padded ragged step
-
-
-@dataclass(frozen=True, slots=True)
-class GraphSizes:
-    """Padded request counts that graphs are made for, and token counts of ragged ones."""
-
-    sizes: tuple[int, ...]  # ascending
-    tokens: tuple[int, ...]  # ascending; empty: ragged steps run eagerly
-
-    @staticmethod
-    def up_to(max_reqs: int, *, every: int = 4, max_tokens: int = 0) -> "GraphSizes":
-        """Requests: every size up to `every`, then 6, 8, 12, 16, then each 8 up to max_reqs, which
-        is in.  Tokens: from 16 on each power of two and the middle to the next, up to max_tokens,
-        which is in.
-        """
-        fine = set(range(1, every + 1))
-        coarse = {6, 8, 12, *range(16, max_reqs, 8)}
-        powers = [1 << bit for bit in range(max_tokens.bit_length())]
-        tokens = {n for power in powers for n in (power, power * 3 // 2)}
-        return GraphSizes(
-            tuple(sorted({n for n in fine | coarse if n < max_reqs} | {max_reqs})),
-            tuple(sorted({n for n in tokens | {max_tokens} if _FEWEST_TOKENS <= n <= max_tokens})),
-        )
-
-    def pad(self, num_reqs: int, extend_len: int) -> PaddedSize | None:
-        """The smallest that holds `num_reqs` rows of `extend_len` tokens; None when none does."""
-        index = bisect_left(self.sizes, num_reqs)
-        if index == len(self.sizes):
-            return None
-        return PaddedSize.uniform(self.sizes[index], extend_len)
-
-    def pad_ragged(self, num_reqs: int, num_tokens: int) -> PaddedSize | None:
-        """What holds a ragged step, tokens left over in a row of their own.
-
-        Requests are a power of two, or the largest size.  None when nothing holds it.
-        """
-        index = bisect_left(self.tokens, num_tokens)
-        if index == len(self.tokens):
-            return None
-        rows = num_reqs + (self.tokens[index] > num_tokens)
-        if rows > self.sizes[-1]:
-            return None
-        reqs = min(1 << (rows - 1).bit_length(), self.sizes[-1])
-        return PaddedSize.ragged(reqs, self.tokens[index])
 
 
 class ModelRunner:
@@ -135,7 +89,9 @@ class ModelRunner:
         if key is None:
             size = PaddedSize.exact(step.layout)
         else:
-            self._guard.check(key, step)
+            # Without graphs nothing holds an address.
+            check = self._guard.check_shape if self._graphs is None else self._guard.check
+            check(key, step)
             size = key.size
         buffers = self._parts.buffers
         if not buffers.holds(step.layout, size):

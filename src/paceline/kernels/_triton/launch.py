@@ -1,9 +1,12 @@
 """Programmatic dependent launch: a kernel may start while the one before it drains.
 
-A kernel launched so must call `wait_for_inputs` before it reads what an earlier kernel wrote and
-before it writes anything at all; weights may be read before.  `let_next_start` is called once the
-kernel has nothing left to load, so that waiting programs do not take the place of working ones.
-(PTX ISA, griddepcontrol; Hopper and later.)
+Every program of a kernel launched so must call `wait_for_inputs`, before it reads what an earlier
+kernel wrote and before it writes anything at all; weights may be read before.  The wait is for the
+kernel before this one to end; that one waited too, so all before it have ended, wherever it let
+this one start.  A program that ended without waiting would break the chain.
+
+`let_next_start` is called once the kernel has nothing left to load, so that waiting programs do not
+take the place of working ones.  (PTX ISA, griddepcontrol; Hopper and later.)
 """
 
 from typing import Any

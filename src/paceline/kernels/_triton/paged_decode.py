@@ -272,7 +272,9 @@ def launch_paged_decode(
     config: DecodeConfig | None = None,
 ) -> None:
     """One program per KV head, split and request; `config` overrides the tile table."""
-    require_runnable("paged_decode", q, _decode_kernel)
+    require_runnable(
+        "q of paged_decode", q, _decode_kernel, otherwise="choose the torch attention backend"
+    )
     num_reqs, heads, head_dim = q.shape
     _, page_size, kv_heads, v_head_dim = v_cache.shape
     group = heads // kv_heads

@@ -400,7 +400,9 @@ def launch_paged_extend(
     config: TileConfig | None = None,
 ) -> None:
     """One program per tile of rows, KV head and request; `config` overrides the tile table."""
-    require_runnable("paged_extend", q, _extend_kernel)
+    require_runnable(
+        "q of paged_extend", q, _extend_kernel, otherwise="choose the torch attention backend"
+    )
     _, heads, head_dim = q.shape
     _, page_size, kv_heads, v_head_dim = v_cache.shape
     group = heads // kv_heads

@@ -27,16 +27,18 @@ def interpreted(kernel: object) -> bool:
     return not isinstance(kernel, JITFunction)
 
 
-def require_runnable(op: str, q: Tensor, kernel: object) -> None:
-    """Refuse CPU tensors unless Triton was imported with its interpreter on."""
-    if q.device.type == "cpu" and not interpreted(kernel):
+def require_runnable(what: str, tensor: Tensor, kernel: object, *, otherwise: str) -> None:
+    """Refuse CPU tensors unless Triton was imported with its interpreter on.
+
+    what: the argument and its op; otherwise: what the caller may do instead.
+    """
+    if tensor.device.type == "cpu" and not interpreted(kernel):
         raise KernelArgumentError(
             message(
-                f"q of {op}",
+                what,
                 expected="on a CUDA device",
                 got="a CPU tensor",
-                remedy="choose the torch attention backend, or set TRITON_INTERPRET=1 before the "
-                "first import of triton",
+                remedy=f"{otherwise}, or set TRITON_INTERPRET=1 before the first import of triton",
             )
         )
 

@@ -72,7 +72,7 @@ def _one_token_kernel(
     gate = tl.load(row_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
     up = gate
     if ACTIVATION is not None:
-        up_ptrs = row_ptrs + out_features.to(tl.int64) * stride_weight_row
+        up_ptrs = row_ptrs + tl.cast(out_features, tl.int64) * stride_weight_row
         up = tl.load(up_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
     let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
@@ -117,7 +117,7 @@ def _few_tokens_kernel(
     live_rows = (features < out_features)[:, None]
     live_tokens = (token < tokens)[:, None]
     row_ptrs = weight_ptr + features.to(tl.int64)[:, None] * stride_weight_row + inner[None, :]
-    up_ptrs = row_ptrs + out_features.to(tl.int64) * stride_weight_row
+    up_ptrs = row_ptrs + tl.cast(out_features, tl.int64) * stride_weight_row  # 1 has no .to
     x_ptrs = x_ptr + token[:, None] * stride_x_token + inner[None, :]
     acc = tl.zeros([BLOCK_FEATURES, BLOCK_TOKENS], tl.float32)
     acc_up = acc
@@ -171,7 +171,7 @@ def launch_skinny_linear(
     counters: Tensor | None,
 ) -> None:
     """One kernel; arguments as checked by kernels/skinny_linear.py."""
-    require_runnable("skinny_linear", x, _few_tokens_kernel)
+    require_runnable("x of skinny_linear", x, _few_tokens_kernel, otherwise="use kernels.linear")
     tokens, inner = x.shape
     out_features = out.shape[1]
     if tokens == 1:

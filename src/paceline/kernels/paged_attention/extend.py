@@ -78,21 +78,10 @@ def paged_extend(
     check_outputs(q, v_cache, out=out, lse=lse)
     if q.shape[0] == 0 or max_extend_len == 0:
         return
-    splits = 1
-    if workspace is not None:
-        splits = extend_splits(
-            q.shape[0],
-            num_reqs,
-            k_cache.shape[2],
-            max_rows=max_extend_len * q.shape[1] // k_cache.shape[2],
-            max_keys=most_keys(page_table, k_cache, window) + max_extend_len,
-            workspace=workspace,
-        )
-    if workspace is None or splits == 1:
-        shared: tuple[Tensor | None, ...] = (None, None, None)
-    else:
-        check_workspace(workspace, q.shape[0] * splits, 0, q.shape[1], v_cache.shape[3])
-        shared = (workspace.partial_out, workspace.partial_lse, workspace.finished)
+    max_keys = most_keys(page_table, k_cache, window) + max_extend_len
+    splits, shared = _shared(
+        q, v_cache, workspace, num_reqs, max_extend_len=max_extend_len, max_keys=max_keys
+    )
     _PAGED_EXTEND(
         q,
         k_cache,
@@ -116,6 +105,35 @@ def paged_extend(
         lse,
         *shared,
     )
+
+
+def _shared(
+    q: Tensor,
+    v_cache: Tensor,
+    workspace: SplitWorkspace | None,
+    num_reqs: int,
+    *,
+    max_extend_len: int,
+    max_keys: int,
+) -> tuple[int, tuple[Tensor | None, ...]]:
+    """How many programs share a query's keys, and the buffers they meet in: none where one reads
+    all."""
+    if workspace is None:
+        return 1, (None, None, None)
+    tokens, heads, _ = q.shape
+    kv_heads, v_head_dim = v_cache.shape[2:]
+    splits = extend_splits(
+        tokens,
+        num_reqs,
+        kv_heads,
+        max_rows=max_extend_len * heads // kv_heads,
+        max_keys=max_keys,
+        workspace=workspace,
+    )
+    if splits == 1:
+        return 1, (None, None, None)
+    check_workspace(workspace, tokens * splits, 0, heads, v_head_dim)
+    return splits, (workspace.partial_out, workspace.partial_lse, workspace.finished)
 
 
 def _check_mask(

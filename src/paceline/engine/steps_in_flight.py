@@ -1,0 +1,52 @@
+"""StepsInFlight: launched steps whose outputs have not been processed, oldest first."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from paceline.core.errors import IntegrityError, message
+from paceline.core.step import Step, StepOutputs
+from paceline.engine.request import Request
+from paceline.engine.step_plan import PlannedRow
+
+
+class _Launched(NamedTuple):
+    epoch: int
+    rows: tuple[PlannedRow, ...]
+
+
+class StepsInFlight:
+    """Owns the order of launched steps, and each request's count of them and last epoch."""
+
+    def __init__(self) -> None:
+        self._steps: deque[_Launched] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def launch(self, epoch: int, rows: Sequence[PlannedRow]) -> None:
+        """A step is on its way."""
+        for row in rows:
+            row.request.in_flight += 1
+            row.request.last_epoch = epoch
+        self._steps.append(_Launched(epoch, tuple(rows)))
+
+    def land(self, step: Step, outputs: StepOutputs) -> tuple[PlannedRow, ...]:
+        """The rows of the oldest step.  Raises IntegrityError when it is another one's outputs."""
+        launched = self._steps.popleft()
+        if not launched.epoch == step.epoch == outputs.epoch:
+            raise IntegrityError(
+                message(
+                    "the epoch of processed outputs",
+                    expected=f"{launched.epoch} (the oldest step in flight)",
+                    got=f"step {step.epoch}, outputs {outputs.epoch}",
+                    remedy="process every launched step once, in order",
+                )
+            )
+        for row in launched.rows:
+            row.request.in_flight -= 1
+        return launched.rows
+
+    def requests(self) -> Iterator[Request]:
+        """One entry per row of each step."""
+        return (row.request for launched in self._steps for row in launched.rows)

@@ -1,0 +1,121 @@
+"""Kernels that start while the one before drains: what each must do, read from its source.
+
+A kernel waits for the kernel before it alone, so the order of all rests on every program of every
+such kernel waiting: then none ends before all kernels before it have.  No interpreter shows a race.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import paceline.kernels
+
+FOLDER = Path(paceline.kernels.__path__[0]) / "_triton"
+WAIT = "wait_for_inputs"
+WRITES = {"store", "atomic_add", "atomic_max", "atomic_cas", "atomic_xchg"}
+# Language and address arithmetic: neither reads nor writes memory.
+HARMLESS = {"arange", "cdiv", "full", "minimum", "maximum", "num_programs", "program_id", "to"}
+HARMLESS |= {"cast", "zeros", "let_next_start"}
+
+
+def called(node: ast.Call) -> str:
+    function = node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def kernels() -> dict[str, ast.FunctionDef]:
+    """Every kernel that may be launched early: entry points with the OVERLAPPED constant."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        if path.stem == "launch":
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef) and "OVERLAPPED" in {
+                a.arg for a in node.args.args
+            }:
+                found[f"{path.stem}.{node.name}"] = node
+    return found
+
+
+def is_wait(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Call)
+        and called(statement.value) == WAIT
+    )
+
+
+def pointers_read(call: ast.Call, body: list[ast.stmt]) -> set[str]:
+    """Arguments that a load's address is made of, through the assignments before it."""
+    names = {node.id for node in ast.walk(call.args[0]) if isinstance(node, ast.Name)}
+    for statement in reversed(body):
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Assign) and {t.id for t in node.targets} & names:  # type: ignore[attr-defined]
+                names |= {n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)}
+    return {name for name in names if name.endswith("_ptr")}
+
+
+def broken_rules(kernel: ast.FunctionDef) -> list[str]:
+    """What of the rule in launch.py a kernel does not keep."""
+    at = [index for index, statement in enumerate(kernel.body) if is_wait(statement)]
+    if len(at) != 1:
+        return ["does not wait exactly once, outside every branch and loop"]
+    before, broken = kernel.body[: at[0]], []
+    for node in (node for statement in before for node in ast.walk(statement)):
+        if isinstance(node, ast.Return):
+            broken.append("returns before it waits")
+        if not isinstance(node, ast.Call):
+            continue
+        if called(node) == "load":
+            foreign = pointers_read(node, before) - {"weight_ptr"}
+            broken += [f"reads {name} before it waits" for name in sorted(foreign)]
+        elif called(node) in WRITES:
+            broken.append(f"calls {called(node)} before it waits")
+        elif called(node) not in HARMLESS:
+            broken.append(f"calls {called(node)}, which may touch memory, before it waits")
+    return broken
+
+
+@pytest.mark.parametrize("name", kernels())
+def test_a_kernel_that_starts_early_waits_before_it_touches_what_others_write(name: str) -> None:
+    assert broken_rules(kernels()[name]) == []
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
+def test_early_start_is_asked_for_the_launched_kernel_alone(path: Path) -> None:
+    """`overlap_options` names the kernel it is given to, and that kernel has the constant."""
+    module = ast.parse(path.read_text())
+    early = {name.split(".")[1] for name in kernels() if name.startswith(f"{path.stem}.")}
+    launched = set()
+    for node in ast.walk(module):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)):
+            continue
+        assert isinstance(node.func.value, ast.Name)
+        options = [k.value for k in node.keywords if k.arg is None]
+        for option in options:
+            if isinstance(option, ast.Call) and called(option) == "overlap_options":
+                assert ast.unparse(option.args[1]) == node.func.value.id
+                launched.add(node.func.value.id)
+        assert "launch_pdl" not in {k.arg for k in node.keywords}
+    assert launched == early
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("tl.store(p, 1); wait_for_inputs(O)", "calls store before"),
+        ("if x:\n  return\nwait_for_inputs(O)", "returns before"),
+        ("a = x_ptr + 1; b = tl.load(a); wait_for_inputs(O)", "reads x_ptr before"),
+        ("helper(x_ptr); wait_for_inputs(O)", "calls helper, which may touch memory"),
+        ("if x:\n  wait_for_inputs(O)", "does not wait exactly once"),
+        ("a = weight_ptr + 1; b = tl.load(a); wait_for_inputs(O); tl.store(p, b)", None),
+    ],
+)
+def test_the_rules_see_a_kernel_that_breaks_them(source: str, text: str | None) -> None:
+    body = ast.parse(source).body
+    kernel = ast.parse("def kernel(O): pass").body[0]
+    assert isinstance(kernel, ast.FunctionDef)
+    kernel.body = body
+    found = broken_rules(kernel)
+    assert found == [] if text is None else any(text in broken for broken in found)
