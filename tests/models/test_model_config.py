@@ -198,6 +198,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "model_type must be one of gemma2, .*, got {'llama': 1}",
     ),
     "no architecture": ({"vocab_size": 3}, "model_type must be one of .* got None"),
+    "absurd layers": (
+        LLAMA | {"num_hidden_layers": 10**30},
+        "num_hidden_layers must be at most 10000, got 10*",
+    ),
     "quantised": (
         LLAMA | {"quantization_config": {"quant_method": "fp8"}},
         "quantization_config must be absent, got .*fp8.*; use an unquantised checkpoint",

@@ -24,6 +24,8 @@ from paceline.models.config_windows import read_windows, uniform_windows, upper_
 from paceline.models.fields import Fields
 from paceline.models.registry import ARCHITECTURES
 
+MOST_LAYERS = 10_000  # a list per layer is built from the number before anything else is known
+
 
 def parse_config(
     config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None
@@ -49,6 +51,9 @@ def parse_config(
                 remedy="use a model of a supported architecture",
             )
         )
+    layers = fields.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}", layers)
     parsed = _READERS[model_type](fields)
     common = {
         "model_type": model_type,
