@@ -170,7 +170,7 @@ def test_cpu_without_interpreter_is_refused_with_a_remedy() -> None:
 def test_missing_triton_is_named_with_a_remedy(
     run: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.kernels.paged_attention.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.kernels._check.find_spec", lambda name: None)
     case = make_case(DECODE, SHAPES["mha-64-page1"], seed=20)
     with pytest.raises(KernelArgumentError, match=r"must be run where triton is installed.*torch"):
         run(case)

@@ -1,5 +1,6 @@
 """Argument errors of the launchers: which tensor, what was expected, what it is."""
 
+from importlib.util import find_spec
 from typing import NoReturn
 
 from torch import Tensor
@@ -19,3 +20,19 @@ def describe(tensor: Tensor | None) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     strides = list(tensor.stride())
     return f"{dtype} {list(tensor.shape)} with strides {strides} on {tensor.device}"
+
+
+def require_triton(op: str, *, otherwise: str) -> None:
+    """Refuse to launch where triton, which CPU builds of torch do not bring, is not installed.
+
+    otherwise: what the caller can do without it.
+    """
+    if find_spec("triton") is None:
+        raise KernelArgumentError(
+            message(
+                op,
+                expected="run where triton is installed",
+                got="no module named triton",
+                remedy=f"install triton, or {otherwise}",
+            )
+        )

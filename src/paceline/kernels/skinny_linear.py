@@ -5,15 +5,14 @@ the weights once.  cuBLAS gets 2.5 to 3.8 TB/s of an H200's 4.2 there and adds a
 sums; these kernels get 3.0 to 4.4 (docs/decisions/020-skinny-products.md).
 """
 
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from paceline.kernels._check import reject
+from paceline.kernels._check import reject, require_triton
 from paceline.kernels.act_and_mul import act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
-from paceline.kernels.paged_attention.checks import require_triton
 
 MAX_TOKENS = 64
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -21,6 +20,14 @@ _MAX_INNER = 32768  # one row of one token's tile is held in registers
 _ENOUGH_TILES = 96  # programs of a product that reads the weight at full speed on 132 processors
 _MOST_SPLITS = 4
 _SMALLEST_FEATURES = 64
+
+
+class SkinnyTile(NamedTuple):
+    """What one program of a product for more than one token computes."""
+
+    tokens: int  # a power of two, at least 16
+    features: int
+    inner: int  # of the inner dimension, at a time
 
 
 def skinny_linear_reference(
@@ -43,7 +50,7 @@ def fits_skinny(x: Tensor, weight: Tensor) -> bool:
         and x.dim() == 2
         and 0 < x.shape[0] <= MAX_TOKENS
         and x.dtype in _DTYPES
-        and x.shape[1] % _tile(x.shape[0], weight.shape[0])[1] == 0
+        and x.shape[1] % _tile(x.shape[0], weight.shape[0]).inner == 0
         and x.shape[1] <= _MAX_INNER
         and x.stride(1) == 1
         and weight.stride(1) == 1
@@ -79,26 +86,25 @@ def skinny_linear(
     tokens, inner = x.shape
     out_features = weight.shape[0] // parts
     out = torch.empty((tokens, out_features), dtype=x.dtype, device=x.device)
-    block_features, block_inner = _tile(tokens, weight.shape[0])
-    tiles = -(-out_features // block_features)
+    tile = _tile(tokens, weight.shape[0])
+    tiles = -(-out_features // tile.features)
     splits = 1
     if counters is not None and tokens > 1 and activation is None:
-        splits = _splits(tiles, inner // block_inner)
+        splits = _splits(tiles, inner // tile.inner)
         _check_counters(counters, tiles, device=x.device)
     partial = None
     if splits > 1:
-        block_tokens = max(16, 1 << (tokens - 1).bit_length())
-        size = splits * tiles * block_features * block_tokens
+        size = splits * tiles * tile.features * tile.tokens
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
-    _SKINNY_LINEAR(
-        x, weight, bias, activation, block_features, block_inner, splits, out, partial, counters
-    )
+    _SKINNY_LINEAR(x, weight, bias, activation, tile, splits, out, partial, counters)
     return out
 
 
-def _tile(tokens: int, weight_rows: int) -> tuple[int, int]:
-    """(features, inner) of one program's tile: wide for many tokens over a large weight."""
-    return (128, 64) if tokens > 32 and weight_rows >= 8192 else (64, 128)
+def _tile(tokens: int, weight_rows: int) -> SkinnyTile:
+    """One program's tile: wide for many tokens over a large weight."""
+    is_wide = tokens > 32 and weight_rows >= 8192
+    features, inner = (128, 64) if is_wide else (64, 128)
+    return SkinnyTile(max(16, 1 << (tokens - 1).bit_length()), features, inner)
 
 
 def _splits(tiles: int, steps: int) -> int:
@@ -113,7 +119,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> None:
     if x.dim() != 2 or x.dtype not in _DTYPES or not 0 < x.shape[0] <= MAX_TOKENS:
         _reject_x(x, f"bfloat16 or float16 [1..{MAX_TOKENS}, inner]")
     rows = weight.shape[0]
-    inner = _tile(x.shape[0], rows)[1]
+    inner = _tile(x.shape[0], rows).inner
     if x.shape[1] % inner or x.shape[1] > _MAX_INNER or x.stride(1) != 1:
         _reject_x(x, f"contiguous rows of a multiple of {inner}, at most {_MAX_INNER}")
     same = weight.dim() == 2 and weight.shape[1] == x.shape[1] and weight.stride(1) == 1
@@ -155,14 +161,13 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
-    block_features: int,
-    block_inner: int,
+    tile: list[int],
     splits: int,
     out: Tensor,
     partial: Tensor | None,
     counters: Tensor | None,
 ) -> None:
-    require_triton("skinny_linear")
+    require_triton("skinny_linear", otherwise="use kernels.linear")
     from paceline.kernels._triton.skinny_linear import launch_skinny_linear
 
     launch_skinny_linear(
@@ -170,8 +175,7 @@ def _launch(
         weight,
         bias,
         activation,
-        block_features=block_features,
-        block_inner=block_inner,
+        tile=SkinnyTile(*tile),
         splits=splits,
         out=out,
         partial=partial,
@@ -180,8 +184,8 @@ def _launch(
 
 
 _SKINNY_LINEAR = define_op(
-    "skinny_linear(Tensor x, Tensor weight, Tensor? bias, str? activation, int block_features, "
-    "int block_inner, int splits, Tensor(a!) out, Tensor(b!)? partial, Tensor(c!)? counters) -> ()",
+    "skinny_linear(Tensor x, Tensor weight, Tensor? bias, str? activation, int[] tile, "
+    "int splits, Tensor(a!) out, Tensor(b!)? partial, Tensor(c!)? counters) -> ()",
     cpu=_launch,
     cuda=_launch,
 )

@@ -23,6 +23,7 @@ from paceline.kernels._triton.runtime import (
     require_runnable,
     shared_memory_bytes,
 )
+from paceline.kernels.skinny_linear import SkinnyTile
 
 _ROW_WARPS = 8
 _MOST_STAGES = 4
@@ -163,8 +164,7 @@ def launch_skinny_linear(
     bias: Tensor | None,
     activation: str | None,
     *,
-    block_features: int,
-    block_inner: int,
+    tile: SkinnyTile,
     splits: int,
     out: Tensor,
     partial: Tensor | None,
@@ -192,10 +192,9 @@ def launch_skinny_linear(
             **overlap_options(x.device, _one_token_kernel),
         )
         return
-    block_tokens = max(16, triton.next_power_of_2(tokens))
-    weight_rows = block_features if activation is None else 2 * block_features
-    stage_bytes = (weight_rows + block_tokens) * block_inner * x.element_size()
-    _few_tokens_kernel[(triton.cdiv(out_features, block_features), splits)](
+    weight_rows = tile.features if activation is None else 2 * tile.features
+    stage_bytes = (weight_rows + tile.tokens) * tile.inner * x.element_size()
+    _few_tokens_kernel[(triton.cdiv(out_features, tile.features), splits)](
         x,
         weight,
         bias,
@@ -210,9 +209,9 @@ def launch_skinny_linear(
         inner // splits,
         ACTIVATION=activation,
         SPLITS=splits,
-        BLOCK_TOKENS=block_tokens,
-        BLOCK_FEATURES=block_features,
-        BLOCK_INNER=block_inner,
+        BLOCK_TOKENS=tile.tokens,
+        BLOCK_FEATURES=tile.features,
+        BLOCK_INNER=tile.inner,
         WIDEN=x.dtype == torch.bfloat16 and interpreted(_few_tokens_kernel),
         num_warps=4,
         num_stages=min(_MOST_STAGES, shared_memory_bytes(x.device) // stage_bytes),

@@ -3,12 +3,9 @@
 Values are never looked at: that would synchronise.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError, message
 from paceline.kernels._check import reject
 
 FP8 = torch.float8_e4m3fn  # the one quantised cache format
@@ -121,19 +118,6 @@ def check_page_table(page_table: Tensor, num_reqs: int) -> None:
             expected=f"int32 [{num_reqs}, max_pages] with contiguous rows",
             got=page_table,
             remedy="pass the group's page_table of this step",
-        )
-
-
-def require_triton(op: str) -> None:
-    """Refuse to launch where triton, which CPU builds of torch do not bring, is not installed."""
-    if find_spec("triton") is None:
-        raise KernelArgumentError(
-            message(
-                op,
-                expected="run where triton is installed",
-                got="no module named triton",
-                remedy="install triton, or choose the torch attention backend",
-            )
         )
 
 

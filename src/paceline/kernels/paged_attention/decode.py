@@ -7,6 +7,7 @@ query heads as the rows of one matrix tile; the last split to finish merges all 
 
 from torch import Tensor
 
+from paceline.kernels._check import require_triton
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.checks import (
     check_caches,
@@ -15,7 +16,6 @@ from paceline.kernels.paged_attention.checks import (
     check_page_table,
     check_scales,
     check_sinks,
-    require_triton,
 )
 from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
@@ -103,7 +103,7 @@ def _launch(
     partial_lse: Tensor,
     finished: Tensor,
 ) -> None:
-    require_triton("paged_decode")
+    require_triton("paged_decode", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.paged_decode import launch_paged_decode
 
     launch_paged_decode(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError, message
 from paceline.core.modes import MaskKind
-from paceline.kernels._check import reject
+from paceline.kernels._check import reject, require_triton
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.checks import (
     check_caches,
@@ -18,7 +18,6 @@ from paceline.kernels.paged_attention.checks import (
     check_page_table,
     check_scales,
     check_sinks,
-    require_triton,
 )
 from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
@@ -196,7 +195,7 @@ def _launch(
     partial_lse: Tensor | None,
     finished: Tensor | None,
 ) -> None:
-    require_triton("paged_extend")
+    require_triton("paged_extend", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.paged_extend import launch_paged_extend
 
     launch_paged_extend(
