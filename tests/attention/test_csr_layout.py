@@ -48,6 +48,8 @@ def make_buffers(*widths: int) -> tuple[CsrBuffers, ...]:
         Limits(
             device=torch.device("cpu"),
             dtype=torch.float32,
+            kv_dtype=torch.float32,
+            layers=(),
             max_reqs=MAX_REQS,
             max_tokens=64,
             max_pages=widths,

@@ -42,6 +42,8 @@ def limits(built: Built) -> Limits:
     return Limits(
         device=torch.device("cpu"),
         dtype=case.dtype,
+        kv_dtype=built.layer.k_cache.dtype,
+        layers=(built.layer.spec,),
         max_reqs=view.padded_reqs,
         max_tokens=view.padded_tokens,
         max_pages=tuple(group.page_table.shape[1] for group in view.groups),

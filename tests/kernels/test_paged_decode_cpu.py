@@ -33,6 +33,8 @@ def empty_lists(case: PagedCase) -> dict[str, Tensor]:
     limits = Limits(
         device=torch.device("cpu"),
         dtype=shape.dtype,
+        kv_dtype=shape.dtype,
+        layers=(),
         max_reqs=reqs,
         max_tokens=reqs,
         max_pages=(max_pages,),

@@ -60,7 +60,7 @@ class Bench:
         if padded_reqs is not None:
             size = PaddedSize.uniform(padded_reqs, extend_lens[0])
         slot = StagingSlot(1 << 12, pinned=False)
-        destination, source = self.buffers.fill(layout, size, slot)
+        ((destination, source),) = self.buffers.fill(layout, size, slot)
         destination.copy_(source)
         view = self.buffers.view(size, MaskKind.CAUSAL)
         derive(self.buffers, self.table, view, (1,))

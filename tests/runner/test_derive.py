@@ -140,7 +140,9 @@ def enter(table: RequestTable, requests: tuple[Request, ...]) -> None:
 
 
 def run(case: Case, table: RequestTable, buffers: StepBuffers) -> StepView:
-    destination, source = buffers.fill(case.layout, case.size, StagingSlot(1 << 12, pinned=False))
+    ((destination, source),) = buffers.fill(
+        case.layout, case.size, StagingSlot(1 << 12, pinned=False)
+    )
     destination.copy_(source)
     view = buffers.view(case.size, MaskKind.CAUSAL)
     derive(buffers, table, view, case.page_sizes)

@@ -10,7 +10,7 @@ from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprob
 
 from paceline.core.errors import GraphGuardError
 from paceline.core.events import Event, EventLog
-from paceline.core.modes import ForwardMode
+from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import FinishCode, RowLogprobs
 from paceline.runner.buffers import PaddedSize
@@ -26,7 +26,7 @@ def key(padded_reqs: int, **changes: object) -> GraphKey:
         "phase": ForwardMode.DECODE,
         "extend_len": 1,
         "ragged_tokens": None,
-        "tree": None,
+        "mask": MaskKind.CAUSAL,
         "backend": "torch",
         "sampler": SamplerTier.GREEDY,
         "logprobs": False,
@@ -96,7 +96,7 @@ class SizedFactory:
 
 def test_a_key_is_wanted_at_its_second_use() -> None:
     store = GraphStore(SizedFactory(), reserve_factor=3, notify=EventLog())
-    store.capture(key(8), [lambda: None])
+    store.capture(key(8), lambda: None)
     assert not store.wants(key(4))
     assert not store.wants(key(2))
     assert store.wants(key(4))
@@ -106,15 +106,14 @@ def test_a_key_is_wanted_at_its_second_use() -> None:
 def test_the_largest_graph_sizes_the_reserve() -> None:
     store = GraphStore(SizedFactory(), reserve_factor=3, notify=EventLog())
     assert store.bytes_reserved == 0
-    store.capture(key(8), [lambda: None, lambda: None])
-    assert (store.bytes_used, store.bytes_reserved) == (20, 60)
-    assert len(store.graphs[key(8)]) == 2
+    store.capture(key(8), lambda: None)
+    assert (store.bytes_used, store.bytes_reserved) == (10, 30)
 
 
 def test_a_short_reserve_keeps_a_key_eager_and_says_so() -> None:
     events = EventLog()
     store = GraphStore(SizedFactory(), reserve_factor=1, notify=events)
-    store.capture(key(8), [lambda: None])
+    store.capture(key(8), lambda: None)
     for _ in range(3):
         assert not store.wants(key(4))
     event = Event(
@@ -129,8 +128,8 @@ def test_a_graph_that_shares_the_storage_of_larger_ones_needs_no_reserve() -> No
     events = EventLog()
     store = GraphStore(SizedFactory(shares_memory=True), reserve_factor=1, notify=events)
     ragged = {"phase": ForwardMode.EXTEND, "extend_len": None}
-    store.capture(key(1, ragged_tokens=64, **ragged), [lambda: None])
-    store.capture(key(8), [lambda: None])
+    store.capture(key(1, ragged_tokens=64, **ragged), lambda: None)
+    store.capture(key(8), lambda: None)
     fits = [key(4), key(2, ragged_tokens=32, **ragged), key(8, ragged_tokens=64, **ragged)]
     assert [store.wants(k) for k in fits] == [False] * 3
     assert [store.wants(k) for k in fits] == [True] * 3
@@ -363,7 +362,7 @@ def test_a_row_with_logits_that_are_not_finite_fails_alone(tiny: TinyModel) -> N
     assert seen[0] == seen[1] == seen[2]
 
 
-# --- segments -------------------------------------------------------------------------------------
+# --- host plans -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("graph_max_reqs", [None, 8], ids=["eager", "recorded"])
@@ -381,11 +380,9 @@ def test_a_host_planned_backend_is_planned_before_every_run(
     boot = [] if graph_max_reqs is None else [(2,) * 8]
     assert backend.plans.planned == [*boot, LENGTHS[:3], *padded]
     if graph_max_reqs is not None:
-        assert (counts["capture"], counts["replay"]) == (2, 2 * 6)  # two segment groups
+        assert (counts["capture"], counts["replay"]) == (1, 6)  # the host plans before it all
     for row, prompt in prompts.items():
         assert driver.tokens[row] == tiny.greedy(prompt, 7)
-    split = Event("segments_split", "before forward: host_plan")
-    assert driver.events.counts() == {split: 1}
 
 
 def test_a_second_use_capture_is_planned_on_the_host_too(tiny: TinyModel) -> None:

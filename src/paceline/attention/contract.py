@@ -51,7 +51,8 @@ class Capabilities:
     sinks: bool  # one more score per head in the softmax's denominator
     returns_lse: bool
     graph: GraphSupport
-    host_plan: bool  # plans on the host and so needs exact lengths
+    host_plan: bool  # plans on the host, from exact lengths, before every run
+    loads_dead_slots: bool = False  # multiplies slots it masks by 0: they must hold finite numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +77,28 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """One attention layer's constants."""
+
+    layer_id: int
+    group: int  # index of its cache group
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float  # multiplies q.k
+    window: int | None  # keys visible, itself included; None = all
+    soft_cap: float | None  # cap * tanh(score / cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """The largest step the engine will ever build; `make_buffers` allocates for it."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of q, k and v
+    kv_dtype: torch.dtype  # of the cache
+    layers: tuple[AttentionSpec, ...]  # [num_layers]
     max_reqs: int  # padded requests of a step
     max_tokens: int  # padded tokens of a step
     max_pages: tuple[int, ...]  # [num_groups] page-table width
@@ -129,21 +147,6 @@ class StepView:
         return self.positions.shape[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """One attention layer's constants."""
-
-    layer_id: int
-    group: int  # index of its cache group
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    scale: float  # multiplies q.k
-    window: int | None  # keys visible, itself included; None = all
-    soft_cap: float | None  # cap * tanh(score / cap)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerCache:
     """One attention layer with the part of the KV pool it owns.
@@ -185,7 +188,13 @@ class AttentionBackend(ABC):
         """
 
     def host_plan(self, step: Step, buffers: Any) -> None:
-        """Plan on the host, before every run of any kind; only with capabilities.host_plan."""
+        """Plan on the host, before every run of any kind; only with capabilities.host_plan.
+
+        `step` has its padded rows spelled out.  Its lengths are exact but for a row that the device
+        froze since: there they are too long, and the row's page table holds PAD_PAGE alone.  So a
+        backend that plans on the host attends by the lengths it planned, not by the view's.
+        Queued before derive, on the step's stream.
+        """
         raise NotImplementedError(f"{self.name} declares no host plan")
 
     @abstractmethod

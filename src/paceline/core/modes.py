@@ -84,7 +84,7 @@ MODE_FACTS: dict[ForwardMode, ModeFacts] = {
         MaskKind.TREE, ExtendShape.UNIFORM, KVWriter.DRAFT, emits=False, graphable=True
     ),
     ForwardMode.DRAFT_EXTEND: ModeFacts(
-        MaskKind.CAUSAL, ExtendShape.RAGGED, KVWriter.DRAFT, emits=False, graphable=False
+        MaskKind.CAUSAL, ExtendShape.RAGGED, KVWriter.DRAFT, emits=False, graphable=True
     ),
     ForwardMode.DRAFT_EXTEND_V2: ModeFacts(
         MaskKind.CAUSAL, ExtendShape.UNIFORM, KVWriter.DRAFT, emits=False, graphable=True

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from paceline.core.modes import ForwardMode
+from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 
@@ -66,6 +66,20 @@ class StepLayout:
     rows: tuple[int, ...]  # [num_reqs] request-table rows, never PAD_ROW
     extend_lens: tuple[int, ...]  # [num_reqs] tokens computed in this step
     emits: tuple[bool, ...]  # [num_reqs] False for a prompt chunk that is not the last
+    # [num_reqs][extend_len] the row of the same request that each row hangs on, always an earlier
+    # one, or -1: the prefix.  None: a chain, or the mode's own mask.
+    parents: tuple[tuple[int, ...], ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.parents is None:
+            return
+        for parents, extend in zip(self.parents, self.extend_lens, strict=True):
+            assert len(parents) == extend, f"{len(parents)} parents of {extend} rows"
+            assert all(-1 <= parent < row for row, parent in enumerate(parents)), parents
+
+    @property
+    def has_tree(self) -> bool:
+        return self.parents is not None
 
     @property
     def num_reqs(self) -> int:
@@ -94,6 +108,12 @@ class Step:
     prompt_spans: tuple[PromptSpan, ...] = ()  # in the order of the rows, at most one each
 
     @property
+    def mask(self) -> MaskKind:
+        """Which keys of the step a row sees; a tree without branches is a causal chain."""
+        kind = self.mode.facts.mask
+        return MaskKind.CAUSAL if kind is MaskKind.TREE and not self.layout.has_tree else kind
+
+    @property
     def kv_lens_bound(self) -> tuple[int, ...]:
         """[num_reqs] prefix + extend, always."""
         pairs = zip(self.prefix_lens_bound, self.layout.extend_lens, strict=True)
@@ -112,9 +132,19 @@ def padded_step(step: Step, pad_lens: tuple[int, ...]) -> Step:
             rows=layout.rows + (PAD_ROW,) * num,
             extend_lens=layout.extend_lens + pad_lens,
             emits=layout.emits + (False,) * num,
+            parents=padded_parents(layout, pad_lens),
         ),
         prefix_lens_bound=step.prefix_lens_bound + (PAD_PREFIX_LEN,) * num,
     )
+
+
+def padded_parents(
+    layout: StepLayout, pad_lens: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...] | None:
+    """[padded rows][their tokens] of a tree: each padded token hangs on its row's prefix."""
+    if layout.parents is None:
+        return None
+    return layout.parents + tuple((-1,) * extend for extend in pad_lens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,8 @@ class Workload:
         return Limits(
             device=self.q.device,
             dtype=self.q.dtype,
+            kv_dtype=self.layers[0].k_cache.dtype,
+            layers=tuple(layer.spec for layer in self.layers),
             max_reqs=len(self.kv_lens),
             max_tokens=self.q.shape[0],
             max_pages=(table.shape[1],),

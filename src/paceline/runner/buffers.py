@@ -14,7 +14,7 @@ from paceline.attention.contract import GroupView, StepView
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.sampling_params import MAX_LOGPROBS
-from paceline.core.step import StepLayout
+from paceline.core.step import StepLayout, padded_parents
 from paceline.runner.staging import Copy, StagingSlot
 
 
@@ -55,8 +55,10 @@ class StepBuffers:
     """Sole owner of the step's device tensors; derive and commit write them in place.
 
     facts:  [max_reqs, 3]  int32  staged by fill: row id, extend length, emits (0 or 1)
+    parents:  [max_reqs * max_tree_rows]  int32  staged by fill, of a tree step alone: the row of
+        the same request that each row hangs on, -1: the prefix
     Derived (see StepView for meanings): row_ids, prefix_lens, extend_lens, kv_lens, cu_seqlens_q,
-    req_ids, positions, input_ids, logits_loc, page_tables, out_cache_locs.
+    req_ids, positions, input_ids, logits_loc, page_tables, out_cache_locs, tree_mask.
     results: [max_reqs, 3]  int32  written by commit: emitted (0 or 1), token id, FinishCode
     """
 
@@ -66,6 +68,7 @@ class StepBuffers:
         max_reqs: int,
         max_tokens: int,
         max_pages: tuple[int, ...],
+        max_tree_rows: int = 0,
         kv_len_bound: int,
         device: torch.device,
     ) -> None:
@@ -79,6 +82,7 @@ class StepBuffers:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
         self.facts = ints(max_reqs, 3)
+        self.parents = ints(max_reqs * max_tree_rows)
         self.results = ints(max_reqs, 3)
         self.arange = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.row_ids = longs(max_reqs)
@@ -90,6 +94,9 @@ class StepBuffers:
         self.positions = longs(max_tokens)
         self.input_ids = longs(max_tokens)
         self.logits_loc = longs(max_reqs)
+        self.tree_mask = torch.zeros(
+            max_reqs * max_tree_rows**2, dtype=torch.bool, device=device
+        )  # rows as wide as the step's trees
         self.page_tables = tuple(ints(max_reqs, width) for width in max_pages)
         self.out_cache_locs = tuple(longs(max_tokens) for _ in max_pages)
         self.chosen_logprobs = torch.zeros(max_reqs, device=device)
@@ -100,8 +107,8 @@ class StepBuffers:
         """Whether `facts` already says exactly this, so that nothing need be staged."""
         return self._filled == (layout, size)
 
-    def fill(self, layout: StepLayout, size: PaddedSize, slot: StagingSlot) -> Copy:
-        """Stage a layout padded to `size`; returns the copy the step's stream must execute."""
+    def fill(self, layout: StepLayout, size: PaddedSize, slot: StagingSlot) -> list[Copy]:
+        """Stage a layout padded to `size`; returns the copies the step's stream must execute."""
         facts = np.empty((size.reqs, 3), dtype=np.int32)
         facts[: layout.num_reqs, 0] = layout.rows
         facts[: layout.num_reqs, 1] = layout.extend_lens
@@ -109,7 +116,13 @@ class StepBuffers:
         facts[layout.num_reqs :] = (PAD_ROW, 0, 0)
         facts[layout.num_reqs :, 1] = size.pad_lens(layout)
         self._filled = (layout, size)
-        return self.facts[: size.reqs], slot.put(torch.from_numpy(facts))
+        copies = [(self.facts[: size.reqs], slot.put(torch.from_numpy(facts)))]
+        parents = padded_parents(layout, size.pad_lens(layout))
+        if parents is not None:
+            assert size.tokens <= self.parents.numel(), f"{size} is more than the trees' buffers"
+            staged = torch.from_numpy(np.array(parents, dtype=np.int32).reshape(-1))
+            copies.append((self.parents[: size.tokens], slot.put(staged)))
+        return copies
 
     def pad(self, size: PaddedSize) -> None:
         """Make `facts` say that every row of `size` is padding; runs on the device."""
@@ -122,6 +135,7 @@ class StepBuffers:
             facts[:, 1].zero_()
             facts[0, 1].fill_(size.tokens)
         facts[:, 2].zero_()
+        self.parents[: size.tokens].fill_(-1)
 
     def view(self, size: PaddedSize, mask: MaskKind) -> StepView:
         """The device view of a step padded to `size`."""
@@ -141,10 +155,14 @@ class StepBuffers:
                 for table, loc in zip(self.page_tables, self.out_cache_locs, strict=True)
             ),
             mask=mask,
-            tree_mask=None,
+            tree_mask=self._tree_mask(size) if mask is MaskKind.TREE else None,
             max_extend_len=size.max_extend_len,
             kv_len_bound=self.kv_len_bound,
         )
+
+    def _tree_mask(self, size: PaddedSize) -> Tensor:
+        """[padded_tokens, max_extend_len] of a uniform step."""
+        return self.tree_mask[: size.tokens * size.max_extend_len].view(size.tokens, -1)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The buffers by name, for guards."""

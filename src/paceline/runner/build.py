@@ -50,6 +50,7 @@ class RunnerConfig:
     poison_graphs: bool = False
     staging_depth: int = RING_DEPTH
     taps: tuple[str, ...] = ()
+    max_tree_rows: int = 0  # of a request in a step whose rows form trees; 0: no such steps
     logits_processors: tuple[LogitsProcessor, ...] = ()  # behind the built-in ones
 
     @property
@@ -77,7 +78,7 @@ def build_runner(
     notify: Notify,
 ) -> ModelRunner:
     """Allocate everything whose address a graph may hold and wire it up.  Captures nothing yet."""
-    bounds = _backend_limits(config, groups, limits, device=device, dtype=dtype)
+    bounds = _backend_limits(config, groups, limits, device=device, dtype=dtype, kv=kv)
     pools = [
         KVPool(group, num_pages, kv=kv, device=device)
         for group, num_pages in zip(groups, limits.num_pages, strict=True)
@@ -93,6 +94,7 @@ def build_runner(
             max_reqs=bounds.max_reqs,
             max_tokens=bounds.max_tokens,
             max_pages=bounds.max_pages,
+            max_tree_rows=limits.max_tree_rows,
             kv_len_bound=limits.kv_len_bound,
             device=device,
         ),
@@ -115,7 +117,6 @@ def build_runner(
             max_tokens=min(limits.graph_max_tokens, bounds.max_tokens, limits.context_len),
         ),
         guard=Guard(_owners(parts, pools), kv_len_bound=limits.kv_len_bound),
-        notify=notify,
     )
 
 
@@ -126,10 +127,13 @@ def _backend_limits(
     *,
     device: torch.device,
     dtype: torch.dtype,
+    kv: KVFormat,
 ) -> Limits:
     return Limits(
         device=device,
         dtype=dtype,
+        kv_dtype=kv.dtype,
+        layers=attention_specs(config, tuple(groups)),
         max_reqs=limits.padded_reqs,
         max_tokens=max(limits.max_batched_tokens, limits.max_running),
         max_pages=tuple(-(-limits.kv_len_bound // group.page_size) for group in groups),
@@ -186,7 +190,7 @@ def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:
     """The most one step stages: the joining requests' tokens, and of every row all its columns."""
     page_rows = sum(pages[0].nbytes for pages in table.page_tables)
     sampling_row = table.sampling.floats[0].nbytes + table.sampling.ints[0].nbytes
-    per_row = page_rows + sampling_row + _PIECES * _ALIGNMENT
+    per_row = page_rows + sampling_row + 4 * limits.max_tree_rows + _PIECES * _ALIGNMENT
     # One request may join beyond the limit, when it joins alone.
     tokens = max(limits.max_join_tokens, limits.context_len)
     return 4 * tokens + limits.padded_reqs * per_row

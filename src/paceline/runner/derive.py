@@ -7,6 +7,7 @@ What it computes, with a worked example, is in kernels/derive.py.
 from paceline.attention.contract import StepView
 from paceline.kernels.derive import DerivedStep, RequestRows
 from paceline.kernels.derive import derive as derive_rows
+from paceline.kernels.derive_tree import derive_tree
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.request_table import RequestTable
 
@@ -16,6 +17,7 @@ def derive(
 ) -> None:
     """Fill `view` in place from `buffers.facts` and `table`.  Device-only, static shapes.
 
+    Of trees the positions follow the depth; slots and input ids follow the rows, as ever.
     A frozen row (finished on the device, not yet known to the host) becomes a padded row here.
     page_sizes: [num_groups] tokens.
     """
@@ -40,3 +42,10 @@ def derive(
         max_extend_len=view.max_extend_len,
         offsets=buffers.arange,
     )
+    if view.tree_mask is not None:
+        derive_tree(
+            buffers.parents[: view.padded_tokens],
+            view.prefix_lens,
+            view.positions,
+            tree_mask=view.tree_mask,
+        )

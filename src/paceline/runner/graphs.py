@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.core.events import Event, Notify
-from paceline.core.modes import ForwardMode
+from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.host_reads import refuse_host_reads
@@ -22,7 +22,7 @@ class GraphKey:
     padded_reqs: int
     extend_len: int | None  # exact, of every row; None: ragged
     ragged_tokens: int | None  # padded tokens of a ragged step in all, which bound each row's
-    tree: tuple[int, ...] | None  # parent of each node; None: a chain
+    mask: MaskKind  # a tree's shape is device data; that there is one is not
     backend: str
     sampler: SamplerTier
     logprobs: bool
@@ -135,14 +135,14 @@ class GraphStore:
         self.factory = factory
         self._reserve_factor = reserve_factor
         self._notify = notify
-        self._graphs: dict[GraphKey, list[Graph]] = {}
+        self._graphs: dict[GraphKey, Graph] = {}
         self._uses: dict[GraphKey, int] = {}
         self._largest: dict[bool, tuple[int, int]] = {}  # is ragged: padded tokens, bytes
         self._bytes = 0
 
     @property
-    def graphs(self) -> Mapping[GraphKey, list[Graph]]:
-        """What is captured: one graph per segment group."""
+    def graphs(self) -> Mapping[GraphKey, Graph]:
+        """What is captured."""
         return self._graphs
 
     @property
@@ -154,8 +154,8 @@ class GraphStore:
         """What graphs may hold in all; 0 before the first capture."""
         return self._reserve_factor * sum(size for _, size in self._largest.values())
 
-    def find(self, key: GraphKey) -> list[Graph] | None:
-        """The captured graphs of a key."""
+    def find(self, key: GraphKey) -> Graph | None:
+        """The captured graph of a key."""
         return self._graphs.get(key)
 
     def wants(self, key: GraphKey) -> bool:
@@ -178,19 +178,16 @@ class GraphStore:
             return False
         return True
 
-    def capture(self, key: GraphKey, functions: list[Callable[[], None]]) -> list[Graph]:
-        """Capture one graph per function and keep them.  The caller has padded the buffers."""
+    def capture(self, key: GraphKey, function: Callable[[], None]) -> Graph:
+        """Capture `function` and keep its graph.  The caller has padded the buffers."""
         before = self.factory.bytes_held()
-        graphs = []
-        for function in functions:
-            graph = self.factory.make()
-            graph.capture(function)
-            graphs.append(graph)
+        graph = self.factory.make()
+        graph.capture(function)
         grown = self.factory.bytes_held() - before
         self._bytes += grown
         self._largest.setdefault(key.extend_len is None, (key.size.tokens, max(grown, 1)))
-        self._graphs[key] = graphs
-        return graphs
+        self._graphs[key] = graph
+        return graph
 
     def _is_covered(self, key: GraphKey) -> bool:
         """Whether captured graphs of as many tokens, and as many rows of the same sampler, share

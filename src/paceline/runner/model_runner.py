@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 
 from paceline.attention.contract import GraphSupport
-from paceline.core.events import Event, Notify
-from paceline.core.modes import ExtendShape, ForwardMode
+from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import PromptSpan, Step, StepLayout, padded_step
 from paceline.runner.buffers import PaddedSize
@@ -14,7 +13,7 @@ from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard, tensors_in
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
-from paceline.runner.program import Parts, Segment, StepProgram, group_segments
+from paceline.runner.program import Parts, StepProgram
 from paceline.runner.staging import Copy, StagingRing
 from paceline.runner.streams import Stream
 
@@ -44,7 +43,6 @@ class ModelRunner:
         graphs: GraphStore | None,
         sizes: GraphSizes,
         guard: Guard,
-        notify: Notify,
     ) -> None:
         self._parts = parts
         self._stream = stream
@@ -53,9 +51,6 @@ class ModelRunner:
         self._graphs = graphs
         self._sizes = sizes
         self._guard = guard
-        self._split_before = frozenset(self._split_reasons())
-        for name, reason in self._split_reasons().items():
-            notify(Event("segments_split", f"before {name}: {reason}"))
 
     def boot(self) -> None:
         """Capture the largest graph of each shape, largest first; they size the graph reserve."""
@@ -85,7 +80,7 @@ class ModelRunner:
         slot = self._staging.slot(step.epoch)
         copies = self._parts.table.stage(step.deltas, slot)
         key = self._graph_key(step)
-        graphs = self._find_or_capture(key) if key is not None else None
+        graph = self._find_or_capture(key) if key is not None else None
         if key is None:
             size = PaddedSize.exact(step.layout)
         else:
@@ -95,21 +90,21 @@ class ModelRunner:
             size = key.size
         buffers = self._parts.buffers
         if not buffers.holds(step.layout, size):
-            copies.append(buffers.fill(step.layout, size, slot))
+            copies += buffers.fill(step.layout, size, slot)
         if copies:
             self._stream.run(lambda: _execute(copies))
-        if graphs is not None:
-            self._run_groups(step, size, [graph.replay for graph in graphs])
+        self._host_plan(step, size)
+        if graph is not None:
+            self._stream.run(graph.replay)
             return self._receive(step)
         program = self._program(
-            step.mode,
+            step.mask,
             size,
             sampler=step.sampler,
             logprobs=step.logprobs,
             prompt_spans=step.prompt_spans,
         )
-        groups = group_segments(program.segments(), self._split_before)
-        self._run_groups(step, size, [_without_autograd(group) for group in groups])
+        self._stream.run(_without_autograd(program))
         if step.prompt_spans:
             outputs = self._outputs.slot(step.epoch)
             self._stream.run(lambda: outputs.receive_prompt(program.prompt_logprobs))
@@ -121,24 +116,20 @@ class ModelRunner:
         self._stream.run(lambda: slot.receive(buffers, num_reqs, logprobs=step.logprobs))
         return LaunchedStep(step, self._stream.record(), slot)
 
-    def _run_groups(self, step: Step, size: PaddedSize, groups: list[Callable[[], None]]) -> None:
-        """Queue segment groups; the host plans between the first and the second if it must."""
-        for index, group in enumerate(groups):
-            if index == 1:
-                self._host_plan(step, size)
-            self._stream.run(group)
-
     def _host_plan(self, step: Step, size: PaddedSize) -> None:
-        """Let a backend that plans on the host do so, padded rows included."""
-        backend = self._parts.backend
+        """Let a backend that plans on the host do so, padded rows included.
+
+        It plans from host lengths alone, before the step's first operation: nothing of the step
+        waits for the host, and the step stays one graph.
+        """
+        backend, held = self._parts.backend, self._parts.backend_buffers
         if backend.capabilities.host_plan:
-            backend.host_plan(
-                padded_step(step, size.pad_lens(step.layout)), self._parts.backend_buffers
-            )
+            padded = padded_step(step, size.pad_lens(step.layout))
+            self._stream.run(lambda: backend.host_plan(padded, held))
 
     def _program(
         self,
-        mode: ForwardMode,
+        mask: MaskKind,
         size: PaddedSize,
         *,
         sampler: SamplerTier,
@@ -147,17 +138,11 @@ class ModelRunner:
     ) -> StepProgram:
         return StepProgram(
             self._parts,
-            self._parts.buffers.view(size, mode.facts.mask),
+            self._parts.buffers.view(size, mask),
             sampler=sampler,
             logprobs=logprobs,
             prompt_spans=prompt_spans,
         )
-
-    def _split_reasons(self) -> dict[str, str]:
-        """Segments that need the host before them, each with its reason code."""
-        if self._parts.backend.capabilities.host_plan:
-            return {"forward": "host_plan"}
-        return {}
 
     def _graph_key(self, step: Step) -> GraphKey | None:
         """The key a step replays under, or would; None when it can be no graph."""
@@ -172,7 +157,9 @@ class ModelRunner:
             size = self._sizes.pad(layout.num_reqs, max(layout.extend_lens))
         if size is None:
             return None
-        return self._key(step.mode, size, sampler=step.sampler, logprobs=step.logprobs)
+        return self._key(
+            step.mode, size, mask=step.mask, sampler=step.sampler, logprobs=step.logprobs
+        )
 
     def _supports(self, mode: ForwardMode) -> bool:
         """Whether steps of this mode may be captured with this backend."""
@@ -186,6 +173,7 @@ class ModelRunner:
         phase: ForwardMode,
         size: PaddedSize,
         *,
+        mask: MaskKind = MaskKind.CAUSAL,
         sampler: SamplerTier = SamplerTier.GREEDY,
         logprobs: bool = False,
     ) -> GraphKey:
@@ -195,14 +183,14 @@ class ModelRunner:
             padded_reqs=size.reqs,
             extend_len=None if is_ragged else size.max_extend_len,
             ragged_tokens=size.tokens if is_ragged else None,
-            tree=None,
+            mask=mask,
             backend=self._parts.backend.name,
             sampler=sampler,
             logprobs=logprobs,
             taps=self._parts.taps,
         )
 
-    def _find_or_capture(self, key: GraphKey) -> list[Graph] | None:
+    def _find_or_capture(self, key: GraphKey) -> Graph | None:
         if self._graphs is None:
             return None
         found = self._graphs.find(key)
@@ -210,25 +198,21 @@ class ModelRunner:
             found = self._capture(key)
         return found
 
-    def _capture(self, key: GraphKey) -> list[Graph]:
+    def _capture(self, key: GraphKey) -> Graph:
         """Capture a key over padded rows alone, which are harmless to execute."""
         assert self._graphs is not None
         size = key.size
-        program = self._program(key.phase, size, sampler=key.sampler, logprobs=key.logprobs)
-        groups = group_segments(program.segments(), self._split_before)
+        program = self._program(key.mask, size, sampler=key.sampler, logprobs=key.logprobs)
         self._stream.run(lambda: self._parts.buffers.pad(size))
         self._host_plan(_empty_step(key), size)
         if self._graphs.factory.needs_warm_up:
-            for group in groups:
-                self._stream.run(_without_autograd(group))
+            self._stream.run(_without_autograd(program))
         self._stream.synchronize()
         graphs = self._graphs
         captured: list[Graph] = []
-        self._stream.run(
-            lambda: captured.extend(graphs.capture(key, [group.run for group in groups]))
-        )
+        self._stream.run(lambda: captured.append(graphs.capture(key, program.run)))
         self._stream.synchronize()
-        return captured
+        return captured[0]
 
 
 def _empty_step(key: GraphKey) -> Step:
@@ -236,7 +220,12 @@ def _empty_step(key: GraphKey) -> Step:
     return Step(
         epoch=0,
         mode=key.phase,
-        layout=StepLayout(rows=(), extend_lens=(), emits=()),
+        layout=StepLayout(
+            rows=(),
+            extend_lens=(),
+            emits=(),
+            parents=() if key.mask is MaskKind.TREE else None,
+        ),
         prefix_lens_bound=(),
         sampler=key.sampler,
         logprobs=key.logprobs,
@@ -249,9 +238,9 @@ def _execute(copies: list[Copy]) -> None:
         destination.copy_(source, non_blocking=True)
 
 
-def _without_autograd(segment: Segment) -> Callable[[], None]:
+def _without_autograd(program: StepProgram) -> Callable[[], None]:
     def run() -> None:
         with torch.inference_mode():
-            segment.run()
+            program.run()
 
     return run

@@ -3,7 +3,6 @@
 Eager steps call them, graphs record them.  There is no second copy.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +35,6 @@ class Parts:
     taps: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A piece of a step that runs on the device without the host."""
-
-    name: str
-    run: Callable[[], None]
-
-
 class StepProgram:
     """One padded size with one sampler tier; its results stay on fixed addresses once captured."""
 
@@ -65,13 +56,11 @@ class StepProgram:
         self._plan: Any = None
         self._logits: Tensor | None = None  # [padded_reqs, vocab]  the head's dtype
 
-    def segments(self) -> list[Segment]:
-        """The step's pieces in order."""
-        return [
-            Segment("derive", self._derive),
-            Segment("forward", self._forward),
-            Segment("sample", self._sample),
-        ]
+    def run(self) -> None:
+        """The step's segments in order; none needs the host before the next."""
+        self._derive()
+        self._forward()
+        self._sample()
 
     def _derive(self) -> None:
         parts = self._parts
@@ -114,21 +103,3 @@ class StepProgram:
             top_logprobs=self._top_logprobs,
         )
         commit(parts.buffers, parts.table, view, sampled)
-
-
-def group_segments(segments: list[Segment], split_before: frozenset[str]) -> list[Segment]:
-    """Join neighbouring segments; a new group starts before each name in `split_before`."""
-    groups: list[list[Segment]] = []
-    for segment in segments:
-        if not groups or segment.name in split_before:
-            groups.append([])
-        groups[-1].append(segment)
-    return [_joined(group) for group in groups]
-
-
-def _joined(group: list[Segment]) -> Segment:
-    def run() -> None:
-        for segment in group:
-            segment.run()
-
-    return Segment("+".join(segment.name for segment in group), run)

@@ -1,0 +1,101 @@
+"""Cases as data: what a cell runs, before anything is computed.  Imports torch nowhere.
+
+A case is a sequence of batches that one runner launches in order, so that a graph captured by the
+first ones is replayed with other data, fewer rows and shorter or longer requests.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from paceline.core.modes import ForwardMode, MaskKind
+
+
+class PageLayout(Enum):
+    """How a batch's pages lie in the pool."""
+
+    CONTIGUOUS = "contiguous"  # request after request, ascending
+    SHUFFLED = "shuffled"  # a permutation that is not the identity for any request of two pages
+    INTERLEAVED = "interleaved"  # round robin over the requests
+    REVERSED = "reversed"  # descending within each request
+    SHARED_PREFIX = "shared_prefix"  # full prefix pages all requests have in common are one copy
+    HIGH_IDS = "high_ids"  # shuffled, at the end of a pool twice as large
+
+
+class Inputs(Enum):
+    """What queries, keys and values are filled with."""
+
+    NEEDLE = "needle"  # each query has an exact small set of winners; a wrong key dominates
+    RANDOM = "random"  # normal
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One launch: its live requests."""
+
+    prefix_lens: tuple[int, ...]  # [num_reqs] tokens in the cache before the step
+    extend_lens: tuple[int, ...]  # [num_reqs] tokens computed in the step, at least 1
+    parents: tuple[tuple[int, ...], ...] | None = None  # [num_reqs][extend_len] row of the same
+    # request a node hangs on, -1: the prefix.  None: a chain, or the mode's own mask.
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.prefix_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.extend_lens)
+
+    @property
+    def kv_lens(self) -> tuple[int, ...]:
+        """[num_reqs] prefix + extend, always."""
+        return tuple(p + e for p, e in zip(self.prefix_lens, self.extend_lens, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one attention layer adds to the case's heads."""
+
+    window: int | None = None  # keys visible, itself included; None = all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One cell's work, whatever the backend and runner.
+
+    Names are unique among the cases of a method and mode; with backend and runner they are a cell.
+    """
+
+    name: str  # the variant
+    method: str  # "dense", or "swa" when a layer has a window
+    mode: ForwardMode
+    batches: tuple[Batch, ...]  # at least one
+    captured_reqs: int  # rows every step of the case is padded to; 0: no padding
+    captured_tokens: int = 0  # of a ragged mode: tokens it is padded to
+    page_size: int = 16
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int = 64
+    dtype: str = "float32"  # of queries, keys and values
+    kv_dtype: str | None = None  # of the cache: "float8_e4m3fn", or None for dtype
+    layers: tuple[Layer, ...] = (Layer(),)
+    soft_cap: float | None = None
+    sinks: bool = False
+    layout: PageLayout = PageLayout.SHUFFLED
+    inputs: Inputs = Inputs.NEEDLE
+    prefix_only: bool = False  # Part.PREFIX: the prefix alone, non-causal, nothing is written
+    is_quick: bool = True  # in `paceline check --quick`
+    is_interpreted: bool = False  # small enough for Triton's interpreter on a CPU
+    seed: int = 0
+
+    def mask(self, batch: Batch) -> MaskKind:
+        """Which keys of the step a query sees."""
+        kind = self.mode.facts.mask
+        if kind is MaskKind.TREE and batch.parents is None:
+            return MaskKind.CAUSAL  # a chain
+        return kind
+
+    @property
+    def max_kv_len(self) -> int:
+        """The longest request of any batch, in tokens."""
+        return max(max(batch.kv_lens) for batch in self.batches)
