@@ -232,7 +232,9 @@ def test_help_is_quick_and_imports_no_torch():
     assert min(seconds) < 0.5, seconds
 
 
-@pytest.mark.parametrize("verb", ["generate", "chat", "bench", "explain", "env", "serve"])
+@pytest.mark.parametrize(
+    "verb", ["generate", "chat", "check", "bench", "explain", "env", "serve", "debug"]
+)
 def test_help_of_a_verb_imports_no_torch(verb):
     code = f"""
         import sys

@@ -1,5 +1,6 @@
 """paceline: an LLM inference engine whose fast path is one program in every form it runs in."""
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,3 +27,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def _revert_fixes(ids: str) -> None:
+    """Bring past bugs back, as `paceline debug fixes` lists them."""
+    from pathlib import Path
+
+    from paceline.core.reverts import revert
+
+    package = Path(__file__).parent
+    revert(ids.split(","), fixes=package / "debug" / "fixes", package=package)
+
+
+if os.environ.get("PACELINE_REVERT_FIX"):
+    _revert_fixes(os.environ["PACELINE_REVERT_FIX"])

@@ -57,7 +57,9 @@ class DenseBackend(AttentionBackend):
         returns_lse=False,
         graph=GraphSupport.ALWAYS,
         host_plan=False,
+        loads_dead_slots=True,
     )
+    kept_fields: ClassVar[frozenset[str]] = frozenset({"key_positions"})
 
     def make_buffers(self, limits: Limits) -> DenseBuffers:
         """Called once; `plan` cuts these to the size of a step."""

@@ -7,9 +7,10 @@ import torch
 from attention_cases import Case, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from paceline.attention.contract import GroupView, Limits, StepView
-from paceline.attention.layouts.csr import CsrBuffers, CsrGroup, derive_csr, make_csr_buffers
+from paceline.attention.contract import Limits
+from paceline.attention.layouts.csr import CsrBuffers, csr_lens, derive_indices, make_csr_buffers
 from paceline.attention.layouts.page_table import page_table_plan
 from paceline.core.modes import MaskKind
 from paceline.runner.recorded import RecordedGraph
@@ -32,7 +33,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     page_size = draw(st.sampled_from((1, 2, 3, 16)))
     width = draw(st.integers(1, 8))
     kv_lens = draw(
-        st.lists(st.integers(1, width * page_size), min_size=1, max_size=MAX_REQS).map(tuple)
+        st.lists(st.integers(0, width * page_size), min_size=1, max_size=MAX_REQS).map(tuple)
     )
     ids = draw(st.permutations(range(1, MAX_REQS * width + 1)))
     pages, used = [], 0
@@ -43,7 +44,7 @@ def workloads(draw: st.DrawFn) -> Workload:
     return Workload(kv_lens, tuple(pages), page_size, width)
 
 
-def make_buffers(*widths: int) -> tuple[CsrBuffers, ...]:
+def make_buffers(*widths: int) -> CsrBuffers:
     return make_csr_buffers(
         Limits(
             device=torch.device("cpu"),
@@ -63,123 +64,120 @@ def make_buffers(*widths: int) -> tuple[CsrBuffers, ...]:
     )
 
 
-def view_of(kv_lens: tuple[int, ...], table: torch.Tensor) -> StepView:
-    """A decode step with these lengths."""
-    lens = torch.tensor(kv_lens, dtype=torch.int32)
-    reqs = len(kv_lens)
-    longs = torch.zeros(reqs, dtype=torch.int64)
-    return StepView(
-        row_ids=longs,
-        prefix_lens=lens - 1,
-        extend_lens=torch.ones_like(lens),
-        kv_lens=lens,
-        cu_seqlens_q=torch.arange(reqs + 1, dtype=torch.int32),
-        req_ids=longs,
-        positions=longs,
-        input_ids=longs,
-        logits_loc=longs,
-        groups=(GroupView(page_table=table, out_cache_loc=longs),),
-        mask=MaskKind.CAUSAL,
-        tree_mask=None,
-        max_extend_len=1,
-        kv_len_bound=128,
+def table_of(work: Workload) -> Tensor:
+    table = torch.full((len(work.kv_lens), work.width), 99, dtype=torch.int32)  # stale entries
+    for row, pages in enumerate(work.pages):
+        table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+    return table
+
+
+def derive(work: Workload, buffers: CsrBuffers, group: int = 0) -> None:
+    """Stage a workload's lengths as a host plan does, then derive its page ids."""
+    reqs, lens = len(work.kv_lens), csr_lens(work.kv_lens, work.page_size)
+    buffers.kv_indptr[: reqs + 1].copy_(lens.kv_indptr)
+    buffers.last_page_len[:reqs].copy_(lens.last_page_len)
+    derive_indices(
+        buffers.kv_indptr[: reqs + 1],
+        table_of(work),
+        buffers.page_range,
+        buffers.kv_indices[group],
     )
 
 
-def derive(work: Workload, buffers: CsrBuffers) -> CsrGroup:
-    table = torch.zeros(len(work.kv_lens), work.width, dtype=torch.int32)
-    for row, pages in enumerate(work.pages):
-        table[row, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-    view = view_of(work.kv_lens, table)
-    return derive_csr(view, view.groups[0], buffers, page_size=work.page_size)
-
-
-def check(work: Workload, found: CsrGroup) -> None:
+def check(work: Workload, buffers: CsrBuffers, group: int = 0) -> None:
+    reqs = len(work.kv_lens)
     indptr, indices, last = [0], [], []
     for kv_len, pages in zip(work.kv_lens, work.pages, strict=True):
         indices.extend(pages)
         indptr.append(len(indices))
-        last.append(kv_len - work.page_size * (len(pages) - 1))
-    assert found.kv_indptr.tolist() == indptr
-    tail = [0] * (len(work.kv_lens) * work.width - len(indices))
-    assert found.kv_indices.tolist() == indices + tail
-    assert found.last_page_len.tolist() == last
-    assert all(1 <= length <= work.page_size for length in last)
-    assert {found.kv_indptr.dtype, found.kv_indices.dtype, found.last_page_len.dtype} == {
-        torch.int32
-    }
+        last.append(kv_len - work.page_size * (len(pages) - 1) if pages else 0)
+    assert buffers.kv_indptr[: reqs + 1].tolist() == indptr
+    tail = [0] * (reqs * work.width - len(indices))
+    assert buffers.kv_indices[group][: reqs * work.width].tolist() == indices + tail
+    assert buffers.last_page_len[:reqs].tolist() == last
+    assert all(1 <= n <= work.page_size for n, pages in zip(last, work.pages, strict=True) if pages)
 
 
 @settings(max_examples=100, deadline=None)
 @given(work=workloads())
 def test_csr_equals_lists_built_request_by_request(work: Workload) -> None:
-    (buffers,) = make_buffers(work.width)
-    check(work, derive(work, buffers))
+    buffers = make_buffers(work.width)
+    derive(work, buffers)
+    check(work, buffers)
 
 
 @settings(max_examples=60, deadline=None)
 @given(work=workloads())
 def test_stale_buffers_do_not_matter(work: Workload) -> None:
-    (buffers,) = make_buffers(work.width)
-    buffers.kv_indices.fill_(-9)
-    buffers.last_page_len.fill_(-9)
-    buffers.kv_indptr[1:].fill_(-9)  # the leading zero is written once
-    check(work, derive(work, buffers))
+    buffers = make_buffers(work.width)
+    buffers.kv_indices[0].fill_(-9)
+    derive(work, buffers)
+    check(work, buffers)
 
 
 def test_a_longer_earlier_step_leaves_nothing_behind() -> None:
-    (buffers,) = make_buffers(4)
+    buffers = make_buffers(4)
     pages = tuple(tuple(range(1 + 4 * row, 5 + 4 * row)) for row in range(MAX_REQS))
     long = Workload((12,) * MAX_REQS, pages, 3, 4)
-    check(long, derive(long, buffers))
+    derive(long, buffers)
+    check(long, buffers)
     short = Workload((1, 4), ((9,), (2, 1)), 3, 4)
-    check(short, derive(short, buffers))
+    derive(short, buffers)
+    check(short, buffers)
 
 
 def test_the_worked_example_holds() -> None:
     """Page size 4, table width 3: request 0 has 9 tokens, request 1 has 4."""
-    (buffers,) = make_buffers(3)
-    found = derive(Workload((9, 4), ((7, 2, 5), (9,)), 4, 3), buffers)
-    assert found.kv_indptr.tolist() == [0, 3, 4]
-    assert found.kv_indices.tolist() == [7, 2, 5, 9, 0, 0]
-    assert found.last_page_len.tolist() == [1, 4]
+    buffers = make_buffers(3)
+    derive(Workload((9, 4), ((7, 2, 5), (9,)), 4, 3), buffers)
+    assert buffers.kv_indptr[:3].tolist() == [0, 3, 4]
+    assert buffers.kv_indices[0][:6].tolist() == [7, 2, 5, 9, 0, 0]
+    assert buffers.last_page_len[:2].tolist() == [1, 4]
 
 
-def test_each_group_has_lists_of_its_own_width() -> None:
-    narrow, wide = make_buffers(2, 5)
-    assert (narrow.kv_indices.numel(), wide.kv_indices.numel()) == (
-        MAX_REQS * 2 + 1,
-        MAX_REQS * 5 + 1,
-    )
+def test_each_group_has_a_list_of_its_own_width() -> None:
+    buffers = make_buffers(2, 5)
+    assert [each.numel() for each in buffers.kv_indices] == [MAX_REQS * 2 + 1, MAX_REQS * 5 + 1]
+    assert buffers.page_range.tolist() == [0, 1, 2, 3, 4]
     first = Workload((3,), ((4, 8),), 2, 2)
-    second = Workload((5,), ((1, 2, 3, 4, 5),), 1, 5)
-    found = derive(first, narrow)
-    check(second, derive(second, wide))
-    check(first, found)
+    second = Workload((4,), ((1, 3),), 2, 5)
+    derive(first, buffers, group=0)
+    derive(second, buffers, group=1)
+    check(second, buffers, group=1)
+    assert buffers.kv_indices[0][:2].tolist() == [4, 8]
 
 
-@pytest.mark.parametrize("reqs", [1, 4])
-def test_equal_sizes_give_equal_addresses(reqs: int) -> None:
-    (buffers,) = make_buffers(4)
-    work = Workload((2,) * reqs, tuple((row + 1,) for row in range(reqs)), 2, 4)
-    one, other = derive(work, buffers), derive(work, buffers)
-    assert one.kv_indptr.data_ptr() == other.kv_indptr.data_ptr()
-    assert one.kv_indices.data_ptr() == other.kv_indices.data_ptr()
-    assert one.last_page_len.data_ptr() == other.last_page_len.data_ptr()
+def test_host_lists_are_int32_on_the_cpu() -> None:
+    lens = csr_lens((5, 0, 8), 4)
+    for found in (lens.kv_indptr, lens.last_page_len):
+        assert found.dtype is torch.int32
+        assert found.device.type == "cpu"
 
 
-def test_a_recorded_derivation_follows_the_lengths() -> None:
-    """Device-only, static shapes: a replay derives from the lengths and pages of that moment."""
-    (buffers,) = make_buffers(3)
-    table = torch.tensor([[7, 2, 5], [9, 0, 0]], dtype=torch.int32)
-    view = view_of((9, 4), table)
+@pytest.mark.parametrize("kv_len", [1, 3, 4, 5, 8])
+def test_pages_and_last_page_make_the_length(kv_len: int) -> None:
+    lens = csr_lens((kv_len,), 4)
+    assert (int(lens.kv_indptr[1]) - 1) * 4 + int(lens.last_page_len[0]) == kv_len
+
+
+def test_a_recorded_derivation_follows_offsets_and_pages() -> None:
+    """Device-only, static shapes: a replay derives from what was planned and staged last."""
+    buffers = make_buffers(3)
+    old, new = Workload((9, 4), ((7, 2, 5), (9,)), 4, 3), Workload((2, 8), ((3,), (8, 1)), 4, 3)
+    derive(old, buffers)
+    table = table_of(old)
     graph = RecordedGraph(poison=True)
-    found: list[CsrGroup] = []
-    graph.capture(lambda: found.append(derive_csr(view, view.groups[0], buffers, page_size=4)))
-    table.copy_(torch.tensor([[3, 0, 0], [8, 1, 0]]))
-    view.kv_lens.copy_(torch.tensor([2, 8]))
+    graph.capture(
+        lambda: derive_indices(
+            buffers.kv_indptr[:3], table, buffers.page_range, buffers.kv_indices[0]
+        )
+    )
+    table.copy_(table_of(new))
+    lens = csr_lens(new.kv_lens, new.page_size)
+    buffers.kv_indptr[:3].copy_(lens.kv_indptr)
+    buffers.last_page_len[:2].copy_(lens.last_page_len)
     graph.replay()
-    check(Workload((2, 8), ((3,), (8, 1)), 4, 3), found[0])
+    check(new, buffers)
 
 
 def test_the_page_table_layout_is_the_view_itself() -> None:

@@ -1,12 +1,14 @@
 """An explicit choice runs or raises with every reason; auto says what it chose and why."""
 
+import re
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import AttentionConfig, GraphSupport
+from paceline.attention.contract import AttentionConfig, Capabilities, GraphSupport
 from paceline.attention.registry import AUTO_ORDER, BACKENDS, choose, load_backend
 from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.modes import MaskKind
@@ -73,14 +75,16 @@ def test_auto_says_why_and_what_it_passed_over() -> None:
     choice = choose(ON_CPU)
     assert choice.name == "torch"
     assert choice.why == "first of torch that can run on cpu"
-    assert set(choice.rejected) == {"triton"}
-    assert all(choice.rejected["triton"])
+    assert set(choice.rejected) == set(BACKENDS) - {"torch"}
+    assert all(choice.rejected.values())
 
 
 def test_auto_on_a_gpu_chooses_triton() -> None:
     choice = choose(ON_H200)
-    assert (choice.name, choice.why) == ("triton", "first of triton that can run on cuda")
-    assert choice.rejected == {"torch": ["device must be cpu, got cuda"]}
+    why = "first of triton, flashinfer, fa4 that can run on cuda"
+    assert (choice.name, choice.why) == ("triton", why)
+    assert set(choice.rejected) == set(BACKENDS) - {"triton"}
+    assert choice.rejected["torch"] == ["device must be cpu, got cuda"]
 
 
 def test_auto_without_a_candidate_raises_with_every_reason() -> None:
@@ -101,7 +105,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose(ON_CPU, name)
     assert str(caught.value) == (
-        "attention backend must be auto, triton, torch or package.module:Class, "
+        f"attention backend must be auto, {', '.join(BACKENDS)} or package.module:Class, "
         f"got {name!r}; name one of these"
     )
 
@@ -139,3 +143,87 @@ def test_what_is_no_backend_is_refused(name: str, kind: str) -> None:
         f"got 'third_party_backend:{name}', a {kind}; "
         "derive it from paceline.attention.contract.AttentionBackend"
     )
+
+
+# --- compositions ---------------------------------------------------------------------------------
+
+WITH_TREES = replace(ON_CPU, masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE}))
+
+
+class NoTree(TorchBackend):
+    """Named from this file."""
+
+    name: ClassVar[str] = "no-tree"
+    capabilities: ClassVar[Capabilities] = replace(
+        TorchBackend.capabilities, masks=frozenset({MaskKind.CAUSAL})
+    )
+
+
+NO_TREE = f"{__name__}:NoTree"
+
+
+@pytest.mark.parametrize(
+    ("asked", "made"),
+    [
+        ("torch+triton", "torch+triton"),
+        ("cascade(triton)", "cascade(triton)"),
+        ("torch+cascade(triton)", "torch+cascade(triton)"),
+        ("cascade(torch+triton)", "cascade(torch+triton)"),
+        ("cascade(torch)+cascade(triton)", "cascade(torch)+cascade(triton)"),
+        (f"{OUTSIDE}+torch", "outside+torch"),
+    ],
+)
+def test_a_composition_is_named_by_its_parts(asked: str, made: str) -> None:
+    assert load_backend(asked).name == made
+
+
+@pytest.mark.parametrize(
+    ("asked", "unknown"),
+    [("fa9+torch", "fa9"), ("torch+", ""), ("+torch", ""), ("cascade(torch", "cascade(torch")],
+)
+def test_an_unknown_part_is_refused_as_an_unknown_name_is(asked: str, unknown: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"got {unknown!r}; name one of these")):
+        choose(ON_CPU, asked)
+
+
+def test_an_explicit_composition_runs_or_raises_with_the_reasons_of_each_part() -> None:
+    choice = choose(ON_CPU, "torch+torch")
+    assert (choice.name, choice.why) == ("torch+torch", "asked for")
+    with pytest.raises(BackendUnsupported) as caught:
+        choose(ON_H200, "torch+triton")
+    assert caught.value.reasons == ["torch: device must be cpu, got cuda"]
+
+
+def test_trees_of_a_backend_without_a_tree_mask_run_by_cascade_and_why_says_so() -> None:
+    choice = choose(WITH_TREES, NO_TREE)
+    assert choice.name == f"cascade({NO_TREE})"
+    assert choice.why == f"asked for; {NO_TREE} has no tree mask, so trees run by cascade"
+    assert load_backend(choice.name).name == "cascade(no-tree)"
+    assert choose(ON_CPU, NO_TREE).name == NO_TREE
+
+
+def test_auto_puts_a_cascade_where_its_first_backend_has_no_trees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(BACKENDS, "no-tree", NO_TREE)
+    monkeypatch.setitem(AUTO_ORDER, "cpu", ("no-tree", "torch"))
+    choice = choose(WITH_TREES)
+    assert choice.name == "cascade(no-tree)"
+    assert choice.why == (
+        "first of no-tree, torch that can run on cpu; no-tree has no tree mask, so trees run by "
+        "cascade"
+    )
+    assert choice.rejected["torch"] == ["auto prefers no-tree on cpu"]
+
+
+def test_a_backend_with_trees_is_taken_as_it_is() -> None:
+    assert choose(WITH_TREES).name == "torch"
+    assert choose(WITH_TREES, "torch").name == "torch"
+
+
+def test_a_backend_without_trees_and_without_an_lse_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(NoTree, "capabilities", replace(NoTree.capabilities, returns_lse=False))
+    with pytest.raises(BackendUnsupported, match="mask kind must be"):
+        choose(WITH_TREES, NO_TREE)

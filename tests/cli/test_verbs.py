@@ -77,6 +77,7 @@ ALIASES = [
     ("--no-enable-prefix-caching", {"enable_prefix_cache": False}),
     ("--disable-radix-cache", {"enable_prefix_cache": False}),
     ("--enforce-eager", {"enforce_eager": True}),
+    ("--sanitize", {"sanitize": True}),
     ("--disable-cuda-graph", {"enforce_eager": True}),
     ("--cuda-graph-max-bs 8", {"cuda_graph_max_bs": 8}),
     ("--attention-backend triton", {"attention_backend": "triton"}),
@@ -401,21 +402,6 @@ def test_a_backend_that_lacks_more_is_not_advised_to_run_eagerly():
     done = run("explain", *words)
     assert "device must be cpu, got cuda" in done.stderr
     assert "--enforce-eager" not in done.stderr
-
-
-def test_phases_with_different_backends_are_refused():
-    from paceline.engine.explain import PhaseChoice, one_backend
-
-    def choice(phase, backend):
-        return PhaseChoice(phase=phase, backend=backend, why="asked for", rejected={})
-
-    assert one_backend([choice("prefill", "a"), choice("decode", "a")]).name == "a"
-    with pytest.raises(ConfigError) as caught:
-        one_backend([choice("prefill", "a"), choice("decode", "b")])
-    assert str(caught.value) == (
-        "attention backend must be the same for every phase, got a for prefill, b for decode; "
-        "name one with --attention-backend"
-    )
 
 
 def test_typed_errors_of_the_engine_exit_with_2():

@@ -268,6 +268,7 @@ def llm_of(
     knobs = Knobs(poison_graphs=stream == "deferred", admission_margin=margin)
     if stream == "deferred":
         knobs = replace(knobs, stream=DeferredStream())
+        chosen["sanitize"] = True
     if pool == "tight":  # nothing is held ahead, so that more are admitted than can stay
         tight = tight_pages[chosen.get("page_size", 16)]
         knobs = replace(knobs, num_pages=tight, reserve_ahead=0)

@@ -3,6 +3,7 @@
 import importlib.machinery
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import fake_flashinfer
@@ -11,21 +12,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.measurements import parse_table
 from paceline.cli.app import app
 from paceline.core.errors import BackendUnsupported, ConfigError, IntegrityError
 from paceline.core.gpus import GPUS, published_row
-from paceline.engine import flashinfer_peer, interleaved
-from paceline.engine.attention_shape import AttentionShape
+from paceline.engine import attention_workload, flashinfer_peer, interleaved
+from paceline.engine.attention_contenders import check, our_make, ragged_lens, require_memory
+from paceline.engine.attention_shape import FLAGS, AttentionShape
 from paceline.engine.attention_workload import make_workload
-from paceline.engine.bench_attention import (
-    bench_attention,
-    check,
-    choose_peer,
-    main,
-    our_make,
-    ragged_lens,
-    require_memory,
-)
+from paceline.engine.bench_attention import bench_attention, choose_peer, main, table
+from paceline.engine.bench_backends import bench_backends, plan_of
 from paceline.engine.machine import cpu_facts
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench_attention.json"
@@ -40,7 +37,7 @@ def small(**changes):
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch):
     monkeypatch.setattr(interleaved, "ROUNDS", 3)
-    monkeypatch.setattr("paceline.engine.bench_attention.CPU_SPAN_BYTES", 1)
+    monkeypatch.setattr("paceline.engine.attention_contenders.CPU_SPAN_BYTES", 1)
 
 
 @pytest.fixture
@@ -246,3 +243,152 @@ def test_what_cannot_run_here_is_refused():
         bench_attention(small(head_dim=40), backend="triton")
     with pytest.raises(ConfigError, match="lower --batch-size or --kv-len"):
         require_memory(AttentionShape(batch_size=10**6), 2, cpu_facts())
+
+
+# --- our backends against each other --------------------------------------------------------------
+
+BACKENDS_SCHEMA = SCHEMA.with_name("bench_attention_backends.json")
+
+
+class Fails(TorchBackend):
+    """Named from this file."""
+
+    def make_buffers(self, limits):
+        raise OSError("libnothing.so: cannot open")
+
+
+class Wrong(TorchBackend):
+    def forward(self, q, k, v, layer, plan, part):
+        out, lse = super().forward(q, k, v, layer, plan, part)
+        return out.roll(1, 0), lse
+
+
+class Planned(TorchBackend):
+    """Refuses to plan what was not planned on the host, from exact lengths and no device value."""
+
+    capabilities = replace(TorchBackend.capabilities, host_plan=True, loads_dead_slots=True)
+
+    def host_plan(self, step, buffers):
+        assert isinstance(step.kv_lens_bound, tuple)
+        self.kv_lens = list(step.kv_lens_bound)
+
+    def plan(self, view, buffers):
+        assert view.kv_lens.tolist() == self.kv_lens
+        return super().plan(view, buffers)
+
+    def forward(self, q, k, v, layer, plan, part):
+        assert not layer.k_cache.isnan().any()
+        return super().forward(q, k, v, layer, plan, part)
+
+
+def asked(**changes):
+    values = {flag.name: flag.default for flag in FLAGS} | SMALL
+    return {**values, "dtype": "float32", "page_size": 4, "device": "cpu", **changes}
+
+
+def compared(*backends, **changes):
+    plan = plan_of(asked(backends=",".join(backends), **changes))
+    document = bench_backends(plan, cpu_facts())
+    jsonschema.validate(json.loads(json.dumps(document)), json.loads(BACKENDS_SCHEMA.read_text()))
+    return document
+
+
+@pytest.mark.parametrize(("extend_len", "phase"), [(1, "decode"), (5, "prefill")])
+def test_backends_are_measured_beside_each_other(extend_len, phase):
+    document = compared("torch", f"{__name__}:Planned", extend_len=extend_len)
+    assert [row["backend"] for row in document["rows"]] == ["torch", f"{__name__}:Planned"]
+    assert {row["phase"] for row in document["rows"]} == {phase}
+    assert document["notes"] == []
+
+
+def test_a_backend_that_cannot_run_or_is_wrong_gets_a_note_and_no_row():
+    names = [f"{__name__}:Fails", "fa4", "torch", f"{__name__}:Wrong"]
+    document = compared(*names)
+    assert [row["backend"] for row in document["rows"]] == ["torch"]
+    fails, fa4, wrong = document["notes"]
+    assert fails["reasons"] == ["OSError: libnothing.so: cannot open"]
+    assert fa4["reasons"][0] == "device must be cuda, got cpu"
+    assert wrong["reasons"][0].startswith("IntegrityError: attention of")
+    assert f"not {__name__}:Fails for 4 x 40 keys, 1 new: OSError" in table(document)
+
+
+def test_a_suite_has_both_phases_of_the_layer_that_was_asked_for():
+    plan = plan_of(asked(backends="torch", shapes="suite", head_dim=64))
+    loads = {
+        (shape.phase, shape.batch_size, shape.kv_len, shape.extend_len) for shape in plan.shapes
+    }
+    assert ("decode", 64, 4096, 1) in loads
+    assert ("prefill", 1, 8192, 8192) in loads
+    assert len(loads) == len(plan.shapes) == 9
+    assert {shape.head_dim for shape in plan.shapes} == {64}
+
+
+def test_rows_are_merged_into_a_table(tmp_path):
+    path = tmp_path / "table.json"
+    compared("torch", save=str(path))
+    compared("torch", save=str(path), extend_len=5)
+    compared("torch", save=str(path))
+    found = parse_table(path.read_text(), source="x")
+    assert sorted(row.phase for row in found) == ["decode", "prefill"]
+
+
+def test_both_command_lines_compare_backends(capsys, tmp_path):
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    words += ["--dtype=float32", "--backends=torch", f"--save={tmp_path / 'table.json'}"]
+    done = CliRunner().invoke(app, ["bench", "attention", *words])
+    assert done.exit_code == 0, done.output
+    assert main(words) == 0
+    for text in (done.stdout, capsys.readouterr().out):
+        assert f"merged into {tmp_path / 'table.json'}" in text
+        document = json.loads(text.splitlines()[-1])
+        jsonschema.validate(document, json.loads(BACKENDS_SCHEMA.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"save": "x.json"}, "--save must be --backends beside --save, got none"),
+        ({"shapes": "suite"}, "--shapes must be --backends beside --shapes, got none"),
+        ({"backends": "torch", "backend": "torch"}, "--backend must be left out beside --backends"),
+        ({"backends": "torch", "peer": "flashinfer"}, "--peer must be left out beside --backends"),
+        ({"backends": "torch,nope"}, "attention backend must be auto, triton"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(changes, text):
+    with pytest.raises(ConfigError) as caught:
+        plan_of(asked(**changes))
+    assert str(caught.value).startswith(text)
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "no" / "t", "No such file")):
+        with pytest.raises(ConfigError) as caught:
+            plan_of(asked(backends="torch", save=str(path)))
+        assert str(caught.value).startswith("--save must be a file that can be written, got")
+        assert why in str(caught.value)
+    other = tmp_path / "other.json"
+    other.write_text('{"not": "a table"}')
+    with pytest.raises(ConfigError, match="table of measurements in .* must be a JSON list"):
+        plan_of(asked(backends="torch", save=str(other)))
+    assert other.read_text() == '{"not": "a table"}'
+    plan_of(asked(backends="torch", save=str(tmp_path / "new.json")))
+    assert not (tmp_path / "new.json").exists()
+
+
+def test_the_definition_is_the_same_in_passes(monkeypatch):
+    shape = small(extend_len=11)
+    work = make_workload(shape, ragged_lens(shape), layers=1, device=CPU, seed=0)
+    out = our_make("torch")(work)(0)
+    whole = work.worst_error(out, range(4))
+    monkeypatch.setattr(attention_workload, "REFERENCE_ROWS", 4)
+    assert work.worst_error(out, range(4)) == pytest.approx(whole, abs=0.5)
+    assert work.worst_error(out.roll(1, 0), range(4)) > 1e3
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_memory_may_be_poisoned_with_numbers(kv_dtype):
+    shape = small(kv_dtype=kv_dtype)
+    work = make_workload(shape, [5, 37, 1], layers=1, device=CPU, seed=0, finite=True)
+    cache = work.layers[0].k_cache.float()
+    assert cache.isfinite().all()
+    assert (cache[0] == (448.0 if kv_dtype == "fp8" else 4096.0)).all()

@@ -150,13 +150,13 @@ def test_a_graph_that_shares_the_storage_of_larger_ones_needs_no_reserve() -> No
 def test_boot_captures_the_largest_decode_graph_and_no_other(
     tiny: TinyModel, counts: Counter[str]
 ) -> None:
-    driver = Driver(tiny)
+    driver = Driver(tiny, sanitize=False)
     assert counts["capture"] == 1
     assert set(driver.runner._graphs.graphs) == {key(8)}  # type: ignore[union-attr]
 
 
 def test_the_largest_key_replays_from_its_first_use(tiny: TinyModel, counts: Counter[str]) -> None:
-    driver = Driver(tiny)
+    driver = Driver(tiny, sanitize=False)
     start(driver)
     assert counts["replay"] == 0  # ragged prefill is eager
     driver.decode(range(1, 9))
@@ -166,7 +166,7 @@ def test_the_largest_key_replays_from_its_first_use(tiny: TinyModel, counts: Cou
 def test_another_key_is_eager_first_and_captured_on_its_second_use(
     tiny: TinyModel, counts: Counter[str]
 ) -> None:
-    driver = Driver(tiny)
+    driver = Driver(tiny, sanitize=False)
     start(driver, range(1, 4))
     driver.decode([1, 2, 3])
     assert (counts["capture"], counts["replay"]) == (1, 0)
@@ -185,7 +185,7 @@ def test_enforce_eager_captures_nothing(tiny: TinyModel, counts: Counter[str]) -
 
 
 def test_a_batch_beyond_the_largest_graph_is_eager(tiny: TinyModel, counts: Counter[str]) -> None:
-    driver = Driver(tiny, graph_max_reqs=2)
+    driver = Driver(tiny, graph_max_reqs=2, sanitize=False)
     prompts = start(driver, range(1, 4))
     driver.decode([1, 2, 3], steps=4)
     assert (counts["capture"], counts["replay"]) == (1, 0)
@@ -370,7 +370,7 @@ def test_a_host_planned_backend_is_planned_before_every_run(
     tiny: TinyModel, counts: Counter[str], graph_max_reqs: int | None
 ) -> None:
     backend = HostPlannedBackend()
-    driver = Driver(tiny, backend=backend, graph_max_reqs=graph_max_reqs)
+    driver = Driver(tiny, backend=backend, graph_max_reqs=graph_max_reqs, sanitize=False)
     prompts = start(driver, range(1, 4))
     driver.runner._sizes = GraphSizes((8,), ())
     driver.decode([1, 2, 3], steps=6)
@@ -387,7 +387,7 @@ def test_a_host_planned_backend_is_planned_before_every_run(
 
 def test_a_second_use_capture_is_planned_on_the_host_too(tiny: TinyModel) -> None:
     backend = HostPlannedBackend()
-    driver = Driver(tiny, backend=backend)
+    driver = Driver(tiny, backend=backend, sanitize=False)
     start(driver, range(1, 3))
     driver.decode([1, 2], steps=2)
     first, second = ((LENGTHS[0] + n, LENGTHS[1] + n) for n in (1, 2))

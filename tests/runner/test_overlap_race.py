@@ -42,7 +42,13 @@ def _joined(driver: Driver, row: int, prompt: list[int]) -> dict[int, int]:
 def run(
     tiny: TinyModel, scenario: Callable[[Driver], None], stream: Stream | None, depth: int
 ) -> Tokens:
-    driver = Driver(tiny, graph_max_reqs=None, stream=stream, staging_depth=depth)
+    driver = Driver(
+        tiny,
+        graph_max_reqs=None,
+        stream=stream,
+        staging_depth=depth,
+        sanitize=False,  # it reports the race, and the tokens are to show it
+    )
     scenario(driver)
     return driver.tokens
 

@@ -130,6 +130,7 @@ def test_a_full_batch_is_padded_like_any_other(
         max_running=rows,
         graph_max_reqs=rows if capture else None,
         graph_max_tokens=MAX_TOKENS,
+        sanitize=False,
     )
     for seed in range(3):
         prompts = dict(enumerate(random_prompts((9,) * rows, seed=seed), start=1))

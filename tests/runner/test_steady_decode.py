@@ -61,6 +61,7 @@ def test_steady_decode_steps_stage_nothing(
         tiny,
         graph_max_reqs=graph_max_reqs,
         stream=DeferredStream() if stream == "deferred" else None,
+        sanitize=False,
     )
     driver.prefill(dict(zip(rows, random_prompts([5, 9, 2]), strict=False)))
     driver.decode(rows, steps=3)  # the eager use, the capture and its first replay
@@ -75,7 +76,7 @@ def test_steady_decode_steps_stage_nothing(
 @pytest.mark.parametrize("stream", ["inline", "deferred"])
 def test_no_operator_of_an_eager_steady_step_brings_host_data(tiny: TinyModel, stream: str) -> None:
     deferred = DeferredStream() if stream == "deferred" else None
-    driver = Driver(tiny, graph_max_reqs=None, stream=deferred)
+    driver = Driver(tiny, graph_max_reqs=None, stream=deferred, sanitize=False)
     prompts = dict(zip([1, 2], random_prompts([5, 9]), strict=True))
     driver.prefill(prompts)
     driver.decode([1, 2])
@@ -87,7 +88,7 @@ def test_no_operator_of_an_eager_steady_step_brings_host_data(tiny: TinyModel, s
 
 
 def test_the_net_notices_each_way_host_data_could_come_in(tiny: TinyModel) -> None:
-    driver = Driver(tiny, graph_max_reqs=None)
+    driver = Driver(tiny, graph_max_reqs=None, sanitize=False)
     driver.prefill({1: [5, 6]})
     staged = driver.runner._staging.slot(0).put(torch.zeros(1, 3, dtype=torch.int32))
     with NoHostData(driver):

@@ -168,6 +168,8 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities]
+    kept_fields: ClassVar[frozenset[str]] = frozenset()  # fields of its buffers that plan and
+    # host_plan do not write anew in each step: constants, counters that a kernel leaves at 0
 
     @classmethod
     def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
@@ -184,7 +186,9 @@ class AttentionBackend(ABC):
     def plan(self, view: StepView, buffers: Any) -> Any:
         """Derive the frozen plan: device-only, static shapes, in place in `buffers`.
 
-        The same call in eager, capture and replay.  Recordable.
+        The same call in eager, capture and replay.  Recordable.  A backend that returns_lse and has
+        no TREE may be given tree steps all the same: it plans them, and host_plans them, for
+        Part.PREFIX, and its forward is then called with Part.PREFIX alone.
         """
 
     def host_plan(self, step: Step, buffers: Any) -> None:

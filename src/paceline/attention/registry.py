@@ -1,17 +1,31 @@
 """The registry of attention backends, and the one place where `auto` may choose."""
 
+import importlib.metadata
 from dataclasses import dataclass
 
+from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import AttentionBackend, AttentionConfig
+from paceline.attention.hybrid import hybrid
+from paceline.attention.measurements import LayerShape, Phase, Table, package_table
+from paceline.attention.preference import prefer
 from paceline.core.errors import BackendUnsupported, ConfigError, message
 from paceline.core.plugins import load_class
 
-# Short name -> "module:Class", imported when asked for.  Also the order in which auto prefers.
+# Short name -> "module:Class", imported when asked for.
 BACKENDS: dict[str, str] = {
     "triton": "paceline.attention.backends.triton_backend:TritonBackend",
     "torch": "paceline.attention.backends.torch_backend:TorchBackend",
+    "flashinfer": "paceline.attention.backends.flashinfer_backend:FlashInferBackend",
+    "fa4": "paceline.attention.backends.fa4_backend:FlashAttention4Backend",
+    "fa3": "paceline.attention.backends.fa3_backend:FlashAttention3Backend",
 }
-AUTO_ORDER: dict[str, tuple[str, ...]] = {"cpu": ("torch",), "cuda": ("triton",)}
+# What auto may choose, the one it takes without measurements first.
+AUTO_ORDER: dict[str, tuple[str, ...]] = {
+    "cpu": ("torch",),
+    "cuda": ("triton", "flashinfer", "fa4"),
+}
+# The package without which auto passes a backend over, also when it plans for another machine.
+AUTO_PACKAGES: dict[str, str] = {"flashinfer": "flashinfer-python", "fa4": "flash-attn-4"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,10 +38,16 @@ class Choice:
 
 
 def load_backend(name: str) -> type[AttentionBackend]:
-    """The backend class of a short name or of `package.module:Class`.
+    """The backend class of a short name or of `package.module:Class`, or composed of such:
+    `prefill+decode` (attention/hybrid.py) and `cascade(name)` (attention/cascade.py).
 
     Raises ConfigError when there is none.
     """
+    halves = _halves(name)
+    if halves is not None:
+        return hybrid(load_backend(halves[0]), load_backend(halves[1]))
+    if name.startswith("cascade(") and name.endswith(")"):
+        return cascade(load_backend(name.removeprefix("cascade(").removesuffix(")")))
     target = BACKENDS.get(name, name)
     if ":" not in target:
         raise ConfigError(
@@ -41,29 +61,91 @@ def load_backend(name: str) -> type[AttentionBackend]:
     return load_class("attention backend", target, AttentionBackend)  # type: ignore[type-abstract]
 
 
-def choose(config: AttentionConfig, asked: str = "auto") -> Choice:
+def _halves(name: str) -> tuple[str, str] | None:
+    """The two sides of the + that stands in no bracket; None when there is none."""
+    for index, letter in enumerate(name):
+        before = name[:index]
+        if letter == "+" and before.count("(") == before.count(")"):
+            return before, name[index + 1 :]
+    return None
+
+
+def _composed(name: str, config: AttentionConfig) -> tuple[str, str]:
+    """(name of the backend that would serve `config`, what to add to why)."""
+    if not needs_cascade(load_backend(name).capabilities, config):
+        return name, ""
+    return f"cascade({name})", f"; {name} has no tree mask, so trees run by cascade"
+
+
+def _reasons(name: str, config: AttentionConfig) -> list[str]:
+    """Why `name`, composed as `config` needs it, cannot serve it."""
+    return load_backend(_composed(name, config)[0]).unsupported_reasons(config)
+
+
+def choose(
+    config: AttentionConfig,
+    asked: str = "auto",
+    *,
+    phase: Phase | None = None,
+    gpu: str | None = None,
+    table: Table | None = None,
+) -> Choice:
     """The backend for a model on a device.  An explicit choice runs or raises; auto says why.
 
+    phase, gpu: what auto looks up in `table`, the package's measurements when None; without both
+    it takes the first of its order.  Where trees are wanted of a backend without a tree mask, the
+    choice is a cascade over it.
     Raises BackendUnsupported with every reason, ConfigError for an unknown name.
     """
     if asked != "auto":
-        reasons = load_backend(asked).unsupported_reasons(config)
+        reasons = _reasons(asked, config)
         if reasons:
             raise BackendUnsupported(asked, reasons)
-        return Choice(name=asked, why="asked for", rejected={})
-    rejected: dict[str, list[str]] = {}
+        name, note = _composed(asked, config)
+        return Choice(name=name, why=f"asked for{note}", rejected={})
     order = AUTO_ORDER.get(config.device_type, ())
-    for name in order:
-        reasons = load_backend(name).unsupported_reasons(config)
-        if not reasons:
-            others = {
-                other: load_backend(other).unsupported_reasons(config)
-                or [f"auto prefers {name} on {config.device_type}"]
-                for other in BACKENDS
-                if other not in rejected and other != name
-            }
-            why = f"first of {', '.join(order)} that can run on {config.device_type}"
-            return Choice(name=name, why=why, rejected=rejected | others)
-        rejected[name] = reasons
-    listed = [f"{name}: {reason}" for name, reasons in rejected.items() for reason in reasons]
-    raise BackendUnsupported("auto", listed or [f"no backend for device {config.device_type}"])
+    rejected = {name: reasons for name in order if (reasons := _auto_reasons(name, config))}
+    runnable = [name for name in order if name not in rejected]
+    if not runnable:
+        listed = [f"{name}: {reason}" for name, reasons in rejected.items() for reason in reasons]
+        raise BackendUnsupported("auto", listed or [f"no backend for device {config.device_type}"])
+    name, why = runnable[0], f"first of {', '.join(order)} that can run on {config.device_type}"
+    if len(runnable) > 1 and phase is not None and gpu is not None:
+        known = package_table() if table is None else table
+        found = prefer(runnable, phase, gpu, layer=_layer_shape(config), table=known)
+        name, why = found.name, found.why
+        rejected |= found.passed_over
+    for other in BACKENDS:
+        if other not in rejected and other != name:
+            reasons = _reasons(other, config)
+            rejected[other] = reasons or [f"auto prefers {name} on {config.device_type}"]
+    chosen, note = _composed(name, config)
+    return Choice(name=chosen, why=f"{why}{note}", rejected=rejected)
+
+
+def _auto_reasons(name: str, config: AttentionConfig) -> list[str]:
+    """Why auto may not choose `name`: reasons, or that its library is not installed here."""
+    reasons = _reasons(name, config)
+    package = AUTO_PACKAGES.get(name)
+    if package is not None and not reasons and not _is_installed(package):
+        reasons = [f"{package} must be installed, got no such package"]
+    return reasons
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _layer_shape(config: AttentionConfig) -> LayerShape:
+    return LayerShape(
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        page_size=config.page_size,
+        dtype=str(config.dtype).removeprefix("torch."),
+        kv_dtype=str(config.kv_dtype).removeprefix("torch."),
+    )

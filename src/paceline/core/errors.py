@@ -10,7 +10,8 @@
     ├── KernelArgumentError    a tensor of the wrong shape, dtype, stride or device
     ├── GraphError             something a graph cannot hold
     │   ├── HostReadError        a host read or data-dependent shape inside a recorded region
-    │   └── GraphGuardError      a replay whose key, addresses or bounds differ from its capture
+    │   ├── GraphGuardError      a replay whose key, addresses or bounds differ from its capture
+    │   └── SanitizerError       a step whose output depends on bytes it may not read
     └── IntegrityError         books that do not balance
 
 Every message says: name, expected, got, remedy.  Build it with `message`.
@@ -68,6 +69,10 @@ class HostReadError(GraphError):
 
 class GraphGuardError(GraphError):
     """A replay whose key, addresses or bounds differ from its capture."""
+
+
+class SanitizerError(GraphError):
+    """A step whose output depends on bytes it may not read, or that writes such bytes."""
 
 
 class IntegrityError(PacelineError):

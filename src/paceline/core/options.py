@@ -143,7 +143,7 @@ class EngineOptions:
     attention_backend: str | None = _option(
         None,
         str,
-        "Attention backend by name, or pkg.mod:Class.",
+        "Attention backend by name, prefill+decode, or pkg.mod:Class.",
         "--attention-backend",
     )
     logits_processors: tuple[str, ...] = _option(
@@ -171,6 +171,12 @@ class EngineOptions:
         "--cuda-graph-max-tokens",
         unit="tokens",
         low=0,
+    )
+    sanitize: bool = _option(
+        False,
+        bool,
+        "Run every step twice, over poison where it may not read; stop where that shows.  Slow.",
+        "--sanitize",
     )
     seed: int = _option(
         0,

@@ -1,8 +1,9 @@
-"""The shape `paceline bench attention` times, and its flags for both command lines.  No torch."""
+"""The shapes `paceline bench attention` times, and its flags for both command lines.  No torch."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from paceline.attention.measurements import LayerShape, Phase
 from paceline.core.errors import ConfigError, message
 from paceline.core.options import DTYPES
 
@@ -43,6 +44,25 @@ FLAGS = (
         help="Library timed beside ours; auto takes FlashInfer where it is installed.",
         choices=PEERS,
     ),
+    Flag(
+        name="backends",
+        kind=str,
+        default=None,
+        help="Time these instead, in turns; several names separated by commas.",
+    ),
+    Flag(
+        name="shapes",
+        kind=str,
+        default="one",
+        help="Of --backends: the one of these flags, or a fixed suite per phase.",
+        choices=("one", "suite"),
+    ),
+    Flag(
+        name="save",
+        kind=str,
+        default=None,
+        help="Of --backends: merge what was measured into this table of measurements.",
+    ),
     Flag(name="device", kind=str, default="auto", help="Where.", choices=("auto", "cpu", "cuda")),
 )
 
@@ -70,6 +90,22 @@ class AttentionShape:
             _refuse("extend_len", f"at most {self.kv_len}, the keys of a request", self.extend_len)
         if self.num_heads % self.num_kv_heads:
             _refuse("num_heads", f"a multiple of {self.num_kv_heads}, the KV heads", self.num_heads)
+
+    @property
+    def phase(self) -> Phase:
+        return "decode" if self.extend_len == 1 else "prefill"
+
+    @property
+    def layer(self) -> LayerShape:
+        """What of it a model decides."""
+        return LayerShape(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            dtype=self.dtype,
+            kv_dtype=self.dtype if self.kv_dtype == "auto" else "float8_e4m3fn",
+        )
 
     @property
     def kv_token_bytes(self) -> int:
@@ -101,6 +137,16 @@ def shape_of(values: Mapping[str, object]) -> AttentionShape:
     names = AttentionShape.__dataclass_fields__
     chosen = {name: values[name] for name in names}
     return AttentionShape(**chosen)  # type: ignore[arg-type]
+
+
+def suite(shape: AttentionShape) -> tuple[AttentionShape, ...]:
+    """The layer of `shape` under the loads that auto compares backends by."""
+    decodes = [(batch, kv_len, 1) for kv_len in (1024, 4096) for batch in (1, 8, 64)]
+    prefills = [(1, 1024, 1024), (1, 8192, 8192), (8, 1024, 1024)]
+    return tuple(
+        replace(shape, batch_size=batch, kv_len=kv_len, extend_len=extend)
+        for batch, kv_len, extend in decodes + prefills
+    )
 
 
 def _refuse(name: str, expected: str, got: int) -> None:

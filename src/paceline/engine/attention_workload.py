@@ -1,7 +1,8 @@
 """One attention step on a paged cache in which a wrong index cannot hide, for `bench_attention`.
 
 Pages are permuted.  Page 0, free pages and the tail of each last page are NaN, so that a kernel
-that reads a slot it may not shows NaN, and random values elsewhere show any other confusion.
+that reads a slot it may not shows NaN, and random values elsewhere show any other confusion.  A
+library that multiplies masked slots by 0 gets large numbers there instead.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,16 @@ from paceline.attention.contract import (
     Limits,
     StepView,
 )
-from paceline.core.modes import MaskKind
+from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.sampling_params import SamplerTier
+from paceline.core.step import Step, StepLayout
 from paceline.engine.attention_shape import AttentionShape
 from paceline.kernels.paged_attention import paged_attention_reference
 
 FREE_PAGES = 8  # poisoned, besides page 0
-FP8_NAN = 0x7F
+LARGE = 4096.0  # a finite poison, of any dtype but fp8
+FP8_NAN, FP8_LARGE = 0x7F, 0x7E  # NaN and 448
+REFERENCE_ROWS = 1024  # queries of one pass of the definition, whose scores are float64
 KV_SCALES = (0.5, 2.0)  # of K and V in an fp8 cache; powers of two keep the comparison exact
 
 
@@ -60,6 +65,22 @@ class Workload:
             page_size=shape.page_size,
         )
 
+    @property
+    def step(self) -> Step:
+        """The step as its scheduler would have decided it."""
+        reqs, extend = len(self.kv_lens), self.shape.extend_len
+        return Step(
+            epoch=1,
+            mode=ForwardMode.DECODE if extend == 1 else ForwardMode.EXTEND,
+            layout=StepLayout(
+                rows=tuple(range(1, reqs + 1)), extend_lens=(extend,) * reqs, emits=(True,) * reqs
+            ),
+            prefix_lens_bound=tuple(length - extend for length in self.kv_lens),
+            sampler=SamplerTier.GREEDY,
+            logprobs=False,
+            deltas=(),
+        )
+
     def worst_error(self, out: Tensor, requests: Sequence[int]) -> float:
         """The largest error of `requests`; infinite for NaN.
 
@@ -68,25 +89,33 @@ class Workload:
         """
         worst = 0.0
         for request in requests:
-            rows = slice(request * self.shape.extend_len, (request + 1) * self.shape.extend_len)
-            exact = self._reference(request, torch.float64)
-            plain = self._reference(request, self.q.dtype).double()
-            limit = 2.0 * _largest(plain - exact) + torch.finfo(self.q.dtype).eps * _largest(exact)
-            error = _largest(out[rows].double() - exact) / limit
-            worst = max(worst, float(error.nan_to_num(float("inf")).max()))
+            for start in range(0, self.shape.extend_len, REFERENCE_ROWS):
+                rows = range(start, min(start + REFERENCE_ROWS, self.shape.extend_len))
+                worst = max(worst, self._error_of(out, request, rows))
         return worst
 
-    def _reference(self, request: int, compute_dtype: torch.dtype) -> Tensor:
-        """[extend_len, num_heads, head_dim]: the definition, of layer 0."""
-        one, extend, layer = slice(request, request + 1), self.shape.extend_len, self.layers[0]
+    def _error_of(self, out: Tensor, request: int, rows: range) -> float:
+        """The largest error among some rows of a request."""
+        exact = self._reference(request, rows, torch.float64)
+        plain = self._reference(request, rows, self.q.dtype).double()
+        limit = 2.0 * _largest(plain - exact) + torch.finfo(self.q.dtype).eps * _largest(exact)
+        first = request * self.shape.extend_len
+        mine = out[first + rows.start : first + rows.stop].double()
+        error = _largest(mine - exact) / limit
+        return float(error.nan_to_num(float("inf")).max())
+
+    def _reference(self, request: int, rows: range, compute_dtype: torch.dtype) -> Tensor:
+        """[rows, num_heads, head_dim]: the definition, of layer 0; rows before are its prefix."""
+        one, layer = slice(request, request + 1), self.layers[0]
+        first = request * self.shape.extend_len
         out, _ = paged_attention_reference(
-            self.q[request * extend : (request + 1) * extend],
+            self.q[first + rows.start : first + rows.stop],
             layer.k_cache,
             layer.v_cache,
             self.view.groups[0].page_table[one],
-            self.view.prefix_lens[one],
-            self.view.extend_lens[one],
-            self.view.cu_seqlens_q[:2],
+            self.view.prefix_lens[one] + rows.start,
+            torch.full_like(self.view.extend_lens[one], len(rows)),
+            self.view.cu_seqlens_q[:2].clamp(max=len(rows)),
             scale=layer.spec.scale,
             window=None,
             soft_cap=None,
@@ -107,13 +136,17 @@ def make_workload(
     layers: int,
     device: torch.device,
     seed: int,
+    finite: bool = False,
 ) -> Workload:
-    """A step of `shape` whose requests have `kv_lens` keys each, at least extend_len."""
+    """A step of `shape` whose requests have `kv_lens` keys each, at least extend_len.
+
+    finite: poison with large numbers, for a backend that loads_dead_slots.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     page_table, num_pages = _permuted_table(kv_lens, shape.page_size, generator)
     slots = _slots(page_table, kv_lens, shape.page_size)
     pool = (num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
-    caches = tuple(_layer(shape, pool, slots, generator) for _ in range(layers))
+    caches = tuple(_layer(shape, pool, slots, generator, finite=finite) for _ in range(layers))
     view = _view(shape, kv_lens, page_table)
     tokens = len(kv_lens) * shape.extend_len
     q = torch.randn(tokens, shape.num_heads, shape.head_dim, generator=generator, device=device)
@@ -185,7 +218,12 @@ def _slots(page_table: Tensor, kv_lens: Sequence[int], page_size: int) -> Tensor
 
 
 def _layer(
-    shape: AttentionShape, pool: tuple[int, ...], slots: Tensor, generator: torch.Generator
+    shape: AttentionShape,
+    pool: tuple[int, ...],
+    slots: Tensor,
+    generator: torch.Generator,
+    *,
+    finite: bool,
 ) -> LayerCache:
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
     if shape.kv_dtype != "auto":
@@ -207,8 +245,8 @@ def _layer(
     )
     return LayerCache(
         spec=spec,
-        k_cache=_poisoned(pool, kv_dtype_of(shape), slots, generator),
-        v_cache=_poisoned(pool, kv_dtype_of(shape), slots, generator),
+        k_cache=_poisoned(pool, kv_dtype_of(shape), slots, generator, finite=finite),
+        v_cache=_poisoned(pool, kv_dtype_of(shape), slots, generator, finite=finite),
         k_scale=scales[0],
         v_scale=scales[1],
         sinks=None,
@@ -216,17 +254,24 @@ def _layer(
 
 
 def _poisoned(
-    pool: tuple[int, ...], dtype: torch.dtype, slots: Tensor, generator: torch.Generator
+    pool: tuple[int, ...],
+    dtype: torch.dtype,
+    slots: Tensor,
+    generator: torch.Generator,
+    *,
+    finite: bool,
 ) -> Tensor:
-    """A pool of NaN with random values at `slots`."""
+    """A pool of NaN, or of large numbers, with random values at `slots`."""
     values = torch.randn(
         len(slots), *pool[2:], generator=generator, device=slots.device, dtype=torch.float32
     ).to(dtype)
     if dtype != torch.float8_e4m3fn:
-        cache = torch.full(pool, float("nan"), dtype=dtype, device=slots.device)
+        poison = LARGE if finite else float("nan")
+        cache = torch.full(pool, poison, dtype=dtype, device=slots.device)
         cache.flatten(0, 1)[slots] = values
         return cache
-    raw = torch.full(pool, FP8_NAN, dtype=torch.uint8, device=slots.device)
+    byte = FP8_LARGE if finite else FP8_NAN
+    raw = torch.full(pool, byte, dtype=torch.uint8, device=slots.device)
     raw.flatten(0, 1)[slots] = values.view(torch.uint8)
     return raw.view(dtype)
 

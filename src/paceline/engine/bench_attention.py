@@ -5,38 +5,36 @@
 Every contender first meets the definition (kernels/paged_attention/reference.py) in float64 on a
 ragged batch over permuted pages in poisoned memory.  Then all are timed in one process, in turns,
 over enough layers that their K and V exceed the L2 cache many times; on CUDA as graphs.  Bytes are
-those of K and V, which is all that decode must move.
+those of K and V, which is all that decode must move.  With --backends several of ours take turns
+instead, over a suite of shapes (`bench_backends`).
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from paceline.attention.contract import Part
-from paceline.attention.registry import choose, load_backend
-from paceline.core.errors import ConfigError, IntegrityError, PacelineError, message
-from paceline.core.gpus import DeviceFacts, gib
-from paceline.engine import flashinfer_peer
+from paceline.attention.registry import choose
+from paceline.core.errors import ConfigError, PacelineError, message
+from paceline.core.gpus import DeviceFacts
+from paceline.engine import bench_backends, flashinfer_peer
 from paceline.engine.arguments import add_flag
+from paceline.engine.attention_contenders import (
+    Make,
+    check,
+    num_layers,
+    our_make,
+    require_memory,
+    wants_finite,
+)
 from paceline.engine.attention_shape import FLAGS, AttentionShape, shape_of
-from paceline.engine.attention_workload import Workload, attention_config, make_workload
+from paceline.engine.attention_workload import attention_config, make_workload
 from paceline.engine.interleaved import Timing, time_interleaved
 from paceline.engine.machine import local_device, versions
-
-L2_TIMES = 8  # the KV of all layers is this many times the L2 cache
-CPU_SPAN_BYTES = 64 << 20
-MOST_LAYERS = 64
-LEAST_LAYERS = 2
-# In the unit of Workload.worst_error; GPUs approximate exp2, which float32 shows.
-ERROR_LIMITS = {"bfloat16": 2.0, "float16": 2.0, "float32": 8.0}
-CHECKED_EXTENDS = 4  # requests of an extend that are compared; of a decode all are
-Make = Callable[[Workload], Callable[[int], Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +60,12 @@ def bench_attention(
     facts = device or local_device()
     here = torch.device(facts.device_type)
     wanted = attention_config(shape, device_type=facts.device_type, cuda_arch=facts.cuda_arch)
-    ours = choose(wanted, backend).name
+    ours = choose(wanted, backend, phase=shape.phase, gpu=facts.name).name
     beside = choose_peer(peer, shape, facts.device_type)
     makes = {ours: our_make(ours), **beside.makes}
     layers = num_layers(shape, facts)
     require_memory(shape, layers, facts)
-    errors = check(makes, shape, here)
+    errors = check(makes, shape, here, finite=wants_finite(ours))
     work = make_workload(
         shape, [shape.kv_len] * shape.batch_size, layers=layers, device=here, seed=1
     )
@@ -116,80 +114,10 @@ def choose_peer(peer: str, shape: AttentionShape, device_type: str) -> Peer:
     )
 
 
-def our_make(name: str) -> Make:
-    """A backend as the engine runs it: buffers once, one plan of the step, forward per layer."""
-
-    def make(workload: Workload) -> Callable[[int], Tensor]:
-        backend = load_backend(name)()
-        buffers = backend.make_buffers(workload.limits)
-        plan = backend.plan(workload.view, buffers)
-
-        def run(index: int) -> Tensor:
-            layer = workload.layers[index]
-            return backend.forward(workload.q, workload.k, workload.v, layer, plan, Part.ALL)[0]
-
-        return run
-
-    return make
-
-
-def check(
-    makes: Mapping[str, Make], shape: AttentionShape, device: torch.device
-) -> dict[str, float]:
-    """Each contender's `Workload.worst_error`.  Raises IntegrityError where it is too large."""
-    work = make_workload(shape, ragged_lens(shape), layers=1, device=device, seed=0)
-    requests = range(shape.batch_size)
-    if shape.extend_len > 1:
-        requests = requests[:: -(-shape.batch_size // CHECKED_EXTENDS)]
-    errors = {}
-    for name, make in makes.items():
-        errors[name] = error = work.worst_error(make(work)(0), requests)
-        if not error <= ERROR_LIMITS[shape.dtype]:
-            raise IntegrityError(
-                message(
-                    f"attention of {name}",
-                    expected=f"the definition's, within {ERROR_LIMITS[shape.dtype]:g} of the unit",
-                    got=f"an error of {error:.3g}",
-                    remedy="do not time this shape; leave its library or backend out",
-                )
-            )
-    return errors
-
-
-def ragged_lens(shape: AttentionShape) -> list[int]:
-    """[batch_size] from extend_len to kv_len, evenly; a single one ends inside a page."""
-    low, high = shape.extend_len, shape.kv_len
-    if shape.batch_size == 1:
-        return [max(low, high - 1)]
-    steps = shape.batch_size - 1
-    return [low + (high - low) * index // steps for index in range(shape.batch_size)]
-
-
-def num_layers(shape: AttentionShape, device: DeviceFacts) -> int:
-    """How many layers' K and V exceed the L2 cache L2_TIMES."""
-    span = CPU_SPAN_BYTES
-    if device.device_type == "cuda":
-        span = L2_TIMES * torch.cuda.get_device_properties(0).L2_cache_size
-    return max(LEAST_LAYERS, min(MOST_LAYERS, -(-span // shape.moved_bytes)))
-
-
-def require_memory(shape: AttentionShape, layers: int, device: DeviceFacts) -> None:
-    """Raises ConfigError when K and V, and one layer's random numbers, exceed the free memory."""
-    numbers = 4 * shape.batch_size * shape.kv_len * shape.num_kv_heads * shape.head_dim
-    needed = layers * shape.moved_bytes + 2 * numbers
-    if needed > device.free_bytes:
-        raise ConfigError(
-            message(
-                f"memory for {layers} layers' K and V on {device.name}",
-                expected=f"at most {gib(device.free_bytes)}",
-                got=gib(needed),
-                remedy="lower --batch-size or --kv-len",
-            )
-        )
-
-
 def table(document: Mapping[str, Any]) -> str:
     """The document for people."""
+    if document["benchmark"] == bench_backends.NAME:
+        return bench_backends.table(document)
     shape, peer = document["shape"], document["peer"]
     phase = "decode" if shape["extend_len"] == 1 else f"extend of {shape['extend_len']}"
     rows = [
@@ -213,6 +141,9 @@ def table(document: Mapping[str, Any]) -> str:
 def bench_values(values: Mapping[str, Any]) -> dict[str, object]:
     """Run the benchmark of the values of FLAGS."""
     asked = None if values["device"] == "auto" else values["device"]
+    plan = bench_backends.plan_of(values)
+    if plan is not None:
+        return bench_backends.bench_backends(plan, local_device(asked))
     return bench_attention(
         shape_of(values),
         backend=values["backend"],

@@ -13,9 +13,10 @@ from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig, cache_group_specs
 from paceline.core.options import EngineOptions, engine_options, known
 from paceline.core.parallel import Parallel
+from paceline.engine.attention_choice import one_backend, phase_choices
 from paceline.engine.budget_table import compare
 from paceline.engine.engine import Engine
-from paceline.engine.explain import nearest_if_short, one_backend, phase_choices
+from paceline.engine.explain import nearest_if_short
 from paceline.engine.fit import Fit, require_fit
 from paceline.engine.kv_format import kv_format
 from paceline.engine.loop import overlapped_turn, twin_turn
@@ -211,6 +212,7 @@ def _runner_config(
         graph_max_tokens=known(options.cuda_graph_max_tokens),
         capture=not options.enforce_eager,
         poison_graphs=knobs.poison_graphs,
+        sanitize=options.sanitize,
         staging_depth=knobs.staging_depth,
         logits_processors=processors,
     )

@@ -1,18 +1,15 @@
 """Explain: what the engine would do with a model on a device, before loading anything.
 
-Needs the model's config.json and the device's facts only; torch is imported for dtypes.
+Needs the model's config.json and the device's facts only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.attention.contract import AttentionConfig, GraphSupport
-from paceline.attention.registry import Choice, choose
-from paceline.core.errors import BackendUnsupported, ConfigError, message
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import ModelConfig
-from paceline.core.modes import MaskKind
-from paceline.core.options import EngineOptions, engine_options, known
+from paceline.core.options import EngineOptions, engine_options
+from paceline.engine.attention_choice import PhaseChoice, one_backend, phase_choices
 from paceline.engine.budget_table import table
 from paceline.engine.fit import Fit, require_fit
 from paceline.engine.nearest import nearest
@@ -20,17 +17,6 @@ from paceline.engine.resolution import Resolution
 from paceline.engine.resolve import resolve
 from paceline.engine.suggestion import Nearest
 from paceline.engine.target import find_target
-from paceline.kvcache.pool import torch_kv_dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseChoice:
-    """The attention backend of one phase."""
-
-    phase: str  # "prefill" or "decode"
-    backend: str | None  # None: nothing can run
-    why: str  # this one
-    rejected: Mapping[str, list[str]]  # name -> every reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,71 +98,6 @@ def nearest_if_short(
     )
 
 
-def phase_choices(
-    config: ModelConfig, options: EngineOptions, device: DeviceFacts
-) -> tuple[PhaseChoice, ...]:
-    """The backend of each phase, with every rejected one."""
-    decode = GraphSupport.NEVER if options.enforce_eager else GraphSupport.DECODE
-    graphs = {"prefill": GraphSupport.NEVER, "decode": decode}
-    choices = []
-    for phase, graph in graphs.items():
-        wanted = attention_config(config, options, device, graph=graph)
-        choices.append(_choose(phase, wanted, options.attention_backend))
-    return tuple(choices)
-
-
-def one_backend(phases: Sequence[PhaseChoice]) -> Choice:
-    """The backend that serves every phase.
-
-    Raises BackendUnsupported with every reason where a phase has none, and ConfigError where the
-    phases have different ones: one engine runs one backend.
-    """
-    for choice in phases:
-        if choice.backend is None:
-            ((asked, reasons),) = choice.rejected.items()
-            eager = any(other.backend is not None for other in phases)
-            advice = ["it can run without graphs: add --enforce-eager"] if eager else []
-            raise BackendUnsupported(asked, [*reasons, *advice])
-    first = phases[0]
-    assert first.backend is not None
-    if any(choice.backend != first.backend for choice in phases):
-        raise ConfigError(
-            message(
-                "attention backend",
-                expected="the same for every phase",
-                got=", ".join(f"{choice.backend} for {choice.phase}" for choice in phases),
-                remedy="name one with --attention-backend",
-            )
-        )
-    rejected = {name: list(why) for name, why in first.rejected.items()}
-    return Choice(name=first.backend, why=first.why, rejected=rejected)
-
-
-def attention_config(
-    config: ModelConfig, options: EngineOptions, device: DeviceFacts, *, graph: GraphSupport
-) -> AttentionConfig:
-    """What the model asks of an attention backend under resolved `options`."""
-    import torch
-
-    return AttentionConfig(
-        device_type=device.device_type,
-        cuda_arch=device.cuda_arch,
-        dtype=getattr(torch, known(options.dtype)),
-        kv_dtype=torch_kv_dtype(known(options.kv_cache_dtype)),
-        page_size=known(options.page_size),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        v_head_dim=config.v_head_dim,
-        window=any(window is not None for window in config.layer_windows),
-        soft_cap=config.attention_soft_cap is not None,
-        sinks=config.attention_sinks,
-        masks=frozenset({MaskKind.CAUSAL}),
-        needs_lse=False,
-        graph=graph,
-    )
-
-
 def show(plan: Explanation) -> str:
     """The plan for people."""
     config = plan.config
@@ -193,12 +114,3 @@ def show(plan: Explanation) -> str:
         rows.append(f"  {choice.phase:<8}{choice.backend or 'none'} ({choice.why})")
         rows += [f"    not {name}: {'; '.join(r)}" for name, r in choice.rejected.items()]
     return "\n".join(rows)
-
-
-def _choose(phase: str, wanted: AttentionConfig, asked: str | None) -> PhaseChoice:
-    try:
-        choice = choose(wanted, asked or "auto")
-    except BackendUnsupported as error:
-        rejected = {error.backend: error.reasons}
-        return PhaseChoice(phase=phase, backend=None, why="none can run", rejected=rejected)
-    return PhaseChoice(phase=phase, backend=choice.name, why=choice.why, rejected=choice.rejected)

@@ -6,6 +6,7 @@ Reads /proc and package metadata; only `local_device` and `gpus` import torch.
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -27,8 +28,13 @@ BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # x86 and aarch64 n
 
 def versions() -> dict[str, str | None]:
     """Version of Python and of each library the engine may use; None where it is absent."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in LIBRARIES:
+    return {"python": platform.python_version(), **installed(LIBRARIES)}
+
+
+def installed(packages: Sequence[str]) -> dict[str, str | None]:
+    """Version of each package; None where it is absent."""
+    found: dict[str, str | None] = {}
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

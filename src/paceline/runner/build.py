@@ -26,6 +26,7 @@ from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
 from paceline.runner.request_table import RequestTable
+from paceline.runner.sanitizer import Sanitizer
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT, StagingRing
 from paceline.runner.streams import Stream
 
@@ -46,8 +47,10 @@ class RunnerConfig:
     num_pages: tuple[int, ...]  # [num_groups] pages of each pool, the reserved one included
     graph_max_reqs: int  # of a decode step that is padded and runs as a graph
     graph_max_tokens: int = 0  # of a prefill or mixed step that is; 0: none
+    sizes: GraphSizes | None = None  # padded sizes; None: the usual ones up to these two
     capture: bool = True  # False: every step eager, padded all the same
     poison_graphs: bool = False
+    sanitize: bool = False  # run every step twice, over poison
     staging_depth: int = RING_DEPTH
     taps: tuple[str, ...] = ()
     max_tree_rows: int = 0  # of a request in a step whose rows form trees; 0: no such steps
@@ -110,13 +113,15 @@ def build_runner(
         staging=StagingRing(staged, pinned=pinned, depth=limits.staging_depth),
         outputs=OutputsRing(limits.max_running, bounds.max_tokens, pinned=pinned),
         graphs=_graph_store(limits, device, notify),
-        sizes=GraphSizes.up_to(
+        sizes=limits.sizes
+        or GraphSizes.up_to(
             min(limits.graph_max_reqs, limits.max_running),
             every=_EVERY_SIZE[device.type],
             # What is left over is a row of its own, which must stay within the context.
             max_tokens=min(limits.graph_max_tokens, bounds.max_tokens, limits.context_len),
         ),
         guard=Guard(_owners(parts, pools), kv_len_bound=limits.kv_len_bound),
+        sanitizer=Sanitizer(parts) if limits.sanitize else None,
     )
 
 
@@ -203,5 +208,5 @@ def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> 
     if device.type == "cuda":
         factory = CudaGraphFactory()
     else:
-        factory = RecordedGraphFactory(poison=limits.poison_graphs)
+        factory = RecordedGraphFactory(poison=limits.poison_graphs or limits.sanitize)
     return GraphStore(factory, reserve_factor=RESERVE_FACTOR[device.type], notify=notify)

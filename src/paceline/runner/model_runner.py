@@ -13,9 +13,11 @@ from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard, tensors_in
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
+from paceline.runner.poisoned_run import CheckedStep
 from paceline.runner.program import Parts, StepProgram
+from paceline.runner.sanitizer import Sanitizer
 from paceline.runner.staging import Copy, StagingRing
-from paceline.runner.streams import Stream
+from paceline.runner.streams import Stream, Work
 
 # What a backend must support for a step of this shape to be captured; other shapes run eagerly.
 _NEEDED_SUPPORT = {
@@ -30,7 +32,7 @@ class ModelRunner:
 
     A step that may be a graph is padded as the graph is, whether it replays or runs eagerly: both
     are the same operations on the same shapes, and give the same bits.
-    graphs: None runs every step eagerly (--enforce-eager).
+    graphs: None runs every step eagerly (--enforce-eager).  sanitizer: runs every step, twice.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class ModelRunner:
         graphs: GraphStore | None,
         sizes: GraphSizes,
         guard: Guard,
+        sanitizer: Sanitizer | None,
     ) -> None:
         self._parts = parts
         self._stream = stream
@@ -51,6 +54,8 @@ class ModelRunner:
         self._graphs = graphs
         self._sizes = sizes
         self._guard = guard
+        self._sanitizer = sanitizer
+        self._captured: dict[GraphKey, StepProgram] = {}  # what graphs leave; with a sanitizer
 
     def boot(self) -> None:
         """Capture the largest graph of each shape, largest first; they size the graph reserve."""
@@ -60,6 +65,16 @@ class ModelRunner:
             longest = PaddedSize.ragged(1, self._sizes.tokens[-1])
             self._capture(self._key(ForwardMode.EXTEND, longest))
         self._capture(self._key(ForwardMode.DECODE, PaddedSize.uniform(self._sizes.sizes[-1], 1)))
+
+    @property
+    def parts(self) -> Parts:
+        """The device-side parts, for who looks on."""
+        return self._parts
+
+    @property
+    def graphs_captured(self) -> int:
+        """How many keys have a graph."""
+        return 0 if self._graphs is None else len(self._graphs.graphs)
 
     def named_bytes(self) -> dict[str, int]:
         """Bytes held: KV pools, the workspace of table, step and backend, and captured graphs."""
@@ -93,18 +108,12 @@ class ModelRunner:
             copies += buffers.fill(step.layout, size, slot)
         if copies:
             self._stream.run(lambda: _execute(copies))
-        self._host_plan(step, size)
         if graph is not None:
-            self._stream.run(graph.replay)
+            assert key is not None
+            self._queue(step, size, graph.replay, self._captured.get(key))
             return self._receive(step)
-        program = self._program(
-            step.mask,
-            size,
-            sampler=step.sampler,
-            logprobs=step.logprobs,
-            prompt_spans=step.prompt_spans,
-        )
-        self._stream.run(_without_autograd(program))
+        program = self._program_of(step, size)
+        self._queue(step, size, _without_autograd(program), program)
         if step.prompt_spans:
             outputs = self._outputs.slot(step.epoch)
             self._stream.run(lambda: outputs.receive_prompt(program.prompt_logprobs))
@@ -116,16 +125,44 @@ class ModelRunner:
         self._stream.run(lambda: slot.receive(buffers, num_reqs, logprobs=step.logprobs))
         return LaunchedStep(step, self._stream.record(), slot)
 
-    def _host_plan(self, step: Step, size: PaddedSize) -> None:
-        """Let a backend that plans on the host do so, padded rows included.
+    def _queue(self, step: Step, size: PaddedSize, run: Work, program: StepProgram | None) -> None:
+        """Queue a step's work; program: the functions behind `run`, where they are known."""
+        host_plan = self._host_plan(step, size)
+        sanitizer = self._sanitizer
+        if sanitizer is None:
+            if host_plan is not None:
+                self._stream.run(host_plan)
+            self._stream.run(run)
+            return
+        checked = CheckedStep(
+            step=step,
+            size=size,
+            run=_in_order(host_plan, run),
+            logits=lambda: None if program is None else program.logits,
+            explain=_in_order(host_plan, self._program_of(step, size).run),
+        )
+        self._stream.run(lambda: sanitizer.run(checked))
+
+    def _host_plan(self, step: Step, size: PaddedSize) -> Work | None:
+        """What lets a backend that plans on the host do so, padded rows included.
 
         It plans from host lengths alone, before the step's first operation: nothing of the step
         waits for the host, and the step stays one graph.
         """
         backend, held = self._parts.backend, self._parts.backend_buffers
-        if backend.capabilities.host_plan:
-            padded = padded_step(step, size.pad_lens(step.layout))
-            self._stream.run(lambda: backend.host_plan(padded, held))
+        if not backend.capabilities.host_plan:
+            return None
+        padded = padded_step(step, size.pad_lens(step.layout))
+        return lambda: backend.host_plan(padded, held)
+
+    def _program_of(self, step: Step, size: PaddedSize) -> StepProgram:
+        return self._program(
+            step.mask,
+            size,
+            sampler=step.sampler,
+            logprobs=step.logprobs,
+            prompt_spans=step.prompt_spans,
+        )
 
     def _program(
         self,
@@ -204,7 +241,9 @@ class ModelRunner:
         size = key.size
         program = self._program(key.mask, size, sampler=key.sampler, logprobs=key.logprobs)
         self._stream.run(lambda: self._parts.buffers.pad(size))
-        self._host_plan(_empty_step(key), size)
+        host_plan = self._host_plan(_empty_step(key), size)
+        if host_plan is not None:
+            self._stream.run(host_plan)
         if self._graphs.factory.needs_warm_up:
             self._stream.run(_without_autograd(program))
         self._stream.synchronize()
@@ -212,6 +251,8 @@ class ModelRunner:
         captured: list[Graph] = []
         self._stream.run(lambda: captured.append(graphs.capture(key, program.run)))
         self._stream.synchronize()
+        if self._sanitizer is not None:
+            self._captured[key] = program
         return captured[0]
 
 
@@ -236,6 +277,15 @@ def _empty_step(key: GraphKey) -> Step:
 def _execute(copies: list[Copy]) -> None:
     for destination, source in copies:
         destination.copy_(source, non_blocking=True)
+
+
+def _in_order(first: Work | None, second: Work) -> Work:
+    def run() -> None:
+        if first is not None:
+            first()
+        second()
+
+    return run
 
 
 def _without_autograd(program: StepProgram) -> Callable[[], None]:

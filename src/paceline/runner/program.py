@@ -54,7 +54,7 @@ class StepProgram:
         self._prompt_spans = prompt_spans
         self.prompt_logprobs: TokenLogprobs | None = None  # [num_scored]  after forward
         self._plan: Any = None
-        self._logits: Tensor | None = None  # [padded_reqs, vocab]  the head's dtype
+        self.logits: Tensor | None = None  # [padded_reqs, vocab]  after forward; the head's dtype
 
     def run(self) -> None:
         """The step's segments in order; none needs the host before the next."""
@@ -88,13 +88,13 @@ class StepProgram:
             )
         if view.max_extend_len > 1:  # otherwise each token is its request's last
             hidden = hidden.index_select(0, view.logits_loc)
-        self._logits = parts.model.logits(hidden)
+        self.logits = parts.model.logits(hidden)
 
     def _sample(self) -> None:
         parts, view = self._parts, self._view
-        assert self._logits is not None, "forward runs before sample"
+        assert self.logits is not None, "forward runs before sample"
         sampled = sample(
-            self._logits,
+            self.logits,
             rows=view.row_ids,
             positions=view.kv_lens,
             table=parts.table.sampling,

@@ -59,6 +59,7 @@ class TritonBackend(AttentionBackend):
         graph=GraphSupport.ALWAYS,
         host_plan=False,
     )
+    kept_fields: ClassVar[frozenset[str]] = frozenset({"finished"})
 
     @classmethod
     def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:

@@ -6,71 +6,92 @@ Worked example: page size 4, table width 3.
     page_table     [[7, 2, 5], [9, 0, 0]]
     num_pages      [3, 1]                     ceil(kv_len / 4)
     kv_indptr      [0, 3, 4]
-    kv_indices     [7, 2, 5, 9, -, -]         request r, page j: kv_indptr[r] + j; the rest is tail
-    last_page_len  [1, 4]                     1..page_size
+    kv_indices     [7, 2, 5, 9, 0, 0, -]      request r, page j: kv_indptr[r] + j; then padding
+    last_page_len  [1, 4]                     1..page_size; 0 of a request without keys
+
+Offsets and last pages are host facts, for a backend that plans on the host; the page ids are the
+device's own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import GroupView, Limits, StepView
+from paceline.attention.contract import Limits
 from paceline.core.padding import PAD_PAGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CsrBuffers:
-    """One group's CSR tensors at their maximum size."""
+    """The CSR tensors of a step at their maximum size."""
 
-    kv_indptr: Tensor  # [max_reqs + 1]  int32
-    kv_indices: Tensor  # [max_reqs * max_pages + 1]  int32  the last entry takes what is unused
+    kv_indptr: Tensor  # [max_reqs + 1]  int32  in pages; leading 0; the same for every group
     last_page_len: Tensor  # [max_reqs]  int32
-    page_range: Tensor  # [max_pages]  int32  0, 1, 2, ...
+    kv_indices: tuple[Tensor, ...]  # [num_groups] of [max_reqs * max_pages + 1]  int32  page ids;
+    # the entry behind the last one takes what is unused
+    page_range: Tensor  # [widest max_pages]  int32  0, 1, 2, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class CsrGroup:
-    """One group's CSR view of a step."""
+class CsrPlan:
+    """One group's lists as a kernel reads them; part of a plan."""
 
-    kv_indptr: Tensor  # [padded_reqs + 1]  int32  in pages; leading 0
+    group: int
+    kv_indptr: Tensor  # [padded_reqs + 1]  int32  in pages
     kv_indices: Tensor  # [padded_reqs * max_pages]  int32  page ids; PAD_PAGE behind the end
-    last_page_len: Tensor  # [padded_reqs]  int32  1..page_size
+    last_page_len: Tensor  # [padded_reqs]  int32
+    is_prefix: bool  # of the prefix alone: Part.PREFIX
 
 
-def make_csr_buffers(limits: Limits) -> tuple[CsrBuffers, ...]:
-    """Buffers for every cache group: [num_groups]."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CsrLens:
+    """What the host knows of one step's CSR lists, on the CPU."""
+
+    kv_indptr: Tensor  # [padded_reqs + 1]  int32
+    last_page_len: Tensor  # [padded_reqs]  int32
+
+
+def make_csr_buffers(limits: Limits) -> CsrBuffers:
+    """Zeroed buffers for the largest step."""
 
     def ints(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, device=limits.device)
 
-    return tuple(
-        CsrBuffers(
-            kv_indptr=ints(limits.max_reqs + 1),
-            kv_indices=ints(limits.max_reqs * width + 1),
-            last_page_len=ints(limits.max_reqs),
-            page_range=torch.arange(width, dtype=torch.int32, device=limits.device),
-        )
-        for width in limits.max_pages
+    return CsrBuffers(
+        kv_indptr=ints(limits.max_reqs + 1),
+        last_page_len=ints(limits.max_reqs),
+        kv_indices=tuple(ints(limits.max_reqs * width + 1) for width in limits.max_pages),
+        page_range=torch.arange(max(limits.max_pages), dtype=torch.int32, device=limits.device),
     )
 
 
-def derive_csr(
-    view: StepView, group: GroupView, buffers: CsrBuffers, *, page_size: int
-) -> CsrGroup:
-    """Write one group's CSR lists in place.  Device-only, static shapes."""
-    reqs, width = group.page_table.shape
-    indptr = buffers.kv_indptr[: reqs + 1]
-    num_pages = (view.kv_lens + (page_size - 1)) // page_size
-    torch.cumsum(num_pages, 0, dtype=torch.int32, out=indptr[1:])
+def csr_lens(kv_lens: Sequence[int], page_size: int) -> CsrLens:
+    """Offsets and last pages of requests with these lengths."""
+    num_pages = [-(-kv_len // page_size) for kv_len in kv_lens]
+    last = [
+        kv_len - page_size * max(pages - 1, 0)
+        for kv_len, pages in zip(kv_lens, num_pages, strict=True)
+    ]
+    return CsrLens(
+        kv_indptr=torch.tensor([0, *accumulate(num_pages)], dtype=torch.int32),
+        last_page_len=torch.tensor(last, dtype=torch.int32),
+    )
 
+
+def derive_indices(kv_indptr: Tensor, page_table: Tensor, page_range: Tensor, out: Tensor) -> None:
+    """Write one group's page ids behind one another.  Device-only, static shapes.
+
+    kv_indptr: [padded_reqs + 1] int32; page_table: [padded_reqs, max_pages] int32; page_range:
+    [at least max_pages] int32; out: [at least padded_reqs * max_pages + 1] int32, mutated.
+    """
+    reqs, width = page_table.shape
     tail = reqs * width  # one entry behind the list takes every unused table entry
-    is_used = buffers.page_range < num_pages.unsqueeze(1)
-    target = torch.where(is_used, indptr[:-1].unsqueeze(1) + buffers.page_range, tail)
-    buffers.kv_indices[:tail].fill_(PAD_PAGE)
-    flat = target.view(-1).long()
-    buffers.kv_indices.index_copy_(0, flat, group.page_table.reshape(-1))
-
-    last = buffers.last_page_len[:reqs]
-    torch.sub(view.kv_lens, (num_pages - 1) * page_size, out=last)
-    return CsrGroup(kv_indptr=indptr, kv_indices=buffers.kv_indices[:tail], last_page_len=last)
+    starts = kv_indptr[:-1].unsqueeze(1)
+    columns = page_range[:width]
+    is_used = columns < kv_indptr[1:].unsqueeze(1) - starts
+    target = torch.where(is_used, starts + columns, tail)
+    out[:tail].fill_(PAD_PAGE)
+    out.index_copy_(0, target.view(-1).long(), page_table.reshape(-1))

@@ -1,0 +1,126 @@
+"""The `fa3` backend: FlashAttention 3, where a build of its `hopper` folder can be imported."""
+
+import importlib
+import importlib.util
+from typing import ClassVar, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import (
+    AttentionConfig,
+    Capabilities,
+    GraphSupport,
+    LayerCache,
+)
+from paceline.attention.flash_attention import FlashAttentionBackend, PagedRows
+from paceline.core.errors import ConfigError, message
+from paceline.core.modes import MaskKind
+
+MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")  # in this order
+LAST_ARCH = (9, 9)
+
+
+class FlashAttention3Library(Protocol):
+    """The one function of the library that we call."""
+
+    def flash_attn_with_kvcache(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        cache_seqlens: Tensor,
+        page_table: Tensor,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+        softcap: float,
+        return_softmax_lse: bool,
+    ) -> Tensor | tuple[Tensor, ...]:
+        """See `flash_attn_interface`; out, or (out, lse, ...) with return_softmax_lse."""
+
+
+class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
+    """Causal attention over paged keys, and the prefix alone with lse."""
+
+    name: ClassVar[str] = "fa3"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        device_types=frozenset({"cuda"}),
+        min_cuda_arch=(9, 0),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
+        page_sizes=None,
+        head_dims=frozenset({64, 80, 96, 128, 256}),
+        v_head_dim_differs=False,
+        masks=frozenset({MaskKind.CAUSAL}),
+        window=True,
+        soft_cap=True,
+        sinks=False,
+        returns_lse=True,
+        graph=GraphSupport.ALWAYS,
+        host_plan=False,
+        loads_dead_slots=True,
+    )
+
+    @classmethod
+    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+        """Capabilities, and whether a build can be found."""
+        reasons = super().unsupported_reasons(config)
+        arch = config.cuda_arch or (0, 0)
+        if arch > LAST_ARCH:
+            reasons.append(f"CUDA arch must be at most {LAST_ARCH}, got {arch}")
+        if torch.cuda.is_available() and not any(map(_can_find, MODULES)):
+            reasons.append(f"one of {', '.join(MODULES)} must be importable, got none of them")
+        return reasons
+
+    def import_library(self) -> FlashAttention3Library:
+        """The first of MODULES that imports.  Raises ConfigError with what each said."""
+        failures = []
+        for name in MODULES:
+            try:
+                return cast(FlashAttention3Library, importlib.import_module(name))
+            except ImportError as error:
+                failures.append(f"{name}: {error}")
+        raise ConfigError(
+            message(
+                "attention backend fa3",
+                expected=f"an importable {' or '.join(MODULES)}",
+                got="; ".join(failures),
+                remedy="build flash-attention's hopper folder, or choose another "
+                "--attention-backend",
+            )
+        )
+
+    def attend(
+        self, library: FlashAttention3Library, q: Tensor, layer: LayerCache, *, rows: PagedRows
+    ) -> tuple[Tensor, Tensor | None]:
+        """See FlashAttentionBackend.attend."""
+        spec = layer.spec
+        result = library.flash_attn_with_kvcache(
+            q,
+            layer.k_cache,
+            layer.v_cache,
+            cache_seqlens=rows.keys_used,
+            page_table=rows.page_table,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            max_seqlen_q=rows.max_extend_len,
+            softmax_scale=spec.scale,
+            causal=rows.is_causal,
+            window_size=(-1, -1) if rows.window is None else rows.window,
+            softcap=spec.soft_cap or 0.0,
+            return_softmax_lse=rows.wants_lse,
+        )
+        if isinstance(result, Tensor):
+            return result, None
+        return result[0], result[1]
+
+
+def _can_find(module: str) -> bool:
+    """Whether the import system knows the module; its own code is not run."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False  # the package in front of the dot

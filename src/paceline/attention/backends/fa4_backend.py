@@ -1,0 +1,138 @@
+"""The `fa4` backend: FlashAttention 4 (package flash-attn-4, kernels in the CuTe DSL).
+
+Read in its 4.0.0b15: flash_attn.cute.interface, flash_fwd_sm90, paged_kv.  Kernels are compiled on
+the first call of a variant (seconds), which is an eager one: graphs are captured after it.
+"""
+
+import importlib
+import importlib.metadata
+from typing import ClassVar, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import (
+    AttentionConfig,
+    Capabilities,
+    GraphSupport,
+    LayerCache,
+)
+from paceline.attention.flash_attention import FlashAttentionBackend, PagedRows
+from paceline.core.errors import ConfigError, message
+from paceline.core.modes import MaskKind
+
+PACKAGE = "flash-attn-4"
+MODULE = "flash_attn.cute.interface"
+LAST_ARCH = (11, 9)  # its kernels of 12.x take no page table
+# The keys of a tile depend on the head dim.  A page that is not one tile is read through a page
+# list of 128 entries per tile (PagedKVManager): right for tiles of 128 keys alone.
+HEAD_DIMS = frozenset({64, 80, 96, 128})
+HEAD_DIMS_WITH_LSE = frozenset({64, 128})  # of 80 and 96, non-causal tiles on 9.x have 144 keys
+
+
+class FlashAttention4Library(Protocol):
+    """The one function of the library that we call."""
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        max_seqlen_q: int,
+        seqused_k: Tensor,
+        page_table: Tensor,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int | None, int | None],
+        learnable_sink: Tensor | None,
+        softcap: float,
+        return_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `flash_attn.cute.interface`."""
+
+
+class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
+    """Causal attention over paged keys, and the prefix alone with lse."""
+
+    name: ClassVar[str] = "fa4"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        device_types=frozenset({"cuda"}),
+        min_cuda_arch=(9, 0),  # its kernels of 8.x take no page table
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
+        page_sizes=None,
+        head_dims=HEAD_DIMS,
+        v_head_dim_differs=False,
+        masks=frozenset({MaskKind.CAUSAL}),
+        window=True,
+        soft_cap=True,
+        sinks=True,
+        returns_lse=True,
+        graph=GraphSupport.ALWAYS,
+        host_plan=False,
+        loads_dead_slots=True,
+    )
+
+    @classmethod
+    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+        """Capabilities, what holds for some architectures alone, and whether it is installed."""
+        reasons = super().unsupported_reasons(config)
+        arch = config.cuda_arch or (0, 0)
+        if arch > LAST_ARCH:
+            reasons.append(f"CUDA arch must be at most {LAST_ARCH} for paged keys, got {arch}")
+        wants_prefix = config.needs_lse and config.head_dim in HEAD_DIMS - HEAD_DIMS_WITH_LSE
+        if wants_prefix and arch[0] == 9:
+            dims = sorted(HEAD_DIMS_WITH_LSE)
+            reasons.append(
+                f"head dim must be {dims} with log-sum-exp on CUDA arch 9, got {config.head_dim}: "
+                "a non-causal tile of 144 keys outgrows the library's page list of 128"
+            )
+        if torch.cuda.is_available() and not _is_installed():
+            reasons.append(f"{PACKAGE} must be installed, got no such package")
+        return reasons
+
+    def import_library(self) -> FlashAttention4Library:
+        """`flash_attn.cute.interface`.  Raises ConfigError where it cannot be imported."""
+        try:
+            return cast(FlashAttention4Library, importlib.import_module(MODULE))
+        except ImportError as error:
+            raise ConfigError(
+                message(
+                    "attention backend fa4",
+                    expected=f"an importable {MODULE}",
+                    got=f"{type(error).__name__}: {error}",
+                    remedy="pip install 'paceline[fa4]', or choose another --attention-backend",
+                )
+            ) from error
+
+    def attend(
+        self, library: FlashAttention4Library, q: Tensor, layer: LayerCache, *, rows: PagedRows
+    ) -> tuple[Tensor, Tensor | None]:
+        """See FlashAttentionBackend.attend.  The library takes sinks as bfloat16."""
+        spec, sinks = layer.spec, layer.sinks if rows.is_causal else None
+        return library.flash_attn_varlen_func(
+            q,
+            layer.k_cache,
+            layer.v_cache,
+            cu_seqlens_q=rows.cu_seqlens_q,
+            max_seqlen_q=rows.max_extend_len,
+            seqused_k=rows.keys_used,
+            page_table=rows.page_table,
+            softmax_scale=spec.scale,
+            causal=rows.is_causal,
+            window_size=(None, None) if rows.window is None else rows.window,
+            learnable_sink=None if sinks is None else sinks.to(torch.bfloat16),
+            softcap=spec.soft_cap or 0.0,
+            return_lse=rows.wants_lse,
+        )
+
+
+def _is_installed() -> bool:
+    """Whether the package's metadata is here; nothing is imported."""
+    try:
+        importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,233 @@
+"""Cascade: trees for backends that have no tree mask but return a log-sum-exp.
+
+Of a tree step the inner backend attends to the prefix alone, which no mask divides; our own kernel
+attends among the step's rows under the ancestors' mask; a merge by log-sum-exp joins them and
+applies the sinks, once.  A window hides keys by position, also within the prefix, so windowed
+layers of a tree step take our paged kernel over all their keys: the window keeps that small.
+Every other step is the inner backend's alone.
+"""
+
+import importlib.util
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionConfig,
+    Capabilities,
+    LayerCache,
+    Limits,
+    Part,
+    StepView,
+)
+from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
+from paceline.core.errors import ConfigError, message
+from paceline.core.modes import MaskKind
+from paceline.core.step import Step
+from paceline.kernels.merge_partials import merge_partials
+from paceline.kernels.paged_attention import paged_extend
+from paceline.kernels.paged_attention_cpu import paged_attention_cpu
+from paceline.kernels.tree_attention import tree_attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CascadePlan:
+    """The inner backend's plan, and the step's own tables when it is a tree."""
+
+    inner: Any
+    tree: PageTablePlan | None  # None: the inner backend serves the whole step
+
+
+class CascadeBackend(AttentionBackend):
+    """`inner` with trees.  `cascade` makes the subclass that names it."""
+
+    inner: ClassVar[type[AttentionBackend]]
+
+    def __init__(self, backend: AttentionBackend | None = None) -> None:
+        """backend: an instance of `inner` that was built with arguments; None builds one."""
+        self._backend = backend if backend is not None else self.inner()
+
+    @classmethod
+    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+        """What the inner backend lacks besides the tree, and what the tree part lacks."""
+        if MaskKind.TREE not in config.masks:
+            return cls.inner.unsupported_reasons(config)
+        asked = replace(config, masks=config.masks - {MaskKind.TREE}, needs_lse=True)
+        return cls.inner.unsupported_reasons(asked) + _tree_reasons(config)
+
+    def make_buffers(self, limits: Limits) -> Any:
+        """The inner backend's buffers: the tree part has none that outlive a step."""
+        return self._backend.make_buffers(limits)
+
+    def plan(self, view: StepView, buffers: Any) -> CascadePlan:
+        """The inner plan, which is one for Part.PREFIX when the step is a tree."""
+        inner = self._backend.plan(view, buffers)
+        is_tree = view.mask is MaskKind.TREE
+        return CascadePlan(inner=inner, tree=page_table_plan(view) if is_tree else None)
+
+    def host_plan(self, step: Step, buffers: Any) -> None:
+        """Forwarded where the inner backend has one."""
+        self._backend.host_plan(step, buffers)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: CascadePlan, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        """See AttentionBackend.forward; a tree step returns its lse with either part."""
+        if plan.tree is None:
+            return self._backend.forward(q, k, v, layer, plan.inner, part)
+        if layer.spec.window is not None:
+            return _windowed_tree(q, layer, plan.tree, part)
+        prefix = self._backend.forward(q, k, v, layer, plan.inner, Part.PREFIX)
+        if part is Part.PREFIX:
+            return prefix
+        return _with_tree(q, k, v, prefix, layer=layer, table=plan.tree)
+
+
+def cascade(inner: type[AttentionBackend]) -> type[CascadeBackend]:
+    """`inner` composed with our tree kernel: all it can do, and MaskKind.TREE.
+
+    Its name is cascade(name of inner), which `load_backend` takes too: what an engine chose, what
+    its graphs are keyed by and what a message names is the composition that runs.
+    Raises ConfigError where there is no lse to merge by.
+    """
+    can = inner.capabilities
+    if not can.returns_lse:
+        raise ConfigError(
+            message(
+                "attention backend under a cascade",
+                expected="one that returns a log-sum-exp",
+                got=inner.name,
+                remedy="choose a backend with a tree mask, or add returns_lse to this one",
+            )
+        )
+    return type(
+        "Cascade",
+        (CascadeBackend,),
+        {
+            "__doc__": f"{inner.__name__} with trees.",
+            "inner": inner,
+            "name": f"cascade({inner.name})",
+            "capabilities": replace(can, masks=can.masks | {MaskKind.TREE}),
+            "kept_fields": inner.kept_fields,
+        },
+    )
+
+
+def needs_cascade(can: Capabilities, config: AttentionConfig) -> bool:
+    """Whether `config` asks for trees of a backend that has none but could be composed."""
+    return MaskKind.TREE in config.masks - can.masks and can.returns_lse
+
+
+def _tree_reasons(config: AttentionConfig) -> list[str]:
+    """Why a step's own rows cannot be attended to apart from its prefix."""
+    reasons = []
+    if config.kv_dtype != config.dtype:
+        reasons.append(
+            f"KV dtype must be {config.dtype} under a cascade, got {config.kv_dtype}: a tree's new "
+            "keys would be read as computed, not as the cache rounds them"
+        )
+    is_here = config.device_type == "cuda" and torch.cuda.is_available()
+    if is_here and importlib.util.find_spec("triton") is None:
+        reasons.append("triton must be installed for a cascade's tree part, got no such package")
+    return reasons
+
+
+def _with_tree(
+    q: Tensor,  # [padded_tokens, num_heads, head_dim]
+    k: Tensor,  # [padded_tokens, num_kv_heads, head_dim]
+    v: Tensor,  # [padded_tokens, num_kv_heads, v_head_dim]
+    prefix: tuple[Tensor, Tensor | None],  # what the inner backend returned for Part.PREFIX
+    *,
+    layer: LayerCache,
+    table: PageTablePlan,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a prefix and of the step's own rows."""
+    spec = layer.spec
+    prefix_out, prefix_lse = prefix
+    assert prefix_lse is not None, "a backend that returns_lse returns it with Part.PREFIX"
+    assert table.tree_mask is not None, "a tree step carries a tree mask"
+    out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
+    lse = torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device)
+    tree_attention(
+        q,
+        k,
+        v,
+        table.tree_mask,
+        extend_len=table.max_extend_len,
+        scale=spec.scale,
+        soft_cap=spec.soft_cap,
+        out=out,
+        lse=lse,
+    )
+    merge_partials(
+        prefix_out, prefix_lse.contiguous(), out, lse, sinks=layer.sinks, out=out, lse=lse
+    )
+    return out, lse
+
+
+def _windowed_tree(
+    q: Tensor, layer: LayerCache, table: PageTablePlan, part: Part
+) -> tuple[Tensor, Tensor | None]:
+    """A windowed layer's whole tree step through our own paged kernels."""
+    if q.device.type == "cpu":
+        return windowed_tree_cpu(q, layer, table, part)
+    return windowed_tree_triton(q, layer, table, part)
+
+
+def windowed_tree_cpu(
+    q: Tensor, layer: LayerCache, table: PageTablePlan, part: Part
+) -> tuple[Tensor, Tensor | None]:
+    """q: [padded_tokens, num_heads, head_dim].  Returns out and lse as AttentionBackend.forward."""
+    spec = layer.spec
+    return paged_attention_cpu(
+        q,
+        layer.k_cache,
+        layer.v_cache,
+        table.page_tables[spec.group],
+        table.prefix_lens,
+        table.cu_seqlens_q,
+        mask=table.mask,
+        tree_mask=table.tree_mask,
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
+        prefix_only=part is Part.PREFIX,
+        wants_lse=True,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
+        sinks=None if part is Part.PREFIX else layer.sinks,
+    )
+
+
+def windowed_tree_triton(
+    q: Tensor, layer: LayerCache, table: PageTablePlan, part: Part
+) -> tuple[Tensor, Tensor]:
+    """The same on CUDA, and in Triton's interpreter."""
+    spec = layer.spec
+    out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
+    lse = torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device)
+    paged_extend(
+        q,
+        layer.k_cache,
+        layer.v_cache,
+        table.page_tables[spec.group],
+        table.prefix_lens,
+        table.kv_lens,
+        table.cu_seqlens_q,
+        max_extend_len=table.max_extend_len,
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
+        out=out,
+        lse=lse,
+        mask=table.mask,
+        tree_mask=table.tree_mask,
+        prefix_only=part is Part.PREFIX,
+        k_scale=layer.k_scale,
+        v_scale=layer.v_scale,
+        sinks=None if part is Part.PREFIX else layer.sinks,
+    )
+    return out, lse

@@ -1,0 +1,160 @@
+"""What the FlashAttention backends share: the call over paged rows, and the prefix alone.
+
+The libraries read lengths and page tables on the device; nothing is planned on the host.  They
+walk at least one tile of keys, so that a request of no key would read the page-table entry before
+its row.  A request without a prefix has none when the prefix is attended alone: it is shown one
+key, and its result is replaced by out 0, lse −inf.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part, StepView
+from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
+from paceline.core.errors import KernelArgumentError, message
+from paceline.core.modes import MaskKind
+
+LibraryT = TypeVar("LibraryT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlashAttentionBuffers(Generic[LibraryT]):
+    """The library, and what a step writes beside its page tables."""
+
+    library: LibraryT
+    prefix_used: Tensor  # [max_reqs]  int32
+    lacks_prefix: Tensor  # [max_tokens]  bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlashAttentionPlan(Generic[LibraryT]):
+    """The page-table layout, and the lengths of the prefix alone."""
+
+    library: LibraryT
+    table: PageTablePlan
+    prefix_used: Tensor  # [padded_reqs]  int32  prefix_lens, but at least 1
+    lacks_prefix: Tensor  # [padded_tokens]  bool  the token's request has no prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PagedRows:
+    """Which keys the queries of one call see."""
+
+    page_table: Tensor  # [padded_reqs, max_pages]  int32
+    keys_used: Tensor  # [padded_reqs]  int32  at least 1 where a request has queries
+    cu_seqlens_q: Tensor  # [padded_reqs + 1]  int32
+    max_extend_len: int  # no request has more queries
+    is_causal: bool  # aligned bottom-right, as the window is
+    window: tuple[int, int] | None  # keys visible left and right of the query's own
+    wants_lse: bool
+
+
+class FlashAttentionBackend(AttentionBackend, Generic[LibraryT]):
+    """A backend of one call per layer; `attend` makes it.
+
+    library: whatever has the library's functions; None imports the real one in make_buffers.
+    """
+
+    def __init__(self, library: LibraryT | None = None) -> None:
+        self._library = library
+
+    @abstractmethod
+    def import_library(self) -> LibraryT:
+        """The real library.  Raises ConfigError where it cannot be imported."""
+
+    @abstractmethod
+    def attend(
+        self, library: LibraryT, q: Tensor, layer: LayerCache, *, rows: PagedRows
+    ) -> tuple[Tensor, Tensor | None]:
+        """The library's call: out [tokens, heads, head_dim], lse [heads, tokens] if wanted."""
+
+    def make_buffers(self, limits: Limits) -> FlashAttentionBuffers[LibraryT]:
+        """The lengths of the prefix alone, for the largest step.
+
+        Raises ConfigError where the library cannot be imported.
+        """
+        return FlashAttentionBuffers(
+            library=self.import_library() if self._library is None else self._library,
+            prefix_used=torch.ones(limits.max_reqs, dtype=torch.int32, device=limits.device),
+            lacks_prefix=torch.zeros(limits.max_tokens, dtype=torch.bool, device=limits.device),
+        )
+
+    def plan(
+        self, view: StepView, buffers: FlashAttentionBuffers[LibraryT]
+    ) -> FlashAttentionPlan[LibraryT]:
+        """The page-table layout as derived, and which requests have no prefix."""
+        used = buffers.prefix_used[: view.padded_reqs]
+        torch.clamp(view.prefix_lens, min=1, out=used)
+        lacks = buffers.lacks_prefix[: view.padded_tokens]
+        torch.eq(view.prefix_lens.index_select(0, view.req_ids), 0, out=lacks)
+        return FlashAttentionPlan(
+            library=buffers.library,
+            table=page_table_plan(view),
+            prefix_used=used,
+            lacks_prefix=lacks,
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: LayerCache,
+        plan: FlashAttentionPlan[LibraryT],
+        part: Part,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer; see AttentionBackend.forward.
+
+        Raises KernelArgumentError for a windowed layer's prefix that `prefix_window` cannot state.
+        """
+        spec, table, is_whole = layer.spec, plan.table, part is Part.ALL
+        assert table.mask is MaskKind.CAUSAL or not is_whole, "a tree is for cascade"
+        window = None
+        if spec.window is not None:
+            window = (
+                (spec.window - 1, 0)
+                if is_whole
+                else prefix_window(spec.window, table, tokens=len(q))
+            )
+        rows = PagedRows(
+            page_table=table.page_tables[spec.group],
+            keys_used=table.kv_lens if is_whole else plan.prefix_used,
+            cu_seqlens_q=table.cu_seqlens_q,
+            max_extend_len=table.max_extend_len,
+            is_causal=is_whole,
+            window=window,
+            wants_lse=not is_whole,
+        )
+        out, lse = self.attend(plan.library, q, layer, rows=rows)
+        if is_whole:
+            return out, None  # a library's lse counts the sinks, and nobody asks for it
+        assert lse is not None
+        out.masked_fill_(plan.lacks_prefix.view(-1, 1, 1), 0.0)
+        by_token = lse.t().contiguous()
+        return out, by_token.masked_fill_(plan.lacks_prefix.unsqueeze(1), float("-inf"))
+
+
+def prefix_window(window: int, table: PageTablePlan, *, tokens: int) -> tuple[int, int]:
+    """(left, right) for the prefix alone of a layer with `window`.
+
+    The libraries put a request's last query at its last key, which is the prefix's here: as many
+    positions too early as the step has rows.  That is one shift for all when every request brings
+    the same rows, and no window when the shift outgrows it.  Under a tree a position is no row.
+    Raises KernelArgumentError for everything else.
+    """
+    rows, reqs = table.max_extend_len, table.prefix_lens.shape[0]
+    if table.mask is not MaskKind.CAUSAL or tokens != reqs * rows or window <= rows:
+        raise KernelArgumentError(
+            message(
+                "a window where the prefix is attended alone",
+                expected="wider than a chain's rows, of which every request brings as many",
+                got=f"{window}, {table.mask.value} mask, {tokens} rows of {reqs} requests, at most "
+                f"{rows} of one",
+                remedy="attend the layer with the triton backend",
+            )
+        )
+    return window - 1 - rows, rows - 1

@@ -1,0 +1,163 @@
+"""Hybrid: one backend for prefill, another for decode and verification.
+
+A step belongs to the decode backend when every request brings the same few rows, or when its mask
+is not causal (trees and blocks are uniform by definition); all others belong to the prefill
+backend.  The decision is made in `plan` and travels in the plan, so forward cannot disagree.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionConfig,
+    Capabilities,
+    LayerCache,
+    Limits,
+    Part,
+    StepView,
+)
+from paceline.core.modes import ExtendShape, MaskKind
+from paceline.core.step import Step
+
+MAX_DECODE_ROWS = 64  # of a request, under a causal mask: a step with more is a prefill in any mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HybridBuffers:
+    """What each backend allocated."""
+
+    prefill: Any
+    decode: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HybridPlan:
+    """Which backend serves the step, with its plan."""
+
+    backend: AttentionBackend
+    plan: Any
+
+
+class HybridBackend(AttentionBackend):
+    """Two backends by turns.  `hybrid` makes the subclass that names them."""
+
+    prefill: ClassVar[type[AttentionBackend]]
+    decode: ClassVar[type[AttentionBackend]]
+
+    def __init__(
+        self, prefill: AttentionBackend | None = None, decode: AttentionBackend | None = None
+    ) -> None:
+        """prefill, decode: instances built with arguments; None builds them."""
+        self._prefill = prefill if prefill is not None else self.prefill()
+        self._decode = decode if decode is not None else self.decode()
+
+    @classmethod
+    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+        """The reasons of both, each for the steps it would serve, prefixed by its name."""
+        causal = replace(config, masks=config.masks & {MaskKind.CAUSAL})
+        halves = ((cls.prefill, causal), (cls.decode, config))
+        return [
+            f"{half.name}: {reason}"
+            for half, asked in halves
+            for reason in half.unsupported_reasons(asked)
+        ]
+
+    def make_buffers(self, limits: Limits) -> HybridBuffers:
+        """The buffers of both: either may get any step that fits the limits."""
+        return HybridBuffers(
+            prefill=self._prefill.make_buffers(limits), decode=self._decode.make_buffers(limits)
+        )
+
+    def plan(self, view: StepView, buffers: HybridBuffers) -> HybridPlan:
+        """The plan of the backend this step belongs to."""
+        if serves_decode(view):
+            return HybridPlan(backend=self._decode, plan=self._decode.plan(view, buffers.decode))
+        return HybridPlan(backend=self._prefill, plan=self._prefill.plan(view, buffers.prefill))
+
+    def host_plan(self, step: Step, buffers: HybridBuffers) -> None:
+        """Forwarded to each backend that has one and may get the step; see `may_serve`."""
+        for_prefill, for_decode = may_serve(step)
+        if for_prefill and self._prefill.capabilities.host_plan:
+            self._prefill.host_plan(step, buffers.prefill)
+        if for_decode and self._decode.capabilities.host_plan:
+            self._decode.host_plan(step, buffers.decode)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: HybridPlan, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        """See AttentionBackend.forward."""
+        return plan.backend.forward(q, k, v, layer, plan.plan, part)
+
+
+def serves_decode(view: StepView) -> bool:
+    """Whether the step belongs to the decode backend."""
+    if view.mask is not MaskKind.CAUSAL:
+        return True
+    is_uniform = view.padded_tokens == view.padded_reqs * view.max_extend_len
+    return is_uniform and view.max_extend_len <= MAX_DECODE_ROWS
+
+
+def may_serve(step: Step) -> tuple[bool, bool]:
+    """(prefill, decode): which of the two `serves_decode` may choose for a step's view.
+
+    Both may in one case: requests of a ragged mode that happen to extend alike.  Their view is
+    uniform at its exact size, and ragged when it is padded to a number of tokens, which the step
+    does not tell.
+    """
+    if step.mask is not MaskKind.CAUSAL:
+        return False, True
+    extends = set(step.layout.extend_lens)
+    is_short_and_alike = len(extends) <= 1 and max(extends, default=0) <= MAX_DECODE_ROWS
+    if not is_short_and_alike:
+        return True, False
+    return step.mode.facts.extend is ExtendShape.RAGGED, True
+
+
+def hybrid(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[HybridBackend]:
+    """`prefill` and `decode` as one backend named prefill+decode: what both can do, and the masks
+    of `decode`.
+    """
+    return type(
+        "Hybrid",
+        (HybridBackend,),
+        {
+            "__doc__": f"{prefill.__name__} for prefill, {decode.__name__} for decode.",
+            "prefill": prefill,
+            "decode": decode,
+            "name": f"{prefill.name}+{decode.name}",
+            "capabilities": _common(prefill.capabilities, decode.capabilities),
+            "kept_fields": prefill.kept_fields | decode.kept_fields,
+        },
+    )
+
+
+def _common(prefill: Capabilities, decode: Capabilities) -> Capabilities:
+    """What both can do.  Masks other than the causal one are asked of `decode` alone."""
+    arches = [arch for arch in (prefill.min_cuda_arch, decode.min_cuda_arch) if arch is not None]
+    return Capabilities(
+        device_types=prefill.device_types & decode.device_types,
+        min_cuda_arch=max(arches, default=None),
+        dtypes=prefill.dtypes & decode.dtypes,
+        kv_dtypes=prefill.kv_dtypes & decode.kv_dtypes,
+        page_sizes=_both(prefill.page_sizes, decode.page_sizes),
+        head_dims=_both(prefill.head_dims, decode.head_dims),
+        v_head_dim_differs=prefill.v_head_dim_differs and decode.v_head_dim_differs,
+        masks=decode.masks - ({MaskKind.CAUSAL} - prefill.masks),
+        window=prefill.window and decode.window,
+        soft_cap=prefill.soft_cap and decode.soft_cap,
+        sinks=prefill.sinks and decode.sinks,
+        returns_lse=prefill.returns_lse and decode.returns_lse,
+        graph=min(prefill.graph, decode.graph),
+        host_plan=prefill.host_plan or decode.host_plan,
+        loads_dead_slots=prefill.loads_dead_slots or decode.loads_dead_slots,
+    )
+
+
+def _both(left: frozenset[int] | None, right: frozenset[int] | None) -> frozenset[int] | None:
+    """The intersection, where None is everything."""
+    if left is None or right is None:
+        return left if right is None else right
+    return left & right

@@ -1,0 +1,69 @@
+"""The flags of `paceline check` for both command lines, with their help.  No torch."""
+
+from dataclasses import dataclass
+
+SUMMARY = "Prove attention backends, cell by cell, against an independent float64 oracle."
+EPILOG = """\
+A cell is method/backend/mode/runner/variant, for example
+dense/triton/target_verify/cuda_graph/tree_topk4.  Examples:
+
+  paceline check                                     the quick matrix of this machine
+  paceline check --full --json check.json --html check.html
+  paceline check --backend triton --backend fa4      these backends
+  paceline check --backend my_package.mod:MyBackend  a backend of your own
+  paceline check --filter "verify and not triton"    words: part of the cell, or a glob of all of it
+  paceline check --filter "dense/*/decode/* and (page1 or page64)"
+
+Exit code: 0 when no cell fails, 1 when one does, 2 for flags that cannot work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag of both command lines."""
+
+    flag: str
+    help: str
+    kind: type = str  # bool: a switch
+    choices: tuple[str, ...] | None = None
+    default: str | None = None
+    metavar: str | None = None
+    is_repeated: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+FLAGS = (
+    Flag(
+        flag="--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="Where; auto takes a GPU when there is one.",
+    ),
+    Flag(
+        flag="--backend",
+        metavar="NAME",
+        is_repeated=True,
+        help="A backend's name, two joined by + (prefill, then decode), or package.module:Class. "
+        "May be repeated; without it all that the device can have.",
+    ),
+    Flag(flag="--method", metavar="NAME", is_repeated=True, help="dense or swa.  May be repeated."),
+    Flag(
+        flag="--mode",
+        metavar="NAME",
+        is_repeated=True,
+        help="A forward mode, such as decode or target_verify.  May be repeated.",
+    ),
+    Flag(flag="--filter", metavar="EXPR", help="Cells whose name fits; see below."),
+    Flag(flag="--quick", kind=bool, help="The small suite (the default)."),
+    Flag(flag="--full", kind=bool, help="Every case: long contexts, all layouts, dims, dtypes."),
+    Flag(flag="--json", metavar="FILE", help="Write every cell as JSON."),
+    Flag(flag="--html", metavar="FILE", help="Write one page for people."),
+    Flag(
+        flag="--workers",
+        kind=int,
+        metavar="N",
+        help="Processes that run cells.  [default: the cores; on a GPU half of them, at most 6]",
+    ),
+)

@@ -1,0 +1,266 @@
+"""FlashAttention 3 and 4 as the backends call them, on a CPU: this module is the library.
+
+The signatures are the parts of the libraries' that read a paged cache; a keyword they do not have
+is a TypeError.  Everything a shape or dtype can tell is checked at the call.  Lengths and tables
+are read when the operator runs, so a recorded graph replays them; there the rules are checked
+whose breach the real kernels do not report.
+
+Sources: flash-attn-4 4.0.0b15, `flash_attn.cute.interface`, `softmax.Softmax.finalize`, `paged_kv`;
+flash-attention's `hopper/flash_attn_interface.py`.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError, message
+from paceline.kernels.custom_op import define_op
+
+
+def flash_attn_varlen_func(
+    q: Tensor,  # [tokens, heads, head_dim]
+    k: Tensor,  # [num_pages, page_size, kv_heads, head_dim]
+    v: Tensor,  # [num_pages, page_size, kv_heads, v_head_dim]
+    *,
+    cu_seqlens_q: Tensor,  # [reqs + 1]  int32
+    max_seqlen_q: int,
+    seqused_k: Tensor,  # [reqs]  int32
+    page_table: Tensor,  # [reqs, max_pages]  int32
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None,  # [heads]  bfloat16
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """FlashAttention 4: out [tokens, heads, v_head_dim], and lse [heads, tokens] when asked.
+
+    Both sides of the window are inclusive; None is open.  lse is natural and counts the sink.
+    """
+    _require_matching(q, k, v)
+    _require_lists(q, cu_seqlens_q, seqused_k, page_table)
+    _require(num_splits == 1, "num_splits", "1 on CUDA arch 9", num_splits)
+    for side in window_size:
+        _require(side is None or side >= 0, "window_size", "None or at least 0", window_size)
+    if learnable_sink is not None:
+        found = (learnable_sink.dtype, tuple(learnable_sink.shape))
+        wanted = (torch.bfloat16, (q.shape[1],))
+        _require(found == wanted, "learnable_sink", wanted, found)
+    out = torch.empty(*q.shape[:2], v.shape[-1], dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    _EMULATED(
+        q,
+        k,
+        v,
+        page_table,
+        seqused_k,
+        cu_seqlens_q,
+        learnable_sink,
+        max_seqlen_q,
+        softmax_scale if softmax_scale is not None else q.shape[-1] ** -0.5,
+        window_size[0],
+        0 if causal else window_size[1],
+        softcap,
+        out,
+        lse,
+    )
+    return out, lse if return_lse else None
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,  # [tokens, heads, head_dim]
+    k_cache: Tensor,  # [num_pages, page_size, kv_heads, head_dim]
+    v_cache: Tensor,  # [num_pages, page_size, kv_heads, v_head_dim]
+    *,
+    cache_seqlens: Tensor,  # [reqs]  int32
+    page_table: Tensor,  # [reqs, max_pages]  int32
+    cu_seqlens_q: Tensor,  # [reqs + 1]  int32
+    max_seqlen_q: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """FlashAttention 3: out, or (out, lse [heads, tokens]).  A window of −1 is open.
+
+    num_splits changes the order of sums alone: nothing to emulate.
+    """
+    _require(num_splits >= 0, "num_splits", "at least 0", num_splits)
+    for side in window_size:
+        _require(side >= -1, "window_size", "-1 or at least 0", window_size)
+    left, right = (None if side == -1 else side for side in window_size)
+    out, lse = flash_attn_varlen_func(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        seqused_k=cache_seqlens,
+        page_table=page_table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=(left, right),
+        softcap=softcap,
+        return_lse=True,
+    )
+    assert lse is not None
+    return (out, lse) if return_softmax_lse else out
+
+
+# --- rules a call can break -----------------------------------------------------------------------
+
+
+def _require(holds: bool, name: str, expected: object, got: object) -> None:
+    if not holds:
+        remedy = "see the library's interface: the real kernel would read elsewhere, or refuse"
+        raise KernelArgumentError(message(name, expected=expected, got=got, remedy=remedy))
+
+
+def _require_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Dtypes, head dims and heads of q [tokens, heads, dim], k and v [pages, size, heads, dim]."""
+    _require(q.dtype in (torch.bfloat16, torch.float16), "q", "bfloat16 or float16", q.dtype)
+    _require(k.dtype == v.dtype == q.dtype, "k and v dtype", q.dtype, (k.dtype, v.dtype))
+    shapes = (tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    _require(q.dim() == 3 and k.dim() == v.dim() == 4, "q, k and v", "3, 4 and 4 dims", shapes)
+    _require(
+        k.shape[:3] == v.shape[:3], "pages, page size and heads of v", k.shape[:3], v.shape[:3]
+    )
+    _require(q.shape[2] == k.shape[3], "head dim of k", q.shape[2], k.shape[3])
+    for name, dim in (("head dim", q.shape[2]), ("V head dim", v.shape[3])):
+        _require(8 <= dim <= 256 and dim % 8 == 0, name, "a multiple of 8 from 8 to 256", dim)
+    heads, kv_heads = q.shape[1], k.shape[2]
+    _require(heads % kv_heads == 0, "heads", f"a multiple of {kv_heads} KV heads", heads)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _require(tensor.stride(-1) == 1, f"last stride of {name}", 1, tensor.stride(-1))
+
+
+def _require_lists(q: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, page_table: Tensor) -> None:
+    """Shapes, dtypes and strides of what the kernel reads lengths and pages from."""
+    reqs = len(cu_seqlens_q) - 1
+    lists = {"cu_seqlens_q": cu_seqlens_q, "seqused_k": seqused_k, "page_table": page_table}
+    for name, tensor in lists.items():
+        _require(tensor.dtype == torch.int32, f"{name} dtype", torch.int32, tensor.dtype)
+        _require(tensor.stride(-1) == 1, f"last stride of {name}", 1, tensor.stride(-1))
+        _require(tensor.device == q.device, f"{name} device", q.device, tensor.device)
+    _require(seqused_k.shape == (reqs,), "seqused_k shape", (reqs,), tuple(seqused_k.shape))
+    rows = tuple(page_table.shape)
+    _require(
+        page_table.dim() == 2 and rows[0] == reqs, "page_table shape", f"({reqs}, pages)", rows
+    )
+
+
+def _require_offsets(offsets: Sequence[int], tokens: int, max_seqlen_q: int) -> None:
+    """The query offsets of one run."""
+    _require(offsets[0] == 0, "cu_seqlens_q[0]", 0, offsets[0])
+    extends = [end - start for start, end in itertools.pairwise(offsets)]
+    _require(min(extends) >= 0, "cu_seqlens_q", "monotone", list(offsets))
+    _require(offsets[-1] == tokens, "cu_seqlens_q[-1]", f"the {tokens} rows of q", offsets[-1])
+    longest = max(extends)
+    _require(max_seqlen_q >= longest, "max_seqlen_q", f"at least {longest}", max_seqlen_q)
+
+
+def _live_pages(table: Tensor, keys: int, page_size: int, num_pages: int) -> Tensor:
+    """The page ids of one request with queries: table [max_pages] -> [ceil(keys / page_size)]."""
+    _require(keys >= 1, "seqused_k", "at least 1 for a request with queries", keys)
+    needed, width = -(-keys // page_size), table.shape[0]
+    _require(needed <= width, "page_table width", f"at least {needed} pages", width)
+    pages = table[:needed].long()
+    inside = f"page ids below {num_pages}"
+    is_inside = bool((pages >= 0).all()) and bool((pages < num_pages).all())
+    _require(is_inside, "page_table", inside, pages.tolist())
+    return pages
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def _emulate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page_table: Tensor,
+    seqused_k: Tensor,
+    cu_seqlens_q: Tensor,
+    sink: Tensor | None,
+    max_seqlen_q: int,
+    scale: float,
+    left: int | None,
+    right: int | None,
+    soft_cap: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Request by request.  Whole pages are loaded: a dead slot of V is multiplied by 0."""
+    offsets, used = cu_seqlens_q.tolist(), seqused_k.tolist()
+    _require_offsets(offsets, q.shape[0], max_seqlen_q)
+    for request, (start, end) in enumerate(itertools.pairwise(offsets)):
+        if start == end:
+            continue  # no tile of queries: nothing of the request is read
+        keys = used[request]
+        pages = _live_pages(page_table[request], keys, k.shape[1], k.shape[0])
+        seen = _seen(end - start, keys, len(pages) * k.shape[1], left=left, right=right)
+        out[start:end], lse[:, start:end] = _attend(
+            q[start:end],
+            k[pages].flatten(0, 1),
+            v[pages].flatten(0, 1),
+            seen,
+            scale=scale,
+            soft_cap=soft_cap,
+            sink=sink,
+        )
+
+
+def _seen(queries: int, keys: int, loaded: int, *, left: int | None, right: int | None) -> Tensor:
+    """[queries, loaded] bool: aligned so that the last query is at the last key."""
+    at = torch.arange(loaded)
+    own = torch.arange(queries).unsqueeze(1) + (keys - queries)
+    seen = (at < keys).expand(queries, -1)
+    if left is not None:
+        seen = seen & (at >= own - left)
+    if right is not None:
+        seen = seen & (at <= own + right)
+    return seen
+
+
+def _attend(
+    q: Tensor,  # [queries, heads, head_dim]
+    k: Tensor,  # [loaded, kv_heads, head_dim]
+    v: Tensor,  # [loaded, kv_heads, v_head_dim]
+    seen: Tensor,  # [queries, loaded]  bool
+    *,
+    scale: float,
+    soft_cap: float,
+    sink: Tensor | None,  # [heads]
+) -> tuple[Tensor, Tensor]:
+    """out [queries, heads, v_head_dim], lse [heads, queries] float32.
+
+    Scores and sums are float32; weights are rounded to the dtype of v before they meet it.
+    """
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    highest = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - highest.masked_fill(highest == -math.inf, 0.0))
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink.float().view(-1, 1, 1) - highest)
+    mixed = torch.einsum("hqk,khd->hqd", weights.to(v.dtype).float(), values)
+    out = mixed / total.masked_fill(total == 0.0, 1.0)
+    return out.transpose(0, 1).to(q.dtype), (highest + total.log()).squeeze(-1)
+
+
+_EMULATED = define_op(
+    "emulated_flash_attention(Tensor q, Tensor k, Tensor v, Tensor page_table, Tensor seqused_k,"
+    " Tensor cu_seqlens_q, Tensor? sink, int max_seqlen_q, float scale, int? left, int? right,"
+    " float soft_cap, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    cpu=_emulate,
+)

@@ -1,0 +1,135 @@
+"""The harness: runs one cell through the real runner and compares it with the oracle.
+
+Every batch of a case goes the way of a request in the engine: it joins rows of the request table,
+its pages are written there, its step is filled, derived, planned, run (eagerly, or as the replay of
+one graph for all batches) and committed.  What was not to be read is poisoned before; what was not
+to be written is compared after.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.conformance.case import Case
+from paceline.conformance.cell import CellResult, Runner, Status
+from paceline.conformance.contenders import Contender, contender, for_case, refusals
+from paceline.conformance.prepared import Prepared, prepare_case
+from paceline.conformance.rig import Rig
+from paceline.conformance.suite import cases
+from paceline.conformance.tolerance import Expectation
+from paceline.core.errors import ConfigError, message
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a case came to: the worst answer, or the first fault."""
+
+    error: float
+    tolerance: float
+    fault: str | None
+
+
+def run_cell(case: Case, who: Contender, runner: Runner, device: torch.device) -> CellResult:
+    """Run one cell.  A fault of the backend makes it failing; nothing is raised for one."""
+    began = time.perf_counter()
+    reasons = refusals(case, who, runner, device)
+    if reasons:
+        return _result(case, who, runner, Status.REFUSED, began, "; ".join(reasons))
+    try:
+        finding = examine(prepare_case(case), who, runner, device)
+    except Exception as error:  # noqa: BLE001  a backend may raise anything; the run goes on
+        reason = f"raised {type(error).__name__}: {error}"
+        return _result(case, who, runner, Status.FAILING, began, reason)
+    passed = Status.EMULATED if who.is_emulated else Status.PROVEN
+    status = passed if finding.fault is None else Status.FAILING
+    return _result(case, who, runner, status, began, finding.fault, finding)
+
+
+def run_named(cell_id: str) -> CellResult:
+    """Run the cell of an id on this machine's CPU.  Raises ConfigError when there is none."""
+    parts = cell_id.split("/")
+    found = [
+        case
+        for case in cases()
+        if len(parts) == 5 and [case.method, case.mode.value, case.name] == parts[0::2]
+    ]
+    if not found or parts[3] not in (Runner.EAGER.value, Runner.RECORDED.value):
+        raise ConfigError(
+            message(
+                "cell",
+                expected="method/backend/mode/runner/variant of the suite, on a CPU",
+                got=repr(cell_id),
+                remedy="`paceline check --json FILE` lists the ids",
+            )
+        )
+    who = contender(parts[1], "cpu")
+    return run_cell(found[0], who, Runner(parts[3]), torch.device("cpu"))
+
+
+def examine(prepared: Prepared, who: Contender, runner: Runner, device: torch.device) -> Finding:
+    """Launch every batch and judge every layer; stops at the first fault."""
+    worst = Finding(0.0, 1.0, None)
+    if prepared.blind:
+        return replace(worst, fault=f"the comparison would accept {', '.join(prepared.blind)}")
+    case = prepared.case
+    rig = Rig(prepared, for_case(who, case), runner, device)
+    for index, repeat in _launches(case, runner):
+        faults = rig.launch(index)
+        found = _judge(prepared.expectations[index], rig)
+        faults += [] if found.fault is None else [found.fault]
+        if faults:
+            again = " again" if repeat else ""
+            return replace(found, fault=f"batch {index}{again}: {'; '.join(faults)}")
+        worst = max(worst, found, key=lambda finding: finding.error / finding.tolerance)
+    return replace(worst, fault=rig.unproven())
+
+
+def _launches(case: Case, runner: Runner) -> Iterator[tuple[int, bool]]:
+    """(batch, whether it is launched a second time): a graph is captured at its key's second use,
+    so that the batches behind the first are all replays."""
+    yield 0, False
+    if runner is not Runner.EAGER:
+        yield 0, True
+    for index in range(1, len(case.batches)):
+        yield index, False
+
+
+def _judge(expectation: Expectation, rig: Rig) -> Finding:
+    """The worst layer, or the first wrong one."""
+    worst = Finding(0.0, 1.0, None)
+    for layer in range(len(expectation.case.layers)):
+        judged = expectation.judge(layer, rig.answer(layer))
+        found = Finding(judged.error, judged.tolerance, None)
+        if not judged.is_right:
+            fault = (
+                f"layer {layer}: error {judged.error:.3g} where {judged.tolerance:.3g} is allowed, "
+                f"at {judged.where}"
+            )
+            return replace(found, fault=fault)
+        worst = max(worst, found, key=lambda finding: finding.error / finding.tolerance)
+    return worst
+
+
+def _result(
+    case: Case,
+    who: Contender,
+    runner: Runner,
+    status: Status,
+    began: float,
+    reason: str | None,
+    finding: Finding | None = None,
+) -> CellResult:
+    return CellResult(
+        method=case.method,
+        backend=who.name,
+        mode=case.mode.value,
+        runner=runner.value,
+        variant=case.name,
+        status=status,
+        reason=reason,
+        error=None if finding is None else finding.error,
+        tolerance=None if finding is None else finding.tolerance,
+        seconds=time.perf_counter() - began,
+    )

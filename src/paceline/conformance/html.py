@@ -1,0 +1,119 @@
+"""The report as one self-contained page: what fails first, then a matrix per method."""
+
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+STATUSES = ("failing", "proven", "emulated", "refused", "not_run")
+SIGNS = {"failing": "✗", "proven": "✓", "emulated": "e", "refused": "–", "not_run": "·"}
+STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem; color: #1c1c1e; background: #fff; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; } th { text-align: left; font-weight: 600; }
+thead th { position: sticky; top: 0; background: #fff; }
+td, th { padding: 1px 8px; border: 1px solid #e3e3e6; }
+td.cell { text-align: center; cursor: help; }
+.proven { background: #d6f0dc; } .emulated { background: #dbe7fb; }
+.refused { background: #f1f1f3; color: #66666b; } .not_run { color: #a0a0a6; }
+.failing { background: #f8cfcb; font-weight: 700; }
+.chip { padding: 2px 10px; margin-right: 6px; border-radius: 10px; }
+input { font: inherit; width: 24rem; padding: 4px 8px; }
+#failing td { vertical-align: top; white-space: pre-wrap; }
+@media (prefers-color-scheme: dark) {
+  body, thead th { background: #1c1c1e; color: #ececf0; } td, th { border-color: #3a3a3e; }
+  .proven { background: #1f4a2b; } .emulated { background: #213a63; }
+  .refused { background: #2c2c30; color: #a0a0a6; } .failing { background: #6d2520; }
+}
+"""
+SCRIPT = """
+const box = document.getElementById("filter");
+box.addEventListener("input", () => {
+  const words = box.value.toLowerCase().split(/\\s+/).filter(Boolean);
+  for (const row of document.querySelectorAll("tr[data-text]"))
+    row.hidden = !words.every(word => row.dataset.text.includes(word));
+});
+"""
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The whole page; `document` is that of report.document."""
+    cells = document["cells"]
+    methods = sorted({cell["method"] for cell in cells})
+    parts = [_summary(document), _failing(cells)]
+    parts += [_matrix(method, [c for c in cells if c["method"] == method]) for method in methods]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f"<title>paceline check: {escape(document['device']['name'])}</title>\n"
+        f"<style>{STYLE}</style></head><body>\n{''.join(parts)}"
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _summary(document: Mapping[str, Any]) -> str:
+    chips = "".join(
+        f'<span class="chip {status}">{SIGNS[status]} '
+        f"{document['counts'][status]} {status.replace('_', ' ')}</span>"
+        for status in STATUSES
+    )
+    versions = ", ".join(f"{name} {found}" for name, found in document["versions"].items() if found)
+    return (
+        f"<h1>paceline check on {escape(document['device']['name'])}</h1>\n"
+        f"<p>{escape(document['date'])}<br>{escape(versions)}</p>\n<p>{chips}</p>\n"
+        '<p><input id="filter" placeholder="rows that contain all these words" autofocus></p>\n'
+    )
+
+
+def _failing(cells: Iterable[Mapping[str, Any]]) -> str:
+    rows = "".join(
+        f'<tr data-text="{escape(cell_id(cell).lower())}"><td>{escape(cell_id(cell))}</td>'
+        f"<td>{escape(str(cell['reason']))}</td></tr>\n"
+        for cell in cells
+        if cell["status"] == "failing"
+    )
+    if not rows:
+        return "<h2>No cell fails</h2>\n"
+    return (
+        '<h2>Failing</h2>\n<table id="failing"><thead><tr><th>cell</th><th>why</th></tr></thead>\n'
+        f"<tbody>{rows}</tbody></table>\n"
+    )
+
+
+def _matrix(method: str, cells: list[Mapping[str, Any]]) -> str:
+    """Rows are (mode, variant), columns (backend, runner)."""
+    columns = sorted({(cell["backend"], cell["runner"]) for cell in cells})
+    found = {
+        ((cell["mode"], cell["variant"]), (cell["backend"], cell["runner"])): cell for cell in cells
+    }
+    head = "".join(f"<th>{escape(backend)}<br>{escape(runner)}</th>" for backend, runner in columns)
+    rows = []
+    for row in sorted({(cell["mode"], cell["variant"]) for cell in cells}):
+        here = [found.get((row, column)) for column in columns]
+        statuses = {cell["status"] for cell in here if cell is not None}
+        text = " ".join((method, *row, *sorted(statuses))).lower()
+        rows.append(
+            f'<tr data-text="{escape(text)}"><th>{escape(row[0])}</th><th>{escape(row[1])}</th>'
+            f"{''.join(map(_square, here))}</tr>\n"
+        )
+    return (
+        f"<h2>{escape(method)}</h2>\n<table><thead><tr><th>mode</th><th>variant</th>{head}</tr>"
+        f"</thead>\n<tbody>{''.join(rows)}</tbody></table>\n"
+    )
+
+
+def _square(cell: Mapping[str, Any] | None) -> str:
+    if cell is None:
+        return "<td></td>"
+    status = cell["status"]
+    said = [status.replace("_", " ")]
+    if cell["reason"]:
+        said.append(str(cell["reason"]))
+    if cell["error"] is not None and cell["tolerance"] is not None:
+        said.append(f"error {cell['error']:.3g} of {cell['tolerance']:.3g} allowed")
+    said.append(f"{cell['seconds']:.3f} s")
+    title = escape("\n".join(said))
+    return f'<td class="cell {status}" title="{title}">{SIGNS[status]}</td>'
+
+
+def cell_id(cell: Mapping[str, Any]) -> str:
+    """The name of a cell of the document, as CellResult.id."""
+    return "/".join(cell[part] for part in ("method", "backend", "mode", "runner", "variant"))

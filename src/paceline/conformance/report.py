@@ -1,0 +1,131 @@
+"""What came of a run: counts, tables for a terminal, the JSON document and where it is written."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from paceline.conformance.cell import CellResult, Status
+from paceline.core.errors import ConfigError, message
+from paceline.core.gpus import DeviceFacts
+from paceline.engine.machine import versions
+
+VENDORS = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn")
+ORDER = (Status.FAILING, Status.PROVEN, Status.EMULATED, Status.REFUSED, Status.NOT_RUN)
+
+
+def document(
+    cells: Sequence[CellResult], device: DeviceFacts, *, date: datetime | None = None
+) -> dict[str, Any]:
+    """The JSON document of docs/schemas/check.json; date: None is now."""
+    when = date or datetime.now(UTC)
+    return {
+        "device": {
+            "name": device.name,
+            "type": device.device_type,
+            "cuda_arch": None if device.cuda_arch is None else list(device.cuda_arch),
+        },
+        "versions": versions() | vendor_versions(),
+        "date": when.isoformat(timespec="seconds"),
+        "counts": counts(cells),
+        "cells": [_row(cell) for cell in cells],
+    }
+
+
+def summary_line(document: dict[str, Any]) -> str:
+    """The document without its cells, on one line."""
+    return json.dumps({name: part for name, part in document.items() if name != "cells"})
+
+
+def json_text(document: dict[str, Any]) -> str:
+    """The document with one line per cell, so that two of them can be compared line by line."""
+    head = "".join(
+        f" {json.dumps(name)}: {json.dumps(part)},\n"
+        for name, part in document.items()
+        if name != "cells"
+    )
+    rows = ",\n".join(f"  {json.dumps(cell, allow_nan=False)}" for cell in document["cells"])
+    return f'{{\n{head} "cells": [\n{rows}\n ]\n}}\n'
+
+
+def counts(results: Iterable[CellResult]) -> dict[str, int]:
+    """How many cells have each status; every status is there."""
+    found = Counter(result.status for result in results)
+    return {status.value: found[status] for status in Status}
+
+
+def vendor_versions() -> dict[str, str | None]:
+    """Version of each vendor library's package; None where it is absent."""
+    found: dict[str, str | None] = {}
+    for name in VENDORS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def table(results: Sequence[CellResult]) -> str:
+    """Counts by method, backend and mode."""
+    groups: dict[tuple[str, str, str], Counter[Status]] = {}
+    for result in results:
+        key = (result.method, result.backend, result.mode)
+        groups.setdefault(key, Counter())[result.status] += 1
+    head = ("method", "backend", "mode", *(status.value.replace("_", " ") for status in ORDER))
+    rows = [
+        (*key, *(str(found[status] or "-") for status in ORDER))
+        for key, found in sorted(groups.items())
+    ]
+    total = Counter(result.status for result in results)
+    rows.append(("all", "", "", *(str(total[status] or "-") for status in ORDER)))
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    return "\n".join(_aligned(row, widths) for row in (head, *rows))
+
+
+def failing_text(results: Iterable[CellResult]) -> str:
+    """Every failing cell and why, one after the other; empty when there is none."""
+    lines = [f"FAILING {result.id}\n  {result.reason}" for result in results if is_failing(result)]
+    return "\n".join(lines)
+
+
+def is_failing(result: CellResult) -> bool:
+    """Whether the cell makes the run fail."""
+    return result.status is Status.FAILING
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Raises ConfigError when `path` cannot be written; leaves it as it is."""
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(
+            message(
+                flag,
+                expected="a file that can be written",
+                got=f"{str(path)!r} ({error.strerror})",
+                remedy="name a file in a folder that exists and that you may write to",
+            )
+        ) from error
+    if not existed:
+        path.unlink()
+
+
+def _row(result: CellResult) -> dict[str, Any]:
+    """A cell as JSON, which has no word for infinity: an error without a number is null."""
+    row = asdict(result) | {"status": result.status.value, "seconds": round(result.seconds, 4)}
+    for name in ("error", "tolerance"):
+        if row[name] is not None and not math.isfinite(row[name]):
+            row[name] = None
+    return row
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    words = [word.ljust(width) for word, width in zip(row[:3], widths[:3], strict=True)]
+    words += [word.rjust(width) for word, width in zip(row[3:], widths[3:], strict=True)]
+    return "  ".join(words).rstrip()

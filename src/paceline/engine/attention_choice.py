@@ -1,0 +1,104 @@
+"""Which attention backend serves each phase of a model, and which one engine therefore runs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from paceline.attention.contract import AttentionConfig, GraphSupport
+from paceline.attention.measurements import Phase
+from paceline.attention.registry import Choice, choose
+from paceline.core.errors import BackendUnsupported
+from paceline.core.gpus import DeviceFacts
+from paceline.core.model_config import ModelConfig
+from paceline.core.modes import MaskKind
+from paceline.core.options import EngineOptions, known
+from paceline.kvcache.pool import torch_kv_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseChoice:
+    """The attention backend of one phase."""
+
+    phase: Phase
+    backend: str | None  # None: nothing can run
+    why: str  # this one
+    rejected: Mapping[str, list[str]]  # name -> every reason
+
+
+def phase_choices(
+    config: ModelConfig, options: EngineOptions, device: DeviceFacts
+) -> tuple[PhaseChoice, ...]:
+    """The backend of each phase, with every rejected one: prefill, then decode.
+
+    Only decode needs graphs; but a pair has them where both have, so auto asks both for them.
+    """
+    decode = GraphSupport.NEVER if options.enforce_eager else GraphSupport.DECODE
+    is_auto = options.attention_backend in (None, "auto")
+    prefill = decode if is_auto else GraphSupport.NEVER
+    graphs: dict[Phase, GraphSupport] = {"prefill": prefill, "decode": decode}
+    choices = []
+    for phase in get_args(Phase):
+        wanted = attention_config(config, options, device, graph=graphs[phase])
+        choices.append(_choose(phase, wanted, options.attention_backend, gpu=device.name))
+    return tuple(choices)
+
+
+def one_backend(phases: Sequence[PhaseChoice]) -> Choice:
+    """The backend that serves every phase: prefill+decode where they differ.
+
+    Raises BackendUnsupported with every reason where a phase has none.
+    """
+    names = []
+    for choice in phases:
+        if choice.backend is None:
+            ((asked, reasons),) = choice.rejected.items()
+            eager = any(other.backend is not None for other in phases)
+            advice = ["it can run without graphs: add --enforce-eager"] if eager else []
+            raise BackendUnsupported(asked, [*reasons, *advice])
+        names.append(choice.backend)
+    whys = dict.fromkeys(choice.why for choice in phases)
+    why = "; ".join(f"{choice.phase}: {choice.why}" for choice in phases)
+    rejected: dict[str, list[str]] = {}
+    for choice in phases:
+        for name, reasons in choice.rejected.items():
+            known_reasons = rejected.setdefault(name, [])
+            known_reasons += [reason for reason in reasons if reason not in known_reasons]
+    return Choice(
+        name="+".join(dict.fromkeys(names)),
+        why=why if len(whys) > 1 else next(iter(whys)),
+        rejected={name: reasons for name, reasons in rejected.items() if name not in names},
+    )
+
+
+def attention_config(
+    config: ModelConfig, options: EngineOptions, device: DeviceFacts, *, graph: GraphSupport
+) -> AttentionConfig:
+    """What the model asks of an attention backend under resolved `options`."""
+    import torch
+
+    return AttentionConfig(
+        device_type=device.device_type,
+        cuda_arch=device.cuda_arch,
+        dtype=getattr(torch, known(options.dtype)),
+        kv_dtype=torch_kv_dtype(known(options.kv_cache_dtype)),
+        page_size=known(options.page_size),
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        v_head_dim=config.v_head_dim,
+        window=any(window is not None for window in config.layer_windows),
+        soft_cap=config.attention_soft_cap is not None,
+        sinks=config.attention_sinks,
+        masks=frozenset({MaskKind.CAUSAL}),
+        needs_lse=False,
+        graph=graph,
+    )
+
+
+def _choose(phase: Phase, wanted: AttentionConfig, asked: str | None, *, gpu: str) -> PhaseChoice:
+    try:
+        choice = choose(wanted, asked or "auto", phase=phase, gpu=gpu)
+    except BackendUnsupported as error:
+        rejected = {error.backend: error.reasons}
+        return PhaseChoice(phase=phase, backend=None, why="none can run", rejected=rejected)
+    return PhaseChoice(phase=phase, backend=choice.name, why=choice.why, rejected=choice.rejected)

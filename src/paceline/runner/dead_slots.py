@@ -1,0 +1,179 @@
+"""Which slots of the KV pools a step may read, and the others as regions to poison.
+
+Worked example: page size 4, one row with prefix 5 and extend 1 in pages [7, 2], a padded row:
+
+    page 7   LIVE LIVE LIVE LIVE
+    page 2   LIVE WRITTEN BEHIND_END BEHIND_END
+    page 0   PADDING PADDING PAGE_0 PAGE_0
+    others   OTHER
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import LayerCache
+from paceline.core.padding import PAD_PAGE
+from paceline.runner.poison import LARGE, Piece, Region, bits_of, float_bits, same_numbers
+
+_POISONED_BYTES = 256 << 20  # of one group's pages; the pools of a GPU are much larger
+
+
+class SlotUse(IntEnum):
+    """What one slot is to a step."""
+
+    LIVE = 0  # read
+    WRITTEN = 1  # read once the step has written it
+    PADDING = 2  # of page 0: read and written by padded rows
+    PAGE_0 = 3  # the rest of page 0
+    BEHIND_END = 4  # of a page in the table, behind kv_len
+    BEHIND_WINDOW = 5  # before the first key that any row of the step can see
+    OTHER = 6  # pages of requests that are not in the step, and free ones
+
+
+_NAMES = {
+    SlotUse.WRITTEN: "slots this step writes, before it does",
+    SlotUse.PADDING: "page 0, as padded rows read it",
+    SlotUse.PAGE_0: "page 0",
+    SlotUse.BEHIND_END: "slots behind kv_len",
+    SlotUse.BEHIND_WINDOW: "slots behind the window",
+    SlotUse.OTHER: "free pages and those of other requests",
+}
+_MASK = (
+    "mask keys by length and window before they enter the product, or state "
+    "capabilities.loads_dead_slots where masked slots are multiplied by 0"
+)
+_REMEDIES = {
+    SlotUse.WRITTEN: "write a step's K and V before attending to them",
+    SlotUse.PADDING: "let no row depend on another one, and none on the reserved page",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRow:
+    """One row of a step that is neither padded nor frozen."""
+
+    index: int  # in the step
+    row: int  # of the request table
+    prefix_len: int
+    kv_len: int
+
+
+def slot_uses(
+    live: Iterable[LiveRow],
+    page_table: Tensor,
+    *,
+    shape: tuple[int, int],
+    window: int | None,
+    padding_reach: int,
+) -> Tensor:
+    """[num_pages, page_size] uint8 SlotUse, on the CPU.
+
+    page_table: [padded_reqs, max_pages] int32, on the CPU; shape: pages and page size;
+    padding_reach: slots of page 0 that padded rows read.
+    """
+    page_size = shape[1]
+    uses = torch.full(shape, SlotUse.OTHER, dtype=torch.uint8).view(-1)
+    spans: list[tuple[Tensor, LiveRow, int]] = []
+    for row in live:
+        slots = page_table[row.index].long().unsqueeze(1) * page_size + torch.arange(page_size)
+        low = 0 if window is None else max(0, row.prefix_len - window + 1)
+        spans.append((slots.flatten(), row, low))
+    # What one row may read wins over what another has behind its end: prefix pages are shared.
+    for slots, row, low in spans:
+        uses[slots[row.kv_len :]] = SlotUse.BEHIND_END
+        uses[slots[:low]] = SlotUse.BEHIND_WINDOW
+    for slots, row, low in spans:
+        uses[slots[low : row.prefix_len]] = SlotUse.LIVE
+    for slots, row, _ in spans:
+        uses[slots[row.prefix_len : row.kv_len]] = SlotUse.WRITTEN
+    uses[:page_size] = SlotUse.PAGE_0
+    uses[: min(padding_reach, page_size)] = SlotUse.PADDING
+    return uses.view(shape)
+
+
+def chosen_pages(uses: Tensor, count: int) -> Tensor:
+    """[<= count] page ids to poison: those in use, page 0, their neighbours, then others."""
+    in_use = (uses != SlotUse.OTHER).any(1)
+    is_dead = (uses != SlotUse.LIVE).any(1)
+    beside = in_use.roll(1) | in_use.roll(-1)
+    order = torch.where(in_use, 0, torch.where(beside, 1, 2))
+    pages: Tensor = torch.argsort(order, stable=True)
+    return pages[is_dead[pages]][:count].sort().values
+
+
+class DeadSlots:
+    """One cache group's dead slots in a step, with what they held."""
+
+    def __init__(
+        self, name: str, layers: Sequence[LayerCache], uses: Tensor, *, loads_dead: bool
+    ) -> None:
+        self._name = name
+        self._sides = [
+            (f"{side}.{layer.spec.layer_id}", cache)
+            for layer in layers
+            for side, cache in (("k", layer.k_cache), ("v", layer.v_cache))
+        ]
+        self._loads_dead = loads_dead
+        page_bytes = sum(cache[0].nbytes for _, cache in self._sides)
+        pages = chosen_pages(uses, max(1, _POISONED_BYTES // page_bytes))
+        device = layers[0].k_cache.device
+        self._pages = pages.to(device)
+        self._uses = uses[pages].to(device)
+        self._saved = [bits_of(cache)[self._pages] for _, cache in self._sides]
+        is_dead = (uses[pages] >= SlotUse.BEHIND_END).all(1)
+        self.dead_page = int(pages[is_dead][0]) if is_dead.any() else PAD_PAGE
+
+    def restore(self) -> None:
+        """Put back what the chosen pages held."""
+        for (_, cache), saved in zip(self._sides, self._saved, strict=True):
+            bits_of(cache)[self._pages] = saved
+
+    def changed(self, tolerance: float) -> list[str]:
+        """Which layers' written slots differ from what they held.
+
+        A layer that writes nothing (a prefix alone is asked for) leaves the poison: no difference.
+        tolerance: as `same_numbers`.
+        """
+        found = []
+        is_written = self._uses == SlotUse.WRITTEN
+        for (name, cache), saved in zip(self._sides, self._saved, strict=True):
+            now = cache[self._pages][is_written]
+            before = saved[is_written].view(cache.dtype)
+            is_left = bool((bits_of(now) == self._poison(name, cache, SlotUse.WRITTEN)).all())
+            if not is_left and not same_numbers(before, now, tolerance):
+                found.append(f"{self._name}.{name}")
+        return found
+
+    def regions(self) -> list[Region]:
+        """What to poison, by use and side."""
+        return [
+            self._region(use, side)
+            for use in SlotUse
+            if use is not SlotUse.LIVE and bool((self._uses == use).any())
+            for side in ("k", "v")
+        ]
+
+    def _region(self, use: SlotUse, side: str) -> Region:
+        dead = (self._uses == use).unsqueeze(2).unsqueeze(3)
+        pieces = tuple(
+            Piece(tensor=cache, index=self._pages, dead=dead, poison=self._poison(side, cache, use))
+            for name, cache in self._sides
+            if name.startswith(side)
+        )
+        return Region(
+            name=f"{self._name}.{side}: {_NAMES[use]}",
+            pieces=pieces,
+            remedy=_REMEDIES.get(use, _MASK),
+            is_foreign=use not in (SlotUse.WRITTEN, SlotUse.PADDING),
+            is_padding=use is SlotUse.PADDING,
+        )
+
+    def _poison(self, name: str, cache: Tensor, use: SlotUse) -> Tensor:
+        """[] bits.  What is multiplied by 0 must be finite: keys of 0, values that show."""
+        if use is SlotUse.PADDING or self._loads_dead:
+            return float_bits(0.0 if name.startswith("k") else LARGE, cache)
+        return float_bits(float("nan"), cache)

@@ -1,0 +1,139 @@
+"""The journal: which line of a step reads which tensor, through which operator.
+
+Written only to explain a finding of the sanitizer: the step's functions run once more, eagerly, and
+every operator they dispatch is noted with the tensors it takes.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_PACKAGE = Path(__file__).parents[1]
+_TORCH = Path(torch.__file__).parent
+_LINES = 4  # named in a report, of all that read a tensor
+
+Span = tuple[int, int]  # first byte's address, and the one behind the last
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One operator that ran."""
+
+    operator: str
+    line: str  # where it was called
+    reads: tuple[Span, ...]  # what it takes and does not write
+    writes: tuple[Span, ...]
+
+
+def listen(function: Callable[[], None], backend: type) -> list[Entry]:
+    """Run `function` and note its operators, views left out.  backend: its lines are named too."""
+    listener = _Listener(backend)
+    with torch.no_grad(), listener:
+        function()
+    return listener.entries
+
+
+def readers(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> list[str]:
+    """Operators and lines that read any of `tensors`, or else that write them; at most a few."""
+    spans = [span_of(tensor) for tensor in tensors]
+    reading = [entry for entry in entries if _meet(entry.reads, spans)]
+    return _lines(reading) if reading else writers(entries, tensors)
+
+
+def writers(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> list[str]:
+    """Operators and lines that write any of `tensors`; at most a few."""
+    spans = [span_of(tensor) for tensor in tensors]
+    return _lines([entry for entry in entries if _meet(entry.writes, spans)])
+
+
+def span_of(tensor: Tensor) -> Span:
+    """The bytes between a tensor's first element and its last."""
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (reach + 1) * tensor.element_size() if tensor.numel() else begin
+
+
+def _meet(taken: Sequence[Span], spans: Sequence[Span]) -> bool:
+    return any(a < d and c < b for a, b in taken for c, d in spans)
+
+
+def _lines(entries: Sequence[Entry]) -> list[str]:
+    lines = list(dict.fromkeys(f"{entry.operator} at {entry.line}" for entry in entries))
+    more = [f"{len(lines) - _LINES} more"] if len(lines) > _LINES else []
+    return lines[:_LINES] + more
+
+
+class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs every operator and notes it."""
+
+    def __init__(self, backend: type) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries: list[Entry] = []
+        modules = {part.__module__ for part in backend.__mro__ if part is not object}
+        self._backend_files = {Path(str(sys.modules[name].__file__)) for name in modules}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        is_view = any(value.alias_info is not None for value in schema.returns)
+        if schema.is_mutable or not is_view:
+            names = [argument.name for argument in schema.arguments]
+            taken = {**dict(zip(names, args, strict=False)), **kwargs}
+            written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
+            self.entries.append(
+                Entry(
+                    schema.name.partition("::")[2],
+                    self._line(),
+                    _spans(value for name, value in taken.items() if name not in written),
+                    _spans(value for name, value in taken.items() if name in written),
+                )
+            )
+        return func(*args, **kwargs)
+
+    def _line(self) -> str:
+        """The innermost line outside torch, and the innermost of the backend's own files."""
+        frames = list(_frames())
+        lines = [f"{_short(path)}:{number}" for path, number in frames]
+        own = [
+            line
+            for line, (path, _) in zip(lines, frames, strict=True)
+            if path in self._backend_files
+        ]
+        return f"{lines[0]}, from {own[0]}" if own and own[0] != lines[0] else lines[0]
+
+
+def _frames() -> Iterator[tuple[Path, int]]:
+    """File and line of every caller outside torch and this file, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path != Path(__file__) and _TORCH not in path.parents:
+            yield path, frame.f_lineno
+        frame = frame.f_back
+
+
+def _short(path: Path) -> str:
+    return str(path.relative_to(_PACKAGE)) if _PACKAGE in path.parents else path.name
+
+
+def _spans(values: Iterator[Any]) -> tuple[Span, ...]:
+    found: list[Span] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(span_of(value))
+        elif isinstance(value, list | tuple):
+            found += _spans(iter(value))
+    return tuple(found)

@@ -1,0 +1,125 @@
+"""The sanitizer: runs a step twice, the second time over poison, and demands the same output.
+
+Whatever a step may not read is dead: buffers behind its padded size, what derive and plan must
+write anew, rows of other requests, slots outside its lengths and windows.  A step that reads dead
+bytes is right while they happen to hold the right numbers.  Under the sanitizer it raises, and the
+report names the buffer, the field, the backend and the lines that read it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.errors import SanitizerError, message
+from paceline.runner.journal import Entry, listen, readers, writers
+from paceline.runner.poison import Region
+from paceline.runner.poisoned_run import OVERWRITES, CheckedStep, PoisonedRuns, copies
+from paceline.runner.program import Parts
+
+_WRITE_REMEDY = "write nothing but the step's own slots, rows and buffers"
+_CLOSE = 1e-2  # relative: what other padded rows may change where kernels share work among rows
+
+
+class Sanitizer:
+    """Checks steps within their stream, where nothing else runs; keeps nothing between them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def run(self, checked: CheckedStep) -> None:
+        """Run a step; then again, over poison.  Leaves everything as the first run left it.
+
+        Raises SanitizerError when the step reads or writes what is dead.
+        """
+        with torch.no_grad():
+            before = copies(self._parts)
+            checked.run()
+            runs = PoisonedRuns(self._parts, checked, before)
+            try:
+                if not _is_clean(runs):
+                    raise SanitizerError(self._report(runs, checked))
+            finally:
+                runs.finish()
+
+    def _report(self, runs: PoisonedRuns, checked: CheckedStep) -> str:
+        step, size = checked.step, checked.size
+        name = (
+            f"{step.mode.value} step of {step.layout.num_reqs} requests, padded to {size.reqs}, "
+            f"with attention backend '{self._parts.backend.name}'"
+        )
+        repeated = runs.findings(())
+        if repeated:
+            return message(
+                name,
+                expected="the same when it runs again",
+                got=f"a run that {', '.join(repeated)}",
+                remedy="let no kernel read what an earlier run left, write keys of the prefix, or "
+                "sum in an order of chance",
+            )
+        culprits = _culprits(runs)
+        runs.rewind()
+        entries = listen(checked.explain, type(self._parts.backend))
+        remedies = [
+            _WRITE_REMEDY if culprit.is_written else region.remedy
+            for culprit in culprits
+            for region in culprit.regions
+        ]
+        return message(
+            name,
+            expected="independent of dead bytes",
+            got="".join(f"\n  - {culprit.explained(entries)}" for culprit in culprits),
+            remedy=", and ".join(dict.fromkeys(remedies)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Culprit:
+    """Regions whose poison, all of them together, has an effect."""
+
+    regions: tuple[Region, ...]  # one, nearly always
+    findings: list[str]
+
+    @property
+    def is_written(self) -> bool:
+        return any(finding.startswith(OVERWRITES) for finding in self.findings)
+
+    def explained(self, entries: list[Entry]) -> str:
+        """What the poison did, and which lines touch it."""
+        tensors = [piece.tensor for region in self.regions for piece in region.pieces]
+        lines = (writers if self.is_written else readers)(entries, tensors)
+        verb, where = "written" if self.is_written else "read", ", ".join(lines)
+        names = " with ".join(region.name for region in self.regions)
+        effect = f"with poison there the step {', '.join(self.findings)}"
+        return f"{names}: {effect}; {verb} by {where or 'no operator that was seen'}"
+
+
+def _culprits(runs: PoisonedRuns) -> list[_Culprit]:
+    """The smallest sets of regions whose poison has an effect."""
+    sharp = tuple(region for region in runs.regions if not region.is_padding)
+    padding = tuple(region for region in runs.regions if region.is_padding)
+    found = _halved(runs, sharp, 0.0) + _halved(runs, padding, _CLOSE)
+    return found or [_Culprit(tuple(runs.regions), runs.findings(runs.regions))]
+
+
+def _halved(runs: PoisonedRuns, regions: tuple[Region, ...], tolerance: float) -> list[_Culprit]:
+    """By halves; regions that have an effect together and not apart stay together."""
+    findings = runs.findings(regions, tolerance=tolerance) if regions else []
+    if not findings:
+        return []
+    half = len(regions) // 2
+    parts = [regions[:half], regions[half:]] if half else []
+    found = [culprit for part in parts for culprit in _halved(runs, part, tolerance)]
+    return found or [_Culprit(regions, findings)]
+
+
+def _is_clean(runs: PoisonedRuns) -> bool:
+    """Whether poison is without effect.
+
+    Where kernels share work among rows, what padded rows hold may shift the last bits of others.
+    """
+    if not runs.findings(runs.regions):
+        return True
+    others = [region for region in runs.regions if not region.is_padding]
+    if runs.findings(others):
+        return False
+    return not runs.findings(runs.regions, tolerance=_CLOSE)

@@ -1,0 +1,157 @@
+"""Backends under composition: one without trees, one that only listens; and how to run either."""
+
+import inspect
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from attention_cases import Built
+from torch import Tensor
+
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionConfig,
+    Capabilities,
+    LayerCache,
+    Limits,
+    Part,
+    StepView,
+)
+from paceline.core.modes import MaskKind
+from paceline.core.step import Step
+
+
+class NoTree(AttentionBackend):
+    """What a kernel library without tree masks can do, in torch; it never looks at a tree mask."""
+
+    name: ClassVar[str] = "no-tree"
+    capabilities: ClassVar[Capabilities] = replace(
+        TorchBackend.capabilities, masks=frozenset({MaskKind.CAUSAL})
+    )
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self._torch = TorchBackend()
+
+    def make_buffers(self, limits: Limits) -> Any:
+        return self._torch.make_buffers(limits)
+
+    def plan(self, view: StepView, buffers: Any) -> Any:
+        causal = replace(view, mask=MaskKind.CAUSAL, tree_mask=None)
+        return view.mask, self._torch.plan(causal, buffers)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Any, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of a tree the prefix alone; an empty prefix leaves its output as it was allocated."""
+        mask, inner = plan
+        assert mask is MaskKind.CAUSAL or part is Part.PREFIX, f"{part} of a {mask} step"
+        self.parts.append(part)
+        out, lse = self._torch.forward(q, k, v, layer, inner, part)
+        if lse is not None:
+            out = out.masked_fill(lse.isneginf().unsqueeze(-1), float("nan"))
+        return out, lse
+
+
+class Listener(NoTree):
+    """Remembers the name and the arguments of every call, its own instance left out."""
+
+    name: ClassVar[str] = "listener"
+    capabilities: ClassVar[Capabilities] = replace(NoTree.capabilities, host_plan=True)
+    heard: ClassVar[list[tuple[str, tuple[object, ...]]]] = []
+
+    @classmethod
+    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+        cls.heard.append(("unsupported_reasons", (config,)))
+        return [f"{cls.name} is busy"]
+
+    def make_buffers(self, limits: Limits) -> Any:
+        self.heard.append(("make_buffers", (limits,)))
+        return f"buffers of {self.name}"
+
+    def plan(self, view: StepView, buffers: Any) -> Any:
+        self.heard.append(("plan", (view, buffers)))
+        return f"plan of {self.name}"
+
+    def host_plan(self, step: Step, buffers: Any) -> None:
+        self.heard.append(("host_plan", (step, buffers)))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Any, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        self.heard.append(("forward", (q, k, v, layer, plan, part)))
+        return q, None
+
+
+def listener(called: str) -> type[Listener]:
+    """A listener of its own."""
+    return type("Listening", (Listener,), {"name": called, "heard": []})
+
+
+def hooks() -> list[str]:
+    """The public methods of the contract: what a composition has to forward."""
+    return [
+        name
+        for name, method in vars(AttentionBackend).items()
+        if not name.startswith("_")
+        and (inspect.isfunction(method) or isinstance(method, classmethod | staticmethod))
+    ]
+
+
+def facts() -> set[str]:
+    """The class attributes of the contract: what a composition has to state."""
+    return set(AttentionBackend.__annotations__)
+
+
+def limits(built: Built) -> Limits:
+    """The least a backend must allocate for this one step."""
+    case, view, spec = built.case, built.view, built.layer.spec
+    return Limits(
+        device=torch.device("cpu"),
+        dtype=case.dtype,
+        kv_dtype=built.layer.k_cache.dtype,
+        layers=(spec,),
+        max_reqs=view.padded_reqs,
+        max_tokens=view.padded_tokens,
+        max_pages=tuple(group.page_table.shape[1] for group in view.groups),
+        windows=(case.window,),
+        num_heads=case.heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        v_head_dim=case.v_head_dim,
+        page_size=case.page_size,
+    )
+
+
+def fresh_rows(built: Built) -> tuple[Tensor, Tensor]:
+    """The step's own k and v [padded_tokens, kv_heads, *], as halves of one projection."""
+    keys = torch.cat([request.keys[request.prefix :] for request in built.requests])
+    values = torch.cat([request.values[request.prefix :] for request in built.requests])
+    both = torch.cat((keys, values), dim=2).to(built.case.dtype)
+    padded = both.new_zeros(built.q.shape[0], *both.shape[1:])
+    padded[: built.num_live] = both
+    return padded[..., : keys.shape[2]], padded[..., keys.shape[2] :]
+
+
+def run(
+    backend: AttentionBackend, built: Built, part: Part = Part.ALL
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of the live tokens, from a fresh plan."""
+    plan = backend.plan(built.view, backend.make_buffers(limits(built)))
+    k, v = fresh_rows(built)
+    out, lse = backend.forward(built.q, k, v, built.layer, plan, part)
+    assert out.shape == (built.q.shape[0], built.case.heads, built.case.v_head_dim)
+    assert out.dtype is built.case.dtype
+    return out[: built.num_live].double(), None if lse is None else lse[: built.num_live].double()
+
+
+def difference(out: Tensor, wanted: Tensor) -> float:
+    """The largest difference of an element; NaN counts as infinite."""
+    found = (out - wanted).abs().max().item()
+    return float("inf") if found != found else found
+
+
+def heard_by(listening: type[Listener], name: str) -> list[tuple[object, ...]]:
+    """The arguments of each call of one hook."""
+    return [given for called, given in listening.heard if called == name]

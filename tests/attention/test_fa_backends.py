@@ -1,0 +1,355 @@
+"""FlashAttention 3 and 4 by their emulator equal the walk in float64, and refuse with reasons."""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+from attention_cases import Built, Case, build, walk, wrong_meanings
+from torch import Tensor
+
+from paceline.attention.backends.fa3_backend import FlashAttention3Backend
+from paceline.attention.backends.fa4_backend import FlashAttention4Backend
+from paceline.attention.cascade import cascade
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionConfig,
+    GraphSupport,
+    Limits,
+    Part,
+)
+from paceline.conformance.emulators import flash_attn
+from paceline.core.errors import ConfigError, KernelArgumentError
+from paceline.core.modes import MaskKind
+from paceline.runner.recorded import RecordedGraph
+
+TOLERANCE = {torch.float16: 0.15, torch.bfloat16: 0.7}  # of values of size 50
+LSE_TOLERANCE = 2e-5
+BOTH = [FlashAttention4Backend, FlashAttention3Backend]
+either = pytest.mark.parametrize("backend_class", BOTH, ids=["fa4", "fa3"])
+IN_BF16 = Case(dtype=torch.bfloat16)
+PREFIX_ALONE = replace(IN_BF16, part=Part.PREFIX)
+H200 = AttentionConfig(
+    device_type="cuda",
+    cuda_arch=(9, 0),
+    dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    page_size=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    window=True,
+    soft_cap=True,
+    sinks=False,
+    masks=frozenset({MaskKind.CAUSAL}),
+    needs_lse=True,
+    graph=GraphSupport.ALWAYS,
+)
+
+
+KV = ("keys", "values")
+
+
+def limits(built: Built) -> Limits:
+    """The least a backend must allocate for this one step."""
+    case, view = built.case, built.view
+    return Limits(
+        device=torch.device("cpu"),
+        dtype=case.dtype,
+        kv_dtype=case.dtype,
+        layers=(built.layer.spec,),
+        max_reqs=view.padded_reqs,
+        max_tokens=view.padded_tokens,
+        max_pages=tuple(group.page_table.shape[1] for group in view.groups),
+        windows=(case.window,),
+        num_heads=case.heads,
+        num_kv_heads=built.layer.spec.num_kv_heads,
+        head_dim=built.layer.spec.head_dim,
+        v_head_dim=case.v_head_dim,
+        page_size=case.page_size,
+    )
+
+
+def built_finite(case: Case) -> Built:
+    """The case in a pool whose dead slots are large and finite: the kernels load them."""
+    built = build(case)
+    for cache in (built.layer.k_cache, built.layer.v_cache):
+        cache.nan_to_num_(nan=500.0)
+    return built
+
+
+def run(backend: AttentionBackend, built: Built) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of the live tokens."""
+    plan = backend.plan(built.view, backend.make_buffers(limits(built)))
+    fresh = [torch.cat([getattr(r, name)[r.prefix :] for r in built.requests]) for name in KV]
+    k, v = (tensor.to(built.case.dtype) for tensor in fresh)
+    out, lse = backend.forward(built.q, k, v, built.layer, plan, built.case.part)
+    assert out.dtype is built.case.dtype
+    return out[: built.num_live].double(), None if lse is None else lse[: built.num_live].double()
+
+
+def check(backend: AttentionBackend, case: Case) -> None:
+    """The backend against the walk; then against every wrong meaning, which must be told apart."""
+    built = built_finite(case)
+    out, lse = run(backend, built)
+    wanted, wanted_lse = walk(built)
+    tolerance = TOLERANCE[case.dtype]
+    assert (out - wanted).abs().max() < tolerance
+    if lse is not None:
+        assert lse.is_contiguous()
+        assert (lse.exp() - wanted_lse.exp()).abs().max() < LSE_TOLERANCE * wanted_lse.exp().max()
+        assert torch.equal(lse.isinf(), wanted_lse.isinf())
+    for name, (wrong, _) in wrong_meanings(built).items():
+        assert (out - wrong).abs().max() > 2 * tolerance, f"{name} passes for the right answer"
+
+
+@either
+@pytest.mark.parametrize("soft_cap", [None, 0.5], ids=["plain", "capped"])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_pages_windows_and_caps(
+    page_size: int, window: int | None, soft_cap: float | None, backend_class: type
+) -> None:
+    case = replace(IN_BF16, page_size=page_size, window=window, soft_cap=soft_cap)
+    check(backend_class(flash_attn), case)
+
+
+@either
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("extends", [(1, 1, 1), (4, 4, 4), (1, 2, 5)], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (14, 2), (6, 1)])
+def test_head_groups_dtypes_and_extends(
+    heads: int, kv_heads: int, extends: tuple[int, ...], dtype: torch.dtype, backend_class: type
+) -> None:
+    case = Case(dtype=dtype, extend_lens=extends, heads=heads, kv_heads=kv_heads)
+    check(backend_class(flash_attn), case)
+
+
+@either
+@pytest.mark.parametrize("soft_cap", [None, 0.5], ids=["plain", "capped"])
+@pytest.mark.parametrize("extends", [(1, 1, 1), (1, 2, 5), (5, 5, 5)], ids=str)
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_the_prefix_alone_with_its_lse(
+    page_size: int, extends: tuple[int, ...], soft_cap: float | None, backend_class: type
+) -> None:
+    """A request without a prefix gives 0 and −inf: nothing to merge."""
+    case = replace(PREFIX_ALONE, page_size=page_size, extend_lens=extends, soft_cap=soft_cap)
+    check(backend_class(flash_attn), case)
+    out, lse = run(backend_class(flash_attn), built_finite(case))
+    assert lse is not None
+    assert not out[: extends[0]].any()
+    assert (lse[: extends[0]] == float("-inf")).all()
+
+
+@either
+@pytest.mark.parametrize("case", [IN_BF16, PREFIX_ALONE], ids=["all", "prefix"])
+def test_a_padded_row_of_a_ragged_step_brings_no_query(case: Case, backend_class: type) -> None:
+    check(backend_class(flash_attn), replace(case, prefix_lens=(4, 1, 9), extend_lens=(2, 0, 5)))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_count_in_the_whole_and_not_in_the_prefix(window: int | None) -> None:
+    check(FlashAttention4Backend(flash_attn), replace(IN_BF16, has_sinks=True, window=window))
+    check(FlashAttention4Backend(flash_attn), replace(PREFIX_ALONE, has_sinks=True))
+
+
+@either
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_tree_by_cascade(window: int | None, backend_class: type) -> None:
+    case = replace(IN_BF16, mask=MaskKind.TREE, extend_lens=(5, 5, 5), window=window)
+    check(cascade(backend_class)(backend_class(flash_attn)), case)
+
+
+@either
+@pytest.mark.parametrize(("extend", "window"), [(1, 2), (1, 6), (3, 4), (3, 9), (5, 40)])
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_a_windowed_prefix_of_uniform_rows(
+    page_size: int, extend: int, window: int, backend_class: type
+) -> None:
+    """Frozen KV: the window counts from the query, which lies behind the keys."""
+    case = replace(PREFIX_ALONE, page_size=page_size, window=window)
+    check(backend_class(flash_attn), replace(case, extend_lens=(extend,) * 3))
+
+
+@pytest.mark.parametrize(
+    ("case", "got"),
+    [
+        (replace(PREFIX_ALONE, window=6), "6, causal mask, 8 rows of 3 requests, at most 5 of one"),
+        (
+            replace(PREFIX_ALONE, window=2, extend_lens=(2, 2, 2)),
+            "2, causal mask, 6 rows of 3 requests, at most 2 of one",
+        ),
+        (
+            replace(PREFIX_ALONE, window=9, extend_lens=(5, 5, 5), mask=MaskKind.TREE),
+            "9, tree mask, 15 rows of 3 requests, at most 5 of one",
+        ),
+    ],
+    ids=["ragged", "narrow", "tree"],
+)
+@either
+def test_a_windowed_prefix_the_library_cannot_state_is_refused(
+    backend_class: type, case: Case, got: str
+) -> None:
+    text = (
+        "a window where the prefix is attended alone must be wider than a chain's rows, of which "
+        f"every request brings as many, got {got}; attend the layer with the triton backend"
+    )
+    with pytest.raises(KernelArgumentError, match=text):
+        run(backend_class(flash_attn), built_finite(case))
+
+
+@either
+@pytest.mark.parametrize("part", Part)
+def test_a_recorded_step_follows_lengths_pages_and_prefixes(
+    part: Part, backend_class: type
+) -> None:
+    """Captured with one set of requests, replayed with another on the same storages."""
+    backend = backend_class(flash_attn)
+    first, then = (
+        built_finite(replace(IN_BF16, part=part, prefix_lens=prefixes, extend_lens=(2, 2, 2)))
+        for prefixes in ((3, 0, 18), (0, 4, 17))  # pools of the same size
+    )
+    buffers = backend.make_buffers(limits(first))
+    held: list[Tensor | None] = []
+
+    def step() -> None:
+        plan = backend.plan(first.view, buffers)
+        held.extend(backend.forward(first.q, first.q, first.q, first.layer, plan, part))
+
+    graph = RecordedGraph(poison=True)
+    graph.capture(step)
+    for name in ("prefix_lens", "kv_lens", "cu_seqlens_q", "req_ids"):
+        getattr(first.view, name).copy_(getattr(then.view, name))
+    first.view.groups[0].page_table.copy_(then.view.groups[0].page_table)
+    first.layer.k_cache.copy_(then.layer.k_cache)
+    first.layer.v_cache.copy_(then.layer.v_cache)
+    first.q.copy_(then.q)
+    graph.replay()
+    wanted, wanted_lse = run(backend, then)
+    out, lse = held
+    assert out is not None
+    assert torch.equal(out.double(), wanted)
+    assert (lse is None) == (wanted_lse is None) == (part is Part.ALL)
+    if lse is not None and wanted_lse is not None:
+        assert torch.equal(lse.double(), wanted_lse)
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU here: what is installed says nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@either
+@pytest.mark.usefixtures("for_another_machine")
+def test_a_plain_decoder_on_a_hopper_gpu_is_served(backend_class: type[AttentionBackend]) -> None:
+    assert backend_class.unsupported_reasons(H200) == []
+    other = replace(H200, page_size=1, head_dim=64, v_head_dim=64, dtype=torch.float16)
+    assert backend_class.unsupported_reasons(replace(other, kv_dtype=torch.float16)) == []
+
+
+@pytest.mark.parametrize(
+    ("backend_class", "config", "text"),
+    [
+        (BOTH[0], replace(H200, cuda_arch=(12, 0)), "CUDA arch must be at most (11, 9) for paged"),
+        (BOTH[0], replace(H200, cuda_arch=(8, 9)), "CUDA arch must be at least (9, 0)"),
+        (
+            BOTH[0],
+            replace(H200, head_dim=256, v_head_dim=256),
+            "head dim must be [64, 80, 96, 128]",
+        ),
+        (
+            BOTH[0],
+            replace(H200, head_dim=96, v_head_dim=96),
+            "head dim must be [64, 128] with log-sum-exp on CUDA arch 9, got 96: a non-causal tile",
+        ),
+        (BOTH[0], replace(H200, dtype=torch.float32), "dtype must be"),
+        (BOTH[0], replace(H200, kv_dtype=torch.float8_e4m3fn), "KV dtype must be"),
+        (BOTH[0], replace(H200, masks=frozenset({MaskKind.TREE})), "mask kind must be ['causal']"),
+        (
+            BOTH[1],
+            replace(H200, cuda_arch=(10, 0)),
+            "CUDA arch must be at most (9, 9), got (10, 0)",
+        ),
+        (BOTH[1], replace(H200, sinks=True), "attention sinks must be absent"),
+    ],
+)
+def test_what_the_library_cannot_do_is_a_reason(
+    backend_class: type[AttentionBackend], config: AttentionConfig, text: str
+) -> None:
+    assert any(text in reason for reason in backend_class.unsupported_reasons(config))
+
+
+@pytest.mark.usefixtures("for_another_machine")
+def test_a_head_dim_of_96_is_served_where_nobody_asks_for_lse() -> None:
+    config = replace(H200, head_dim=96, v_head_dim=96, needs_lse=False)
+    assert FlashAttention4Backend.unsupported_reasons(config) == []
+
+
+def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU, where neither library can be imported."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("flash_attn", "flash_attn_interface", "flash_attn_3"):
+        for known in [module for module in sys.modules if module.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, known)
+    monkeypatch.setattr(sys, "path", [])
+
+
+@pytest.mark.parametrize(
+    ("backend_class", "text"),
+    [
+        (BOTH[0], "flash-attn-4 must be installed, got no such package"),
+        (
+            BOTH[1],
+            "one of flash_attn_interface, flash_attn_3.flash_attn_interface must be importable, "
+            "got none of them",
+        ),
+    ],
+)
+def test_a_missing_library_is_a_reason_on_a_machine_with_a_gpu(
+    backend_class: type[AttentionBackend], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_libraries(monkeypatch)
+    assert backend_class.unsupported_reasons(H200) == [text]
+
+
+@pytest.mark.parametrize(
+    ("backend_class", "text"),
+    [
+        (
+            BOTH[0],
+            "attention backend fa4 must be an importable flash_attn.cute.interface, got .*; "
+            r"pip install 'paceline\[fa4\]', or choose",
+        ),
+        (
+            BOTH[1],
+            "attention backend fa3 must be an importable flash_attn_interface or "
+            "flash_attn_3.flash_attn_interface, got flash_attn_interface: .*; flash_attn_3.*",
+        ),
+    ],
+)
+def test_buffers_without_the_library_name_what_to_install(
+    backend_class: type, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_libraries(monkeypatch)
+    with pytest.raises(ConfigError, match=text):
+        backend_class().make_buffers(limits(build(IN_BF16)))
+
+
+@pytest.mark.parametrize(
+    ("backend_class", "name"),
+    [(BOTH[0], "flash_attn.cute.interface"), (BOTH[1], "flash_attn_interface")],
+)
+def test_the_real_library_is_imported_when_none_is_given(
+    backend_class: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
+    monkeypatch.setitem(sys.modules, name, flash_attn)
+    check(backend_class(), IN_BF16)

@@ -1,0 +1,484 @@
+"""The flashinfer backend on the library's emulator equals a walk over the keys in float64."""
+
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Built, Case, build, walk, wrong_meanings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from paceline.attention.backends.flashinfer_backend import (
+    FlashInferBackend,
+    FlashInferBuffers,
+    may_be_recorded,
+)
+from paceline.attention.backends.flashinfer_wrappers import RING
+from paceline.attention.contract import (
+    AttentionConfig,
+    AttentionSpec,
+    GraphSupport,
+    Limits,
+    Part,
+)
+from paceline.attention.registry import load_backend
+from paceline.conformance.emulators import flashinfer as emulator
+from paceline.core.errors import KernelArgumentError
+from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.sampling_params import SamplerTier
+from paceline.core.step import Step, StepLayout
+from paceline.runner.recorded import RecordedGraph
+
+DIM = 64
+CHAIN = Case(
+    prefix_lens=(0, 7, 18), head_dim=DIM, v_head_dim=DIM, dtype=torch.bfloat16, page_size=3
+)
+TOLERANCE = 0.8  # of sums of up to 23 values of size 50 in bfloat16
+LSE_TOLERANCE = 1e-4
+
+
+def step_of(built: Built, *, mode: ForwardMode = ForwardMode.EXTEND, epoch: int = 1) -> Step:
+    """What the runner would hand to host_plan: padded rows are spelled out."""
+    case = built.case
+    stride = max(case.extend_lens)
+    extends = case.extend_lens + (stride,) * case.padded_reqs
+    return Step(
+        epoch=epoch,
+        mode=mode,
+        layout=StepLayout(
+            rows=tuple(range(1, len(extends) + 1)),
+            extend_lens=extends,
+            emits=(True,) * len(extends),
+            parents=tuple((-1,) * n for n in extends) if case.mask is MaskKind.TREE else None,
+        ),
+        prefix_lens_bound=case.prefix_lens + (1,) * case.padded_reqs,
+        sampler=SamplerTier.GREEDY,
+        logprobs=False,
+        deltas=(),
+    )
+
+
+def limits(built: Built, *specs: AttentionSpec) -> Limits:
+    """The least a backend must allocate for this one step."""
+    case, view = built.case, built.view
+    return Limits(
+        device=torch.device("cpu"),
+        dtype=case.dtype,
+        kv_dtype=built.layer.k_cache.dtype,
+        layers=specs or (built.layer.spec,),
+        max_reqs=view.padded_reqs,
+        max_tokens=view.padded_tokens,
+        max_pages=tuple(group.page_table.shape[1] for group in view.groups),
+        windows=(case.window,),
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        page_size=case.page_size,
+    )
+
+
+def forward(
+    built: Built, backend: FlashInferBackend, buffers: FlashInferBuffers
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of all tokens; fresh k and v go unused."""
+    nothing = torch.full((), float("nan"))
+    plan = backend.plan(built.view, buffers)
+    return backend.forward(built.q, nothing, nothing, built.layer, plan, built.case.part)
+
+
+def run(built: Built, *, mode: ForwardMode = ForwardMode.EXTEND) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of the live tokens in float64."""
+    backend = FlashInferBackend(emulator)
+    buffers = backend.make_buffers(limits(built))
+    backend.host_plan(step_of(built, mode=mode), buffers)
+    out, lse = forward(built, backend, buffers)
+    return out[: built.num_live].double(), None if lse is None else lse[: built.num_live].double()
+
+
+def difference(out: Tensor, wanted: Tensor) -> float:
+    """The largest difference of an element; NaN counts as infinite."""
+    found = (out - wanted).abs().max().item()
+    return math.inf if math.isnan(found) else found
+
+
+def check(case: Case, *, mode: ForwardMode = ForwardMode.EXTEND) -> None:
+    """The backend against the walk; then against every wrong meaning, which must be told apart."""
+    built = build(case)
+    out, lse = run(built, mode=mode)
+    wanted, wanted_lse = walk(built)
+    assert difference(out, wanted) < TOLERANCE
+    if lse is not None:
+        assert difference(lse.exp(), wanted_lse.exp()) < LSE_TOLERANCE * wanted_lse.exp().max()
+        assert torch.equal(lse.isinf(), wanted_lse.isinf())
+    for name, (wrong, _) in wrong_meanings(built).items():
+        assert difference(out, wrong) > 2 * TOLERANCE, f"{name} passes for the right answer"
+
+
+@pytest.mark.parametrize("soft_cap", [None, 0.5], ids=["plain", "capped"])
+@pytest.mark.parametrize(("page_size", "window"), [(1, None), (3, 2), (3, 3), (16, 17), (16, None)])
+@pytest.mark.parametrize("extends", [(1, 1, 1), (1, 2, 5), (5, 5, 5)], ids=str)
+def test_windows_and_caps_at_every_page_size(
+    extends: tuple[int, ...], page_size: int, window: int | None, soft_cap: float | None
+) -> None:
+    case = replace(CHAIN, extend_lens=extends, page_size=page_size)
+    check(replace(case, window=window, soft_cap=soft_cap))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (7, 1), (14, 2)])
+@pytest.mark.parametrize("is_permuted", [True, False], ids=["permuted", "neighbours"])
+def test_head_groups_and_page_order(heads: int, kv_heads: int, is_permuted: bool) -> None:
+    check(replace(CHAIN, heads=heads, kv_heads=kv_heads, is_permuted=is_permuted))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 0.5], ids=["plain", "capped"])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(
+    ("is_fp8", "has_sinks"), [(True, False), (False, True), (True, True)], ids=str
+)
+def test_sinks_and_quantised_caches(
+    is_fp8: bool, has_sinks: bool, window: int | None, soft_cap: float | None
+) -> None:
+    check(replace(CHAIN, is_fp8=is_fp8, has_sinks=has_sinks, window=window, soft_cap=soft_cap))
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_the_prefix_alone_has_no_sink(is_fp8: bool) -> None:
+    case = replace(CHAIN, is_fp8=is_fp8, has_sinks=True, part=Part.PREFIX)
+    check(replace(case, extend_lens=(2, 2, 2)), mode=ForwardMode.DRAFT_DECODE)
+
+
+def test_padded_rows_read_the_reserved_page() -> None:
+    check(replace(CHAIN, extend_lens=(5, 5, 5), padded_reqs=2))
+
+
+@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.TREE])
+@pytest.mark.parametrize("prefixes", [(0, 7, 18), (0, 0, 0)], ids=str)
+def test_the_prefix_alone_has_a_natural_lse(mask: MaskKind, prefixes: tuple[int, ...]) -> None:
+    case = replace(CHAIN, part=Part.PREFIX, mask=mask, prefix_lens=prefixes)
+    built = build(replace(case, extend_lens=(5, 5, 5)))
+    out, lse = run(built, mode=ForwardMode.TARGET_VERIFY)
+    assert lse is not None
+    wanted, wanted_lse = walk(built)
+    empty = wanted_lse.isinf()
+    assert difference(out, wanted) < TOLERANCE
+    assert torch.equal(lse.isneginf(), empty)
+    assert difference(lse.masked_fill(empty, 0.0), wanted_lse.masked_fill(empty, 0.0)) < 1e-3
+
+
+@pytest.mark.parametrize(("extend", "window"), [(1, 2), (1, 4), (3, 4), (3, 9)])
+def test_a_window_over_the_prefix_counts_from_the_query(extend: int, window: int) -> None:
+    case = replace(CHAIN, part=Part.PREFIX, window=window, extend_lens=(extend,) * 3)
+    built = build(case)
+    out, lse = run(built, mode=ForwardMode.DRAFT_DECODE)
+    wanted, wanted_lse = walk(built)
+    assert difference(out, wanted) < TOLERANCE
+    assert lse is not None
+    assert difference(lse.exp(), wanted_lse.exp()) < LSE_TOLERANCE * wanted_lse.exp().max()
+    for name in ("window one wider", "window one narrower"):
+        wrong = wrong_meanings(built).get(name)
+        assert wrong is None or difference(out, wrong[0]) > 2 * TOLERANCE
+
+
+@pytest.mark.parametrize(("extend", "window"), [(3, 3), (17, 30)])
+def test_a_window_over_the_prefix_that_the_library_cannot_say_is_refused(
+    extend: int, window: int
+) -> None:
+    case = replace(CHAIN, part=Part.PREFIX, window=window, extend_lens=(extend,) * 3)
+    with pytest.raises(KernelArgumentError, match="a window over the prefix alone must be longer"):
+        run(build(case), mode=ForwardMode.DRAFT_DECODE)
+
+
+def test_a_tree_step_has_its_prefix_alone() -> None:
+    case = replace(CHAIN, mask=MaskKind.TREE, extend_lens=(5, 5, 5))
+    with pytest.raises(KernelArgumentError, match="a part and layer constants of the step's host"):
+        run(build(case), mode=ForwardMode.TARGET_VERIFY)
+
+
+def test_a_forward_without_a_host_plan_is_refused() -> None:
+    built, backend = build(CHAIN), FlashInferBackend(emulator)
+    with pytest.raises(KernelArgumentError, match="call host_plan before plan"):
+        forward(built, backend, backend.make_buffers(limits(built)))
+
+
+# --- replays --------------------------------------------------------------------------------------
+
+
+def moved(built: Built, other: Built) -> None:
+    """Put what `other` is made of where `built` has it."""
+    for name in ("prefix_lens", "extend_lens", "kv_lens", "cu_seqlens_q"):
+        getattr(built.view, name).copy_(getattr(other.view, name))
+    table = other.view.groups[0].page_table
+    built.view.groups[0].page_table.zero_()
+    built.view.groups[0].page_table[:, : table.shape[1]].copy_(table)
+    pages = other.layer.k_cache.shape[0]
+    built.layer.k_cache[:pages].copy_(other.layer.k_cache)
+    built.layer.v_cache[:pages].copy_(other.layer.v_cache)
+    built.q.copy_(other.q)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("prefixes", "extends"), [((4, 1, 9), (1, 2, 5)), ((0, 2, 3), (5, 2, 1))], ids=str
+)
+def test_a_graph_replays_what_the_host_planned_last(
+    prefixes: tuple[int, ...], extends: tuple[int, ...], window: int | None
+) -> None:
+    case = replace(CHAIN, window=window)
+    built, backend = build(case), FlashInferBackend(emulator)
+    other = build(replace(case, prefix_lens=prefixes, extend_lens=extends), seed=1)
+    buffers = backend.make_buffers(limits(built))
+    graph, found = RecordedGraph(poison=True), []
+    backend.host_plan(step_of(built), buffers)
+    graph.capture(lambda: found.append(forward(built, backend, buffers)[0]))
+    moved(built, other)
+    backend.host_plan(step_of(other, epoch=2), buffers)
+    graph.replay()
+    assert difference(found[0].double(), walk(other)[0]) < TOLERANCE
+    assert difference(found[0].double(), walk(built)[0]) > 2 * TOLERANCE
+
+
+def test_a_replay_without_its_host_plan_shows() -> None:
+    built, backend = build(CHAIN), FlashInferBackend(emulator)
+    buffers = backend.make_buffers(limits(built))
+    graph, found = RecordedGraph(poison=True), []
+    backend.host_plan(step_of(built), buffers)
+    graph.capture(lambda: found.append(forward(built, backend, buffers)[0]))
+    other = build(replace(CHAIN, prefix_lens=(4, 1, 9)), seed=1)
+    moved(built, other)
+    graph.replay()
+    assert not difference(found[0].double(), walk(other)[0]) < TOLERANCE
+
+
+def test_a_row_frozen_since_the_plan_leaves_the_others_alone() -> None:
+    """The device has made it row 0: a shorter length, and PAD_PAGE for every page."""
+    case = replace(CHAIN, extend_lens=(1, 1, 1))
+    built = build(case)
+    backend = FlashInferBackend(emulator)
+    buffers = backend.make_buffers(limits(built))
+    backend.host_plan(step_of(built), buffers)
+    frozen = 1
+    built.view.groups[0].page_table[frozen] = 0
+    built.view.kv_lens[frozen] = 2
+    for cache in (built.layer.k_cache, built.layer.v_cache):
+        cache[0] = 0.0
+    out = forward(built, backend, buffers)[0].double()
+    assert bool(out.isfinite().all())
+    live = [row for row in range(3) if row != frozen]
+    assert difference(out[live], walk(built)[0][live]) < TOLERANCE
+
+
+# --- wrappers -------------------------------------------------------------------------------------
+
+
+class Counting:
+    """The emulator, with every wrapper made and every plan of it."""
+
+    def __init__(self) -> None:
+        self.plans: dict[int, int] = {}  # wrapper, in order of making -> times planned
+        library = self
+
+        class Wrapper(emulator.BatchPrefillWithPagedKVCacheWrapper):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self.number = len(library.plans)
+                library.plans[self.number] = 0
+                super().__init__(*args, **kwargs)
+
+            def plan(self, *args: Any, **kwargs: Any) -> None:
+                library.plans[self.number] += 1
+                super().plan(*args, **kwargs)
+
+        self.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+
+
+def planned_in_turn(epochs: range) -> Counting:
+    library, built = Counting(), build(CHAIN)
+    backend = FlashInferBackend(library)
+    buffers = backend.make_buffers(limits(built))
+    for epoch in epochs:
+        backend.host_plan(step_of(built, epoch=epoch), buffers)
+    return library
+
+
+def test_a_shape_makes_its_wrappers_once_and_plans_each() -> None:
+    assert planned_in_turn(range(1, 2)).plans == dict.fromkeys(range(RING), 1)
+
+
+def test_wrappers_take_turns() -> None:
+    """A pinned schedule is rewritten only after all others had their turn."""
+    assert planned_in_turn(range(1, RING + 2)).plans == dict.fromkeys(range(RING), 2)
+    assert sorted(planned_in_turn(range(1, 4)).plans.values()) == [1] * (RING - 2) + [2] * 2
+
+
+def test_layers_with_equal_constants_share_wrappers() -> None:
+    built = build(CHAIN)
+    spec = built.layer.spec
+    for layers, rings in (
+        ((spec, replace(spec, layer_id=7)), 1),
+        ((spec, replace(spec, layer_id=7, window=4)), 2),
+        ((spec, replace(spec, scale=0.7), replace(spec, soft_cap=3.0)), 3),
+    ):
+        library = Counting()
+        backend = FlashInferBackend(library)
+        backend.host_plan(step_of(built), backend.make_buffers(limits(built, *layers)))
+        assert len(library.plans) == rings * RING
+
+
+def test_each_layer_runs_by_its_own_constants() -> None:
+    narrow, built = build(replace(CHAIN, window=4)), build(CHAIN)
+    backend = FlashInferBackend(emulator)
+    buffers = backend.make_buffers(limits(built, built.layer.spec, narrow.layer.spec))
+    backend.host_plan(step_of(built), buffers)
+    for each in (built, narrow):
+        found = forward(each, backend, buffers)[0].double()
+        assert difference(found, walk(each)[0]) < TOLERANCE
+
+
+def stepping(built: Built, backend: FlashInferBackend, buffers: FlashInferBuffers) -> None:
+    """One eager step."""
+    backend.host_plan(step_of(built), buffers)
+    assert difference(forward(built, backend, buffers)[0].double(), walk(built)[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["eager", "recorded"])
+def test_the_oldest_shape_that_no_graph_holds_is_forgotten(
+    is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "paceline.attention.backends.flashinfer_backend"
+    monkeypatch.setattr(f"{module}.KEPT_SHAPES", 2)
+    monkeypatch.setattr(f"{module}.may_be_recorded", lambda device: is_recorded)
+    shapes = [build(replace(CHAIN, extend_lens=(1, 2, n))) for n in (6, 5, 4)]
+    library = Counting()
+    backend = FlashInferBackend(library)
+    buffers = backend.make_buffers(limits(shapes[0]))
+    for built in (shapes[0], shapes[1], shapes[0], shapes[2]):  # the second is the oldest
+        stepping(built, backend, buffers)
+    kept = {shape.tokens for shape in buffers.rings}
+    assert kept == ({9, 8, 7} if is_recorded else {9, 7})
+    made = len(library.plans)
+    stepping(shapes[1], backend, buffers)
+    assert len(library.plans) == made + (0 if is_recorded else RING)
+
+
+def test_a_graph_may_always_be_recording_on_a_cpu() -> None:
+    assert may_be_recorded(torch.device("cpu"))
+
+
+def test_each_cache_group_has_its_own_pages() -> None:
+    built, other = build(CHAIN), build(CHAIN, seed=1)
+    view = replace(built.view, groups=(*built.view.groups, *other.view.groups))
+    second = replace(other.layer.spec, group=1)
+    most = limits(built, built.layer.spec, second)
+    backend = FlashInferBackend(emulator)
+    buffers = backend.make_buffers(replace(most, max_pages=most.max_pages * 2, windows=(None,) * 2))
+    backend.host_plan(step_of(built), buffers)
+    grouped = replace(other, layer=replace(other.layer, spec=second))
+    for each in (built, grouped):
+        found = forward(replace(each, view=view), backend, buffers)[0].double()
+        assert difference(found, walk(each)[0]) < TOLERANCE
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    group=st.sampled_from([1, 2, 4, 7]),
+    kv_heads=st.integers(1, 4),
+    head_dim=st.sampled_from([64, 128, 256]),
+    reqs=st.integers(1, 80),
+    tokens=st.integers(1, 300),
+)
+def test_workspaces_hold_the_plan_of_every_shape(
+    group: int, kv_heads: int, head_dim: int, reqs: int, tokens: int
+) -> None:
+    """Against the emulator's account of the library's allocator, largest step and smaller ones."""
+    spec = AttentionSpec(
+        layer_id=0,
+        group=0,
+        num_heads=group * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        scale=1.0,
+        window=None,
+        soft_cap=None,
+    )
+    built = build(CHAIN)
+    most = replace(limits(built, spec), max_reqs=reqs, max_tokens=tokens, max_pages=(110,))
+    backend = FlashInferBackend(emulator)
+    buffers = backend.make_buffers(most)
+    for num in {1, reqs}:
+        for total in {1, tokens}:
+            extends = (total,) + (0,) * (num - 1)
+            backend.host_plan(
+                replace(
+                    step_of(built),
+                    layout=StepLayout(
+                        rows=tuple(range(num)), extend_lens=extends, emits=(True,) * num
+                    ),
+                    prefix_lens_bound=(1,) * num,
+                ),
+                buffers,
+            )
+
+
+# --- choosing it ----------------------------------------------------------------------------------
+
+
+def wish(**changes: Any) -> AttentionConfig:
+    fields: dict[str, Any] = {
+        "device_type": "cuda",
+        "cuda_arch": (9, 0),
+        "dtype": torch.bfloat16,
+        "kv_dtype": torch.bfloat16,
+        "page_size": 16,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "v_head_dim": 128,
+        "window": True,
+        "soft_cap": True,
+        "sinks": True,
+        "masks": frozenset({MaskKind.CAUSAL}),
+        "needs_lse": True,
+        "graph": GraphSupport.ALWAYS,
+    }
+    return AttentionConfig(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"device_type": "cpu"}, "device must be cuda, got cpu"),
+        ({"cuda_arch": (7, 5)}, "CUDA arch must be at least (8, 0)"),
+        ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtype must be"),
+        ({"kv_dtype": torch.float16}, "KV dtype must be"),
+        ({"head_dim": 96, "v_head_dim": 96}, "head dim must be [64, 128, 256], got 96"),
+        ({"v_head_dim": 64}, "V head dim must be that of K (128), got 64"),
+        ({"masks": frozenset({MaskKind.TREE})}, "mask kind must be ['causal']"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_it_cannot_serve_has_a_reason(changes: dict[str, Any], text: str) -> None:
+    assert any(text in reason for reason in FlashInferBackend.unsupported_reasons(wish(**changes)))
+
+
+def test_another_machine_may_have_the_library() -> None:
+    assert not FlashInferBackend.unsupported_reasons(wish())
+    assert load_backend("flashinfer") is FlashInferBackend
+
+
+def test_this_machine_must_have_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    reasons = FlashInferBackend.unsupported_reasons(wish())
+    assert reasons == ["flashinfer must be installed, got no such package"]
+
+
+def test_the_real_library_is_imported_when_buffers_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", emulator)
+    assert FlashInferBackend().make_buffers(limits(build(CHAIN))).library is emulator

@@ -1,0 +1,327 @@
+"""One backend for prefill, another for decode: who gets which step, and that all is forwarded."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, build, walk
+from composed_cases import NoTree, difference, facts, heard_by, hooks, listener, run
+
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.cascade import cascade
+from paceline.attention.contract import (
+    AttentionConfig,
+    Capabilities,
+    GraphSupport,
+    Part,
+    StepView,
+)
+from paceline.attention.hybrid import (
+    MAX_DECODE_ROWS,
+    HybridBuffers,
+    HybridPlan,
+    hybrid,
+    may_serve,
+    serves_decode,
+)
+from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
+from paceline.core.sampling_params import SamplerTier
+from paceline.core.step import Step, StepLayout, padded_step
+from paceline.runner.buffers import PaddedSize
+
+WANTED = AttentionConfig(
+    device_type="cpu",
+    cuda_arch=None,
+    dtype=torch.float32,
+    kv_dtype=torch.float32,
+    page_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    v_head_dim=64,
+    window=False,
+    soft_cap=False,
+    sinks=False,
+    masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE}),
+    needs_lse=False,
+    graph=GraphSupport.ALWAYS,
+)
+BASE = build(Case()).view
+
+
+def a_step(mode: ForwardMode, extends: tuple[int, ...], *, tree: bool = False) -> Step:
+    layout = StepLayout(
+        rows=tuple(range(1, len(extends) + 1)),
+        extend_lens=extends,
+        emits=(True,) * len(extends),
+        parents=tuple((-1, *range(extend - 1)) for extend in extends) if tree else None,
+    )
+    return Step(
+        epoch=1,
+        mode=mode,
+        layout=layout,
+        prefix_lens_bound=(3,) * len(extends),
+        sampler=SamplerTier.GREEDY,
+        logprobs=False,
+        deltas=(),
+    )
+
+
+def view_of(step: Step, size: PaddedSize) -> StepView:
+    """A view of this padded shape; nobody reads what is in it."""
+    return replace(
+        BASE,
+        row_ids=torch.empty(size.reqs),
+        positions=torch.empty(size.tokens),
+        mask=step.mask,
+        max_extend_len=size.max_extend_len,
+    )
+
+
+def sizes(step: Step) -> Iterator[PaddedSize]:
+    """Every shape a runner may give a step: as it is, and padded as its mode is padded."""
+    layout = step.layout
+    yield PaddedSize.exact(layout)
+    for more in range(3):
+        if step.mode.facts.extend is not ExtendShape.RAGGED:
+            yield PaddedSize.uniform(layout.num_reqs + more, layout.extend_lens[0])
+            continue
+        for tokens in (0, 1, 4, 7):
+            if more or not tokens:  # what is left over needs a row
+                yield PaddedSize.ragged(layout.num_reqs + more, layout.num_tokens + tokens)
+
+
+def every_step() -> Iterator[Step]:
+    lengths = (1, 2, 5, MAX_DECODE_ROWS, MAX_DECODE_ROWS + 1)
+    for mode in ForwardMode:
+        if mode.facts.extend is ExtendShape.EMPTY:
+            continue
+        for reqs in (1, 2, 3):
+            for extends in itertools.product(lengths, repeat=reqs):
+                is_alike = len(set(extends)) == 1
+                if mode.facts.extend is ExtendShape.ONE and set(extends) != {1}:
+                    continue
+                if mode.facts.extend is ExtendShape.UNIFORM and not is_alike:
+                    continue
+                yield a_step(mode, extends)
+                if mode.facts.mask is MaskKind.TREE:
+                    yield a_step(mode, extends, tree=True)
+
+
+def test_who_gets_a_step_has_planned_it_on_the_host() -> None:
+    """In every mode, at every shape; and who cannot get it plans it in one case only."""
+    num_decode = num_prefill = 0
+    for step in every_step():
+        for size in sizes(step):
+            padded = padded_step(step, size.pad_lens(step.layout))
+            is_decode = serves_decode(view_of(step, size))
+            for_prefill, for_decode = may_serve(padded)
+            assert for_decode if is_decode else for_prefill, (step, size)
+            if for_prefill and for_decode:
+                assert step.mode.facts.extend is ExtendShape.RAGGED
+                assert len(set(step.layout.extend_lens)) == 1
+            num_decode += is_decode
+            num_prefill += not is_decode
+    assert num_decode > 100
+    assert num_prefill > 100
+
+
+@pytest.mark.parametrize(
+    ("mode", "extends", "tree", "decodes"),
+    [
+        (ForwardMode.DECODE, (1, 1, 1), False, True),
+        (ForwardMode.TARGET_VERIFY, (4, 4), False, True),
+        (ForwardMode.TARGET_VERIFY, (4, 4), True, True),
+        (ForwardMode.TARGET_VERIFY, (100, 100), True, True),
+        (ForwardMode.DRAFT_EXTEND_V2, (3, 3), False, True),
+        (ForwardMode.DLLM_EXTEND, (128,), False, True),
+        (ForwardMode.EXTEND, (7, 3), False, False),
+        (ForwardMode.MIXED, (1, 1, 9), False, False),
+        (ForwardMode.EXTEND, (500,), False, False),
+    ],
+    ids=str,
+)
+def test_few_rows_for_every_request_decode_and_prompts_prefill(
+    mode: ForwardMode, extends: tuple[int, ...], tree: bool, decodes: bool
+) -> None:
+    step = a_step(mode, extends, tree=tree)
+    assert serves_decode(view_of(step, PaddedSize.exact(step.layout))) == decodes
+
+
+def test_a_ragged_step_padded_to_tokens_is_a_prefill_however_its_requests_look() -> None:
+    step = a_step(ForwardMode.EXTEND, (2, 2, 2))
+    size = PaddedSize.ragged(3, 6)
+    assert not serves_decode(view_of(step, size))
+    assert may_serve(padded_step(step, size.pad_lens(step.layout))) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(extend_lens=(1, 1, 1)),
+        Case(extend_lens=(4, 4, 4), has_sinks=True),
+        Case(extend_lens=(5, 5, 5), mask=MaskKind.TREE),
+        Case(window=4, padded_reqs=2),
+    ],
+    ids=["ragged", "decode", "verify", "tree", "padded"],
+)
+def test_both_answer_as_a_walk_over_the_keys(case: Case) -> None:
+    built = build(case)
+    out, _ = run(hybrid(NoTree, TorchBackend)(), built)
+    assert difference(out, walk(built)[0]) < 2e-4
+
+
+def test_each_backend_runs_its_own_steps_alone() -> None:
+    prefill, decode = NoTree(), NoTree()
+    backend = hybrid(NoTree, NoTree)(prefill, decode)
+    run(backend, build(Case()))
+    assert (prefill.parts, decode.parts) == ([Part.ALL], [])
+    run(backend, build(Case(extend_lens=(1, 1, 1))))
+    assert (prefill.parts, decode.parts) == ([Part.ALL], [Part.ALL])
+
+
+def test_a_cascade_may_be_one_of_two_and_two_may_be_under_a_cascade() -> None:
+    built = build(Case(extend_lens=(5, 5, 5), mask=MaskKind.TREE))
+    for backend in (hybrid(NoTree, cascade(NoTree)), cascade(hybrid(NoTree, NoTree))):
+        out, _ = run(backend(), built)
+        assert difference(out, walk(built)[0]) < 2e-4
+    assert cascade(hybrid(NoTree, NoTree)).name == "cascade(no-tree+no-tree)"
+
+
+# --- forwarding -----------------------------------------------------------------------------------
+
+RAGGED = a_step(ForwardMode.EXTEND, (2, 3))
+DECODE = a_step(ForwardMode.DECODE, (1, 1))
+RAGGED_VIEW = view_of(RAGGED, PaddedSize.exact(RAGGED.layout))
+DECODE_VIEW = view_of(DECODE, PaddedSize.exact(DECODE.layout))
+BUFFERS = HybridBuffers(prefill="for prefill", decode="for decode")
+CAUSAL = replace(WANTED, masks=frozenset({MaskKind.CAUSAL}))
+
+
+def _forward(backend: Any) -> None:
+    for half in (backend._prefill, backend._decode):
+        backend.forward("q", "k", "v", "layer", HybridPlan(backend=half, plan="p"), Part.PREFIX)
+
+
+def _twice(name: str, *given: tuple[object, ...]) -> Callable[[Any], None]:
+    def call(backend: Any) -> None:
+        for arguments in given:
+            getattr(backend, name)(*arguments)
+
+    return call
+
+
+FORWARDED = ("q", "k", "v", "layer", "p", Part.PREFIX)
+# hook -> calls for a step of either kind; what the prefill backend hears; what the other hears
+CALLS: dict[str, tuple[Callable[[Any], None], tuple[object, ...], tuple[object, ...]]] = {
+    "unsupported_reasons": (_twice("unsupported_reasons", (WANTED,)), (CAUSAL,), (WANTED,)),
+    "make_buffers": (_twice("make_buffers", ("limits",)), ("limits",), ("limits",)),
+    "plan": (
+        _twice("plan", (RAGGED_VIEW, BUFFERS), (DECODE_VIEW, BUFFERS)),
+        (RAGGED_VIEW, "for prefill"),
+        (DECODE_VIEW, "for decode"),
+    ),
+    "host_plan": (
+        _twice("host_plan", (RAGGED, BUFFERS), (DECODE, BUFFERS)),
+        (RAGGED, "for prefill"),
+        (DECODE, "for decode"),
+    ),
+    "forward": (_forward, FORWARDED, FORWARDED),
+}
+
+
+@pytest.mark.parametrize("name", hooks())
+def test_every_hook_is_forwarded_to_both(name: str) -> None:
+    """A hook the contract gains later has no row here and fails."""
+    prefill, decode = listener("prefill"), listener("decode")
+    call, for_prefill, for_decode = CALLS[name]
+    call(hybrid(prefill, decode)())
+    assert heard_by(prefill, name) == [for_prefill]
+    assert heard_by(decode, name) == [for_decode]
+
+
+def test_a_backend_that_does_not_plan_on_the_host_is_not_asked_to() -> None:
+    backend = hybrid(NoTree, listener("decode"))()
+    backend.host_plan(RAGGED, BUFFERS)
+    backend.host_plan(DECODE, BUFFERS)
+
+
+def test_the_plan_names_the_backend_that_runs() -> None:
+    backend = hybrid(listener("prefill"), listener("decode"))()
+    assert backend.plan(RAGGED_VIEW, BUFFERS).backend.name == "prefill"
+    assert backend.plan(DECODE_VIEW, BUFFERS).backend.name == "decode"
+    assert backend.plan(DECODE_VIEW, BUFFERS).plan == "plan of decode"
+
+
+# --- capabilities ---------------------------------------------------------------------------------
+
+
+def test_reasons_of_both_are_given_with_the_name_of_each() -> None:
+    pages = {"capabilities": replace(NoTree.capabilities, page_sizes=frozenset({4}))}
+    small = type("Small", (NoTree,), {"name": "small", **pages})
+    assert hybrid(small, TorchBackend).unsupported_reasons(WANTED) == [
+        "small: page size must be [4], got 16"
+    ]
+    assert hybrid(TorchBackend, small).unsupported_reasons(WANTED) == [
+        "small: page size must be [4], got 16",
+        "small: mask kind must be ['causal'], got ['causal', 'tree']",
+    ]
+
+
+def _can(**changes: object) -> Capabilities:
+    return replace(TorchBackend.capabilities, **changes)  # type: ignore[arg-type]
+
+
+BOTH_DTYPES = frozenset({torch.float16, torch.bfloat16})
+COMMON: list[tuple[str, object, object, object]] = [  # field, of prefill, of decode, of both
+    ("device_types", frozenset({"cpu", "cuda"}), frozenset({"cuda"}), {"cuda"}),
+    ("min_cuda_arch", (8, 0), (9, 0), (9, 0)),
+    ("min_cuda_arch", None, (8, 0), (8, 0)),
+    ("min_cuda_arch", None, None, None),
+    ("dtypes", BOTH_DTYPES, frozenset({torch.bfloat16}), {torch.bfloat16}),
+    ("kv_dtypes", frozenset({torch.float16}), BOTH_DTYPES, {torch.float16}),
+    ("page_sizes", None, frozenset({16}), {16}),
+    ("page_sizes", frozenset({1, 16}), frozenset({16, 64}), {16}),
+    ("head_dims", frozenset({64}), None, {64}),
+    ("head_dims", None, None, None),
+    ("v_head_dim_differs", True, False, False),
+    ("masks", frozenset({MaskKind.CAUSAL}), frozenset(MaskKind), set(MaskKind)),
+    ("masks", frozenset({MaskKind.FULL}), frozenset({MaskKind.CAUSAL}), set()),
+    ("window", True, False, False),
+    ("soft_cap", False, True, False),
+    ("sinks", False, True, False),
+    ("returns_lse", True, True, True),
+    ("graph", GraphSupport.ALWAYS, GraphSupport.DECODE, GraphSupport.DECODE),
+    ("host_plan", False, True, True),
+    ("loads_dead_slots", True, False, True),
+]
+
+
+@pytest.mark.parametrize(("field", "prefill", "decode", "common"), COMMON, ids=str)
+def test_what_both_can_do_together(
+    field: str, prefill: object, decode: object, common: object
+) -> None:
+    halves = [
+        type("Half", (NoTree,), {"capabilities": _can(**{field: value})})
+        for value in (prefill, decode)
+    ]
+    assert getattr(hybrid(*halves).capabilities, field) == common
+
+
+def test_every_capability_has_a_rule() -> None:
+    assert {field for field, *_ in COMMON} == {field.name for field in fields(Capabilities)}
+
+
+def test_every_fact_of_the_class_is_stated() -> None:
+    """A fact the contract gains later is not in the class and fails."""
+    halves = [type("Half", (NoTree,), {"kept_fields": frozenset({kept})}) for kept in "ab"]
+    assert facts() <= vars(hybrid(*halves)).keys()
+    assert hybrid(*halves).kept_fields == {"a", "b"}
+
+
+def test_its_name_is_prefill_plus_decode() -> None:
+    assert hybrid(listener("a"), listener("b")).name == "a+b"

@@ -1,0 +1,222 @@
+"""The report of a run: the documents, what the terminal shows, exit codes, and files."""
+
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import jsonschema
+import pytest
+from fake_harness import HARNESS, suite_of
+
+from paceline.conformance import report
+from paceline.conformance.check import main, run_check
+from paceline.conformance.check_flags import FLAGS
+from paceline.conformance.html import page
+from paceline.core.errors import ConfigError
+
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "check.json").read_text())
+EVERYTHING = ("passes", "emulated", "refused", "fails", "exits")
+
+
+def check(*names, limit_s=30.0, **values):
+    """Exit code, stdout and stderr of a run over these cases, one worker, eager cells."""
+    plain = {flag.name: False if flag.kind is bool else flag.default for flag in FLAGS}
+    asked = plain | {"device": "cpu", "workers": 1, "backend": ["torch"]} | values
+    asked = {"filter": "eager"} | {name: v for name, v in asked.items() if v is not None}
+    out, err = io.StringIO(), io.StringIO()
+    code = run_check(
+        plain | asked,
+        suite=suite_of(*names),
+        harness=HARNESS,
+        limit_s=limit_s,
+        out=out,
+        err=err,
+    )
+    return code, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """A run with one cell of each outcome: exit code, stdout, stderr, document, page."""
+    folder = tmp_path_factory.mktemp("report")
+    paths = {name: folder / f"out.{name}" for name in ("json", "html")}
+    ran = check(*EVERYTHING, **{name: str(path) for name, path in paths.items()})
+    return *ran, json.loads(paths["json"].read_text()), paths["html"].read_text()
+
+
+def test_the_json_file_fits_its_schema_and_counts_its_cells(everything):
+    document = everything[3]
+    jsonschema.validate(document, SCHEMA)
+    statuses = [cell["status"] for cell in document["cells"]]
+    assert {name: statuses.count(name) for name in document["counts"]} == document["counts"]
+    assert document["counts"] == {
+        "proven": 1,
+        "emulated": 1,
+        "refused": 1,
+        "failing": 2,
+        "not_run": 0,
+    }
+
+
+def test_cells_are_ordered_by_name_whatever_order_they_came_in(everything):
+    names = [cell["variant"] for cell in everything[3]["cells"]]
+    assert names == sorted(EVERYTHING)
+
+
+def test_an_error_without_a_number_is_null(everything):
+    cells = {cell["variant"]: cell for cell in everything[3]["cells"]}
+    assert cells["fails"]["error"] is None
+    assert cells["passes"]["error"] == 0.25
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"), [("proven", "because"), ("refused", None), ("failing", None)]
+)
+def test_the_schema_wants_a_reason_of_what_did_not_pass_and_of_nothing_else(
+    everything, status, reason
+):
+    document = everything[3]
+    wrong = document["cells"][0] | {"status": status, "reason": reason}
+    with pytest.raises(jsonschema.ValidationError, match="type"):
+        jsonschema.validate(document | {"cells": [wrong]}, SCHEMA)
+
+
+def test_stdout_holds_the_table_then_failing_cells_then_one_json_line(everything):
+    code, out, _, document, _ = everything
+    assert code == 1
+    table, _, rest = out.partition("FAILING ")
+    head, row, total = (" ".join(line.split()) for line in table.splitlines())
+    assert head == "method backend mode failing proven emulated refused not run"
+    assert row == "dense torch decode 2 1 1 1 -"
+    assert total == "all 2 1 1 1 -"
+    assert "dense/torch/decode/eager/exits\n  its process ended: exit code 7" in rest
+    assert "dense/torch/decode/eager/fails\n  row 3 is wrong" in rest
+    assert json.loads(out.splitlines()[-1]) == {
+        name: part for name, part in document.items() if name != "cells"
+    }
+
+
+def test_failing_cells_are_said_as_they_happen_and_progress_counts_them(everything):
+    err = everything[2]
+    assert re.findall(r"^FAILING (\S+): (.+)$", err, re.MULTILINE) == [
+        ("dense/torch/decode/eager/fails", "row 3 is wrong"),
+        ("dense/torch/decode/eager/exits", "its process ended: exit code 7"),
+    ]
+    assert re.search(r"^5 of 5 cells, 2 failing, \d+\.\d s$", err, re.MULTILINE)
+
+
+def test_nothing_failing_is_exit_code_0():
+    code, out, err = check("passes", "refused")
+    assert code == 0
+    assert "FAILING" not in out + err
+
+
+class Balance(HTMLParser):
+    """Whether every element of a page is closed in order, and what it would load."""
+
+    VOID = frozenset({"meta", "input", "br"})
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.loads, self.titles = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        self.titles += [value for name, value in attrs if name == "title"]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_loads_nothing(everything):
+    parser = Balance()
+    parser.feed(everything[4])
+    assert not parser.open
+    assert not parser.loads
+    assert "http" not in everything[4]
+    assert "error 0.25 of 1 allowed" in "\n".join(parser.titles)
+
+
+def test_the_page_shows_failing_cells_first_and_escapes_reasons(everything):
+    text = everything[4]
+    assert text.index("row 3 is wrong") < text.index("<h2>dense</h2>")
+    assert "no &lt;window&gt;; no sinks" in text
+    assert "no <window>" not in text
+
+
+def test_a_page_without_failing_cells_says_so(everything):
+    cells = [cell for cell in everything[3]["cells"] if cell["status"] != "failing"]
+    assert "No cell fails" in page(everything[3] | {"cells": cells})
+
+
+@pytest.mark.parametrize("flag", ["json", "html"])
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("absent/out", "No such file or directory"),
+        (".", "Is a directory"),
+        ("file/out", "Not a directory"),
+        ("", "Is a directory|No such file"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_run(tmp_path, flag, path, text):
+    (tmp_path / "file").touch()
+    target = str(tmp_path / path) if path else ""
+    with pytest.raises(
+        ConfigError, match=rf"--{flag} must be a file that can be written.*({text})"
+    ):
+        check("hangs", **{flag: target})
+
+
+def test_an_output_without_permission_is_refused_before_the_run(monkeypatch, tmp_path):
+    plain = Path.open
+
+    def refuse(path, mode="r", **settings):  # root may write anywhere
+        if "r" not in mode:
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path, mode, **settings)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=r"out.json' \(Permission denied\); name a file in a fol"):
+        check("hangs", json=str(tmp_path / "out.json"))
+
+
+def test_the_test_of_an_output_leaves_it_as_it_was(tmp_path):
+    kept, absent = tmp_path / "kept", tmp_path / "absent"
+    kept.write_text("older")
+    for path in (kept, absent):
+        report.require_writable("--json", path)
+    assert kept.read_text() == "older"
+    assert not absent.exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"quick": True, "full": True}, "the suite must be --quick or --full, got both"),
+        ({"workers": 0}, "--workers must be at least 1, got 0"),
+        ({"filter": "a and"}, "--filter must be an expression"),
+        ({"json": "same", "html": "./same"}, "--html must be another file than --json"),
+        ({"method": ["mla"]}, "--method must be one of dense"),
+        ({"backend": ["unheard-of"]}, "--backend must be a backend that can be imported"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(monkeypatch, tmp_path, values, text):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=text):
+        check("passes", **values)
+
+
+def test_the_command_without_click_turns_errors_into_exit_code_2(capsys):
+    assert main(["--device", "cpu", "--filter", "(decode"]) == 2
+    assert capsys.readouterr().err.startswith("ConfigError: --filter must be an expression with")
+
+
+def test_a_flag_cut_short_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["--back", "torch"])
+    assert "unrecognized arguments" in capsys.readouterr().err

@@ -1,0 +1,210 @@
+"""The suite of cases: each is well formed, and together they cover the axes."""
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from paceline.conformance.case import PageLayout
+from paceline.conformance.suite import cases
+from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
+
+CASES = cases()
+QUICK = [case for case in CASES if case.is_quick]
+UNIFORM = [case for case in CASES if case.mode.facts.extend is not ExtendShape.RAGGED]
+RAGGED = [case for case in CASES if case.mode.facts.extend is ExtendShape.RAGGED]
+MODES = {
+    ForwardMode.EXTEND,
+    ForwardMode.DECODE,
+    ForwardMode.MIXED,
+    ForwardMode.TARGET_VERIFY,
+    ForwardMode.DRAFT_DECODE,
+    ForwardMode.DRAFT_EXTEND,
+    ForwardMode.DRAFT_EXTEND_V2,
+}
+
+
+def title(case):
+    return f"{case.method}/{case.mode.value}/{case.name}"
+
+
+def which(condition, among=CASES):
+    """Titles of the cases that meet a condition."""
+    return [title(case) for case in among if condition(case)]
+
+
+def test_titles_are_unique():
+    assert [name for name, count in Counter(map(title, CASES)).items() if count > 1] == []
+
+
+def test_titles_are_safe_in_ids():
+    assert which(lambda case: not case.name.replace("-", "").replace("_", "").isalnum()) == []
+
+
+def test_method_says_whether_a_layer_has_a_window():
+    def has_window(case):
+        return any(layer.window for layer in case.layers)
+
+    assert which(lambda case: (case.method == "swa") != has_window(case)) == []
+
+
+def test_every_case_replays_its_step_twice():
+    assert which(lambda case: len(case.batches) < 3) == []
+
+
+def test_replays_have_other_lengths():
+    assert which(lambda case: len({batch.kv_lens for batch in case.batches}) < 3) == []
+
+
+def test_replays_shrink_and_grow():
+    def moves(case):
+        longest = [max(batch.kv_lens) for batch in case.batches]
+        pairs = tuple(itertools.pairwise(longest))
+        return any(b > a for a, b in pairs) and any(b < a for a, b in pairs)
+
+    assert which(lambda case: not moves(case)) == []
+
+
+def test_some_replay_has_a_longer_request_than_the_capture():
+    def grows(case):
+        return case.max_kv_len > max(case.batches[0].kv_lens)
+
+    assert which(lambda case: not grows(case)) == []
+
+
+def test_some_replay_has_fewer_rows_than_were_captured():
+    fixed = which(lambda case: case.name.endswith("-real"))
+    assert set(
+        which(lambda case: min(b.num_reqs for b in case.batches) == case.captured_reqs)
+    ) <= set(fixed)
+
+
+@pytest.mark.parametrize("case", UNIFORM, ids=title)
+def test_uniform_requests_bring_one_number_of_tokens_in_every_batch(case):
+    assert len({extend for batch in case.batches for extend in batch.extend_lens}) == 1
+    assert all(1 <= batch.num_reqs <= case.captured_reqs for batch in case.batches)
+
+
+@pytest.mark.parametrize("case", RAGGED, ids=title)
+def test_ragged_batches_fit_and_leave_a_row_for_what_is_left_over(case):
+    for batch in case.batches:
+        left = case.captured_tokens - batch.num_tokens
+        assert left >= 0
+        assert batch.num_reqs + (left > 0) <= case.captured_reqs
+
+
+def test_lengths_are_of_a_cache():
+    for case in CASES:
+        for batch in case.batches:
+            assert all(extend >= 1 for extend in batch.extend_lens)
+            least = 1 if case.mode.facts.extend is not ExtendShape.RAGGED else 0
+            assert all(prefix >= least for prefix in batch.prefix_lens), title(case)
+
+
+def test_trees_fit_their_requests():
+    for case in CASES:
+        for batch in case.batches:
+            for parents, extend in zip(batch.parents or (), batch.extend_lens, strict=False):
+                assert len(parents) == extend, title(case)
+                assert all(-1 <= parent < row for row, parent in enumerate(parents))
+
+
+def test_a_case_is_a_tree_in_every_batch_or_in_none():
+    assert which(lambda case: len({case.mask(batch) for batch in case.batches}) > 1) == []
+
+
+def test_trees_are_of_modes_that_have_them():
+    trees = [case for case in CASES if any(batch.parents for batch in case.batches)]
+    assert {case.mode.facts.mask for case in trees} == {MaskKind.TREE}
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE])
+def test_some_replay_changes_the_trees(mode):
+    def changes(case):
+        seen = {batch.parents[0] for batch in case.batches if batch.parents}
+        return case.mode is mode and len(seen) > 1
+
+    assert which(changes)
+
+
+def test_query_heads_are_a_multiple_of_kv_heads():
+    assert which(lambda case: case.num_heads % case.num_kv_heads != 0) == []
+
+
+def test_a_request_of_an_interleaved_layout_has_another_beside_it():
+    interleaved = [case for case in CASES if case.layout is PageLayout.INTERLEAVED]
+    assert which(lambda case: min(b.num_reqs for b in case.batches) < 2, interleaved) == []
+
+
+def test_requests_of_a_shared_prefix_share_a_page_at_capture():
+    shared = [case for case in CASES if case.layout is PageLayout.SHARED_PREFIX]
+
+    def shares(case):
+        first = case.batches[0].prefix_lens
+        return sum(prefix >= case.page_size for prefix in first) >= 2
+
+    assert which(lambda case: not shares(case), shared) == []
+
+
+def test_quick_cases_are_few_and_short():
+    assert 60 <= len(QUICK) <= 100
+    assert which(lambda case: case.max_kv_len > 260, QUICK) == []
+
+
+def test_interpreted_cases_are_tiny():
+    tiny = [case for case in CASES if case.is_interpreted]
+    assert 12 <= len(tiny) <= 20
+    assert which(lambda case: case.max_kv_len > 40 or case.captured_reqs > 4, tiny) == []
+    assert which(lambda case: case.dtype == "bfloat16", tiny) == []
+
+
+def test_all_cases_are_bounded():
+    assert 250 <= len(CASES) <= 320
+
+
+@pytest.mark.parametrize("among", [QUICK, [case for case in CASES if case.is_interpreted]])
+def test_every_mode_has_dense_and_windowed_cases(among):
+    assert {case.mode for case in among} == MODES
+    assert {case.method for case in among} == {"dense", "swa"}
+
+
+def test_quick_cases_reach_every_mode_with_a_window():
+    assert {case.mode for case in QUICK if case.method == "swa"} == MODES
+
+
+def test_quick_cases_reach_every_option():
+    assert {case.layout for case in QUICK} == set(PageLayout)
+    assert {case.dtype for case in QUICK} == {"bfloat16", "float16", "float32"}
+    assert {1, 16, 32, 64, 128} <= {case.page_size for case in QUICK}
+    assert any(case.kv_dtype for case in QUICK)
+    assert any(case.soft_cap for case in QUICK)
+    assert any(case.prefix_only for case in QUICK)
+    assert any(case.sinks and any(batch.parents for batch in case.batches) for case in QUICK)
+    assert any(len({layer.window for layer in case.layers}) > 2 for case in QUICK)
+
+
+def test_all_cases_reach_every_axis():
+    assert {1, 16, 32, 64, 128, 256} == {case.page_size for case in CASES} - {4}
+    dims = {(case.head_dim, case.v_head_dim) for case in CASES}
+    assert {(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)} <= dims
+    groups = {case.num_heads // case.num_kv_heads for case in CASES}
+    assert {1, 2, 4, 7, 8} <= groups
+    assert {"1k", "8k", "64k"} <= {part for case in CASES for part in case.name.split("-")}
+
+
+@pytest.mark.parametrize("mode", sorted(MODES, key=lambda mode: mode.value), ids=lambda m: m.value)
+def test_every_mode_has_every_page_size_and_layout(mode):
+    mine = [case for case in CASES if case.mode is mode]
+    assert {1, 16, 32, 64, 128, 256} <= {case.page_size for case in mine}
+    assert {case.layout for case in mine} >= set(PageLayout) - {PageLayout.CONTIGUOUS}
+
+
+def test_prefix_only_steps_are_drafts():
+    frozen = [case for case in CASES if case.prefix_only]
+    assert {case.mode for case in frozen} == {ForwardMode.DRAFT_DECODE}
+    assert all(batch.parents is None for case in frozen for batch in case.batches)
+
+
+def test_windows_lie_below_at_and_above_a_page():
+    windows = {layer.window for case in CASES for layer in case.layers if case.page_size == 16}
+    assert {1, 12, 16, 20, 33} <= windows

@@ -1,0 +1,106 @@
+"""Classes that a third party brings: a fault is a failing cell that names it; the run ends."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.conformance.cell import Runner, Status
+from paceline.conformance.check import run_check
+from paceline.conformance.check_flags import FLAGS
+from paceline.conformance.contenders import contender
+from paceline.conformance.harness import run_cell
+from paceline.conformance.suite import cases
+
+CASES = {f"{case.method}/{case.mode.value}/{case.name}": case for case in cases()}
+DECODE = "dense/decode/tiny-page16"
+VERIFY = "dense/target_verify/tiny-topk4"
+FROZEN = "dense/draft_decode/tiny-frozen-kv"
+
+
+def run(name, case=DECODE, runner=Runner.RECORDED):
+    return run_cell(CASES[case], contender(name, "cpu"), runner, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("case", [DECODE, VERIFY, FROZEN])
+@pytest.mark.parametrize("runner", [Runner.EAGER, Runner.RECORDED], ids=lambda r: r.value)
+def test_a_class_without_a_fault_is_proven(case, runner):
+    result = run("rogue_backends:Faultless", case, runner)
+    assert result.status is Status.PROVEN, result.reason
+
+
+FAULTS = [
+    ("WrongShape", DECODE, r"forward must return out as .*\[3, 4, 64\], got .*\[4, 3, 64\]"),
+    ("FewerRows", DECODE, r"forward must return out as .*, got .*\[2, 4, 64\]"),
+    ("WrongDtype", DECODE, "got torch.float64"),
+    ("ReturnsNothing", DECODE, "NoneType"),
+    ("ScribblesOnThePool", DECODE, r"V of layer 0: slots \[\d+\] do not hold what the step was"),
+    ("ScribblesOnTheStep", DECODE, "kv_lens must be .*, got"),
+    ("ScribblesOnThePageTable", DECODE, "page table row 1 of group 0 must be .*, got"),
+    ("PlansOnce", DECODE, "error .* is allowed, at"),
+    ("ForgetsHostPlan", DECODE, "rogue declares no host plan"),
+    ("ForgetsPlan", DECODE, "abstract.* plan"),
+    ("Zeros", DECODE, "error .* is allowed, at"),
+    ("Raises", DECODE, "raised MemoryError: no room for a workspace"),
+]
+
+
+@pytest.mark.parametrize("runner", [Runner.EAGER, Runner.RECORDED], ids=lambda r: r.value)
+@pytest.mark.parametrize(("name", "case", "text"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_a_fault_is_a_failing_cell_that_says_so(name, case, text, runner):
+    result = run(f"rogue_backends:{name}", case, runner)
+    assert result.status is Status.FAILING
+    assert re.search(text, result.reason), result.reason
+
+
+def test_a_host_read_fails_in_a_graph_and_is_named():
+    assert run("rogue_backends:ReadsOnTheHost", runner=Runner.EAGER).status is Status.PROVEN
+    result = run("rogue_backends:ReadsOnTheHost")
+    assert result.status is Status.FAILING
+    assert "HostReadError" in result.reason
+
+
+def check(*names, path, limit_s):
+    """The exit code of a run of one cell on each of these classes, and its cells by class."""
+    values = {flag.name: False if flag.kind is bool else flag.default for flag in FLAGS}
+    values |= {
+        "device": "cpu",
+        "workers": 1,
+        "backend": [f"rogue_backends:{name}" for name in names],
+        "filter": f"dense/*/eager/{DECODE.rpartition('/')[2]}",
+        "json": str(path),
+    }
+    code = run_check(values, limit_s=limit_s, out=io.StringIO(), err=io.StringIO())
+    cells = json.loads(path.read_text())["cells"]
+    return code, {cell["backend"].partition(":")[2]: cell for cell in cells}
+
+
+def test_a_run_outlives_classes_that_end_their_process(tmp_path):
+    names = ["Exits", "Leaves", "ForgetsCapabilities", "Faultless"]
+    code, found = check(*names, path=tmp_path / "out.json", limit_s=60.0)
+    assert code == 1
+    assert found["Exits"]["reason"] == "its process ended: exit code 9"
+    assert found["Leaves"]["reason"] == "SystemExit: 4"
+    assert "has no attribute 'capabilities'" in found["ForgetsCapabilities"]["reason"]
+    assert found["Faultless"]["status"] == "proven", found["Faultless"]
+
+
+def test_a_run_outlives_a_class_that_stops_its_process(tmp_path):
+    code, found = check("Hangs", path=tmp_path / "out.json", limit_s=1.0)
+    assert code == 1
+    assert found["Hangs"]["reason"] == "took longer than 1 s"
+
+
+@pytest.mark.parametrize("runner", [Runner.EAGER, Runner.RECORDED], ids=lambda r: r.value)
+def test_the_example_of_the_documentation_passes_its_cells(monkeypatch, runner):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "attention"))
+    chosen = [case for case in CASES.values() if case.is_interpreted]
+    who = contender("example_backend:DenseBackend", "cpu")
+    results = [run_cell(case, who, runner, torch.device("cpu")) for case in chosen]
+    assert not [result for result in results if result.status is Status.FAILING]
+    proven = {result.mode for result in results if result.status is Status.PROVEN}
+    assert {"extend", "decode", "draft_extend"} <= proven
+    assert all(result.reason for result in results if result.status is Status.REFUSED)

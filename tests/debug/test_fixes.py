@@ -1,0 +1,107 @@
+"""Every fix switch applies, brings its bug back in the cell it names, and nowhere without it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.conformance.suite import cases
+from paceline.core.reverts import reverted_sources
+from paceline.debug.registry import all_fixes, show, to_json
+
+PACKAGE = Path(__file__).parents[2] / "src" / "paceline"
+FIXES = {fix.id: fix for fix in all_fixes()}
+PASSING = {"proven", "emulated"}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """(fixes, cell) -> status and reason, of every fix's case with the bug and without."""
+    cells = sorted({fix.case for fix in FIXES.values()})
+    jobs = [[[fix.id], [fix.case]] for fix in FIXES.values()]
+    jobs += [[[], cells[half::2]] for half in range(2)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("PACELINE_REVERT_FIX", None)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("fix_walker.py"))],
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(line["fixes"], line["cell"]): line for line in lines}
+
+
+@pytest.mark.parametrize("fix_id", FIXES)
+def test_a_reverted_fix_fails_its_case_with_its_symptom(fix_id, outcomes):
+    fix = FIXES[fix_id]
+    line = outcomes[fix_id, fix.case]
+    assert line["status"] == "failing", line["reason"]
+    assert fix.expect in line["reason"]
+
+
+@pytest.mark.parametrize("fix_id", FIXES)
+def test_the_case_of_a_fix_passes_without_the_bug(fix_id, outcomes):
+    line = outcomes["", FIXES[fix_id].case]
+    assert line["status"] in PASSING, line["reason"]
+
+
+@pytest.mark.parametrize("fix_id", FIXES)
+def test_the_edits_of_a_fix_apply_and_compile(fix_id):
+    for module, source in reverted_sources([FIXES[fix_id]], package=PACKAGE).items():
+        compile(source, module, "exec")
+
+
+def test_there_are_enough_fixes():
+    assert len(FIXES) >= 24
+
+
+def test_every_case_is_of_the_suite():
+    known = {(case.method, case.mode.value, case.name) for case in cases()}
+    for fix in FIXES.values():
+        method, _, mode, _, variant = fix.case.split("/")
+        assert (method, mode, variant) in known, fix.id
+
+
+def test_fixes_touch_every_layout_mode_and_runner():
+    modules = {module for fix in FIXES.values() for module in fix.modules}
+    parts = [fix.case.split("/") for fix in FIXES.values()]
+    assert {part[2] for part in parts} >= {
+        *("extend", "decode", "mixed", "draft_decode"),
+        *("target_verify", "draft_extend", "draft_extend_v2"),
+    }
+    assert {part[3] for part in parts} >= {"eager", "recorded"}
+    assert {part[1] for part in parts} >= {"torch", "triton", "flashinfer", "fa4"}
+    assert {part[0] for part in parts} == {"dense", "swa"}
+    assert modules >= {
+        "paceline.attention.layouts.csr",
+        "paceline.kernels.derive",
+        "paceline.kernels.derive_tree",
+        "paceline.kernels.paged_decode_cpu",
+        "paceline.layers.attention",
+        "paceline.runner.buffers",
+        "paceline.runner.model_runner",
+        "paceline.runner.request_table",
+    }
+
+
+def test_the_list_says_everything_of_a_fix():
+    fix = FIXES["page-ids-as-slots"]
+    document = to_json(fix)
+    assert list(document) == ["id", "source", "symptom", "targets", "case"]
+    assert document["targets"][0] == "paceline.kernels.derive"
+    for value in (fix.id, fix.source, fix.symptom, fix.case, "paceline.kernels.derive"):
+        assert value in show([fix])
+
+
+def test_texts_are_sentences_that_name_a_source():
+    for fix in FIXES.values():
+        assert fix.symptom.endswith("."), fix.id
+        assert fix.source.startswith(("sgl-project/", "flashinfer-ai/", "field: ")), fix.id

@@ -1,0 +1,153 @@
+"""The campaign: every mutant of every target meets its killers.
+
+    python tests/mutants/mutant_campaign.py [--target FILE] [--id ID] [--list] [--json FILE]
+
+Prints a table and, last, one line of JSON.  Exit code 1: a mutant survived that nobody explains,
+or an explanation that fits no survivor.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+# What is slow to import, once for every child.
+import hypothesis
+import numpy  # noqa: F401
+import torch
+import torch._dynamo
+import transformers
+import triton.language  # noqa: F401
+from mutant_child import ROOT, SURVIVED, Killers, Verdict, collect, start
+from mutant_report import Result, explained, read_equivalents, report
+from mutant_targets import TARGETS, Target
+
+from mutants import Mutant, mutants_of, read_seeded, required_keywords
+
+PACKAGE = ROOT / "src" / "paceline"
+HERE = Path(__file__).parent
+WORKERS = 2
+LIMIT_S = 120  # of a mutant: a hang is a death, a slow machine is none
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A mutant, or None: the source as it is."""
+
+    mutant: Mutant | None
+    killers: Killers
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    options = _options(argv)
+    torch.set_num_threads(1)
+    _warm_up()
+    targets = [target for target in TARGETS if options.target in (None, target.file)]
+    required = required_keywords(PACKAGE)
+    chosen = [
+        (target, mutant)
+        for target in targets
+        for mutant in enumerate_target(target, required)
+        if options.id in (None, mutant.id)
+    ]
+    if options.list:
+        for _, mutant in chosen:
+            print(f"{mutant.id}\n    {mutant.before}\n    {mutant.after}")
+        return 0
+    if not chosen:
+        print("no such target or id; --list names them", file=sys.stderr)
+        return 2
+    broken = [] if options.id else _broken_killers(targets)
+    if broken:
+        print("killers fail without a mutant:", *broken, sep="\n  ", file=sys.stderr)
+        return 2
+    began = time.monotonic()
+    jobs = [Job(mutant, target.killers) for target, mutant in chosen]
+    results = [Result(job.mutant, verdict) for job, verdict in run(jobs) if job.mutant is not None]
+    is_whole = options.id is None
+    entries = [e for e in read_equivalents(HERE / "equivalents.toml") if e.file in _files(targets)]
+    outcome = explained(results, entries, is_whole=is_whole)
+    document = report(outcome, seconds=time.monotonic() - began)
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(document))
+    return 0 if outcome.is_clean else 1
+
+
+def enumerate_target(target: Target, required: frozenset[str]) -> list[Mutant]:
+    """The target's mutants, in the order of its text."""
+    source = (PACKAGE / target.file).read_text(encoding="utf-8")
+    seeded = [seed for seed in read_seeded(HERE / "seeded.toml") if seed.file == target.file]
+    return mutants_of(
+        target.file,
+        source,
+        functions=target.functions,
+        required=required,
+        seeded=seeded,
+    )
+
+
+def run(jobs: Sequence[Job]) -> Iterator[tuple[Job, Verdict]]:
+    """The verdict of each job as it comes, WORKERS at a time."""
+    waiting, running = list(reversed(jobs)), dict[int, tuple[Job, int]]()
+    while waiting or running:
+        while waiting and len(running) < WORKERS:
+            job = waiting.pop()
+            child, pipe = start(_sources(job.mutant), job.killers, limit_s=LIMIT_S)
+            running[child] = job, pipe
+        child, status = os.wait()
+        job, pipe = running.pop(child)
+        verdict = collect(pipe, status)
+        if job.mutant is not None:
+            print(f"{verdict.killer or 'SURVIVED'}  <-  {job.mutant.id}", file=sys.stderr)
+        yield job, verdict
+
+
+def _sources(mutant: Mutant | None) -> dict[str, str]:
+    if mutant is None:
+        return {}
+    source = (PACKAGE / mutant.file).read_text(encoding="utf-8")
+    return {mutant.module: mutant.applied(source)}
+
+
+def _broken_killers(targets: Sequence[Target]) -> list[str]:
+    """Killers that fail on the source as it is: they would kill anything."""
+    cells = dict.fromkeys(cell for target in targets for cell in target.killers.cells)
+    tests = dict.fromkeys(test for target in targets for test in target.killers.tests)
+    jobs = [Job(None, Killers((cell,), ())) for cell in cells]
+    jobs += [Job(None, Killers((), (test,))) for test in tests]
+    return [
+        f"{verdict.killer}: {verdict.reason}" for _, verdict in run(jobs) if verdict != SURVIVED
+    ]
+
+
+def _files(targets: Sequence[Target]) -> set[str]:
+    return {target.file for target in targets}
+
+
+def _warm_up() -> None:
+    """Load what the libraries above load late, before the first fork."""
+    assert "paceline" not in sys.modules
+    hypothesis.settings.default  # noqa: B018
+    transformers.LlamaForCausalLM  # noqa: B018
+    torch.zeros(2, 2) @ torch.zeros(2, 2)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Mutate every metadata derivation.")
+    parser.add_argument("--target", metavar="FILE", help="one file, below src/paceline")
+    parser.add_argument("--id", help="one mutant, as --list names it")
+    parser.add_argument("--list", action="store_true", help="name the mutants and run none")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""What is mutated: every derivation of a step's metadata, and what is to notice.
+
+Cells first, the sharpest and cheapest in front; then the tests of the area.
+"""
+
+from dataclasses import dataclass
+
+from mutant_child import Killers
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One file."""
+
+    file: str  # below the package
+    functions: tuple[str, ...]  # empty: all
+    killers: Killers
+
+
+def _cells(backend: str, *cells: str) -> tuple[str, ...]:
+    """Cells of a backend, each given as method/mode/runner/variant."""
+    parts = (cell.split("/") for cell in cells)
+    return tuple(f"{method}/{backend}/" + "/".join(rest) for method, *rest in parts)
+
+
+_STEP = (
+    "dense/decode/recorded/every-live-size",
+    "dense/mixed/recorded/decode-and-chunks",
+    "dense/target_verify/recorded/mixed-shapes",
+    "dense/draft_extend_v2/recorded/fixed3-capture2x-scratch",
+    "dense/extend/eager/zero-prefix-edges",
+    "dense/extend/recorded/ragged-edges",
+    "dense/draft_decode/recorded/topk2-step3",
+    "dense/draft_extend/recorded/accepted-1-to-4",
+)
+_SHAPES = (
+    "dense/decode/recorded/page1",
+    "dense/target_verify/eager/deep",
+    "dense/target_verify/recorded/chain3",
+    "dense/extend/recorded/layers3",
+    "dense/extend/recorded/soft-cap",
+    "swa/decode/recorded/full-and-windows",
+    "swa/extend/recorded/window4-prefix-edges",
+    "swa/target_verify/recorded/window4-topk2",
+    "swa/draft_extend_v2/recorded/window12-fixed3",
+)
+_SCALED = (
+    *("dense/extend/recorded/fp8-cache", "dense/decode/recorded/fp8-cache"),
+    *("dense/target_verify/recorded/topk4-sinks", "swa/decode/recorded/window12-sinks-soft-cap"),
+)
+_SINKS = ("dense/target_verify/recorded/topk4-sinks", "dense/extend/recorded/sinks")
+_TORCH = _cells("torch", *_STEP)
+_FLASHINFER = _cells("flashinfer", *_STEP, *_SHAPES, *_SCALED)
+_DERIVE_TESTS = ("runner/test_derive.py", "kernels/test_derive_tree.py")
+_RUNNER_TESTS = (
+    *("runner/test_graph_keys.py", "runner/test_ragged_graphs.py", "runner/test_graphs.py"),
+    *("runner/test_steady_decode.py", "runner/test_derive.py"),
+)
+
+TARGETS = (
+    Target(
+        "kernels/derive.py",
+        ("derive_reference", "derive"),
+        Killers(_TORCH, (*_DERIVE_TESTS, "kernels/test_derive_kernel.py")),
+    ),
+    Target("kernels/_triton/derive.py", (), Killers((), ("kernels/test_derive_kernel.py",))),
+    Target(
+        "kernels/derive_tree.py",
+        ("derive_tree_reference", "derive_tree"),
+        Killers(_TORCH, ("kernels/test_derive_tree.py",)),
+    ),
+    Target("kernels/_triton/derive_tree.py", (), Killers((), ("kernels/test_derive_tree.py",))),
+    Target("runner/derive.py", (), Killers(_TORCH, _DERIVE_TESTS)),
+    Target(
+        "runner/buffers.py",
+        ("PaddedSize", "StepBuffers"),
+        Killers(_TORCH, (*_DERIVE_TESTS, *_RUNNER_TESTS)),
+    ),
+    Target("runner/graph_sizes.py", (), Killers((), _RUNNER_TESTS)),
+    Target("runner/graphs.py", ("GraphKey",), Killers(_TORCH, _RUNNER_TESTS)),
+    Target(
+        "runner/model_runner.py",
+        (
+            *("ModelRunner.boot", "ModelRunner.launch", "ModelRunner._host_plan"),
+            *("ModelRunner._program_of", "ModelRunner._program", "ModelRunner._graph_key"),
+            *("ModelRunner._supports", "ModelRunner._key", "ModelRunner._capture", "_empty_step"),
+        ),
+        Killers(_TORCH + _cells("flashinfer", *_STEP), _RUNNER_TESTS),
+    ),
+    Target("runner/guard.py", ("Guard.check_shape",), Killers(_TORCH, _RUNNER_TESTS)),
+    Target(
+        "core/step.py",
+        ("StepLayout", "Step", "padded_step", "padded_parents"),
+        Killers(
+            _TORCH + _cells("flashinfer", *_STEP),
+            (*_DERIVE_TESTS, *_RUNNER_TESTS, "runner/test_overlap_race.py"),
+        ),
+    ),
+    Target(
+        "attention/layouts/csr.py",
+        (),
+        Killers(_cells("flashinfer", *_STEP, *_SHAPES), ("attention/test_csr_layout.py",)),
+    ),
+    Target(
+        "attention/layouts/page_table.py",
+        (),
+        Killers(
+            _cells("torch", *_STEP, *_SHAPES) + _cells("fa4", *_STEP),
+            ("attention/test_csr_layout.py",),
+        ),
+    ),
+    Target(
+        "attention/backends/torch_backend.py",
+        ("TorchBackend",),
+        Killers(_cells("torch", *_STEP, *_SHAPES, *_SCALED), ("attention/test_torch_backend.py",)),
+    ),
+    Target(
+        "kernels/paged_decode_cpu.py",
+        ("_decode_slots", "_single_run"),
+        Killers(_cells("torch", *_STEP, *_SHAPES), ("kernels/test_paged_decode_cpu.py",)),
+    ),
+    Target(
+        "attention/backends/triton_backend.py",
+        ("TritonBackend.make_buffers", "TritonBackend.plan", "TritonBackend.forward"),
+        Killers(
+            _cells(
+                "triton",
+                *("dense/decode/recorded/tiny-page16", "dense/target_verify/eager/tiny-shapes"),
+                *("dense/extend/eager/tiny-page1-soft-cap", "dense/decode/eager/tiny-page1-sinks"),
+                *("dense/decode/eager/tiny-fp8-mha", "swa/decode/eager/tiny-window6-soft-cap"),
+                *("swa/extend/eager/tiny-window6-sinks", "swa/mixed/eager/tiny-window5"),
+                "swa/target_verify/recorded/tiny-window3-topk2",
+            ),
+            (),
+        ),
+    ),
+    Target(
+        "attention/backends/flashinfer_backend.py",
+        (
+            *("FlashInferBackend.make_buffers", "FlashInferBackend.host_plan"),
+            *("FlashInferBackend.plan", "FlashInferBackend.forward", "FlashInferBuffers"),
+            *("_parts", "_make_rings", "_forget_oldest"),
+        ),
+        Killers(_FLASHINFER, ("attention/test_flashinfer_backend.py",)),
+    ),
+    Target(
+        "attention/backends/flashinfer_wrappers.py",
+        ("window_left", "WrapperRing", "distinct_constants", "constants"),
+        Killers(_FLASHINFER, ("attention/test_flashinfer_backend.py",)),
+    ),
+    Target(
+        "attention/flash_attention.py",
+        (),
+        Killers(_cells("fa4", *_STEP, *_SHAPES), ("attention/test_fa_backends.py",)),
+    ),
+    Target(
+        "attention/backends/fa4_backend.py",
+        ("FlashAttention4Backend.attend",),
+        Killers(_cells("fa4", *_STEP, *_SHAPES, *_SINKS), ("attention/test_fa_backends.py",)),
+    ),
+    Target(
+        "attention/backends/fa3_backend.py",
+        ("FlashAttention3Backend.attend",),
+        Killers(_cells("fa3", *_STEP, *_SHAPES), ("attention/test_fa_backends.py",)),
+    ),
+    Target(
+        "attention/cascade.py",
+        (
+            *("CascadeBackend.make_buffers", "CascadeBackend.plan", "CascadeBackend.host_plan"),
+            *("CascadeBackend.forward", "_with_tree", "_windowed_tree", "windowed_tree_cpu"),
+            "windowed_tree_triton",
+        ),
+        Killers(
+            _cells("fa4", *_STEP, *_SHAPES, *_SINKS) + _cells("flashinfer", *_STEP, *_SHAPES),
+            ("attention/test_cascade.py",),
+        ),
+    ),
+    Target(
+        "attention/hybrid.py",
+        (
+            *("HybridBackend.make_buffers", "HybridBackend.plan", "HybridBackend.host_plan"),
+            *("HybridBackend.forward", "serves_decode", "may_serve"),
+        ),
+        Killers(
+            _cells(
+                "triton+flashinfer",
+                *("dense/decode/recorded/one", "dense/target_verify/recorded/topk2"),
+                *("dense/extend/eager/tiny", "dense/mixed/eager/page1"),
+                *("dense/draft_extend_v2/recorded/fixed3-capture2x-scratch",),
+                *("dense/draft_decode/recorded/frozen-kv", "dense/extend/recorded/tiny"),
+            ),
+            ("attention/test_hybrid.py",),
+        ),
+    ),
+    Target(
+        "kvcache/groups.py",
+        (
+            *("PagedGroup.first_visible_page", "PagedGroup.usable_prefix", "PagedGroup.advance"),
+            *("PagedGroup.pages_to_fit", "PagedGroup._admit_pages", "PagedGroup._num_pages"),
+        ),
+        Killers((), ("kvcache/test_groups.py", "kvcache/test_cache_manager.py")),
+    ),
+    Target(
+        "kernels/commit.py",
+        ("commit_reference", "_finish_codes"),
+        Killers((), ("runner/test_commit.py", "kernels/test_commit_kernel.py")),
+    ),
+    Target("kernels/_triton/commit.py", (), Killers((), ("kernels/test_commit_kernel.py",))),
+    Target("runner/commit.py", (), Killers((), ("runner/test_commit.py",))),
+)
