@@ -66,6 +66,11 @@ class Listener(NoTree):
         cls.heard.append(("unsupported_reasons", (config,)))
         return [f"{cls.name} is busy"]
 
+    @classmethod
+    def buffer_bytes(cls, limits: Limits) -> int:
+        cls.heard.append(("buffer_bytes", (limits,)))
+        return len(cls.name)
+
     def make_buffers(self, limits: Limits) -> Any:
         self.heard.append(("make_buffers", (limits,)))
         return f"buffers of {self.name}"

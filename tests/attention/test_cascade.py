@@ -188,6 +188,7 @@ CALLS: dict[str, Call] = {  # hook -> what it returned, and what the inner backe
         (replace(WANTED, masks=frozenset({MaskKind.CAUSAL})),),
     ),
     "make_buffers": lambda backend: (backend.make_buffers("limits"), ("limits",)),
+    "buffer_bytes": lambda backend: (backend.buffer_bytes("limits"), ("limits",)),
     "plan": lambda backend: (backend.plan(CAUSAL_VIEW, "b").inner, (CAUSAL_VIEW, "b")),
     "host_plan": lambda backend: (backend.host_plan(STEP, "b"), (STEP, "b")),
     "forward": lambda backend: (

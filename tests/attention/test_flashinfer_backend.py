@@ -1,16 +1,27 @@
 """The flashinfer backend on the library's emulator equals a walk over the keys in float64."""
 
-import math
 import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from attention_cases import Built, Case, build, walk, wrong_meanings
+from attention_cases import Built, build, walk, wrong_meanings
+from flashinfer_cases import (
+    CHAIN,
+    LSE_TOLERANCE,
+    TOLERANCE,
+    Counting,
+    check,
+    difference,
+    forward,
+    limits,
+    moved,
+    run,
+    step_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from paceline.attention.backends.flashinfer_backend import (
     FlashInferBackend,
@@ -18,105 +29,13 @@ from paceline.attention.backends.flashinfer_backend import (
     may_be_recorded,
 )
 from paceline.attention.backends.flashinfer_wrappers import RING
-from paceline.attention.contract import (
-    AttentionConfig,
-    AttentionSpec,
-    GraphSupport,
-    Limits,
-    Part,
-)
+from paceline.attention.contract import AttentionConfig, AttentionSpec, GraphSupport, Part
 from paceline.attention.registry import load_backend
 from paceline.conformance.emulators import flashinfer as emulator
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import ForwardMode, MaskKind
-from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import Step, StepLayout
+from paceline.core.step import StepLayout
 from paceline.runner.recorded import RecordedGraph
-
-DIM = 64
-CHAIN = Case(
-    prefix_lens=(0, 7, 18), head_dim=DIM, v_head_dim=DIM, dtype=torch.bfloat16, page_size=3
-)
-TOLERANCE = 0.8  # of sums of up to 23 values of size 50 in bfloat16
-LSE_TOLERANCE = 1e-4
-
-
-def step_of(built: Built, *, mode: ForwardMode = ForwardMode.EXTEND, epoch: int = 1) -> Step:
-    """What the runner would hand to host_plan: padded rows are spelled out."""
-    case = built.case
-    stride = max(case.extend_lens)
-    extends = case.extend_lens + (stride,) * case.padded_reqs
-    return Step(
-        epoch=epoch,
-        mode=mode,
-        layout=StepLayout(
-            rows=tuple(range(1, len(extends) + 1)),
-            extend_lens=extends,
-            emits=(True,) * len(extends),
-            parents=tuple((-1,) * n for n in extends) if case.mask is MaskKind.TREE else None,
-        ),
-        prefix_lens_bound=case.prefix_lens + (1,) * case.padded_reqs,
-        sampler=SamplerTier.GREEDY,
-        logprobs=False,
-        deltas=(),
-    )
-
-
-def limits(built: Built, *specs: AttentionSpec) -> Limits:
-    """The least a backend must allocate for this one step."""
-    case, view = built.case, built.view
-    return Limits(
-        device=torch.device("cpu"),
-        dtype=case.dtype,
-        kv_dtype=built.layer.k_cache.dtype,
-        layers=specs or (built.layer.spec,),
-        max_reqs=view.padded_reqs,
-        max_tokens=view.padded_tokens,
-        max_pages=tuple(group.page_table.shape[1] for group in view.groups),
-        windows=(case.window,),
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        v_head_dim=case.v_head_dim,
-        page_size=case.page_size,
-    )
-
-
-def forward(
-    built: Built, backend: FlashInferBackend, buffers: FlashInferBuffers
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of all tokens; fresh k and v go unused."""
-    nothing = torch.full((), float("nan"))
-    plan = backend.plan(built.view, buffers)
-    return backend.forward(built.q, nothing, nothing, built.layer, plan, built.case.part)
-
-
-def run(built: Built, *, mode: ForwardMode = ForwardMode.EXTEND) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of the live tokens in float64."""
-    backend = FlashInferBackend(emulator)
-    buffers = backend.make_buffers(limits(built))
-    backend.host_plan(step_of(built, mode=mode), buffers)
-    out, lse = forward(built, backend, buffers)
-    return out[: built.num_live].double(), None if lse is None else lse[: built.num_live].double()
-
-
-def difference(out: Tensor, wanted: Tensor) -> float:
-    """The largest difference of an element; NaN counts as infinite."""
-    found = (out - wanted).abs().max().item()
-    return math.inf if math.isnan(found) else found
-
-
-def check(case: Case, *, mode: ForwardMode = ForwardMode.EXTEND) -> None:
-    """The backend against the walk; then against every wrong meaning, which must be told apart."""
-    built = build(case)
-    out, lse = run(built, mode=mode)
-    wanted, wanted_lse = walk(built)
-    assert difference(out, wanted) < TOLERANCE
-    if lse is not None:
-        assert difference(lse.exp(), wanted_lse.exp()) < LSE_TOLERANCE * wanted_lse.exp().max()
-        assert torch.equal(lse.isinf(), wanted_lse.isinf())
-    for name, (wrong, _) in wrong_meanings(built).items():
-        assert difference(out, wrong) > 2 * TOLERANCE, f"{name} passes for the right answer"
 
 
 @pytest.mark.parametrize("soft_cap", [None, 0.5], ids=["plain", "capped"])
@@ -193,12 +112,6 @@ def test_a_window_over_the_prefix_that_the_library_cannot_say_is_refused(
         run(build(case), mode=ForwardMode.DRAFT_DECODE)
 
 
-def test_a_tree_step_has_its_prefix_alone() -> None:
-    case = replace(CHAIN, mask=MaskKind.TREE, extend_lens=(5, 5, 5))
-    with pytest.raises(KernelArgumentError, match="a part and layer constants of the step's host"):
-        run(build(case), mode=ForwardMode.TARGET_VERIFY)
-
-
 def test_a_forward_without_a_host_plan_is_refused() -> None:
     built, backend = build(CHAIN), FlashInferBackend(emulator)
     with pytest.raises(KernelArgumentError, match="call host_plan before plan"):
@@ -206,19 +119,6 @@ def test_a_forward_without_a_host_plan_is_refused() -> None:
 
 
 # --- replays --------------------------------------------------------------------------------------
-
-
-def moved(built: Built, other: Built) -> None:
-    """Put what `other` is made of where `built` has it."""
-    for name in ("prefix_lens", "extend_lens", "kv_lens", "cu_seqlens_q"):
-        getattr(built.view, name).copy_(getattr(other.view, name))
-    table = other.view.groups[0].page_table
-    built.view.groups[0].page_table.zero_()
-    built.view.groups[0].page_table[:, : table.shape[1]].copy_(table)
-    pages = other.layer.k_cache.shape[0]
-    built.layer.k_cache[:pages].copy_(other.layer.k_cache)
-    built.layer.v_cache[:pages].copy_(other.layer.v_cache)
-    built.q.copy_(other.q)
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -273,26 +173,6 @@ def test_a_row_frozen_since_the_plan_leaves_the_others_alone() -> None:
 
 
 # --- wrappers -------------------------------------------------------------------------------------
-
-
-class Counting:
-    """The emulator, with every wrapper made and every plan of it."""
-
-    def __init__(self) -> None:
-        self.plans: dict[int, int] = {}  # wrapper, in order of making -> times planned
-        library = self
-
-        class Wrapper(emulator.BatchPrefillWithPagedKVCacheWrapper):
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                self.number = len(library.plans)
-                library.plans[self.number] = 0
-                super().__init__(*args, **kwargs)
-
-            def plan(self, *args: Any, **kwargs: Any) -> None:
-                library.plans[self.number] += 1
-                super().plan(*args, **kwargs)
-
-        self.BatchPrefillWithPagedKVCacheWrapper = Wrapper
 
 
 def planned_in_turn(epochs: range) -> Counting:
@@ -357,7 +237,7 @@ def test_the_oldest_shape_that_no_graph_holds_is_forgotten(
     buffers = backend.make_buffers(limits(shapes[0]))
     for built in (shapes[0], shapes[1], shapes[0], shapes[2]):  # the second is the oldest
         stepping(built, backend, buffers)
-    kept = {shape.tokens for shape in buffers.rings}
+    kept = {shape.tokens for shape in buffers.wrappers}
     assert kept == ({9, 8, 7} if is_recorded else {9, 7})
     made = len(library.plans)
     stepping(shapes[1], backend, buffers)
@@ -457,7 +337,8 @@ def wish(**changes: Any) -> AttentionConfig:
         ({"kv_dtype": torch.float16}, "KV dtype must be"),
         ({"head_dim": 96, "v_head_dim": 96}, "head dim must be [64, 128, 256], got 96"),
         ({"v_head_dim": 64}, "V head dim must be that of K (128), got 64"),
-        ({"masks": frozenset({MaskKind.TREE})}, "mask kind must be ['causal']"),
+        ({"masks": frozenset({MaskKind.FULL})}, "mask kind must be ['causal', 'tree']"),
+        ({"masks": frozenset({MaskKind.TREE})}, "sliding window in a tree must be absent"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -220,6 +220,7 @@ FORWARDED = ("q", "k", "v", "layer", "p", Part.PREFIX)
 CALLS: dict[str, tuple[Callable[[Any], None], tuple[object, ...], tuple[object, ...]]] = {
     "unsupported_reasons": (_twice("unsupported_reasons", (WANTED,)), (CAUSAL,), (WANTED,)),
     "make_buffers": (_twice("make_buffers", ("limits",)), ("limits",), ("limits",)),
+    "buffer_bytes": (_twice("buffer_bytes", ("limits",)), ("limits",), ("limits",)),
     "plan": (
         _twice("plan", (RAGGED_VIEW, BUFFERS), (DECODE_VIEW, BUFFERS)),
         (RAGGED_VIEW, "for prefill"),
@@ -298,6 +299,8 @@ COMMON: list[tuple[str, object, object, object]] = [  # field, of prefill, of de
     ("graph", GraphSupport.ALWAYS, GraphSupport.DECODE, GraphSupport.DECODE),
     ("host_plan", False, True, True),
     ("loads_dead_slots", True, False, True),
+    ("tree_windows", False, True, True),  # trees are the decode backend's
+    ("tree_windows", True, False, False),
 ]
 
 

@@ -7,8 +7,10 @@ from typing import ClassVar
 import pytest
 import torch
 
+from paceline.attention import registry
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionConfig, Capabilities, GraphSupport
+from paceline.attention.measurements import Measurement
 from paceline.attention.registry import AUTO_ORDER, BACKENDS, choose, load_backend
 from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.modes import MaskKind
@@ -227,3 +229,66 @@ def test_a_backend_without_trees_and_without_an_lse_is_refused(
     monkeypatch.setattr(NoTree, "capabilities", replace(NoTree.capabilities, returns_lse=False))
     with pytest.raises(BackendUnsupported, match="mask kind must be"):
         choose(WITH_TREES, NO_TREE)
+
+
+# --- auto by measurements -------------------------------------------------------------------------
+
+
+def _row(backend: str, us: float) -> Measurement:
+    return Measurement(
+        gpu="NVIDIA H200",
+        phase="decode",
+        batch_size=8,
+        kv_len=1024,
+        extend_len=1,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        page_size=16,
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        backend=backend,
+        us=us,
+        error=0.1,
+        date="2026-01-01",
+        versions={},
+    )
+
+
+FA4_IS_FASTER = [_row("triton", 30.0), _row("fa4", 20.0)]
+
+
+def test_auto_takes_the_measured_fastest_of_what_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    absent = choose(ON_H200, phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
+    assert absent.name == "triton"
+    assert absent.rejected["fa4"] == ["flash-attn-4 must be installed, got no such package"]
+    monkeypatch.setattr(registry, "AUTO_PACKAGES", {})
+    choice = choose(ON_H200, phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
+    assert choice.name == "fa4"
+    assert choice.why.startswith("fastest of fa4, triton for decode on NVIDIA H200 (measured with ")
+    assert choice.rejected["triton"] == ["30.0 us for decode against 20.0 of fa4"]
+    assert set(choice.rejected) == set(BACKENDS) - {"fa4"}
+
+
+def test_auto_asks_no_table_without_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "AUTO_PACKAGES", {})
+    choice = choose(ON_H200, gpu="NVIDIA H200", table=FA4_IS_FASTER)
+    assert choice.name == "triton"
+    assert choice.rejected["fa4"] == ["auto prefers triton on cuda"]
+
+
+def test_a_table_says_nothing_about_an_explicit_choice() -> None:
+    choice = choose(ON_H200, "triton", phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
+    assert (choice.name, choice.why) == ("triton", "asked for")
+
+
+def test_the_fastest_without_a_tree_mask_runs_trees_by_cascade(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry, "AUTO_PACKAGES", {})
+    trees = replace(ON_H200, masks=WITH_TREES.masks)
+    choice = choose(trees, phase="decode", gpu="NVIDIA H200", table=FA4_IS_FASTER)
+    assert choice.name == "cascade(fa4)"
+    assert choice.why.endswith("; fa4 has no tree mask, so trees run by cascade")

@@ -170,10 +170,8 @@ def test_what_cells_print_does_not_reach_stdout(capfd):
     assert "what a worker prints is not part of the report" in err
 
 
-def test_workers_are_told_to_interpret_triton_and_to_share_the_cores():
-    interpret, threads = run("environment")["environment"].reason.split()
-    assert interpret == "1"
-    assert int(threads) >= 1
+def test_workers_are_told_to_interpret_triton_and_to_use_one_core_each():
+    assert run("environment")["environment"].reason == "1 1"
 
 
 @pytest.mark.parametrize(

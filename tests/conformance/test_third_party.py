@@ -33,8 +33,8 @@ def test_a_class_without_a_fault_is_proven(case, runner):
 
 
 FAULTS = [
-    ("WrongShape", DECODE, r"forward must return out as .*\[3, 4, 64\], got .*\[4, 3, 64\]"),
-    ("FewerRows", DECODE, r"forward must return out as .*, got .*\[2, 4, 64\]"),
+    ("WrongShape", DECODE, r"out of forward must be .*\[3, 4, 64\], got .*\[4, 3, 64\]"),
+    ("FewerRows", DECODE, r"out of forward must be .*, got .*\[2, 4, 64\]"),
     ("WrongDtype", DECODE, "got torch.float64"),
     ("ReturnsNothing", DECODE, "NoneType"),
     ("ScribblesOnThePool", DECODE, r"V of layer 0: slots \[\d+\] do not hold what the step was"),

@@ -71,8 +71,8 @@ def test_each_phase_takes_its_fastest_and_the_engine_runs_the_pair(
     choice = one_backend(found)
     assert choice.name == "fa4+triton"
     assert choice.why == (
-        "prefill: fastest of fa4, triton for prefill on NVIDIA H200 (measured: 100 us against 200); "
-        "flashinfer not measured; decode: fastest of triton, fa4 for decode on NVIDIA H200 "
+        "prefill: fastest of fa4, triton for prefill on NVIDIA H200 (measured: 100 us against "
+        "200); flashinfer not measured; decode: fastest of triton, fa4 for decode on NVIDIA H200 "
         "(measured: 30.0 us against 31.0); flashinfer not measured"
     )
     assert load_backend(choice.name).name == "fa4+triton"
@@ -140,7 +140,7 @@ def test_an_explicit_pair_is_refused_with_the_reasons_of_both_halves() -> None:
 def test_a_phase_without_a_backend_is_refused_and_eager_is_advised_where_it_helps() -> None:
     works = PhaseChoice(phase="prefill", backend="a", why="asked for", rejected={})
     fails = PhaseChoice(phase="decode", backend=None, why="none", rejected={"a": ["no graphs"]})
-    with pytest.raises(BackendUnsupported, match="no graphs\n.*add --enforce-eager"):
+    with pytest.raises(BackendUnsupported, match=r"no graphs\n.*add --enforce-eager"):
         one_backend([works, fails])
     with pytest.raises(BackendUnsupported) as caught:
         one_backend([replace(fails, phase="prefill"), fails])
@@ -167,3 +167,18 @@ def test_a_backend_without_graphs_costs_no_phase_its_graphs(
     measured += times("prefill", triton=200.0, fa4=100.0) + times("decode", triton=30.0, fa4=31.0)
     assert one_backend(phases()).name == "triton"
     assert one_backend(phases(enforce_eager=True)).name == "fa4+triton"
+
+
+def test_the_budget_holds_what_the_backend_that_runs_will_allocate() -> None:
+    """Without the library: FlashInfer's partial results are float32 of every query head."""
+
+    def workspace(backend: str) -> int:
+        asked = {"model": "llama-3.1-8b", "attention_backend": backend}
+        return explain_model(asked, gpu="h200").fit.workspace_bytes
+
+    alone = {name: workspace(name) for name in ("triton", "fa4", "flashinfer")}
+    partial_results = 4 * 32 * 8192 * 4 * 129  # bytes, heads, tokens, group, head dim and lse
+    assert alone["flashinfer"] > alone["triton"] + partial_results
+    assert alone["fa4"] < alone["triton"]
+    pair = workspace("flashinfer+triton")
+    assert alone["flashinfer"] < pair < alone["flashinfer"] + alone["triton"]

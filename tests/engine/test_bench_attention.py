@@ -347,8 +347,8 @@ def test_both_command_lines_compare_backends(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"save": "x.json"}, "--save must be --backends beside --save, got none"),
-        ({"shapes": "suite"}, "--shapes must be --backends beside --shapes, got none"),
+        ({"save": "x.json"}, "--save must be left out without --backends, got x.json; drop it"),
+        ({"shapes": "suite"}, "--shapes must be left out without --backends, got suite"),
         ({"backends": "torch", "backend": "torch"}, "--backend must be left out beside --backends"),
         ({"backends": "torch", "peer": "flashinfer"}, "--peer must be left out beside --backends"),
         ({"backends": "torch,nope"}, "attention backend must be auto, triton"),
@@ -368,7 +368,7 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_run(tmp_path):
         assert why in str(caught.value)
     other = tmp_path / "other.json"
     other.write_text('{"not": "a table"}')
-    with pytest.raises(ConfigError, match="table of measurements in .* must be a JSON list"):
+    with pytest.raises(ConfigError, match=r"table of measurements in .* must be a JSON list"):
         plan_of(asked(backends="torch", save=str(other)))
     assert other.read_text() == '{"not": "a table"}'
     plan_of(asked(backends="torch", save=str(tmp_path / "new.json")))

@@ -124,6 +124,16 @@ def test_what_is_measured_after_loading_was_planned(model, page_size, request):
         assert rows[:2] == ["weights", "KV"]
 
 
+def test_a_pair_of_backends_was_planned_for_both():
+    sizes = {}
+    for backend in ("torch", "torch+torch"):
+        with LLM("bundled", attention_backend=backend, max_num_seqs=3, threads=1) as llm:
+            memory = llm.report()["memory"]
+            sizes[backend] = memory["measured"]["workspace"]
+            assert sizes[backend] <= memory["planned"]["workspace_bytes"]
+    assert sizes["torch+torch"] > sizes["torch"]
+
+
 def test_graphs_of_every_sampler_stay_within_the_plan():
     samplers = [
         {"temperature": temperature, "presence_penalty": penalty, "logprobs": logprobs}

@@ -50,8 +50,8 @@ def test_requests_tokens_and_pages_past_one_block_are_reached() -> None:
     from paceline.kernels._triton.derive import launch_derive
 
     crowd = StepShape("crowd", (1,) * 21, max_tokens=5, num_rows=30)
-    long = StepShape("long", (1030, 2), max_tokens=1100)
-    wide = StepShape("wide", (1,), page_sizes=(1,))
+    long = StepShape("long", (1025, 2), page_sizes=(256,), max_tokens=1100)
+    wide = StepShape("wide", (1,), page_sizes=(16, 1))
     for shape in (crowd, long, wide):
         facts, rows = make_facts(shape, seed=1), make_rows(shape, seed=1)
         actual, sizes = make_derived(shape), shape.page_sizes

@@ -7,6 +7,7 @@ or an explanation that fits no survivor.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -25,22 +26,25 @@ import torch._dynamo
 import transformers
 import triton.language  # noqa: F401
 from mutant_child import ROOT, SURVIVED, Killers, Verdict, collect, start
+from mutant_operators import Edit
 from mutant_report import Result, explained, read_equivalents, report
+from mutant_source import Mutant, mutants_of, read_seeded, required_keywords
 from mutant_targets import TARGETS, Target
-
-from mutants import Mutant, mutants_of, read_seeded, required_keywords
 
 PACKAGE = ROOT / "src" / "paceline"
 HERE = Path(__file__).parent
 WORKERS = 2
+AS_IT_IS = Mutant("source", 0, "none", 0, "", "", "", Edit("none", 0, 0, b""))
+CHUNKS = 4  # of the cells that are tried without a mutant
 LIMIT_S = 120  # of a mutant: a hang is a death, a slow machine is none
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A mutant, or None: the source as it is."""
+    """A mutant and what is to notice it."""
 
-    mutant: Mutant | None
+    mutant: Mutant
+    sources: dict[str, str]  # by module
     killers: Killers
 
 
@@ -48,20 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = _options(argv)
     torch.set_num_threads(1)
+    sys.path.insert(0, str(PACKAGE.parent))  # the tree whose text is mutated
     _warm_up()
-    targets = [target for target in TARGETS if options.target in (None, target.file)]
+    targets = [target for target in TARGETS if target.file in (options.target or [target.file])]
     required = required_keywords(PACKAGE)
-    chosen = [
-        (target, mutant)
-        for target in targets
-        for mutant in enumerate_target(target, required)
-        if options.id in (None, mutant.id)
-    ]
+    jobs = [job for target in targets for job in jobs_of(target, required)]
+    jobs = [job for job in jobs if options.id in (None, job.mutant.id)]
     if options.list:
-        for _, mutant in chosen:
-            print(f"{mutant.id}\n    {mutant.before}\n    {mutant.after}")
+        for job in jobs:
+            print(f"{job.mutant.id}\n    {job.mutant.before}\n    {job.mutant.after}")
         return 0
-    if not chosen:
+    if not jobs:
         print("no such target or id; --list names them", file=sys.stderr)
         return 2
     broken = [] if options.id else _broken_killers(targets)
@@ -69,8 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("killers fail without a mutant:", *broken, sep="\n  ", file=sys.stderr)
         return 2
     began = time.monotonic()
-    jobs = [Job(mutant, target.killers) for target, mutant in chosen]
-    results = [Result(job.mutant, verdict) for job, verdict in run(jobs) if job.mutant is not None]
+    results = []
+    for job, verdict in run(jobs):
+        print(f"{job.mutant.id}: {verdict.killer or 'survived'}", file=sys.stderr)
+        results.append(Result(job.mutant, verdict))
     is_whole = options.id is None
     entries = [e for e in read_equivalents(HERE / "equivalents.toml") if e.file in _files(targets)]
     outcome = explained(results, entries, is_whole=is_whole)
@@ -81,17 +84,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if outcome.is_clean else 1
 
 
-def enumerate_target(target: Target, required: frozenset[str]) -> list[Mutant]:
+def jobs_of(target: Target, required: frozenset[str]) -> list[Job]:
     """The target's mutants, in the order of its text."""
     source = (PACKAGE / target.file).read_text(encoding="utf-8")
-    seeded = [seed for seed in read_seeded(HERE / "seeded.toml") if seed.file == target.file]
-    return mutants_of(
+    mutants = mutants_of(
         target.file,
         source,
         functions=target.functions,
         required=required,
-        seeded=seeded,
+        seeded=[seed for seed in read_seeded(HERE / "seeded.toml") if seed.file == target.file],
     )
+    return [
+        Job(mutant, {mutant.module: mutant.applied(source)}, target.killers) for mutant in mutants
+    ]
 
 
 def run(jobs: Sequence[Job]) -> Iterator[tuple[Job, Verdict]]:
@@ -100,32 +105,22 @@ def run(jobs: Sequence[Job]) -> Iterator[tuple[Job, Verdict]]:
     while waiting or running:
         while waiting and len(running) < WORKERS:
             job = waiting.pop()
-            child, pipe = start(_sources(job.mutant), job.killers, limit_s=LIMIT_S)
+            child, pipe = start(job.sources, job.killers, limit_s=LIMIT_S)
             running[child] = job, pipe
         child, status = os.wait()
         job, pipe = running.pop(child)
-        verdict = collect(pipe, status)
-        if job.mutant is not None:
-            print(f"{verdict.killer or 'SURVIVED'}  <-  {job.mutant.id}", file=sys.stderr)
-        yield job, verdict
-
-
-def _sources(mutant: Mutant | None) -> dict[str, str]:
-    if mutant is None:
-        return {}
-    source = (PACKAGE / mutant.file).read_text(encoding="utf-8")
-    return {mutant.module: mutant.applied(source)}
+        yield job, collect(pipe, status)
 
 
 def _broken_killers(targets: Sequence[Target]) -> list[str]:
     """Killers that fail on the source as it is: they would kill anything."""
     cells = dict.fromkeys(cell for target in targets for cell in target.killers.cells)
     tests = dict.fromkeys(test for target in targets for test in target.killers.tests)
-    jobs = [Job(None, Killers((cell,), ())) for cell in cells]
-    jobs += [Job(None, Killers((), (test,))) for test in tests]
-    return [
-        f"{verdict.killer}: {verdict.reason}" for _, verdict in run(jobs) if verdict != SURVIVED
-    ]
+    chunks = [tuple(cells)[first::CHUNKS] for first in range(CHUNKS)]
+    jobs = [Job(AS_IT_IS, {}, Killers(chunk, ())) for chunk in chunks]
+    jobs += [Job(AS_IT_IS, {}, Killers((), (test,))) for test in tests]
+    verdicts = [verdict for _, verdict in run(jobs)]
+    return [f"{verdict.killer}: {verdict.reason}" for verdict in verdicts if verdict != SURVIVED]
 
 
 def _files(targets: Sequence[Target]) -> set[str]:
@@ -138,11 +133,14 @@ def _warm_up() -> None:
     hypothesis.settings.default  # noqa: B018
     transformers.LlamaForCausalLM  # noqa: B018
     torch.zeros(2, 2) @ torch.zeros(2, 2)
+    gc.freeze()  # no child looks through all of this for garbage
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Mutate every metadata derivation.")
-    parser.add_argument("--target", metavar="FILE", help="one file, below src/paceline")
+    parser.add_argument(
+        "--target", action="append", metavar="FILE", help="of src/paceline; may be repeated"
+    )
     parser.add_argument("--id", help="one mutant, as --list names it")
     parser.add_argument("--list", action="store_true", help="name the mutants and run none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there")

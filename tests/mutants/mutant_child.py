@@ -89,6 +89,12 @@ def run_tests(tests: Sequence[str]) -> Verdict:
     recorder = _FirstFailure()
     # No timeouts of single tests: they would reset the alarm of the whole.
     flags = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "--timeout", "0"]
+    flags += [
+        "-p",
+        "no:unraisableexception",
+        "-W",
+        "ignore::pytest.PytestAssertRewriteWarning",
+    ]
     paths = [str(ROOT / "tests" / test) for test in tests]
     code = pytest.main(
         [*flags, "-m", "not gpu and not slow", "--rootdir", str(ROOT), *paths], plugins=[recorder]

@@ -32,7 +32,7 @@ COUNTS = {
     )
     for one, other in (pair, pair[::-1])
 }
-STRIDES = {"max_extend_len", "extend_len", "page_size", "window"}
+BOUNDS = {"max_extend_len", "extend_len", "window"}
 INDICES = {"group", "index", "part", "i"}
 COMPARISONS: dict[type[ast.cmpop], tuple[bytes, bytes]] = {
     ast.Lt: (b"<", b"<="),
@@ -55,7 +55,12 @@ ARITHMETIC: dict[type[ast.operator], tuple[bytes, bytes]] = {
 EXTREMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
 # Calls that say nothing about a step: messages, and hints of when a kernel may start.
 SILENT_CALLS = {"message", "reject", "wait_for_inputs", "let_next_start", "overlap_options"}
-SILENT_KEYWORDS = {"num_warps", "device", "non_blocking"}
+SILENT_KEYWORDS = {"num_warps", "device", "non_blocking", "strict"}
+# Methods whose plain integers are dimensions.
+DIMENSIONED = {
+    *("index_select", "index_copy_", "gather", "cumsum", "sum", "any", "unsqueeze", "flatten"),
+    *("unflatten", "transpose", "softmax", "stride"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class Scope:
     source: bytes
     line_starts: tuple[int, ...]
     names: frozenset[str]  # that the function around the node knows
+    dimensions: frozenset[int]  # where constants begin that number a dimension
     required: frozenset[str]  # keywords some function of the package cannot do without
 
     def start(self, node: ast.expr | ast.stmt | ast.keyword) -> int:
@@ -105,10 +111,14 @@ Operator = Callable[[ast.AST, Scope], Iterator[Edit]]
 
 
 def constant(node: ast.AST, scope: Scope) -> Iterator[Edit]:
-    """An integer one higher and one lower."""
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        for step in (1, -1):
-            yield scope.replace("constant", node, f"({node.value + step})")
+    """An integer one higher and, but for 0, one lower; of dimensions, another one."""
+    if not isinstance(node, ast.Constant) or type(node.value) is not int:
+        return
+    if scope.start(node) in scope.dimensions:
+        yield scope.replace("constant", node, "1" if node.value == 0 else "0")
+        return
+    for step in (1, -1) if node.value else (1,):
+        yield scope.replace("constant", node, f"({node.value + step})")
 
 
 def arithmetic(node: ast.AST, scope: Scope) -> Iterator[Edit]:
@@ -149,13 +159,13 @@ def count(node: ast.AST, scope: Scope) -> Iterator[Edit]:
 
 
 def stride(node: ast.AST, scope: Scope) -> Iterator[Edit]:
-    """A stride, page size or window one too long or too short; a tensor's stride too long."""
+    """A bound one too long and one too short; a page size or a tensor's stride one too long."""
     name = _read_name(node)
-    if name in STRIDES or name.startswith("stride_"):
+    signs = "+-" if name in BOUNDS else "+"
+    if name in BOUNDS or name == "page_size" or name.startswith("stride_"):
         assert isinstance(node, ast.expr)
-        text = ast.unparse(node)
-        for sign in "+-" if name in STRIDES else "+":
-            yield scope.replace("stride", node, f"({text} {sign} 1)")
+        for sign in signs:
+            yield scope.replace("stride", node, f"({ast.unparse(node)} {sign} 1)")
 
 
 def first_of_all(node: ast.AST, scope: Scope) -> Iterator[Edit]:
@@ -222,9 +232,19 @@ def is_silent(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
+    if isinstance(node, ast.keyword):
+        return node.arg in SILENT_KEYWORDS
     if isinstance(node, ast.Expr):
         node = node.value
     return isinstance(node, ast.Call) and _callee(node) in SILENT_CALLS
+
+
+def dimensions(node: ast.AST) -> Iterator[ast.expr]:
+    """The constants in `node` that number a dimension: of a single one, 0 and -1 are the same."""
+    if isinstance(node, ast.Subscript) and _read_name(node.value) == "shape":
+        yield node.slice
+    if isinstance(node, ast.Call) and _callee(node) in DIMENSIONED:
+        yield from node.args
 
 
 def _renamed(operator: str, node: ast.AST, name: str, scope: Scope) -> Iterator[Edit]:

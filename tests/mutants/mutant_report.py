@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mutant_child import Verdict
-
-from mutants import Mutant
+from mutant_source import Mutant
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,49 +51,58 @@ _SCALED = (
 _SINKS = ("dense/target_verify/recorded/topk4-sinks", "dense/extend/recorded/sinks")
 _TORCH = _cells("torch", *_STEP)
 _FLASHINFER = _cells("flashinfer", *_STEP, *_SHAPES, *_SCALED)
-_DERIVE_TESTS = ("runner/test_derive.py", "kernels/test_derive_tree.py")
-_RUNNER_TESTS = (
-    *("runner/test_graph_keys.py", "runner/test_ragged_graphs.py", "runner/test_graphs.py"),
-    *("runner/test_steady_decode.py", "runner/test_derive.py"),
+_DERIVE_TESTS = ("kernels/test_derive_tree.py", "runner/test_derive.py")
+_GUARD_TESTS = tuple(
+    f"runner/test_graphs.py::test_{name}"
+    for name in (
+        *("the_guard_refuses_more_requests_than_the_graph_holds",),
+        *("the_guard_refuses_another_stride", "the_guard_refuses_a_length_beyond_the_bound"),
+        *("graph_sizes_ascend_to_the_largest",),
+        *("padding_is_the_smallest_size_that_holds_the_requests",),
+        *("a_host_planned_backend_is_planned_before_every_run",),
+    )
 )
+_KEY_TESTS = (*_GUARD_TESTS, "runner/test_graph_keys.py", "runner/test_ragged_graphs.py")
 
 TARGETS = (
     Target(
         "kernels/derive.py",
-        ("derive_reference", "derive"),
+        ("derive_reference",),
         Killers(_TORCH, (*_DERIVE_TESTS, "kernels/test_derive_kernel.py")),
     ),
     Target("kernels/_triton/derive.py", (), Killers((), ("kernels/test_derive_kernel.py",))),
     Target(
         "kernels/derive_tree.py",
-        ("derive_tree_reference", "derive_tree"),
+        ("derive_tree_reference",),
         Killers(_TORCH, ("kernels/test_derive_tree.py",)),
     ),
     Target("kernels/_triton/derive_tree.py", (), Killers((), ("kernels/test_derive_tree.py",))),
     Target("runner/derive.py", (), Killers(_TORCH, _DERIVE_TESTS)),
     Target(
         "runner/buffers.py",
-        ("PaddedSize", "StepBuffers"),
-        Killers(_TORCH, (*_DERIVE_TESTS, *_RUNNER_TESTS)),
+        (
+            *("PaddedSize", "StepBuffers.holds", "StepBuffers.fill", "StepBuffers.pad"),
+            *("StepBuffers.view", "StepBuffers._tree_mask"),
+        ),
+        Killers(_TORCH, (*_DERIVE_TESTS, "runner/test_ragged_graphs.py")),
     ),
-    Target("runner/graph_sizes.py", (), Killers((), _RUNNER_TESTS)),
-    Target("runner/graphs.py", ("GraphKey",), Killers(_TORCH, _RUNNER_TESTS)),
+    Target("runner/graph_sizes.py", (), Killers((), _KEY_TESTS)),
+    Target("runner/graphs.py", ("GraphKey",), Killers(_TORCH, _KEY_TESTS)),
     Target(
         "runner/model_runner.py",
         (
-            *("ModelRunner.boot", "ModelRunner.launch", "ModelRunner._host_plan"),
-            *("ModelRunner._program_of", "ModelRunner._program", "ModelRunner._graph_key"),
-            *("ModelRunner._supports", "ModelRunner._key", "ModelRunner._capture", "_empty_step"),
+            *("ModelRunner._host_plan", "ModelRunner._program_of", "ModelRunner._program"),
+            *("ModelRunner._graph_key", "ModelRunner._supports", "ModelRunner._key", "_empty_step"),
         ),
-        Killers(_TORCH + _cells("flashinfer", *_STEP), _RUNNER_TESTS),
+        Killers(_TORCH + _cells("flashinfer", *_STEP), _KEY_TESTS),
     ),
-    Target("runner/guard.py", ("Guard.check_shape",), Killers(_TORCH, _RUNNER_TESTS)),
+    Target("runner/guard.py", ("Guard.check_shape",), Killers(_TORCH, _KEY_TESTS)),
     Target(
         "core/step.py",
         ("StepLayout", "Step", "padded_step", "padded_parents"),
         Killers(
             _TORCH + _cells("flashinfer", *_STEP),
-            (*_DERIVE_TESTS, *_RUNNER_TESTS, "runner/test_overlap_race.py"),
+            (*_DERIVE_TESTS, "runner/test_ragged_graphs.py"),
         ),
     ),
     Target(
@@ -138,8 +147,8 @@ TARGETS = (
         "attention/backends/flashinfer_backend.py",
         (
             *("FlashInferBackend.make_buffers", "FlashInferBackend.host_plan"),
-            *("FlashInferBackend.plan", "FlashInferBackend.forward", "FlashInferBuffers"),
-            *("_parts", "_make_rings", "_forget_oldest"),
+            *("FlashInferBackend.plan", "FlashInferBackend.forward"),
+            *("_parts", "_make_wrappers", "_derive_pages", "_forget_oldest"),
         ),
         Killers(_FLASHINFER, ("attention/test_flashinfer_backend.py",)),
     ),

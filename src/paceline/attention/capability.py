@@ -3,6 +3,7 @@
 import torch
 
 from paceline.attention.contract import AttentionConfig, Capabilities
+from paceline.core.modes import MaskKind
 
 
 def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
@@ -37,6 +38,8 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
         want.v_head_dim,
     )
     need(can.window or not want.window, "sliding window", "absent", "present")
+    has_tree_window = MaskKind.TREE in want.masks and want.window
+    need(can.tree_windows or not has_tree_window, "sliding window in a tree", "absent", "present")
     need(can.soft_cap or not want.soft_cap, "soft cap", "absent", "present")
     need(can.sinks or not want.sinks, "attention sinks", "absent", "present")
     need(can.returns_lse or not want.needs_lse, "log-sum-exp", "not needed", "needed")

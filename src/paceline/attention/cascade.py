@@ -1,4 +1,4 @@
-"""Cascade: trees for backends that have no tree mask but return a log-sum-exp.
+"""Cascade: trees for backends that mask none, or none with windows, but return a log-sum-exp.
 
 Of a tree step the inner backend attends to the prefix alone, which no mask divides; our own kernel
 attends among the step's rows under the ancestors' mask; a merge by log-sum-exp joins them and
@@ -62,6 +62,11 @@ class CascadeBackend(AttentionBackend):
         """The inner backend's buffers: the tree part has none that outlive a step."""
         return self._backend.make_buffers(limits)
 
+    @classmethod
+    def buffer_bytes(cls, limits: Limits) -> int:
+        """Those of the inner backend."""
+        return cls.inner.buffer_bytes(limits)
+
     def plan(self, view: StepView, buffers: Any) -> CascadePlan:
         """The inner plan, which is one for Part.PREFIX when the step is a tree."""
         inner = self._backend.plan(view, buffers)
@@ -110,15 +115,19 @@ def cascade(inner: type[AttentionBackend]) -> type[CascadeBackend]:
             "__doc__": f"{inner.__name__} with trees.",
             "inner": inner,
             "name": f"cascade({inner.name})",
-            "capabilities": replace(can, masks=can.masks | {MaskKind.TREE}),
+            "capabilities": replace(can, masks=can.masks | {MaskKind.TREE}, tree_windows=True),
             "kept_fields": inner.kept_fields,
         },
     )
 
 
-def needs_cascade(can: Capabilities, config: AttentionConfig) -> bool:
-    """Whether `config` asks for trees of a backend that has none but could be composed."""
-    return MaskKind.TREE in config.masks - can.masks and can.returns_lse
+def needs_cascade(can: Capabilities, masks: frozenset[MaskKind], *, window: bool) -> bool:
+    """Whether trees are asked of a backend that cannot serve them, but could be composed.
+
+    window: whether some layer has one.
+    """
+    is_served = MaskKind.TREE in can.masks and (can.tree_windows or not window)
+    return MaskKind.TREE in masks and not is_served and can.returns_lse
 
 
 def _tree_reasons(config: AttentionConfig) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from paceline.attention.held import tensor_bytes
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 
@@ -53,6 +54,7 @@ class Capabilities:
     graph: GraphSupport
     host_plan: bool  # plans on the host, from exact lengths, before every run
     loads_dead_slots: bool = False  # multiplies slots it masks by 0: they must hold finite numbers
+    tree_windows: bool = True  # masks windows in a tree too, where they follow the branch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,15 @@ class AttentionBackend(ABC):
     @abstractmethod
     def make_buffers(self, limits: Limits) -> Any:
         """Allocate once everything whose address a graph may hold."""
+
+    @classmethod
+    def buffer_bytes(cls, limits: Limits) -> int:
+        """The most bytes `make_buffers` and host plans hold, for the memory budget.
+
+        limits.device is the meta device, which stands for any.  This counts what `make_buffers`
+        allocates there; a backend that cannot, or that holds more, has a formula of its own.
+        """
+        return tensor_bytes(cls().make_buffers(limits))
 
     @abstractmethod
     def plan(self, view: StepView, buffers: Any) -> Any:

@@ -83,6 +83,11 @@ class FlashAttentionBackend(AttentionBackend, Generic[LibraryT]):
             lacks_prefix=torch.zeros(limits.max_tokens, dtype=torch.bool, device=limits.device),
         )
 
+    @classmethod
+    def buffer_bytes(cls, limits: Limits) -> int:
+        """The same without the library, which need not be here."""
+        return 4 * limits.max_reqs + limits.max_tokens
+
     def plan(
         self, view: StepView, buffers: FlashAttentionBuffers[LibraryT]
     ) -> FlashAttentionPlan[LibraryT]:

@@ -71,6 +71,11 @@ class HybridBackend(AttentionBackend):
             prefill=self._prefill.make_buffers(limits), decode=self._decode.make_buffers(limits)
         )
 
+    @classmethod
+    def buffer_bytes(cls, limits: Limits) -> int:
+        """Those of both."""
+        return cls.prefill.buffer_bytes(limits) + cls.decode.buffer_bytes(limits)
+
     def plan(self, view: StepView, buffers: HybridBuffers) -> HybridPlan:
         """The plan of the backend this step belongs to."""
         if serves_decode(view):
@@ -153,6 +158,7 @@ def _common(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         graph=min(prefill.graph, decode.graph),
         host_plan=prefill.host_plan or decode.host_plan,
         loads_dead_slots=prefill.loads_dead_slots or decode.loads_dead_slots,
+        tree_windows=decode.tree_windows,
     )
 
 

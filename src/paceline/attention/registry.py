@@ -9,6 +9,7 @@ from paceline.attention.hybrid import hybrid
 from paceline.attention.measurements import LayerShape, Phase, Table, package_table
 from paceline.attention.preference import prefer
 from paceline.core.errors import BackendUnsupported, ConfigError, message
+from paceline.core.modes import MaskKind
 from paceline.core.plugins import load_class
 
 # Short name -> "module:Class", imported when asked for.
@@ -72,9 +73,11 @@ def _halves(name: str) -> tuple[str, str] | None:
 
 def _composed(name: str, config: AttentionConfig) -> tuple[str, str]:
     """(name of the backend that would serve `config`, what to add to why)."""
-    if not needs_cascade(load_backend(name).capabilities, config):
+    can = load_backend(name).capabilities
+    if not needs_cascade(can, config.masks, window=config.window):
         return name, ""
-    return f"cascade({name})", f"; {name} has no tree mask, so trees run by cascade"
+    lacks = "windows in a tree" if MaskKind.TREE in can.masks else "tree mask"
+    return f"cascade({name})", f"; {name} has no {lacks}, so trees run by cascade"
 
 
 def _reasons(name: str, config: AttentionConfig) -> list[str]:

@@ -30,12 +30,14 @@ class Inputs(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One launch: its live requests."""
+    """One launch: its requests, without padding."""
 
     prefix_lens: tuple[int, ...]  # [num_reqs] tokens in the cache before the step
     extend_lens: tuple[int, ...]  # [num_reqs] tokens computed in the step, at least 1
     parents: tuple[tuple[int, ...], ...] | None = None  # [num_reqs][extend_len] row of the same
     # request a node hangs on, -1: the prefix.  None: a chain, or the mode's own mask.
+    frozen: tuple[int, ...] = ()  # requests that the device has finished, unknown to the host: the
+    # step carries them, and drops what comes of them
 
     @property
     def num_reqs(self) -> int:
@@ -49,6 +51,15 @@ class Batch:
     def kv_lens(self) -> tuple[int, ...]:
         """[num_reqs] prefix + extend, always."""
         return tuple(p + e for p, e in zip(self.prefix_lens, self.extend_lens, strict=True))
+
+    @property
+    def is_dropped(self) -> tuple[bool, ...]:
+        """[num_tokens] whether nobody reads a token's output: its request is frozen."""
+        return tuple(
+            request in self.frozen
+            for request, extend in enumerate(self.extend_lens)
+            for _ in range(extend)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import torch
 
-from paceline.attention.cascade import cascade
+from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import AttentionBackend, AttentionConfig, GraphSupport
 from paceline.attention.hybrid import hybrid
 from paceline.attention.registry import load_backend
@@ -56,9 +56,9 @@ def contender(name: str, device_type: str) -> Contender:
 
 
 def for_case(who: Contender, case: Case) -> type[AttentionBackend]:
-    """The class that runs a case: under a tree, a backend that has none is composed by cascade."""
+    """The class that runs a case: by cascade where a tree is more than the backend can mask."""
     can = who.backend.capabilities
-    if _has_tree(case) and MaskKind.TREE not in can.masks and can.returns_lse:
+    if needs_cascade(can, _masks(case), window=_has_window(case)):
         return cascade(who.backend)
     return who.backend
 
@@ -83,18 +83,22 @@ def refusals(case: Case, who: Contender, runner: Runner, device: torch.device) -
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,
         v_head_dim=case.v_head_dim,
-        window=any(layer.window is not None for layer in case.layers),
+        window=_has_window(case),
         soft_cap=case.soft_cap is not None,
         sinks=case.sinks,
-        masks=frozenset(case.mask(batch) for batch in case.batches),
+        masks=_masks(case),
         needs_lse=case.prefix_only,
         graph=graph,
     )
     return for_case(who, case).unsupported_reasons(config)
 
 
-def _has_tree(case: Case) -> bool:
-    return any(case.mask(batch) is MaskKind.TREE for batch in case.batches)
+def _masks(case: Case) -> frozenset[MaskKind]:
+    return frozenset(case.mask(batch) for batch in case.batches)
+
+
+def _has_window(case: Case) -> bool:
+    return any(layer.window is not None for layer in case.layers)
 
 
 def _emulated(backend: type[AttentionBackend], module: str) -> type[AttentionBackend]:

@@ -18,8 +18,10 @@ from paceline.conformance.contenders import Contender, contender, for_case, refu
 from paceline.conformance.prepared import Prepared, prepare_case
 from paceline.conformance.rig import Rig
 from paceline.conformance.suite import cases
-from paceline.conformance.tolerance import Expectation
+from paceline.conformance.tolerance import Expectation, Judgement
 from paceline.core.errors import ConfigError, message
+
+_LONGEST_REASON = 2000  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,10 @@ class Finding:
 def run_cell(case: Case, who: Contender, runner: Runner, device: torch.device) -> CellResult:
     """Run one cell.  A fault of the backend makes it failing; nothing is raised for one."""
     began = time.perf_counter()
-    reasons = refusals(case, who, runner, device)
-    if reasons:
-        return _result(case, who, runner, Status.REFUSED, began, "; ".join(reasons))
     try:
+        reasons = refusals(case, who, runner, device)
+        if reasons:
+            return _result(case, who, runner, Status.REFUSED, began, "; ".join(reasons))
         finding = examine(prepare_case(case), who, runner, device)
     except Exception as error:  # noqa: BLE001  a backend may raise anything; the run goes on
         reason = f"raised {type(error).__name__}: {error}"
@@ -102,14 +104,26 @@ def _judge(expectation: Expectation, rig: Rig) -> Finding:
     for layer in range(len(expectation.case.layers)):
         judged = expectation.judge(layer, rig.answer(layer))
         found = Finding(judged.error, judged.tolerance, None)
-        if not judged.is_right:
-            fault = (
-                f"layer {layer}: error {judged.error:.3g} where {judged.tolerance:.3g} is allowed, "
-                f"at {judged.where}"
-            )
-            return replace(found, fault=fault)
+        lse = rig.lse(layer)
+        judged_lse = None if lse is None else expectation.judge_lse(layer, lse)
+        faults = [] if judged.is_right else [_off("error", judged)]
+        if judged_lse is not None and not judged_lse.is_right:
+            faults.append(_off("lse", judged_lse))
+        if faults:
+            return replace(found, fault=f"layer {layer}: {' and '.join(faults)}")
         worst = max(worst, found, key=lambda finding: finding.error / finding.tolerance)
     return worst
+
+
+def _off(what: str, judged: Judgement) -> str:
+    return f"{what} {judged.error:.3g} where {judged.tolerance:.3g} is allowed, at {judged.where}"
+
+
+def _cut(reason: str | None) -> str | None:
+    if reason is None or len(reason) <= _LONGEST_REASON:
+        return reason
+    left = len(reason) - _LONGEST_REASON
+    return f"{reason[:_LONGEST_REASON]} ... and {left} more characters"
 
 
 def _result(
@@ -128,7 +142,7 @@ def _result(
         runner=runner.value,
         variant=case.name,
         status=status,
-        reason=reason,
+        reason=_cut(reason),
         error=None if finding is None else finding.error,
         tolerance=None if finding is None else finding.tolerance,
         seconds=time.perf_counter() - began,

@@ -1,11 +1,11 @@
-"""What must hold after every plan, whatever the layout: derived here again, in plain Python.
+"""What must hold after every plan, whatever the layout.
 
-The step view and each layout a plan holds are compared with host integers that are computed from
-the case alone.  Nothing of the runner, the kernels or the layouts computes anything here.
+The step view, what the model was given and each layout a plan holds are compared with lists of host
+integers (conformance/wanted.py).
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -15,32 +15,12 @@ from paceline.attention.layouts.csr import CsrPlan
 from paceline.attention.layouts.page_table import PageTablePlan
 from paceline.conformance.case import Batch, Case
 from paceline.conformance.placement import Placement
+from paceline.conformance.wanted import Ids, Wanted, wanted_step
 from paceline.conformance.watched import Watched
-from paceline.core.padding import PAD_PAGE, PAD_PREFIX_LEN, PAD_ROW, PAD_SLOT
+from paceline.core.padding import PAD_PAGE, PAD_ROW, PAD_SLOT
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """A padded step in host integers."""
-
-    rows: list[int]  # [padded_reqs]
-    prefix_lens: list[int]  # [padded_reqs]
-    extend_lens: list[int]  # [padded_reqs]
-    parents: list[list[int]] | None  # [padded_reqs][extend]
-    input_ids: list[int]  # [padded_tokens]
-    pages: list[list[list[int]]]  # [num_groups][padded_reqs] page ids of kv_len
-
-    @property
-    def kv_lens(self) -> list[int]:
-        return [p + e for p, e in zip(self.prefix_lens, self.extend_lens, strict=True)]
-
-    @property
-    def offsets(self) -> list[int]:
-        """[padded_reqs + 1] tokens before each request."""
-        found = [0]
-        for extend in self.extend_lens:
-            found.append(found[-1] + extend)
-        return found
+_SHOWN = 12  # entries of a list that a reason spells out
+_BEFORE = 3  # of them before the first that differs
 
 
 def broken_invariants(
@@ -48,173 +28,153 @@ def broken_invariants(
     batch: Batch,
     placement: Placement,
     *,
-    ids: Sequence[Sequence[int]],
+    ids: Ids,
     watched: Watched,
+    positions: Tensor,
 ) -> list[str]:
-    """Every invariant the last step broke, by name.  ids: [num_reqs] token ids of each request."""
+    """Every invariant the last step broke, by name.
+
+    ids: [num_reqs] token ids of each request; positions: [at least padded_tokens] int64 as the
+    model was given them.
+    """
     assert watched.planned is not None, "no step was planned"
     view, plan = watched.planned
-    wanted = _wanted(batch, placement, ids, view)
-    faults = _lens(wanted, view)
+    wanted = wanted_step(batch, placement, ids, view)
+    faults = list(_lens(wanted, view))
     if faults:
         return faults  # what follows is derived from the lengths
     faults = [*_tokens(wanted, view), *_slots(case, wanted, view), *_tree(wanted, view)]
+    given = positions[: view.padded_tokens]
+    faults += differences("positions the model was given", given, wanted.positions)
     for name, layout in _layouts("plan", plan):
         if isinstance(layout, PageTablePlan):
-            faults += _page_table(name, wanted, layout)
+            faults += _page_table(name, case, wanted, layout)
         else:
             faults += _csr(name, case, wanted, layout)
     return faults
 
 
-def _wanted(
-    batch: Batch, placement: Placement, ids: Sequence[Sequence[int]], view: StepView
-) -> Wanted:
-    """The live rows, then the padding rule: prefix 1 and the stride, or what is left over."""
-    num_pad = view.padded_reqs - batch.num_reqs
-    left = view.padded_tokens - batch.num_tokens
-    pad = [view.max_extend_len] * num_pad
-    if sum(pad) != left:
-        pad = [left] + [0] * (num_pad - 1) if num_pad else []
-    new = [
-        token
-        for request, prefix in enumerate(batch.prefix_lens)
-        for token in ids[request][prefix:]
-    ]
-    parents = None
-    if batch.parents is not None:
-        parents = [list(tree) for tree in batch.parents] + [[-1] * extend for extend in pad]
-    return Wanted(
-        rows=[*placement.rows, *[PAD_ROW] * num_pad],
-        prefix_lens=[*batch.prefix_lens, *[PAD_PREFIX_LEN] * num_pad],
-        extend_lens=[*batch.extend_lens, *pad],
-        parents=parents,
-        input_ids=new + [0] * left,
-        pages=[
-            [*map(list, pages), *[[] for _ in range(num_pad)]] for pages in placement.pages
-        ],
-    )
-
-
-def _differs(name: str, got: Tensor | list[int], wanted: object) -> list[str]:
+def differences(name: str, got: Tensor | list[int], wanted: list[int]) -> Iterator[str]:
+    """At most one: that two lists differ, and the entries around the first difference."""
     found = got.tolist() if isinstance(got, Tensor) else got
-    return [] if found == wanted else [f"{name} must be {wanted}, got {found}"]
+    if found == wanted:
+        return
+    if len(found) != len(wanted):
+        yield f"{name} must have {len(wanted)} entries, got {len(found)}"
+        return
+    begin, end = 0, len(wanted)
+    if end > _SHOWN:
+        first = next(i for i, pair in enumerate(zip(found, wanted, strict=True)) if _differ(pair))
+        begin = max(0, first - _BEFORE)
+        end = min(end, begin + _SHOWN)
+        name = f"{name}[{begin}:{end}]"
+    yield f"{name} must be {wanted[begin:end]}, got {found[begin:end]}"
 
 
-def _lens(wanted: Wanted, view: StepView) -> list[str]:
+def _differ(pair: tuple[int, int]) -> bool:
+    return pair[0] != pair[1]
+
+
+def _lens(wanted: Wanted, view: StepView) -> Iterator[str]:
     offsets = wanted.offsets
-    faults = [
-        *_differs("row_ids", view.row_ids, wanted.rows),
-        *_differs("prefix_lens", view.prefix_lens, wanted.prefix_lens),
-        *_differs("extend_lens", view.extend_lens, wanted.extend_lens),
-        *_differs("kv_lens", view.kv_lens, wanted.kv_lens),
-        *_differs("cu_seqlens_q", view.cu_seqlens_q, offsets),
-    ]
+    yield from differences("row_ids", view.row_ids, wanted.rows)
+    yield from differences("prefix_lens", view.prefix_lens, wanted.prefix_lens)
+    yield from differences("extend_lens", view.extend_lens, wanted.extend_lens)
+    yield from differences("kv_lens", view.kv_lens, wanted.kv_lens)
+    yield from differences("cu_seqlens_q", view.cu_seqlens_q, offsets)
     if offsets[-1] != view.padded_tokens:
-        faults.append(f"the step must have {view.padded_tokens} tokens, got {offsets[-1]}")
-    if max(wanted.extend_lens) > view.max_extend_len:
-        faults.append(f"max_extend_len must cover {wanted.extend_lens}, got {view.max_extend_len}")
-    if max(wanted.kv_lens) > view.kv_len_bound:
-        faults.append(f"kv_len_bound must cover {wanted.kv_lens}, got {view.kv_len_bound}")
-    return faults
+        yield f"the step must have {offsets[-1]} tokens, got {view.padded_tokens}"
+    yield from _covers("max_extend_len", view.max_extend_len, wanted.extend_lens)
+    yield from _covers("kv_len_bound", view.kv_len_bound, wanted.kv_lens)
+
+
+def _covers(name: str, bound: int, lens: list[int]) -> Iterator[str]:
+    if max(lens) > bound:
+        yield f"{name} must be at least {max(lens)}, got {bound}"
 
 
 def _tokens(wanted: Wanted, view: StepView) -> Iterator[str]:
     requests = [r for r, extend in enumerate(wanted.extend_lens) for _ in range(extend)]
-    positions = [
-        prefix + step
-        for r, prefix in enumerate(wanted.prefix_lens)
-        for step in _depths(wanted, r)
-    ]
-    last = [end - 1 for end in wanted.offsets[1:]]
-    yield from _differs("req_ids", view.req_ids, requests)
-    yield from _differs("positions", view.positions, positions)
-    yield from _differs("input_ids", view.input_ids, wanted.input_ids)
-    yield from _differs("logits_loc", view.logits_loc, last)
+    yield from differences("req_ids", view.req_ids, requests)
+    yield from differences("positions", view.positions, wanted.positions)
+    yield from differences("input_ids", view.input_ids, wanted.input_ids)
+    yield from differences("logits_loc", view.logits_loc, [end - 1 for end in wanted.offsets[1:]])
 
 
 def _slots(case: Case, wanted: Wanted, view: StepView) -> Iterator[str]:
     """Where each new token is written; live rows never share a slot."""
-    for group, pages in enumerate(wanted.pages):
-        found = view.groups[group]
-        loc: list[int] = []
-        for r, (prefix, extend) in enumerate(
-            zip(wanted.prefix_lens, wanted.extend_lens, strict=True)
-        ):
-            for at in range(prefix, prefix + extend):
-                if wanted.rows[r] == PAD_ROW:
-                    loc.append(PAD_SLOT)
-                    continue
-                page, offset = divmod(at, case.page_size)
-                loc.append(pages[r][page] * case.page_size + offset)
-        live = [slot for slot in loc if slot != PAD_SLOT]
+    for number, group in enumerate(view.groups):
+        slots = wanted.slots(number, case.page_size)
+        live = [slot for slot in slots if slot is not None]
         assert len(live) == len(set(live)), "the case itself writes a slot twice"
-        yield from _differs(f"out_cache_loc of group {group}", found.out_cache_loc, loc)
-        width = found.page_table.shape[1]
-        table = [row + [PAD_PAGE] * (width - len(row)) for row in pages]
-        for r, row in enumerate(found.page_table.tolist()):
-            used = -(-wanted.kv_lens[r] // case.page_size) if wanted.rows[r] != PAD_ROW else width
-            if used > width:
-                yield f"page table of group {group} must be {used} wide, got {width}"
-            elif row[:used] != table[r][:used]:
-                yield f"page table row {r} of group {group} must be {table[r][:used]}, got {row}"
+        loc = [PAD_SLOT if slot is None else slot for slot in slots]
+        yield from differences(f"out_cache_loc of group {number}", group.out_cache_loc, loc)
+        yield from _pages(f"of group {number}", case, wanted, number, group.page_table)
+
+
+def _pages(name: str, case: Case, wanted: Wanted, group: int, table: Tensor) -> Iterator[str]:
+    """The entries of a page table up to each request's length; all of a padded row's are 0."""
+    width = table.shape[1]
+    for request, (row, kv_len) in enumerate(zip(wanted.rows, wanted.kv_lens, strict=True)):
+        pages = wanted.pages[group][request]
+        used = width if row == PAD_ROW else -(-kv_len // case.page_size)
+        if used > width:
+            yield f"page table {name} must be at least {used} wide, got {width}"
+            return
+        right = [*pages, *[PAD_PAGE] * (used - len(pages))][:used]
+        yield from differences(f"page table row {request} {name}", table[request, :used], right)
 
 
 def _tree(wanted: Wanted, view: StepView) -> Iterator[str]:
     if (view.tree_mask is None) != (wanted.parents is None):
         yield f"tree_mask must be {'absent' if wanted.parents is None else 'present'}"
-    if view.tree_mask is None or wanted.parents is None:
-        return
-    rows = []
-    for tree in wanted.parents:
-        for node in range(len(tree)):
-            path = [node]
-            while tree[path[-1]] >= 0:
-                path.append(tree[path[-1]])
-            rows.append([column in path for column in range(view.max_extend_len)])
-    yield from _differs("tree_mask", view.tree_mask, rows)
+    if view.tree_mask is not None and wanted.parents is not None:
+        yield from _tree_rows("tree_mask", wanted, view.tree_mask)
 
 
-def _page_table(name: str, wanted: Wanted, plan: PageTablePlan) -> Iterator[str]:
-    yield from _differs(f"{name}.cu_seqlens_q", plan.cu_seqlens_q, wanted.offsets)
-    yield from _differs(f"{name}.prefix_lens", plan.prefix_lens, wanted.prefix_lens)
-    yield from _differs(f"{name}.extend_lens", plan.extend_lens, wanted.extend_lens)
-    yield from _differs(f"{name}.kv_lens", plan.kv_lens, wanted.kv_lens)
-    if plan.max_extend_len < max(wanted.extend_lens):
-        yield f"{name}.max_extend_len must cover {wanted.extend_lens}, got {plan.max_extend_len}"
-    for table in plan.page_tables:
+def _tree_rows(name: str, wanted: Wanted, mask: Tensor) -> Iterator[str]:
+    right = wanted.tree_rows(mask.shape[1])
+    for token, (got, row) in enumerate(zip(mask.int().tolist(), right, strict=True)):
+        yield from differences(f"{name} of token {token}", got, [int(seen) for seen in row])
+
+
+def _page_table(name: str, case: Case, wanted: Wanted, plan: PageTablePlan) -> Iterator[str]:
+    """A layout is held to the same, whoever made it."""
+    yield from differences(f"{name}.cu_seqlens_q", plan.cu_seqlens_q, wanted.offsets)
+    yield from differences(f"{name}.prefix_lens", plan.prefix_lens, wanted.prefix_lens)
+    yield from differences(f"{name}.extend_lens", plan.extend_lens, wanted.extend_lens)
+    yield from differences(f"{name}.kv_lens", plan.kv_lens, wanted.kv_lens)
+    yield from _covers(f"{name}.max_extend_len", plan.max_extend_len, wanted.extend_lens)
+    yield from _covers(f"{name}.kv_len_bound", plan.kv_len_bound, wanted.kv_lens)
+    if plan.tree_mask is not None and wanted.parents is not None:
+        yield from _tree_rows(f"{name}.tree_mask", wanted, plan.tree_mask)
+    for group, table in enumerate(plan.page_tables):
         if table.dtype != torch.int32 or table.stride(1) != 1:
-            yield f"{name}.page_tables must be int32 with contiguous rows, got {table.dtype}"
+            yield (
+                f"{name}.page_tables must be int32 with a last stride of 1, got {table.dtype} "
+                f"with {table.stride(1)}"
+            )
+        yield from _pages(f"{name}.{group}", case, wanted, group, table)
 
 
 def _csr(name: str, case: Case, wanted: Wanted, plan: CsrPlan) -> Iterator[str]:
-    """The pages of all requests in one list."""
-    lens = wanted.prefix_lens if plan.is_prefix else wanted.kv_lens
+    """The pages of all requests in one list, by the lengths of the host plan."""
+    lens = wanted.host_prefix_lens if plan.is_prefix else wanted.host_kv_lens
     counts = [-(-kv_len // case.page_size) for kv_len in lens]
     indptr = [0]
     for count in counts:
         indptr.append(indptr[-1] + count)
-    yield from _differs(f"{name}.kv_indptr", plan.kv_indptr, indptr)
+    yield from differences(f"{name}.kv_indptr", plan.kv_indptr, indptr)
     last = [
         kv_len - max(count - 1, 0) * case.page_size
         for kv_len, count in zip(lens, counts, strict=True)
     ]
-    yield from _differs(f"{name}.last_page_len", plan.last_page_len, last)
-    pages = [
-        row[:count] if wanted.rows[r] != PAD_ROW else [PAD_PAGE] * count
-        for r, (row, count) in enumerate(zip(wanted.pages[plan.group], counts, strict=True))
-    ]
-    found = plan.kv_indices[: indptr[-1]]
-    yield from _differs(f"{name}.kv_indices", found, [page for row in pages for page in row])
-
-
-def _depths(wanted: Wanted, request: int) -> list[int]:
-    if wanted.parents is None:
-        return list(range(wanted.extend_lens[request]))
-    depths: list[int] = []
-    for parent in wanted.parents[request]:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
+    yield from differences(f"{name}.last_page_len", plan.last_page_len, last)
+    pages: list[int] = []
+    for request, count in enumerate(counts):
+        row = wanted.pages[plan.group][request]
+        pages += row[:count] if wanted.rows[request] != PAD_ROW else [PAD_PAGE] * count
+    yield from differences(f"{name}.kv_indices", plan.kv_indices[: indptr[-1]], pages)
 
 
 def _layouts(name: str, plan: object) -> Iterator[tuple[str, PageTablePlan | CsrPlan]]:

@@ -118,7 +118,7 @@ def run_cells(
         workers,
         limit_s=limit_s,
         prepare=harness.prepare,
-        environment=_environment(device_type, workers),
+        environment=_environment(device_type),
     )
     with pool:
         _require_resolved(pool, cells, device_type, harness)
@@ -236,15 +236,17 @@ def _require_sound_device(result: CellResult) -> None:
         raise LastResult(result) from error
 
 
-def _environment(device_type: str, workers: int) -> dict[str, str]:
-    """Triton reads the first when it is imported, torch or FlashAttention 4 the second: its workers
-    share what they compile."""
-    from paceline.engine.machine import usable_cores
+def _environment(device_type: str) -> dict[str, str]:
+    """What is read while a worker imports its libraries.
 
-    if device_type == "cuda":
-        return {"TRITON_INTERPRET": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
-    threads = max(1, usable_cores() // workers)
-    return {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": str(threads)}
+    The oracle's tensors are small: a second thread gains nothing, and threads of several workers
+    that wait for one another's cores take a hundred times as long.
+    """
+    if device_type == "cpu":
+        return {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    # FlashAttention 4: workers share what they compile.
+    shared = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
+    return {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"} | shared
 
 
 def _require_resolved(

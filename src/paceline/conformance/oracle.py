@@ -84,7 +84,7 @@ def attend(
     value, is neither scaled nor capped, and does not count in the prefix alone.  0 where a row
     sees nothing.
     """
-    return _walk(case, batch, data, layer, meaning)[0]
+    return attend_both(case, batch, data, layer, meaning=meaning)[0]
 
 
 def attend_lse(
@@ -92,12 +92,13 @@ def attend_lse(
 ) -> Tensor:
     """[num_tokens, heads] float64 natural log of the sum of exponentials of the visible scores,
     without sinks; -inf where a row sees nothing."""
-    return _walk(case, batch, data, layer, meaning)[1]
+    return attend_both(case, batch, data, layer, meaning=meaning)[1]
 
 
-def _walk(
-    case: Case, batch: Batch, data: BatchData, layer: int, meaning: Meaning
+def attend_both(
+    case: Case, batch: Batch, data: BatchData, layer: int, *, meaning: Meaning = TRUE
 ) -> tuple[Tensor, Tensor]:
+    """(`attend`, `attend_lse`) in one walk."""
     outs, lses = [], []
     for request, extend in enumerate(batch.extend_lens):
         for row in range(extend):

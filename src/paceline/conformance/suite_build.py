@@ -93,6 +93,12 @@ def with_trees(case: Case, *trees: Parents) -> Case:
     return replace(case, batches=batches)
 
 
+def with_frozen(case: Case, *frozen: tuple[int, ...]) -> Case:
+    """`case` with the requests of each batch that the device has finished."""
+    pairs = zip(case.batches, frozen, strict=True)
+    return replace(case, batches=tuple(replace(batch, frozen=rows) for batch, rows in pairs))
+
+
 def with_prefixes(base: Case, name: str, lists: Sequence[tuple[int, ...]], *, extend: int) -> Case:
     """`base` with one batch per list of prefixes, `extend` tokens per request."""
     batches = tuple(Batch(prefixes, (extend,) * len(prefixes)) for prefixes in lists)

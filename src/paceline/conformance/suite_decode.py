@@ -3,7 +3,13 @@
 from dataclasses import replace
 
 from paceline.conformance.case import Case, Inputs, Layer, PageLayout
-from paceline.conformance.suite_build import base_case, full, live_sizes_case, uniform_case
+from paceline.conformance.suite_build import (
+    base_case,
+    full,
+    live_sizes_case,
+    uniform_case,
+    with_frozen,
+)
 from paceline.core.modes import ForwardMode
 
 _BASE = base_case(ForwardMode.DECODE)
@@ -23,7 +29,9 @@ def _lengths() -> tuple[Case, ...]:
         uniform_case(two, "one", (37,)),
         uniform_case(eight, "long-and-short", (110, 1, 2, 3, 1)),
         live_sizes_case(_BASE, "every-live-size", (15, 33, 7, 48, 16, 1, 90, 31)),
+        with_frozen(uniform_case(_BASE, "frozen-rows", (31, 15, 40, 7)), (), (0,), (1, 3)),
         *full(
+            with_frozen(live_sizes_case(_BASE, "frozen-alone", (30, 40, 15)), (), (0,), (1,)),
             uniform_case(_BASE, "full-bucket", (31, 1, 47, 16)),
             uniform_case(eight, "quarter-bucket", (50, 17)),
         ),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from paceline.conformance.case import Case, Inputs, Layer, PageLayout
-from paceline.conformance.suite_build import Rows, base_case, full, ragged_case
+from paceline.conformance.suite_build import Rows, base_case, full, ragged_case, with_frozen
 from paceline.core.modes import ForwardMode
 
 _BASE = base_case(ForwardMode.EXTEND)
@@ -92,6 +92,7 @@ def mixed_cases() -> tuple[Case, ...]:
         ragged_case(base, "decode-and-chunks", rows),
         ragged_case(replace(base, page_size=1), "page1", ((9, 1), (0, 6), (17, 1))),
         ragged_case(shared, "shared-prefix", ((32, 1), (35, 9), (41, 1))),
+        with_frozen(ragged_case(base, "frozen-rows", rows), (), (1,), (0, 2)),
         *full(
             ragged_case(base, "chunks-first", ((16, 16), (0, 9), (31, 1), (40, 1))),
             ragged_case(spread, "interleaved-mqa", rows),

@@ -10,6 +10,7 @@ from paceline.conformance.suite_build import (
     ragged_case,
     tree_case,
     uniform_case,
+    with_frozen,
     with_prefixes,
     with_trees,
 )
@@ -51,6 +52,7 @@ def _verify_trees() -> tuple[Case, ...]:
             for name, tree in VERIFY_TREES.items()
         ),
         tree_case(_VERIFY, "mixed-shapes", _EDGES, *nine, chain(9)),
+        with_frozen(tree_case(_VERIFY, "frozen-rows", _EDGES, *nine), (), (1,), (0,)),
         *full(with_trees(sizes, *nine)),
     )
 

@@ -13,6 +13,7 @@ from paceline.conformance.suite_build import (
     ragged_case,
     tree_case,
     uniform_case,
+    with_frozen,
 )
 from paceline.conformance.trees import beam, chain, draft_step, irregular
 from paceline.core.modes import ForwardMode
@@ -88,7 +89,12 @@ def _speculative() -> tuple[Case, ...]:
     return (
         uniform_case(replace(verify, dtype="float16"), "tiny-chain3", (6, 11), extend=3),
         tree_case(replace(verify, num_heads=8), "tiny-topk4", (6, 11), beam(4, 2)),
-        tree_case(replace(verify, page_size=1), "tiny-shapes", (3, 8), irregular(7), chain(7)),
+        with_frozen(
+            tree_case(replace(verify, page_size=1), "tiny-shapes", (3, 8), irregular(7), chain(7)),
+            (),
+            (0,),
+            (1,),
+        ),
         tree_case(replace(windows, page_size=16), "tiny-window3-topk2", (13, 16), beam(2, 2)),
         tree_case(
             replace(draft, layout=PageLayout.INTERLEAVED, sinks=True),

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.conformance.batch_data import BatchData
 from paceline.conformance.case import Case
 from paceline.conformance.mistakes import Mistake, mistakes
-from paceline.conformance.oracle import attend
+from paceline.conformance.oracle import attend_both
 from paceline.conformance.wrong import hidden_keys, touched_answers
 
 MULTIPLE = 2.5  # of the low-precision run's worst error
@@ -26,6 +26,8 @@ LEAST = {"bfloat16": 2.0**-10, "float16": 2.0**-13, "float32": 3e-6}
 # Relative error of tanh in hardware (PTX ISA, tanh.approx.f32), which kernels use in 16 bits.
 TANH_ERROR = 2.0**-11
 TINY = 1e-6  # the size of values where a row sees none
+# Of a log-sum-exp: absolute in 16 bits, and relative to its size, which is at least 1, in float32.
+LSE_ALLOWED = {"bfloat16": 1e-3, "float16": 1e-3, "float32": 1e-5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +53,38 @@ class Expectation:
     exact: tuple[Tensor, ...]  # [layers] [num_tokens, heads, v_head_dim]  float64
     allowed: tuple[Tensor, ...]  # [layers] [num_tokens, heads]  float64  L2 over v_head_dim
     sizes: tuple[Tensor, ...]  # [layers] [num_tokens, heads]  float64  of the values mixed
+    lses: tuple[Tensor, ...]  # [layers] [num_tokens, heads]  float64  natural, without sinks
 
     def judge(self, layer: int, out: Tensor) -> Judgement:
-        """Compares out [num_tokens, heads, v_head_dim], live tokens alone, of any dtype."""
+        """Compares out [num_tokens, heads, v_head_dim], tokens without padding, of any dtype."""
         exact, allowed, sizes = self.exact[layer], self.allowed[layer], self.sizes[layer]
         if out.shape != exact.shape:
             return Judgement(math.inf, 0.0, f"shape {tuple(out.shape)}, not {tuple(exact.shape)}")
-        error = (out.detach().cpu().double() - exact).norm(dim=2).nan_to_num(nan=math.inf)
-        worst = int((error / allowed).argmax())
-        token, head = divmod(worst, exact.shape[1])
+        error = (out.detach().cpu().double() - exact).norm(dim=2)
+        return self._worst(error, allowed, sizes)
+
+    def judge_lse(self, layer: int, lse: Tensor) -> Judgement:
+        """Compares lse [num_tokens, heads], tokens without padding; -inf is -inf exactly."""
+        case, exact = self.case, self.lses[layer]
+        if lse.shape != exact.shape:
+            return Judgement(math.inf, 0.0, f"shape {tuple(lse.shape)}, not {tuple(exact.shape)}")
+        got = lse.detach().cpu().double()
+        error = (got - exact).abs().masked_fill(got == exact, 0.0)
+        ones = torch.ones_like(exact)
+        allowed = LSE_ALLOWED[case.dtype] * ones
+        if case.dtype == "float32":
+            allowed = allowed * exact.abs().nan_to_num(posinf=1.0).clamp(min=1.0)
+        elif case.soft_cap is not None:
+            allowed = allowed + TANH_ERROR * case.soft_cap
+        return self._worst(error, allowed, ones)
+
+    def _worst(self, error: Tensor, allowed: Tensor, sizes: Tensor) -> Judgement:
+        """Where [num_tokens, heads] an error is greatest for what is allowed; what is dropped may
+        be anything."""
+        batch = self.case.batches[self.index]
+        error = error.nan_to_num(nan=math.inf, posinf=math.inf)
+        error[torch.tensor(batch.is_dropped)] = 0.0
+        token, head = divmod(int((error / allowed).argmax()), error.shape[1])
         size = float(sizes[token, head])
         return Judgement(
             float(error[token, head]) / size,
@@ -78,6 +103,8 @@ class Expectation:
         batch = self.case.batches[self.index]
         is_touched = False
         for request, rows, wrong in touched_answers(self.case, batch, layer, mistake):
+            if request in batch.frozen:
+                continue
             is_touched = True
             start = sum(batch.extend_lens[:request])
             tokens = [start + row for row in rows]
@@ -98,13 +125,14 @@ class Expectation:
 def expect(case: Case, index: int, data: BatchData) -> Expectation:
     """The oracle's answer for batch `index`, and what a backend may differ by."""
     batch = case.batches[index]
-    exact, allowed, sizes = [], [], []
+    exact, allowed, sizes, lses = [], [], [], []
     for layer in range(len(case.layers)):
-        right = attend(case, batch, data, layer)
+        right, lse = attend_both(case, batch, data, layer)
         rounded, size = _low_precision(case, index, data, layer)
         relative = float(((rounded - right).norm(dim=2) / size).max())
         floor = max(relative, LEAST[case.dtype])
         exact.append(right)
+        lses.append(lse)
         sizes.append(size)
         allowed.append(MULTIPLE * floor * size + ROUNDING[case.dtype] * right.norm(dim=2))
     return Expectation(
@@ -114,6 +142,7 @@ def expect(case: Case, index: int, data: BatchData) -> Expectation:
         exact=tuple(exact),
         allowed=tuple(allowed),
         sizes=tuple(sizes),
+        lses=tuple(lses),
     )
 
 

@@ -1,18 +1,31 @@
-"""A backend with a watcher: remembers the last plan of each shape, for the invariants."""
+"""A backend with a watcher: remembers the last plan, and keeps books of what forward did.
 
+The books are tensors at fixed addresses, written by operators that a graph records with the rest,
+so that they tell of a replay as of an eager run.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part, StepView
+from paceline.core.errors import KernelArgumentError, message
 from paceline.core.step import Step
+
+_BITS = {2: torch.int16, 4: torch.int32}
+_ARGUMENTS = ("q", "k", "v")
 
 
 class Watched(AttentionBackend):
-    """Forwards every hook to `inner` and keeps what it planned.
+    """Forwards every hook to `inner`.
 
     A plan's tensors stay where they are, so that after a replay the plan of the capture shows what
     the replay wrote.
+    lses: [num_layers] of [max_tokens, num_heads]  float32  what forward returned; NaN elsewhere
+    was_changed: [num_layers, 3]  bool  whether forward changed q, k, v
+    layers_with_lse: those whose forward returned one when Python called it last
     """
 
     def __init__(self, inner: AttentionBackend) -> None:
@@ -21,8 +34,17 @@ class Watched(AttentionBackend):
         self.capabilities = inner.capabilities  # type: ignore[misc]
         self.kept_fields = inner.kept_fields  # type: ignore[misc]
         self.planned: tuple[StepView, Any] | None = None  # of the last call
+        self.layers_with_lse: set[int] = set()
+        self.lses: tuple[Tensor, ...] = ()
+        self.was_changed = torch.zeros(0)
 
     def make_buffers(self, limits: Limits) -> Any:
+        shape = (limits.max_tokens, limits.num_heads)
+        self.lses = tuple(
+            torch.full(shape, float("nan"), device=limits.device) for _ in limits.layers
+        )
+        size = (len(limits.layers), len(_ARGUMENTS))
+        self.was_changed = torch.zeros(size, dtype=torch.bool, device=limits.device)
         return self._inner.make_buffers(limits)
 
     def plan(self, view: StepView, buffers: Any) -> Any:
@@ -36,4 +58,65 @@ class Watched(AttentionBackend):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Any, part: Part
     ) -> tuple[Tensor, Tensor | None]:
-        return self._inner.forward(q, k, v, layer, plan, part)
+        """`inner`'s answer, refused where its form is not the contract's.
+
+        Raises KernelArgumentError for that; mutates the books.
+        """
+        number, heads = layer.spec.layer_id, layer.spec.num_heads
+        before = [_bits(tensor).clone() for tensor in (q, k, v)]
+        out, lse = self._inner.forward(q, k, v, layer, plan, part)
+        self._note_changes(number, before, (q, k, v))
+        _require("out", out, (q.shape[0], heads, layer.spec.v_head_dim), q.dtype)
+        self.layers_with_lse.discard(number)
+        if lse is not None or part is Part.PREFIX:
+            _require("lse", lse, (q.shape[0], heads), torch.float32)
+            assert lse is not None
+            self.lses[number][: q.shape[0]].copy_(lse)
+            self.layers_with_lse.add(number)
+        return out, lse
+
+    def clear(self) -> None:
+        """Nothing returned yet, nothing changed yet."""
+        for lse in self.lses:
+            lse.fill_(float("nan"))
+        self.was_changed.zero_()
+
+    def changed_arguments(self) -> list[str]:
+        """What forward changed since `clear`, by layer."""
+        return [
+            f"forward of layer {layer} must leave {name} alone, got it changed"
+            for layer, changed in enumerate(self.was_changed.tolist())
+            for name, is_changed in zip(_ARGUMENTS, changed, strict=True)
+            if is_changed
+        ]
+
+    def _note_changes(self, layer: int, before: Sequence[Tensor], now: Sequence[Tensor]) -> None:
+        for index, (was, tensor) in enumerate(zip(before, now, strict=True)):
+            flag = self.was_changed[layer, index]
+            flag.logical_or_((was != _bits(tensor)).any())
+
+
+def watch(inner: AttentionBackend) -> Watched:
+    """`inner` watched, by a class that reports call its backend's: their lines name its file."""
+    named: type[Watched] = type("Watched", (Watched,), {"__module__": type(inner).__module__})
+    return named(inner)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers: NaN equals itself."""
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _require(name: str, got: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Refuse what a backend may not return, before it is broadcast or cast away."""
+    if isinstance(got, Tensor) and tuple(got.shape) == shape and got.dtype is dtype:
+        return
+    found = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
+    raise KernelArgumentError(
+        message(
+            f"{name} of forward",
+            expected=f"{dtype} {list(shape)}",
+            got=found,
+            remedy="return what AttentionBackend.forward promises",
+        )
+    )

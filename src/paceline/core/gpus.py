@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from paceline.core.errors import ConfigError, message
 
 GIB = 1 << 30
+MOST_SMS = 192  # multiprocessors of a GPU that is not known, for bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,15 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from paceline.attention.contract import AttentionConfig, GraphSupport
+import torch
+
+from paceline.attention.contract import AttentionBackend, AttentionConfig, GraphSupport, Limits
 from paceline.attention.measurements import Phase
-from paceline.attention.registry import Choice, choose
+from paceline.attention.registry import Choice, choose, load_backend
 from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import DeviceFacts
-from paceline.core.model_config import ModelConfig
+from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.options import EngineOptions, known
 from paceline.kvcache.pool import torch_kv_dtype
+from paceline.layers.attention import attention_limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +73,37 @@ def one_backend(phases: Sequence[PhaseChoice]) -> Choice:
     )
 
 
+def planned_backend(
+    config: ModelConfig, options: EngineOptions, device: DeviceFacts
+) -> type[AttentionBackend] | None:
+    """The backend that an engine would run; None where none can.  Raises ConfigError."""
+    try:
+        return load_backend(one_backend(phase_choices(config, options, device)).name)
+    except BackendUnsupported:
+        return None
+
+
+def planned_limits(
+    config: ModelConfig, options: EngineOptions, specs: tuple[CacheGroupSpec, ...]
+) -> Limits:
+    """The largest step, as a backend is told for the memory budget, at requests of one token."""
+    return attention_limits(
+        config,
+        specs,
+        device=torch.device("meta"),
+        dtype=getattr(torch, known(options.dtype)),
+        kv_dtype=torch_kv_dtype(known(options.kv_cache_dtype)),
+        # A padded ragged step may have a row more.
+        max_reqs=known(options.max_num_seqs) + bool(options.cuda_graph_max_tokens),
+        max_tokens=known(options.max_num_batched_tokens),
+        length=1,
+    )
+
+
 def attention_config(
     config: ModelConfig, options: EngineOptions, device: DeviceFacts, *, graph: GraphSupport
 ) -> AttentionConfig:
     """What the model asks of an attention backend under resolved `options`."""
-    import torch
-
     return AttentionConfig(
         device_type=device.device_type,
         cuda_arch=device.cuda_arch,

@@ -5,12 +5,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import Part
+from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.registry import load_backend
 from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.gpus import DeviceFacts, gib
+from paceline.core.modes import MaskKind
 from paceline.engine.attention_shape import AttentionShape
-from paceline.engine.attention_workload import Workload, make_workload
+from paceline.engine.attention_workload import Workload, kv_dtype_of, make_workload
 
 L2_TIMES = 8  # the KV of all layers is this many times the L2 cache
 CPU_SPAN_BYTES = 64 << 20
@@ -20,6 +21,29 @@ LEAST_LAYERS = 2
 ERROR_LIMITS = {"bfloat16": 2.0, "float16": 2.0, "float32": 8.0}
 CHECKED_EXTENDS = 4  # requests of an extend that are compared; of a decode all are
 Make = Callable[[Workload], Callable[[int], Tensor]]
+
+
+def attention_config(
+    shape: AttentionShape, *, device_type: str, cuda_arch: tuple[int, int] | None
+) -> AttentionConfig:
+    """What the shape asks of a backend."""
+    return AttentionConfig(
+        device_type=device_type,
+        cuda_arch=cuda_arch,
+        dtype=getattr(torch, shape.dtype),
+        kv_dtype=kv_dtype_of(shape),
+        page_size=shape.page_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        v_head_dim=shape.head_dim,
+        window=False,
+        soft_cap=False,
+        sinks=False,
+        masks=frozenset({MaskKind.CAUSAL}),
+        needs_lse=False,
+        graph=GraphSupport.DECODE if shape.extend_len == 1 else GraphSupport.UNIFORM,
+    )
 
 
 def our_make(name: str) -> Make:

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention.contract import (
-    AttentionConfig,
     AttentionSpec,
-    GraphSupport,
     GroupView,
     LayerCache,
     Limits,
@@ -160,29 +158,6 @@ def make_workload(
         q=q.to(dtype),
         k=_new_rows(caches[0].k_cache.flatten(0, 1), new, caches[0].k_scale).to(dtype),
         v=_new_rows(caches[0].v_cache.flatten(0, 1), new, caches[0].v_scale).to(dtype),
-    )
-
-
-def attention_config(
-    shape: AttentionShape, *, device_type: str, cuda_arch: tuple[int, int] | None
-) -> AttentionConfig:
-    """What the shape asks of a backend."""
-    return AttentionConfig(
-        device_type=device_type,
-        cuda_arch=cuda_arch,
-        dtype=getattr(torch, shape.dtype),
-        kv_dtype=kv_dtype_of(shape),
-        page_size=shape.page_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        v_head_dim=shape.head_dim,
-        window=False,
-        soft_cap=False,
-        sinks=False,
-        masks=frozenset({MaskKind.CAUSAL}),
-        needs_lse=False,
-        graph=GraphSupport.DECODE if shape.extend_len == 1 else GraphSupport.UNIFORM,
     )
 
 

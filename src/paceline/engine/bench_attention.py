@@ -25,6 +25,7 @@ from paceline.engine import bench_backends, flashinfer_peer
 from paceline.engine.arguments import add_flag
 from paceline.engine.attention_contenders import (
     Make,
+    attention_config,
     check,
     num_layers,
     our_make,
@@ -32,7 +33,7 @@ from paceline.engine.attention_contenders import (
     wants_finite,
 )
 from paceline.engine.attention_shape import FLAGS, AttentionShape, shape_of
-from paceline.engine.attention_workload import attention_config, make_workload
+from paceline.engine.attention_workload import make_workload
 from paceline.engine.interleaved import Timing, time_interleaved
 from paceline.engine.machine import local_device, versions
 

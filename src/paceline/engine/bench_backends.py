@@ -20,6 +20,7 @@ from paceline.attention.registry import choose, load_backend
 from paceline.core.errors import BackendUnsupported, ConfigError, message
 from paceline.core.gpus import DeviceFacts
 from paceline.engine.attention_contenders import (
+    attention_config,
     check,
     num_layers,
     our_make,
@@ -27,7 +28,7 @@ from paceline.engine.attention_contenders import (
     wants_finite,
 )
 from paceline.engine.attention_shape import AttentionShape, shape_of, suite
-from paceline.engine.attention_workload import attention_config, make_workload
+from paceline.engine.attention_workload import make_workload
 from paceline.engine.interleaved import Timing, time_interleaved
 from paceline.engine.machine import installed, versions
 
@@ -64,7 +65,7 @@ def plan_of(values: Mapping[str, Any]) -> Plan | None:
     if values["backends"] is None:
         for name, idle in (("shapes", "one"), ("save", None)):
             if values[name] != idle:
-                raise _contradiction(f"--{name}", f"--backends beside --{name}", "none")
+                raise _contradiction(f"--{name}", "left out without --backends", values[name])
         return None
     for name in ("backend", "peer"):
         if values[name] not in ("auto", "none"):
@@ -220,4 +221,6 @@ def _known(path: Path) -> Table:
 
 
 def _contradiction(flag: str, expected: str, got: object) -> ConfigError:
-    return ConfigError(message(flag, expected=expected, got=got, remedy="drop one of the two"))
+    return ConfigError(
+        message(flag, expected=expected, got=got, remedy="drop it, or change --backends")
+    )

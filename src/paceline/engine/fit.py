@@ -4,12 +4,14 @@ Weights and KV are exact from the config.  The rest are upper bounds by the form
 `engine.footprint`; after loading, `budget_table.compare` puts what was measured beside them.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from paceline.attention.contract import AttentionBackend, Limits
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.options import ELEMENT_BYTES, KV_ELEMENT_BYTES, EngineOptions, known
+from paceline.engine.attention_choice import planned_backend, planned_limits
 from paceline.engine.footprint import (
     GroupBudget,
     StepLimits,
@@ -94,6 +96,15 @@ class _Balance:
     options: EngineOptions
     device: DeviceFacts
     specs: tuple[CacheGroupSpec, ...]
+    backend: type[AttentionBackend] | None  # None: none can run, and nothing is allocated
+    attention: Limits  # for the backend, at a length of one token
+
+    def backend_bytes(self, length: int) -> int:
+        """What the attention backend holds.  length: tokens in flight included."""
+        if self.backend is None:
+            return 0
+        widths = tuple(-(-length // spec.page_size) for spec in self.specs)
+        return self.backend.buffer_bytes(replace(self.attention, max_pages=widths))
 
     @property
     def kv_element(self) -> int:
@@ -110,9 +121,8 @@ class _Balance:
         dtype = known(options.dtype)
         element = ELEMENT_BYTES[dtype]
         limits = StepLimits(
-            # A padded ragged step may have a row more.
-            rows=known(options.max_num_seqs) + bool(options.cuda_graph_max_tokens),
-            tokens=known(options.max_num_batched_tokens),
+            rows=self.attention.max_reqs,
+            tokens=self.attention.max_tokens,
             length=length + STEPS_IN_FLIGHT,
             plug_ins=bool(options.logits_processors),
         )
@@ -124,7 +134,8 @@ class _Balance:
             context=CUDA_CONTEXT_BYTES if here == "cuda" else 0,
             weights=weights_bytes(config, dtype),
             graphs=graphs,
-            workspace=workspace_bytes(config, self.specs, element, limits, device_type=here),
+            workspace=workspace_bytes(config, self.specs, limits)
+            + self.backend_bytes(limits.length),
             activations=step_bytes(config, element, limits),
         )
 
@@ -149,7 +160,15 @@ def plan_memory(config: ModelConfig, options: EngineOptions, device: DeviceFacts
     """
     step_tokens = known(options.max_num_batched_tokens)
     specs = cache_group_specs(config, known(options.page_size))
-    balance = _Balance(config=config, options=options, device=device, specs=specs)
+    backend = planned_backend(config, options, device)
+    balance = _Balance(
+        config=config,
+        options=options,
+        device=device,
+        specs=specs,
+        backend=backend,
+        attention=planned_limits(config, options, specs),
+    )
     wanted_len = options.max_model_len or config.max_position
     longest = longest_request(lambda n: balance.least(n) <= balance.budget(n), limit=wanted_len)
     served = wanted_len if options.max_model_len else longest

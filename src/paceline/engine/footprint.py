@@ -21,8 +21,6 @@ PLANNING_LEN = 8192  # tokens; cache groups are balanced for requests of at most
 LOGITS_BYTES = 6  # per row and vocabulary entry: the head's output, and it in float32
 PROMPT_ENTRY_BYTES = LOGITS_BYTES + 12  # of scored prompt tokens: softmax, and a sort's scratch
 PLUG_IN_ROW_BYTES = 1 << 14  # allowance: columns of plug-in logits processors, per request
-MOST_SMS = 192  # allowance: multiprocessors of a GPU, for the split of decode attention
-MOST_PROGRAMS = 2 * MOST_SMS  # see kernels/paged_attention/splits.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +135,10 @@ def graph_bytes(
 
 
 def workspace_bytes(
-    config: ModelConfig,
-    specs: Sequence[CacheGroupSpec],
-    element: int,
-    limits: StepLimits,
-    *,
-    device_type: str,
+    config: ModelConfig, specs: Sequence[CacheGroupSpec], limits: StepLimits
 ) -> int:
-    """What stays allocated beside weights, KV and graphs: the request table, the step's buffers,
-    the attention backend's buffers and the rope tables."""
+    """What stays allocated beside weights, KV and graphs: the request table, the step's buffers
+    and the rope tables; the attention backend's buffers are its own to count."""
     widths = [-(-limits.length // spec.page_size) for spec in specs]
     page_rows = 4 * sum(widths)
     sampling_row = 12 * (MAX_LOGIT_BIAS + 16) + 8 * MAX_STOP_IDS
@@ -155,25 +148,7 @@ def workspace_bytes(
     step = limits.rows * step_row + limits.tokens * (28 + 8 * len(specs)) + 4
     tables = 1 if config.rope_local is None else 2
     rope = tables * limits.length * config.rotary_dim * 4
-    return table + step + rope + _backend_bytes(config, specs, element, limits, device_type)
-
-
-def _backend_bytes(
-    config: ModelConfig,
-    specs: Sequence[CacheGroupSpec],
-    element: int,
-    limits: StepLimits,
-    device_type: str,
-) -> int:
-    """Buffers of the backend that auto chooses: split decode on CUDA, slot lists on a CPU."""
-    if device_type == "cuda":
-        splits = -(-MOST_PROGRAMS // config.num_kv_heads) + limits.rows
-        return (splits * (config.v_head_dim + 1) + limits.rows) * config.num_heads * 4
-    slots = 0
-    for spec in specs:
-        reach = -(-limits.length // spec.page_size) * spec.page_size
-        slots += reach if spec.window is None else min(spec.window, reach)
-    return limits.rows * (slots * (4 + element) + 8 * len(specs)) + 4096
+    return table + step + rope
 
 
 def request_pages(spec: CacheGroupSpec, length: int) -> int:

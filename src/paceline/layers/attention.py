@@ -3,9 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from paceline.attention.contract import AttentionBackend, AttentionSpec, LayerCache, Part
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionSpec,
+    LayerCache,
+    Limits,
+    Part,
+)
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
@@ -62,4 +69,33 @@ def attention_specs(
             soft_cap=config.attention_soft_cap,
         )
         for layer in range(config.num_layers)
+    )
+
+
+def attention_limits(
+    config: ModelConfig,
+    groups: tuple[CacheGroupSpec, ...],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    max_reqs: int,
+    max_tokens: int,
+    length: int,
+) -> Limits:
+    """What a backend allocates for.  length: tokens of one request, those in flight included."""
+    return Limits(
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        layers=attention_specs(config, groups),
+        max_reqs=max_reqs,
+        max_tokens=max_tokens,
+        max_pages=tuple(-(-length // group.page_size) for group in groups),
+        windows=tuple(group.window for group in groups),
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        v_head_dim=config.v_head_dim,
+        page_size=groups[0].page_size,
     )

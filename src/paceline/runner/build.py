@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits
+from paceline.attention.held import tensors_in
 from paceline.core.events import Notify
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.kvcache.pool import KVFormat, KVPool
-from paceline.layers.attention import attention_specs
+from paceline.layers.attention import attention_limits, attention_specs
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
@@ -21,7 +22,7 @@ from paceline.runner.graphs import (
     GraphStore,
     RecordedGraphFactory,
 )
-from paceline.runner.guard import Guard, NamedTensors, tensors_in
+from paceline.runner.guard import Guard, NamedTensors
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
@@ -134,20 +135,15 @@ def _backend_limits(
     dtype: torch.dtype,
     kv: KVFormat,
 ) -> Limits:
-    return Limits(
+    return attention_limits(
+        config,
+        tuple(groups),
         device=device,
         dtype=dtype,
         kv_dtype=kv.dtype,
-        layers=attention_specs(config, tuple(groups)),
         max_reqs=limits.padded_reqs,
         max_tokens=max(limits.max_batched_tokens, limits.max_running),
-        max_pages=tuple(-(-limits.kv_len_bound // group.page_size) for group in groups),
-        windows=tuple(group.window for group in groups),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        v_head_dim=config.v_head_dim,
-        page_size=groups[0].page_size,
+        length=limits.kv_len_bound,
     )
 
 

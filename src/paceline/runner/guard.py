@@ -1,7 +1,6 @@
 """The guard: what must be true before a padded step runs.  On by default; costs microseconds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 
 from torch import Tensor
 
@@ -10,22 +9,6 @@ from paceline.core.step import Step
 from paceline.runner.graphs import GraphKey
 
 NamedTensors = Callable[[], dict[str, Tensor]]
-
-
-def tensors_in(name: str, buffers: object) -> dict[str, Tensor]:
-    """The tensors of a backend's buffers by name: dataclass fields, and items of tuples."""
-    if isinstance(buffers, Tensor):
-        return {name: buffers}
-    parts: dict[str, object] = {}
-    if isinstance(buffers, tuple):
-        parts = {f"{name}.{index}": item for index, item in enumerate(buffers)}
-    elif is_dataclass(buffers):
-        parts = {f"{name}.{item.name}": getattr(buffers, item.name) for item in fields(buffers)}
-    return {
-        found: tensor
-        for part, value in parts.items()
-        for found, tensor in tensors_in(part, value).items()
-    }
 
 
 class Guard:

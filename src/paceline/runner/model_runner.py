@@ -5,13 +5,14 @@ from collections.abc import Callable
 import torch
 
 from paceline.attention.contract import GraphSupport
+from paceline.attention.held import tensors_in
 from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import PromptSpan, Step, StepLayout, padded_step
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
-from paceline.runner.guard import Guard, tensors_in
+from paceline.runner.guard import Guard
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
 from paceline.runner.poisoned_run import CheckedStep
 from paceline.runner.program import Parts, StepProgram

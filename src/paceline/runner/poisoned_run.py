@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.attention.held import tensors_in
 from paceline.core.errors import PacelineError
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import Step
@@ -18,7 +19,6 @@ from paceline.runner.dead_bytes import (
     table_regions,
 )
 from paceline.runner.dead_slots import DeadSlots, LiveRow, slot_uses
-from paceline.runner.guard import tensors_in
 from paceline.runner.poison import Region, same_numbers
 from paceline.runner.program import Parts
 

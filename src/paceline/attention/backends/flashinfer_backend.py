@@ -1,11 +1,13 @@
 """The `flashinfer` backend: the library's paged kernels, planned on the host from exact lengths.
 
 Lengths go to the device with the library's own plan; page ids are derived there.  One class of
-wrapper serves every step: on tensor cores the library's decode is its prefill kernel with one row.
+wrapper reads the cache in every step: on tensor cores the library's decode is its prefill kernel
+with one row.  A tree is its prefix and, under a mask of bits, its own rows, merged by log-sum-exp.
 """
 
 import importlib
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -13,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from paceline.attention.backends.flashinfer_tree import LN2, TreeRows, as_cached
 from paceline.attention.backends.flashinfer_wrappers import (
     SMALLEST_TILE,
     HostLens,
@@ -20,6 +23,7 @@ from paceline.attention.backends.flashinfer_wrappers import (
     WrapperRing,
     constants,
     distinct_constants,
+    rings_bytes,
     window_left,
     workspace_bytes,
 )
@@ -34,16 +38,29 @@ from paceline.attention.contract import (
     Part,
     StepView,
 )
-from paceline.attention.layouts.csr import CsrBuffers, csr_lens, derive_indices, make_csr_buffers
+from paceline.attention.held import tensor_bytes
+from paceline.attention.layouts.csr import (
+    CsrBuffers,
+    CsrPlan,
+    csr_lens,
+    derive_indices,
+    make_csr_buffers,
+)
 from paceline.core.errors import KernelArgumentError, message
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 
 MODULE = "flashinfer"
-LN2 = 0.6931471805599453
 KEPT_SHAPES = 64  # that no graph holds; more than steps in flight
+RECORDED_SHAPES = 128  # allowance of the memory budget: that graphs hold
 
-Rings = dict[AttentionSpec, WrapperRing]
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wrappers:
+    """What a shape runs."""
+
+    rings: dict[AttentionSpec, WrapperRing]  # by the layer's constants
+    tree: TreeRows | None  # with the prefix of a tree: the step's own rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,7 +73,7 @@ class FlashInferBuffers:
     qo_indptr: Tensor  # [max_reqs + 1]  int32  the library's copy of the step's cu_seqlens_q
     everything: CsrBuffers  # of Part.ALL
     prefix: CsrBuffers  # of Part.PREFIX
-    rings: dict[StepShape, Rings]  # made by a host plan; the shape planned longest ago comes first
+    wrappers: dict[StepShape, Wrappers]  # made by a host plan, the longest unplanned first
     recorded: set[StepShape]  # shapes whose wrappers a graph may hold
 
     def csr(self, part: Part) -> CsrBuffers:
@@ -66,13 +83,21 @@ class FlashInferBuffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlashInferPlan:
-    """The wrappers a step runs, by the part it asks for and the layer's constants."""
+    """The wrappers a step runs, by the part it asks for, and what they read."""
 
-    rings: dict[Part, Rings]
+    wrappers: dict[Part, Wrappers]
+    lists: tuple[CsrPlan, ...]  # of each part and group
+    locs: tuple[Tensor, ...]  # [num_groups] of [padded_tokens]  int64  slots the step wrote
+
+    @property
+    def tree(self) -> TreeRows | None:
+        """The step's own rows, if it is a tree that needs no cascade."""
+        prefix = self.wrappers.get(Part.PREFIX)
+        return None if prefix is None else prefix.tree
 
 
 class FlashInferBackend(AttentionBackend):
-    """Causal steps and prefixes of any of them; trees come by way of the prefix.
+    """Causal steps, trees and prefixes of either; with windows, trees need a cascade.
 
     library: the module flashinfer, or one with its classes; None imports it when it is needed.
     """
@@ -86,7 +111,7 @@ class FlashInferBackend(AttentionBackend):
         page_sizes=None,
         head_dims=frozenset({64, 128, 256}),
         v_head_dim_differs=False,  # it wants equal strides of K and V
-        masks=frozenset({MaskKind.CAUSAL}),
+        masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE}),
         window=True,
         soft_cap=True,
         sinks=True,
@@ -94,6 +119,7 @@ class FlashInferBackend(AttentionBackend):
         graph=GraphSupport.ALWAYS,
         host_plan=True,
         loads_dead_slots=True,  # those before a window
+        tree_windows=False,  # it counts a window by rows, a tree by depth
     )
     kept_fields: ClassVar[frozenset[str]] = frozenset({"page_range"})
 
@@ -119,9 +145,15 @@ class FlashInferBackend(AttentionBackend):
             qo_indptr=torch.zeros(limits.max_reqs + 1, dtype=torch.int32, device=device),
             everything=make_csr_buffers(limits),
             prefix=make_csr_buffers(limits),
-            rings={},
+            wrappers={},
             recorded=set(),
         )
+
+    @classmethod
+    def buffer_bytes(cls, limits: Limits) -> int:
+        """What make_buffers allocates, which needs no library for it, and the wrappers' own."""
+        standing = tensor_bytes(cls(library=cls).make_buffers(limits))
+        return standing + (KEPT_SHAPES + RECORDED_SHAPES) * rings_bytes(limits)
 
     def host_plan(self, step: Step, buffers: FlashInferBuffers) -> None:
         """Plan each part the step may ask for; makes the wrappers of a new shape."""
@@ -135,60 +167,84 @@ class FlashInferBackend(AttentionBackend):
                 max_extend_len=max(layout.extend_lens),
             )
             shape = StepShape(part, step.mask, layout.num_reqs, layout.num_tokens)
-            rings = buffers.rings.pop(shape, None)
-            if rings is None:
+            wrappers = buffers.wrappers.pop(shape, None)
+            if wrappers is None:
                 _forget_oldest(buffers)
-                rings = _make_rings(buffers, shape)
-                for ring in rings.values():
+                wrappers = _make_wrappers(buffers, shape)
+                for ring in wrappers.rings.values():
                     ring.plan_first(lens)
             else:
-                for ring in rings.values():
+                for ring in wrappers.rings.values():
                     ring.plan(step.epoch, lens)
-            buffers.rings[shape] = rings
+            buffers.wrappers[shape] = wrappers
 
     def plan(self, view: StepView, buffers: FlashInferBuffers) -> FlashInferPlan:
-        """The page ids of every part that was planned for this shape."""
-        planned: dict[Part, Rings] = {}
+        """The page ids of every part that was planned for this shape, and a tree's mask."""
+        planned: dict[Part, Wrappers] = {}
+        lists: list[CsrPlan] = []
         for part in Part:
             shape = StepShape(part, view.mask, view.padded_reqs, view.padded_tokens)
-            rings = buffers.rings.get(shape)
-            if rings is None:
+            wrappers = buffers.wrappers.get(shape)
+            if wrappers is None or not wrappers.rings:
                 continue
-            planned[part] = rings
+            planned[part] = wrappers
             if may_be_recorded(buffers.limits.device):
                 buffers.recorded.add(shape)
-            csr = buffers.csr(part)
-            indptr = csr.kv_indptr[: view.padded_reqs + 1]
-            for group, out in zip(view.groups, csr.kv_indices, strict=True):
-                derive_indices(indptr, group.page_table, csr.page_range, out)
-        return FlashInferPlan(rings=planned)
+            lists += _derive_pages(view, buffers, part)
+        plan = FlashInferPlan(
+            wrappers=planned,
+            lists=tuple(lists),
+            locs=tuple(group.out_cache_loc for group in view.groups),
+        )
+        if plan.tree is not None:
+            assert view.tree_mask is not None, "a tree step carries a tree mask"
+            plan.tree.mask.pack(view.tree_mask)
+        return plan
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: FlashInferPlan, part: Part
     ) -> tuple[Tensor, Tensor | None]:
-        """See AttentionBackend.forward; lse comes with Part.PREFIX and with sinks."""
-        ring = plan.rings.get(part, {}).get(constants(layer.spec))
+        """See AttentionBackend.forward; lse comes with Part.PREFIX, with sinks and with trees."""
+        spec, sinks = constants(layer.spec), layer.sinks
+        tree = plan.tree if part is Part.ALL else None
+        paged = plan.wrappers.get(part if tree is None else Part.PREFIX)
+        ring = None if paged is None else paged.rings.get(spec)
         if ring is None:
             raise _unplanned(part, layer.spec)
         # The library takes scales as Python numbers; ours are on the device.
         if layer.k_scale is not None:
             q = (q * layer.k_scale).to(q.dtype)
-        out = q.new_empty(q.shape[0], layer.spec.num_heads, layer.spec.v_head_dim)
+        out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
         lse = None
-        if part is Part.PREFIX or layer.sinks is not None:
-            lse = torch.empty(
-                q.shape[0], layer.spec.num_heads, dtype=torch.float32, device=q.device
-            )
+        if part is Part.PREFIX or sinks is not None or tree is not None:
+            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=q.device)
         ring.run(q, layer.k_cache, layer.v_cache, out=out, lse=lse)
+        if lse is not None:
+            lse.mul_(LN2)  # the library's is base 2
+            if tree is not None:
+                k, v = as_cached(k, v, layer, plan.locs[spec.group])
+                tree.add_to(out, lse, q, k, v, spec=spec, sinks=sinks)
+            elif part is Part.ALL and sinks is not None:
+                # e^lse / (e^lse + e^sink): these kernels have no sinks of their own
+                out.mul_(torch.sigmoid(lse - sinks).unsqueeze(-1))
         if layer.v_scale is not None:
             out.mul_(layer.v_scale)
-        if lse is None:
-            return out, None
-        lse.mul_(LN2)  # the library's is base 2
-        if part is Part.ALL and layer.sinks is not None:
-            # e^lse / (e^lse + e^sink): these kernels have no sinks of their own
-            out.mul_(torch.sigmoid(lse - layer.sinks).unsqueeze(-1))
         return out, lse
+
+
+def _derive_pages(view: StepView, buffers: FlashInferBuffers, part: Part) -> Iterator[CsrPlan]:
+    """Write every group's page ids behind one another; yields the lists as kernels read them."""
+    csr, reqs = buffers.csr(part), view.padded_reqs
+    indptr = csr.kv_indptr[: reqs + 1]
+    for number, (group, out) in enumerate(zip(view.groups, csr.kv_indices, strict=True)):
+        derive_indices(indptr, group.page_table, csr.page_range, out)
+        yield CsrPlan(
+            group=number,
+            kv_indptr=indptr,
+            kv_indices=out[: group.page_table.numel()],
+            last_page_len=csr.last_page_len[:reqs],
+            is_prefix=part is Part.PREFIX,
+        )
 
 
 def may_be_recorded(device: torch.device) -> bool:
@@ -198,9 +254,9 @@ def may_be_recorded(device: torch.device) -> bool:
 
 def _forget_oldest(buffers: FlashInferBuffers) -> None:
     """Make room for a shape: unpadded steps have a new one each."""
-    loose = [shape for shape in buffers.rings if shape not in buffers.recorded]
+    loose = [shape for shape in buffers.wrappers if shape not in buffers.recorded]
     if len(loose) >= KEPT_SHAPES:
-        del buffers.rings[loose[0]]
+        del buffers.wrappers[loose[0]]
 
 
 def _parts(step: Step) -> tuple[Part, ...]:
@@ -213,15 +269,16 @@ def _parts(step: Step) -> tuple[Part, ...]:
     return (Part.ALL,)
 
 
-def _make_rings(buffers: FlashInferBuffers, shape: StepShape) -> Rings:
-    """A ring for every set of layer constants whose window the library can say."""
-    rings: Rings = {}
-    for spec in distinct_constants(buffers.limits.layers):
+def _make_wrappers(buffers: FlashInferBuffers, shape: StepShape) -> Wrappers:
+    """For every set of layer constants whose window the library can say."""
+    limits = buffers.limits
+    rings = {}
+    for spec in distinct_constants(limits.layers):
         left = window_left(spec, shape)
         if left is not None:
             rings[spec] = WrapperRing(
                 buffers.library,
-                buffers.limits,
+                limits,
                 spec=spec,
                 shape=shape,
                 window_left=left,
@@ -229,7 +286,10 @@ def _make_rings(buffers: FlashInferBuffers, shape: StepShape) -> Rings:
                 qo_indptr=buffers.qo_indptr,
                 csr=buffers.csr(shape.part),
             )
-    return rings
+    tree = None
+    if shape.mask is MaskKind.TREE and all(spec.window is None for spec in limits.layers):
+        tree = TreeRows(buffers.library, limits, shape, buffers.workspace)
+    return Wrappers(rings=rings, tree=tree)
 
 
 def _unplanned(part: Part, spec: AttentionSpec) -> KernelArgumentError:
@@ -238,7 +298,7 @@ def _unplanned(part: Part, spec: AttentionSpec) -> KernelArgumentError:
             "flashinfer forward",
             expected="a part and layer constants of the step's host plan",
             got=f"{part} with window {spec.window}",
-            remedy="call host_plan before plan; a window over the prefix alone must be longer than "
-            f"a request's rows, which are at most {SMALLEST_TILE}",
+            remedy="call host_plan before plan; trees with windows run by cascade; a window over "
+            f"the prefix alone must be longer than a request's rows, at most {SMALLEST_TILE}",
         )
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, Limits, Part
 from paceline.attention.layouts.csr import CsrBuffers, CsrLens
+from paceline.core.gpus import MOST_SMS
 from paceline.core.modes import MaskKind
 
 RING = 4  # wrappers that take turns; deeper than any number of steps in flight
@@ -27,6 +28,7 @@ CTAS_PER_SM = 2  # of a schedule
 LARGEST_TILE = 128  # query rows, group heads counted, of one unit of work
 SMALLEST_TILE = 16
 ALIGNMENT = 16  # bytes
+WRAPPER_BYTES = 1 << 17  # a wrapper's own lengths, of which it allocates 32,768 whatever is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,11 @@ class StepShape:
     mask: MaskKind
     reqs: int
     tokens: int
+
+    @property
+    def rows(self) -> int:
+        """Of each request, where they are as many for all."""
+        return self.tokens // self.reqs
 
 
 def window_left(spec: AttentionSpec, shape: StepShape) -> int | None:
@@ -50,9 +57,8 @@ def window_left(spec: AttentionSpec, shape: StepShape) -> int | None:
         return -1
     if shape.part is Part.ALL:
         return spec.window - 1
-    rows = shape.tokens // shape.reqs
-    left = spec.window - 1 - rows
-    can_say = left >= 0 and rows <= SMALLEST_TILE and shape.mask is MaskKind.CAUSAL
+    left = spec.window - 1 - shape.rows
+    can_say = left >= 0 and shape.rows <= SMALLEST_TILE and shape.mask is MaskKind.CAUSAL
     return left if can_say else None
 
 
@@ -88,7 +94,18 @@ def schedule_bytes(spec: AttentionSpec, shape: StepShape, device: torch.device) 
     return 4 * ints + units + 16 * ALIGNMENT
 
 
+def rings_bytes(limits: Limits) -> int:
+    """Of the wrappers of one shape, at most: schedules of ring and tree, and what each keeps."""
+    shape = StepShape(Part.ALL, MaskKind.CAUSAL, limits.max_reqs, limits.max_tokens)
+    return sum(
+        2 * schedule_bytes(spec, shape, limits.device) + RING * WRAPPER_BYTES
+        for spec in distinct_constants(limits.layers)
+    )
+
+
 def _num_sms(device: torch.device) -> int:
+    if device.type == "meta":
+        return MOST_SMS
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -25,6 +25,7 @@ from paceline.kernels.paged_attention import (
     paged_decode,
     paged_extend,
     split_workspace,
+    split_workspace_bytes,
 )
 
 HEAD_DIMS = frozenset({64, 80, 96, 128, 256})
@@ -78,6 +79,16 @@ class TritonBackend(AttentionBackend):
             limits.num_kv_heads,
             v_head_dim=limits.v_head_dim,
             device=limits.device,
+        )
+
+    @classmethod
+    def buffer_bytes(cls, limits: Limits) -> int:
+        """The same on the largest GPU."""
+        return split_workspace_bytes(
+            limits.max_reqs,
+            limits.num_heads,
+            limits.num_kv_heads,
+            v_head_dim=limits.v_head_dim,
         )
 
     def plan(self, view: StepView, buffers: SplitWorkspace) -> TritonPlan:

@@ -1,10 +1,11 @@
 """FlashInfer as the backend calls it, on a CPU: this module is the library.
 
-Emulated is the paged prefill wrapper in CUDA-graph mode with the fa2 kernels, NHD, no position
-encoding.  A keyword it does not have is a TypeError.  `plan` leaves its schedule in the workspace
-the wrapper is bound to, and the operator reads schedule, offsets and page ids when it runs, as the
-kernels do: a recorded graph replays what was planned last.  There the rules are checked whose
-breach the real kernels do not report.
+Emulated are the paged prefill wrapper and, in flashinfer_ragged.py, the ragged one under a mask;
+both in CUDA-graph mode with the fa2 kernels, NHD, no position encoding.  A keyword it does not have
+is a TypeError.  `plan` leaves its schedule in the workspace the wrapper is bound to, and the
+operator reads schedule, offsets and page ids when it runs, as the kernels do: a recorded graph
+replays what was planned last.  There the rules are checked whose breach the real kernels do not
+report.
 
 Source: flashinfer-python 0.6.12, `prefill.py`, `attention/scheduler.cuh` (PrefillPlan),
 `attention/prefill.cuh` and `attention/variants.cuh` (masks, lse).
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.conformance.emulators.flashinfer_kernel import emulated_paged, write_schedule
+from paceline.conformance.emulators.flashinfer_ragged import BatchPrefillWithRaggedKVCacheWrapper
 from paceline.conformance.emulators.flashinfer_rules import (
     PlanFacts,
     PlanLists,
@@ -28,6 +30,11 @@ from paceline.conformance.emulators.flashinfer_rules import (
     require_workspaces,
 )
 
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "__version__",
+]
 __version__ = "0.6.12"
 
 _DTYPES = (torch.float16, torch.bfloat16)

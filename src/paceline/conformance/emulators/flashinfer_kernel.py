@@ -1,4 +1,4 @@
-"""The operator behind the emulated wrapper: what the kernels read, they read when they run."""
+"""The operators behind the emulated wrappers: what the kernels read, they read when they run."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ def write_schedule(
     schedule: Tensor,  # [bytes]  uint8
     qo_indptr: Sequence[int],  # [reqs + 1]
     kv_indptr: Sequence[int],  # [reqs + 1]
-    last_page_len: Sequence[int],  # [reqs]
+    last_page_len: Sequence[int] = (),  # [reqs]  of pages
 ) -> None:
     """Leave a plan in its workspace."""
     numbers = torch.tensor([_MARK, *qo_indptr, *kv_indptr, *last_page_len], dtype=torch.int32)
@@ -34,7 +34,7 @@ def _require_schedule(
     require(planned == executed, "planned lengths", f"the executed {executed}", planned)
 
 
-def _emulate(
+def _emulate_paged(
     q: Tensor,  # [rows, heads, head_dim]
     k_cache: Tensor,  # [num_pages, page_size, kv_heads, head_dim]
     v_cache: Tensor,  # [num_pages, page_size, kv_heads, head_dim]
@@ -68,6 +68,45 @@ def _emulate(
             scale=scale,
             soft_cap=soft_cap,
         )
+
+
+def _emulate_ragged(
+    q: Tensor,  # [rows, heads, head_dim]
+    k: Tensor,  # [keys, kv_heads, head_dim]
+    v: Tensor,  # [keys, kv_heads, head_dim]
+    qo_indptr: Tensor,  # [reqs + 1]  int32
+    kv_indptr: Tensor,  # [reqs + 1]  int32
+    mask: Tensor,  # [bytes]  uint8
+    mask_indptr: Tensor,  # [reqs + 1]  int32  in bytes
+    schedule: Tensor,  # [bytes]  uint8
+    soft_cap: float,
+    scale: float,
+    out: Tensor,  # [rows, heads, head_dim]
+    lse: Tensor,  # [rows, heads]  float32
+) -> None:
+    """Request by request, under its bits."""
+    offsets, keys = qo_indptr.tolist(), kv_indptr.tolist()
+    _require_schedule(schedule, offsets, keys, [])
+    require(keys[-1] <= len(k), "kv_indptr[-1]", f"at most {len(k)} keys", keys[-1])
+    for index, (start, end) in enumerate(itertools.pairwise(offsets)):
+        first, last = keys[index], keys[index + 1]
+        seen = _unpacked(mask, int(mask_indptr[index]), end - start, last - first)
+        out[start:end], lse[start:end] = _attend(
+            q[start:end].float(),
+            k[first:last].float(),
+            v[first:last].float(),
+            seen,
+            scale=scale,
+            soft_cap=soft_cap,
+        )
+
+
+def _unpacked(mask: Tensor, start: int, queries: int, keys: int) -> Tensor:
+    """[queries, keys] bool from the bits at a byte offset, the lowest bit of a byte first."""
+    end = start + -(-queries * keys // 8)
+    require(start >= 0 and end <= len(mask), "mask_indptr", f"bytes below {len(mask)}", end)
+    bits = mask[start:end].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.flatten()[: queries * keys].view(queries, keys).bool()
 
 
 def _seen(queries: int, keys: int, *, causal: bool, window_left: int) -> Tensor:
@@ -107,5 +146,11 @@ emulated_paged = define_op(
     "emulated_flashinfer_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, "
     "Tensor kv_indptr, Tensor kv_indices, Tensor last_page_len, Tensor schedule, bool causal, "
     "int window_left, float soft_cap, float scale, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    cpu=_emulate,
+    cpu=_emulate_paged,
+)
+emulated_ragged = define_op(
+    "emulated_flashinfer_ragged(Tensor q, Tensor k, Tensor v, Tensor qo_indptr, Tensor kv_indptr, "
+    "Tensor mask, Tensor mask_indptr, Tensor schedule, float soft_cap, float scale, "
+    "Tensor(a!) out, Tensor(b!) lse) -> ()",
+    cpu=_emulate_ragged,
 )

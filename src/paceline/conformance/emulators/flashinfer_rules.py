@@ -1,4 +1,4 @@
-"""What FlashInfer's paged prefill wrapper asks of its callers, each rule refused by its name."""
+"""What FlashInfer's prefill wrappers ask of their callers, each rule refused by its name."""
 
 import itertools
 from dataclasses import dataclass
@@ -40,18 +40,24 @@ def require_workspace(name: str, workspace: Tensor) -> None:
     require(offset == 0, f"{name} address", f"a multiple of {_ALIGNMENT}", f"{offset} more")
 
 
-def bound_buffer(name: str, buffer: Tensor | None, device: torch.device) -> Tensor:
-    """A buffer that graph mode needs: [size] int32 on the workspace's device."""
+def bound_buffer(
+    name: str,
+    buffer: Tensor | None,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.int32,
+) -> Tensor:
+    """A buffer that graph mode needs: [size] of `dtype` on the workspace's device."""
     if buffer is None:
         raise error(name, "a tensor in CUDA graph mode", None)
-    require_ints(name, buffer)
+    require_list(name, buffer, dtype)
     require(buffer.device == device, f"{name} device", device, buffer.device)
     return buffer
 
 
-def require_ints(name: str, given: Tensor) -> None:
-    """[size] int32, contiguous."""
-    require(given.dtype == torch.int32, f"{name} dtype", torch.int32, given.dtype)
+def require_list(name: str, given: Tensor, dtype: torch.dtype = torch.int32) -> None:
+    """[size] of `dtype`, contiguous."""
+    require(given.dtype == dtype, f"{name} dtype", dtype, given.dtype)
     require(given.dim() == 1, f"dims of {name}", 1, given.dim())
     require(given.is_contiguous(), name, "contiguous", f"strides {given.stride()}")
 
@@ -67,7 +73,7 @@ class PlanFacts:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    page_size: int
+    page_size: int | None  # None: keys behind one another
     causal: bool
     scale: float
     window_left: int
@@ -96,7 +102,7 @@ class PlanLists:
             ("paged_kv_indices", indices),
             ("paged_kv_last_page_len", last_page_len),
         ):
-            require_ints(name, given)
+            require_list(name, given)
         return cls(
             qo_indptr=qo_indptr.tolist(),
             kv_indptr=kv_indptr.tolist(),

@@ -7,6 +7,7 @@ from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
     decode_splits,
     split_workspace,
+    split_workspace_bytes,
 )
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "paged_decode",
     "paged_extend",
     "split_workspace",
+    "split_workspace_bytes",
 ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.core.gpus import MOST_SMS
 from paceline.kernels._check import reject
 
 _PROGRAMS_PER_SM = 2
@@ -84,6 +85,17 @@ def split_workspace(
         partial_lse=torch.empty(shape[:2], dtype=torch.float32, device=device),
         finished=torch.zeros((max_reqs, num_heads), dtype=torch.int32, device=device),
     )
+
+
+def split_workspace_bytes(
+    max_reqs: int, num_heads: int, num_kv_heads: int, *, v_head_dim: int
+) -> int:
+    """The most bytes `split_workspace` allocates, on any device.
+
+    Splits beyond one share the device's programs; with one each, requests have a row each.
+    """
+    rows = max(max_reqs, _PROGRAMS_PER_SM * MOST_SMS // num_kv_heads)
+    return 4 * num_heads * (rows * (v_head_dim + 1) + max_reqs)
 
 
 def check_workspace(

@@ -4,11 +4,11 @@ import ast
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from mutant_operators import OPERATORS, Edit, Scope, is_silent
+from mutant_operators import OPERATORS, Edit, Scope, dimensions, is_silent
 
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -73,7 +73,9 @@ def mutants_of(
         names = frozenset(n.id for n in ast.walk(function) if isinstance(n, ast.Name)) | {
             argument.arg for argument in _arguments(function)
         }
-        scope = Scope(data, starts, names, required)
+        bare = Scope(data, starts, names, frozenset(), required)
+        numbered = {bare.start(n) for node in ast.walk(function) for n in dimensions(node)}
+        scope = replace(bare, dimensions=frozenset(numbered))
         edits = (edit for node in _nodes(function) for edit in _edits(node, scope))
         found += [(name, edit) for edit in edits if edit.text != data[edit.start : edit.end]]
     for seed in seeded:

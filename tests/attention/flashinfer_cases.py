@@ -1,0 +1,152 @@
+"""Steps as the flashinfer backend gets them, on the library's emulator."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from attention_cases import Built, Case, build, walk, wrong_meanings
+from composed_cases import difference, fresh_rows
+from torch import Tensor
+
+from paceline.attention.backends.flashinfer_backend import FlashInferBackend, FlashInferBuffers
+from paceline.attention.contract import AttentionSpec, Limits, Part
+from paceline.conformance.emulators import flashinfer as emulator
+from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.sampling_params import SamplerTier
+from paceline.core.step import Step, StepLayout
+
+DIM = 64
+CHAIN = Case(
+    prefix_lens=(0, 7, 18), head_dim=DIM, v_head_dim=DIM, dtype=torch.bfloat16, page_size=3
+)
+TOLERANCE = 0.8  # of sums of up to 23 values of size 50 in bfloat16
+LSE_TOLERANCE = 1e-4
+
+
+def step_of(built: Built, *, mode: ForwardMode = ForwardMode.EXTEND, epoch: int = 1) -> Step:
+    """What the runner would hand to host_plan: padded rows are spelled out."""
+    case = built.case
+    stride = max(case.extend_lens)
+    extends = case.extend_lens + (stride,) * case.padded_reqs
+    return Step(
+        epoch=epoch,
+        mode=mode,
+        layout=StepLayout(
+            rows=tuple(range(1, len(extends) + 1)),
+            extend_lens=extends,
+            emits=(True,) * len(extends),
+            parents=tuple((-1,) * n for n in extends) if case.mask is MaskKind.TREE else None,
+        ),
+        prefix_lens_bound=case.prefix_lens + (1,) * case.padded_reqs,
+        sampler=SamplerTier.GREEDY,
+        logprobs=False,
+        deltas=(),
+    )
+
+
+def limits(built: Built, *specs: AttentionSpec) -> Limits:
+    """The least a backend must allocate for this one step."""
+    case, view = built.case, built.view
+    return Limits(
+        device=torch.device("cpu"),
+        dtype=case.dtype,
+        kv_dtype=built.layer.k_cache.dtype,
+        layers=specs or (built.layer.spec,),
+        max_reqs=view.padded_reqs,
+        max_tokens=view.padded_tokens,
+        max_pages=tuple(group.page_table.shape[1] for group in view.groups),
+        windows=(case.window,),
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        page_size=case.page_size,
+    )
+
+
+def forward(
+    built: Built, backend: FlashInferBackend, buffers: FlashInferBuffers
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of all tokens; fresh k and v are used by trees alone."""
+    k = v = torch.full((), float("nan"))
+    if built.case.mask is MaskKind.TREE and built.case.part is Part.ALL:
+        k, v = fresh_rows(built)
+    plan = backend.plan(built.view, buffers)
+    return backend.forward(built.q, k, v, built.layer, plan, built.case.part)
+
+
+def run(built: Built, *, mode: ForwardMode = ForwardMode.EXTEND) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of the live tokens in float64."""
+    backend = FlashInferBackend(emulator)
+    buffers = backend.make_buffers(limits(built))
+    backend.host_plan(step_of(built, mode=mode), buffers)
+    out, lse = forward(built, backend, buffers)
+    return out[: built.num_live].double(), None if lse is None else lse[: built.num_live].double()
+
+
+def check(case: Case, *, mode: ForwardMode = ForwardMode.EXTEND) -> None:
+    """The backend against the walk; then against every wrong meaning, which must be told apart."""
+    built = written(build(case))
+    out, lse = run(built, mode=mode)
+    wanted, wanted_lse = walk(built)
+    assert difference(out, wanted) < TOLERANCE
+    if lse is not None:
+        assert difference(lse.exp(), wanted_lse.exp()) < LSE_TOLERANCE * wanted_lse.exp().max()
+        assert torch.equal(lse.isinf(), wanted_lse.isinf())
+    for name, (wrong, _) in wrong_meanings(built).items():
+        assert difference(out, wrong) > 2 * TOLERANCE, f"{name} passes for the right answer"
+
+
+def written(built: Built) -> Built:
+    """The same with the slots of the step's tokens in its view; those of padded rows are 0."""
+    group, size, places = built.view.groups[0], built.case.page_size, []
+    for table, request in zip(group.page_table.tolist(), built.requests, strict=False):
+        for position in range(request.prefix, request.prefix + request.extend):
+            places.append(table[position // size] * size + position % size)
+    loc = torch.zeros_like(group.out_cache_loc)
+    loc[: len(places)] = torch.tensor(places)
+    groups = (replace(group, out_cache_loc=loc),)
+    return replace(built, view=replace(built.view, groups=groups))
+
+
+def moved(built: Built, other: Built) -> None:
+    """Put what `other` is made of where `built` has it."""
+    for name in ("prefix_lens", "extend_lens", "kv_lens", "cu_seqlens_q"):
+        getattr(built.view, name).copy_(getattr(other.view, name))
+    table = other.view.groups[0].page_table
+    built.view.groups[0].page_table.zero_()
+    built.view.groups[0].page_table[:, : table.shape[1]].copy_(table)
+    pages = other.layer.k_cache.shape[0]
+    built.layer.k_cache[:pages].copy_(other.layer.k_cache)
+    built.layer.v_cache[:pages].copy_(other.layer.v_cache)
+    built.q.copy_(other.q)
+    if built.view.tree_mask is not None and other.view.tree_mask is not None:
+        built.view.tree_mask.copy_(other.view.tree_mask)
+
+
+class Counting:
+    """The emulator, with every wrapper made and every plan of it."""
+
+    def __init__(self) -> None:
+        self.plans: dict[int, int] = {}  # wrapper, in order of making -> times planned
+        self.BatchPrefillWithPagedKVCacheWrapper = self._counted(
+            emulator.BatchPrefillWithPagedKVCacheWrapper
+        )
+        self.BatchPrefillWithRaggedKVCacheWrapper = self._counted(
+            emulator.BatchPrefillWithRaggedKVCacheWrapper
+        )
+
+    def _counted(self, wrapper: type[Any]) -> type[Any]:
+        library = self
+
+        class Wrapper(wrapper):  # type: ignore[misc,valid-type]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                self.number = len(library.plans)
+                library.plans[self.number] = 0
+                super().__init__(*args, **kwargs)
+
+            def plan(self, *args: Any, **kwargs: Any) -> None:
+                library.plans[self.number] += 1
+                super().plan(*args, **kwargs)
+
+        return Wrapper

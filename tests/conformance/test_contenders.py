@@ -1,0 +1,126 @@
+"""Contenders: which class runs a case, and what it is asked beforehand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rig_cases import CASES, CPU, DECODE, EXTEND, FROZEN_KV, TREE
+
+from paceline.attention.backends.flashinfer_backend import FlashInferBackend
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.contract import GraphSupport
+from paceline.conformance.cell import Runner
+from paceline.conformance.contenders import EMULATORS, Contender, contender, for_case, refusals
+from paceline.core.errors import ConfigError
+from paceline.core.modes import MaskKind
+
+WINDOWS = CASES["swa/decode/tiny-window6-soft-cap"]
+FP8 = CASES["dense/decode/fp8-cache"]
+
+
+class Asked(TorchBackend):
+    """Refuses with what it is asked."""
+
+    @classmethod
+    def unsupported_reasons(cls, config):
+        return [config]
+
+
+def asked(case, runner=Runner.RECORDED, *, emulated=False, backend=Asked):
+    who = Contender(name="asked", backend=backend, is_emulated=emulated)
+    (config,) = refusals(case, who, runner, CPU)
+    return config
+
+
+@pytest.mark.parametrize("name", sorted(EMULATORS))
+def test_a_vendors_backend_is_on_its_emulator_on_a_cpu_alone(name):
+    emulated, real = contender(name, "cpu"), contender(name, "cuda")
+    assert emulated.is_emulated
+    assert not real.is_emulated
+    assert issubclass(emulated.backend, real.backend)
+    assert emulated.backend is not real.backend
+    assert emulated.backend().capabilities == real.backend.capabilities
+
+
+def test_our_own_backend_is_itself():
+    assert contender("torch", "cpu") == Contender(
+        name="torch", backend=TorchBackend, is_emulated=False
+    )
+
+
+def test_a_pair_is_emulated_when_a_half_is():
+    assert contender("triton+flashinfer", "cpu").is_emulated
+    assert not contender("torch+torch", "cpu").is_emulated
+    assert not contender("triton+flashinfer", "cuda").is_emulated
+
+
+def test_a_class_of_the_name_is_imported():
+    found = contender("rogue_backends:Faultless", "cpu")
+    assert found.backend.__name__ == "Faultless"
+    assert not found.is_emulated
+
+
+@pytest.mark.parametrize("name", ["", "no-such", "torch+no-such", "no_such_module:Class"])
+def test_an_unknown_name_is_refused(name):
+    with pytest.raises(ConfigError):
+        contender(name, "cpu")
+
+
+def test_a_case_says_what_it_asks():
+    config = asked(DECODE)
+    assert (config.device_type, config.cuda_arch) == ("cpu", None)
+    assert (config.dtype, config.kv_dtype) == (torch.float16, torch.float16)
+    assert (config.page_size, config.num_heads, config.num_kv_heads) == (16, 4, 2)
+    assert config.masks == {MaskKind.CAUSAL}
+    assert {config.window, config.soft_cap, config.sinks, config.needs_lse} == {False}
+    assert asked(WINDOWS).window
+    assert asked(WINDOWS).soft_cap
+    assert asked(FROZEN_KV).needs_lse
+    assert asked(FP8).kv_dtype is torch.float8_e4m3fn
+    assert asked(replace(DECODE, sinks=True)).sinks
+    assert asked(TREE).masks == {MaskKind.TREE}
+
+
+@pytest.mark.parametrize(
+    ("case", "needed"),
+    [
+        (DECODE, GraphSupport.DECODE),
+        (TREE, GraphSupport.UNIFORM),
+        (FROZEN_KV, GraphSupport.UNIFORM),
+        (EXTEND, GraphSupport.ALWAYS),
+    ],
+    ids=lambda each: getattr(each, "name", None),
+)
+def test_a_graph_is_asked_of_graph_runners_alone(case, needed):
+    assert asked(case, Runner.EAGER).graph is GraphSupport.NEVER
+    assert asked(case, Runner.RECORDED).graph is needed
+
+
+def test_an_emulated_backend_is_asked_as_on_a_hopper():
+    config = asked(DECODE, emulated=True)
+    assert (config.device_type, config.cuda_arch) == ("cuda", (9, 0))
+
+
+def with_capabilities(**changes):
+    made = replace(TorchBackend.capabilities, **changes)
+    return type("Other", (TorchBackend,), {"capabilities": made})
+
+
+def test_trees_run_by_cascade_where_a_mask_is_missing_and_an_lse_is_there():
+    causal = with_capabilities(masks=frozenset({MaskKind.CAUSAL}))
+    mute = with_capabilities(masks=frozenset({MaskKind.CAUSAL}), returns_lse=False)
+
+    def runs(backend, case):
+        return for_case(Contender(name="x", backend=backend, is_emulated=False), case)
+
+    assert runs(TorchBackend, TREE) is TorchBackend
+    assert runs(causal, DECODE) is causal
+    assert runs(causal, TREE).inner is causal
+    assert runs(mute, TREE) is mute
+    who = Contender(name="x", backend=mute, is_emulated=False)
+    assert any("tree" in reason for reason in refusals(TREE, who, Runner.EAGER, CPU))
+
+
+def test_a_windowed_tree_of_flashinfer_runs_by_cascade():
+    tree = CASES["swa/target_verify/window4-topk2"]
+    assert for_case(contender("flashinfer", "cuda"), tree).inner is FlashInferBackend

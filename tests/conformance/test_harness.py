@@ -1,0 +1,192 @@
+"""The harness: what a cell comes to, whatever its class does, and what its reason says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from rig_cases import BOTH, CPU, DECODE, TREE, cell
+
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.contract import AttentionBackend
+from paceline.conformance import harness
+from paceline.conformance.cell import Runner, Status
+from paceline.conformance.contenders import Contender
+from paceline.conformance.harness import examine, run_named
+from paceline.conformance.prepared import prepare_case
+from paceline.core.errors import ConfigError
+
+
+class ForCuda(TorchBackend):
+    capabilities = replace(TorchBackend.capabilities, device_types=frozenset({"cuda"}))
+
+
+@pytest.mark.parametrize("runner", BOTH, ids=lambda r: r.value)
+def test_a_right_answer_is_proven_and_on_an_emulator_emulated(runner):
+    proven = cell(TorchBackend, DECODE, runner)
+    assert (proven.status, proven.reason) == (Status.PROVEN, None)
+    assert 0 < proven.error < proven.tolerance
+    emulated = cell(ForCuda, DECODE, runner, emulated=True)
+    assert (emulated.status, emulated.reason) == (Status.EMULATED, None)
+
+
+def test_an_emulated_class_is_asked_as_on_its_gpu():
+    refused = cell(TorchBackend, emulated=True)
+    assert refused.status is Status.REFUSED
+    assert "cuda" in refused.reason
+
+
+def test_a_result_names_its_cell():
+    assert cell(TorchBackend).id == "dense/planted/decode/recorded/tiny-page16"
+
+
+class NoTrees(TorchBackend):
+    capabilities = replace(TorchBackend.capabilities, masks=frozenset(), returns_lse=False)
+
+
+def test_every_reason_of_a_refusal_is_told():
+    case = replace(TREE, sinks=True)
+    both = replace(NoTrees.capabilities, sinks=False)
+    refused = cell(type("NoSinks", (NoTrees,), {"capabilities": both}), case)
+    assert refused.status is Status.REFUSED
+    assert "; " in refused.reason
+    assert "sinks" in refused.reason
+    assert "tree" in refused.reason
+
+
+# --- classes that break before they run -----------------------------------------------------------
+
+
+class NoCapabilities(AttentionBackend):
+    name = "planted"
+
+    def make_buffers(self, limits):
+        return None
+
+    def plan(self, view, buffers):
+        return None
+
+    def forward(self, q, k, v, layer, plan, part):
+        return q, None
+
+
+class ReasonsRaise(TorchBackend):
+    @classmethod
+    def unsupported_reasons(cls, config):
+        raise KeyError("head dims")
+
+
+@pytest.mark.parametrize("case", [DECODE, TREE], ids=lambda c: c.name)
+def test_a_class_without_capabilities_is_a_failing_cell(case):
+    result = cell(NoCapabilities, case)
+    assert result.status is Status.FAILING
+    assert "raised AttributeError" in result.reason
+    assert "'capabilities'" in result.reason
+
+
+def test_a_class_whose_reasons_raise_is_a_failing_cell():
+    result = cell(ReasonsRaise)
+    assert result.status is Status.FAILING
+    assert result.reason == "raised KeyError: 'head dims'"
+
+
+# --- what a reason says ---------------------------------------------------------------------------
+
+
+class TakesPage0(TorchBackend):
+    """Loses the first page of every request, in the view too."""
+
+    def plan(self, view, buffers):
+        view.groups[0].page_table[:, 0].zero_()
+        return super().plan(view, buffers)
+
+
+def test_the_broken_invariant_comes_before_the_wrong_answer():
+    reason = cell(TakesPage0, DECODE, Runner.EAGER).reason
+    assert reason.startswith("batch 0: page table row 0 of group 0 must be [")
+    assert "; layer 0: error inf where " in reason
+
+
+class Chatty(TorchBackend):
+    def make_buffers(self, limits):
+        raise RuntimeError("x" * 9000)
+
+
+def test_a_reason_is_cut():
+    reason = cell(Chatty).reason
+    assert len(reason) < 2100
+    assert reason.endswith("x ... and 7021 more characters")
+
+
+class RightInBatch0(TorchBackend):
+    """Answers nothing from the second batch on, which it knows by a length."""
+
+    def make_buffers(self, limits):
+        return super().make_buffers(limits), torch.zeros(1)
+
+    def plan(self, view, buffers):
+        buffers[1].add_((view.prefix_lens[0] == 8).float())
+        return super().plan(view, buffers[0]), buffers[1]
+
+    def forward(self, q, k, v, layer, plan, part):
+        out, lse = super().forward(q, k, v, layer, plan[0], part)
+        return out * (plan[1] == 0).to(out.dtype), lse
+
+
+def test_the_batch_that_went_wrong_is_named():
+    assert DECODE.batches[1].prefix_lens[0] == 8
+    reason = cell(RightInBatch0, DECODE, Runner.EAGER).reason
+    assert reason.startswith("batch 1: layer 0: error 0.")
+    assert "is allowed, at batch 1, request " in reason
+
+
+def test_a_comparison_that_would_accept_a_mistake_is_a_fault():
+    prepared = replace(prepare_case(DECODE), blind=("batch 0, layer 0: first key dropped",))
+    who = Contender(name="planted", backend=TorchBackend, is_emulated=False)
+    finding = examine(prepared, who, Runner.EAGER, CPU)
+    assert finding.fault == "the comparison would accept batch 0, layer 0: first key dropped"
+
+
+def test_a_blind_case_is_a_failing_cell(monkeypatch):
+    blind = replace(prepare_case(DECODE), blind=("batch 2, layer 0: all zero",))
+    monkeypatch.setattr(harness, "prepare_case", lambda case: blind)
+    result = cell(TorchBackend)
+    assert result.status is Status.FAILING
+    assert "all zero" in result.reason
+
+
+# --- cells by their ids ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("runner", BOTH, ids=lambda r: r.value)
+def test_a_cell_runs_by_its_id(runner):
+    result = run_named(f"dense/torch/decode/{runner.value}/tiny-page16")
+    assert result.status is Status.PROVEN
+    assert result.id == f"dense/torch/decode/{runner.value}/tiny-page16"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        "tiny-page16",
+        "dense/torch/decode/eager",
+        "dense/torch/decode/eager/tiny-page16/more",
+        "dense/torch/decode/eager/no-such-case",
+        "dense/torch/no-such-mode/eager/tiny-page16",
+        "no-such-method/torch/decode/eager/tiny-page16",
+        "dense/torch/decode/cuda_graph/tiny-page16",
+        "dense/torch/decode/no-such-runner/tiny-page16",
+    ],
+)
+def test_an_id_of_no_cell_is_refused_with_a_remedy(wrong):
+    with pytest.raises(ConfigError) as error:
+        run_named(wrong)
+    text = str(error.value)
+    assert text.startswith("cell must be method/backend/mode/runner/variant of the suite, on a CPU")
+    assert f"got {wrong!r};" in text
+    assert "paceline check --json FILE" in text
+
+
+def test_an_id_of_no_backend_is_refused():
+    with pytest.raises(ConfigError, match="no-such-backend"):
+        run_named("dense/no-such-backend/decode/eager/tiny-page16")

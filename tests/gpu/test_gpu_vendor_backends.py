@@ -1,0 +1,43 @@
+"""The whole engine on vendors' attention kernels: their tokens are those of ours, up to ties."""
+
+import importlib.util
+
+import pytest
+
+import gpu_check
+from paceline.engine.llm import LLM
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+TIE_GAP = 0.13  # of log-probabilities: a rounding of bfloat16 logits around 16 is 0.0625
+MODULES = {"flashinfer": "flashinfer", "fa4": "flash_attn"}
+
+
+def answer(backend: str, **options: object) -> gpu_check.Tokens:
+    """Greedy tokens; the second run replays what the first captured."""
+    with LLM(
+        "bundled", device="cuda", attention_backend=backend, max_num_seqs=16, **options
+    ) as llm:
+        work = gpu_check.prompts(llm.report()["vocab_size"])
+        llm.generate(work, gpu_check.GREEDY)
+        return [output.outputs[0].token_ids for output in llm.generate(work, gpu_check.GREEDY)]
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "fa4", "fa4+flashinfer", "fa4+triton"])
+def test_a_vendor_backend_generates_what_ours_does(backend: str) -> None:
+    for name in backend.split("+"):
+        if name in MODULES and importlib.util.find_spec(MODULES[name]) is None:
+            pytest.skip(f"{name} needs {MODULES[name]}")
+    ours, theirs = answer("triton"), answer(backend)
+    with LLM("bundled", device="cuda", attention_backend="triton", max_num_seqs=16) as llm:
+        work = gpu_check.prompts(llm.report()["vocab_size"])
+        for where in gpu_check.first_differences(ours, theirs):
+            gap = gpu_check.gap_at(llm, work, ours, where)
+            assert gap < TIE_GAP, f"{where}: the likeliest two tokens are {gap} apart"
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "fa4"])
+def test_graphs_of_a_vendor_backend_give_what_its_eager_steps_do(backend: str) -> None:
+    if importlib.util.find_spec(MODULES[backend]) is None:
+        pytest.skip(f"{backend} needs {MODULES[backend]}")
+    assert answer(backend) == answer(backend, enforce_eager=True)
