@@ -30,12 +30,13 @@ def test_readme_names_only_flags_that_exist():
     from paceline.cli.app import VERBS
     from paceline.cli.bench import bench
     from paceline.cli.chat import chat
+    from paceline.cli.check import check
     from paceline.cli.env import env
     from paceline.cli.explain import explain
     from paceline.cli.generate import generate
     from paceline.cli.serve import serve
 
-    commands = [bench.commands["latency"], chat, env, explain, generate, serve]
+    commands = [bench.commands["latency"], chat, check, env, explain, generate, serve]
     flags = {flag for command in commands for p in command.params for flag in p.opts}
     flags |= {flag for command in commands for p in command.params for flag in p.secondary_opts}
     text = (ROOT / "README.md").read_text()
@@ -122,7 +123,7 @@ def test_every_dependency_is_pinned_by_the_constraints():
 
 def test_make_has_the_usual_verbs():
     targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    wanted = {"help", "setup", "demo", "test", "test-full", "lint", "bench", "clean"}
+    wanted = {"help", "setup", "demo", "test", "test-full", "lint", "bench", "mutants", "clean"}
     assert set(targets) == wanted
 
 

@@ -89,7 +89,7 @@ def test_the_prefix_alone_has_a_natural_lse(mask: MaskKind, prefixes: tuple[int,
     assert difference(lse.masked_fill(empty, 0.0), wanted_lse.masked_fill(empty, 0.0)) < 1e-3
 
 
-@pytest.mark.parametrize(("extend", "window"), [(1, 2), (1, 4), (3, 4), (3, 9)])
+@pytest.mark.parametrize(("extend", "window"), [(1, 2), (1, 4), (3, 4), (3, 9), (16, 20)])
 def test_a_window_over_the_prefix_counts_from_the_query(extend: int, window: int) -> None:
     case = replace(CHAIN, part=Part.PREFIX, window=window, extend_lens=(extend,) * 3)
     built = build(case)

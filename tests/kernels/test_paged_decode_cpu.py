@@ -137,6 +137,32 @@ def test_a_windowed_request_lists_its_last_keys_alone() -> None:
     assert lists["bias"][:6].view(2, 3).tolist() == [[0, 0, -math.inf], [0, 0, 0]]
 
 
+@pytest.mark.parametrize(
+    ("pages", "kv_len", "window", "extent"),
+    [
+        ([5, 6], 6, None, [6, 20]),
+        ([5, 6], 6, 9, [6, 20]),
+        ([5, 6], 6, 3, [3, 23]),
+        ([5, 6], 8, 4, [4, 24]),
+        ([5, 6], 8, 1, [1, 27]),
+        ([5, 7], 6, None, [6, 0]),  # not neighbours
+        ([0, 1], 6, None, [6, 0]),  # page 0 is padding's
+    ],
+)
+def test_a_single_request_in_one_run_of_pages_is_read_in_place(
+    pages: list[int], kv_len: int, window: int | None, extent: list[int]
+) -> None:
+    lists = {
+        "extent": torch.full((2,), -1),
+        "slots": torch.zeros(8, dtype=torch.int32),
+        "bias": torch.zeros(8),
+    }
+    page_table = torch.tensor([[*pages, 0]], dtype=torch.int32)
+    kv_lens = torch.tensor([kv_len], dtype=torch.int32)
+    decode_slots_cpu(page_table, kv_lens, page_size=4, window=window, **lists)
+    assert lists["extent"].tolist() == extent
+
+
 def test_a_replay_reads_the_lengths_of_that_moment() -> None:
     case = make_case(BATCHES["unlike"], SHAPES["gqa-wide-v"], seed=2)
     lists, out = empty_lists(case), torch.zeros(6, 6, 40)

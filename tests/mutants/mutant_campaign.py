@@ -130,7 +130,9 @@ def _files(targets: Sequence[Target]) -> set[str]:
 def _warm_up() -> None:
     """Load what the libraries above load late, before the first fork."""
     assert "paceline" not in sys.modules
-    hypothesis.settings.default  # noqa: B018
+    phases = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.shrink]
+    hypothesis.settings.register_profile("mutants", phases=phases)
+    hypothesis.settings.load_profile("mutants")  # a death need not be pretty
     transformers.LlamaForCausalLM  # noqa: B018
     torch.zeros(2, 2) @ torch.zeros(2, 2)
     gc.freeze()  # no child looks through all of this for garbage

@@ -27,6 +27,7 @@ _STEP = (
     "dense/decode/recorded/every-live-size",
     "dense/mixed/recorded/decode-and-chunks",
     "dense/target_verify/recorded/mixed-shapes",
+    "dense/target_verify/recorded/chain3",
     "dense/draft_extend_v2/recorded/fixed3-capture2x-scratch",
     "dense/extend/eager/zero-prefix-edges",
     "dense/extend/recorded/ragged-edges",
@@ -36,11 +37,12 @@ _STEP = (
 _SHAPES = (
     "dense/decode/recorded/page1",
     "dense/target_verify/eager/deep",
-    "dense/target_verify/recorded/chain3",
     "dense/extend/recorded/layers3",
     "dense/extend/recorded/soft-cap",
     "swa/decode/recorded/full-and-windows",
     "swa/extend/recorded/window4-prefix-edges",
+    "swa/extend/recorded/full-and-windows",
+    "swa/target_verify/recorded/window5-and-full-topk4",
     "swa/target_verify/recorded/window4-topk2",
     "swa/draft_extend_v2/recorded/window12-fixed3",
 )
@@ -52,17 +54,24 @@ _SINKS = ("dense/target_verify/recorded/topk4-sinks", "dense/extend/recorded/sin
 _TORCH = _cells("torch", *_STEP)
 _FLASHINFER = _cells("flashinfer", *_STEP, *_SHAPES, *_SCALED)
 _DERIVE_TESTS = ("kernels/test_derive_tree.py", "runner/test_derive.py")
-_GUARD_TESTS = tuple(
-    f"runner/test_graphs.py::test_{name}"
-    for name in (
-        *("the_guard_refuses_more_requests_than_the_graph_holds",),
-        *("the_guard_refuses_another_stride", "the_guard_refuses_a_length_beyond_the_bound"),
-        *("graph_sizes_ascend_to_the_largest",),
-        *("padding_is_the_smallest_size_that_holds_the_requests",),
-        *("a_host_planned_backend_is_planned_before_every_run",),
-    )
+_SIZE_TESTS = (
+    "runner/test_graphs.py::test_graph_sizes_ascend_to_the_largest",
+    "runner/test_graphs.py::test_padding_is_the_smallest_size_that_holds_the_requests",
+    "runner/test_ragged_graphs.py::test_token_sizes_grow_by_at_most_half",
+    "runner/test_ragged_graphs.py::test_a_ragged_step_is_padded_by_one_row",
 )
-_KEY_TESTS = (*_GUARD_TESTS, "runner/test_graph_keys.py", "runner/test_ragged_graphs.py")
+_GUARD_TESTS = (
+    "runner/test_graphs.py::test_the_guard_refuses_more_requests_than_the_graph_holds",
+    "runner/test_graphs.py::test_the_guard_refuses_another_stride",
+    "runner/test_graphs.py::test_the_guard_refuses_a_length_beyond_the_bound",
+    "runner/test_graphs.py::test_a_host_planned_backend_is_planned_before_every_run",
+)
+_PADDING_TESTS = (
+    "runner/test_ragged_graphs.py::test_padding_takes_the_stride_or_what_is_left",
+    "runner/test_ragged_graphs.py::test_the_guard_refuses_more_tokens_than_the_graph_holds",
+    "runner/test_ragged_graphs.py::test_the_guard_keeps_a_row_for_the_tokens_that_are_left_over",
+)
+_KEY_TESTS = (*_GUARD_TESTS, *_PADDING_TESTS, "runner/test_graph_keys.py")
 
 TARGETS = (
     Target(
@@ -84,9 +93,9 @@ TARGETS = (
             *("PaddedSize", "StepBuffers.holds", "StepBuffers.fill", "StepBuffers.pad"),
             *("StepBuffers.view", "StepBuffers._tree_mask"),
         ),
-        Killers(_TORCH, (*_DERIVE_TESTS, "runner/test_ragged_graphs.py")),
+        Killers(_TORCH, (*_PADDING_TESTS, *_DERIVE_TESTS)),
     ),
-    Target("runner/graph_sizes.py", (), Killers((), _KEY_TESTS)),
+    Target("runner/graph_sizes.py", (), Killers((), _SIZE_TESTS)),
     Target("runner/graphs.py", ("GraphKey",), Killers(_TORCH, _KEY_TESTS)),
     Target(
         "runner/model_runner.py",
@@ -102,12 +111,12 @@ TARGETS = (
         ("StepLayout", "Step", "padded_step", "padded_parents"),
         Killers(
             _TORCH + _cells("flashinfer", *_STEP),
-            (*_DERIVE_TESTS, "runner/test_ragged_graphs.py"),
+            (*_PADDING_TESTS, *_DERIVE_TESTS),
         ),
     ),
     Target(
         "attention/layouts/csr.py",
-        (),
+        ("csr_lens", "derive_indices"),
         Killers(_cells("flashinfer", *_STEP, *_SHAPES), ("attention/test_csr_layout.py",)),
     ),
     Target(
@@ -120,7 +129,7 @@ TARGETS = (
     ),
     Target(
         "attention/backends/torch_backend.py",
-        ("TorchBackend",),
+        ("TorchBackend.plan", "TorchBackend.forward"),
         Killers(_cells("torch", *_STEP, *_SHAPES, *_SCALED), ("attention/test_torch_backend.py",)),
     ),
     Target(
@@ -130,7 +139,7 @@ TARGETS = (
     ),
     Target(
         "attention/backends/triton_backend.py",
-        ("TritonBackend.make_buffers", "TritonBackend.plan", "TritonBackend.forward"),
+        ("TritonBackend.plan", "TritonBackend.forward"),
         Killers(
             _cells(
                 "triton",
@@ -138,28 +147,32 @@ TARGETS = (
                 *("dense/extend/eager/tiny-page1-soft-cap", "dense/decode/eager/tiny-page1-sinks"),
                 *("dense/decode/eager/tiny-fp8-mha", "swa/decode/eager/tiny-window6-soft-cap"),
                 *("swa/extend/eager/tiny-window6-sinks", "swa/mixed/eager/tiny-window5"),
+                "dense/draft_decode/eager/tiny-frozen-kv",
                 "swa/target_verify/recorded/tiny-window3-topk2",
             ),
-            (),
+            ("attention/test_triton_backend.py",),
         ),
     ),
     Target(
         "attention/backends/flashinfer_backend.py",
         (
-            *("FlashInferBackend.make_buffers", "FlashInferBackend.host_plan"),
-            *("FlashInferBackend.plan", "FlashInferBackend.forward"),
+            *("FlashInferBackend.host_plan", "FlashInferBackend.plan"),
+            "FlashInferBackend.forward",
             *("_parts", "_make_wrappers", "_derive_pages", "_forget_oldest"),
         ),
         Killers(_FLASHINFER, ("attention/test_flashinfer_backend.py",)),
     ),
     Target(
         "attention/backends/flashinfer_wrappers.py",
-        ("window_left", "WrapperRing", "distinct_constants", "constants"),
+        ("window_left", "WrapperRing.plan", "WrapperRing.run", "distinct_constants", "constants"),
         Killers(_FLASHINFER, ("attention/test_flashinfer_backend.py",)),
     ),
     Target(
         "attention/flash_attention.py",
-        (),
+        (
+            *("FlashAttentionBackend.plan", "FlashAttentionBackend.forward"),
+            "prefix_window",
+        ),
         Killers(_cells("fa4", *_STEP, *_SHAPES), ("attention/test_fa_backends.py",)),
     ),
     Target(
@@ -175,8 +188,8 @@ TARGETS = (
     Target(
         "attention/cascade.py",
         (
-            *("CascadeBackend.make_buffers", "CascadeBackend.plan", "CascadeBackend.host_plan"),
-            *("CascadeBackend.forward", "_with_tree", "_windowed_tree", "windowed_tree_cpu"),
+            *("CascadeBackend.plan", "CascadeBackend.host_plan", "CascadeBackend.forward"),
+            *("_with_tree", "_windowed_tree", "windowed_tree_cpu"),
             "windowed_tree_triton",
         ),
         Killers(
@@ -187,8 +200,8 @@ TARGETS = (
     Target(
         "attention/hybrid.py",
         (
-            *("HybridBackend.make_buffers", "HybridBackend.plan", "HybridBackend.host_plan"),
-            *("HybridBackend.forward", "serves_decode", "may_serve"),
+            *("HybridBackend.plan", "HybridBackend.host_plan", "HybridBackend.forward"),
+            *("serves_decode", "may_serve"),
         ),
         Killers(
             _cells(

@@ -21,6 +21,7 @@ def test_token_sizes_grow_by_at_most_half() -> None:
     sizes = GraphSizes.up_to(8, max_tokens=100).tokens
     assert sizes == (16, 24, 32, 48, 64, 96, 100)
     assert GraphSizes.up_to(8).tokens == ()
+    assert GraphSizes.up_to(8, max_tokens=1).tokens == (1,)
     assert GraphSizes.up_to(8, max_tokens=9).tokens == (9,)  # what was asked for is a size
 
 

@@ -13,10 +13,10 @@ from paceline.attention.contract import LayerCache
 from paceline.conformance.batch_data import BatchData
 from paceline.conformance.placement import slots
 from paceline.conformance.prepared import Prepared
+from paceline.runner.poison import bits_of
 
 # Quiet NaNs that no arithmetic makes, as bits, by bytes: of float8_e4m3fn the only other one.
 _ODD_NAN = {1: 0xFF, 2: 0xFFE5 - (1 << 16), 4: 0xFFE5A5A5 - (1 << 32)}
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _FACTOR = 8.0  # of a padded token's bait on the pools': exact in every format, and no cache's scale
 
 
@@ -45,7 +45,7 @@ class Pools:
                 if self._loads_dead:
                     cache.copy_(_quantised(bait, cache, scale))
                 else:
-                    _bits(cache).fill_(_ODD_NAN[cache.element_size()])
+                    bits_of(cache).fill_(_ODD_NAN[cache.element_size()])
             for loc, keys, values in self._stored(index, layer, is_prefix=True):
                 layer.k_cache.flatten(0, 1)[loc] = keys
                 layer.v_cache.flatten(0, 1)[loc] = values
@@ -108,10 +108,6 @@ def _quantised(values: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
     """`values` as the cache holds them."""
     divided = values if scale is None else values / scale.double().cpu()
     return divided.to(cache.device).to(cache.dtype)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 def _differing_slots(wanted: Tensor, cache: Tensor) -> list[int]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part, StepView
 from paceline.core.errors import KernelArgumentError, message
 from paceline.core.step import Step
+from paceline.runner.poison import bits_of
 
-_BITS = {2: torch.int16, 4: torch.int32}
 _ARGUMENTS = ("q", "k", "v")
 
 
@@ -63,7 +63,8 @@ class Watched(AttentionBackend):
         Raises KernelArgumentError for that; mutates the books.
         """
         number, heads = layer.spec.layer_id, layer.spec.num_heads
-        before = [_bits(tensor).clone() for tensor in (q, k, v)]
+        # As bits: NaN equals itself.
+        before = [bits_of(tensor).clone() for tensor in (q, k, v)]
         out, lse = self._inner.forward(q, k, v, layer, plan, part)
         self._note_changes(number, before, (q, k, v))
         _require("out", out, (q.shape[0], heads, layer.spec.v_head_dim), q.dtype)
@@ -93,18 +94,13 @@ class Watched(AttentionBackend):
     def _note_changes(self, layer: int, before: Sequence[Tensor], now: Sequence[Tensor]) -> None:
         for index, (was, tensor) in enumerate(zip(before, now, strict=True)):
             flag = self.was_changed[layer, index]
-            flag.logical_or_((was != _bits(tensor)).any())
+            flag.logical_or_((was != bits_of(tensor)).any())
 
 
 def watch(inner: AttentionBackend) -> Watched:
     """`inner` watched, by a class that reports call its backend's: their lines name its file."""
     named: type[Watched] = type("Watched", (Watched,), {"__module__": type(inner).__module__})
     return named(inner)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers: NaN equals itself."""
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 def _require(name: str, got: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from paceline.attention.backends.flashinfer_tree import LN2, TreeRows, as_cached
 from paceline.attention.backends.flashinfer_wrappers import (
-    SMALLEST_TILE,
     HostLens,
     StepShape,
     WrapperRing,
     constants,
     distinct_constants,
     rings_bytes,
+    unplanned,
     window_left,
     workspace_bytes,
 )
@@ -46,7 +46,6 @@ from paceline.attention.layouts.csr import (
     derive_indices,
     make_csr_buffers,
 )
-from paceline.core.errors import KernelArgumentError, message
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 
@@ -210,7 +209,7 @@ class FlashInferBackend(AttentionBackend):
         paged = plan.wrappers.get(part if tree is None else Part.PREFIX)
         ring = None if paged is None else paged.rings.get(spec)
         if ring is None:
-            raise _unplanned(part, layer.spec)
+            raise unplanned(part, layer.spec)
         # The library takes scales as Python numbers; ours are on the device.
         if layer.k_scale is not None:
             q = (q * layer.k_scale).to(q.dtype)
@@ -260,8 +259,8 @@ def _forget_oldest(buffers: FlashInferBuffers) -> None:
 
 
 def _parts(step: Step) -> tuple[Part, ...]:
-    """What may be asked of a step: of a tree the prefix alone; of a chain that might have been a
-    tree either part."""
+    """What pages may be read for: of a tree the prefix alone, as its own rows are read apart; of a
+    chain that might have been a tree either part."""
     if step.mask is MaskKind.TREE:
         return (Part.PREFIX,)
     if step.mode.facts.mask is MaskKind.TREE:
@@ -290,15 +289,3 @@ def _make_wrappers(buffers: FlashInferBuffers, shape: StepShape) -> Wrappers:
     if shape.mask is MaskKind.TREE and all(spec.window is None for spec in limits.layers):
         tree = TreeRows(buffers.library, limits, shape, buffers.workspace)
     return Wrappers(rings=rings, tree=tree)
-
-
-def _unplanned(part: Part, spec: AttentionSpec) -> KernelArgumentError:
-    return KernelArgumentError(
-        message(
-            "flashinfer forward",
-            expected="a part and layer constants of the step's host plan",
-            got=f"{part} with window {spec.window}",
-            remedy="call host_plan before plan; trees with windows run by cascade; a window over "
-            f"the prefix alone must be longer than a request's rows, at most {SMALLEST_TILE}",
-        )
-    )

@@ -1,0 +1,70 @@
+"""The triton backend: what it tells its kernels.  What they answer is in the matrix."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.attention.backends import triton_backend
+from paceline.attention.backends.triton_backend import TritonBackend, TritonPlan
+from paceline.attention.contract import AttentionSpec, LayerCache, Part
+from paceline.attention.layouts.page_table import PageTablePlan
+from paceline.core.modes import MaskKind
+from paceline.kernels.paged_attention import split_workspace
+
+EXTEND = 17
+
+
+def plan() -> TritonPlan:
+    """One request that extends by EXTEND behind a prefix of 2, in two cache groups."""
+    lens = torch.tensor([2], dtype=torch.int32)
+    table = PageTablePlan(
+        cu_seqlens_q=torch.tensor([0, EXTEND], dtype=torch.int32),
+        prefix_lens=lens,
+        extend_lens=lens * 0 + EXTEND,
+        kv_lens=lens + EXTEND,
+        page_tables=(torch.ones(1, 2, dtype=torch.int32), torch.ones(1, 3, dtype=torch.int32)),
+        tree_mask=None,
+        mask=MaskKind.CAUSAL,
+        max_extend_len=EXTEND,
+        kv_len_bound=64,
+    )
+    workspace = split_workspace(1, 2, 1, v_head_dim=64, device=torch.device("cpu"))
+    return TritonPlan(table=table, workspace=workspace)
+
+
+@pytest.mark.parametrize("part", list(Part))
+def test_an_extend_is_told_its_bound_its_group_and_its_scales(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound is the kernel's grid: one short, and the last rows of a tile are never written."""
+    told: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr(triton_backend, "paged_extend", lambda *a, **k: told.append((a, k)))
+    spec = AttentionSpec(
+        layer_id=0,
+        group=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        v_head_dim=64,
+        scale=0.5,
+        window=9,
+        soft_cap=30.0,
+    )
+    cache = torch.zeros(2, 16, 1, 64)
+    k_scale, v_scale, sinks = torch.ones(1), torch.ones(1) * 2, torch.zeros(2)
+    layer = LayerCache(
+        spec=spec, k_cache=cache, v_cache=cache, k_scale=k_scale, v_scale=v_scale, sinks=sinks
+    )
+    q, step = torch.zeros(EXTEND, 2, 64), plan()
+    TritonBackend().forward(q, q, q, layer, step, part)
+    [(arguments, named)] = told
+    table = step.table
+    tensors = (q, cache, cache, table.page_tables[1])
+    wanted = (*tensors, table.prefix_lens, table.kv_lens, table.cu_seqlens_q)
+    assert all(one is other for one, other in zip(arguments, wanted, strict=True))
+    assert (named["max_extend_len"], named["window"], named["soft_cap"]) == (EXTEND, 9, 30.0)
+    assert named["k_scale"] is k_scale
+    assert named["v_scale"] is v_scale
+    assert named["prefix_only"] is (part is Part.PREFIX)
+    assert named["sinks"] is (sinks if part is Part.ALL else None)
