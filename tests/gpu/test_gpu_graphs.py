@@ -1,5 +1,6 @@
 """CUDA graphs keep the contract that tests/runner shows of recorded graphs."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -76,3 +77,19 @@ def test_a_replay_follows_device_data_and_runs_no_python() -> None:
     stream.synchronize()
     assert out.tolist() == [10.0] * 4
     assert len(calls) == 1
+
+
+def test_garbage_that_owns_graphs_is_left_alone_during_a_capture() -> None:
+    x = torch.zeros(4, device="cuda")
+    garbage: list[object] = [captured(lambda: x.add_(1))[0]]
+    garbage.append(garbage)
+    del garbage
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)  # almost every allocation collects
+    try:
+        graph, stream = captured(lambda: [x.add_(1) for _ in range(100)])
+    finally:
+        gc.set_threshold(*threshold)
+    stream.run(graph.replay)
+    stream.synchronize()
+    assert x.tolist() == [100.0] * 4

@@ -38,6 +38,18 @@ def test_the_kernel_commits_what_the_reference_does(shape: StepShape, seed: int)
         assert torch.equal(mine, theirs), name
 
 
+@pytest.mark.usefixtures("cuda_path")
+def test_what_lies_behind_the_stop_ids_of_a_row_stops_nobody() -> None:
+    """There is the next row, and its limit comes first."""
+    rows, ends, step, results = make_commit(SMALL[1], seed=0)
+    ends.max_len.copy_(torch.arange(50, 50 + len(ends.max_len)))
+    behind = ends.max_len[(step.row_ids + 1).clamp(max=len(ends.max_len) - 1)]
+    step = step._replace(token_ids=behind, finite=torch.ones_like(step.finite))
+    _COMMIT(*rows, *ends, *step, results)
+    assert results[:, 0].any()
+    assert not (results[:, 2] == FinishCode.STOP_TOKEN).any()
+
+
 def test_the_cases_hold_every_finish_code_and_rows_that_emit_nothing() -> None:
     """Otherwise the comparison above would show little."""
     codes: set[int] = set()

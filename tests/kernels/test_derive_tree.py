@@ -54,6 +54,13 @@ def test_a_row_sees_itself_and_its_ancestors_and_stands_at_its_depth(
     assert positions.tolist() == [a + b for a, b in zip(prefixes, depths, strict=True)]
 
 
+def test_the_kernel_writes_nothing_behind_its_mask() -> None:
+    parents, prefix, positions, mask = make([(-1, 0, 0)] * len(PREFIX))
+    room = torch.ones(mask.numel() + 5, dtype=torch.bool)
+    launch_derive_tree(parents, prefix, positions, tree_mask=room[:-5].view_as(mask))
+    assert room[-5:].all()
+
+
 @pytest.mark.parametrize("broken", [0, 2, 3])
 def test_tensors_of_another_shape_are_refused_by_name(broken: int) -> None:
     tensors = list(make(TREES["branches"]))

@@ -64,6 +64,12 @@ def test_full_group_uses_the_prefix_up_to_the_first_hole():
     assert group.usable_prefix(path_of(group, [False, True]), 2) == 0
 
 
+@pytest.mark.parametrize("stored", [1, 2, 3])
+def test_every_length_of_hit_is_found(stored):
+    group = make_group(None)
+    assert group.usable_prefix(path_of(group, [True] * stored + [False]), stored + 1) == stored
+
+
 def test_windowed_group_uses_a_prefix_whose_last_window_is_stored():
     group = make_group(6)  # a hit of n pages of 4 tokens sees keys from 4n - 5: two pages
     path = path_of(group, [False, False, True, True, False, True])

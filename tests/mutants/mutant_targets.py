@@ -93,7 +93,13 @@ TARGETS = (
             *("PaddedSize", "StepBuffers.holds", "StepBuffers.fill", "StepBuffers.pad"),
             *("StepBuffers.view", "StepBuffers._tree_mask"),
         ),
-        Killers(_TORCH, (*_PADDING_TESTS, *_DERIVE_TESTS)),
+        Killers(
+            _TORCH,
+            (
+                *(*_PADDING_TESTS, *_DERIVE_TESTS, "runner/test_commit.py"),
+                "runner/test_steady_decode.py",
+            ),
+        ),
     ),
     Target("runner/graph_sizes.py", (), Killers((), _SIZE_TESTS)),
     Target("runner/graphs.py", ("GraphKey",), Killers(_TORCH, _KEY_TESTS)),
@@ -103,7 +109,10 @@ TARGETS = (
             *("ModelRunner._host_plan", "ModelRunner._program_of", "ModelRunner._program"),
             *("ModelRunner._graph_key", "ModelRunner._supports", "ModelRunner._key", "_empty_step"),
         ),
-        Killers(_TORCH + _cells("flashinfer", *_STEP), _KEY_TESTS),
+        Killers(
+            _TORCH + _cells("flashinfer", *_STEP),
+            (*(*_KEY_TESTS, "runner/test_ragged_graphs.py", "runner/test_prompt_spans.py"),),
+        ),
     ),
     Target("runner/guard.py", ("Guard.check_shape",), Killers(_TORCH, _KEY_TESTS)),
     Target(

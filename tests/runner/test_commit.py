@@ -54,6 +54,7 @@ class Bench:
         emits: tuple[bool, ...] | None = None,
         finite: list[bool] | None = None,
         padded_reqs: int | None = None,
+        logprobs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     ) -> list[list[int]]:
         layout = StepLayout(rows=rows, extend_lens=extend_lens, emits=emits or (True,) * len(rows))
         size = PaddedSize.exact(layout)
@@ -64,12 +65,13 @@ class Bench:
         destination.copy_(source)
         view = self.buffers.view(size, MaskKind.CAUSAL)
         derive(self.buffers, self.table, view, (1,))
+        chosen, top_ids, top_values = logprobs or (None, None, None)
         sampled = Sampled(
             token_ids=torch.tensor(tokens + [9] * (size.reqs - len(tokens))),
             finite=torch.tensor((finite or [True] * len(rows)) + [True] * (size.reqs - len(rows))),
-            chosen_logprob=None,
-            top_ids=None,
-            top_values=None,
+            chosen_logprob=chosen,
+            top_ids=top_ids,
+            top_values=top_values,
         )
         commit(self.buffers, self.table, view, sampled)
         return self.buffers.results[: len(rows)].tolist()
@@ -91,6 +93,19 @@ def test_a_row_advances_by_its_extend_and_remembers_its_token() -> None:
     assert bench.step((4,), (1,), [42]) == [[1, 42, RUNNING]]
     assert bench.table.token_ids[4, :8].tolist() == [100, 101, 102, 103, 104, 41, 42, 0]
     bench.assert_pad_row_is_untouched()
+
+
+def test_log_probabilities_go_to_the_rows_of_the_step() -> None:
+    bench = Bench()
+    for row in (1, 2):
+        bench.join(row, known=5, prefix=4)
+    chosen, values = torch.tensor([-1.0, -2.0]), -torch.arange(6.0).view(2, 3)
+    ids = torch.arange(6).view(2, 3)
+    bench.step((1, 2), (1, 1), [41, 11], logprobs=(chosen, ids, values))
+    buffers = bench.buffers
+    assert torch.equal(buffers.chosen_logprobs[:2], chosen)
+    assert torch.equal(buffers.top_ids[:2, :3], ids)
+    assert torch.equal(buffers.top_logprobs[:2, :3], values)
 
 
 @pytest.mark.parametrize("padded_reqs", [1, 2, 6])

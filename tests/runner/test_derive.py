@@ -265,6 +265,18 @@ def test_padding_on_the_device_equals_staged_padding() -> None:
     check(Case((), page_sizes, size), view)
 
 
+def test_padding_on_the_device_is_of_this_size_alone() -> None:
+    """Row 0, the stride, no emission; of a tree, every row hangs on its prefix."""
+    buffers = StepBuffers(
+        max_reqs=3, max_tokens=12, max_pages=(4,), max_tree_rows=4, kv_len_bound=16, device=CPU
+    )
+    buffers.facts.fill_(7)
+    buffers.parents.fill_(7)
+    buffers.pad(PaddedSize.uniform(2, 4))
+    assert buffers.facts.tolist() == [[0, 4, 0], [0, 4, 0], [7, 7, 7]]
+    assert buffers.parents.tolist() == [-1] * 8 + [7] * 4
+
+
 @pytest.mark.parametrize("reqs", [1, 3, 6])
 def test_equal_sizes_give_equal_addresses(reqs: int) -> None:
     buffers = make_buffers((3, 16))

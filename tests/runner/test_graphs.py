@@ -428,12 +428,14 @@ def test_the_guard_refuses_another_stride(tiny: TinyModel, extends: dict[int, in
 
 def test_the_guard_refuses_a_length_beyond_the_bound(tiny: TinyModel) -> None:
     driver = Driver(tiny)
-    start(driver, range(1, 2))
+    start(driver, range(1, 3))
     bound = CONTEXT + 2  # the context and the tokens that can be in flight behind it
-    driver._known[1] = bound
-    step = driver.make_step({1: 1}, mode=ForwardMode.DECODE)
+    driver._known[2] = bound - 1
+    guard_of(driver)(key(2), driver.make_step({1: 1, 2: 1}, mode=ForwardMode.DECODE))
+    driver._known[2] = bound
+    step = driver.make_step({1: 1, 2: 1}, mode=ForwardMode.DECODE)
     with pytest.raises(GraphGuardError, match=rf"kv_lens must be at most {bound}, got {bound + 1}"):
-        guard_of(driver)(key(1), step)
+        guard_of(driver)(key(2), step)
 
 
 def test_the_guard_names_a_rebound_buffer_before_it_is_replayed(tiny: TinyModel) -> None:

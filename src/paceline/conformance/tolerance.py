@@ -26,8 +26,9 @@ LEAST = {"bfloat16": 2.0**-10, "float16": 2.0**-13, "float32": 3e-6}
 # Relative error of tanh in hardware (PTX ISA, tanh.approx.f32), which kernels use in 16 bits.
 TANH_ERROR = 2.0**-11
 TINY = 1e-6  # the size of values where a row sees none
-# Of a log-sum-exp: absolute in 16 bits, and relative to its size, which is at least 1, in float32.
-LSE_ALLOWED = {"bfloat16": 1e-3, "float16": 1e-3, "float32": 1e-5}
+# Of a log-sum-exp: absolute in 16 bits, where a kernel may sum its weights as it rounded them for
+# the product with V; relative to its size, which is at least 1, in float32.
+LSE_ALLOWED = {"bfloat16": 2.0**-9 + 1e-4, "float16": 1e-3, "float32": 1e-5}
 
 
 @dataclass(frozen=True, slots=True)

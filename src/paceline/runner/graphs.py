@@ -1,6 +1,8 @@
 """Graphs: keys, the two implementations behind one interface, and who decides what is captured."""
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,6 +57,7 @@ class CudaGraph:
     def capture(self, function: Callable[[], None]) -> None:
         """Record `function` without executing it.  Raises HostReadError, as RecordedGraph does."""
         with (
+            _no_collection(),
             torch.no_grad(),
             refuse_host_reads(lambda *_: None),
             torch.cuda.graph(self._graph, pool=self._pool, stream=torch.cuda.current_stream()),
@@ -64,6 +67,18 @@ class CudaGraph:
     def replay(self) -> None:
         """Launch the graph on the current stream."""
         self._graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Within the block no garbage is collected: to destroy another graph spoils a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GraphFactory(Protocol):
