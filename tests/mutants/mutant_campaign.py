@@ -74,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for job, verdict in run(jobs):
         print(f"{job.mutant.id}: {verdict.killer or 'survived'}", file=sys.stderr)
         results.append(Result(job.mutant, verdict))
+    gc.unfreeze()  # libraries report what is left at the end
     is_whole = options.id is None
     entries = [e for e in read_equivalents(HERE / "equivalents.toml") if e.file in _files(targets)]
     outcome = explained(results, entries, is_whole=is_whole)

@@ -105,17 +105,34 @@ class Rig:
         self._watched.clear()
         self._freeze([placement.rows[request] for request in batch.frozen])
         self._tokens = batch.num_tokens
-        poisoned = self._run(self._step(batch, placement, ids))
-        faults = broken_invariants(
+        unused = min({*range(1, placement.num_rows)} - {*placement.rows})
+        row_ids = self._runner.parts.buffers.row_ids.fill_(unused)  # until the step derives
+        step = self._step(batch, placement, ids)
+        try:
+            poisoned = self._run(step)
+        except Exception as error:
+            broken = []
+            if self._has_one_view() and (row_ids != unused).any():  # derived: the view tells why
+                broken = self._broken(index, ids)
+            if not broken:
+                raise
+            return [*broken, f"raised {type(error).__name__}: {error}"]
+        faults = self._broken(index, ids) + self._watched.changed_arguments()
+        return faults + self._pools.wrong_writes(index, before) + poisoned
+
+    def _broken(self, index: int, ids: list[list[int]]) -> list[str]:
+        return broken_invariants(
             self._case,
-            batch,
-            placement,
+            self._case.batches[index],
+            self._places[index],
             ids=ids,
             watched=self._watched,
             positions=self._probe.positions,
         )
-        faults += self._watched.changed_arguments()
-        return faults + self._pools.wrong_writes(index, before) + poisoned
+
+    def _has_one_view(self) -> bool:
+        """Whether the last plan is of every step's view; eager steps have views of their own."""
+        return self._is_graph and self._watched.planned is not None
 
     def _run(self, step: Step) -> list[str]:
         """Launch a step and wait for it; what the sanitizer says of it."""

@@ -190,7 +190,7 @@ def _live_rows(parts: Parts, checked: CheckedStep) -> tuple[list[LiveRow], int]:
     )
     live, reach = [], 0
     for index, (row, prefix_len, kv_len) in enumerate(facts):
-        if row == PAD_ROW:
+        if row == PAD_ROW or index >= checked.step.layout.num_reqs:
             reach = max(reach, kv_len)
         else:
             live.append(LiveRow(index, row, prefix_len, kv_len))
