@@ -50,6 +50,7 @@ class FakeEngine:
             "vocab_size": 50,
             "options": {"device": {"value": "cpu", "origin": "chosen: a CPU"}},
             "memory": {"planned": {"total_bytes": 1 << 30}},
+            "attention": {"name": "torch", "why": "asked for"},
         }
 
     def close(self):

@@ -78,6 +78,24 @@ class ReadsTail(WrappedBackend):
         return behind.to(out.dtype).view(1, 1, 1)
 
 
+class ReadsTailOfPrompts(ReadsTail):
+    """The same for the first token of a prefill, in one layer."""
+
+    name = "reads-tail-of-prompts"
+
+    def __init__(self, layer_id: int) -> None:
+        super().__init__()
+        self._layer_id = layer_id
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: WrappedPlan, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        out, lse = super().forward(q, k, v, layer, plan, part)
+        if layer.spec.layer_id == self._layer_id and plan.view.max_extend_len > 1:
+            out[:1] += self.extra(layer, plan, out)
+        return out, lse
+
+
 class ReadsPaddedRow(WrappedBackend):
     """Adds the last row's output, which is padding, to every row's."""
 

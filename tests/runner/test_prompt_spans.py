@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from faulty_backends import ReadsTailOfPrompts
 from tiny_runner import Driver, TinyModel, random_prompts
 
+from paceline.core.errors import SanitizerError
 from paceline.core.modes import ForwardMode
 from paceline.core.step import PromptSpan
 
@@ -50,3 +52,13 @@ def test_a_step_with_spans_is_never_replayed(tiny: TinyModel, prompts) -> None:
 def test_a_step_without_spans_reports_none(tiny: TinyModel, prompts) -> None:
     driver = Driver(tiny)
     assert not driver.prefill({1: prompts[0]}).prompt_logprobs
+
+
+def test_the_sanitizer_looks_at_scores_of_prompts(tiny: TinyModel, prompts) -> None:
+    """A fault in the last layer shows in nothing else: no later layer stores what it computed."""
+    driver = Driver(tiny, backend=ReadsTailOfPrompts(layer_id=1), graph_max_reqs=4)
+    driver.prefill({1: prompts[0]})  # nobody asks for the tokens before the last
+    driver.join(2, prompts[1])
+    step = driver.make_step({2: 6}, mode=ForwardMode.EXTEND)
+    with pytest.raises(SanitizerError, match="changes the prompt's log-probabilities of rows 2"):
+        driver.runner.launch(replace(step, prompt_spans=(PromptSpan(0, 0, 5, 1),)))

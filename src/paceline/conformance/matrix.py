@@ -244,9 +244,7 @@ def _environment(device_type: str) -> dict[str, str]:
     """
     if device_type == "cpu":
         return {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-    # FlashAttention 4: workers share what they compile.
-    shared = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1"}
-    return {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"} | shared
+    return {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
 
 
 def _require_resolved(

@@ -111,6 +111,7 @@ class LatencyBench:
             "boot_s": boot_s,
             "first_token_s": first_token_s,
             "kernel_cache": cache_state(here, entries_before),
+            "attention": report["attention"],
             "check": check,
             "results": [asdict(result) for result in results],
         }
@@ -206,6 +207,7 @@ def table(document: Mapping[str, Any]) -> str:
         f"{document['model']} on {document['device']['name']}",
         f"boot {document['boot_s']:.2f} s, first token {_seconds(document['first_token_s'])} "
         f"after process start, kernel cache {document['kernel_cache']}",
+        f"attention {document['attention']['name']} ({document['attention']['why']})",
         f"{'batch':>6}{'input':>8}{'output':>8}{'ttft ms':>12}{'decode tok/s':>16}{'spread':>9}",
     ]
     rows += [

@@ -139,7 +139,7 @@ class ModelRunner:
             step=step,
             size=size,
             run=_in_order(host_plan, run),
-            logits=lambda: None if program is None else program.logits,
+            program=program,
             explain=_in_order(host_plan, self._program_of(step, size).run),
         )
         self._stream.run(lambda: sanitizer.run(checked))

@@ -20,10 +20,11 @@ from paceline.runner.dead_bytes import (
 )
 from paceline.runner.dead_slots import DeadSlots, LiveRow, slot_uses
 from paceline.runner.poison import Region, same_numbers
-from paceline.runner.program import Parts
+from paceline.runner.program import Parts, StepProgram
 
 OVERWRITES = "overwrites"  # how a finding begins that is about poison that is gone
-Output = tuple[tuple[int, ...], Tensor]  # rows of the request table, [num_rows, ...]
+# Rows of the request table, and [num_rows, ...] or a tensor of each.
+Output = tuple[tuple[int, ...], Tensor | tuple[Tensor, ...]]
 
 # What code may raise of a wrong number that it reads.
 _RAISED = (PacelineError, ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError)
@@ -36,7 +37,7 @@ class CheckedStep:
     step: Step
     size: PaddedSize
     run: Callable[[], None]  # host plan and replay, or the eager functions
-    logits: Callable[[], Tensor | None]  # [padded_reqs, vocab]  as the last `run` left them
+    program: StepProgram | None  # what `run` leaves beside the buffers, where it is known
     explain: Callable[[], None]  # the same functions, executed by Python
 
 
@@ -49,6 +50,7 @@ class PoisonedRuns:
         self._checked = checked
         self._before = before
         self._after = copies(parts)
+        self._prompt_logprobs = checked.program.prompt_logprobs if checked.program else None
         self._live, padding_reach = _live_rows(parts, checked)
         self._slots = self._dead_slots(padding_reach)
         self._expected = self._observe()
@@ -82,6 +84,8 @@ class PoisonedRuns:
     def finish(self) -> None:
         """Leave everything as the first run left it."""
         self._load(self._after)
+        if self._checked.program is not None:
+            self._checked.program.prompt_logprobs = self._prompt_logprobs
         for slots in self._slots:
             slots.restore()
 
@@ -101,7 +105,10 @@ class PoisonedRuns:
         results = buffers.results[: len(rows)].clone()
         results[:, 1] *= results[:, 0]  # a token that is not emitted means nothing
         state = table.named_tensors()["table.state"][list(rows)]
-        seen = {"the results": (rows, results), "the table's state": (rows, state)}
+        seen: dict[str, Output] = {
+            "the results": (rows, results),
+            "the table's state": (rows, state),
+        }
         if not self._live:
             return seen
         index = [row.index for row in self._live]
@@ -111,9 +118,15 @@ class PoisonedRuns:
         columns = torch.arange(table.token_ids.shape[1], device=device)
         known = columns < lens + results[index, :1]
         seen["the tokens"] = live, table.token_ids[list(live)] * known
-        logits = self._checked.logits()
-        if logits is not None:
-            seen["the logits"] = live, logits[index]
+        program = self._checked.program
+        if program is not None and program.logits is not None:
+            seen["the logits"] = live, program.logits[index]
+        if program is not None and program.prompt_logprobs is not None:
+            scored = program.prompt_logprobs.chosen.split([s.length for s in step.prompt_spans])
+            seen["the prompt's log-probabilities"] = (
+                tuple(rows[span.index] for span in step.prompt_spans),
+                scored,
+            )
         if step.logprobs:
             seen["the log-probabilities"] = live, buffers.chosen_logprobs[index].unsqueeze(1)
             seen["the likeliest tokens"] = live, buffers.top_ids[index]

@@ -6,6 +6,7 @@ the first call of a variant (seconds), which is an eager one: graphs are capture
 
 import importlib
 import importlib.metadata
+import os
 from typing import ClassVar, Protocol, cast
 
 import torch
@@ -94,7 +95,11 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
         return reasons
 
     def import_library(self) -> FlashAttention4Library:
-        """`flash_attn.cute.interface`.  Raises ConfigError where it cannot be imported."""
+        """`flash_attn.cute.interface`, told to keep what it compiles unless the user said otherwise.
+
+        Raises ConfigError where it cannot be imported.
+        """
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         try:
             return cast(FlashAttention4Library, importlib.import_module(MODULE))
         except ImportError as error:
