@@ -1,6 +1,7 @@
 """What a backend says it will hold is a bound of what it allocates, without its library."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.backends.triton_backend import TritonBackend
 from paceline.attention.contract import AttentionBackend, AttentionSpec, Limits, Part
 from paceline.attention.held import tensor_bytes
+from paceline.core.errors import ConfigError
 from paceline.core.gpus import MOST_SMS
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import splits
@@ -51,6 +53,18 @@ def test_a_backend_without_a_formula_is_asked_on_the_meta_device(
     backend: type[AttentionBackend],
 ) -> None:
     assert backend.buffer_bytes(META) == tensor_bytes(backend().make_buffers(LIMITS)) > 0
+
+
+class ReadsBack(TorchBackend):
+    """Needs the values of what it allocated."""
+
+    def make_buffers(self, limits: Limits) -> Any:
+        return torch.zeros(4, device=limits.device).tolist()
+
+
+def test_a_backend_that_cannot_be_asked_there_is_told_to_bring_a_formula() -> None:
+    with pytest.raises(ConfigError, match="backend torch must be allocated on the meta device"):
+        ReadsBack.buffer_bytes(META)
 
 
 @pytest.mark.parametrize("sms", [1, 40, 132, MOST_SMS])

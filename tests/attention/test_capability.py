@@ -104,6 +104,16 @@ def test_one_limit_gives_one_reason(name: str) -> None:
     assert capability_reasons(NARROW, replace(FITS, **change)) == [reason]
 
 
+def test_a_dtype_it_lacks_is_not_answered_with_a_quantised_cache_alone() -> None:
+    can = replace(NARROW, kv_dtypes=NARROW.kv_dtypes | {torch.float8_e4m3fn})
+    wanted = replace(FITS, dtype=torch.float32, kv_dtype=torch.float32)
+    assert capability_reasons(can, wanted) == [
+        "dtype must be ['torch.bfloat16', 'torch.float16'], got torch.float32",
+        "KV dtype must be ['torch.bfloat16', 'torch.float16', 'torch.float8_e4m3fn'], got "
+        "torch.float32",
+    ]
+
+
 def test_all_reasons_are_told_not_the_first() -> None:
     wanted = replace(
         FITS,

@@ -353,3 +353,13 @@ def test_the_real_library_is_imported_when_none_is_given(
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
     monkeypatch.setitem(sys.modules, name, flash_attn)
     check(backend_class(), IN_BF16)
+
+
+@either
+def test_a_plan_takes_of_larger_buffers_what_its_step_needs(backend_class: type) -> None:
+    built = built_finite(replace(IN_BF16, prefix_lens=(3, 0), extend_lens=(2, 2)))
+    most = replace(limits(built), max_reqs=9, max_tokens=40)
+    backend = backend_class(flash_attn)
+    plan = backend.plan(built.view, backend.make_buffers(most))
+    assert plan.prefix_used.tolist() == [3, 1]
+    assert plan.lacks_prefix.tolist() == [False, False, True, True]

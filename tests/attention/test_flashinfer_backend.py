@@ -28,7 +28,7 @@ from paceline.attention.backends.flashinfer_backend import (
     FlashInferBuffers,
     may_be_recorded,
 )
-from paceline.attention.backends.flashinfer_wrappers import RING
+from paceline.attention.backends.flashinfer_wrappers import RING, WrapperRing
 from paceline.attention.contract import AttentionConfig, AttentionSpec, GraphSupport, Part
 from paceline.attention.registry import load_backend
 from paceline.conformance.emulators import flashinfer as emulator
@@ -246,6 +246,37 @@ def test_the_oldest_shape_that_no_graph_holds_is_forgotten(
 
 def test_a_graph_may_always_be_recording_on_a_cpu() -> None:
     assert may_be_recorded(torch.device("cpu"))
+
+
+def test_a_shape_that_two_modes_share_keeps_no_part_of_an_older_step() -> None:
+    case = replace(CHAIN, extend_lens=(2, 2, 2), part=Part.PREFIX)
+    older, built = build(case), build(replace(case, prefix_lens=(18, 0, 7)), seed=1)
+    backend = FlashInferBackend(emulator)
+    buffers = backend.make_buffers(limits(built))
+    backend.host_plan(step_of(older, mode=ForwardMode.TARGET_VERIFY), buffers)
+    backend.host_plan(step_of(built, mode=ForwardMode.DRAFT_EXTEND_V2, epoch=2), buffers)
+    out, lse = forward(built, backend, buffers)
+    wanted, wanted_lse = walk(built)
+    assert difference(out.double(), wanted) < TOLERANCE
+    assert lse is not None
+    assert torch.equal(lse.isinf(), wanted_lse.isinf())
+
+
+def test_a_failed_plan_leaves_the_wrappers_that_a_graph_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built, backend = build(CHAIN), FlashInferBackend(emulator)
+    buffers = backend.make_buffers(limits(built))
+    stepping(built, backend, buffers)
+    held = dict(buffers.wrappers)
+    monkeypatch.setattr(WrapperRing, "plan", fail)
+    with pytest.raises(RuntimeError, match="no room"):
+        backend.host_plan(step_of(built, epoch=2), buffers)
+    assert buffers.wrappers == held
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("no room for a schedule")
 
 
 def test_each_cache_group_has_its_own_pages() -> None:

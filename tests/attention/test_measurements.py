@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,19 @@ def test_another_file_is_refused(text, got):
     assert message.startswith("table of measurements in FILE must be a JSON list of rows")
     assert got in message
     assert message.endswith("name a new file, or one that it wrote")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("us", "fast"), ("us", 0.0), ("us", float("nan")), ("batch_size", None)),
+        *(("head_dim", 0), ("page_size", 1.5), ("gpu", 3), ("phase", None), ("versions", [])),
+    ],
+)
+def test_a_row_of_other_values_is_refused(name, value):
+    text = json.dumps([{**asdict(ROW), name: value}])
+    with pytest.raises(ConfigError, match=re.escape(f"got a row with {name} {value!r}; name a")):
+        parse_table(text, source="FILE")
 
 
 def test_the_package_has_a_table_of_backends_it_has():

@@ -95,6 +95,9 @@ def test_auto_without_a_candidate_raises_with_every_reason() -> None:
     text = str(caught.value)
     assert "triton: CUDA arch must be at least (8, 0), got (7, 5)" in text
     assert "triton: head dim must be [64, 80, 96, 128, 256], got 20" in text
+    assert text.endswith(
+        "name one that can with --attention-backend, or change what is asked of it"
+    )
 
 
 def test_auto_on_an_unknown_device_says_so() -> None:
@@ -107,8 +110,9 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose(ON_CPU, name)
     assert str(caught.value) == (
-        f"attention backend must be auto, {', '.join(BACKENDS)} or package.module:Class, "
-        f"got {name!r}; name one of these"
+        f"attention backend must be {', '.join(BACKENDS)}, package.module:Class, prefill+decode of "
+        f"two, or cascade(one), got {name!r}; name one of these, or auto where an engine is to "
+        "choose"
     )
 
 

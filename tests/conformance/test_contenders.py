@@ -54,6 +54,15 @@ def test_a_pair_is_emulated_when_a_half_is():
     assert not contender("triton+flashinfer", "cuda").is_emulated
 
 
+@pytest.mark.parametrize(
+    "name", ["cascade(flashinfer)", "torch+cascade(fa4)", "cascade(fa4+torch)"]
+)
+def test_a_cascade_by_name_is_emulated_when_what_is_in_it_is(name):
+    assert contender(name, "cpu").is_emulated
+    assert not contender(name, "cuda").is_emulated
+    assert MaskKind.TREE in contender(name, "cpu").backend.capabilities.masks
+
+
 def test_a_class_of_the_name_is_imported():
     found = contender("rogue_backends:Faultless", "cpu")
     assert found.backend.__name__ == "Faultless"

@@ -40,6 +40,19 @@ def test_an_fp8_cache_holds_keys_and_values_exactly(inputs: Inputs) -> None:
     assert torch.equal(scales.log2().round(), scales.log2())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_a_step_computes_is_rounded_to_what_an_fp8_cache_holds(dtype: str) -> None:
+    factor = 0.25
+    stored = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double() * factor
+    stored = stored[(stored != 0) & stored.isfinite()]
+    data = make_inputs(FP8, 0)
+    computed = data.computed(stored).to(getattr(torch, dtype)).double()
+    assert not bool((computed == stored).any())
+    rounded = (computed / factor).to(torch.float8_e4m3fn).double() * factor
+    assert torch.equal(rounded, stored)
+    assert make_inputs(PLAIN, 0).computed(stored) is stored
+
+
 def test_shapes_follow_the_case() -> None:
     case = replace(PLAIN, num_heads=8, head_dim=80, v_head_dim=96, layers=(Layer(), Layer(4)))
     data = make_inputs(case, 0)

@@ -177,7 +177,7 @@ def test_workers_are_told_to_interpret_triton_and_to_use_one_core_each():
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("unheard-of", "got 'unheard-of' .ValueError: no such backend.; name one of these"),
+        ("unheard-of", "got 'unheard-of' .ValueError: no such backend.; check the spelling"),
         ("ends-the-process", "got 'ends-the-process' .its process ended: exit code 3."),
     ],
 )
@@ -195,6 +195,7 @@ def test_what_nothing_here_can_run_says_why():
     interpreted = Cell(case=case("x"), backend="triton", runner=Runner.EAGER)
     assert absence(interpreted, "cuda") is None
     assert "too large for Triton's interpreter" in absence(interpreted, "cpu")
+    assert absence(replace(interpreted, backend="torch+cascade(triton)"), "cpu")
     small = replace(interpreted, case=replace(interpreted.case, is_interpreted=True))
     assert absence(small, "cpu") is None
 

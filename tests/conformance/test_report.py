@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -151,6 +152,21 @@ def test_the_page_shows_failing_cells_first_and_escapes_reasons(everything):
 def test_a_page_without_failing_cells_says_so(everything):
     cells = [cell for cell in everything[3]["cells"] if cell["status"] != "failing"]
     assert "No cell fails" in page(everything[3] | {"cells": cells})
+
+
+def test_the_page_says_why_cells_are_refused(everything):
+    (reason,) = {c["reason"] for c in everything[3]["cells"] if c["status"] == "refused"}
+    below = everything[4].partition("<h2>Refused</h2>")[2]
+    assert f"<td>torch</td><td>1</td><td>{escape(reason)}</td>" in below
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_disk_that_is_full_by_the_end_costs_the_file_alone(monkeypatch):
+    words = []
+    monkeypatch.setattr(report, "summary_line", lambda document: words.append("said") or "{}")
+    with pytest.raises(ConfigError, match="--json must be a file that can be written, got '/dev/"):
+        check("passes", json="/dev/full")
+    assert words == ["said"]
 
 
 @pytest.mark.parametrize("flag", ["json", "html"])

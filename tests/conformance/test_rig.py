@@ -101,6 +101,27 @@ def test_steps_that_are_never_captured_are_no_proof(monkeypatch):
     assert "must share one graph, got 0" in cell(TorchBackend).reason
 
 
+@pytest.mark.parametrize("runner", BOTH, ids=lambda r: r.value)
+def test_what_is_read_before_an_fp8_cache_rounds_it_is_seen(runner):
+    class ReadsTheStep(TorchBackend):
+        """Attends to the step's own tokens as computed, to the prefix as stored."""
+
+        def plan(self, view, buffers):
+            return super().plan(view, buffers), view.groups[0].out_cache_loc
+
+        def forward(self, q, k, v, layer, plan, part):
+            k_cache = (layer.k_cache.float() * layer.k_scale).flatten(0, 1)
+            v_cache = (layer.v_cache.float() * layer.v_scale).flatten(0, 1)
+            k_cache[plan[1]], v_cache[plan[1]] = k, v
+            pools = (k_cache.view(layer.k_cache.shape), v_cache.view(layer.v_cache.shape))
+            exact = replace(layer, k_cache=pools[0], v_cache=pools[1], k_scale=None, v_scale=None)
+            return super().forward(q, k, v, exact, plan[0], part)
+
+    assert cell(TorchBackend, FP8, runner).status is Status.PROVEN
+    reason = cell(ReadsTheStep, FP8, runner).reason
+    assert reason.startswith("batch 0: layer 0: error 0.0"), reason
+
+
 # --- frozen rows ----------------------------------------------------------------------------------
 
 

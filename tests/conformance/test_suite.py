@@ -183,6 +183,11 @@ def test_quick_cases_reach_every_option():
     assert any(len({layer.window for layer in case.layers}) > 2 for case in QUICK)
 
 
+def test_quick_cases_have_two_layers_with_sinks_and_with_cache_scales_of_their_own():
+    assert which(lambda case: case.sinks and len(case.layers) > 1, QUICK)
+    assert which(lambda case: case.kv_dtype is not None and len(case.layers) > 1, QUICK)
+
+
 def test_all_cases_reach_every_axis():
     assert {1, 16, 32, 64, 128, 256} == {case.page_size for case in CASES} - {4}
     dims = {(case.head_dim, case.v_head_dim) for case in CASES}

@@ -88,6 +88,10 @@ def test_two_fixes_of_one_module_are_applied_in_order(world):
     assert add(5, 2) == 10
 
 
+def test_a_fix_named_twice_is_reverted_once(world):
+    world.revert("off-by-one", "off-by-one")
+
+
 def test_bytecode_of_the_real_text_is_not_taken(world):
     py_compile.compile(str(world.package / "sums.py"))
     assert list(world.package.glob("__pycache__/sums*"))
@@ -172,6 +176,12 @@ def test_an_edit_that_is_no_table_is_refused(world):
     (world.fixes / "flat.toml").write_text(head + 'edits = ["a + b"]\n')
     with pytest.raises(ConfigError, match=r"an edit of fix 'flat' must be a table, got a \+ b"):
         read_fix(world.fixes, "flat")
+
+
+def test_a_file_that_is_no_text_is_refused(world):
+    (world.fixes / "blob.toml").write_bytes(b'source = "\xff"')
+    with pytest.raises(ConfigError, match="fix 'blob' must be a TOML file, got 'utf-8' codec"):
+        read_fix(world.fixes, "blob")
 
 
 def test_ids_are_file_names(world):

@@ -257,6 +257,27 @@ class Fails(TorchBackend):
         raise OSError("libnothing.so: cannot open")
 
 
+class FailsToPlan(TorchBackend):
+    """Plans a ragged step, of which answers are checked, but none of those that are timed."""
+
+    def plan(self, view, buffers):
+        if len(set(view.kv_lens.tolist())) == 1:
+            raise RuntimeError("no such schedule")
+        return super().plan(view, buffers)
+
+
+class FailsToRun(FailsToPlan):
+    """The same, but at the first layer."""
+
+    def plan(self, view, buffers):
+        return TorchBackend().plan(view, buffers), len(set(view.kv_lens.tolist())) == 1
+
+    def forward(self, q, k, v, layer, plan, part):
+        if plan[1]:
+            raise RuntimeError("no such kernel")
+        return super().forward(q, k, v, layer, plan[0], part)
+
+
 class Wrong(TorchBackend):
     def forward(self, q, k, v, layer, plan, part):
         out, lse = super().forward(q, k, v, layer, plan, part)
@@ -312,6 +333,17 @@ def test_a_backend_that_cannot_run_or_is_wrong_gets_a_note_and_no_row():
     assert f"not {__name__}:Fails for 4 x 40 keys, 1 new: OSError" in table(document)
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("FailsToPlan", "no such schedule"), ("FailsToRun", "no such kernel")]
+)
+@pytest.mark.parametrize("others", [[], ["torch"]], ids=["alone", "beside another"])
+def test_a_backend_that_cannot_be_timed_costs_no_other_its_row(name, reason, others):
+    document = compared(f"{__name__}:{name}", *others)
+    assert [row["backend"] for row in document["rows"]] == others
+    (note,) = document["notes"]
+    assert (note["backend"], note["reasons"]) == (f"{__name__}:{name}", [f"RuntimeError: {reason}"])
+
+
 def test_a_suite_has_both_phases_of_the_layer_that_was_asked_for():
     plan = plan_of(asked(backends="torch", shapes="suite", head_dim=64))
     loads = {
@@ -351,7 +383,8 @@ def test_both_command_lines_compare_backends(capsys, tmp_path):
         ({"shapes": "suite"}, "--shapes must be left out without --backends, got suite"),
         ({"backends": "torch", "backend": "torch"}, "--backend must be left out beside --backends"),
         ({"backends": "torch", "peer": "flashinfer"}, "--peer must be left out beside --backends"),
-        ({"backends": "torch,nope"}, "attention backend must be auto, triton"),
+        ({"backends": "torch,nope"}, "attention backend must be triton, torch"),
+        ({"backends": "auto"}, "attention backend must be triton, torch"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(changes, text):
@@ -366,13 +399,20 @@ def test_a_table_that_cannot_be_written_is_refused_before_the_run(tmp_path):
             plan_of(asked(backends="torch", save=str(path)))
         assert str(caught.value).startswith("--save must be a file that can be written, got")
         assert why in str(caught.value)
+    (tmp_path / "a.json.new").mkdir()  # where the file is written before it is replaced
+    with pytest.raises(ConfigError, match=r"--save must be .* got '.*a.json' .Is a directory"):
+        plan_of(asked(backends="torch", save=str(tmp_path / "a.json")))
+    assert not (tmp_path / "a.json").exists()
     other = tmp_path / "other.json"
     other.write_text('{"not": "a table"}')
     with pytest.raises(ConfigError, match=r"table of measurements in .* must be a JSON list"):
         plan_of(asked(backends="torch", save=str(other)))
     assert other.read_text() == '{"not": "a table"}'
+    other.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"table of .* got text that is not UTF-8"):
+        plan_of(asked(backends="torch", save=str(other)))
     plan_of(asked(backends="torch", save=str(tmp_path / "new.json")))
-    assert not (tmp_path / "new.json").exists()
+    assert not list(tmp_path.glob("new.json*"))
 
 
 def test_the_definition_is_the_same_in_passes(monkeypatch):

@@ -277,8 +277,9 @@ def test_an_argument_that_does_not_fit_is_named(name: str) -> None:
         ),
         (torch.zeros(15, 3, 24), torch.zeros(15, 4), "out must be of 4 heads"),
         (torch.zeros(15, 4, 24), torch.zeros(4, 15).T, r"lse must be contiguous float32 \[15, 4\]"),
+        (torch.zeros(15, 4, 24), torch.zeros(15, 4, device="meta"), r"\[15, 4\] on cpu, got"),
     ],
-    ids=["dim", "heads", "lse"],
+    ids=["dim", "heads", "lse", "lse elsewhere"],
 )
 def test_an_output_that_does_not_fit_is_named(out: Tensor, lse: Tensor, text: str) -> None:
     rows = make(Case())

@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     torch.set_num_threads(1)
     sys.path.insert(0, str(PACKAGE.parent))  # the tree whose text is mutated
-    _warm_up()
     targets = [target for target in TARGETS if target.file in (options.target or [target.file])]
     required = required_keywords(PACKAGE)
     jobs = [job for target in targets for job in jobs_of(target, required)]
@@ -65,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not jobs:
         print("no such target or id; --list names them", file=sys.stderr)
         return 2
+    _warm_up()
     broken = [] if options.id else _broken_killers(targets)
     if broken:
         print("killers fail without a mutant:", *broken, sep="\n  ", file=sys.stderr)
@@ -147,7 +147,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--id", help="one mutant, as --list names it")
     parser.add_argument("--list", action="store_true", help="name the mutants and run none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json needs an existing folder, got {options.json.parent}")
+    return options
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-REMEDY = "keep it in a device tensor, or split the step into segments before it"
+REMEDY = "keep it in a device tensor; lengths the host knows come by host_plan"
 Case = Callable[[Tensor], Any]
 
 # Tensor method -> a function that calls it.

@@ -26,7 +26,7 @@ FACTS: dict[str, tuple[dict[str, Any], SamplingParams, dict[int, int], ForwardMo
     "logprobs": ({}, with_logprobs(2), {1: 1, 2: 1}, DECODE),
     "taps": ({"taps": ("embed",)}, GREEDY, {1: 1, 2: 1}, DECODE),
 }
-NO_DECODE_STEP_HAS_IT = {"mask", "ragged_tokens"}  # test_tree_steps, test_ragged_graphs
+NO_DECODE_STEP_HAS_IT = {"mask", "ragged_tokens"}  # fix graph-key-without-mask, test_ragged_graphs
 
 
 def replayed_key(
@@ -65,3 +65,12 @@ def test_a_step_that_differs_in_one_fact_replays_another_graph(
         if getattr(plain, field.name) != getattr(other, field.name)
     ]
     assert differ == [fact]
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.IDLE, ForwardMode.SPLIT_PREFILL])
+def test_a_mode_without_graphs_has_no_key(tiny: TinyModel, mode: ForwardMode) -> None:
+    """Nothing to replay, or layers by parts."""
+    driver = Driver(tiny, boot=False)
+    driver.join(1, [5, 6])
+    assert driver.runner._graph_key(driver.make_step({1: 1}, mode=DECODE)) is not None
+    assert driver.runner._graph_key(driver.make_step({1: 1}, mode=mode)) is None

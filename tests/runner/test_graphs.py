@@ -471,3 +471,18 @@ def test_a_uniform_step_whose_rows_differ_in_stride_never_runs(
     step = driver.make_step({1: 1, 2: 2}, mode=ForwardMode.DECODE)
     with pytest.raises(GraphGuardError, match="extend_lens must be 2 everywhere"):
         driver.runner.launch(step)
+
+
+def test_no_step_is_running_when_a_capture_is_planned_on_the_host(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the turn of epoch 0, whose pinned memory a step in flight may still read."""
+    backend = HostPlannedBackend()
+    driver = Driver(tiny, backend=backend, sanitize=False)
+    start(driver, range(1, 3))
+    driver.decode([1, 2], steps=1)
+    planned, stream = backend.plans.planned, driver.runner._stream
+    monkeypatch.setattr(stream, "synchronize", lambda: planned.append(()))
+    driver.decode([1, 2], steps=1)
+    second = (LENGTHS[0] + 2, LENGTHS[1] + 2)
+    assert planned[3:] == [(), (2, 2), (), (), second]

@@ -24,7 +24,9 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
         arch = want.cuda_arch or (0, 0)
         need(arch >= can.min_cuda_arch, "CUDA arch", f"at least {can.min_cuda_arch}", arch)
     need(want.dtype in can.dtypes, "dtype", sorted(map(str, can.dtypes)), want.dtype)
-    kv_dtypes = can.kv_dtypes & {want.dtype, torch.float8_e4m3fn} or can.kv_dtypes
+    kv_dtypes = can.kv_dtypes  # float8 beside a dtype that is refused would be no advice
+    if want.dtype in can.dtypes:
+        kv_dtypes = kv_dtypes & {want.dtype, torch.float8_e4m3fn} or kv_dtypes
     need(want.kv_dtype in kv_dtypes, "KV dtype", sorted(map(str, kv_dtypes)), want.kv_dtype)
     if can.page_sizes is not None:
         need(want.page_size in can.page_sizes, "page size", sorted(can.page_sizes), want.page_size)

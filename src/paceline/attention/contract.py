@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention.held import tensor_bytes
+from paceline.core.errors import ConfigError, message
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 
@@ -190,8 +191,20 @@ class AttentionBackend(ABC):
 
         limits.device is the meta device, which stands for any.  This counts what `make_buffers`
         allocates there; a backend that cannot, or that holds more, has a formula of its own.
+        Raises ConfigError where one that cannot has none.
         """
-        return tensor_bytes(cls().make_buffers(limits))
+        try:
+            buffers = cls().make_buffers(limits)
+        except RuntimeError as error:
+            raise ConfigError(
+                message(
+                    f"buffers of attention backend {cls.name}",
+                    expected="allocated on the meta device, to be counted",
+                    got=f"{type(error).__name__}: {error}",
+                    remedy="count them in a buffer_bytes of its own",
+                )
+            ) from error
+        return tensor_bytes(buffers)
 
     @abstractmethod
     def plan(self, view: StepView, buffers: Any) -> Any:

@@ -146,11 +146,13 @@ def package_table() -> tuple[Measurement, ...]:
     return parse_table(resource.read_text(encoding="utf-8"), source="the package's measurements")
 
 
-def parse_table(text: str, *, source: str) -> tuple[Measurement, ...]:
+def parse_table(text: str | bytes, *, source: str) -> tuple[Measurement, ...]:
     """The rows of a table file.  Raises ConfigError, naming `source`, for anything else."""
     wanted = {field.name for field in fields(Measurement)}
     try:
-        rows = json.loads(text)
+        rows = json.loads(text if isinstance(text, str) else text.decode())
+    except UnicodeDecodeError as error:
+        raise _no_table(source, f"text that is not UTF-8 ({error})") from error
     except json.JSONDecodeError as error:
         raise _no_table(source, f"text that is not JSON ({error})") from error
     if not isinstance(rows, list):
@@ -159,6 +161,9 @@ def parse_table(text: str, *, source: str) -> tuple[Measurement, ...]:
         if not isinstance(row, dict) or row.keys() != wanted:
             names = sorted(row) if isinstance(row, dict) else row
             raise _no_table(source, f"a row of {names}")
+        for name, value in row.items():
+            if not _fits(name, value):
+                raise _no_table(source, f"a row with {name} {value!r}")
     return tuple(Measurement(**row) for row in rows)
 
 
@@ -171,9 +176,25 @@ def merged(old: Iterable[Measurement], new: Iterable[Measurement]) -> tuple[Meas
 def write_table(path: Path, table: Iterable[Measurement]) -> None:
     """One row a line.  Replaces the file at once."""
     lines = ",\n".join(json.dumps(asdict(row)) for row in table)
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(f"[\n{lines}\n]\n" if lines else "[]\n", encoding="utf-8")
-    beside.replace(path)
+    draft = beside(path)
+    draft.write_text(f"[\n{lines}\n]\n" if lines else "[]\n", encoding="utf-8")
+    draft.replace(path)
+
+
+def beside(path: Path) -> Path:
+    """Where a table is written before it replaces the file."""
+    return path.with_name(path.name + ".new")
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether a field of a row may hold `value`: of its numbers only an error may be 0."""
+    kind = Measurement.__dataclass_fields__[name].type
+    if kind is int:
+        return type(value) is int and value > 0
+    if kind is float:
+        least = 0.0 if name == "error" else math.ulp(0.0)
+        return isinstance(value, int | float) and least <= value < math.inf
+    return isinstance(value, dict if name == "versions" else str)
 
 
 def _geometric_mean(values: Iterable[float]) -> float:

@@ -44,31 +44,37 @@ def load_backend(name: str) -> type[AttentionBackend]:
 
     Raises ConfigError when there is none.
     """
-    halves = _halves(name)
-    if halves is not None:
-        return hybrid(load_backend(halves[0]), load_backend(halves[1]))
-    if name.startswith("cascade(") and name.endswith(")"):
+    pair = halves(name)
+    if pair is not None:
+        return hybrid(load_backend(pair[0]), load_backend(pair[1]))
+    if is_cascade(name):
         return cascade(load_backend(name.removeprefix("cascade(").removesuffix(")")))
     target = BACKENDS.get(name, name)
     if ":" not in target:
         raise ConfigError(
             message(
                 "attention backend",
-                expected=f"auto, {', '.join(BACKENDS)} or package.module:Class",
+                expected=f"{', '.join(BACKENDS)}, package.module:Class, prefill+decode of two, or "
+                "cascade(one)",
                 got=repr(name),
-                remedy="name one of these",
+                remedy="name one of these, or auto where an engine is to choose",
             )
         )
     return load_class("attention backend", target, AttentionBackend)  # type: ignore[type-abstract]
 
 
-def _halves(name: str) -> tuple[str, str] | None:
+def halves(name: str) -> tuple[str, str] | None:
     """The two sides of the + that stands in no bracket; None when there is none."""
     for index, letter in enumerate(name):
         before = name[:index]
         if letter == "+" and before.count("(") == before.count(")"):
             return before, name[index + 1 :]
     return None
+
+
+def is_cascade(name: str) -> bool:
+    """Whether a name that is no pair is cascade(another name)."""
+    return name.startswith("cascade(") and name.endswith(")")
 
 
 def _composed(name: str, config: AttentionConfig) -> tuple[str, str]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+UNROUNDED = 1 + 2.0**-6  # less than half a step of e4m3: rounds back
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchData:
@@ -23,3 +25,7 @@ class BatchData:
     k_scales: Tensor | None  # [layers]  float64, powers of two other than 1; with an fp8 cache
     v_scales: Tensor | None  # [layers]  float64, likewise, and other than k_scales
     scale: float  # multiplies q.k
+
+    def computed(self, stored: Tensor) -> Tensor:
+        """What a step computes where the cache shall hold `stored`; an fp8 cache rounds it."""
+        return stored if self.k_scales is None else stored * UNROUNDED

@@ -42,7 +42,8 @@ def run_check(
     """Run what the flags in `values` select; returns the exit code.
 
     suite: the cases, for tests.  limit_s: of a cell; None is the suite's.  out, err: where tables
-    and progress go; None is the process's own.  Raises ConfigError before any cell runs.
+    and progress go; None is the process's own.  Raises ConfigError before any cell runs;
+    after the tables only for a file that can no longer be written.
     """
     from paceline.conformance import report
     from paceline.conformance.html import page
@@ -61,11 +62,11 @@ def run_check(
     failing = report.failing_text(results)
     print("\n".join(filter(None, [report.table(results), failing])), file=out, flush=True)
     document = report.document(results, device)
-    if "--json" in paths:
-        paths["--json"].write_text(report.json_text(document), encoding="utf-8")
-    if "--html" in paths:
-        paths["--html"].write_text(page(document), encoding="utf-8")
     print(report.summary_line(document), file=out, flush=True)
+    if "--json" in paths:
+        report.write("--json", paths["--json"], report.json_text(document))
+    if "--html" in paths:
+        report.write("--html", paths["--html"], page(document))
     return 1 if failing else 0
 
 

@@ -45,7 +45,8 @@ FLAGS = (
         flag="--backend",
         metavar="NAME",
         is_repeated=True,
-        help="A backend's name, two joined by + (prefill, then decode), or package.module:Class. "
+        help="A backend's name, two joined by + (prefill, then decode), cascade(NAME), or "
+        "package.module:Class. "
         "May be repeated; without it all that the device can have.",
     ),
     Flag(flag="--method", metavar="NAME", is_repeated=True, help="dense or swa.  May be repeated."),

@@ -8,7 +8,7 @@ import torch
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import AttentionBackend, AttentionConfig, GraphSupport
 from paceline.attention.hybrid import hybrid
-from paceline.attention.registry import load_backend
+from paceline.attention.registry import halves, is_cascade, load_backend
 from paceline.conformance.case import Case
 from paceline.conformance.cell import Runner
 from paceline.core.modes import ExtendShape, MaskKind
@@ -37,18 +37,21 @@ class Contender:
 
 
 def contender(name: str, device_type: str) -> Contender:
-    """The backend of a registry name, `a+b`, or `package.module:Class`, for cells on a device.
+    """The backend of any name that `load_backend` takes, for cells on a device.
 
     On a CPU a vendor's library is its emulator.  Raises ConfigError for an unknown name.
     """
-    prefill, plus, decode = name.partition("+")
-    if plus:
-        one, other = contender(prefill, device_type), contender(decode, device_type)
+    pair = halves(name)
+    if pair is not None:
+        one, other = (contender(half, device_type) for half in pair)
         return Contender(
             name=name,
             backend=hybrid(one.backend, other.backend),
             is_emulated=one.is_emulated or other.is_emulated,
         )
+    if is_cascade(name):
+        inner = contender(name.removeprefix("cascade(").removesuffix(")"), device_type)
+        return Contender(name=name, backend=cascade(inner.backend), is_emulated=inner.is_emulated)
     backend = load_backend(name)
     if device_type == "cuda" or name not in EMULATORS:
         return Contender(name=name, backend=backend, is_emulated=False)

@@ -30,7 +30,7 @@ A cell is method / backend / mode / runner / variant. It is **proven** when it r
 library, its answer equals the float64 oracle, and the comparison would have rejected every wrong
 oracle that applies; **emulated** when the same holds on a contract emulator of the library;
 **refused** when the backend says that it cannot, and why; **not run** when nothing on that machine
-can run it. On a CPU a graph is a recorded one.
+can run it. Anything else is **failing**. On a CPU a graph is a recorded one.
 """
 Cells = Mapping[str, Mapping[str, Any]]  # id -> cell of a document
 
@@ -148,6 +148,9 @@ def _field(rows: Sequence[FieldRow], found: Mapping[str, Cells]) -> str:
             "swa and the backends Triton, FlashInfer, FlashAttention 3 and 4, with their status",
             "there, and ours that cover each. Our cells are mode/runner/variant on the same method",
             "and backend; where several are named, all of them must hold.\n",
+            "*There* is how the cell fares in that suite (deferred: not tested; blocked: said not",
+            "to run; n/a: does not apply), or missing, for an area without cells. A row is",
+            "emulated when one of its cells is and all others are proven.\n",
             _fare(rows, found),
             "### Public cells\n",
             _table(head, listed),

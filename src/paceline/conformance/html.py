@@ -1,5 +1,6 @@
-"""The report as one self-contained page: what fails first, then a matrix per method."""
+"""The report as one self-contained page: what fails, a matrix per method, what is refused."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
@@ -41,6 +42,7 @@ def page(document: Mapping[str, Any]) -> str:
     methods = sorted({cell["method"] for cell in cells})
     parts = [_summary(document), _failing(cells)]
     parts += [_matrix(method, [c for c in cells if c["method"] == method]) for method in methods]
+    parts.append(_refused(cells))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f"<title>paceline check: {escape(document['device']['name'])}</title>\n"
@@ -59,7 +61,7 @@ def _summary(document: Mapping[str, Any]) -> str:
     return (
         f"<h1>paceline check on {escape(document['device']['name'])}</h1>\n"
         f"<p>{escape(document['date'])}<br>{escape(versions)}</p>\n<p>{chips}</p>\n"
-        '<p><input id="filter" placeholder="rows that contain all these words" autofocus></p>\n'
+        '<p><input id="filter" placeholder="words of a mode, variant or status" autofocus></p>\n'
     )
 
 
@@ -75,6 +77,24 @@ def _failing(cells: Iterable[Mapping[str, Any]]) -> str:
     return (
         '<h2>Failing</h2>\n<table id="failing"><thead><tr><th>cell</th><th>why</th></tr></thead>\n'
         f"<tbody>{rows}</tbody></table>\n"
+    )
+
+
+def _refused(cells: Iterable[Mapping[str, Any]]) -> str:
+    """Why cells are refused, each reason once for a backend."""
+    found = Counter(
+        (cell["backend"], str(cell["reason"])) for cell in cells if cell["status"] == "refused"
+    )
+    if not found:
+        return ""
+    rows = "".join(
+        f'<tr data-text="{escape(f"{backend} {reason} refused".lower())}">'
+        f"<td>{escape(backend)}</td><td>{count}</td><td>{escape(reason)}</td></tr>\n"
+        for (backend, reason), count in sorted(found.items())
+    )
+    return (
+        "<h2>Refused</h2>\n<table><thead><tr><th>backend</th><th>cells</th><th>why</th></tr>"
+        f"</thead>\n<tbody>{rows}</tbody></table>\n"
     )
 
 

@@ -191,7 +191,8 @@ def absence(cell: Cell, device_type: str) -> str | None:
     On a GPU a vendor's library has no stand-in; on a CPU Triton's interpreter takes hours for
     what is not made for it.
     """
-    for name in cell.backend.split("+"):
+    for part in cell.backend.split("+"):
+        name = part.removeprefix("cascade(").rstrip(")")
         if device_type == "cuda" and name in LIBRARIES and not _is_installed(LIBRARIES[name]):
             return f"{name} needs the module {LIBRARIES[name]}, which is not installed"
         if device_type == "cpu" and name == "triton" and not cell.case.is_interpreted:
@@ -262,7 +263,7 @@ def _require_resolved(
                     "--backend",
                     expected="a backend that can be imported",
                     got=f"{names[index]!r} ({outcome.reason})",
-                    remedy="name one of these or package.module:Class, and check PYTHONPATH",
+                    remedy="check the spelling and PYTHONPATH",
                 )
             )
 

@@ -30,6 +30,7 @@ def mistakes(case: Case, batch: Batch, data: BatchData, layer: int) -> list[Mist
     """Every mistake that is one in such a case; some may touch no row."""
     found = [
         *_number_mistakes(case, data, layer),
+        *_rounding_mistakes(case, batch, data),
         *_page_mistakes(case, batch, data, layer),
         *_end_mistakes(case, batch, data),
     ]
@@ -87,6 +88,21 @@ def _number_mistakes(case: Case, data: BatchData, layer: int) -> list[_Found]:
     if 1 < case.num_kv_heads < case.num_heads:
         meanings["KV heads striped"] = replace(TRUE, is_striped=True)
     return [(name, meaning, data, None) for name, meaning in meanings.items()]
+
+
+def _rounding_mistakes(case: Case, batch: Batch, data: BatchData) -> list[_Found]:
+    """The step's own keys and values as computed, not as an fp8 cache rounds them."""
+    if data.k_scales is None or case.prefix_only:
+        return []
+
+    def unrounded(of: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.cat((each[:, :prefix], data.computed(each[:, prefix:])), 1)
+            for each, prefix in zip(of, batch.prefix_lens, strict=True)
+        )
+
+    changed = replace(data, keys=unrounded(data.keys), values=unrounded(data.values))
+    return [("step not rounded as the cache is", TRUE, changed, None)]
 
 
 def _page_mistakes(case: Case, batch: Batch, data: BatchData, layer: int) -> list[_Found]:

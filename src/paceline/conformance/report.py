@@ -104,16 +104,28 @@ def require_writable(flag: str, path: Path) -> None:
     try:
         path.open("a").close()
     except OSError as error:
-        raise ConfigError(
-            message(
-                flag,
-                expected="a file that can be written",
-                got=f"{str(path)!r} ({error.strerror})",
-                remedy="name a file in a folder that exists and that you may write to",
-            )
-        ) from error
+        raise _unwritable(flag, path, error) from error
     if not existed:
         path.unlink()
+
+
+def write(flag: str, path: Path, text: str) -> None:
+    """Write the file of `flag`.  Raises ConfigError, as when the disk is full by now."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(flag, path, error) from error
+
+
+def _unwritable(flag: str, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        message(
+            flag,
+            expected="a file that can be written",
+            got=f"{str(path)!r} ({error.strerror})",
+            remedy="name a file in a folder that exists and that you may write to",
+        )
+    )
 
 
 def _row(result: CellResult) -> dict[str, Any]:

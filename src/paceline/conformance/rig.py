@@ -19,6 +19,7 @@ from paceline.core.errors import SanitizerError
 from paceline.core.events import EventLog
 from paceline.core.model_config import cache_group_specs
 from paceline.core.modes import ExtendShape
+from paceline.core.padding import PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
 from paceline.kvcache.pool import KVFormat, Scales
@@ -112,7 +113,8 @@ class Rig:
             poisoned = self._run(step)
         except Exception as error:
             broken = []
-            if self._has_one_view() and (row_ids != unused).any():  # derived: the view tells why
+            is_derived = ((row_ids != unused) & (row_ids != PAD_ROW)).any()  # not by a capture
+            if self._has_one_view() and is_derived:  # the view tells why
                 broken = self._broken(index, ids)
             if not broken:
                 raise
@@ -197,7 +199,7 @@ class Rig:
         ):
             taken, new = new[:extend], new[extend:]
             keys, values = data.keys[request][:, prefix:], data.values[request][:, prefix:]
-            parts = (data.queries[request], keys, values)
+            parts = (data.queries[request], data.computed(keys), data.computed(values))
             rows = torch.cat([part.flatten(2) for part in parts], dim=2)
             table[:, taken] = rows.to(table)
             ids.append([POISON_ID] * prefix + taken)

@@ -80,12 +80,13 @@ def _heads() -> tuple[Case, ...]:
 def _options() -> tuple[Case, ...]:
     prefixes = (37, 15, 64)
     alone = replace(_BASE, layout=PageLayout.CONTIGUOUS, captured_reqs=1)
-    both = replace(_BASE, sinks=True, soft_cap=20.0, layout=PageLayout.INTERLEAVED)
+    two = replace(_BASE, layers=(Layer(),) * 2)  # each with sinks and scales of its own
+    both = replace(two, sinks=True, soft_cap=20.0, layout=PageLayout.INTERLEAVED)
     return (
         uniform_case(replace(_BASE, layers=(Layer(),) * 3), "layers3", prefixes),
         uniform_case(alone, "alone-contiguous", (37,)),
         uniform_case(both, "sinks-soft-cap", prefixes),
-        uniform_case(replace(_BASE, kv_dtype="float8_e4m3fn"), "fp8-cache", prefixes),
+        uniform_case(replace(two, kv_dtype="float8_e4m3fn"), "fp8-cache", prefixes),
         uniform_case(replace(_BASE, inputs=Inputs.RANDOM), "random", prefixes),
         *full(
             uniform_case(replace(_BASE, soft_cap=20.0), "soft-cap", prefixes),

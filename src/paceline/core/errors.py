@@ -27,16 +27,16 @@ class ConfigError(PacelineError):
 
 
 class BackendUnsupported(ConfigError):
-    """An explicitly chosen backend cannot run; `reasons` holds all of them."""
+    """A chosen backend, or any that auto may choose, cannot run; `reasons` holds all of them."""
 
     def __init__(self, backend: str, reasons: list[str]) -> None:
         self.backend = backend
         self.reasons = list(reasons)
         listed = "".join(f"\n  - {reason}" for reason in reasons)
-        super().__init__(
-            f"attention backend '{backend}' cannot run here:{listed}\n"
-            "choose another with --attention-backend, or 'auto' to let the engine choose"
-        )
+        remedy = "choose another with --attention-backend, or 'auto' to let the engine choose"
+        if backend == "auto":
+            remedy = "name one that can with --attention-backend, or change what is asked of it"
+        super().__init__(f"attention backend '{backend}' cannot run here:{listed}\n{remedy}")
 
 
 class ModelError(PacelineError):

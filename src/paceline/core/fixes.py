@@ -62,7 +62,7 @@ def read_fix(folder: Path, fix_id: str) -> Fix:
     name = f"fix '{fix_id}'"
     try:
         table = tomllib.loads((folder / f"{fix_id}.toml").read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # no TOML, or no UTF-8
         raise ConfigError(
             message(name, expected="a TOML file", got=str(error), remedy="correct the file")
         ) from error

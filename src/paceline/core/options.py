@@ -143,7 +143,7 @@ class EngineOptions:
     attention_backend: str | None = _option(
         None,
         str,
-        "Attention backend by name, prefill+decode, or pkg.mod:Class.",
+        "Attention backend by name, prefill+decode, cascade(name), or pkg.mod:Class.",
         "--attention-backend",
     )
     logits_processors: tuple[str, ...] = _option(

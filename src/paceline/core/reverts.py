@@ -26,7 +26,8 @@ def revert(ids: Sequence[str], *, fixes: Path, package: Path) -> None:
     ConfigError, before anything is changed: an unknown id, an edit whose text does not occur
     exactly once, a module that is imported already.
     """
-    sources = reverted_sources([read_fix(fixes, fix_id) for fix_id in ids], package=package)
+    listed = [read_fix(fixes, fix_id) for fix_id in dict.fromkeys(ids)]
+    sources = reverted_sources(listed, package=package)
     imported = sorted(sources.keys() & sys.modules.keys())
     if imported:
         raise ConfigError(

@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.attention.measurements import Measurement, Table, merged, parse_table, write_table
+from paceline.attention.measurements import (
+    Measurement,
+    Table,
+    beside,
+    merged,
+    parse_table,
+    write_table,
+)
 from paceline.attention.registry import choose, load_backend
 from paceline.core.errors import BackendUnsupported, ConfigError, message
 from paceline.core.gpus import DeviceFacts
@@ -149,7 +156,10 @@ def _error_of(name: str, shape: AttentionShape, facts: DeviceFacts) -> float:
 def _timed(
     names: Sequence[str], shape: AttentionShape, facts: DeviceFacts, notes: list[Note]
 ) -> dict[str, Timing]:
-    """The time of each, in turns; those that cannot be prepared or captured get a note."""
+    """The time of each, in turns; those that cannot be prepared or captured get a note.
+
+    Where one of them cannot be captured, each of the others is timed alone.
+    """
     if not names:
         return {}
     here, layers = torch.device(facts.device_type), num_layers(shape, facts)
@@ -163,10 +173,16 @@ def _timed(
             notes.append(Note(shape=shape, backend=name, reasons=reasons))
         else:
             runs[name] = run
+    if not runs:
+        return {}
     timings, reasons = _attempt(partial(time_interleaved, runs, layers=layers, device=here))
-    if timings is None:
-        notes.append(Note(shape=shape, backend=", ".join(runs), reasons=reasons))
-    return timings or {}
+    if timings is not None:
+        return timings
+    if len(runs) > 1:
+        alone = (_timed([name], shape, facts, notes) for name in runs)
+        return {name: timing for found in alone for name, timing in found.items()}
+    notes.append(Note(shape=shape, backend=", ".join(runs), reasons=reasons))
+    return {}
 
 
 def _attempt(run: Callable[[], ResultT]) -> tuple[ResultT | None, list[str]]:
@@ -202,10 +218,13 @@ def _known(path: Path) -> Table:
 
     Leaves a file as it is, and none where there is none.
     """
-    existed = path.exists()
     try:
-        path.open("a").close()
-        text = path.read_text(encoding="utf-8")
+        for each in (beside(path), path):
+            existed = each.exists()
+            each.open("a").close()
+            text = each.read_bytes()
+            if not existed:
+                each.unlink()
     except OSError as error:
         raise ConfigError(
             message(
@@ -215,8 +234,6 @@ def _known(path: Path) -> Table:
                 remedy="name a file in a folder that exists and that you may write to",
             )
         ) from error
-    if not existed:
-        path.unlink()
     return parse_table(text, source=str(path)) if text else ()
 
 

@@ -85,10 +85,11 @@ def tree_attention(
     _check_rows("out", out, q, dim=v.shape[2])
     if out.shape[1] != heads:
         reject("out", expected=f"of {heads} heads", got=out, remedy="allocate one row per query")
-    if lse.shape != (tokens, heads) or lse.dtype != torch.float32 or not lse.is_contiguous():
+    fits = lse.shape == (tokens, heads) and lse.dtype == torch.float32 and lse.is_contiguous()
+    if not fits or lse.device != q.device:
         reject(
             "lse",
-            expected=f"contiguous float32 [{tokens}, {heads}]",
+            expected=f"contiguous float32 [{tokens}, {heads}] on {q.device}",
             got=lse,
             remedy="allocate it per step",
         )

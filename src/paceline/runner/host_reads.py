@@ -41,7 +41,7 @@ REFUSED_OPERATORS = ("aten::lift_fresh", "aten::lift_fresh_copy")
 # Operators with mask or tensor indices: static with integer indices, data-dependent with masks.
 INDEX_OPERATORS = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
-_REMEDY = "keep it in a device tensor, or split the step into segments before it"
+_REMEDY = "keep it in a device tensor; lengths the host knows come by host_plan"
 
 
 def _refuse(name: str, why: str) -> HostReadError:

@@ -77,7 +77,8 @@ class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[Entry] = []
         modules = {part.__module__ for part in backend.__mro__ if part is not object}
-        self._backend_files = {Path(str(sys.modules[name].__file__)) for name in modules}
+        files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
+        self._backend_files = {Path(file) for file in files if file}  # a shell's class has none
 
     def __torch_dispatch__(
         self,

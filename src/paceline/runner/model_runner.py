@@ -244,6 +244,7 @@ class ModelRunner:
         self._stream.run(lambda: self._parts.buffers.pad(size))
         host_plan = self._host_plan(_empty_step(key), size)
         if host_plan is not None:
+            self._stream.synchronize()  # its epoch's pinned memory may be a running step's
             self._stream.run(host_plan)
         if self._graphs.factory.needs_warm_up:
             self._stream.run(_without_autograd(program))

@@ -122,10 +122,10 @@ class PoisonedRuns:
         if program is not None and program.logits is not None:
             seen["the logits"] = live, program.logits[index]
         if program is not None and program.prompt_logprobs is not None:
-            scored = program.prompt_logprobs.chosen.split([s.length for s in step.prompt_spans])
+            lengths = [span.length for span in step.prompt_spans]
             seen["the prompt's log-probabilities"] = (
                 tuple(rows[span.index] for span in step.prompt_spans),
-                scored,
+                torch.split(program.prompt_logprobs.chosen, lengths),
             )
         if step.logprobs:
             seen["the log-probabilities"] = live, buffers.chosen_logprobs[index].unsqueeze(1)

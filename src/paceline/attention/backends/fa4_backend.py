@@ -95,7 +95,7 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
         return reasons
 
     def import_library(self) -> FlashAttention4Library:
-        """`flash_attn.cute.interface`, told to keep what it compiles unless the user said otherwise.
+        """`flash_attn.cute.interface`, told to keep what it compiles, unless the user said not to.
 
         Raises ConfigError where it cannot be imported.
         """

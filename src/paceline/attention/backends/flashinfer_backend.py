@@ -155,18 +155,22 @@ class FlashInferBackend(AttentionBackend):
         return standing + (KEPT_SHAPES + RECORDED_SHAPES) * rings_bytes(limits)
 
     def host_plan(self, step: Step, buffers: FlashInferBuffers) -> None:
-        """Plan each part the step may ask for; makes the wrappers of a new shape."""
+        """Plan each part the step may ask for, and each that another mode planned for its shape:
+        `plan` takes what it finds.  Makes the wrappers of a new shape.
+        """
         layout, page_size = step.layout, buffers.limits.page_size
         qo_indptr = torch.tensor([0, *accumulate(layout.extend_lens)], dtype=torch.int32)
-        for part in _parts(step):
+        for part in Part:
+            shape = StepShape(part, step.mask, layout.num_reqs, layout.num_tokens)
+            if part not in _parts(step) and shape not in buffers.wrappers:
+                continue
             kv_lens = step.prefix_lens_bound if part is Part.PREFIX else step.kv_lens_bound
             lens = HostLens(
                 qo_indptr=qo_indptr,
                 csr=csr_lens(kv_lens, page_size),
                 max_extend_len=max(layout.extend_lens),
             )
-            shape = StepShape(part, step.mask, layout.num_reqs, layout.num_tokens)
-            wrappers = buffers.wrappers.pop(shape, None)
+            wrappers = buffers.wrappers.get(shape)
             if wrappers is None:
                 _forget_oldest(buffers)
                 wrappers = _make_wrappers(buffers, shape)
@@ -175,6 +179,7 @@ class FlashInferBackend(AttentionBackend):
             else:
                 for ring in wrappers.rings.values():
                     ring.plan(step.epoch, lens)
+            buffers.wrappers.pop(shape, None)  # a failed plan leaves what a graph holds
             buffers.wrappers[shape] = wrappers
 
     def plan(self, view: StepView, buffers: FlashInferBuffers) -> FlashInferPlan:
