@@ -1,6 +1,7 @@
 """paceline: an LLM inference engine whose fast path is one program in every form it runs in."""
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,13 +31,19 @@ def __dir__() -> list[str]:
 
 
 def _revert_fixes(ids: str) -> None:
-    """Bring past bugs back, as `paceline debug fixes` lists them."""
+    """Bring past bugs back, as `paceline debug fixes` lists them; ends the process where it cannot,
+    with the code of flags that cannot work: a bug that is not there must not look caught."""
     from pathlib import Path
 
+    from paceline.core.errors import ConfigError
     from paceline.core.reverts import revert
 
     package = Path(__file__).parent
-    revert(ids.split(","), fixes=package / "debug" / "fixes", package=package)
+    try:
+        revert(ids.split(","), fixes=package / "debug" / "fixes", package=package)
+    except ConfigError as error:
+        print(f"ConfigError: PACELINE_REVERT_FIX: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 if os.environ.get("PACELINE_REVERT_FIX"):

@@ -133,3 +133,13 @@ def test_trees_run_by_cascade_where_a_mask_is_missing_and_an_lse_is_there():
 def test_a_windowed_tree_of_flashinfer_runs_by_cascade():
     tree = CASES["swa/target_verify/window4-topk2"]
     assert for_case(contender("flashinfer", "cuda"), tree).inner is FlashInferBackend
+
+
+def test_reasons_that_are_no_list_are_a_fault_of_the_backend():
+    class Talks(TorchBackend):
+        @classmethod
+        def unsupported_reasons(cls, config):
+            return "no"
+
+    with pytest.raises(TypeError, match="unsupported_reasons must return a list of texts, got 'no"):
+        asked(DECODE, backend=Talks)

@@ -167,6 +167,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "budget": ({"max_num_batched_tokens": 4}, "batched_tokens must be at least 8, got 4; a step"),
     "gpu share": ({"gpu_memory_utilization": 0.5}, "gpu_memory_ut.* must be left out on a CPU"),
     "no backend": ({"attention_backend": "flash9"}, "must be triton, .* or .*, got 'fl"),
+    "no name": ({"attention_backend": ""}, "must be triton, .* or .*, got ''; name"),
     "no module": ({"attention_backend": "not.here:Backend"}, "must be an importable .*, got 'not"),
     "no class": ({"attention_backend": "llm_cases:Nobody"}, r"got 'llm_cases:Nobody' \(.*Nobody"),
     "not a backend": ({"attention_backend": "llm_cases:LLM"}, "must be a subclass of AttentionB"),

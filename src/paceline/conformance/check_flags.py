@@ -5,7 +5,7 @@ from dataclasses import dataclass
 SUMMARY = "Prove attention backends, cell by cell, against an independent float64 oracle."
 EPILOG = """\
 A cell is method/backend/mode/runner/variant, for example
-dense/triton/target_verify/cuda_graph/tree_topk4.  Examples:
+dense/triton/target_verify/cuda_graph/topk4.  Examples:
 
   paceline check                                     the quick matrix of this machine
   paceline check --full --json check.json --html check.html

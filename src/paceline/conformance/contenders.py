@@ -93,7 +93,10 @@ def refusals(case: Case, who: Contender, runner: Runner, device: torch.device) -
         needs_lse=case.prefix_only,
         graph=graph,
     )
-    return for_case(who, case).unsupported_reasons(config)
+    reasons: object = for_case(who, case).unsupported_reasons(config)
+    if not isinstance(reasons, list):
+        raise TypeError(f"unsupported_reasons must return a list of texts, got {reasons!r}")
+    return reasons
 
 
 def _masks(case: Case) -> frozenset[MaskKind]:

@@ -103,6 +103,8 @@ class Workers(Generic[Key, Value]):
         self, take: Callable[[Key | None], Job[Key, Value] | None]
     ) -> Iterator[tuple[Key, Value | Lost]]:
         """The same, of jobs that are taken by what a worker did last; None: there are no more."""
+        for worker in self._workers:
+            worker.last = None  # a key of the jobs of before
         self._give(take)
         while busy := [worker for worker in self._workers if worker.job is not None]:
             patience = max(0.0, min(worker.deadline for worker in busy) - time.monotonic())

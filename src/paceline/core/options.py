@@ -175,7 +175,8 @@ class EngineOptions:
     sanitize: bool = _option(
         False,
         bool,
-        "Run every step twice, over poison where it may not read; stop where that shows.  Slow.",
+        "Run every step again over poison where it may not read; stop where that shows.  For "
+        "debugging: tens of times slower.",
         "--sanitize",
     )
     seed: int = _option(

@@ -125,7 +125,7 @@ def attention_config(
 
 def _choose(phase: Phase, wanted: AttentionConfig, asked: str | None, *, gpu: str) -> PhaseChoice:
     try:
-        choice = choose(wanted, asked or "auto", phase=phase, gpu=gpu)
+        choice = choose(wanted, "auto" if asked is None else asked, phase=phase, gpu=gpu)
     except BackendUnsupported as error:
         rejected = {error.backend: error.reasons}
         return PhaseChoice(phase=phase, backend=None, why="none can run", rejected=rejected)
