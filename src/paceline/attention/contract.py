@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.attention.held import tensor_bytes
 from paceline.core.errors import ConfigError, message
-from paceline.core.modes import MaskKind
+from paceline.core.modes import ExtendShape, MaskKind
 from paceline.core.step import Step
 
 
@@ -27,6 +27,14 @@ class GraphSupport(IntEnum):
     DECODE = 1  # one query row per request
     UNIFORM = 2  # any fixed number of query rows per request
     ALWAYS = 3  # ragged steps too
+
+
+# What a backend must support for a step of this shape to be captured; other shapes run eagerly.
+NEEDED_SUPPORT = {
+    ExtendShape.ONE: GraphSupport.DECODE,
+    ExtendShape.UNIFORM: GraphSupport.UNIFORM,
+    ExtendShape.RAGGED: GraphSupport.ALWAYS,
+}
 
 
 class Part(Enum):

@@ -6,12 +6,17 @@ from importlib import import_module
 import torch
 
 from paceline.attention.cascade import cascade, needs_cascade
-from paceline.attention.contract import AttentionBackend, AttentionConfig, GraphSupport
+from paceline.attention.contract import (
+    NEEDED_SUPPORT,
+    AttentionBackend,
+    AttentionConfig,
+    GraphSupport,
+)
 from paceline.attention.hybrid import hybrid
 from paceline.attention.registry import halves, is_cascade, load_backend
 from paceline.conformance.case import Case
 from paceline.conformance.cell import Runner
-from paceline.core.modes import ExtendShape, MaskKind
+from paceline.core.modes import MaskKind
 
 # Vendor libraries by backend; on a CPU an emulator stands in.
 EMULATORS = {
@@ -20,11 +25,6 @@ EMULATORS = {
     "fa4": "paceline.conformance.emulators.flash_attn",
 }
 _EMULATED_ARCH = (9, 0)
-_NEEDED = {
-    ExtendShape.ONE: GraphSupport.DECODE,
-    ExtendShape.UNIFORM: GraphSupport.UNIFORM,
-    ExtendShape.RAGGED: GraphSupport.ALWAYS,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ def refusals(case: Case, who: Contender, runner: Runner, device: torch.device) -
     dtype: torch.dtype = getattr(torch, case.dtype)
     graph = GraphSupport.NEVER
     if runner is not Runner.EAGER:
-        graph = _NEEDED[case.mode.facts.extend]
+        graph = NEEDED_SUPPORT[case.mode.facts.extend]
     config = AttentionConfig(
         device_type=device.type if is_local else "cuda",
         cuda_arch=arch if not is_local or device.type == "cuda" else None,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from paceline.attention.contract import StepView
 from paceline.conformance.case import Batch
 from paceline.conformance.placement import Placement
+from paceline.conformance.trees import depths
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 
 Ids = Sequence[Sequence[int]]  # [num_reqs][kv_len] token ids
@@ -82,10 +83,7 @@ class Wanted:
     def _depths(self, request: int) -> list[int]:
         if self.parents is None:
             return list(range(self.extend_lens[request]))
-        depths: list[int] = []
-        for parent in self.parents[request]:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
+        return list(depths(tuple(self.parents[request])))
 
 
 def wanted_step(batch: Batch, placement: Placement, ids: Ids, view: StepView) -> Wanted:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.attention.contract import GraphSupport
+from paceline.attention.contract import NEEDED_SUPPORT
 from paceline.attention.held import tensors_in
 from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
@@ -19,13 +19,6 @@ from paceline.runner.program import Parts, StepProgram
 from paceline.runner.sanitizer import Sanitizer
 from paceline.runner.staging import Copy, StagingRing
 from paceline.runner.streams import Stream, Work
-
-# What a backend must support for a step of this shape to be captured; other shapes run eagerly.
-_NEEDED_SUPPORT = {
-    ExtendShape.ONE: GraphSupport.DECODE,
-    ExtendShape.UNIFORM: GraphSupport.UNIFORM,
-    ExtendShape.RAGGED: GraphSupport.ALWAYS,
-}
 
 
 class ModelRunner:
@@ -201,7 +194,7 @@ class ModelRunner:
 
     def _supports(self, mode: ForwardMode) -> bool:
         """Whether steps of this mode may be captured with this backend."""
-        needed = _NEEDED_SUPPORT.get(mode.facts.extend)
+        needed = NEEDED_SUPPORT.get(mode.facts.extend)
         if needed is None or not mode.facts.graphable:
             return False
         return self._parts.backend.capabilities.graph >= needed
