@@ -1,0 +1,75 @@
+"""DraftShape: how deep and how wide a request's drafts are, the same in every round of an engine."""
+
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError, message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftShape:
+    """A tree of drafts; a chain is the tree of one branch.  Raises ConfigError when it is none."""
+
+    num_steps: int  # depth: drafts on the longest path
+    topk: int  # children of a node that was expanded
+    num_draft_tokens: int  # rows verified per request, the root included
+
+    def __post_init__(self) -> None:
+        _at_least("speculative_num_steps", self.num_steps, 1)
+        _at_least("speculative_eagle_topk", self.topk, 1)
+        _at_least("speculative_num_draft_tokens", self.num_draft_tokens, 2)
+        if self.is_chain and self.num_draft_tokens != self.num_steps + 1:
+            raise ConfigError(
+                message(
+                    "speculative_num_draft_tokens",
+                    expected=f"{self.num_steps + 1} (a chain of {self.num_steps} and its root)",
+                    got=self.num_draft_tokens,
+                    remedy="leave --speculative-num-draft-tokens out, or raise "
+                    "--speculative-eagle-topk",
+                )
+            )
+        if self.num_draft_tokens - 1 > self.num_candidates:
+            raise ConfigError(
+                message(
+                    "speculative_num_draft_tokens",
+                    expected=f"at most {self.num_candidates + 1}: a tree of {self.num_steps} steps "
+                    f"with topk {self.topk} has {self.num_candidates} candidates, and a root",
+                    got=self.num_draft_tokens,
+                    remedy="lower --speculative-num-draft-tokens, or raise "
+                    "--speculative-num-steps or --speculative-eagle-topk",
+                )
+            )
+
+    @property
+    def is_chain(self) -> bool:
+        return self.topk == 1
+
+    @property
+    def num_candidates(self) -> int:
+        """Drafts a proposer scores, of which it keeps num_draft_tokens - 1."""
+        return self.topk + (self.num_steps - 1) * self.topk**2
+
+    @property
+    def max_path(self) -> int:
+        """Tokens a round emits at most: every draft of a path, and the bonus token."""
+        return self.num_steps + 1
+
+    @property
+    def reach(self) -> int:
+        """Slots behind the committed length that a round may write, in any cache group.
+
+        Verification writes num_draft_tokens; the last draft pass over a tree writes a root and
+        topk nodes of each depth but the last.
+        """
+        return max(self.num_draft_tokens, 1 + self.topk * (self.num_steps - 1))
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(
+            message(
+                name,
+                expected=f"at least {least}",
+                got=value,
+                remedy=f"raise --{name.replace('_', '-')}",
+            )
+        )

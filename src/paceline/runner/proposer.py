@@ -1,0 +1,90 @@
+"""The proposer's contract: what the runner asks of whoever drafts.
+
+A round is one recorded function: derive, propose, verify, accept, commit, observe.  `propose` writes
+a tree of drafts for every request; the target computes all of its rows in one pass, and samples at
+each what plain decoding would; `observe` is told what any step of the target computed, prompt chunks
+included, so that the drafter's own cache follows.  Both are device-only, of static shapes and
+recordable: no host reads, nothing kept between calls but in `named_tensors`.
+
+Worked example: one request, 7 tokens committed, history [.. a]: `a`, at position 7, is the root, the
+newest sampled token, which has no KV yet.
+
+    tree       tokens [a b c d], parents [-1 0 0 1]     b and c follow a, d follows b
+    verify     rows at slots of 7, 8, 9, 10, positions 7, 8, 8, 9
+    sampled    after a: c, after b: x, after c: y, after d: z
+    accept     a -> c: path [0, 2], emitted c y         c's KV moves from slot 9 to slot 8
+    commit     history [.. a c y], 9 tokens committed, the next root is y, at position 9
+    observe    rows in the order of a chain: positions 7, 8, 9, 10; the first two are accepted, and
+               the token behind each is in the history: c, y.  last = row 1
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from paceline.attention.contract import StepView
+from paceline.core.draft_shape import DraftShape
+from paceline.core.sampling_params import SamplerTier
+from paceline.core.step import Step
+from paceline.layers.sampling import SamplingTable
+
+
+class DraftTree(NamedTuple):
+    """Drafts of every request.  Siblings have different tokens; a row's parent is an earlier row."""
+
+    tokens: Tensor  # [padded_reqs, num_draft_tokens]  int64  column 0: the root
+    parents: Tensor | None  # [padded_reqs, num_draft_tokens]  int32  row of the same request; -1:
+    # the root, and rows that hang nowhere and are never accepted.  None: a chain
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RoundState:
+    """What a proposer may read before verification."""
+
+    view: StepView  # the round's rows as a causal chain; prefix_lens: tokens committed
+    token_ids: Tensor  # [table rows, max_tokens]  int32  prefix_lens + 1 tokens are known
+    sampling: SamplingTable
+    sampler: SamplerTier  # GREEDY: no row draws noise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observed:
+    """What a step of the target computed, after its commit."""
+
+    view: StepView  # the step's rows, of each request in the order of its tokens: a causal chain
+    token_ids: Tensor  # [table rows, max_tokens]  int32  the token behind each accepted row is known
+    last: Tensor  # [padded_reqs]  int64  row of the step: the last accepted of each request
+    taps: tuple[Tensor, ...]  # of [padded_tokens, hidden], in the order of `Proposer.taps`
+
+
+class Proposer(ABC):
+    """Drafts for every request of an engine.
+
+    Its cache groups stand behind the target's in every tuple of groups; their KV covers as many
+    tokens as the target's: kv_committed of the request table holds for both.
+    """
+
+    name: str
+    shape: DraftShape
+    taps: tuple[str, ...]  # hidden states of the target that `observe` wants
+
+    @abstractmethod
+    def propose(self, state: RoundState) -> DraftTree:
+        """A tree for every request of the round, padded rows included."""
+
+    @abstractmethod
+    def observe(self, observed: Observed) -> None:
+        """Take in what the target computed; rows behind the last accepted one hold anything."""
+
+    def host_plan(self, step: Step) -> None:
+        """Let the attention backend of the draft passes plan on the host, before the step runs.
+
+        `step` as for AttentionBackend.host_plan.  Nothing to do unless the backend plans so.
+        """
+        return None
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Everything whose address a graph may hold, by name, KV pools excepted."""
+        return {}
