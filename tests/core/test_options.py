@@ -6,7 +6,8 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GPUS, gpu_by_name
-from paceline.core.options import EngineOptions, engine_options, spec_of
+from paceline.core.option_spec import spec_of
+from paceline.core.options import EngineOptions, engine_options
 from paceline.core.sampling_params import SamplingParams
 
 

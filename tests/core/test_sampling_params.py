@@ -60,6 +60,7 @@ WRONG_VALUES = [
     ("extra_args", {"a": NESTED}, "extra_args must be at most 32 levels deep, got 'more lev"),
     ("ignore_eos", 1, "ignore_eos must be True or False, got 1"),
     ("skip_special_tokens", None, "skip_special_tokens must be True or False, got None"),
+    ("speculative", "off", "speculative must be True or False, got 'off'"),
     ("stop", "", "stop must be non-empty strings, got ''"),
     ("stop", ["a", 3], "stop must be non-empty strings, got ['a', 3]"),
     ("stop", None, "stop must be non-empty strings, got None"),
@@ -185,3 +186,17 @@ def test_a_field_whose_name_is_no_text_is_refused(key):
     with pytest.raises(RequestError) as caught:
         SamplingParams.from_dict({key: 1})
     assert f"got {key!r}; " in str(caught.value)
+
+
+@pytest.mark.parametrize(("word", "value"), [("on", True), ("off", False), (False, False)])
+def test_speculation_is_switched_by_a_word_or_a_bool(word, value):
+    assert SamplingParams.from_dict({"speculative": word}).speculative is value
+
+
+@pytest.mark.parametrize("value", ["no", "", 0, None, ["on"]])
+def test_another_word_for_speculation_is_refused(value):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams.from_dict({"speculative": value})
+    assert str(caught.value) == (
+        f'speculative must be "on", "off" or a bool, got {value!r}; leave it out for on'
+    )

@@ -139,8 +139,7 @@ class FakeDevice:
         results = [self._emit(r, e) for r, e in zip(live, step.layout.emits, strict=True)]
         return StepOutputs(
             epoch=step.epoch,
-            emitted=tuple(token is not None for token, _ in results),
-            token_ids=tuple(token or 0 for token, _ in results),
+            token_ids=tuple(() if token is None else (token,) for token, _ in results),
             finish=tuple(code for _, code in results),
             logprobs=None,
             prompt_logprobs=scores,

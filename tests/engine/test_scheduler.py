@@ -400,10 +400,9 @@ def test_logprobs_reach_only_the_request_that_asked():
     row = RowLogprobs(chosen=-1.5, top_ids=(), top_values=())
     outputs = StepOutputs(
         epoch=step.epoch,
-        emitted=(True, True),
-        token_ids=(3, 4),
+        token_ids=((3,), (4,)),
         finish=(FinishCode.RUNNING, FinishCode.RUNNING),
-        logprobs=(row, row),
+        logprobs=((row,), (row,)),
     )
     updates = loop.scheduler.process(step, outputs)
     assert [u.logprobs for u in updates] == [(row,), ()]

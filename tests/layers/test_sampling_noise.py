@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.layers.sampling.noise import gumbel, splitmix64
+from paceline.kernels.gumbel import splitmix64
+from paceline.layers.sampling.noise import gumbel
 
 # Outputs of the SplitMix64 reference code for seed 1234567 (Rosetta Code, "Pseudo-random
 # numbers/Splitmix64").
@@ -100,7 +101,7 @@ def test_noise_of_a_token_does_not_depend_on_the_vocabulary_size():
 
 def test_noise_is_finite_at_both_ends_of_the_uniform(monkeypatch):
     ends = torch.tensor([[0, -1]])
-    monkeypatch.setattr("paceline.layers.sampling.noise.splitmix64", lambda state, index: ends)
+    monkeypatch.setattr("paceline.kernels.gumbel.splitmix64", lambda state, index: ends)
     noise = gumbel(torch.tensor([0]), torch.tensor([0]), 2)
     assert noise.tolist()[0] == pytest.approx(
         [41 * math.log(2), -math.log(24 * math.log(2))], rel=1e-6

@@ -352,7 +352,7 @@ def test_a_row_with_logits_that_are_not_finite_fails_alone(tiny: TinyModel) -> N
         seen.append((driver.tokens[1], driver.tokens[3], outputs.logprobs[0], outputs.logprobs[2]))
         if value is not None:
             assert outputs.finish[1] is FinishCode.NON_FINITE
-            assert not outputs.emitted[1]
+            assert not outputs.token_ids[1]
             assert driver.tokens[2] == []
             assert driver.finish == {
                 1: FinishCode.RUNNING,

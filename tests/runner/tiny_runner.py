@@ -4,7 +4,7 @@ The driver keeps the books a scheduler would keep: rows, pages (permuted), known
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import transformers
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
+from paceline.core.draft_shape import DraftShape
 from paceline.core.events import EventLog
 from paceline.core.model_config import ModelConfig, cache_group_specs
 from paceline.core.modes import ForwardMode
@@ -28,6 +29,7 @@ from paceline.models.loader import load_model
 from paceline.models.locate import locate
 from paceline.runner.build import RunnerConfig, build_runner
 from paceline.runner.outputs_ring import LaunchedStep
+from paceline.runner.proposer import Proposer
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import InlineStream, Stream
 
@@ -127,42 +129,53 @@ class Driver:
         boot: bool = True,
         max_running: int = MAX_RUNNING,
         taps: tuple[str, ...] = (),
+        draft: DraftShape | None = None,
+        make_proposer: Callable[[RunnerConfig], Proposer] | None = None,
     ) -> None:
+        """make_proposer: of a driver whose `launch_round` drafts; draft: its shape."""
         groups = cache_group_specs(tiny.config, page_size)
-        pages_per_row = -(-CONTEXT // page_size)
+        pages_per_row = -(-(CONTEXT + (draft.reach if draft else 0)) // page_size)
         num_pages = 1 + max_running * pages_per_row
         self.events = EventLog()
+        limits = RunnerConfig(
+            max_running=max_running,
+            max_batched_tokens=256,
+            context_len=CONTEXT,
+            max_join_tokens=CONTEXT,
+            num_pages=(num_pages,) * len(groups),
+            graph_max_reqs=MAX_RUNNING if graph_max_reqs is None else graph_max_reqs,
+            capture=graph_max_reqs is not None,
+            graph_max_tokens=graph_max_tokens,
+            poison_graphs=poison,
+            sanitize=sanitize,
+            staging_depth=staging_depth,
+            taps=taps,
+            draft=draft,
+        )
+        proposer = None if make_proposer is None else make_proposer(limits)
         self.runner = build_runner(
             tiny.ours,
             tiny.config,
             groups,
             backend or TorchBackend(),
-            RunnerConfig(
-                max_running=max_running,
-                max_batched_tokens=256,
-                context_len=CONTEXT,
-                max_join_tokens=CONTEXT,
-                num_pages=(num_pages,) * len(groups),
-                graph_max_reqs=MAX_RUNNING if graph_max_reqs is None else graph_max_reqs,
-                capture=graph_max_reqs is not None,
-                graph_max_tokens=graph_max_tokens,
-                poison_graphs=poison,
-                sanitize=sanitize,
-                staging_depth=staging_depth,
-                taps=taps,
-            ),
+            limits,
             stream=stream or InlineStream(),
             device=torch.device("cpu"),
             dtype=torch.float32,
             kv=KVFormat(dtype=torch.float32),
             notify=self.events,
+            proposer=proposer,
         )
+        self._draft = draft
         if boot:
             self.runner.boot()
-        shuffled = [random.Random(g).sample(range(1, num_pages), num_pages - 1) for g in range(2)]
+        num_groups = len(groups) + (0 if proposer is None else len(proposer.pools))
         self._pages = [
             {row: ids[(row - 1) * pages_per_row :][:pages_per_row] for row in range(1, 9)}
-            for ids in shuffled[: len(groups)]
+            for ids in (
+                random.Random(g).sample(range(1, num_pages), num_pages - 1)
+                for g in range(num_groups)
+            )
         ]
         self._deltas: list[Delta] = []
         self._known: dict[int, int] = {}  # tokens in the cache, an upper bound once frozen
@@ -236,18 +249,30 @@ class Driver:
         """Queue one decode step."""
         return self.runner.launch(self.make_step(dict.fromkeys(rows, 1), mode=ForwardMode.DECODE))
 
+    def launch_round(self, rows: Sequence[int]) -> LaunchedStep:
+        """Queue one round of the proposer."""
+        assert self._draft is not None, "a driver without a proposer has no rounds"
+        step = self.make_step(
+            dict.fromkeys(rows, self._draft.num_draft_tokens), mode=ForwardMode.TARGET_VERIFY
+        )
+        layout = replace(step.layout, drafts=self._draft.mask)
+        return self.runner.launch(replace(step, layout=layout))
+
+    def rounds(self, rows: Sequence[int], num: int) -> list[Outputs]:
+        """Rounds, each waited for."""
+        return [self.collect(self.launch_round(rows)) for _ in range(num)]
+
     def collect(self, launched: LaunchedStep) -> Outputs:
         """Wait, and add what was emitted to `tokens`."""
         outputs = launched.wait()
-        for row, emitted, token, finish in zip(
-            launched.step.layout.rows,
-            outputs.emitted,
-            outputs.token_ids,
-            outputs.finish,
-            strict=True,
-        ):
-            if emitted:
-                self.tokens[row].append(token)
+        rows = launched.step.layout.rows
+        if launched.step.is_round:
+            for row, tokens, extend in zip(
+                rows, outputs.token_ids, launched.step.layout.extend_lens, strict=True
+            ):
+                self._known[row] += len(tokens) - extend
+        for row, tokens, finish in zip(rows, outputs.token_ids, outputs.finish, strict=True):
+            self.tokens[row].extend(tokens)
             if finish != FinishCode.RUNNING:
                 self.finish[row] = finish
         return outputs

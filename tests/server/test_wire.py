@@ -151,6 +151,7 @@ def test_sampling_fields_arrive_as_they_are():
         "seed": 5,
         "logit_bias": {"9": 1.5},
         "extra_args": {"length_decay": [20, 1.05]},
+        "speculative": "off",
     }
     body = CompletionRequest.model_validate(COMPLETION | asked)
     assert body.sampling() == SamplingParams.from_dict(asked)

@@ -77,43 +77,53 @@ def is_cascade(name: str) -> bool:
     return name.startswith("cascade(") and name.endswith(")")
 
 
-def _composed(name: str, config: AttentionConfig) -> tuple[str, str]:
-    """(name of the backend that would serve `config`, what to add to why)."""
+def _composed(
+    name: str, config: AttentionConfig, drafts: AttentionConfig | None
+) -> tuple[str, str]:
+    """(name of the backend that would serve both, what to add to why)."""
     can = load_backend(name).capabilities
-    if not needs_cascade(can, config.masks, window=config.window):
+    asked = [config] if drafts is None else [config, drafts]
+    if not any(needs_cascade(can, layers.masks, window=layers.window) for layers in asked):
         return name, ""
     lacks = "windows in a tree" if MaskKind.TREE in can.masks else "tree mask"
     return f"cascade({name})", f"; {name} has no {lacks}, so trees run by cascade"
 
 
-def _reasons(name: str, config: AttentionConfig) -> list[str]:
-    """Why `name`, composed as `config` needs it, cannot serve it."""
-    return load_backend(_composed(name, config)[0]).unsupported_reasons(config)
+def _reasons(name: str, config: AttentionConfig, drafts: AttentionConfig | None) -> list[str]:
+    """Why `name`, composed as both need it, cannot serve them."""
+    backend = load_backend(_composed(name, config, drafts)[0])
+    reasons = backend.unsupported_reasons(config)
+    if drafts is None:
+        return reasons
+    of_drafts = [reason for reason in backend.unsupported_reasons(drafts) if reason not in reasons]
+    return reasons + [f"layers of the draft model: {reason}" for reason in of_drafts]
 
 
 def choose(
     config: AttentionConfig,
     asked: str = "auto",
     *,
+    drafts: AttentionConfig | None = None,
     phase: Phase | None = None,
     gpu: str | None = None,
     table: Table | None = None,
 ) -> Choice:
     """The backend for a model on a device.  An explicit choice runs or raises; auto says why.
 
+    drafts: what the layers of its draft model ask; the same backend serves them.
     phase, gpu: what auto looks up in `table`, the package's measurements when None; without both
     it takes the first of its order.  Where trees are wanted of a backend without a tree mask, the
     choice is a cascade over it.
     Raises BackendUnsupported with every reason, ConfigError for an unknown name.
     """
     if asked != "auto":
-        reasons = _reasons(asked, config)
+        reasons = _reasons(asked, config, drafts)
         if reasons:
             raise BackendUnsupported(asked, reasons)
-        name, note = _composed(asked, config)
+        name, note = _composed(asked, config, drafts)
         return Choice(name=name, why=f"asked for{note}", rejected={})
     order = AUTO_ORDER.get(config.device_type, ())
-    rejected = {name: reasons for name in order if (reasons := _auto_reasons(name, config))}
+    rejected = {name: reasons for name in order if (reasons := _auto_reasons(name, config, drafts))}
     runnable = [name for name in order if name not in rejected]
     if not runnable:
         listed = [f"{name}: {reason}" for name, reasons in rejected.items() for reason in reasons]
@@ -126,15 +136,17 @@ def choose(
         rejected |= found.passed_over
     for other in BACKENDS:
         if other not in rejected and other != name:
-            reasons = _reasons(other, config)
+            reasons = _reasons(other, config, drafts)
             rejected[other] = reasons or [f"auto prefers {name} on {config.device_type}"]
-    chosen, note = _composed(name, config)
+    chosen, note = _composed(name, config, drafts)
     return Choice(name=chosen, why=f"{why}{note}", rejected=rejected)
 
 
-def _auto_reasons(name: str, config: AttentionConfig) -> list[str]:
+def _auto_reasons(
+    name: str, config: AttentionConfig, drafts: AttentionConfig | None
+) -> list[str]:
     """Why auto may not choose `name`: reasons, or that its library is not installed here."""
-    reasons = _reasons(name, config)
+    reasons = _reasons(name, config, drafts)
     package = AUTO_PACKAGES.get(name)
     if package is not None and not reasons and not _is_installed(package):
         reasons = [f"{package} must be installed, got no such package"]

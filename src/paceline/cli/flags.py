@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import click
 
-from paceline.core.options import EngineOptions, OptionSpec, spec_of
+from paceline.core.option_spec import OptionSpec, spec_of
+from paceline.core.options import EngineOptions
 from paceline.core.parallel import Parallel
 from paceline.engine.arguments import (
     PARALLEL_FLAGS,

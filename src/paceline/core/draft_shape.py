@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, message
+from paceline.core.modes import MaskKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,11 @@ class DraftShape:
     @property
     def is_chain(self) -> bool:
         return self.topk == 1
+
+    @property
+    def mask(self) -> MaskKind:
+        """Of verification."""
+        return MaskKind.CAUSAL if self.is_chain else MaskKind.TREE
 
     @property
     def num_candidates(self) -> int:

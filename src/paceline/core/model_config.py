@@ -1,6 +1,6 @@
 """ModelConfig: the shape of a model, as every architecture file understands it.  No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -96,13 +96,15 @@ class ModelConfig:
 class CacheGroupSpec:
     """Layers that share page size, lifetime and rewind rule."""
 
-    name: str  # "full" or "window-1024"
-    layer_ids: tuple[int, ...]
+    name: str  # "full" or "window-1024"; of a drafter: "draft-full"
+    layer_ids: tuple[int, ...]  # of the model the group belongs to
     window: int | None  # keys visible, itself included; None = all
     page_size: int  # tokens
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
+    draft: bool = False  # of the drafter, not of the target
+    next_token: bool = False  # the KV of a token depends on the token behind it, too (EAGLE heads)
 
     def page_bytes(self, element_bytes: int) -> int:
         """Bytes of one page over all layers of the group, K and V."""
@@ -124,4 +126,17 @@ def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSp
             v_head_dim=config.v_head_dim,
         )
         for window in windows
+    )
+
+
+def draft_group_specs(
+    config: ModelConfig, page_size: int, *, next_token: bool
+) -> tuple[CacheGroupSpec, ...]:
+    """A drafter's cache groups, by the layers of its own model; they stand behind the target's.
+
+    next_token: draft position p takes the token at p + 1, as EAGLE heads do.
+    """
+    return tuple(
+        replace(spec, name=f"draft-{spec.name}", draft=True, next_token=next_token)
+        for spec in cache_group_specs(config, page_size)
     )

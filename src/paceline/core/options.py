@@ -5,11 +5,12 @@ these fields.  `None` means "decide for me"; `engine.resolve` removes it.  No to
 """
 
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from paceline.core.errors import ConfigError, message
+from paceline.core.option_spec import check, option, spec_of, unaliased
 from paceline.core.sampling_params import SEED_LIMIT
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -17,48 +18,32 @@ DTYPES = tuple(ELEMENT_BYTES)
 FP8 = "fp8_e4m3"
 KV_ELEMENT_BYTES = ELEMENT_BYTES | {FP8: 1}
 LOAD_FORMATS = ("auto", "dummy")
+DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
+OFF = "off"
+SAMPLE_AND_MATCH, REJECTION = "sample_and_match", "rejection"
+MOST_BRANCHES = 16  # drafts behind one, which the kernels of drafting find at once
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptionSpec:
-    """How a field appears to people."""
-
-    kind: type  # str, int, float, bool, or tuple: words, each with a flag of its own
-    help: str
-    flags: tuple[str, ...]  # the first is ours, the others are what users of other engines type
-    off_flags: tuple[str, ...] = ()  # bool only: flags that say False
-    unit: str | None = None
-    choices: tuple[str, ...] | None = None
-    aliases: tuple[tuple[str, str], ...] = ()  # (another word, the choice it means)
-    low: float | None = None  # inclusive
-    high: float | None = None  # inclusive
-
-
-def _option(default: Any, kind: type, help: str, *flags: str, **facts: Any) -> Any:
-    spec = OptionSpec(kind=kind, help=help, flags=flags, **facts)
-    return field(default=default, metadata={"option": spec})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What a caller may ask of the engine.  Checked when built; raises ConfigError."""
 
-    model: str = _option(
+    model: str = option(
         "bundled",
         str,
         "Hub id, local folder, 'bundled', or a shape shipped in the package.",
         "--model",
         "--model-path",
     )
-    revision: str | None = _option(None, str, "Branch, tag or commit of a hub id.", "--revision")
-    device: str | None = _option(
+    revision: str | None = option(None, str, "Branch, tag or commit of a hub id.", "--revision")
+    device: str | None = option(
         None, str, "Where the model runs.", "--device", choices=("cpu", "cuda")
     )
-    dtype: str | None = _option(
+    dtype: str | None = option(
         None, str, "Number format of weights and activations.", "--dtype", choices=DTYPES
     )
-    kv_cache_dtype: str | None = _option(
+    kv_cache_dtype: str | None = option(
         None,
         str,
         "Number format of the KV cache: the model's, or 8 bits with a scale per layer.",
@@ -66,14 +51,14 @@ class EngineOptions:
         choices=tuple(KV_ELEMENT_BYTES),
         aliases=(("fp8", FP8),),
     )
-    load_format: str = _option(
+    load_format: str = option(
         "auto",
         str,
         "'dummy' fills the weights with seeded random numbers instead of reading them.",
         "--load-format",
         choices=LOAD_FORMATS,
     )
-    max_model_len: int | None = _option(
+    max_model_len: int | None = option(
         None,
         int,
         "Context limit: prompt and output of one request.",
@@ -82,7 +67,7 @@ class EngineOptions:
         unit="tokens",
         low=2,
     )
-    page_size: int | None = _option(
+    page_size: int | None = option(
         None,
         int,
         "Tokens of one page of the KV cache.",
@@ -91,7 +76,7 @@ class EngineOptions:
         unit="tokens",
         low=1,
     )
-    gpu_memory_utilization: float | None = _option(
+    gpu_memory_utilization: float | None = option(
         None,
         float,
         "Share of the GPU's memory the engine may use.",
@@ -100,7 +85,7 @@ class EngineOptions:
         low=0.01,
         high=1.0,
     )
-    kv_cache_bytes: int | None = _option(
+    kv_cache_bytes: int | None = option(
         None,
         int,
         "Size of the KV cache.",
@@ -108,7 +93,7 @@ class EngineOptions:
         unit="bytes",
         low=1,
     )
-    max_num_seqs: int | None = _option(
+    max_num_seqs: int | None = option(
         None,
         int,
         "Requests running at the same time.",
@@ -117,7 +102,7 @@ class EngineOptions:
         unit="requests",
         low=1,
     )
-    max_num_batched_tokens: int | None = _option(
+    max_num_batched_tokens: int | None = option(
         None,
         int,
         "Tokens computed in one step.",
@@ -125,7 +110,7 @@ class EngineOptions:
         unit="tokens",
         low=1,
     )
-    chunked_prefill_size: int | None = _option(
+    chunked_prefill_size: int | None = option(
         None,
         int,
         "Prompt tokens of one request computed in one step.",
@@ -133,30 +118,30 @@ class EngineOptions:
         unit="tokens",
         low=1,
     )
-    enable_prefix_cache: bool = _option(
+    enable_prefix_cache: bool = option(
         True,
         bool,
         "Share the KV of equal prompt prefixes.",
         "--enable-prefix-caching",
         off_flags=("--no-enable-prefix-caching", "--disable-radix-cache"),
     )
-    attention_backend: str | None = _option(
+    attention_backend: str | None = option(
         None,
         str,
         "Attention backend by name, prefill+decode, cascade(name), or pkg.mod:Class.",
         "--attention-backend",
     )
-    logits_processors: tuple[str, ...] = _option(
+    logits_processors: tuple[str, ...] = option(
         (),
         tuple,
         "Logits processor as pkg.mod:Class; may be given several times.",
         "--logits-processor",
         "--logits-processors",
     )
-    enforce_eager: bool = _option(
+    enforce_eager: bool = option(
         False, bool, "Never use graphs.", "--enforce-eager", "--disable-cuda-graph"
     )
-    cuda_graph_max_bs: int | None = _option(
+    cuda_graph_max_bs: int | None = option(
         None,
         int,
         "Largest decode batch that runs as a graph.",
@@ -164,7 +149,7 @@ class EngineOptions:
         unit="requests",
         low=1,
     )
-    cuda_graph_max_tokens: int | None = _option(
+    cuda_graph_max_tokens: int | None = option(
         None,
         int,
         "Largest prefill or mixed step that runs as a graph; 0: none.",
@@ -172,14 +157,95 @@ class EngineOptions:
         unit="tokens",
         low=0,
     )
-    sanitize: bool = _option(
+    speculative_algorithm: str | None = option(
+        None,
+        str,
+        "Who drafts tokens for the model to verify several at a time; the text stays the same.  "
+        "EAGLE and EAGLE3: a head on the model's hidden states; STANDALONE: a small model of the "
+        "same vocabulary; NGRAM: a search in the request's own text, without a draft model; auto: "
+        "what the draft model is, and the bundled model's own head.",
+        "--speculative-algorithm",
+        choices=(*DRAFT_ALGORITHMS, OFF),
+        aliases=tuple((name.lower(), name) for name in DRAFT_ALGORITHMS),
+    )
+    speculative_draft_model_path: str | None = option(
+        None,
+        str,
+        "The draft head or model of EAGLE, EAGLE3 and STANDALONE: hub id, local folder, 'bundled', "
+        "or a shape shipped in the package.",
+        "--speculative-draft-model-path",
+        "--speculative-draft-model",
+        left_out="the bundled head, with the bundled model",
+    )
+    speculative_num_steps: int | None = option(
+        None,
+        int,
+        "Depth of the drafts: a round emits at most one token more.",
+        "--speculative-num-steps",
+        unit="tokens",
+        low=1,
+    )
+    speculative_eagle_topk: int | None = option(
+        None,
+        int,
+        "Drafts tried behind each draft: 1 is a chain, more a tree.",
+        "--speculative-eagle-topk",
+        low=1,
+        high=MOST_BRANCHES,
+    )
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        int,
+        "Tokens the model verifies per request and round, the newest token included.",
+        "--speculative-num-draft-tokens",
+        unit="tokens",
+        low=2,
+    )
+    speculative_acceptance: str = option(
+        SAMPLE_AND_MATCH,
+        str,
+        "Which drafts of a chain count.  sample_and_match: those that plain decoding would have "
+        "sampled, so a seed gives the same text; rejection: by chance, with the same distribution "
+        "but not the same text.",
+        "--speculative-acceptance",
+        choices=(SAMPLE_AND_MATCH, REJECTION),
+    )
+    speculative_ngram_min: int | None = option(
+        None,
+        int,
+        "Shortest end of the text that NGRAM looks for.",
+        "--speculative-ngram-min",
+        "--speculative-ngram-min-match-window-size",
+        unit="tokens",
+        low=1,
+    )
+    speculative_ngram_max: int | None = option(
+        None,
+        int,
+        "Longest end of the text that NGRAM looks for.",
+        "--speculative-ngram-max",
+        "--speculative-ngram-max-match-window-size",
+        unit="tokens",
+        low=1,
+    )
+    force_accept_len: float | None = option(
+        None,
+        float,
+        "Forced tokens per round on average, whatever the model says: the text is WRONG.  To "
+        "compare hardware only.",
+        "--force-accept-len",
+        unit="tokens",
+        low=1,
+        left_out="not forced",
+    )
+    sanitize: bool = option(
         False,
         bool,
         "Run every step again over poison where it may not read; stop where that shows.  For "
         "debugging: tens of times slower.",
         "--sanitize",
     )
-    seed: int = _option(
+    seed: int = option(
         0,
         int,
         "Seed of requests that bring none, and of dummy weights.",
@@ -188,32 +254,26 @@ class EngineOptions:
         low=-SEED_LIMIT,
         high=SEED_LIMIT - 1,
     )
-    overlap: bool = _option(
+    overlap: bool = option(
         True,
         bool,
         "Schedule the next step while the device computes this one.",
         "--overlap",
         off_flags=("--no-overlap", "--disable-overlap-schedule"),
     )
-    threads: int | None = _option(
+    threads: int | None = option(
         None, int, "CPU threads of tensor operations.", "--threads", unit="threads", low=1
     )
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            _check(option, getattr(self, option.name))
+        for field in fields(self):
+            check(field, getattr(self, field.name))
 
 
 def known(value: T | None) -> T:
     """The value of an option that `engine.resolve` has decided."""
     assert value is not None, "resolve() decides every open value"
     return value
-
-
-def spec_of(option: Field[Any]) -> OptionSpec:
-    """The OptionSpec a field of EngineOptions carries."""
-    spec: OptionSpec = option.metadata["option"]
-    return spec
 
 
 def engine_options(asked: Mapping[str, object]) -> EngineOptions:
@@ -233,43 +293,5 @@ def engine_options(asked: Mapping[str, object]) -> EngineOptions:
                 )
             )
         if not (value == "auto" and known[name].default is None):
-            values[name] = _unaliased(spec_of(known[name]), value)
+            values[name] = unaliased(spec_of(known[name]), value)
     return EngineOptions(**values)
-
-
-def _unaliased(spec: OptionSpec, value: object) -> object:
-    if spec.kind is tuple and isinstance(value, list):
-        return tuple(value)
-    return next((choice for word, choice in spec.aliases if word == value), value)
-
-
-def _check(option: Field[Any], value: object) -> None:
-    spec = spec_of(option)
-    if value is None and option.default is None:
-        return
-    if isinstance(value, int) and not isinstance(value, bool) and spec.kind is float:
-        value = float(value)
-    if type(value) is not spec.kind:
-        raise _refusal(option, "a list" if spec.kind is tuple else spec.kind.__name__, value)
-    if isinstance(value, tuple) and not all(isinstance(word, str) and word for word in value):
-        raise _refusal(option, "a list of non-empty str", value)
-    if spec.choices is not None and value not in spec.choices:
-        raise _refusal(option, "one of " + ", ".join(spec.choices), value)
-    low, high = spec.low, spec.high
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        # Written so that NaN fails.
-        above = low is None or value >= low
-        below = high is None or value <= high
-        if not (above and below):
-            wanted = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
-            raise _refusal(option, wanted, value)
-
-
-def _refusal(option: Field[Any], expected: str, got: object) -> ConfigError:
-    spec = spec_of(option)
-    unit = f" {spec.unit}" if spec.unit else ""
-    remedy = f"set {spec.flags[0]} accordingly"
-    if option.default is None:
-        remedy += " or leave it out to let the engine decide"
-    text = message(option.name, expected=expected + unit, got=repr(got), remedy=remedy)
-    return ConfigError(text)

@@ -62,6 +62,7 @@ class SamplingParams:
     extra_args: ExtraArgs = ()  # (name, value) for logits processors, by name
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    speculative: bool = True  # False: take no drafts; the text is the same
 
     def __post_init__(self) -> None:
         _check_integer("n", self.n, low=1, high=MAX_COMPLETIONS)
@@ -76,7 +77,7 @@ class SamplingParams:
             object.__setattr__(self, name, number)
         if self.top_p == 0.0:
             raise _error("top_p", "more than 0, at most 1", self.top_p, "use top_k=1 for the best")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in _BOOLS:
             _check_bool(name, getattr(self, name))
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
@@ -92,7 +93,8 @@ class SamplingParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """Parameters from JSON-like values; `max_new_tokens` is another name of `max_tokens`.
+        """Parameters from JSON-like values; `max_new_tokens` is another name of `max_tokens`, and
+        `speculative` may be "on" or "off".
 
         A field that does not exist is refused, never ignored.
         """
@@ -108,6 +110,8 @@ class SamplingParams:
         bias = named.get("logit_bias")
         if isinstance(bias, Mapping):
             named["logit_bias"] = {_token_key(key): value for key, value in bias.items()}
+        if "speculative" in named:
+            named["speculative"] = _switch("speculative", named["speculative"])
         return cls(**named)
 
     @property
@@ -157,6 +161,8 @@ class SamplingParams:
                 raise _error(name, expected, outside, "use ids of this model's tokenizer")
 
 
+_BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative")
+_SWITCH = {"on": True, "off": False}
 _NUMBERS: dict[str, tuple[float, float, str]] = {
     "temperature": (0.0, MAX_TEMPERATURE, "use 0 for greedy"),
     "top_p": (0.0, 1.0, "use 1 to keep every token"),
@@ -207,6 +213,14 @@ def _number(name: str, value: object, *, low: float, high: float, remedy: str) -
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise _error(name, "True or False", f"{value!r}", "pass a bool")
+
+
+def _switch(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value not in _SWITCH:
+        raise _error(name, '"on", "off" or a bool', f"{value!r}", "leave it out for on")
+    return _SWITCH[value]
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:

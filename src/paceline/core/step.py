@@ -69,6 +69,9 @@ class StepLayout:
     # [num_reqs][extend_len] the row of the same request that each row hangs on, always an earlier
     # one, or -1: the prefix.  None: a chain, or the mode's own mask.
     parents: tuple[tuple[int, ...], ...] | None = None
+    # Of a round: each row is a root and the drafts below it, which a proposer writes on the device;
+    # CAUSAL: a chain, TREE: a tree.  None: the host knows the tokens and parents of every row.
+    drafts: MaskKind | None = None
 
     def __post_init__(self) -> None:
         if self.parents is None:
@@ -95,7 +98,8 @@ class Step:
     """One turn of the engine.
 
     `prefix_lens_bound` is exact for a row that still runs; a row the device has frozen meanwhile
-    has less, and is treated as padding there.
+    has less, and is treated as padding there.  Behind a round whose outputs the host has not seen
+    it is an upper bound: the device alone knows how many tokens the round emitted.
     """
 
     epoch: int  # strictly increasing
@@ -110,8 +114,15 @@ class Step:
     @property
     def mask(self) -> MaskKind:
         """Which keys of the step a row sees; a tree without branches is a causal chain."""
+        if self.layout.drafts is not None:
+            return self.layout.drafts
         kind = self.mode.facts.mask
         return MaskKind.CAUSAL if kind is MaskKind.TREE and not self.layout.has_tree else kind
+
+    @property
+    def is_round(self) -> bool:
+        """Whether its rows are drafts, of which the device accepts a path per request."""
+        return self.layout.drafts is not None
 
     @property
     def kv_lens_bound(self) -> tuple[int, ...]:
@@ -128,7 +139,8 @@ def padded_step(step: Step, pad_lens: tuple[int, ...]) -> Step:
     layout, num = step.layout, len(pad_lens)
     return replace(
         step,
-        layout=StepLayout(
+        layout=replace(
+            layout,
             rows=layout.rows + (PAD_ROW,) * num,
             extend_lens=layout.extend_lens + pad_lens,
             emits=layout.emits + (False,) * num,
@@ -167,10 +179,10 @@ class StepOutputs:
     """What a retired step produced, as host values, in the order of the step's rows."""
 
     epoch: int
-    emitted: tuple[bool, ...]  # [num_reqs] False: no token (chunk not final, frozen, or failed)
-    token_ids: tuple[int, ...]  # [num_reqs] meaningful where emitted
+    # [num_reqs][num_emitted] none: chunk not final, frozen, or failed; several: a round's path
+    token_ids: tuple[tuple[int, ...], ...]
     finish: tuple[FinishCode, ...]  # [num_reqs] set in the step that freezes the row
-    logprobs: tuple[RowLogprobs, ...] | None  # [num_reqs] when the step asked for them
+    logprobs: tuple[tuple[RowLogprobs, ...], ...] | None  # as token_ids, when the step asked
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(
         default_factory=dict
     )  # row of the step -> [length of its span], when the step asked for them

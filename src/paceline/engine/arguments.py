@@ -10,7 +10,8 @@ from dataclasses import fields
 from typing import Any
 
 from paceline.core.errors import ConfigError, message
-from paceline.core.options import EngineOptions, OptionSpec, spec_of
+from paceline.core.option_spec import OptionSpec, spec_of
+from paceline.core.options import EngineOptions
 from paceline.core.parallel import Parallel
 
 PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
@@ -93,7 +94,7 @@ def asked_model(positional: object, flag: object) -> dict[str, object]:
 
 def help_of(spec: OptionSpec, default: object) -> str:
     """Help text with choices, unit and default."""
-    shown = "chosen by the engine" if default is None else default
+    shown = spec.left_out if default is None else default
     choices = f" One of {', '.join(choices_of(spec, default))}." if spec.choices else ""
     unit = f" [{spec.unit}]" if spec.unit else ""
     return f"{spec.help}{choices}{unit}  [default: {shown}]"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import torch
@@ -14,6 +15,7 @@ from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.options import EngineOptions, known
+from paceline.engine.speculation import Speculation
 from paceline.kvcache.pool import torch_kv_dtype
 from paceline.layers.attention import attention_limits
 
@@ -29,20 +31,33 @@ class PhaseChoice:
 
 
 def phase_choices(
-    config: ModelConfig, options: EngineOptions, device: DeviceFacts
+    config: ModelConfig,
+    options: EngineOptions,
+    device: DeviceFacts,
+    speculation: Speculation | None = None,
 ) -> tuple[PhaseChoice, ...]:
-    """The backend of each phase, with every rejected one: prefill, then decode.
+    """The backend of each phase, with every rejected one: prefill, then decode, rounds included.
 
     Only decode needs graphs; but a pair has them where both have, so auto asks both for them.
     """
-    decode = GraphSupport.NEVER if options.enforce_eager else GraphSupport.DECODE
+    decode = GraphSupport.DECODE if speculation is None else GraphSupport.UNIFORM
+    decode = GraphSupport.NEVER if options.enforce_eager else decode
+    masks = {MaskKind.CAUSAL} if speculation is None else {MaskKind.CAUSAL, speculation.shape.mask}
     is_auto = options.attention_backend in (None, "auto")
     prefill = decode if is_auto else GraphSupport.NEVER
     graphs: dict[Phase, GraphSupport] = {"prefill": prefill, "decode": decode}
     choices = []
     for phase in get_args(Phase):
-        wanted = attention_config(config, options, device, graph=graphs[phase])
-        choices.append(_choose(phase, wanted, options.attention_backend, gpu=device.name))
+        asked = partial(
+            attention_config,
+            options=options,
+            device=device,
+            graph=graphs[phase],
+            masks=frozenset(masks if phase == "decode" else {MaskKind.CAUSAL}),
+        )
+        drafter = None if speculation is None else speculation.model
+        drafts = None if drafter is None else asked(drafter)
+        choices.append(_choose(phase, asked(config), options, drafts=drafts, gpu=device.name))
     return tuple(choices)
 
 
@@ -59,6 +74,8 @@ def one_backend(phases: Sequence[PhaseChoice]) -> Choice:
             advice = ["it can run without graphs: add --enforce-eager"] if eager else []
             raise BackendUnsupported(asked, [*reasons, *advice])
         names.append(choice.backend)
+    if names == [names[0], f"cascade({names[0]})"]:
+        names = names[1:]  # one backend, which runs trees by cascade and all else as it is
     whys = dict.fromkeys(choice.why for choice in phases)
     why = "; ".join(f"{choice.phase}: {choice.why}" for choice in phases)
     rejected: dict[str, list[str]] = {}
@@ -74,11 +91,15 @@ def one_backend(phases: Sequence[PhaseChoice]) -> Choice:
 
 
 def planned_backend(
-    config: ModelConfig, options: EngineOptions, device: DeviceFacts
+    config: ModelConfig,
+    options: EngineOptions,
+    device: DeviceFacts,
+    speculation: Speculation | None,
 ) -> type[AttentionBackend] | None:
     """The backend that an engine would run; None where none can.  Raises ConfigError."""
     try:
-        return load_backend(one_backend(phase_choices(config, options, device)).name)
+        phases = phase_choices(config, options, device, speculation)
+        return load_backend(one_backend(phases).name)
     except BackendUnsupported:
         return None
 
@@ -101,7 +122,12 @@ def planned_limits(
 
 
 def attention_config(
-    config: ModelConfig, options: EngineOptions, device: DeviceFacts, *, graph: GraphSupport
+    config: ModelConfig,
+    options: EngineOptions,
+    device: DeviceFacts,
+    *,
+    graph: GraphSupport,
+    masks: frozenset[MaskKind],
 ) -> AttentionConfig:
     """What the model asks of an attention backend under resolved `options`."""
     return AttentionConfig(
@@ -117,15 +143,23 @@ def attention_config(
         window=any(window is not None for window in config.layer_windows),
         soft_cap=config.attention_soft_cap is not None,
         sinks=config.attention_sinks,
-        masks=frozenset({MaskKind.CAUSAL}),
+        masks=masks,
         needs_lse=False,
         graph=graph,
     )
 
 
-def _choose(phase: Phase, wanted: AttentionConfig, asked: str | None, *, gpu: str) -> PhaseChoice:
+def _choose(
+    phase: Phase,
+    wanted: AttentionConfig,
+    options: EngineOptions,
+    *,
+    drafts: AttentionConfig | None,
+    gpu: str,
+) -> PhaseChoice:
+    asked = options.attention_backend or "auto"
     try:
-        choice = choose(wanted, "auto" if asked is None else asked, phase=phase, gpu=gpu)
+        choice = choose(wanted, asked, drafts=drafts, phase=phase, gpu=gpu)
     except BackendUnsupported as error:
         rejected = {error.backend: error.reasons}
         return PhaseChoice(phase=phase, backend=None, why="none can run", rejected=rejected)

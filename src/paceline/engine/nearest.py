@@ -14,7 +14,8 @@ from itertools import combinations
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GPUS, DeviceFacts
 from paceline.core.model_config import ModelConfig
-from paceline.core.options import DTYPES, FP8, EngineOptions, known, spec_of
+from paceline.core.option_spec import spec_of
+from paceline.core.options import DTYPES, FP8, EngineOptions, known
 from paceline.engine.fit import SHORTEST_LEN, Fit
 from paceline.engine.resolve import resolve
 from paceline.engine.suggestion import Asked, Change, Command, Nearest

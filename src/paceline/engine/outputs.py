@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.core.step import RowLogprobs
 from paceline.engine.request import FinishReason
+from paceline.engine.round_counts import RoundCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,12 @@ class RequestMetrics:
     ttft_s: float | None  # from arrival to the first token
     latency_s: float | None  # from arrival to the last token
     decode_tok_s: float | None  # (output_tokens - 1) / (latency_s - ttft_s)
+    # Speculation, of all completions: rounds that verified drafts of theirs; 0 where none did.
+    rounds: int = 0
+    drafted_tokens: int = 0  # drafts verified
+    accepted_by_position: tuple[int, ...] = ()  # [num_steps] rounds that took i + 1 drafts
+    tokens_per_round: float | None = None  # bonus tokens included, the first token (prefill's) not
+    fallbacks: tuple[str, ...] = ()  # reason codes, such as "host_plan_sync"
 
     @classmethod
     def from_times(
@@ -55,6 +62,7 @@ class RequestMetrics:
         cached_tokens: int,
         output_tokens: int,
         preemptions: int,
+        rounds: RoundCounts,
     ) -> "RequestMetrics":
         """Metrics from readings of one clock."""
         decode_s = 0.0
@@ -68,6 +76,11 @@ class RequestMetrics:
             ttft_s=None if first_token_s is None else first_token_s - arrival_s,
             latency_s=None if last_token_s is None else last_token_s - arrival_s,
             decode_tok_s=(output_tokens - 1) / decode_s if decode_s > 0 else None,
+            rounds=rounds.rounds,
+            drafted_tokens=rounds.drafted,
+            accepted_by_position=tuple(rounds.accepted),
+            tokens_per_round=rounds.tokens_per_round,
+            fallbacks=tuple(sorted(rounds.fallbacks)),
         )
 
 

@@ -1,19 +1,22 @@
 """Request: one generation as the scheduler follows it, in token counts.
 
-Two lengths are kept of everything, since outputs arrive one turn late: what retired steps have
-shown, and what holds once every launched step has run (`_bound`).
+Lengths are known late, since outputs arrive one turn late: what retired steps have shown, and
+what holds once every launched step has run, if the row still runs then.  A round of speculation
+emits 1 to max_path tokens, so that is known from both sides only; of all else the two are equal.
 
     token_ids   [0 ....... prompt_len ....... num_known)            received by the host
-    KV          [0 ... kv_known)         by retired steps
-                [0 .......... kv_bound)  once launched steps ran, if the row still runs
+    KV          [0 ... kv_known)              by retired steps
+                [0 ........ kv_least)         at least, once launched steps ran
+                [0 .............. kv_bound)   at most
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
 from paceline.core.errors import RequestError, message
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.round_counts import RoundCounts
 from paceline.layers.sampling import child_seed
 
 
@@ -53,14 +56,16 @@ class Request:
     row: int | None = None  # request-table row
     join_len: int = 0  # tokens known when it (re)joined: computed by prefill
     kv_known: int = 0
-    kv_bound: int = 0
     in_flight: int = 0  # launched steps that contain it, outputs not yet processed
+    least_in_flight: int = 0  # tokens these add to the KV, at least
+    most_in_flight: int = 0  # and at most
     last_epoch: int = 0  # of the last launched step that contains it
     num_scored: int = 0  # prompt tokens whose log-probabilities have been received
     score_from: int = 0  # of these, when it (re)joined
     num_cached: int = 0  # tokens of the first admission found in the cache
     num_joins: int = 0
     num_preemptions: int = 0
+    rounds: RoundCounts = field(default_factory=RoundCounts)
     finish: FinishReason | None = None
     error: str | None = None
 
@@ -143,11 +148,35 @@ class Request:
         return None if self.num_scored == self.num_to_score else self.num_scored
 
     @property
+    def kv_least(self) -> int:
+        """Tokens whose KV is in the cache once launched steps ran, at least."""
+        return self.kv_known + self.least_in_flight
+
+    @property
+    def kv_bound(self) -> int:
+        """The same at most, of a row that still runs: it knows one token more, and lacks one."""
+        return min(self.kv_known + self.most_in_flight, self.max_len - 2)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether that length is known, as it is unless a round is in flight."""
+        return self.least_in_flight == self.most_in_flight
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether the next step computes known tokens; otherwise it feeds on the device's own."""
-        return self.kv_bound < self.join_len
+        return self.kv_least < self.join_len
 
     @property
     def is_complete(self) -> bool:
         """Whether the launched steps already reach max_len: nothing is left to schedule."""
-        return not self.is_prefilling and self.kv_bound + 1 >= self.max_len
+        return not self.is_prefilling and self.kv_least + 1 >= self.max_len
+
+    def fail(self) -> None:
+        """Say why it ends: its logits were not finite."""
+        self.error = message(
+            f"logits of request '{self.request_id}'",
+            expected="finite",
+            got="NaN or infinity",
+            remedy="check the model's weights and dtype",
+        )

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from paceline.core.options import EngineOptions, spec_of
+from paceline.core.option_spec import spec_of
+from paceline.core.options import EngineOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ class Roster:
         request.row = row
         request.state = RequestState.RUNNING
         request.join_len = request.num_known
-        request.kv_known = request.kv_bound = prefix_len
+        request.kv_known = prefix_len
         request.score_from = request.num_scored
         if not request.num_joins:
             request.num_cached = prefix_len

@@ -14,11 +14,11 @@ request that arrived last is preempted and computed again later, from the tokens
 from typing import NamedTuple
 
 from paceline.core.errors import CapacityError, IntegrityError, message
-from paceline.core.step import FinishCode, JoinDelta, RowLogprobs, Step, StepOutputs
+from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs
 from paceline.engine.request import FinishReason, Request, RequestState
 from paceline.engine.roster import Roster
-from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.engine.step_plan import PlannedRow, StepPlan, page_deltas
+from paceline.engine.scheduler_config import HOST_PLAN_SYNC, SchedulerConfig
+from paceline.engine.step_plan import PlannedRow, StepPlan, join_delta, page_deltas
 from paceline.engine.steps_in_flight import StepsInFlight
 from paceline.kvcache.manager import CacheManager
 
@@ -63,7 +63,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises CapacityError when it could never run to its end."""
-        capacity = self._cache.can_ever_fit(request.max_len - 1)
+        capacity = self._cache.can_ever_fit(self._kv_limit(request))
         if not capacity.fits:
             raise CapacityError(
                 message(
@@ -99,7 +99,7 @@ class Scheduler:
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""
         plan = StepPlan(self._config.max_batched_tokens)
-        if self._config.mix_prefill_and_decode:
+        if self._config.mix_prefill_and_decode and self._config.draft is None:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
         else:
@@ -110,8 +110,6 @@ class Scheduler:
         if not plan.rows:
             self._require_progress()
             return None
-        for row in plan.rows:
-            row.request.kv_bound = row.kv_len
         self._in_flight.launch(epoch, plan.rows)
         self._last_had_prefill = any(row.is_prefill for row in plan.rows)
         return plan.build(epoch)
@@ -134,10 +132,24 @@ class Scheduler:
         self._cache.check_integrity()
 
     def _plan_decodes(self, plan: StepPlan) -> None:
-        for request in list(self._roster.running):
-            is_ready = not (request.is_prefilling or request.is_complete)
-            if is_ready and request.state is RequestState.RUNNING:
-                self._plan_row(plan, request, 1)
+        """One token of every request that can, or a round where one of them takes drafts."""
+        ready = [request for request in self._roster.running if self._can_decode(request)]
+        if any(request.params.speculative for request in ready):
+            plan.draft = self._config.draft
+        extend_len = 1 if plan.draft is None else plan.draft.num_draft_tokens
+        for request in ready:
+            if request.state is RequestState.RUNNING:
+                self._plan_row(plan, request, extend_len)
+        if not plan.rows:
+            plan.draft = None
+
+    def _can_decode(self, request: Request) -> bool:
+        if request.is_prefilling or request.is_complete:
+            return False
+        if self._config.exact_lengths and not request.is_exact:
+            request.rounds.fallbacks.add(HOST_PLAN_SYNC)
+            return False
+        return True
 
     def _plan_prefills(self, plan: StepPlan) -> None:
         for request in list(self._roster.running):
@@ -158,28 +170,21 @@ class Scheduler:
             joined = plan.joined_tokens + request.num_known
             if plan.joined_tokens and joined > self._config.max_join_tokens:
                 return
-            margin = self._config.admission_margin
-            reserve_to = min(request.num_known + margin, request.max_len - 1)
+            limit = self._kv_limit(request)
+            margin = self._config.admission_margin + self._config.reach
+            reserve_to = min(request.num_known + margin, limit)
             admission = self._cache.admit(
                 request.request_id,
                 request.token_ids,
                 reserve_to=reserve_to,
-                ahead=max(0, min(self._config.reserve_ahead, request.max_len - 1 - reserve_to)),
+                ahead=min(self._config.reserve_ahead, limit - reserve_to),
                 salt=request.salt,
                 max_hit=request.max_hit,
             )
             if admission is None:
                 return
             row = self._roster.join(request, admission.prefix_len)
-            join = JoinDelta(
-                row=row,
-                token_ids=tuple(request.token_ids),
-                prompt_len=request.prompt_len,
-                prefix_len=admission.prefix_len,
-                max_len=request.max_len,
-                params=request.params,
-            )
-            deltas = (join, *page_deltas(row, admission.page_runs))
+            deltas = (join_delta(request), *page_deltas(row, admission.page_runs))
             plan.joined_tokens = joined
             plan.add(request, self._chunk(plan, request), deltas)
 
@@ -189,13 +194,13 @@ class Scheduler:
         return leader is None or leader.has_prompt_kv or not self._cache.shares(request.prompt_len)
 
     def _chunk(self, plan: StepPlan, request: Request) -> int:
-        num_left = request.join_len - request.kv_bound
+        num_left = request.join_len - request.kv_least
         return min(num_left, self._config.chunked_prefill_size, plan.budget)
 
     def _plan_row(self, plan: StepPlan, request: Request, extend_len: int) -> None:
         """Give a running request its place, if its pages can be had now or by preemption."""
-        kv_bound = request.kv_bound + extend_len
-        ahead = min(self._config.reserve_ahead, request.max_len - 1 - kv_bound)
+        kv_bound = request.kv_bound + (extend_len if plan.draft is None else plan.draft.reach)
+        ahead = min(self._config.reserve_ahead, self._kv_limit(request) - kv_bound)
         while request.state is RequestState.RUNNING:
             runs = self._cache.reserve(request.request_id, kv_bound, ahead=ahead)
             if runs is not None:
@@ -208,12 +213,12 @@ class Scheduler:
             self._preempt(self._roster.running[-1], plan)
 
     def _must_wait(self, request: Request, kv_bound: int) -> bool:
-        """Whether pages come back without a preemption."""
+        """Whether pages come back, or turn out not to be needed, without a preemption."""
         running = self._roster.running
-        name, next_query = request.request_id, request.kv_bound
+        name, next_query = request.request_id, request.kv_least
         if self._cache.relief_pending(name, kv_bound, next_query=next_query):
             return True
-        if any(other.is_complete for other in running):
+        if not request.is_exact or any(other.is_complete for other in running):
             return True
         if len(running) == 1:
             raise IntegrityError(
@@ -237,10 +242,14 @@ class Scheduler:
         request = row.request
         if request.state is RequestState.FINISHED:
             return None
-        tokens = (outputs.token_ids[index],) if outputs.emitted[index] else ()
+        tokens = outputs.token_ids[index]
         request.token_ids.extend(tokens)
         if request.state is RequestState.RUNNING:
-            request.kv_known = row.kv_len
+            request.kv_known = request.num_known - 1 if row.emits else row.kv_len
+        if row.has_drafts:
+            request.rounds.note(
+                drafted=row.extend_len - 1, emitted=len(tokens), num_steps=row.most - 1
+            )
         reason = _FINISH_REASONS.get(outputs.finish[index])
         if reason is not None:
             self._finish(request, reason)
@@ -252,8 +261,12 @@ class Scheduler:
             return None
         logprobs: tuple[RowLogprobs, ...] = ()
         if tokens and request.params.logprobs is not None and outputs.logprobs is not None:
-            logprobs = (outputs.logprobs[index],)
+            logprobs = outputs.logprobs[index]
         return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs)
+
+    def _kv_limit(self, request: Request) -> int:
+        """Tokens a request ever has pages for."""
+        return request.max_len - 1 + self._config.reach
 
     def _note_written(self, request: Request, epoch: int) -> None:
         kv_len = request.kv_known
@@ -264,12 +277,7 @@ class Scheduler:
         """End a request; its pages come back when the last step that holds it retires."""
         name, tokens, epoch = request.request_id, request.token_ids, request.last_epoch
         if reason is FinishReason.ERROR:
-            request.error = message(
-                f"logits of request '{name}'",
-                expected="finite",
-                got="NaN or infinity",
-                remedy="check the model's weights and dtype",
-            )
+            request.fail()
         if request.state is RequestState.RUNNING:
             if reason is FinishReason.ERROR:
                 self._cache.discard(name, tokens, epoch=epoch)

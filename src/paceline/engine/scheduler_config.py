@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
+from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ConfigError, message
+from paceline.core.events import Event
+
+HOST_PLAN_SYNC = "host_plan_sync"  # reason code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,14 +19,37 @@ class SchedulerConfig:
     max_join_tokens: int  # known tokens of the requests that join in one step; one may exceed it
     reserve_ahead: int = 256  # tokens a request grows by while the pool is roomy
     admission_margin: int = 32  # tokens of room behind a prompt that admission asks for
-    mix_prefill_and_decode: bool = True  # False: steps alternate between the two
+    mix_prefill_and_decode: bool = True  # False: steps alternate between the two; so with a drafter
+    draft: DraftShape | None = None  # of every round; None: nobody drafts
+    exact_lengths: bool = False  # a backend plans on the host: rounds of a request do not overlap
+
+    @property
+    def reach(self) -> int:
+        """Tokens behind its length that a request has pages for before a round."""
+        return 0 if self.draft is None else self.draft.reach
+
+    @property
+    def decode_len(self) -> int:
+        """Rows that a running request brings at most, when it computes no prompt."""
+        return 1 if self.draft is None else self.draft.num_draft_tokens
+
+    @property
+    def fallback(self) -> Event | None:
+        """What an engine of these limits does other than usual; for its report."""
+        if self.draft is None or not self.exact_lengths:
+            return None
+        return Event(
+            HOST_PLAN_SYNC,
+            "the attention backend plans on the host, from exact lengths: the next round of a "
+            "request waits for the outputs of the one before",
+        )
 
     def __post_init__(self) -> None:
         least = {
             "max_running": 1,
             "chunked_prefill_size": 1,
             "max_join_tokens": 1,
-            "max_batched_tokens": max(self.max_running, 1),
+            "max_batched_tokens": max(self.max_running, 1) * self.decode_len,
             "reserve_ahead": 0,
             "admission_margin": 0,
         }
@@ -33,8 +60,12 @@ class SchedulerConfig:
                         name,
                         expected=f"at least {low}",
                         got=getattr(self, name),
-                        remedy="a step must hold one token of every running request"
+                        remedy=f"a step must hold {self._decode_rows} of every running request"
                         if name == "max_batched_tokens"
                         else "raise it",
                     )
                 )
+
+    @property
+    def _decode_rows(self) -> str:
+        return "one token" if self.draft is None else f"{self.decode_len} draft tokens"

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline.core.draft_shape import DraftShape
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import Delta, PageDelta, PromptSpan, Step, StepLayout
+from paceline.core.step import Delta, JoinDelta, PageDelta, PromptSpan, Step, StepLayout
 from paceline.engine.request import Request
 from paceline.kvcache.groups import PageRun
 
@@ -15,14 +16,20 @@ class PlannedRow(NamedTuple):
     """One request's part of a step."""
 
     request: Request
-    prefix_len: int
+    prefix_len: int  # at most; exact unless a round of the request was in flight
     extend_len: int
     deltas: tuple[Delta, ...]
     is_prefill: bool
+    least: int  # tokens it adds to the KV, if the row still runs
+    most: int  # more than the least of a row whose drafts are verified
 
     @property
     def kv_len(self) -> int:
         return self.prefix_len + self.extend_len
+
+    @property
+    def has_drafts(self) -> bool:
+        return self.most > self.least
 
     @property
     def scored(self) -> range:
@@ -36,6 +43,18 @@ class PlannedRow(NamedTuple):
     def emits(self) -> bool:
         """The last known token is in the step, so the row samples the next one."""
         return self.kv_len >= self.request.join_len
+
+
+def join_delta(request: Request) -> Delta:
+    """A request that has just been given its row enters it, with what it knows."""
+    return JoinDelta(
+        row=_row_of(request),
+        token_ids=tuple(request.token_ids),
+        prompt_len=request.prompt_len,
+        prefix_len=request.kv_known,
+        max_len=request.max_len,
+        params=request.params,
+    )
 
 
 def page_deltas(row: int, runs: Sequence[PageRun]) -> tuple[Delta, ...]:
@@ -53,11 +72,24 @@ class StepPlan:
     rows: list[PlannedRow] = field(default_factory=list)
     joined_tokens: int = 0  # known tokens of the requests admitted so far
     is_stalled: bool = False  # a running request waits for pages: admit nobody
+    draft: DraftShape | None = None  # the step is a round; None: a plain step
 
     def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:
         """Give a running request its place in the step."""
-        prefill = request.is_prefilling
-        self.rows.append(PlannedRow(request, request.kv_bound, extend_len, deltas, prefill))
+        least = most = extend_len
+        if self.draft is not None:
+            least, most = 1, self.draft.max_path if request.params.speculative else 1
+        self.rows.append(
+            PlannedRow(
+                request,
+                request.kv_bound,
+                extend_len,
+                deltas,
+                is_prefill=request.is_prefilling,
+                least=least,
+                most=most,
+            )
+        )
         self.budget -= extend_len
 
     def remove(self, request: Request) -> None:
@@ -70,6 +102,8 @@ class StepPlan:
     @property
     def mode(self) -> ForwardMode:
         """From facts: a last prompt chunk of one token is computed as a decode step is."""
+        if self.draft is not None:
+            return ForwardMode.TARGET_VERIFY
         if all(row.extend_len == 1 and row.emits for row in self.rows):
             return ForwardMode.DECODE
         if all(row.is_prefill for row in self.rows):
@@ -86,6 +120,7 @@ class StepPlan:
                 rows=tuple(_row_of(row.request) for row in self.rows),
                 extend_lens=tuple(row.extend_len for row in self.rows),
                 emits=tuple(row.emits for row in self.rows),
+                drafts=None if self.draft is None else self.draft.mask,
             ),
             prefix_lens_bound=tuple(row.prefix_len for row in self.rows),
             sampler=max((params.sampler_tier for params in emitting), default=SamplerTier.GREEDY),

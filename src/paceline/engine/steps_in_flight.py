@@ -16,7 +16,9 @@ class _Launched(NamedTuple):
 
 
 class StepsInFlight:
-    """Owns the order of launched steps, and each request's count of them and last epoch."""
+    """Owns the order of launched steps, and each request's count of them, of the tokens they add
+    and last epoch.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[_Launched] = deque()
@@ -28,6 +30,8 @@ class StepsInFlight:
         """A step is on its way."""
         for row in rows:
             row.request.in_flight += 1
+            row.request.least_in_flight += row.least
+            row.request.most_in_flight += row.most
             row.request.last_epoch = epoch
         self._steps.append(_Launched(epoch, tuple(rows)))
 
@@ -45,6 +49,8 @@ class StepsInFlight:
             )
         for row in launched.rows:
             row.request.in_flight -= 1
+            row.request.least_in_flight -= row.least
+            row.request.most_in_flight -= row.most
         return launched.rows
 
     def requests(self) -> Iterator[Request]:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from paceline.core.gpus import gib
-from paceline.core.options import EngineOptions, spec_of
+from paceline.core.option_spec import spec_of
+from paceline.core.options import EngineOptions
 
 Asked = Mapping[str, object]  # by field name of EngineOptions
 

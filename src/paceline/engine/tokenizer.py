@@ -66,6 +66,11 @@ class Tokenizer:
         return self._core.get_vocab_size(with_added_tokens=True)
 
     @property
+    def tokens(self) -> dict[int, str]:
+        """What each id stands for."""
+        return {index: token for token, index in self._core.get_vocab(True).items()}
+
+    @property
     def bos_token_id(self) -> int | None:
         return self._special_id("bos_token")
 

@@ -7,6 +7,7 @@ from paceline.core.step import RowLogprobs
 from paceline.engine.completion import Completion
 from paceline.engine.outputs import RequestGrowth, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason, Request
+from paceline.engine.round_counts import RoundCounts
 from paceline.engine.scheduler import RequestUpdate
 from paceline.engine.tokenizer import Tokenizer
 
@@ -97,4 +98,5 @@ class Tracker:
             cached_tokens=self.request.num_cached,
             output_tokens=self.num_tokens,
             preemptions=sum(each.request.num_preemptions for each in self._completions),
+            rounds=RoundCounts.total(each.request.rounds for each in self._completions),
         )

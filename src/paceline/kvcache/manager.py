@@ -68,7 +68,11 @@ class CacheManager:
             )
         self._page_size = sizes[0]
         self._enabled = enable_prefix_cache
-        self._tree = PrefixTree(self._page_size, [spec.window is None for spec in specs])
+        self._tree = PrefixTree(
+            self._page_size,
+            [spec.window is None for spec in specs],
+            next_token=any(spec.next_token for spec in specs),
+        )
         self._groups = tuple(
             PagedGroup(spec, i, self._tree, num_pages=pages, max_extend_len=max_extend_len)
             for i, (spec, pages) in enumerate(zip(specs, num_pages, strict=True))
@@ -168,8 +172,9 @@ class CacheManager:
         entry = self._entries[request_id]
         self._require_retired(epoch)
         moves = self._commit(entry, kv_len, epoch)
-        if kv_len // self._page_size > entry.num_offered:
-            self._offer(entry, tokens, kv_len // self._page_size, adopt=None)
+        num_pages = self._num_shareable(tokens, kv_len)
+        if num_pages > entry.num_offered:
+            self._offer(entry, tokens, num_pages, adopt=None)
         return moves
 
     def advance_window(self, request_id: str, lowest_query: int, *, epoch: int) -> None:
@@ -192,7 +197,7 @@ class CacheManager:
         steps, stay in the cache; the rest is free once `epoch` has retired."""
         entry = self._entries.pop(request_id)
         self._commit(entry, max(kv_len, entry.committed), self._retired)
-        num_pages = min(kv_len, len(tokens)) // self._page_size
+        num_pages = self._num_shareable(tokens, kv_len)
         if self._enabled and num_pages > entry.hit_pages:
             entry.tip, entry.num_offered = None, 0
             self._offer(entry, tokens, num_pages, adopt=epoch)
@@ -274,6 +279,10 @@ class CacheManager:
                 group.share(holding, index, parent, node, adopt=adopt)
         entry.tip, entry.num_offered = node, num_pages
         self._tree.prune(node)
+
+    def _num_shareable(self, tokens: Sequence[int], kv_len: int) -> int:
+        """Full pages of the first `kv_len` tokens; that all they depend on is known, too."""
+        return min(kv_len // self._page_size, self._tree.num_whole(len(tokens)))
 
     def _holdings(self, request_id: str) -> list[tuple[PagedGroup, Holding]]:
         return list(zip(self._groups, self._entries[request_id].holdings, strict=True))

@@ -72,6 +72,11 @@ class KVPool:
         scales = (None, None) if self._scales is None else self._scales[index].unbind()
         return LayerPages(self._k[index], self._v[index], *scales)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """K and V: [num_layers, num_pages, page_size, num_kv_heads, *head_dim] each."""
+        return [self._k, self._v]
+
     def named_tensors(self) -> dict[str, Tensor]:
         """The pool's tensors by name, for guards."""
         named = {"k": self._k, "v": self._v, "scales": self._scales}

@@ -6,6 +6,10 @@ needs every page of a prefix, so its pages are stored from the root down, locked
 evicted from the leaves up.  A windowed group needs only the last pages, so its pages come and go
 anywhere.  Eviction takes the least recently used unlocked page from a heap of candidates; stale
 heap entries are skipped.
+
+Where the KV of a token depends on the token behind it (an EAGLE head's), a node's tokens are those of
+its page and the one behind them, its `draft_next_token`: another continuation is another node, so
+that a hit with it ends one page earlier, and its own pages can be found again.
 """
 
 import heapq
@@ -21,7 +25,7 @@ class Node:
     __slots__ = ("alive", "children", "held_children", "key", "locks", "pages", "parent", "stamps")
 
     def __init__(self, key: Hashable, parent: "Node | None", num_groups: int) -> None:
-        self.key = key  # the page's token ids; of a root: its salt
+        self.key = key  # as PrefixTree.key; of a root: its salt
         self.parent = parent  # None: a root, or detached
         self.children: dict[Hashable, Node] = {}
         self.pages: list[int | None] = [None] * num_groups
@@ -34,9 +38,15 @@ class Node:
 class PrefixTree:
     """Owns the shareable pages of all groups."""
 
-    def __init__(self, page_size: int, leaf_first: Sequence[bool]) -> None:
-        """leaf_first: [num_groups] whether a group needs every page of a prefix."""
+    def __init__(
+        self, page_size: int, leaf_first: Sequence[bool], *, next_token: bool = False
+    ) -> None:
+        """leaf_first: [num_groups] whether a group needs every page of a prefix.
+
+        next_token: in some group, the KV of a token depends on the token behind it.
+        """
         self._page_size = page_size
+        self._num_behind = int(next_token)  # tokens behind its page that a node depends on
         self._leaf_first = tuple(leaf_first)
         groups = len(self._leaf_first)
         self._roots: dict[Hashable, Node] = {}
@@ -47,9 +57,13 @@ class PrefixTree:
         self.num_evicted = 0
 
     def key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
-        """The token ids of page `index`."""
+        """The token ids that the KV of page `index` depends on, behind the page before it."""
         start = index * self._page_size
-        return tuple(tokens[start : start + self._page_size])
+        return tuple(tokens[start : start + self._page_size + self._num_behind])
+
+    def num_whole(self, num_tokens: int) -> int:
+        """Pages of `num_tokens` tokens whose key is known."""
+        return max(0, num_tokens - self._num_behind) // self._page_size
 
     def walk(self, tokens: Sequence[int], salt: Hashable, *, max_pages: int) -> list[Node]:
         """The nodes of the longest stored path, whatever pages they hold; changes nothing."""

@@ -1,5 +1,6 @@
 """The attention layer: rotate, write K and V to the pool, in one place, then call the backend."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline.attention.contract import (
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
+from paceline.kvcache.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,6 +71,32 @@ def attention_specs(
             soft_cap=config.attention_soft_cap,
         )
         for layer in range(config.num_layers)
+    )
+
+
+def layer_caches(
+    config: ModelConfig,
+    groups: Sequence[CacheGroupSpec],
+    pools: Sequence[KVPool],
+    *,
+    sinks: Sequence[Tensor | None],
+) -> tuple[LayerCache, ...]:
+    """[num_layers] each layer's pages of its group's pool, with the sinks its model brings.
+
+    pools: [num_groups]; sinks: [num_layers] of [num_heads] float32, or None.
+    """
+    specs = attention_specs(config, tuple(groups))
+    caches = [pools[spec.group].layer(spec.layer_id) for spec in specs]
+    return tuple(
+        LayerCache(
+            spec=spec,
+            k_cache=pages.k,
+            v_cache=pages.v,
+            k_scale=pages.k_scale,
+            v_scale=pages.v_scale,
+            sinks=sink,
+        )
+        for spec, pages, sink in zip(specs, caches, sinks, strict=True)
     )
 
 

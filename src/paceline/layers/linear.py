@@ -67,7 +67,7 @@ class QKVLinear(nn.Module):
 
     def __init__(
         self,
-        hidden_size: int,
+        in_features: int,
         *,
         num_heads: int,
         num_kv_heads: int,
@@ -82,13 +82,13 @@ class QKVLinear(nn.Module):
         self.head_dim = head_dim
         self.heads = [heads, kv_heads, kv_heads]
         rows = tuple(count * head_dim for count in self.heads)
-        # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]
-        self.weight = empty_matrix(sum(rows), hidden_size, placement=placement)
+        # [(num_heads + 2 * num_kv_heads) * head_dim, in_features]
+        self.weight = empty_matrix(sum(rows), in_features, placement=placement)
         self.bias = empty_parameter(sum(rows), placement=placement) if bias else None
         self._fused = _Fused(("q_proj", "k_proj", "v_proj"), rows)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """x [tokens, hidden] -> q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads,
+        """x [tokens, in] -> q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads,
         head_dim], strided views of one tensor."""
         fused = linear(x, self.weight, self.bias)
         return list(fused.view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1))

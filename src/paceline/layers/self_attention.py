@@ -17,7 +17,8 @@ from paceline.layers.rms_norm import RMSNorm
 
 
 class SelfAttention(nn.Module):
-    """One layer.  `qk_norms` are the per-head norms of Q and K, applied before rope."""
+    """One layer.  `qk_norms` are the per-head norms of Q and K, applied before rope; `in_features`
+    is the width of its input where that is not the hidden size."""
 
     def __init__(
         self,
@@ -28,12 +29,13 @@ class SelfAttention(nn.Module):
         qk_norms: tuple[RMSNorm, RMSNorm] | None,
         parallel: Parallel,
         placement: Placement,
+        in_features: int | None = None,
     ) -> None:
         super().__init__()
         assert config.v_head_dim == config.head_dim, (config.v_head_dim, config.head_dim)
         self.layer_id = layer_id
         self.qkv = QKVLinear(
-            config.hidden_size,
+            config.hidden_size if in_features is None else in_features,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -56,7 +58,7 @@ class SelfAttention(nn.Module):
         self.cos_sin = cos_sin  # [max_positions, rotary_dim]  float32, shared by layers
 
     def forward(self, x: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
-        """x [tokens, hidden], positions [tokens] int64 -> [tokens, hidden]."""
+        """x [tokens, in_features], positions [tokens] int64 -> [tokens, hidden]."""
         q, k, v = self.qkv(x)
         norms: HeadNorms | None = None
         if self.q_norm is not None and self.k_norm is not None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -12,6 +12,23 @@ from torch import Tensor
 from paceline.core.errors import WeightsError, message
 
 INDEX_NAME = "model.safetensors.index.json"
+
+
+class StoredTensors(Protocol):
+    """Named tensors of any file format."""
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape; reads no data."""
+
+    def dtype(self, name: str) -> str:
+        """As safetensors files spell it: "BF16", "F32", ..."""
+
+    def tensor(self, name: str) -> Tensor:
+        """On the CPU, pages of the file until it is copied."""
 
 
 class Checkpoint:

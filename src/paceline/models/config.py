@@ -39,6 +39,7 @@ def parse_config(
     refuse_mxfp4(fields)
     if not _quantizes_cache_only(fields.get("quantization_config")):
         fields.refuse("quantization_config", "use an unquantised checkpoint")
+    fields.refuse("draft_vocab_size", "pass a draft head with --speculative-draft-model-path")
     fields.refuse("use_bidirectional_attention", "only causal language models are supported")
     model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:

@@ -4,6 +4,8 @@ The module is built first, uninitialised and on the device; each checkpoint tens
 from the mapped file straight into the (fused) parameter that holds it.  Nothing is built twice.
 """
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from paceline.core.options import LOAD_FORMATS
 from paceline.core.parallel import Parallel
 from paceline.layers.rms_norm import RMSNorm
 from paceline.models.causal_lm import CausalLM
-from paceline.models.checkpoint import Checkpoint, open_checkpoint
+from paceline.models.checkpoint import StoredTensors, open_checkpoint
 from paceline.models.kv_scales import kv_scale_name
 from paceline.models.locate import ModelSource
 from paceline.models.progress import Progress
@@ -52,6 +54,24 @@ def load_model(
         )
         fill_dummy(model, seed=seed)
         return model
+    with open_checkpoint(weights_folder(source)) as stored:
+        checkpoint: StoredTensors = stored
+        if config.model_type == "qwen3_moe":
+            checkpoint = UnstackedExperts(stored)
+        model = build(
+            config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
+        )
+        names = {
+            canonical: name
+            for name in checkpoint.names
+            if (canonical := canonical_name(name, config)) is not None
+        }
+        copy_weights(checkpoint, names, model.destinations(), model=source.name, progress=progress)
+    return model
+
+
+def weights_folder(source: ModelSource) -> Path:
+    """Where the weights are.  Raises WeightsError for a shape, which has none."""
     if source.folder is None:
         raise WeightsError(
             message(
@@ -61,21 +81,25 @@ def load_model(
                 remedy="add --load-format dummy, or name a folder or a hub id",
             )
         )
-    with open_checkpoint(source.folder) as stored:
-        checkpoint = UnstackedExperts(stored) if config.model_type == "qwen3_moe" else stored
-        model = build(
-            config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
-        )
-        names = {
-            canonical: name
-            for name in checkpoint.names
-            if (canonical := canonical_name(name, config)) is not None
-        }
-        destinations = model.destinations()
-        _check_names(source, names, destinations)
-        _check_tensors(checkpoint, names, destinations)
-        _copy(checkpoint, names, destinations, progress)
-    return model
+    return source.folder
+
+
+def copy_weights(
+    checkpoint: StoredTensors,
+    names: dict[str, str],
+    destinations: dict[str, Tensor],
+    *,
+    model: str,
+    progress: bool | None,
+) -> None:
+    """Fill `destinations` from the tensors that `names` leads their canonical names to.
+
+    Raises WeightsError, before anything is written, unless the two sets of names, the shapes and
+    the dtypes agree; `model` is the name it speaks of.
+    """
+    _check_names(model, names, destinations)
+    _check_tensors(checkpoint, names, destinations)
+    _copy(checkpoint, names, destinations, progress)
 
 
 def canonical_name(name: str, config: ModelConfig) -> str | None:
@@ -113,9 +137,7 @@ def fill_dummy(model: torch.nn.Module, *, seed: int) -> None:
             parameter.normal_(0.0, DUMMY_STD, generator=generator)
 
 
-def _check_names(
-    source: ModelSource, names: dict[str, str], destinations: dict[str, Tensor]
-) -> None:
+def _check_names(model: str, names: dict[str, str], destinations: dict[str, Tensor]) -> None:
     missing = [name for name in destinations if name not in names]
     unexpected = [names[name] for name in names if name not in destinations]
     if not missing and not unexpected:
@@ -127,7 +149,7 @@ def _check_names(
     ]
     raise WeightsError(
         message(
-            f"weights of '{source.name}'",
+            f"weights of '{model}'",
             expected=f"the {len(destinations)} tensors its config.json implies",
             got=" and ".join(parts),
             remedy="check that config.json and the weights belong together",
@@ -136,7 +158,7 @@ def _check_names(
 
 
 def _check_tensors(
-    checkpoint: Checkpoint | UnstackedExperts,
+    checkpoint: StoredTensors,
     names: dict[str, str],
     destinations: dict[str, Tensor],
 ) -> None:
@@ -156,7 +178,7 @@ def _check_tensors(
 
 @torch.no_grad()
 def _copy(
-    checkpoint: Checkpoint | UnstackedExperts,
+    checkpoint: StoredTensors,
     names: dict[str, str],
     destinations: dict[str, Tensor],
     progress: bool | None,

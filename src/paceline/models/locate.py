@@ -21,6 +21,8 @@ _SMALL_FILES = [
     "chat_template.json",
 ]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
+_HEAD_SHAPES = "eagle"  # names of draft heads' shapes start so
+_DRAFT_FILES = [*_WEIGHT_FILES, "pytorch_model.bin"]  # the form that many draft heads come in
 
 
 class SourceKind(Enum):
@@ -45,12 +47,25 @@ class ModelSource:
 
 
 def shape_names() -> tuple[str, ...]:
-    """The shipped shapes."""
-    return tuple(sorted(path.stem for path in SHAPES_FOLDER.glob("*.json")))
+    """The shipped shapes of models."""
+    return tuple(name for name in _shapes() if not name.startswith(_HEAD_SHAPES))
 
 
-def locate(model: str, revision: str | None = None, *, weights: bool = True) -> ModelSource:
+def head_shape_names() -> tuple[str, ...]:
+    """The shipped shapes of draft heads."""
+    return tuple(name for name in _shapes() if name.startswith(_HEAD_SHAPES))
+
+
+def _shapes() -> list[str]:
+    return sorted(path.stem for path in SHAPES_FOLDER.glob("*.json"))
+
+
+def locate(
+    model: str, revision: str | None = None, *, weights: bool = True, is_draft: bool = False
+) -> ModelSource:
     """Find `model`; with weights=False a hub model's weights are not downloaded.
+
+    is_draft: its weights may be those of a draft head.
 
     Raises ModelError when there is no such model, or its files cannot be read, and ConfigError for
     a revision of a model that has none.
@@ -62,7 +77,7 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
     if path.is_dir():
         _refuse_revision(model, "a local folder", revision)
         return _from_folder(model, SourceKind.FOLDER, path)
-    if model in shape_names():
+    if model in _shapes():
         _refuse_revision(model, "a shape shipped in the package", revision)
         config = _read_json(SHAPES_FOLDER / f"{model}.json")
         return ModelSource(
@@ -83,7 +98,9 @@ def locate(model: str, revision: str | None = None, *, weights: bool = True) -> 
                 remedy="check the spelling; a hub id has the form owner/name",
             )
         )
-    return _from_folder(model, SourceKind.HUB, _download(model, revision, weights=weights))
+    files = _DRAFT_FILES if is_draft else _WEIGHT_FILES
+    folder = _download(model, revision, _SMALL_FILES + (files if weights else []))
+    return _from_folder(model, SourceKind.HUB, folder)
 
 
 def _refuse_revision(model: str, what: str, revision: str | None) -> None:
@@ -136,7 +153,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _download(model: str, revision: str | None, *, weights: bool) -> Path:
+def _download(model: str, revision: str | None, wanted: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -148,7 +165,6 @@ def _download(model: str, revision: str | None, *, weights: bool) -> Path:
                 remedy="pip install huggingface_hub, or pass the path of a downloaded folder",
             )
         ) from error
-    wanted = _SMALL_FILES + (_WEIGHT_FILES if weights else [])
     ignored = ["*/*", "consolidated*"]
     try:
         folder = snapshot_download(

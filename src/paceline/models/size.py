@@ -3,21 +3,19 @@
 from paceline.core.errors import ModelError, message
 from paceline.core.model_config import ModelConfig, MoEConfig
 from paceline.core.options import ELEMENT_BYTES
+from paceline.models.eagle_config import EagleConfig
 from paceline.models.registry import architecture
 
 
 def weights_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of all weights in `dtype` ("bfloat16", "float16" or "float32")."""
-    if dtype not in ELEMENT_BYTES:
-        raise ModelError(
-            message(
-                "dtype",
-                expected=f"one of {', '.join(ELEMENT_BYTES)}",
-                got=repr(dtype),
-                remedy="choose with --dtype",
-            )
-        )
-    return parameter_count(config) * ELEMENT_BYTES[dtype]
+    return parameter_count(config) * _element_bytes(dtype)
+
+
+def eagle_weights_bytes(config: EagleConfig, target: ModelConfig, dtype: str) -> int:
+    """Bytes of all weights of a draft head in `dtype`, and of its map to the target's tokens."""
+    offsets = 8 * (config.draft_vocab_size or 0)
+    return eagle_parameter_count(config, target) * _element_bytes(dtype) + offsets
 
 
 def parameter_count(config: ModelConfig) -> int:
@@ -30,6 +28,35 @@ def parameter_count(config: ModelConfig) -> int:
     if moe is not None:
         blocks += sparse * _sparse_parameters(config.hidden_size, moe)
     return tables + blocks + config.num_layers * _attention_parameters(config) + config.hidden_size
+
+
+def eagle_parameter_count(config: EagleConfig, target: ModelConfig) -> int:
+    """All parameters of a draft head; what it shares with the target counts as the target's."""
+    layer, hidden = config.layer, config.hidden_size
+    blocks = layer.num_layers * (_attention_parameters(layer) + _dense_parameters(layer))
+    bias = config.fc_bias * hidden
+    if config.version == 1:  # fc takes embedding and feature; its layer has no input norm
+        return blocks + 2 * hidden * hidden + bias - hidden
+    rows = layer.num_heads * layer.head_dim
+    rows += layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
+    first = (rows + 1) * hidden  # twice as wide an input, a norm more
+    tables = (config.draft_vocab_size or 0) + target.vocab_size * config.has_own_embedding
+    fusion = config.fuses_taps * (config.tap_width * hidden + bias)
+    fusion += config.fc_norm * config.tap_width
+    return blocks + first + tables * hidden + fusion + hidden
+
+
+def _element_bytes(dtype: str) -> int:
+    if dtype not in ELEMENT_BYTES:
+        raise ModelError(
+            message(
+                "dtype",
+                expected=f"one of {', '.join(ELEMENT_BYTES)}",
+                got=repr(dtype),
+                remedy="choose with --dtype",
+            )
+        )
+    return ELEMENT_BYTES[dtype]
 
 
 def _attention_parameters(config: ModelConfig) -> int:

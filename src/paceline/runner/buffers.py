@@ -59,7 +59,13 @@ class StepBuffers:
         the same request that each row hangs on, -1: the prefix
     Derived (see StepView for meanings): row_ids, prefix_lens, extend_lens, kv_lens, cu_seqlens_q,
     req_ids, positions, input_ids, logits_loc, page_tables, out_cache_locs, tree_mask.
+    chain_positions: [max_tokens]  int64  of a round of trees: positions of its rows as a chain;
+        zero-sized where there are no trees
     results: [max_reqs, 3]  int32  written by commit: emitted (0 or 1), token id, FinishCode
+    round_results: [max_reqs, 2 + max_path]  int32  written by a round: tokens emitted, FinishCode,
+        their ids; zero-sized where nobody drafts
+    chosen_logprobs, top_ids, top_logprobs: a row per request; of a round max_path rows per
+        request, one for each token it emitted, the rest hold anything
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class StepBuffers:
         max_tokens: int,
         max_pages: tuple[int, ...],
         max_tree_rows: int = 0,
+        max_path: int = 0,
         kv_len_bound: int,
         device: torch.device,
     ) -> None:
@@ -84,6 +91,7 @@ class StepBuffers:
         self.facts = ints(max_reqs, 3)
         self.parents = ints(max_reqs * max_tree_rows)
         self.results = ints(max_reqs, 3)
+        self.round_results = ints(max_reqs if max_path else 0, 2 + max_path)
         self.arange = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.row_ids = longs(max_reqs)
         self.prefix_lens = ints(max_reqs)
@@ -92,6 +100,7 @@ class StepBuffers:
         self.cu_seqlens_q = ints(max_reqs + 1)
         self.req_ids = longs(max_tokens)
         self.positions = longs(max_tokens)
+        self.chain_positions = longs(max_tokens if max_tree_rows else 0)
         self.input_ids = longs(max_tokens)
         self.logits_loc = longs(max_reqs)
         self.tree_mask = torch.zeros(
@@ -99,9 +108,10 @@ class StepBuffers:
         )  # rows as wide as the step's trees
         self.page_tables = tuple(ints(max_reqs, width) for width in max_pages)
         self.out_cache_locs = tuple(longs(max_tokens) for _ in max_pages)
-        self.chosen_logprobs = torch.zeros(max_reqs, device=device)
-        self.top_ids = longs(max_reqs, MAX_LOGPROBS)
-        self.top_logprobs = torch.zeros(max_reqs, MAX_LOGPROBS, device=device)
+        emitted = max_reqs * max(max_path, 1)
+        self.chosen_logprobs = torch.zeros(emitted, device=device)
+        self.top_ids = longs(emitted, MAX_LOGPROBS)
+        self.top_logprobs = torch.zeros(emitted, MAX_LOGPROBS, device=device)
 
     def holds(self, layout: StepLayout, size: PaddedSize) -> bool:
         """Whether `facts` already says exactly this, so that nothing need be staged."""

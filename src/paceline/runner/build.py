@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.attention.contract import AttentionBackend, LayerCache, Limits
+from paceline.attention.contract import AttentionBackend, Limits
 from paceline.attention.held import tensors_in
+from paceline.core.draft_shape import DraftShape
 from paceline.core.events import Notify
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.kvcache.pool import KVFormat, KVPool
-from paceline.layers.attention import attention_limits, attention_specs
+from paceline.layers.attention import attention_limits, layer_caches
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
@@ -26,6 +27,7 @@ from paceline.runner.guard import Guard, NamedTensors
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
+from paceline.runner.proposer import Proposer
 from paceline.runner.request_table import RequestTable
 from paceline.runner.sanitizer import Sanitizer
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT, StagingRing
@@ -55,7 +57,21 @@ class RunnerConfig:
     staging_depth: int = RING_DEPTH
     taps: tuple[str, ...] = ()
     max_tree_rows: int = 0  # of a request in a step whose rows form trees; 0: no such steps
+    draft: DraftShape | None = None  # of a proposer's rounds
+    force_accept_len: float | None = None  # tokens per round, whatever was sampled
     logits_processors: tuple[LogitsProcessor, ...] = ()  # behind the built-in ones
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a step, of a round's rows too."""
+        rows = 1 if self.draft is None else self.draft.num_draft_tokens
+        return max(self.max_batched_tokens, self.max_running * rows)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens of a draft pass: of a step it observes, or of a tree's last pass."""
+        reach = 0 if self.draft is None else self.draft.reach
+        return max(self.max_tokens, self.padded_reqs * reach)
 
     @property
     def padded_reqs(self) -> int:
@@ -63,9 +79,21 @@ class RunnerConfig:
         return self.max_running + (self.graph_max_tokens > 0)
 
     @property
+    def tree_rows(self) -> int:
+        """Rows of a request's tree at most; 0: no trees."""
+        draft = self.draft
+        drafted = 0 if draft is None or draft.is_chain else draft.num_draft_tokens
+        return max(self.max_tree_rows, drafted)
+
+    @property
     def kv_len_bound(self) -> int:
         """Tokens of a page-table row: the context limit and what can be in flight behind it."""
-        return self.context_len + STEPS_IN_FLIGHT
+        return self.context_len + tokens_in_flight(self.draft)
+
+
+def tokens_in_flight(draft: DraftShape | None) -> int:
+    """What may be written behind the context limit: rope tables and page-table rows cover it."""
+    return STEPS_IN_FLIGHT + (0 if draft is None else draft.reach)
 
 
 def build_runner(
@@ -80,29 +108,43 @@ def build_runner(
     dtype: torch.dtype,
     kv: KVFormat,
     notify: Notify,
+    proposer: Proposer | None = None,
 ) -> ModelRunner:
-    """Allocate everything whose address a graph may hold and wire it up.  Captures nothing yet."""
+    """Allocate everything whose address a graph may hold and wire it up.  Captures nothing yet.
+
+    groups: the target's; those of `proposer` stand behind them in the request table and in a step.
+    limits.num_pages: of the target's groups.
+    """
     bounds = _backend_limits(config, groups, limits, device=device, dtype=dtype, kv=kv)
     pools = [
         KVPool(group, num_pages, kv=kv, device=device)
         for group, num_pages in zip(groups, limits.num_pages, strict=True)
     ]
+    draft_pools = () if proposer is None else proposer.pools
+    page_sizes = tuple(pool.spec.page_size for pool in (*pools, *draft_pools))
+    max_pages = tuple(-(-limits.kv_len_bound // page_size) for page_size in page_sizes)
+    draft = limits.draft
+    max_path = 0 if draft is None else draft.max_path
     parts = Parts(
         model=model,
         backend=backend,
         backend_buffers=backend.make_buffers(bounds),
-        layers=_layer_caches(model, config, groups, pools),
-        page_sizes=tuple(group.page_size for group in groups),
-        table=_request_table(config, limits, bounds),
+        layers=layer_caches(config, groups, pools, sinks=model.attention_sinks()),
+        pools=tuple(pools),
+        page_sizes=page_sizes,
+        table=_request_table(config, limits, max_pages, device),
         buffers=StepBuffers(
             max_reqs=bounds.max_reqs,
             max_tokens=bounds.max_tokens,
-            max_pages=bounds.max_pages,
-            max_tree_rows=limits.max_tree_rows,
+            max_pages=max_pages,
+            max_tree_rows=limits.tree_rows,
+            max_path=max_path,
             kv_len_bound=limits.kv_len_bound,
             device=device,
         ),
-        taps=limits.taps,
+        taps=limits.taps if proposer is None else proposer.taps,
+        proposer=proposer,
+        force_accept_len=limits.force_accept_len,
     )
     pinned = device.type == "cuda"
     if pinned:  # steps run on a stream of their own; all of this was filled here
@@ -112,7 +154,9 @@ def build_runner(
         parts,
         stream=stream,
         staging=StagingRing(staged, pinned=pinned, depth=limits.staging_depth),
-        outputs=OutputsRing(limits.max_running, bounds.max_tokens, pinned=pinned),
+        outputs=OutputsRing(
+            limits.max_running, bounds.max_tokens, max_path=max_path, pinned=pinned
+        ),
         graphs=_graph_store(limits, device, notify),
         sizes=limits.sizes
         or GraphSizes.up_to(
@@ -121,7 +165,7 @@ def build_runner(
             # What is left over is a row of its own, which must stay within the context.
             max_tokens=min(limits.graph_max_tokens, bounds.max_tokens, limits.context_len),
         ),
-        guard=Guard(_owners(parts, pools), kv_len_bound=limits.kv_len_bound),
+        guard=Guard(_owners(parts), kv_len_bound=limits.kv_len_bound),
         sanitizer=Sanitizer(parts) if limits.sanitize else None,
     )
 
@@ -142,56 +186,43 @@ def _backend_limits(
         dtype=dtype,
         kv_dtype=kv.dtype,
         max_reqs=limits.padded_reqs,
-        max_tokens=max(limits.max_batched_tokens, limits.max_running),
+        max_tokens=limits.max_tokens,
         length=limits.kv_len_bound,
     )
 
 
-def _request_table(config: ModelConfig, limits: RunnerConfig, bounds: Limits) -> RequestTable:
+def _request_table(
+    config: ModelConfig, limits: RunnerConfig, max_pages: tuple[int, ...], device: torch.device
+) -> RequestTable:
     return RequestTable(
         max_running=limits.max_running,
         max_tokens=limits.kv_len_bound,
-        max_pages=bounds.max_pages,
+        max_pages=max_pages,
         eos_token_ids=config.eos_token_ids,
-        device=bounds.device,
+        device=device,
         plug_ins=limits.logits_processors,
     )
 
 
-def _owners(parts: Parts, pools: Sequence[KVPool]) -> list[NamedTensors]:
+def _owners(parts: Parts) -> list[NamedTensors]:
     """Everything whose addresses a graph may hold."""
-    return [
+    owners = [
         parts.table.named_tensors,
         parts.buffers.named_tensors,
-        *(pool.named_tensors for pool in pools),
+        *(pool.named_tensors for pool in parts.pools),
         lambda: tensors_in("backend", parts.backend_buffers),
     ]
-
-
-def _layer_caches(
-    model: CausalLM, config: ModelConfig, groups: Sequence[CacheGroupSpec], pools: Sequence[KVPool]
-) -> tuple[LayerCache, ...]:
-    """[num_layers] each layer's pages of its group's pool, with what the model adds to them."""
-    specs = attention_specs(config, tuple(groups))
-    caches = [pools[spec.group].layer(spec.layer_id) for spec in specs]
-    return tuple(
-        LayerCache(
-            spec=spec,
-            k_cache=pages.k,
-            v_cache=pages.v,
-            k_scale=pages.k_scale,
-            v_scale=pages.v_scale,
-            sinks=sinks,
-        )
-        for spec, pages, sinks in zip(specs, caches, model.attention_sinks(), strict=True)
-    )
+    if parts.proposer is not None:
+        owners += [pool.named_tensors for pool in parts.proposer.pools]
+        owners.append(parts.proposer.named_tensors)
+    return owners
 
 
 def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:
     """The most one step stages: the joining requests' tokens, and of every row all its columns."""
     page_rows = sum(pages[0].nbytes for pages in table.page_tables)
     sampling_row = table.sampling.floats[0].nbytes + table.sampling.ints[0].nbytes
-    per_row = page_rows + sampling_row + 4 * limits.max_tree_rows + _PIECES * _ALIGNMENT
+    per_row = page_rows + sampling_row + 4 * limits.tree_rows + _PIECES * _ALIGNMENT
     # One request may join beyond the limit, when it joins alone.
     tokens = max(limits.max_join_tokens, limits.context_len)
     return 4 * tokens + limits.padded_reqs * per_row

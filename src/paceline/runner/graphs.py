@@ -25,6 +25,7 @@ class GraphKey:
     extend_len: int | None  # exact, of every row; None: ragged
     ragged_tokens: int | None  # padded tokens of a ragged step in all, which bound each row's
     mask: MaskKind  # a tree's shape is device data; that there is one is not
+    is_round: bool = False  # drafts, verifies and commits; otherwise the step's tokens are known
     backend: str
     sampler: SamplerTier
     logprobs: bool

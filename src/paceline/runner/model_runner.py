@@ -14,8 +14,9 @@ from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
-from paceline.runner.poisoned_run import CheckedStep
+from paceline.runner.poisoned_run import CheckedStep, Program
 from paceline.runner.program import Parts, StepProgram
+from paceline.runner.round_program import RoundProgram
 from paceline.runner.sanitizer import Sanitizer
 from paceline.runner.staging import Copy, StagingRing
 from paceline.runner.streams import Stream, Work
@@ -49,7 +50,7 @@ class ModelRunner:
         self._sizes = sizes
         self._guard = guard
         self._sanitizer = sanitizer
-        self._captured: dict[GraphKey, StepProgram] = {}  # what graphs leave; with a sanitizer
+        self._captured: dict[GraphKey, Program] = {}  # what graphs leave; with a sanitizer
 
     def boot(self) -> None:
         """Capture the largest graph of each shape, largest first; they size the graph reserve."""
@@ -58,7 +59,17 @@ class ModelRunner:
         if self._sizes.tokens and self._supports(ForwardMode.EXTEND):
             longest = PaddedSize.ragged(1, self._sizes.tokens[-1])
             self._capture(self._key(ForwardMode.EXTEND, longest))
-        self._capture(self._key(ForwardMode.DECODE, PaddedSize.uniform(self._sizes.sizes[-1], 1)))
+        self._capture(self._largest_decode())
+
+    def _largest_decode(self) -> GraphKey:
+        """What brings requests forward: a round where there is a drafter, else one token each."""
+        reqs, proposer = self._sizes.sizes[-1], self._parts.proposer
+        if proposer is None:
+            return self._key(ForwardMode.DECODE, PaddedSize.uniform(reqs, 1))
+        shape = proposer.shape
+        size = PaddedSize.uniform(reqs, shape.num_draft_tokens)
+        mode = ForwardMode.TARGET_VERIFY
+        return self._key(mode, size, mask=shape.mask, is_round=True)
 
     @property
     def parts(self) -> Parts:
@@ -77,9 +88,11 @@ class ModelRunner:
             **parts.table.named_tensors(),
             **parts.buffers.named_tensors(),
             **tensors_in("backend", parts.backend_buffers),
+            **({} if parts.proposer is None else parts.proposer.named_tensors()),
         }
+        pools = parts.pools if parts.proposer is None else (*parts.pools, *parts.proposer.pools)
         return {
-            "kv": sum(layer.k_cache.nbytes + layer.v_cache.nbytes for layer in parts.layers),
+            "kv": sum(tensor.nbytes for pool in pools for tensor in pool.tensors),
             "workspace": sum(tensor.nbytes for tensor in owned.values()),
             "graphs": 0 if self._graphs is None else self._graphs.bytes_used,
         }
@@ -116,14 +129,16 @@ class ModelRunner:
     def _receive(self, step: Step) -> LaunchedStep:
         slot = self._outputs.slot(step.epoch)
         buffers, num_reqs = self._parts.buffers, step.layout.num_reqs
-        self._stream.run(lambda: slot.receive(buffers, num_reqs, logprobs=step.logprobs))
+        self._stream.run(
+            lambda: slot.receive(buffers, num_reqs, logprobs=step.logprobs, is_round=step.is_round)
+        )
         return LaunchedStep(step, self._stream.record(), slot)
 
-    def _queue(self, step: Step, size: PaddedSize, run: Work, program: StepProgram | None) -> None:
+    def _queue(self, step: Step, size: PaddedSize, run: Work, program: Program | None) -> None:
         """Queue a step's work; program: the functions behind `run`, where they are known."""
         host_plan = self._host_plan(step, size)
         sanitizer = self._sanitizer
-        if sanitizer is None:
+        if sanitizer is None or self._parts.proposer is not None:
             if host_plan is not None:
                 self._stream.run(host_plan)
             self._stream.run(run)
@@ -146,10 +161,20 @@ class ModelRunner:
         backend, held = self._parts.backend, self._parts.backend_buffers
         if not backend.capabilities.host_plan:
             return None
-        padded = padded_step(step, size.pad_lens(step.layout))
-        return lambda: backend.host_plan(padded, held)
+        padded, proposer = padded_step(step, size.pad_lens(step.layout)), self._parts.proposer
 
-    def _program_of(self, step: Step, size: PaddedSize) -> StepProgram:
+        def plan() -> None:
+            backend.host_plan(padded, held)
+            if proposer is not None:
+                proposer.host_plan(padded)
+
+        return plan
+
+    def _program_of(self, step: Step, size: PaddedSize) -> Program:
+        if step.is_round:
+            return self._round_program(
+                step.mask, size, sampler=step.sampler, logprobs=step.logprobs
+            )
         return self._program(
             step.mask,
             size,
@@ -175,6 +200,14 @@ class ModelRunner:
             prompt_spans=prompt_spans,
         )
 
+    def _round_program(
+        self, mask: MaskKind, size: PaddedSize, *, sampler: SamplerTier, logprobs: bool
+    ) -> RoundProgram:
+        parts = self._parts
+        assert parts.proposer is not None, "a round needs a proposer"
+        view = parts.buffers.view(size, mask)
+        return RoundProgram(parts, parts.proposer, view, sampler=sampler, logprobs=logprobs)
+
     def _graph_key(self, step: Step) -> GraphKey | None:
         """The key a step replays under, or would; None when it can be no graph."""
         if not self._supports(step.mode):
@@ -189,7 +222,12 @@ class ModelRunner:
         if size is None:
             return None
         return self._key(
-            step.mode, size, mask=step.mask, sampler=step.sampler, logprobs=step.logprobs
+            step.mode,
+            size,
+            mask=step.mask,
+            is_round=step.is_round,
+            sampler=step.sampler,
+            logprobs=step.logprobs,
         )
 
     def _supports(self, mode: ForwardMode) -> bool:
@@ -205,6 +243,7 @@ class ModelRunner:
         size: PaddedSize,
         *,
         mask: MaskKind = MaskKind.CAUSAL,
+        is_round: bool = False,
         sampler: SamplerTier = SamplerTier.GREEDY,
         logprobs: bool = False,
     ) -> GraphKey:
@@ -215,6 +254,7 @@ class ModelRunner:
             extend_len=None if is_ragged else size.max_extend_len,
             ragged_tokens=size.tokens if is_ragged else None,
             mask=mask,
+            is_round=is_round,
             backend=self._parts.backend.name,
             sampler=sampler,
             logprobs=logprobs,
@@ -233,7 +273,8 @@ class ModelRunner:
         """Capture a key over padded rows alone, which are harmless to execute."""
         assert self._graphs is not None
         size = key.size
-        program = self._program(key.mask, size, sampler=key.sampler, logprobs=key.logprobs)
+        make = self._round_program if key.is_round else self._program
+        program = make(key.mask, size, sampler=key.sampler, logprobs=key.logprobs)
         self._stream.run(lambda: self._parts.buffers.pad(size))
         host_plan = self._host_plan(_empty_step(key), size)
         if host_plan is not None:
@@ -260,7 +301,8 @@ def _empty_step(key: GraphKey) -> Step:
             rows=(),
             extend_lens=(),
             emits=(),
-            parents=() if key.mask is MaskKind.TREE else None,
+            parents=() if key.mask is MaskKind.TREE and not key.is_round else None,
+            drafts=key.mask if key.is_round else None,
         ),
         prefix_lens_bound=(),
         sampler=key.sampler,
@@ -283,7 +325,7 @@ def _in_order(first: Work | None, second: Work) -> Work:
     return run
 
 
-def _without_autograd(program: StepProgram) -> Callable[[], None]:
+def _without_autograd(program: Program) -> Callable[[], None]:
     def run() -> None:
         with torch.inference_mode():
             program.run()

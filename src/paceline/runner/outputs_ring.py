@@ -19,20 +19,33 @@ class OutputsSlot:
     """Host side of the results of one step; columns as in StepBuffers."""
 
     results: Tensor  # [max_reqs, 3]  int32  emitted, token id, FinishCode
-    chosen_logprobs: Tensor  # [max_reqs]  float32
-    top_ids: Tensor  # [max_reqs, MAX_LOGPROBS]  int64
-    top_logprobs: Tensor  # [max_reqs, MAX_LOGPROBS]  float32
+    round_results: Tensor  # [max_reqs or 0, 2 + max_path]  int32  tokens emitted, FinishCode, ids
+    chosen_logprobs: Tensor  # [max_reqs * max(max_path, 1)]  float32
+    top_ids: Tensor  # [max_reqs * max(max_path, 1), MAX_LOGPROBS]  int64
+    top_logprobs: Tensor  # [max_reqs * max(max_path, 1), MAX_LOGPROBS]  float32
     prompt: TokenLogprobs  # [max_tokens] and [max_tokens, MAX_LOGPROBS], filled densely in order
 
-    def receive(self, buffers: StepBuffers, num_reqs: int, *, logprobs: bool) -> None:
+    @property
+    def max_path(self) -> int:
+        """Tokens a round emits at most, per request."""
+        return self.round_results.shape[1] - 2
+
+    def receive(
+        self, buffers: StepBuffers, num_reqs: int, *, logprobs: bool, is_round: bool = False
+    ) -> None:
         """Copy a step's results here; call on the step's stream, after its commit."""
-        self.results[:num_reqs].copy_(buffers.results[:num_reqs], non_blocking=True)
+        num_rows = num_reqs * self.max_path if is_round else num_reqs
+        if is_round:
+            source = buffers.round_results[:num_reqs]
+            self.round_results[:num_reqs].copy_(source, non_blocking=True)
+        else:
+            self.results[:num_reqs].copy_(buffers.results[:num_reqs], non_blocking=True)
         if logprobs:
-            self.chosen_logprobs[:num_reqs].copy_(
-                buffers.chosen_logprobs[:num_reqs], non_blocking=True
+            self.chosen_logprobs[:num_rows].copy_(
+                buffers.chosen_logprobs[:num_rows], non_blocking=True
             )
-            self.top_ids[:num_reqs].copy_(buffers.top_ids[:num_reqs], non_blocking=True)
-            self.top_logprobs[:num_reqs].copy_(buffers.top_logprobs[:num_reqs], non_blocking=True)
+            self.top_ids[:num_rows].copy_(buffers.top_ids[:num_rows], non_blocking=True)
+            self.top_logprobs[:num_rows].copy_(buffers.top_logprobs[:num_rows], non_blocking=True)
 
     def receive_prompt(self, found: TokenLogprobs | None) -> None:
         """Copy the scores of a step's prompt tokens here; call on its stream, after forward."""
@@ -51,17 +64,27 @@ class OutputsRing:
     """Slots reused every `depth` epochs; the loop has read a slot long before that."""
 
     def __init__(
-        self, max_reqs: int, max_tokens: int, *, pinned: bool, depth: int = RING_DEPTH
+        self,
+        max_reqs: int,
+        max_tokens: int,
+        *,
+        max_path: int = 0,
+        pinned: bool,
+        depth: int = RING_DEPTH,
     ) -> None:
+        """max_path: tokens a round emits at most, per request; 0: nobody drafts."""
+        emitted = max_reqs * max(max_path, 1)
+
         def host(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, pin_memory=pinned)
 
         self._slots = [
             OutputsSlot(
                 results=host(max_reqs, 3, dtype=torch.int32),
-                chosen_logprobs=host(max_reqs, dtype=torch.float32),
-                top_ids=host(max_reqs, MAX_LOGPROBS, dtype=torch.int64),
-                top_logprobs=host(max_reqs, MAX_LOGPROBS, dtype=torch.float32),
+                round_results=host(max_reqs if max_path else 0, 2 + max_path, dtype=torch.int32),
+                chosen_logprobs=host(emitted, dtype=torch.float32),
+                top_ids=host(emitted, MAX_LOGPROBS, dtype=torch.int64),
+                top_logprobs=host(emitted, MAX_LOGPROBS, dtype=torch.float32),
                 prompt=TokenLogprobs(
                     chosen=host(max_tokens, dtype=torch.float32),
                     top_ids=host(max_tokens, MAX_LOGPROBS, dtype=torch.int64),
@@ -87,21 +110,39 @@ class LaunchedStep:
     def wait(self) -> StepOutputs:
         """Block until the step has executed; its outputs as host values."""
         self._done.wait()
-        num_reqs = self.step.layout.num_reqs
-        emitted, token_ids, finish = self._slot.results[:num_reqs].T.tolist()
+        token_ids, finish = self._round_tokens() if self.step.is_round else self._tokens()
         return StepOutputs(
             epoch=self.step.epoch,
-            emitted=tuple(map(bool, emitted)),
-            token_ids=tuple(token_ids),
-            finish=tuple(map(FinishCode, finish)),
-            logprobs=self._logprobs(num_reqs) if self.step.logprobs else None,
+            token_ids=token_ids,
+            finish=finish,
+            logprobs=self._logprobs(token_ids) if self.step.logprobs else None,
             prompt_logprobs=self._prompt_logprobs() if self.step.prompt_spans else {},
         )
 
-    def _logprobs(self, num_reqs: int) -> tuple[RowLogprobs, ...]:
-        slot = self._slot
-        return _rows(
-            slot.chosen_logprobs[:num_reqs], slot.top_ids[:num_reqs], slot.top_logprobs[:num_reqs]
+    def _tokens(self) -> tuple[tuple[tuple[int, ...], ...], tuple[FinishCode, ...]]:
+        """[num_reqs] emitted tokens, one or none, and how each row stands."""
+        rows = self._slot.results[: self.step.layout.num_reqs].tolist()
+        token_ids = tuple((token,) if emitted else () for emitted, token, _ in rows)
+        return token_ids, tuple(FinishCode(code) for _, _, code in rows)
+
+    def _round_tokens(self) -> tuple[tuple[tuple[int, ...], ...], tuple[FinishCode, ...]]:
+        """The same of a round: as many tokens as it emitted."""
+        rows = self._slot.round_results[: self.step.layout.num_reqs].tolist()
+        token_ids = tuple(tuple(tokens[:emitted]) for emitted, _, *tokens in rows)
+        return token_ids, tuple(FinishCode(row[1]) for row in rows)
+
+    def _logprobs(
+        self, token_ids: tuple[tuple[int, ...], ...]
+    ) -> tuple[tuple[RowLogprobs, ...], ...]:
+        """[num_reqs][num_emitted]; a round has max_path rows per request, another step one."""
+        slot, stride = self._slot, self._slot.max_path if self.step.is_round else 1
+        num_rows = len(token_ids) * stride
+        rows = _rows(
+            slot.chosen_logprobs[:num_rows], slot.top_ids[:num_rows], slot.top_logprobs[:num_rows]
+        )
+        return tuple(
+            rows[index * stride : index * stride + len(tokens)]
+            for index, tokens in enumerate(token_ids)
         )
 
     def _prompt_logprobs(self) -> dict[int, tuple[RowLogprobs, ...]]:

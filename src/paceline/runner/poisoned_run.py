@@ -21,7 +21,9 @@ from paceline.runner.dead_bytes import (
 from paceline.runner.dead_slots import DeadSlots, LiveRow, slot_uses
 from paceline.runner.poison import Region, same_numbers
 from paceline.runner.program import Parts, StepProgram
+from paceline.runner.round_program import RoundProgram
 
+Program = StepProgram | RoundProgram
 OVERWRITES = "overwrites"  # how a finding begins that is about poison that is gone
 # Rows of the request table, and [num_rows, ...] or a tensor of each.
 Output = tuple[tuple[int, ...], Tensor | tuple[Tensor, ...]]
@@ -37,7 +39,7 @@ class CheckedStep:
     step: Step
     size: PaddedSize
     run: Callable[[], None]  # host plan and replay, or the eager functions
-    program: StepProgram | None  # what `run` leaves beside the buffers, where it is known
+    program: Program | None  # what `run` leaves beside the buffers, where it is known
     explain: Callable[[], None]  # the same functions, executed by Python
 
 

@@ -3,21 +3,26 @@
 Eager steps call them, graphs record them.  There is no second copy.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache, StepView
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
+from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
+from paceline.kvcache.pool import KVPool
 from paceline.layers.attention import AttentionContext
 from paceline.layers.sampling import TokenLogprobs, sample
 from paceline.models.causal_lm import CausalLM
+from paceline.models.decoder import Hidden
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.commit import commit
 from paceline.runner.derive import derive
 from paceline.runner.prompt_logprobs import prompt_logprobs
+from paceline.runner.proposer import Observed, Proposer
 from paceline.runner.request_table import RequestTable
 
 
@@ -28,11 +33,50 @@ class Parts:
     model: CausalLM
     backend: AttentionBackend
     backend_buffers: Any
-    layers: tuple[LayerCache, ...]  # [num_layers]
+    layers: tuple[LayerCache, ...]  # [num_layers] of the target
+    pools: tuple[KVPool, ...]  # [num_target_groups]; the drafter's groups stand behind them
     page_sizes: tuple[int, ...]  # [num_groups] tokens
     table: RequestTable
     buffers: StepBuffers
     taps: tuple[str, ...]
+    proposer: Proposer | None = None  # None: no speculation
+    force_accept_len: float | None = None  # tokens per round, whatever was sampled
+
+
+def target_view(parts: Parts, view: StepView) -> StepView:
+    """`view` with the target's cache groups alone: what its attention backend plans from."""
+    return replace(view, groups=view.groups[: len(parts.pools)])
+
+
+def target_forward(parts: Parts, view: StepView) -> Hidden:
+    """Plan and run the target over the rows of `view`."""
+    ctx = AttentionContext(
+        backend=parts.backend,
+        plan=parts.backend.plan(target_view(parts, view), parts.backend_buffers),
+        layers=parts.layers,
+        out_cache_locs=tuple(group.out_cache_loc for group in view.groups),
+    )
+    output: Hidden = parts.model(view.input_ids, view.positions, ctx, parts.taps)
+    return output
+
+
+def taps_of(parts: Parts, output: Hidden) -> tuple[Tensor, ...]:
+    """The hidden states that were asked for, in that order."""
+    return tuple(output.taps[name] for name in parts.taps)
+
+
+def observe(parts: Parts, view: StepView, taps: tuple[Tensor, ...]) -> None:
+    """Let the drafter, where there is one, follow a step that holds no drafts."""
+    if parts.proposer is None:
+        return
+    next_ids = torch.empty_like(view.positions)
+    chain_rows(
+        parts.table.token_ids,
+        StepRows(view.row_ids, view.req_ids, view.positions),
+        ChainRows(next_ids, None),
+    )
+    observed = Observed(view=view, next_ids=next_ids, last=view.logits_loc, taps=taps)
+    parts.proposer.observe(observed)
 
 
 class StepProgram:
@@ -53,30 +97,20 @@ class StepProgram:
         self._top_logprobs = MAX_LOGPROBS if logprobs else 0
         self._prompt_spans = prompt_spans
         self.prompt_logprobs: TokenLogprobs | None = None  # [num_scored]  after forward
-        self._plan: Any = None
         self.logits: Tensor | None = None  # [padded_reqs, vocab]  after forward; the head's dtype
 
     def run(self) -> None:
         """The step's segments in order; none needs the host before the next."""
-        self._derive()
-        self._forward()
-        self._sample()
-
-    def _derive(self) -> None:
-        parts = self._parts
-        derive(parts.buffers, parts.table, self._view, parts.page_sizes)
-        self._plan = parts.backend.plan(self._view, parts.backend_buffers)
-
-    def _forward(self) -> None:
         parts, view = self._parts, self._view
-        ctx = AttentionContext(
-            backend=parts.backend,
-            plan=self._plan,
-            layers=parts.layers,
-            out_cache_locs=tuple(group.out_cache_loc for group in view.groups),
-        )
-        output = parts.model(view.input_ids, view.positions, ctx, parts.taps)
-        hidden = output.hidden
+        derive(parts.buffers, parts.table, view, parts.page_sizes)
+        output = target_forward(parts, view)
+        self._score(output.hidden)
+        self._sample()
+        observe(parts, view, taps_of(parts, output))
+
+    def _score(self, hidden: Tensor) -> None:
+        """Logits of each request's last token; of the prompt's tokens, where asked for."""
+        parts, view = self._parts, self._view
         if self._prompt_spans:
             self.prompt_logprobs = prompt_logprobs(
                 hidden,

@@ -1,13 +1,13 @@
 """The proposer's contract: what the runner asks of whoever drafts.
 
-A round is one recorded function: derive, propose, verify, accept, commit, observe.  `propose` writes
-a tree of drafts for every request; the target computes all of its rows in one pass, and samples at
-each what plain decoding would; `observe` is told what any step of the target computed, prompt chunks
-included, so that the drafter's own cache follows.  Both are device-only, of static shapes and
-recordable: no host reads, nothing kept between calls but in `named_tensors`.
+A round is one recorded function: derive, propose, verify, accept, commit, observe.  `propose`
+writes a tree of drafts for every request; the target computes all of its rows in one pass, and
+samples at each what plain decoding would; `observe` is told what any step of the target computed,
+prompt chunks included, so that the drafter's own cache follows.  Both are device-only, of static
+shapes and recordable: no host reads, nothing kept between calls but in `named_tensors`.
 
-Worked example: one request, 7 tokens committed, history [.. a]: `a`, at position 7, is the root, the
-newest sampled token, which has no KV yet.
+Worked example: one request, 7 tokens committed, history [.. a]: `a`, at position 7, is the root,
+the newest sampled token, which has no KV yet.
 
     tree       tokens [a b c d], parents [-1 0 0 1]     b and c follow a, d follows b
     verify     rows at slots of 7, 8, 9, 10, positions 7, 8, 8, 9
@@ -28,11 +28,12 @@ from paceline.attention.contract import StepView
 from paceline.core.draft_shape import DraftShape
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step
+from paceline.kvcache.pool import KVPool
 from paceline.layers.sampling import SamplingTable
 
 
 class DraftTree(NamedTuple):
-    """Drafts of every request.  Siblings have different tokens; a row's parent is an earlier row."""
+    """Drafts of every request.  Siblings differ in token; a row's parent is an earlier row."""
 
     tokens: Tensor  # [padded_reqs, num_draft_tokens]  int64  column 0: the root
     parents: Tensor | None  # [padded_reqs, num_draft_tokens]  int32  row of the same request; -1:
@@ -54,7 +55,7 @@ class Observed:
     """What a step of the target computed, after its commit."""
 
     view: StepView  # the step's rows, of each request in the order of its tokens: a causal chain
-    token_ids: Tensor  # [table rows, max_tokens]  int32  the token behind each accepted row is known
+    next_ids: Tensor  # [padded_tokens]  int64  the token behind each row: the prompt's, or sampled
     last: Tensor  # [padded_reqs]  int64  row of the step: the last accepted of each request
     taps: tuple[Tensor, ...]  # of [padded_tokens, hidden], in the order of `Proposer.taps`
 
@@ -68,6 +69,7 @@ class Proposer(ABC):
 
     name: str
     shape: DraftShape
+    pools: tuple[KVPool, ...]  # [num_draft_groups] of its cache groups
     taps: tuple[str, ...]  # hidden states of the target that `observe` wants
 
     @abstractmethod

@@ -39,6 +39,7 @@ _SAMPLING = (
     "ignore_eos",
     "seed",
     "extra_args",
+    "speculative",
 )
 
 
@@ -87,6 +88,7 @@ class GenerationRequest(Wire):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     extra_args: dict[str, Any] | None = None  # of the server's logits processors
+    speculative: bool | str | None = None  # "on", "off" or a bool
 
     @property
     def include_usage(self) -> bool:

@@ -1,57 +1,21 @@
-"""Keyed Gumbel noise: a pure function of (seed, position, token id).
+"""The noise of sampling: kernels/gumbel.py over a vocabulary, and the seeds of completions.
 
 Nothing about the batch, the step or earlier draws enters, so batching, speculation and preemption
-cannot change a seeded answer.  The generator is SplitMix64 (Steele, Lea, Flood: "Fast Splittable
-Pseudorandom Number Generators", OOPSLA 2014; finaliser "Mix13" of David Stafford), entered at any
-index of its stream and nested three deep: the seed's stream is split by position, and that one's
-by token.
+cannot change a seeded answer.
 """
 
 import torch
 from torch import Tensor
 
-
-def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit value."""
-    return value - 2**64 if value >= 2**63 else value
-
-
-_GOLDEN_GAMMA = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
-
-
-def _shift_right(bits: Tensor, count: int) -> Tensor:
-    """Logical shift; torch's own is arithmetic."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
-
-
-def splitmix64(state: Tensor, index: Tensor) -> Tensor:
-    """Output number `index` (from 0) of the SplitMix64 stream that starts at `state`.
-
-    state, index: int64, broadcast together; the result holds 64 random bits as int64.  Products
-    and sums wrap, as the algorithm wants.
-    """
-    bits = state + (index + 1) * _GOLDEN_GAMMA
-    bits = (bits ^ _shift_right(bits, 30)) * _MIX_1
-    bits = (bits ^ _shift_right(bits, 27)) * _MIX_2
-    return bits ^ _shift_right(bits, 31)
+from paceline.kernels.gumbel import gumbel_at, splitmix64
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [num_rows, vocab_size] float32 for each (seed, position, token id).
+    """`gumbel_at` of every token id: [num_rows, vocab_size] float32.
 
-    seeds, positions: [num_rows] int64.  With w uniform in (0, 1), −log1p(−w) is exponential and
-    its negative log is Gumbel.  The 40 bits behind w put the largest value at 41·ln 2 ≈ 28.4, so
-    the upper tail, which decides the argmax, is not cut where float32's 24 bits would cut it.
+    seeds, positions: [num_rows] int64.
     """
-    tokens = torch.arange(vocab_size, device=seeds.device)  # [vocab_size]
-    by_seed = splitmix64(seeds, torch.zeros_like(seeds))  # [num_rows]
-    by_position = splitmix64(by_seed, positions)  # [num_rows]
-    bits = _shift_right(splitmix64(by_position[:, None], tokens[None, :]), 24)
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-40
-    uniform = uniform.clamp_(max=1.0 - 2.0**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return gumbel_at(seeds, positions, torch.arange(vocab_size, device=seeds.device))
 
 
 def child_seed(seed: int, index: int) -> int:

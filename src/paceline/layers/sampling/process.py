@@ -15,16 +15,30 @@ _WEIGHT_SCALE = 2.0**40  # fixed point of top-p masses: a sum over 2^22 tokens s
 
 
 def process_logits(
-    logits: Tensor, *, rows: Tensor, positions: Tensor, table: SamplingTable, token_ids: Tensor
+    logits: Tensor,
+    *,
+    rows: Tensor,
+    positions: Tensor,
+    table: SamplingTable,
+    token_ids: Tensor,
+    histories: Tensor | None = None,
 ) -> Tensor:
     """Every processor of `table` in order: [num_rows, vocab] float32, a new tensor.
 
     logits: [num_rows, vocab] float32; rows, positions: [num_rows] int64 (table row; tokens known
     before the one to sample); token_ids: [table rows, max_tokens] int32, the known tokens first.
-    Raises KernelArgumentError when a processor returns another shape or dtype.
+    histories: [num_rows, max_tokens] int32, where rows of one request know different tokens (nodes
+    of a tree of drafts): a processor then finds every row's columns and tokens at the row's own
+    index.  Raises KernelArgumentError when a processor returns another shape or dtype.
     """
+    at = rows if histories is None else torch.arange(rows.shape[0], device=rows.device)
     for stage in table.stages:
-        changed = stage.processor.apply(logits, rows, positions, table.state(stage, token_ids))
+        state = (
+            table.state(stage, token_ids)
+            if histories is None
+            else table.state_of_rows(stage, rows, histories)
+        )
+        changed = stage.processor.apply(logits, at, positions, state)
         if changed.shape != logits.shape or changed.dtype != torch.float32:
             raise KernelArgumentError(
                 message(

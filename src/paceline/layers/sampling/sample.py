@@ -37,6 +37,7 @@ def sample(
     token_ids: Tensor,
     tier: SamplerTier,
     top_logprobs: int,
+    histories: Tensor | None = None,
 ) -> Sampled:
     """One token per row: argmax(logits / temperature + Gumbel noise) over the tokens that pass
     the filters, or the plain argmax where the temperature is 0.  Ties go to the lowest id.
@@ -44,8 +45,10 @@ def sample(
     logits: [num_rows, vocab] float32, bfloat16 or float16, raw; rows: [num_rows] int64 rows of the
     table; positions: [num_rows] integers, the index the sampled token will have, which is the
     number of tokens known before it; token_ids: [table rows, max_tokens] int32 history, the first
-    positions[n] entries known.  Python branches on `tier` and `top_logprobs` (0 = none) only;
-    mutates nothing; no host reads; recordable.  Raises KernelArgumentError.
+    positions[n] entries known; histories: [num_rows, max_tokens] int32, each row's own, where rows
+    of one request know different tokens, read by the full tier alone.  Python branches on `tier`
+    and `top_logprobs` (0 = none) only; mutates nothing; no host reads; recordable.
+    Raises KernelArgumentError.
     """
     if not logits.is_floating_point() or logits.ndim != 2:
         got = f"{logits.dtype} {list(logits.shape)}"
@@ -62,7 +65,12 @@ def sample(
         processed = logits
         if tier is SamplerTier.FULL:
             processed = process_logits(
-                logits, rows=rows, positions=positions, table=table, token_ids=token_ids
+                logits,
+                rows=rows,
+                positions=positions,
+                table=table,
+                token_ids=token_ids,
+                histories=histories,
             )
         perturbed = _perturb(processed, rows, positions, table)
         chosen = perturbed.argmax(-1).masked_fill(~finite, 0)

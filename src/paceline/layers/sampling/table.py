@@ -24,10 +24,10 @@ from paceline.layers.sampling.processor import (
     column_values,
 )
 
-KEEP_ALL = 2**31 - 1  # top_k of a row that keeps every token
+KEEP_ALL = 2**31 - 1  # top_k of a row that keeps every token; max_drafts of one that takes any
 
 _FLOATS = ("temperature", "top_p", "min_p")
-_INTS = ("top_k", "seed", "prompt_len", "max_len", "num_stop_ids")
+_INTS = ("top_k", "seed", "prompt_len", "max_len", "num_stop_ids", "max_drafts")
 _STOP_IDS = slice(len(_INTS), len(_INTS) + MAX_STOP_IDS)
 
 
@@ -106,6 +106,7 @@ class SamplingTable:
         self.prompt_len = int_column["prompt_len"]  # [rows]  int64  tokens
         self.max_len = int_column["max_len"]  # [rows]  int64  finished once this many are known
         self.num_stop_ids = int_column["num_stop_ids"]  # [rows]  int64
+        self.max_drafts = int_column["max_drafts"]  # [rows]  int64  a round accepts; 0 = none
         self.stop_ids = self.ints[:, _STOP_IDS]  # [rows, MAX_STOP_IDS]  int64  rest: NO_TOKEN
 
     def pack(
@@ -133,6 +134,7 @@ class SamplingTable:
             prompt_len,
             max_len,
             len(stop_ids),
+            KEEP_ALL if params.speculative else 0,
         )
         ints[_STOP_IDS][: len(stop_ids)] = stop_ids
         for processor, places in self._layout:
@@ -149,6 +151,19 @@ class SamplingTable:
             prompt_len=self.prompt_len,
             stop_ids=self.stop_ids,
             num_stop_ids=self.num_stop_ids,
+        )
+
+    def state_of_rows(self, stage: Stage, rows: Tensor, histories: Tensor) -> RowState:
+        """The same for rows that have histories of their own, at index 0, 1, 2, ...
+
+        rows: [num_rows] int64 table rows; histories: [num_rows, max_tokens] int32.
+        """
+        return RowState(
+            columns={name: column[rows] for name, column in stage.columns.items()},
+            token_ids=histories,
+            prompt_len=self.prompt_len[rows],
+            stop_ids=self.stop_ids[rows],
+            num_stop_ids=self.num_stop_ids[rows],
         )
 
     def named_tensors(self) -> dict[str, Tensor]:

@@ -1,0 +1,77 @@
+"""OptionSpec: how a field of EngineOptions appears to people, and what it accepts.  No torch."""
+
+from dataclasses import Field, dataclass, field
+from typing import Any
+
+from paceline.core.errors import ConfigError, message
+
+CHOSEN = "chosen by the engine"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionSpec:
+    """How a field appears to people."""
+
+    kind: type  # str, int, float, bool, or tuple: words, each with a flag of its own
+    help: str
+    flags: tuple[str, ...]  # the first is ours, the others are what users of other engines type
+    off_flags: tuple[str, ...] = ()  # bool only: flags that say False
+    unit: str | None = None
+    choices: tuple[str, ...] | None = None
+    aliases: tuple[tuple[str, str], ...] = ()  # (another word, the choice it means)
+    low: float | None = None  # inclusive
+    high: float | None = None  # inclusive
+    left_out: str = CHOSEN  # what None, where it is the default, means
+
+
+def option(default: Any, kind: type, help: str, *flags: str, **facts: Any) -> Any:
+    """A field of EngineOptions with its OptionSpec."""
+    spec = OptionSpec(kind=kind, help=help, flags=flags, **facts)
+    return field(default=default, metadata={"option": spec})
+
+
+def spec_of(option: Field[Any]) -> OptionSpec:
+    """The OptionSpec a field of EngineOptions carries."""
+    spec: OptionSpec = option.metadata["option"]
+    return spec
+
+
+def unaliased(spec: OptionSpec, value: object) -> object:
+    """The choice that another word means; a list as a tuple."""
+    if spec.kind is tuple and isinstance(value, list):
+        return tuple(value)
+    return next((choice for word, choice in spec.aliases if word == value), value)
+
+
+def check(option: Field[Any], value: object) -> None:
+    """Raise ConfigError unless a field of EngineOptions may have the value."""
+    spec = spec_of(option)
+    if value is None and option.default is None:
+        return
+    if isinstance(value, int) and not isinstance(value, bool) and spec.kind is float:
+        value = float(value)
+    if type(value) is not spec.kind:
+        raise _refusal(option, "a list" if spec.kind is tuple else spec.kind.__name__, value)
+    if isinstance(value, tuple) and not all(isinstance(word, str) and word for word in value):
+        raise _refusal(option, "a list of non-empty str", value)
+    if spec.choices is not None and value not in spec.choices:
+        raise _refusal(option, "one of " + ", ".join(spec.choices), value)
+    low, high = spec.low, spec.high
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # Written so that NaN fails.
+        above = low is None or value >= low
+        below = high is None or value <= high
+        if not (above and below):
+            wanted = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+            raise _refusal(option, wanted, value)
+
+
+def _refusal(option: Field[Any], expected: str, got: object) -> ConfigError:
+    spec = spec_of(option)
+    unit = f" {spec.unit}" if spec.unit else ""
+    remedy = f"set {spec.flags[0]} accordingly"
+    if option.default is None:
+        remedy += " or leave it out"
+        remedy += " to let the engine decide" if spec.left_out == CHOSEN else ""
+    text = message(option.name, expected=expected + unit, got=repr(got), remedy=remedy)
+    return ConfigError(text)

@@ -1,0 +1,175 @@
+"""EagleHead: the draft model that continues the target's hidden states.
+
+Position p takes the token behind it, t[p + 1], and the target's feature at p, or, where the target
+has not been yet, the head's own feature of the position before.  Its result there is the feature
+that belongs to p + 1, and logits for t[p + 2].
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.core.parallel import Parallel
+from paceline.layers.attention import AttentionContext
+from paceline.layers.embedding import Embedding, LMHead
+from paceline.layers.parameter import Placement
+from paceline.layers.prenorm_layer import PreNormLayer
+from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.self_attention import SelfAttention
+from paceline.models.causal_lm import CausalLM
+from paceline.models.decoder import rope_tables
+from paceline.models.eagle_config import EagleConfig
+from paceline.models.eagle_layers import Eagle1Layer, Eagle3Layer, Fusion, Stream, head_attention
+from paceline.models.registry import architecture
+
+
+class EagleHead(nn.Module):
+    """An EAGLE-1 (or 2) or EAGLE-3 head.  Inference only; all calls are device-only and recordable.
+
+    Attention layers are 0 to num_layers - 1 of the context it is called with.
+    """
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        target: CausalLM,
+        first: Eagle1Layer | Eagle3Layer,
+        later: Sequence[PreNormLayer],
+        *,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        layer = config.layer
+        self.config = config
+        self.fusion: Fusion | None = None
+        if config.fuses_taps:
+            self.fusion = Fusion(config, parallel=parallel, placement=placement)
+        self.first = first
+        self.later = tuple(later)
+        self.owned = nn.ModuleList(later)
+        self.norm: RMSNorm | None = None
+        if config.version == 3:
+            self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, placement=placement)
+        self.embedding: Embedding | None = None
+        if config.has_own_embedding:
+            self.embedding = Embedding(
+                layer.vocab_size,
+                layer.hidden_size,
+                scale=None,
+                parallel=parallel,
+                placement=placement,
+            )
+        self.head: LMHead | None = None
+        self.d2t: Tensor | None = None
+        if config.draft_vocab_size is not None:
+            self.head = LMHead(
+                config.draft_vocab_size,
+                layer.hidden_size,
+                tied=None,
+                soft_cap=None,
+                parallel=parallel,
+                placement=placement,
+            )
+            # [draft vocab]  int64  target id = draft id + d2t[draft id]
+            self.d2t = torch.zeros(
+                config.draft_vocab_size, dtype=torch.int64, device=placement.device
+            )
+        # The target's parameters stay the target's: a view of its table and a bound method.
+        self._target_table = target.decoder.embedding.weight.detach()  # [vocab, target hidden]
+        self._target_logits = target.logits
+
+    def fuse(self, taps: Sequence[Tensor]) -> Tensor:
+        """The target's hidden states, in the order of `tap_names`, as features.
+
+        taps: [num_taps] of [tokens, target hidden].  Returns [tokens, hidden].
+        """
+        assert len(taps) == self.config.num_taps, (len(taps), self.config.num_taps)
+        if self.fusion is None:
+            return taps[0]
+        fused: Tensor = self.fusion(taps)
+        return fused
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, features: Tensor, ctx: AttentionContext
+    ) -> Tensor:
+        """One pass over rows; mutates none of them.
+
+        input_ids, positions: [tokens] int64, the token behind each position and the position;
+        features: [tokens, hidden].  Returns [tokens, hidden]: what the next position takes as its
+        feature, and `logits` for the token after it.
+        """
+        table = self._target_table if self.embedding is None else self.embedding.weight
+        embedded = F.embedding(input_ids, table)
+        stream: Stream = self.first(embedded, features, positions, ctx)
+        delta, residual = stream
+        for layer in self.later:
+            delta = layer(delta, residual, positions, ctx)
+        if self.norm is not None and self.config.norm_output:
+            normed: Tensor = self.norm.add(delta, residual)
+            return normed
+        return residual.add_(delta)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """features [rows, hidden], as `forward` returned them -> [rows, draft vocab], or [rows,
+        vocab] of a head without a vocabulary of its own."""
+        if self.norm is not None and not self.config.norm_output:
+            features = self.norm(features)
+        if self.head is None:
+            return self._target_logits(features)
+        logits: Tensor = self.head(features)
+        return logits
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills; d2t is read apart."""
+        named: dict[str, Tensor] = {} if self.fusion is None else self.fusion.destinations()
+        named |= self.first.destinations("layers.0")
+        for index, layer in enumerate(self.later, start=1):
+            named |= layer.destinations(f"layers.{index}")
+        if self.norm is not None:
+            named["norm.weight"] = self.norm.weight
+        if self.embedding is not None:
+            named |= self.embedding.destinations("embed_tokens")
+        if self.head is not None:
+            named |= self.head.destinations("lm_head")
+        return named
+
+
+def build_eagle_head(
+    config: EagleConfig,
+    target: CausalLM,
+    *,
+    parallel: Parallel,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_positions: int,
+) -> EagleHead:
+    """The head with uninitialised weights, on `target`'s embedding and language-model head where it
+    has none of its own.
+
+    `max_positions` sizes the rope tables: a head's own context limit is that of its training texts.
+    """
+    placement = Placement(device, dtype)
+    layer = config.layer
+    tables = rope_tables(layer, max_positions=max_positions, device=device)
+    qk_norm = architecture(layer.model_type).qk_norm
+
+    def attention(index: int) -> SelfAttention:
+        return head_attention(
+            config,
+            index,
+            cos_sin=tables[layer.rope],
+            qk_norm=qk_norm,
+            parallel=parallel,
+            placement=placement,
+        )
+
+    kind = Eagle3Layer if config.version == 3 else Eagle1Layer
+    first = kind(config, attention(0), parallel=parallel, placement=placement)
+    later = [
+        PreNormLayer(layer, attention(index), parallel=parallel, placement=placement)
+        for index in range(1, layer.num_layers)
+    ]
+    return EagleHead(config, target, first, later, parallel=parallel, placement=placement)

@@ -1,0 +1,188 @@
+"""What an EAGLE head has that ordinary decoders lack: its first layer, and the fusion of taps."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.kernels.rms_norm import rms_norm
+from paceline.layers.attention import AttentionContext
+from paceline.layers.linear import Linear
+from paceline.layers.moe import feed_forward
+from paceline.layers.parameter import Placement
+from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.self_attention import SelfAttention
+from paceline.models.eagle_config import EagleConfig
+
+
+class Stream(NamedTuple):
+    """A layer's result; the two are not added yet."""
+
+    delta: Tensor  # [tokens, hidden]  the output of the feed-forward block
+    residual: Tensor  # [tokens, hidden]  the stream before it
+
+
+class Fusion(nn.Module):
+    """EAGLE-3's fc over the target's taps side by side, low layers first."""
+
+    def __init__(self, config: EagleConfig, *, parallel: Parallel, placement: Placement) -> None:
+        super().__init__()
+        eps = config.layer.rms_norm_eps
+        self.width = config.target_hidden_size
+        norms = config.num_taps if config.fc_norm else 0
+        self.norms = tuple(RMSNorm(self.width, eps, placement=placement) for _ in range(norms))
+        self.owned = nn.ModuleList(self.norms)
+        self.fc = Linear(
+            config.tap_width,
+            config.hidden_size,
+            bias=config.fc_bias,
+            parallel=parallel,
+            placement=placement,
+        )
+
+    def forward(self, taps: Sequence[Tensor]) -> Tensor:
+        """taps: [num_taps] of [tokens, target hidden] -> [tokens, hidden]."""
+        if not self.norms:
+            wide = torch.cat(tuple(taps), dim=-1)
+        else:
+            wide = taps[0].new_empty(taps[0].shape[0], len(taps) * self.width)
+            parts = torch.chunk(wide, len(taps), dim=1)
+            for tap, norm, part in zip(taps, self.norms, parts, strict=True):
+                _norm_into(norm, tap, part)
+        fused: Tensor = self.fc(wide)
+        return fused
+
+    def destinations(self) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills."""
+        named = self.fc.destinations("fc")
+        for index, norm in enumerate(self.norms):
+            named[f"fc_norm.{index}.weight"] = norm.weight
+        return named
+
+
+class Eagle1Layer(nn.Module):
+    """x = fc([embedding, feature]); x += attention(x); x += mlp(norm(x)): no norm before attention.
+
+    Li et al. 2024, arXiv:2401.15077, section 4.1.
+    """
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        attention: SelfAttention,
+        *,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        layer = config.layer
+        self.attention = attention
+        self.fc = Linear(
+            2 * layer.hidden_size,
+            layer.hidden_size,
+            bias=config.fc_bias,
+            parallel=parallel,
+            placement=placement,
+        )
+        self.mlp_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, placement=placement)
+        self.mlp = feed_forward(layer, attention.layer_id, parallel=parallel, placement=placement)
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, ctx: AttentionContext
+    ) -> Stream:
+        """embedded, features [tokens, hidden], positions [tokens] int64; mutates none of them."""
+        residual = self.fc(torch.cat((embedded, features), dim=-1))
+        x = self.attention(residual, positions, ctx)
+        return Stream(self.mlp(self.mlp_norm.add(x, residual)), residual)
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills."""
+        named = self.fc.destinations("fc")
+        named |= self.attention.destinations(f"{prefix}.self_attn")
+        named |= self.mlp.destinations(f"{prefix}.mlp")
+        named[f"{prefix}.post_attention_layernorm.weight"] = self.mlp_norm.weight
+        return named
+
+
+class Eagle3Layer(nn.Module):
+    """x = feature + attention([norm(embedding), norm(feature)]); x += mlp(norm(x)).
+
+    The attention's projections take both halves (released weights of Li et al. 2025,
+    arXiv:2503.01840, whose figure draws a product in between).
+    """
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        attention: SelfAttention,
+        *,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        layer = config.layer
+
+        def norm() -> RMSNorm:
+            return RMSNorm(layer.hidden_size, layer.rms_norm_eps, placement=placement)
+
+        self.norm_before_residual = config.norm_before_residual
+        self.attention = attention
+        self.embedding_norm, self.feature_norm, self.mlp_norm = norm(), norm(), norm()
+        self.mlp = feed_forward(layer, attention.layer_id, parallel=parallel, placement=placement)
+
+    def forward(
+        self, embedded: Tensor, features: Tensor, positions: Tensor, ctx: AttentionContext
+    ) -> Stream:
+        """embedded, features [tokens, hidden], positions [tokens] int64; mutates none of them."""
+        tokens, hidden = features.shape
+        wide = features.new_empty(tokens, 2 * hidden)
+        left, right = torch.chunk(wide, 2, dim=1)
+        _norm_into(self.embedding_norm, embedded, left)
+        _norm_into(self.feature_norm, features, right)
+        residual = self.attention(wide, positions, ctx)
+        # The sum goes to the attention's output, which is ours: the caller's features stay.
+        x = self.mlp_norm.add(right if self.norm_before_residual else features, residual)
+        return Stream(self.mlp(x), residual)
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills."""
+        named = self.attention.destinations(f"{prefix}.self_attn")
+        named |= self.mlp.destinations(f"{prefix}.mlp")
+        named[f"{prefix}.input_layernorm.weight"] = self.embedding_norm.weight
+        named[f"{prefix}.hidden_norm.weight"] = self.feature_norm.weight
+        named[f"{prefix}.post_attention_layernorm.weight"] = self.mlp_norm.weight
+        return named
+
+
+def _norm_into(norm: RMSNorm, x: Tensor, out: Tensor) -> None:
+    rms_norm(x, norm.weight, norm.eps, out=out)
+
+
+def head_attention(
+    config: EagleConfig,
+    layer_id: int,
+    *,
+    cos_sin: Tensor,
+    qk_norm: bool,
+    parallel: Parallel,
+    placement: Placement,
+) -> SelfAttention:
+    """The attention of one layer of a head; EAGLE-3's first takes embedding and feature."""
+    layer: ModelConfig = config.layer
+    is_wide = config.version == 3 and layer_id == 0
+
+    def norm() -> RMSNorm:
+        return RMSNorm(layer.head_dim, layer.rms_norm_eps, placement=placement)
+
+    return SelfAttention(
+        layer,
+        layer_id,
+        cos_sin=cos_sin,
+        qk_norms=(norm(), norm()) if qk_norm else None,
+        parallel=parallel,
+        placement=placement,
+        in_features=2 * layer.hidden_size if is_wide else None,
+    )

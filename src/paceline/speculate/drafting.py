@@ -1,0 +1,80 @@
+"""How drafts are chosen from a drafter's logits: down a chain, or a tree of the likeliest nodes.
+
+The tree is EAGLE-2's (Li et al. 2024): every node of the frontier brings its topk best children;
+the topk best of them by cumulative log-probability are the next frontier, and of all that were seen
+the best num_draft_tokens - 1 are verified.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from paceline.core.draft_shape import DraftShape
+from paceline.core.sampling_params import SamplerTier
+from paceline.kernels.draft_topk import TopDrafts, draft_topk
+from paceline.kernels.grow_tree import Candidates, grow_tree, select_tree
+from paceline.runner.proposer import DraftTree, RoundState
+
+
+class DraftRun(ABC):
+    """A drafter within one round: logits behind the root, then behind what was chosen."""
+
+    d2t: Tensor | None  # [draft vocab]  int64  token id = draft id + d2t; None: they are equal
+
+    @abstractmethod
+    def first_logits(self) -> Tensor:
+        """Behind the roots: [padded_reqs, draft vocab]."""
+
+    @abstractmethod
+    def next_logits(self, tokens: Tensor, origin: Tensor) -> Tensor:
+        """Behind the nodes of the next depth: [padded_reqs * topk, draft vocab].
+
+        tokens: [padded_reqs, topk] int64; origin: [padded_reqs, topk] int64, of which node of the
+        depth before each is a child; at depth 1, and down a chain: 0.
+        """
+
+
+def propose(run: DraftRun, state: RoundState, shape: DraftShape) -> DraftTree:
+    """Draft for every request of a round."""
+    roots = state.view.input_ids.view(state.view.padded_reqs, -1)[:, 0]
+    return _chain(run, state, roots, shape) if shape.is_chain else _tree(run, state, roots, shape)
+
+
+def _chain(run: DraftRun, state: RoundState, roots: Tensor, shape: DraftShape) -> DraftTree:
+    tokens, logits = [roots], run.first_logits()
+    origin = torch.zeros_like(roots).unsqueeze(1)
+    for depth in range(1, shape.num_steps + 1):
+        drafts = _draw(logits, 1, state, depth, run.d2t)
+        tokens.append(drafts.tokens[:, 0])
+        if depth < shape.num_steps:
+            logits = run.next_logits(drafts.tokens, origin)
+    return DraftTree(torch.stack(tokens, dim=1), None)
+
+
+def _tree(run: DraftRun, state: RoundState, roots: Tensor, shape: DraftShape) -> DraftTree:
+    candidates = Candidates.empty(roots.shape[0], shape, roots.device)
+    drafts = _draw(run.first_logits(), shape.topk, state, 1, run.d2t)
+    frontier = grow_tree(drafts, None, candidates, step=0)
+    for step in range(1, shape.num_steps):
+        logits = run.next_logits(frontier.tokens, frontier.origin)
+        drafts = _draw(logits, shape.topk, state, step + 1, run.d2t)
+        frontier = grow_tree(drafts, frontier, candidates, step=step)
+    return DraftTree(*select_tree(candidates, roots, shape.num_draft_tokens))
+
+
+def _draw(logits: Tensor, k: int, state: RoundState, depth: int, d2t: Tensor | None) -> TopDrafts:
+    """The k best drafts of that depth behind each row; rows of a request follow one another."""
+    view, sampling = state.view, state.sampling
+    width = logits.shape[0] // view.padded_reqs
+    rows = view.row_ids.repeat_interleave(width) if width > 1 else view.row_ids
+    prefix = view.prefix_lens.repeat_interleave(width) if width > 1 else view.prefix_lens
+    return draft_topk(
+        logits,
+        k,
+        temperature=sampling.temperature[rows],
+        seeds=sampling.seed[rows],
+        positions=prefix.long() + depth,
+        d2t=d2t,
+        noise=state.sampler is not SamplerTier.GREEDY,
+    )

@@ -1,0 +1,119 @@
+"""EagleProposer: an EAGLE head (versions 1, 2 and 3) drafts from the target's hidden states.
+
+The head reads, at position p, the token at p + 1 and a feature of p: the target's, or where the
+target has not been yet, the head's own output one position before.  What the head made of the last
+accepted position is kept per request: the first drafts of a round follow from it.
+"""
+
+import torch
+from torch import Tensor
+
+from paceline.core.draft_shape import DraftShape
+from paceline.core.step import Step
+from paceline.kernels.grow_tree import pass_parents
+from paceline.models.eagle_head import EagleHead
+from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
+from paceline.speculate.draft_cache import DraftCache
+from paceline.speculate.draft_passes import OBSERVE_PASS, DraftPasses
+from paceline.speculate.drafting import DraftRun, propose
+
+
+class EagleProposer(Proposer):
+    """Owns the recurrent feature of every request: [table rows, hidden]."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: DraftShape,
+        head: EagleHead,
+        *,
+        taps: tuple[str, ...],
+        cache: DraftCache,
+        passes: DraftPasses,
+        table_rows: int,
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self.taps = taps
+        self.pools = cache.pools
+        self.head = head
+        self._cache = cache
+        self._passes = passes
+        self._features = torch.zeros(
+            table_rows, head.config.hidden_size, dtype=cache.dtype, device=cache.device
+        )
+
+    def propose(self, state: RoundState) -> DraftTree:
+        """First drafts from the kept feature, then num_steps - 1 passes of the head."""
+        run = _EagleRun(self.head, self._passes, state, self._features, self.shape)
+        return propose(run, state, self.shape)
+
+    def observe(self, observed: Observed) -> None:
+        """Run the head over what the target computed, and keep its last output of each request."""
+        view = self._cache.own_view(observed.view)
+        context = self._cache.context(view, OBSERVE_PASS)
+        fused = self.head.fuse(observed.taps)
+        features = self.head(observed.next_ids, view.positions, fused, context)
+        kept = features.index_select(0, observed.last)
+        self._features.index_copy_(0, view.row_ids, kept)
+
+    def host_plan(self, step: Step) -> None:
+        """Every pass of the step."""
+        width = self.shape.topk
+        rows = [1 if self.shape.is_chain else width * i for i in range(1, self.shape.num_steps)]
+        self._passes.host_plan(step, rows)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Features, the passes' rows and the attention backend's buffers, by name."""
+        held = {**self._passes.named_tensors(), **self._cache.named_tensors()}
+        return {"draft.features": self._features, **held}
+
+
+class _EagleRun(DraftRun):
+    """One round: what the passes so far were given, and their last output."""
+
+    def __init__(
+        self,
+        head: EagleHead,
+        passes: DraftPasses,
+        state: RoundState,
+        features: Tensor,  # [table rows, hidden]
+        shape: DraftShape,
+    ) -> None:
+        self.d2t = head.d2t
+        self._head = head
+        self._passes = passes
+        self._step = state.view
+        self._shape = shape
+        self._last = features.index_select(0, state.view.row_ids).unsqueeze(1)  # [reqs, 1, hidden]
+        self._pass_id = OBSERVE_PASS
+        self._tokens: Tensor | None = None  # [reqs, rows]  int64  of a tree's last pass
+        self._features: Tensor | None = None  # [reqs, rows, hidden]
+        self._parents: Tensor | None = None  # [reqs, rows]  int32
+
+    def first_logits(self) -> Tensor:
+        return self._head.logits(self._last.flatten(0, 1))
+
+    def next_logits(self, tokens: Tensor, origin: Tensor) -> Tensor:
+        self._pass_id += 1
+        if self._shape.is_chain:
+            fed = self._last
+        else:
+            fed = self._last.gather(1, origin.unsqueeze(2).expand(-1, -1, self._last.shape[2]))
+            tokens, fed = self._append(tokens, fed, origin)
+        view, ctx = self._passes.begin(self._step, self._pass_id, tokens, parents=self._parents)
+        out = self._head(view.input_ids, view.positions, fed.flatten(0, 1), ctx)
+        self._last = out.view(fed.shape)[:, -self._shape.topk :]
+        return self._head.logits(self._last.flatten(0, 1))
+
+    def _append(self, tokens: Tensor, fed: Tensor, origin: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of a tree's next pass: those of the pass before, and the new nodes."""
+        before = self._parents
+        if before is None:
+            before = origin.new_empty(origin.shape[0], 0, dtype=torch.int32)
+        self._parents = pass_parents(before, origin)
+        if self._tokens is not None and self._features is not None:
+            tokens = torch.cat((self._tokens, tokens), dim=1)
+            fed = torch.cat((self._features, fed), dim=1)
+        self._tokens, self._features = tokens, fed
+        return tokens, fed

@@ -1,0 +1,89 @@
+"""OutputsRing: what a step left in its buffers, as the host reads it."""
+
+import pytest
+import torch
+
+from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.sampling_params import SamplerTier
+from paceline.core.step import FinishCode, Step, StepLayout, StepOutputs
+from paceline.runner.buffers import StepBuffers
+from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
+from paceline.runner.streams import InlineStream
+
+CPU = torch.device("cpu")
+MAX_REQS, MAX_PATH = 4, 3
+
+
+def buffers() -> StepBuffers:
+    """Every entry tells where it lies: `results` plainly, log-probabilities by their row."""
+    made = StepBuffers(
+        max_reqs=MAX_REQS,
+        max_tokens=16,
+        max_pages=(4,),
+        max_path=MAX_PATH,
+        kv_len_bound=16,
+        device=CPU,
+    )
+    made.results.copy_(torch.tensor([[1, 70, 0], [0, 71, 3], [1, 72, 2], [1, 73, 1]]))
+    made.round_results.copy_(
+        torch.tensor(
+            [[3, 0, 10, 11, 12], [0, 3, 20, 21, 22], [1, 1, 30, 31, 32], [2, 2, 40, 41, 42]]
+        )
+    )
+    rows = made.chosen_logprobs.shape[0]
+    made.chosen_logprobs.copy_(-torch.arange(rows).float())
+    made.top_ids.copy_(torch.arange(rows).unsqueeze(1).expand_as(made.top_ids))
+    return made
+
+
+def received(num_reqs: int, *, is_round: bool, logprobs: bool) -> StepOutputs:
+    extend = MAX_PATH if is_round else 1
+    step = Step(
+        epoch=5,
+        mode=ForwardMode.TARGET_VERIFY if is_round else ForwardMode.DECODE,
+        layout=StepLayout(
+            rows=tuple(range(1, num_reqs + 1)),
+            extend_lens=(extend,) * num_reqs,
+            emits=(True,) * num_reqs,
+            drafts=MaskKind.CAUSAL if is_round else None,
+        ),
+        prefix_lens_bound=(4,) * num_reqs,
+        sampler=SamplerTier.GREEDY,
+        logprobs=logprobs,
+        deltas=(),
+    )
+    stream = InlineStream()
+    slot = OutputsRing(MAX_REQS, 16, max_path=MAX_PATH, pinned=False).slot(step.epoch)
+    source = buffers()
+    stream.run(lambda: slot.receive(source, num_reqs, logprobs=logprobs, is_round=is_round))
+    return LaunchedStep(step, stream.record(), slot).wait()
+
+
+def test_a_plain_step_brings_one_token_or_none() -> None:
+    outputs = received(3, is_round=False, logprobs=False)
+    assert outputs.token_ids == ((70,), (), (72,))
+    assert outputs.finish == (FinishCode.RUNNING, FinishCode.NON_FINITE, FinishCode.LENGTH)
+    assert outputs.logprobs is None
+
+
+def test_a_round_brings_as_many_tokens_as_each_row_emitted() -> None:
+    outputs = received(4, is_round=True, logprobs=False)
+    assert outputs.token_ids == ((10, 11, 12), (), (30,), (40, 41))
+    assert outputs.finish == (
+        FinishCode.RUNNING,
+        FinishCode.NON_FINITE,
+        FinishCode.STOP_TOKEN,
+        FinishCode.LENGTH,
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_round", "rows"), [(True, [[0, 1, 2], [], [6], [9, 10]]), (False, [[0], [], [2], [3]])]
+)
+def test_log_probabilities_belong_to_the_tokens_emitted(
+    is_round: bool, rows: list[list[int]]
+) -> None:
+    outputs = received(4, is_round=is_round, logprobs=True)
+    assert outputs.logprobs is not None
+    assert [[-each.chosen for each in request] for request in outputs.logprobs] == rows
+    assert [[each.top_ids[0] for each in request] for request in outputs.logprobs] == rows
