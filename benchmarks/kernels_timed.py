@@ -90,8 +90,7 @@ def small_works() -> list[Work]:
 
 def tuning_works() -> list[Work]:
     """Other tiles, stages and splits for decode, and other tiles for extend."""
-    from paceline.kernels._triton.paged_decode import DecodeConfig
-    from paceline.kernels._triton.runtime import TileConfig
+    from paceline.kernels._triton.runtime import SplitConfig
 
     works = []
     for batch, keys in ((1, 4096), (8, 4096), (64, 1024), (64, 4096)):
@@ -101,7 +100,7 @@ def tuning_works() -> list[Work]:
             (64, 4, 7), (64, 8, 5), (128, 4, 3), (128, 8, 5),
         ):  # fmt: skip
             for splits in sorted({max(1, usual // 2), usual, min(64, usual + (usual + 1) // 2)}):
-                config = DecodeConfig(
+                config = SplitConfig(
                     block_rows=16,
                     block_keys=block_keys,
                     num_warps=warps,
@@ -121,8 +120,12 @@ def tuning_works() -> list[Work]:
         (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 5), (128, 32, 8, 3), (128, 128, 8, 3),
         (64, 64, 4, 3), (64, 64, 4, 5), (64, 32, 4, 5),
     ):  # fmt: skip
-        config = TileConfig(
-            block_rows=rows, block_keys=block_keys, num_warps=warps, num_stages=stages
+        config = SplitConfig(
+            block_rows=rows,
+            block_keys=block_keys,
+            num_warps=warps,
+            num_stages=stages,
+            min_tiles=1,
         )
         works.append(
             Work(

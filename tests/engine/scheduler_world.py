@@ -4,17 +4,22 @@ The fake device executes Steps by the device rules and holds, per slot, the hash
 history whose KV it stands for.  Every key a query can see must carry the history the request
 itself would have written: a page given away early, shared unwritten, mixed up or trimmed too far
 shows as a wrong hash.  Steps in flight also keep what they touch: nobody else may write there.
+
+With drafts, a round of the fake device emits 1 to max_path of the model's tokens, by a hash of its
+history, and writes junk to every slot that a round may write.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from paceline.core.draft_shape import DraftShape
 from paceline.core.model_config import CacheGroupSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, PageDelta, RowLogprobs, Step, StepOutputs
 
 VOCAB = 50
 MASK = (1 << 61) - 1
+JUNK = -1  # what stands in a slot whose token was not accepted
 
 
 def extend_history(history: int, token: int) -> int:
@@ -56,6 +61,11 @@ def is_poisoned(params: SamplingParams, num_known: int) -> bool:
     return params.seed == num_known
 
 
+def num_accepted(history: int, shape: DraftShape) -> int:
+    """Drafts a round accepts behind this history."""
+    return (history >> 31) % (shape.num_steps + 1)
+
+
 def group_specs(windows: tuple[int | None, ...], page_size: int) -> list[CacheGroupSpec]:
     return [
         CacheGroupSpec(
@@ -68,6 +78,15 @@ def group_specs(windows: tuple[int | None, ...], page_size: int) -> list[CacheGr
             v_head_dim=8,
         )
         for index, window in enumerate(windows)
+    ]
+
+
+def draft_specs(
+    windows: tuple[int | None, ...], page_size: int, *, next_token: bool
+) -> list[CacheGroupSpec]:
+    return [
+        replace(spec, name=f"draft-{spec.name}", draft=True, next_token=next_token)
+        for spec in group_specs(windows, page_size)
     ]
 
 
@@ -84,12 +103,31 @@ class Row:
     frozen: bool = False
     tables: dict[int, dict[int, int]] = field(default_factory=dict)  # group -> index -> page
 
+    def value(self, position: int, spec: CacheGroupSpec) -> int:
+        """What the KV of a position stands for; JUNK where a token it depends on is unknown."""
+        if position + spec.next_token >= len(self.tokens):
+            return JUNK
+        history = self.histories[position]
+        if not spec.next_token:
+            return history
+        return extend_history(history, self.tokens[position + 1])
+
 
 class FakeDevice:
     """Executes steps in order, at once; the harness delivers the outputs late."""
 
-    def __init__(self, specs: list[CacheGroupSpec], num_pages: list[int]) -> None:
+    def __init__(
+        self,
+        specs: list[CacheGroupSpec],
+        num_pages: list[int],
+        *,
+        shape: DraftShape | None = None,
+        exact: bool = True,
+    ) -> None:
+        """exact: every bound of a prefix is the prefix."""
         self._specs = specs
+        self._shape = shape
+        self._exact = exact
         self._num_pages = num_pages
         self._rows: dict[int, Row] = {}
         self._kv: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in specs]
@@ -123,27 +161,61 @@ class FakeDevice:
             if row.frozen:
                 live.append(None)
                 continue
-            assert prefix == row.kv_len, (
-                f"bound {prefix} of a live row, the device has {row.kv_len}"
-            )
-            assert extend >= 1
-            assert prefix + extend <= len(row.tokens), "queries beyond the known tokens"
-            assert emits == (prefix + extend == len(row.tokens)), "emits disagrees with the tokens"
-            self._store(row, prefix, extend, step.epoch, touched)
+            self._check_prefix(row, prefix, step)
+            if step.is_round:
+                assert extend == self._shape.num_draft_tokens
+                self._store(row, self._shape.reach, step.epoch, touched)
+            else:
+                assert row.kv_len + extend <= len(row.tokens), "queries beyond the known tokens"
+                assert emits == (row.kv_len + extend == len(row.tokens)), "emits is of other tokens"
+                self._store(row, extend, step.epoch, touched)
             live.append(row)
         scores = self._score(step, live)
         for row, extend in zip(live, step.layout.extend_lens, strict=True):
             if row is not None:
-                self._check_visible(row, row.kv_len, extend, touched)
-                row.kv_len += extend
-        results = [self._emit(r, e) for r, e in zip(live, step.layout.emits, strict=True)]
+                self._check_visible(row, 1 if step.is_round else extend, touched)
+        results = [
+            ((), FinishCode.RUNNING) if row is None else self._advance(row, extend, emits, step)
+            for row, extend, emits in zip(
+                live, step.layout.extend_lens, step.layout.emits, strict=True
+            )
+        ]
         return StepOutputs(
             epoch=step.epoch,
-            token_ids=tuple(() if token is None else (token,) for token, _ in results),
+            token_ids=tuple(tokens for tokens, _ in results),
             finish=tuple(code for _, code in results),
             logprobs=None,
             prompt_logprobs=scores,
         )
+
+    def _check_prefix(self, row: Row, bound: int, step: Step) -> None:
+        if self._exact:
+            assert bound == row.kv_len, f"bound {bound} of a live row, the device has {row.kv_len}"
+        assert row.kv_len <= bound <= row.max_len - 2
+        if not step.is_round:
+            return
+        assert self._shape is not None, "a round without drafts"
+        assert step.layout.drafts is self._shape.mask
+        assert row.kv_len + 1 == len(row.tokens), "a round begins with the newest token"
+
+    def _advance(
+        self, row: Row, extend: int, emits: bool, step: Step
+    ) -> tuple[tuple[int, ...], FinishCode]:
+        """Emit what the row emits; the drafter observes it."""
+        before, wanted = row.kv_len, int(emits)
+        if step.is_round and row.params.speculative:
+            wanted = 1 + num_accepted(row.histories[-1], self._shape)
+        tokens, code = [], FinishCode.RUNNING
+        while len(tokens) < wanted and not row.frozen:
+            token, code = self._emit(row)
+            tokens += [] if token is None else [token]
+        row.kv_len += len(tokens) if step.is_round else extend
+        for group, spec in enumerate(self._specs):
+            for position in range(before, row.kv_len):
+                index, slot = divmod(position, spec.page_size)
+                page = row.tables[group][index]
+                self._kv[group][page, slot] = (row.value(position, spec), row.serial)
+        return tuple(tokens), code
 
     def _score(self, step: Step, live: list[Row | None]) -> dict[int, tuple[RowLogprobs, ...]]:
         """The score of a prompt token is its id."""
@@ -184,15 +256,11 @@ class FakeDevice:
             self._rows[delta.row].tables[delta.group][delta.start + offset] = page
 
     def _store(
-        self,
-        row: Row,
-        prefix: int,
-        extend: int,
-        epoch: int,
-        touched: dict[tuple[int, int], set[int]],
+        self, row: Row, extend: int, epoch: int, touched: dict[tuple[int, int], set[int]]
     ) -> None:
+        """Write `extend` tokens behind the row's length, what is not known of them as junk."""
         for group, spec in enumerate(self._specs):
-            for position in range(prefix, prefix + extend):
+            for position in range(row.kv_len, row.kv_len + extend):
                 index, slot = divmod(position, spec.page_size)
                 assert index in row.tables[group], f"no page for position {position}"
                 page = row.tables[group][index]
@@ -200,12 +268,13 @@ class FakeDevice:
                     users = others.get((group, page), set())
                     assert users <= {row.serial}, f"page {page} is used by a step in flight"
                 touched.setdefault((group, page), set()).add(row.serial)
-                self._kv[group][page, slot] = (row.histories[position], row.serial)
+                self._kv[group][page, slot] = (row.value(position, spec), row.serial)
                 self._page_writer[group][page] = (row.serial, epoch)
 
     def _check_visible(
-        self, row: Row, prefix: int, extend: int, touched: dict[tuple[int, int], set[int]]
+        self, row: Row, extend: int, touched: dict[tuple[int, int], set[int]]
     ) -> None:
+        prefix = row.kv_len
         for group, spec in enumerate(self._specs):
             low = 0 if spec.window is None else max(0, prefix - spec.window + 1)
             for position in range(low, prefix + extend):
@@ -214,15 +283,15 @@ class FakeDevice:
                 assert page is not None, f"no page for visible key {position}"
                 stored = self._kv[group].get((page, slot))
                 assert stored is not None, f"key {position} was never written"
-                assert stored[0] == row.histories[position], f"key {position} is of other tokens"
+                wanted = row.value(position, spec)
+                assert stored[0] == wanted, f"key {position} is of other tokens"
+                assert wanted != JUNK or position >= prefix, f"key {position} is junk"
                 writer, epoch = self._page_writer[group][page]
                 own = writer == row.serial
                 assert own or epoch <= self._retired, "shared before its step retired"
                 touched.setdefault((group, page), set()).add(row.serial)
 
-    def _emit(self, row: Row | None, emits: bool) -> tuple[int | None, FinishCode]:
-        if row is None or not emits:
-            return None, FinishCode.RUNNING
+    def _emit(self, row: Row) -> tuple[int | None, FinishCode]:
         if is_poisoned(row.params, len(row.tokens)):
             row.frozen = True
             return None, FinishCode.NON_FINITE

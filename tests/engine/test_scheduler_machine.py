@@ -18,7 +18,9 @@ from hypothesis.stateful import (
 )
 from scheduler_world import FakeDevice, group_specs, run_alone
 
+from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError
+from paceline.core.model_config import CacheGroupSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta
 from paceline.engine.request import FinishReason, Request, RequestState
@@ -37,24 +39,30 @@ LEAST = {"actions": 10_000, "evictions": 500, "preemptions": 200, "aborts while 
 LEAST |= {"scored prompts": 500, "siblings": 500}
 
 
+WORLD = {
+    "page_size": st.sampled_from([1, 2, 4]),
+    "windows": st.sampled_from([(None,), (None,), (None, 5), (None, 9), (6,), (None, 1, 7)]),
+    "pages": st.integers(0, 8),
+    "max_running": st.integers(2, 6),
+    "chunk": st.sampled_from([3, 4, 8, 16]),
+    "budget": st.sampled_from([6, 8, 24]),
+    "delay": st.sampled_from([1, 1, 1, 0, 2]),
+    "mix": st.sampled_from([True, True, False]),
+    "caching": st.sampled_from([True, True, True, False]),
+    "ahead": st.sampled_from([0, 6]),
+    "tight": st.sampled_from([False, False, True]),
+}
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """One engine loop around the fake device."""
 
     tally: Counter[str]
+    shape: DraftShape | None = None
+    draft_specs: tuple[CacheGroupSpec, ...] = ()
+    exact_lengths = False
 
-    @initialize(
-        page_size=st.sampled_from([1, 2, 4]),
-        windows=st.sampled_from([(None,), (None,), (None, 5), (None, 9), (6,), (None, 1, 7)]),
-        pages=st.integers(0, 8),
-        max_running=st.integers(2, 6),
-        chunk=st.sampled_from([3, 4, 8, 16]),
-        budget=st.sampled_from([6, 8, 24]),
-        delay=st.sampled_from([1, 1, 1, 0, 2]),
-        mix=st.sampled_from([True, True, False]),
-        caching=st.sampled_from([True, True, True, False]),
-        ahead=st.sampled_from([0, 6]),
-        tight=st.sampled_from([False, False, True]),
-    )
+    @initialize(**WORLD)
     def build(
         self,
         page_size,
@@ -69,19 +77,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         ahead,
         tight,
     ):
-        self.specs = group_specs(windows, page_size)
+        self.specs = [*group_specs(windows, page_size), *self.draft_specs]
+        reach, per_request = 0, 1
+        if self.shape is not None:
+            reach, per_request = self.shape.reach, self.shape.num_draft_tokens
+        max_extend = max(chunk, reach)
         # About one long request: everything else lives from eviction, waiting and preemption.
-        tokens = CONTEXT_LEN // 2 + 8 * pages
-        num_pages = [1 + -(-tokens // page_size) for _ in windows]
+        tokens = CONTEXT_LEN // 2 + reach + 8 * pages
+        num_pages = [1 + -(-tokens // page_size) for _ in self.specs]
         if tight:  # windowed pools as small as one request alone can live with
-            spans = [tokens if w is None else w - 1 + chunk for w in windows]
+            spans = [tokens if s.window is None else s.window - 1 + max_extend for s in self.specs]
             num_pages = [3 + -(-span // page_size) for span in spans]
         self.cache = CacheManager(
-            self.specs, num_pages, max_extend_len=chunk, enable_prefix_cache=caching
+            self.specs, num_pages, max_extend_len=max_extend, enable_prefix_cache=caching
         )
         config = SchedulerConfig(
+            draft=self.shape,
+            exact_lengths=self.exact_lengths,
             max_running=max_running,
-            max_batched_tokens=budget,
+            max_batched_tokens=max(budget, max_running * per_request),
             chunked_prefill_size=chunk,
             max_join_tokens=2 * CONTEXT_LEN,
             reserve_ahead=ahead,
@@ -89,7 +103,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             mix_prefill_and_decode=mix,
         )
         self.scheduler = Scheduler(config, self.cache)
-        self.device = FakeDevice(self.specs, num_pages)
+        exact = self.shape is None or self.exact_lengths
+        self.device = FakeDevice(self.specs, num_pages, shape=self.shape, exact=exact)
         self.delay = delay
         self.in_flight = deque()
         self.epoch = 0
@@ -143,6 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 stop_token_ids=tuple(range(stops)),
                 seed=NEVER_POISONED if poisoned_at is None else poisoned_at,
                 prompt_logprobs=scores,
+                speculative=len(self.requests) % 4 != 3,
             )
             first = Request.make(name, prompt, params, context_len=CONTEXT_LEN, salt=salt)
             for request in [first, *(first.sibling(i + 1) for i in range(siblings))]:
@@ -227,6 +243,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 r.row: r.salt for r in self.requests.values() if r.state is RequestState.RUNNING
             }
             self.in_flight.append((step, self.device.execute(step, salts)))
+            self.tally["rounds"] += step.is_round
             joins = [delta for delta in step.deltas if isinstance(delta, JoinDelta)]
             self.tally["joins"] += len(joins)
         while len(self.in_flight) > (self.delay if step is not None else 0):
@@ -264,7 +281,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tally["scored prompts"] += bool(wanted)
         self.tally["siblings"] += request.leader is not None
         self.tally["finished"] += 1
+        self.check_rounds(request)
         self.tally["preemptions"] += request.num_preemptions
+
+    def check_rounds(self, request):
+        """Every token but those of prefill and plain steps is one of a round's."""
+        rounds = request.rounds
+        if self.shape is None or not request.params.speculative:
+            assert rounds.rounds == rounds.drafted == rounds.emitted == 0
+            return
+        assert rounds.drafted == rounds.rounds * (self.shape.num_draft_tokens - 1)
+        assert rounds.emitted <= len(request.output_ids)
+        failed = request.finish is FinishReason.ERROR
+        assert rounds.rounds - failed <= rounds.emitted - sum(rounds.accepted) <= rounds.rounds
+        self.tally["accepted drafts"] += sum(rounds.accepted)
+        self.tally["round waits"] += bool(rounds.fallbacks)
 
     def check_ended(self, request):
         output, _ = self.expected[request.request_id]
@@ -277,14 +308,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
 
 
-def test_every_request_says_what_the_model_says_alone_whatever_happens():
+def tallied(machine, *, max_examples, steps):
+    """Run a machine; what happened in all of its examples."""
     tally: Counter[str] = Counter()
-    machine = type("TalliedMachine", (SchedulerMachine,), {"tally": tally})
     run_state_machine_as_test(
-        machine,
+        type("TalliedMachine", (machine,), {"tally": tally}),
         settings=settings(
-            max_examples=140,
-            stateful_step_count=100,
+            max_examples=max_examples,
+            stateful_step_count=steps,
             deadline=None,
             derandomize=True,
             database=None,
@@ -293,4 +324,9 @@ def test_every_request_says_what_the_model_says_alone_whatever_happens():
         ),
     )
     print(dict(tally))
+    return tally
+
+
+def test_every_request_says_what_the_model_says_alone_whatever_happens():
+    tally = tallied(SchedulerMachine, max_examples=140, steps=100)
     assert {name: tally[name] for name in LEAST if tally[name] < LEAST[name]} == {}

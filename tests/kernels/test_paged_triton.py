@@ -92,7 +92,8 @@ def test_nan_keys_reach_the_output() -> None:
 
 def run_splits(case: PagedCase, splits: int, min_tiles: int) -> tuple[Tensor, Tensor]:
     """Decode in tiles of 16 keys, dealt to `splits`, each worth `min_tiles`."""
-    from paceline.kernels._triton.paged_decode import DecodeConfig, launch_paged_decode
+    from paceline.kernels._triton.paged_decode import launch_paged_decode
+    from paceline.kernels._triton.runtime import SplitConfig
 
     num_reqs, heads, _ = case.q.shape
     out, lse = case.empty_outputs()
@@ -116,7 +117,7 @@ def run_splits(case: PagedCase, splits: int, min_tiles: int) -> tuple[Tensor, Te
         partial_out=torch.full((*partial_lse.shape, case.shape.v_head_dim), float("nan")),
         partial_lse=partial_lse,
         finished=finished,
-        config=DecodeConfig(
+        config=SplitConfig(
             block_rows=16, block_keys=16, num_warps=4, num_stages=2, min_tiles=min_tiles
         ),
     )

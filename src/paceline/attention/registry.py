@@ -104,6 +104,7 @@ def choose(
     asked: str = "auto",
     *,
     drafts: AttentionConfig | None = None,
+    rounds: bool = False,
     phase: Phase | None = None,
     gpu: str | None = None,
     table: Table | None = None,
@@ -111,6 +112,7 @@ def choose(
     """The backend for a model on a device.  An explicit choice runs or raises; auto says why.
 
     drafts: what the layers of its draft model ask; the same backend serves them.
+    rounds: whether drafts are verified; auto then passes over a backend that plans on the host.
     phase, gpu: what auto looks up in `table`, the package's measurements when None; without both
     it takes the first of its order.  Where trees are wanted of a backend without a tree mask, the
     choice is a cascade over it.
@@ -123,7 +125,11 @@ def choose(
         name, note = _composed(asked, config, drafts)
         return Choice(name=name, why=f"asked for{note}", rejected={})
     order = AUTO_ORDER.get(config.device_type, ())
-    rejected = {name: reasons for name in order if (reasons := _auto_reasons(name, config, drafts))}
+    rejected = {
+        name: reasons
+        for name in order
+        if (reasons := _auto_reasons(name, config, drafts, rounds=rounds))
+    }
     runnable = [name for name in order if name not in rejected]
     if not runnable:
         listed = [f"{name}: {reason}" for name, reasons in rejected.items() for reason in reasons]
@@ -143,10 +149,12 @@ def choose(
 
 
 def _auto_reasons(
-    name: str, config: AttentionConfig, drafts: AttentionConfig | None
+    name: str, config: AttentionConfig, drafts: AttentionConfig | None, *, rounds: bool
 ) -> list[str]:
-    """Why auto may not choose `name`: reasons, or that its library is not installed here."""
+    """Why auto may not choose `name`: reasons, what auto avoids, or that it is not installed."""
     reasons = _reasons(name, config, drafts)
+    if rounds and load_backend(name).capabilities.host_plan:
+        reasons.append("it plans on the host, which would wait for the outputs of every round")
     package = AUTO_PACKAGES.get(name)
     if package is not None and not reasons and not _is_installed(package):
         reasons = [f"{package} must be installed, got no such package"]

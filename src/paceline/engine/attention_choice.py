@@ -57,7 +57,15 @@ def phase_choices(
         )
         drafter = None if speculation is None else speculation.model
         drafts = None if drafter is None else asked(drafter)
-        choices.append(_choose(phase, asked(config), options, drafts=drafts, gpu=device.name))
+        found = _choose(
+            phase,
+            asked(config),
+            options,
+            drafts=drafts,
+            rounds=speculation is not None,
+            gpu=device.name,
+        )
+        choices.append(found)
     return tuple(choices)
 
 
@@ -155,11 +163,12 @@ def _choose(
     options: EngineOptions,
     *,
     drafts: AttentionConfig | None,
+    rounds: bool,
     gpu: str,
 ) -> PhaseChoice:
     asked = options.attention_backend or "auto"
     try:
-        choice = choose(wanted, asked, drafts=drafts, phase=phase, gpu=gpu)
+        choice = choose(wanted, asked, drafts=drafts, rounds=rounds, phase=phase, gpu=gpu)
     except BackendUnsupported as error:
         rejected = {error.backend: error.reasons}
         return PhaseChoice(phase=phase, backend=None, why="none can run", rejected=rejected)

@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.attention.registry import Choice, load_backend
+from paceline.core.draft_shape import DraftShape
 from paceline.core.events import Event, EventLog, Notify
 from paceline.core.gpus import DeviceFacts
-from paceline.core.model_config import ModelConfig, cache_group_specs
+from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.options import EngineOptions, engine_options, known
 from paceline.core.parallel import Parallel
 from paceline.engine.attention_choice import one_backend, phase_choices
 from paceline.engine.budget_table import compare
+from paceline.engine.drafter import DrafterFacts, make_proposer
 from paceline.engine.engine import Engine
 from paceline.engine.explain import nearest_if_short
 from paceline.engine.fit import Fit, require_fit
@@ -25,15 +27,16 @@ from paceline.engine.resolution import Resolution
 from paceline.engine.resolve import resolve
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
+from paceline.engine.speculation import Speculation, plan_speculation
 from paceline.engine.target import find_target
 from paceline.engine.tokenizer import Tokenizer
 from paceline.kvcache.manager import CacheManager
 from paceline.models.causal_lm import CausalLM
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource
-from paceline.runner.build import RunnerConfig, build_runner
+from paceline.runner.build import RunnerConfig, build_runner, tokens_in_flight
 from paceline.runner.model_runner import ModelRunner
-from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT
+from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import Stream, make_stream
 
 _LOG = logging.getLogger("paceline")
@@ -52,6 +55,7 @@ class Booted:
     fit: Fit
     measured: Mapping[str, int]  # bytes by the names of fit.budget_lines
     attention: Choice
+    speculation: Speculation | None
     boot_s: float
     events: EventLog
 
@@ -79,6 +83,7 @@ class _Decided:
     fit: Fit
     processors: Processors
     attention: Choice
+    speculation: Speculation | None
 
     @property
     def torch_device(self) -> torch.device:
@@ -88,6 +93,17 @@ class _Decided:
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, known(self.resolution.options.dtype))
         return dtype
+
+    @property
+    def draft(self) -> DraftShape | None:
+        return None if self.speculation is None else self.speculation.shape
+
+    @property
+    def groups(self) -> tuple[CacheGroupSpec, ...]:
+        """The target's cache groups, and the drafter's behind them."""
+        page_size = known(self.resolution.options.page_size)
+        own = () if self.speculation is None else self.speculation.groups(page_size)
+        return cache_group_specs(self.config, page_size) + own
 
 
 def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
@@ -108,7 +124,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     vocabulary = decided.source.tokenizer
     tokenizer = None if vocabulary is None else Tokenizer.from_folder(vocabulary.parent)
     engine = Engine(
-        _scheduler(decided.config, options, decided.fit, knobs),
+        _scheduler(decided, knobs),
         runner,
         tokenizer,
         turn=overlapped_turn if options.overlap else twin_turn,
@@ -124,6 +140,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
         fit=decided.fit,
         measured=measured,
         attention=decided.attention,
+        speculation=decided.speculation,
         boot_s=time.perf_counter() - began,
         events=events,
     )
@@ -134,11 +151,14 @@ def _decide(asked: Mapping[str, object]) -> _Decided:
     given = engine_options(asked)
     target = find_target(given, weights=given.load_format != "dummy")
     config, facts = target.config, target.device
-    resolution, fit = resolve(asked, config=config, device=facts)
-    short = nearest_if_short(asked, fit, config=config, device=facts)
+    speculation = plan_speculation(
+        given, config, target.source, weights=given.load_format != "dummy"
+    )
+    resolution, fit = resolve(asked, config=config, device=facts, speculation=speculation)
+    short = nearest_if_short(asked, fit, config=config, device=facts, speculation=speculation)
     require_fit(fit, None if short is None else short.advice())
     processors = load_processors(resolution.options.logits_processors)
-    attention = one_backend(phase_choices(config, resolution.options, facts))
+    attention = one_backend(phase_choices(config, resolution.options, facts, speculation))
     resolution = resolution.choose("attention_backend", attention.name, attention.why)
     _LOG.info("%s", resolution.table())
     return _Decided(
@@ -149,6 +169,7 @@ def _decide(asked: Mapping[str, object]) -> _Decided:
         fit=fit,
         processors=processors,
         attention=attention,
+        speculation=speculation,
     )
 
 
@@ -161,29 +182,49 @@ def _load(decided: _Decided, notify: Notify) -> CausalLM:
         device=decided.torch_device,
         dtype=decided.dtype,
         load_format=options.load_format,
-        max_positions=known(options.max_model_len) + STEPS_IN_FLIGHT,
+        max_positions=known(options.max_model_len) + tokens_in_flight(decided.draft),
         seed=options.seed,
     )
 
 
 def _build(model: CausalLM, decided: _Decided, knobs: Knobs, notify: Notify) -> ModelRunner:
     options, source = decided.resolution.options, decided.source
+    groups = cache_group_specs(decided.config, known(options.page_size))
+    backend = load_backend(decided.attention.name)()
+    num_pages = _num_pages(decided.fit, knobs)
+    limits = _runner_config(decided, knobs, num_pages[: len(groups)])
+    kv = kv_format(
+        known(options.kv_cache_dtype),
+        source.folder if options.load_format != "dummy" else None,
+        num_layers=decided.config.num_layers,
+        notify=notify,
+    )
+    proposer = None
+    if decided.speculation is not None:
+        facts = DrafterFacts(
+            backend=backend,
+            limits=limits,
+            page_size=known(options.page_size),
+            num_pages=num_pages[len(groups) :],
+            kv=kv,
+            dtype=decided.dtype,
+            device=decided.torch_device,
+            load_format=options.load_format,
+            seed=options.seed,
+        )
+        proposer = make_proposer(decided.speculation, model, facts)
     return build_runner(
         model,
         decided.config,
-        cache_group_specs(decided.config, known(options.page_size)),
-        load_backend(decided.attention.name)(),
-        _runner_config(options, decided.fit, knobs, decided.processors),
+        groups,
+        backend,
+        limits,
         stream=knobs.stream or make_stream(decided.torch_device),
         device=decided.torch_device,
         dtype=decided.dtype,
-        kv=kv_format(
-            known(options.kv_cache_dtype),
-            source.folder if options.load_format != "dummy" else None,
-            num_layers=decided.config.num_layers,
-            notify=notify,
-        ),
+        kv=kv,
         notify=notify,
+        proposer=proposer,
     )
 
 
@@ -199,30 +240,34 @@ def _at_context(config: ModelConfig, context_len: int, notify: Notify) -> ModelC
     return replace(config, max_position=context_len)
 
 
-def _runner_config(
-    options: EngineOptions, fit: Fit, knobs: Knobs, processors: Processors
-) -> RunnerConfig:
+def _runner_config(decided: _Decided, knobs: Knobs, num_pages: tuple[int, ...]) -> RunnerConfig:
+    """num_pages: of the target's groups."""
+    options, speculation = decided.resolution.options, decided.speculation
     return RunnerConfig(
         max_running=known(options.max_num_seqs),
         max_batched_tokens=known(options.max_num_batched_tokens),
         context_len=known(options.max_model_len),
         max_join_tokens=_join_tokens(options),
-        num_pages=_num_pages(fit, knobs),
+        num_pages=num_pages,
         graph_max_reqs=known(options.cuda_graph_max_bs),
         graph_max_tokens=known(options.cuda_graph_max_tokens),
         capture=not options.enforce_eager,
         poison_graphs=knobs.poison_graphs,
         sanitize=options.sanitize,
         staging_depth=knobs.staging_depth,
-        logits_processors=processors,
+        logits_processors=decided.processors,
+        draft=decided.draft,
+        force_accept_len=None if speculation is None else speculation.forced,
     )
 
 
-def _scheduler(config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Knobs) -> Scheduler:
+def _scheduler(decided: _Decided, knobs: Knobs) -> Scheduler:
+    options, draft = decided.resolution.options, decided.draft
+    longest_round = 0 if draft is None else draft.reach
     cache = CacheManager(
-        cache_group_specs(config, known(options.page_size)),
-        _num_pages(fit, knobs),
-        max_extend_len=known(options.chunked_prefill_size),
+        decided.groups,
+        _num_pages(decided.fit, knobs),
+        max_extend_len=max(known(options.chunked_prefill_size), longest_round),
         enable_prefix_cache=options.enable_prefix_cache,
     )
     limits = SchedulerConfig(
@@ -230,6 +275,8 @@ def _scheduler(config: ModelConfig, options: EngineOptions, fit: Fit, knobs: Kno
         max_batched_tokens=known(options.max_num_batched_tokens),
         chunked_prefill_size=known(options.chunked_prefill_size),
         max_join_tokens=_join_tokens(options),
+        draft=draft,
+        exact_lengths=load_backend(decided.attention.name).capabilities.host_plan,
     )
     if knobs.reserve_ahead is not None:
         limits = replace(limits, reserve_ahead=knobs.reserve_ahead)

@@ -11,6 +11,7 @@ def budget_lines(fit: Fit) -> tuple[tuple[str, int], ...]:
     """The budget as (name, bytes), in the order people read it."""
     return (
         ("weights", fit.weights_bytes),
+        *([("draft weights", fit.draft_weights_bytes)] if fit.draft_weights_bytes else []),
         *((f"KV {group.name}", group.bytes) for group in fit.groups),
         ("graphs", fit.graphs_bytes),
         ("workspace", fit.workspace_bytes),
@@ -39,7 +40,8 @@ def compare(fit: Fit, measured: Mapping[str, int]) -> str:
     raises ConfigError for another name.  What has no measurement shows "-".
     """
     lines = dict(budget_lines(fit))
-    planned = {"weights": lines.pop("weights"), "KV": fit.kv_bytes}
+    first = [name for name in ("weights", "draft weights") if name in lines]
+    planned = {name: lines.pop(name) for name in first} | {"KV": fit.kv_bytes}
     planned |= {name: size for name, size in lines.items() if not name.startswith("KV ")}
     unknown = sorted(set(measured) - set(planned))
     if unknown:

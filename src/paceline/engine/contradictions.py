@@ -1,9 +1,11 @@
 """Contradictions: values that cannot hold together, refused before anything is planned by them."""
 
+from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import FP8, EngineOptions, known
+from paceline.engine.footprint import nodes_of
 
 
 def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFacts) -> None:
@@ -37,18 +39,23 @@ def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFact
         )
 
 
-def refuse_step(options: EngineOptions) -> None:
+def refuse_step(options: EngineOptions, drafts: DraftShape | None) -> None:
     """Raise ConfigError where numbers of one step contradict each other; `options` has them."""
     rows, tokens = known(options.max_num_seqs), known(options.max_num_batched_tokens)
     chunk = known(options.chunked_prefill_size)
-    if tokens < rows:
+    nodes = nodes_of(drafts)
+    if tokens < rows * nodes:
+        held = "one token" if drafts is None else f"the {nodes} tokens of a round"
+        lower = f"--max-num-seqs to {tokens // nodes}"
+        if tokens < nodes:
+            lower = f"--speculative-num-draft-tokens to {tokens}"
         raise ConfigError(
             message(
                 "max_num_batched_tokens",
-                expected=f"at least {rows}",
+                expected=f"at least {rows * nodes}",
                 got=tokens,
-                remedy="a step holds one token of every running request: raise "
-                f"--max-num-batched-tokens to {rows}, or lower --max-num-seqs to {tokens}",
+                remedy=f"a step holds {held} of every running request: raise "
+                f"--max-num-batched-tokens to {rows * nodes}, or lower {lower}",
             )
         )
     if chunk > tokens:

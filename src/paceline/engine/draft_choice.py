@@ -37,7 +37,9 @@ def choose_drafter(options: EngineOptions, source: ModelSource, *, weights: bool
         return _own_head(options, source)
     if algorithm == "NGRAM":
         if path is not None:
-            raise _bad_path("left out: NGRAM has no draft model", path, "remove it, or name its algorithm")
+            raise _bad_path(
+                "left out: NGRAM has no draft model", path, "remove it, or name its algorithm"
+            )
         return Drafter(algorithm=algorithm, source=None, chosen={})
     chosen: dict[str, Chosen] = {}
     if path is None:

@@ -15,6 +15,7 @@ from paceline.engine.fit import Fit, require_fit
 from paceline.engine.nearest import nearest
 from paceline.engine.resolution import Resolution
 from paceline.engine.resolve import resolve
+from paceline.engine.speculation import Speculation, plan_speculation
 from paceline.engine.suggestion import Nearest
 from paceline.engine.target import find_target
 
@@ -26,6 +27,7 @@ class Explanation:
     model: str
     config: ModelConfig
     device: DeviceFacts
+    speculation: Speculation | None
     resolution: Resolution
     fit: Fit
     phases: tuple[PhaseChoice, ...]
@@ -49,6 +51,7 @@ class Explanation:
                 "cuda_arch": None if arch is None else list(arch),
                 "source": self.device.source,
             },
+            "speculation": self.speculation and self.speculation.to_json(),
             "options": self.resolution.to_json(),
             "fits": not self.fit.short_by_bytes,
             "fit": self.fit.to_json(),
@@ -67,34 +70,47 @@ class Explanation:
 
 def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanation:
     """Plan `asked["model"]` on a GPU by name, or on this machine when `gpu` is None."""
-    target = find_target(engine_options(asked), weights=False, gpu=gpu)
+    given = engine_options(asked)
+    target = find_target(given, weights=False, gpu=gpu)
     config, device = target.config, target.device
-    resolution, fit = resolve(asked, config=config, device=device)
+    speculation = plan_speculation(given, config, target.source, weights=False)
+    resolution, fit = resolve(asked, config=config, device=device, speculation=speculation)
     return Explanation(
         model=target.source.name,
         config=config,
         device=device,
+        speculation=speculation,
         resolution=resolution,
         fit=fit,
-        phases=phase_choices(config, resolution.options, device),
-        nearest=nearest_if_short(asked, fit, config=config, device=device),
+        phases=phase_choices(config, resolution.options, device, speculation),
+        nearest=nearest_if_short(asked, fit, config=config, device=device, speculation=speculation),
     )
 
 
 def nearest_if_short(
-    asked: Mapping[str, object], fit: Fit, *, config: ModelConfig, device: DeviceFacts
+    asked: Mapping[str, object],
+    fit: Fit,
+    *,
+    config: ModelConfig,
+    device: DeviceFacts,
+    speculation: Speculation | None = None,
 ) -> Nearest | None:
     """The nearest options that fit, when `fit`, the budget of `asked`, is short."""
     if not fit.short_by_bytes:
         return None
 
     def lacking(options: EngineOptions) -> list[str]:
-        phases = phase_choices(config, options, device)
+        phases = phase_choices(config, options, device, speculation)
         return [choice.phase for choice in phases if choice.backend is None]
 
-    usual = lacking(resolve(asked, config=config, device=device)[0].options)
+    planned, _ = resolve(asked, config=config, device=device, speculation=speculation)
+    usual = lacking(planned.options)
     return nearest(
-        asked, config=config, device=device, runs=lambda options: lacking(options) == usual
+        asked,
+        config=config,
+        device=device,
+        speculation=speculation,
+        runs=lambda options: lacking(options) == usual,
     )
 
 
@@ -105,6 +121,7 @@ def show(plan: Explanation) -> str:
     rows = [
         f"{plan.model}: {config.model_type}, {config.num_layers} layers, {heads}, "
         f"weights {gib(plan.fit.weights_bytes)}",
+        *([f"drafts: {plan.speculation}"] if plan.speculation else []),
         plan.resolution.table(),
         table(plan.fit),
         *([plan.nearest.show()] if plan.nearest else []),

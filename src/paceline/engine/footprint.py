@@ -7,6 +7,7 @@ with the allowances named below; a CPU kernel's private scratch is not counted.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.core.draft_shape import DraftShape
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, MoEConfig
 from paceline.core.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -20,6 +21,7 @@ POOL_ROUNDING_BYTES = 22 << 20  # of a CUDA pool: it grows by 2 MiB for small te
 PLANNING_LEN = 8192  # tokens; cache groups are balanced for requests of at most this length
 LOGITS_BYTES = 6  # per row and vocabulary entry: the head's output, and it in float32
 PROMPT_ENTRY_BYTES = LOGITS_BYTES + 12  # of scored prompt tokens: softmax, and a sort's scratch
+NODE_TOKEN_BYTES = 4  # per draft verified and token known: what each knows, its own path included
 PLUG_IN_ROW_BYTES = 1 << 14  # allowance: columns of plug-in logits processors, per request
 
 
@@ -49,6 +51,17 @@ class StepLimits:
     tokens: int
     length: int  # tokens of one request, those in flight behind its limit included
     plug_ins: bool = False  # logits processors beside the built-in ones
+    drafts: DraftShape | None = None  # of a round; None: no rounds
+
+    @property
+    def sampled(self) -> int:
+        """Rows of logits that one step samples at."""
+        return self.rows * nodes_of(self.drafts)
+
+
+def nodes_of(drafts: DraftShape | None) -> int:
+    """Rows that a request brings to a step that is no prefill."""
+    return 1 if drafts is None else drafts.num_draft_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +111,9 @@ def sampler_bytes(config: ModelConfig, rows: int, length: int, *, cost: SamplerC
 
 def step_bytes(config: ModelConfig, element: int, limits: StepLimits) -> int:
     """What the largest eager step allocates and gives back."""
-    sampling = sampler_bytes(config, limits.rows, limits.length, cost=SAMPLER_PEAK)
+    sampling = sampler_bytes(config, limits.sampled, limits.length, cost=SAMPLER_PEAK)
+    if limits.drafts is not None:
+        sampling += limits.sampled * limits.length * NODE_TOKEN_BYTES
     entries = min(PROMPT_BLOCK_ENTRIES, limits.tokens * config.vocab_size)
     scoring = max(entries, config.vocab_size) * PROMPT_ENTRY_BYTES
     return activation_bytes(config, limits.tokens, element) + max(sampling, scoring)
@@ -116,7 +131,8 @@ def graph_bytes(
 ) -> int:
     """What captured graphs may hold: `reserve` times the largest greedy graphs, of a decode and of
     a ragged step, which size the reserve, and one graph of the widest sampler that may pass its
-    end.  rows: requests of the decode step; tokens: of the ragged step, 0 for none.
+    end.  rows: of the decode step, of a round those it verifies; tokens: of the ragged step, 0 for
+    none.
 
     CUDA graphs share one pool, which is as large as the largest step, and reuse storage between
     operations; a recorded graph does neither.
@@ -146,6 +162,12 @@ def workspace_bytes(
     table = (limits.rows + 1) * (8 + 4 * limits.length + page_rows + sampling_row)
     step_row = 64 + page_rows + 4 + 12 * MAX_LOGPROBS
     step = limits.rows * step_row + limits.tokens * (28 + 8 * len(specs)) + 4
+    if limits.drafts is not None:
+        path = limits.drafts.max_path
+        step += limits.rows * (4 * (2 + path) + path * (4 + 12 * MAX_LOGPROBS))
+        step += (
+            0 if limits.drafts.is_chain else limits.tokens * (limits.drafts.num_draft_tokens + 4)
+        )
     tables = 1 if config.rope_local is None else 2
     rope = tables * limits.length * config.rotary_dim * 4
     return table + step + rope

@@ -105,7 +105,7 @@ class LLM:
         return self._live.resolution.table()
 
     def report(self) -> dict[str, Any]:
-        """What was booted: versions, device, options, memory planned and measured, events."""
+        """What was booted: versions, device, options, drafter, memory planned and measured, events."""
         booted = self._live
         return {
             "versions": versions(),
@@ -114,6 +114,7 @@ class LLM:
             "boot_s": booted.boot_s,
             "options": booted.resolution.to_json(),
             "attention": {"name": booted.attention.name, "why": booted.attention.why},
+            "speculation": None if booted.speculation is None else booted.speculation.to_json(),
             "memory": {"planned": booted.fit.to_json(), "measured": dict(booted.measured)},
             "events": [
                 {"reason": event.reason, "detail": event.detail, "count": count}

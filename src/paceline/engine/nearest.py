@@ -17,7 +17,9 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.option_spec import spec_of
 from paceline.core.options import DTYPES, FP8, EngineOptions, known
 from paceline.engine.fit import SHORTEST_LEN, Fit
+from paceline.engine.footprint import nodes_of
 from paceline.engine.resolve import resolve
+from paceline.engine.speculation import Speculation, without_speculation
 from paceline.engine.suggestion import Asked, Change, Command, Nearest
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names
@@ -56,22 +58,25 @@ def nearest(
     *,
     config: ModelConfig,
     device: DeviceFacts,
+    speculation: Speculation | None,
     runs: Callable[[EngineOptions], bool],
 ) -> Nearest:
     """Search from `asked`, which resolves but is short of memory.
 
     runs: whether resolved options have an attention backend.
     """
-    resolution, fit = resolve(asked, config=config, device=device)
+    plan = partial(resolve, config=config, device=device, speculation=speculation)
+    resolution, fit = plan(asked)
 
     def fits(options: Asked) -> bool:
         try:
-            found, budget = resolve(options, config=config, device=device)
+            found, budget = plan(options)
         except ConfigError:
             return False
         return not budget.short_by_bytes and runs(found.options)
 
-    options = knobs(asked, resolution.options, fit, device=device)
+    nodes = nodes_of(None if speculation is None else speculation.shape)
+    options = knobs(asked, resolution.options, fit, device=device, nodes=nodes)
     for size in range(1, len(options) + 1):
         found = [push(asked, chosen, fits) for chosen in combinations(options, size)]
         commands = [_command(asked, f, resolution.options) for f in found if f is not None]
@@ -83,13 +88,16 @@ def nearest(
                 devices=(),
                 models=(),
             )
-    return _nothing(asked, options, config=config, device=device)
+    return _nothing(asked, options, config=config, device=device, speculation=speculation)
 
 
 def knobs(
-    asked: Asked, options: EngineOptions, fit: Fit, *, device: DeviceFacts
+    asked: Asked, options: EngineOptions, fit: Fit, *, device: DeviceFacts, nodes: int
 ) -> tuple[Knob, ...]:
-    """What may change, in the order of preference; `options` and `fit` are those of `asked`."""
+    """What may change, in the order of preference; `options` and `fit` are those of `asked`.
+
+    nodes: rows that a request brings to a step that is no prefill.
+    """
     rows, tokens = known(options.max_num_seqs), known(options.max_num_batched_tokens)
     found = [
         Knob(option="max_num_seqs", values=range(rows - 1, 0, -1), bounds=("cuda_graph_max_bs",)),
@@ -107,7 +115,7 @@ def knobs(
         ),
         Knob(
             option="max_num_batched_tokens",
-            values=range(tokens - 1, max(rows, LEAST_STEP) - 1, -1),
+            values=range(tokens - 1, max(rows * nodes, LEAST_STEP) - 1, -1),
             bounds=("chunked_prefill_size", "cuda_graph_max_tokens"),
         ),
         Knob(option="gpu_memory_utilization", values=_shares(options.gpu_memory_utilization)),
@@ -196,25 +204,37 @@ def _command(asked: Asked, changed: Asked, options: EngineOptions) -> Command:
 
 
 def _nothing(
-    asked: Asked, options: Sequence[Knob], *, config: ModelConfig, device: DeviceFacts
+    asked: Asked,
+    options: Sequence[Knob],
+    *,
+    config: ModelConfig,
+    device: DeviceFacts,
+    speculation: Speculation | None,
 ) -> Nearest:
     """Why nothing fits, and what would."""
     least = _turned(asked, options, [len(knob.values) - 1 for knob in options])
-    _, fit = resolve(least, config=config, device=device)
+    _, fit = resolve(least, config=config, device=device, speculation=speculation)
     elsewhere = {name: value for name, value in asked.items() if name != "device"}
-    shapes = {name: parse_config(locate(name).config) for name in shape_names()}
+    plain = without_speculation(asked)  # a drafter is of one model
+    found = {name: locate(name).config for name in shape_names()}
+    shapes = {
+        n: parse_config(shape) for n, shape in found.items() if "draft_vocab_size" not in shape
+    }
+    weights = fit.weights_bytes + fit.draft_weights_bytes
     return Nearest(
         commands=(),
         short_by_bytes=fit.short_by_bytes,
-        weights_over_bytes=max(0, fit.weights_bytes + fit.context_bytes - fit.usable_bytes),
-        devices=tuple(n for n, gpu in GPUS.items() if _holds(elsewhere, config, gpu)),
-        models=tuple(n for n, shape in shapes.items() if _holds(asked, shape, device)),
+        weights_over_bytes=max(0, weights + fit.context_bytes - fit.usable_bytes),
+        devices=tuple(n for n, gpu in GPUS.items() if _holds(elsewhere, config, gpu, speculation)),
+        models=tuple(n for n, shape in shapes.items() if _holds(plain, shape, device, None)),
     )
 
 
-def _holds(asked: Asked, config: ModelConfig, device: DeviceFacts) -> bool:
+def _holds(
+    asked: Asked, config: ModelConfig, device: DeviceFacts, speculation: Speculation | None
+) -> bool:
     try:
-        _, fit = resolve(asked, config=config, device=device)
+        _, fit = resolve(asked, config=config, device=device, speculation=speculation)
     except ConfigError:
         return False
     return not fit.short_by_bytes

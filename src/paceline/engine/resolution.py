@@ -7,6 +7,8 @@ from typing import Any
 from paceline.core.option_spec import spec_of
 from paceline.core.options import EngineOptions
 
+_FLAG_WIDTH = 23  # characters, unless a longer one is shown
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolution:
@@ -27,16 +29,18 @@ class Resolution:
 
     def table(self) -> str:
         """One line per value that was asked or chosen, and one for all that kept their default."""
-        lines, kept = [], []
+        rows: list[tuple[str, object, str]] = []
+        kept = []
         for option in fields(EngineOptions):
             flag = spec_of(option).flags[0].removeprefix("--")
             value, origin = getattr(self.options, option.name), self.origins[option.name]
             if origin == "default":
                 kept.append(f"{flag}={_shown(value)}")
             else:
-                lines.append(f"  {flag:<24}{_shown(value)!s:<15} ({origin})")
-        lines.append("  default: " + ", ".join(kept))
-        return "\n".join(["configuration", *lines])
+                rows.append((flag, _shown(value), origin))
+        width = 1 + max([_FLAG_WIDTH, *(len(flag) for flag, _, _ in rows)])
+        lines = [f"  {flag:<{width}}{value!s:<15} ({origin})" for flag, value, origin in rows]
+        return "\n".join(["configuration", *lines, "  default: " + ", ".join(kept)])
 
     def to_json(self) -> dict[str, dict[str, object]]:
         """{option: {value, origin}}."""

@@ -6,14 +6,17 @@ here shows what the engine would do there.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from paceline.core.gpus import GIB, DeviceFacts
-from paceline.core.model_config import ModelConfig, cache_group_specs
-from paceline.core.options import KV_ELEMENT_BYTES, EngineOptions, engine_options, known
+from paceline.core.model_config import ModelConfig
+from paceline.core.options import KV_ELEMENT_BYTES, OFF, EngineOptions, engine_options, known
+from paceline.engine.balance import graph_demand
 from paceline.engine.contradictions import refuse_asked, refuse_cache, refuse_graphs, refuse_step
-from paceline.engine.fit import Fit, graph_demand, plan_memory
-from paceline.engine.footprint import request_bytes, standing_bytes
+from paceline.engine.fit import Fit, plan_memory
+from paceline.engine.footprint import nodes_of, request_bytes, standing_bytes
 from paceline.engine.resolution import Resolution
+from paceline.engine.speculation import Speculation, all_groups
 
 CPU_KV_LIMIT = 4 * GIB
 GPU_GRAPH_TOKENS = 1024  # longer steps keep the GPU busy while the next operations are launched
@@ -35,14 +38,20 @@ USUAL_ON_SMALL_GPU = StepSize(64, 2048)
 
 
 def resolve(
-    asked: Mapping[str, object], *, config: ModelConfig, device: DeviceFacts
+    asked: Mapping[str, object],
+    *,
+    config: ModelConfig,
+    device: DeviceFacts,
+    speculation: Speculation | None = None,
 ) -> tuple[Resolution, Fit]:
     """Decide every open value for `config` on `device`.
 
+    speculation: what `plan_speculation` made of the same options.
     Returns the resolution and the memory budget that belongs to it; the budget may be short, see
     `fit.require_fit`.  Raises ConfigError for values that contradict the model or the device.
     """
     given = engine_options(asked)
+    assert speculation is not None or given.speculative_algorithm in (None, OFF), "not planned"
     explicit = {n for n, v in asked.items() if v is not None and getattr(given, n) is not None}
     origins = {
         option.name: "asked" if option.name in explicit else "default"
@@ -51,14 +60,15 @@ def resolve(
     refuse_asked(given, config, device)
     config, why = _unasked_context(config, given)
     start = Resolution(options=given, origins=origins)
-    resolution = _choose_shape(_choose_device(start, config, device), device)
-    resolution = _choose_graphs(resolution, config, device)
-    refuse_step(resolution.options)
+    resolution = _choose_drafter(start, speculation)
+    resolution = _choose_shape(_choose_device(resolution, config, device), device, speculation)
+    resolution = _choose_graphs(resolution, config, device, speculation)
+    refuse_step(resolution.options, None if speculation is None else speculation.shape)
     refuse_graphs(resolution.options, config)
     refuse_cache(resolution.options)
     if device.device_type == "cpu":
-        resolution = _choose_cpu_cache(resolution, config, device)
-    fit = plan_memory(config, resolution.options, device)
+        resolution = _choose_cpu_cache(resolution, config, device, speculation)
+    fit = plan_memory(config, resolution.options, device, speculation)
     if fit.max_model_len < config.max_position:
         why = f"what the KV budget holds; the model's limit is {config.max_position}"
     resolution = resolution.choose("max_model_len", fit.max_model_len, why)
@@ -80,6 +90,15 @@ def _unasked_context(config: ModelConfig, given: EngineOptions) -> tuple[ModelCo
     return replace(config, max_position=short), why
 
 
+def _choose_drafter(resolution: Resolution, speculation: Speculation | None) -> Resolution:
+    if speculation is None:
+        why = "unasked, only the bundled model has a drafter"
+        return resolution.choose("speculative_algorithm", OFF, why)
+    for name, (value, why) in speculation.chosen.items():
+        resolution = resolution.choose(name, value, why)
+    return resolution
+
+
 def _choose_device(resolution: Resolution, config: ModelConfig, device: DeviceFacts) -> Resolution:
     resolution = resolution.choose("device", device.device_type, device.name)
     if device.native_bf16 or config.dtype == "float32":
@@ -97,16 +116,23 @@ def _choose_device(resolution: Resolution, config: ModelConfig, device: DeviceFa
     return resolution
 
 
-def _choose_shape(resolution: Resolution, device: DeviceFacts) -> Resolution:
+def _choose_shape(
+    resolution: Resolution, device: DeviceFacts, speculation: Speculation | None
+) -> Resolution:
     if device.device_type == "cuda":
         resolution = resolution.choose("gpu_memory_utilization", 0.9, "leaves a tenth to others")
     resolution = resolution.choose("page_size", 16, "short page tables, little waste")
-    resolution = _choose_step(resolution, device)
+    resolution = _choose_step(resolution, device, speculation)
     tokens = resolution.options.max_num_batched_tokens
     return resolution.choose("chunked_prefill_size", tokens, "the whole step")
 
 
-def _choose_graphs(resolution: Resolution, config: ModelConfig, device: DeviceFacts) -> Resolution:
+def _choose_graphs(
+    resolution: Resolution,
+    config: ModelConfig,
+    device: DeviceFacts,
+    speculation: Speculation | None,
+) -> Resolution:
     """The largest decode batch that runs as a graph: all, where its graphs leave room for KV.
 
     Without graphs steps are padded to the same sizes, so that answers are the same.
@@ -118,9 +144,10 @@ def _choose_graphs(resolution: Resolution, config: ModelConfig, device: DeviceFa
         rows, why = CPU_GRAPH_ROWS, "larger batches gain nothing from a graph on a CPU"
     length = options.max_model_len or config.max_position
     limit = device.free_bytes // 4
-    while rows > 1:
-        if graph_demand(config, options, device.device_type, rows=rows, length=length) <= limit:
-            break
+    demand = partial(
+        graph_demand, config, options, device.device_type, length=length, drafter=speculation
+    )
+    while rows > 1 and demand(rows=rows) > limit:
         rows, why = (rows + 1) // 2, "its graphs take at most a quarter of free memory"
     return resolution.choose("cuda_graph_max_bs", rows, why)
 
@@ -137,18 +164,29 @@ def _choose_graph_tokens(
     return resolution.choose("cuda_graph_max_tokens", tokens, "longer steps outlast their launches")
 
 
-def _choose_step(resolution: Resolution, device: DeviceFacts) -> Resolution:
-    """Requests and tokens of a step: the usual, or what the other number asks for."""
+def _choose_step(
+    resolution: Resolution, device: DeviceFacts, speculation: Speculation | None
+) -> Resolution:
+    """Requests and tokens of a step: the usual, or what the other number asks for.
+
+    With drafts every request brings several rows: as many rows in all as without keeps logits,
+    samplers and graphs as large, and products where more rows still cost little.
+    """
     options, (usual, why) = resolution.options, _usual(device)
+    nodes = nodes_of(None if speculation is None else speculation.shape)
+    each = "one token" if speculation is None else f"{nodes} tokens"
     rows, why_rows = usual.requests, why
-    if options.max_num_batched_tokens is not None and options.max_num_batched_tokens < rows:
-        rows = options.max_num_batched_tokens
-        why_rows = "a step of --max-num-batched-tokens holds one token of each"
+    if speculation is not None:
+        rows, why_rows = max(1, rows // nodes), f"{each} of each, in all the rows {why}"
+    if options.max_num_batched_tokens is not None:
+        most = max(1, options.max_num_batched_tokens // nodes)
+        if most < rows:
+            rows, why_rows = most, f"a step of --max-num-batched-tokens holds {each} of each"
     resolution = resolution.choose("max_num_seqs", rows, why_rows)
     tokens, why_tokens = usual.tokens, why
-    if known(resolution.options.max_num_seqs) > tokens:
-        tokens = known(resolution.options.max_num_seqs)
-        why_tokens = "one token of each of --max-num-seqs"
+    if known(resolution.options.max_num_seqs) * nodes > tokens:
+        tokens = known(resolution.options.max_num_seqs) * nodes
+        why_tokens = f"{each} of each of --max-num-seqs"
     if options.chunked_prefill_size is not None and options.chunked_prefill_size > tokens:
         tokens, why_tokens = options.chunked_prefill_size, "one chunk of --chunked-prefill-size"
     return resolution.choose("max_num_batched_tokens", tokens, why_tokens)
@@ -164,12 +202,16 @@ def _usual(device: DeviceFacts) -> tuple[StepSize, str]:
 
 
 def _choose_cpu_cache(
-    resolution: Resolution, config: ModelConfig, device: DeviceFacts
+    resolution: Resolution,
+    config: ModelConfig,
+    device: DeviceFacts,
+    speculation: Speculation | None,
 ) -> Resolution:
     options = resolution.options
-    specs = cache_group_specs(config, known(options.page_size))
+    specs = all_groups(config, known(options.page_size), speculation)
     element = KV_ELEMENT_BYTES[known(options.kv_cache_dtype)]
     longest = options.max_model_len or config.max_position
+    longest += 0 if speculation is None else speculation.shape.reach
     full = known(options.max_num_seqs) * request_bytes(specs, longest, element)
     full += standing_bytes(specs, element, known(options.max_num_batched_tokens))
     limits = {
@@ -177,7 +219,7 @@ def _choose_cpu_cache(
         CPU_KV_LIMIT: "the most taken unasked on a CPU",
         device.free_bytes // 4: "a quarter of free memory",
     }
-    fit = plan_memory(config, options, device)
+    fit = plan_memory(config, options, device, speculation)
     if not fit.short_by_bytes:
         limits.setdefault(fit.kv_bytes, "what weights and buffers leave")
     size = min(limits)

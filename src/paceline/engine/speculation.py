@@ -6,11 +6,16 @@ options -> who drafts (named, or told from the draft model, or the bundled head)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ModelError
-from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
+from paceline.core.model_config import (
+    CacheGroupSpec,
+    ModelConfig,
+    cache_group_specs,
+    draft_group_specs,
+)
 from paceline.core.options import OFF, SAMPLE_AND_MATCH, EngineOptions
 from paceline.engine.draft_checks import (
     refuse_acceptance,
@@ -34,7 +39,7 @@ from paceline.models.eagle_config import (
     tap_names,
 )
 from paceline.models.locate import ModelSource
-from paceline.models import size
+from paceline.models.size import eagle_weights_bytes, weights_bytes
 
 _HEADS: dict[str, Algorithm] = {"EAGLE": "EAGLE", "EAGLE3": "EAGLE3"}
 _DRAFTING = ("speculative_", "force_accept_len")  # how the names of its options begin
@@ -91,24 +96,23 @@ class Speculation:
         """The drafter's cache groups, which stand behind the target's."""
         if self.model is None:
             return ()
-        return tuple(
-            replace(group, name=f"draft-{group.name}")
-            for group in cache_group_specs(self.model, page_size)
-        )
+        return draft_group_specs(self.model, page_size, next_token=self.head is not None)
 
     def weights_bytes(self, target: ModelConfig, dtype: str) -> int:
         """Bytes of the drafter's own weights in `dtype`."""
         if self.head is not None:
-            return size.eagle_weights_bytes(self.head, target, dtype)
-        return 0 if self.draft is None else size.weights_bytes(self.draft, dtype)
+            return eagle_weights_bytes(self.head, target, dtype)
+        return 0 if self.draft is None else weights_bytes(self.draft, dtype)
 
     def __str__(self) -> str:
         shape = self.shape
-        form = "chain" if shape.is_chain else f"tree of topk {shape.topk} and depth"
+        form = f"chain of {shape.num_steps} drafts"
+        if not shape.is_chain:
+            form = f"tree of topk {shape.topk} and depth {shape.num_steps}"
         who = "" if self.source is None else f" by {self.source.name}"
         words = [
-            f"{self.algorithm}{who}: a {form} {shape.num_steps}, {shape.num_draft_tokens} tokens "
-            f"verified per request and round"
+            f"{self.algorithm}{who}: a {form}, {shape.num_draft_tokens} tokens verified per "
+            "request and round"
         ]
         words += [f"reads {', '.join(self.taps)}"] if self.taps else []
         words += [f"accepts by {self.acceptance}"] if self.acceptance != SAMPLE_AND_MATCH else []
@@ -159,6 +163,14 @@ def plan_speculation(
     )
     refuse_topk(shape, plan.vocab_size)
     return plan
+
+
+def all_groups(
+    target: ModelConfig, page_size: int, speculation: Speculation | None
+) -> tuple[CacheGroupSpec, ...]:
+    """The cache groups of an engine: the target's, then the drafter's."""
+    drafts = () if speculation is None else speculation.groups(page_size)
+    return (*cache_group_specs(target, page_size), *drafts)
 
 
 def without_speculation(asked: Mapping[str, object]) -> dict[str, object]:

@@ -9,9 +9,10 @@ id: no child scores above its parent and its id is larger, so none is kept witho
 
 Worked example: topk 2, 3 steps, 6 draft tokens (probabilities; id: token: score).
 
-    candidates  0:a:.60 1:b:.30 | 2:c:.42 3:d:.12 4:e:.15 5:f:.12 | 6:g:.378 7:h:.021 8:i:.12 9:j:.015
-    parents       -1      -1    |   0       0       1       1     |   2        2        4       4
-    frontiers   [0 1], origin [0 0]; [2 4], origin [0 1]; [6 8], origin [0 1]
+    step 0      0: a .60   1: b .30                          parents -1 -1       frontier [0 1]
+    step 1      2: c .42   3: d .12   4: e .15   5: f .12    parents 0 0 1 1     frontier [2 4]
+    step 2      6: g .378  7: h .021  8: i .12   9: j .015   parents 2 2 4 4
+    origin      [0 0], then [0 1]
     pass 1      rows a b      parents [-1 -1]            under a root row: [-1 | 0 0]
     pass 2      rows a b c e  parents [-1 -1 0 1]                          [-1 | 0 0 | 1 2]
     kept        ids 0 1 2 4 6

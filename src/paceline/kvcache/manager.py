@@ -172,9 +172,7 @@ class CacheManager:
         entry = self._entries[request_id]
         self._require_retired(epoch)
         moves = self._commit(entry, kv_len, epoch)
-        num_pages = self._num_shareable(tokens, kv_len)
-        if num_pages > entry.num_offered:
-            self._offer(entry, tokens, num_pages, adopt=None)
+        self._offer(entry, tokens, self._num_shareable(tokens, kv_len), adopt=None)
         return moves
 
     def advance_window(self, request_id: str, lowest_query: int, *, epoch: int) -> None:
@@ -268,7 +266,7 @@ class CacheManager:
         self, entry: _Entry, tokens: Sequence[int], num_pages: int, *, adopt: int | None
     ) -> None:
         """Offer written pages [num_offered, num_pages) to the tree, below the tip."""
-        if not self._enabled:
+        if not self._enabled or num_pages <= entry.num_offered:
             return
         if entry.tip is None or not entry.tip.alive:
             entry.tip, entry.num_offered = self._tree.root(entry.salt), 0

@@ -7,9 +7,9 @@ evicted from the leaves up.  A windowed group needs only the last pages, so its 
 anywhere.  Eviction takes the least recently used unlocked page from a heap of candidates; stale
 heap entries are skipped.
 
-Where the KV of a token depends on the token behind it (an EAGLE head's), a node's tokens are those of
-its page and the one behind them, its `draft_next_token`: another continuation is another node, so
-that a hit with it ends one page earlier, and its own pages can be found again.
+Where the KV of a token depends on the token behind it (an EAGLE head's), a node's key is the tokens
+of its page and the one behind them, its `draft_next_token`: another continuation is another node.
+So a hit with it ends one page earlier, and what it computes can be found again.
 """
 
 import heapq
@@ -174,6 +174,7 @@ class PrefixTree:
         """Raise IntegrityError unless counts agree with nodes and leaf-first paths are whole."""
         evictable = [0] * len(self._evictable)
         for node in self.nodes():
+            self._check_behind(node)
             for group, page in enumerate(node.pages):
                 evictable[group] += page is not None and node.locks[group] == 0
                 held = sum(child.pages[group] is not None for child in node.children.values())
@@ -184,6 +185,16 @@ class PrefixTree:
                     whole = whole and (is_root or node.parent.pages[group] is not None)
                     self._compare("whole leaf-first paths", True, whole)
         self._compare("evictable pages", evictable, self._evictable)
+
+    def _check_behind(self, node: Node) -> None:
+        """The tokens behind a node's page are the first of its children's pages."""
+        if node.parent is None or not self._num_behind:
+            return
+        for child in node.children.values():
+            assert isinstance(node.key, tuple), "token ids"
+            assert isinstance(child.key, tuple), "token ids"
+            behind = node.key[self._page_size :]
+            self._compare("tokens behind a page", behind, child.key[: self._num_behind])
 
     def _is_candidate(self, node: Node, group: int) -> bool:
         if node.pages[group] is None or node.locks[group]:

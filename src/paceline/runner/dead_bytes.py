@@ -6,14 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import StepLayout
 from paceline.runner.buffers import PaddedSize
-from paceline.runner.dead_slots import LiveRow
-from paceline.runner.poison import Piece, Region, bits_of, poison_bits
+from paceline.runner.live_rows import LiveRow
+from paceline.runner.poison import LARGE, Piece, Region, bits_of, float_bits, poison_bits
 
-_PER_TOKEN = ("req_ids", "positions", "input_ids", "out_cache_loc", "parents")
-_STAGED = ("facts", "parents")  # by the host: what of them is in use is read
+_PER_TOKEN = ("req_ids", "positions", "input_ids", "out_cache_loc")
+_OF_TREES = ("parents", "chain_positions")  # per token, where there are trees
+_PER_EMITTED = ("chosen_logprobs", "top_ids", "top_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +24,29 @@ class Extent:
 
     layout: StepLayout
     size: PaddedSize
+    max_path: int  # tokens that a row emits at most
 
     def of(self, field: str) -> int:
         """Leading entries of a step buffer that the step uses."""
-        size = self.size
+        size, drafts = self.size, self.layout.drafts
+        has_tree = self.layout.has_tree or drafts is MaskKind.TREE
         if field == "arange":
             return size.tokens
         if field == "tree_mask":
-            return size.tokens * size.max_extend_len if self.layout.has_tree else 0
-        if field == "parents" and not self.layout.has_tree:
-            return 0
+            return size.tokens * size.max_extend_len if has_tree else 0
+        if field in _OF_TREES:
+            return size.tokens if has_tree else 0
         if field.startswith(_PER_TOKEN):
             return size.tokens
+        if field in _PER_EMITTED:
+            return size.reqs * self.max_path
+        if field == ("results" if drafts is not None else "round_results"):
+            return 0
         return size.reqs + (field == "cu_seqlens_q")
+
+    def is_staged(self, field: str) -> bool:
+        """Whether the host wrote what of it is in use."""
+        return field == "facts" or (field == "parents" and self.layout.has_tree)
 
 
 def step_regions(named: Mapping[str, Tensor], extent: Extent) -> list[Region]:
@@ -56,7 +68,7 @@ def step_regions(named: Mapping[str, Tensor], extent: Extent) -> list[Region]:
                 )
             )
         begin = 1 if field == "cu_seqlens_q" else 0  # its leading 0 is a constant
-        if field not in (*_STAGED, "arange") and begin < end:
+        if field != "arange" and not extent.is_staged(field) and begin < end:
             regions.append(
                 Region(
                     name=f"{name}[{begin}:{end}], of the step before",
@@ -68,7 +80,7 @@ def step_regions(named: Mapping[str, Tensor], extent: Extent) -> list[Region]:
 
 
 def backend_regions(named: Mapping[str, Tensor], kept: frozenset[str]) -> list[Region]:
-    """Every buffer of the backend but those whose last name is in `kept`."""
+    """Every buffer of a backend, or a proposer's own, but those whose last name is in `kept`."""
     return [
         Region(
             name=name,
@@ -81,17 +93,47 @@ def backend_regions(named: Mapping[str, Tensor], kept: frozenset[str]) -> list[R
     ]
 
 
+def feature_regions(
+    name: str, features: Tensor, live: Sequence[LiveRow], *, is_round: bool
+) -> list[Region]:
+    """Rows of what a proposer keeps per request that a step may not read.
+
+    features: [table rows, hidden]; a round drafts from them, any other step writes them anew.
+    """
+    rows = {row.row for row in live}
+    every = set(range(features.shape[0]))
+    padding = torch.full_like(bits_of(features[:1]), 0) + float_bits(LARGE, features)
+    regions = [
+        Region(
+            name=f"{name}, rows outside the step",
+            pieces=(_rows(features, rows | {PAD_ROW}),),
+            remedy="index what is kept per request by the step's row_ids",
+            is_foreign=True,
+        ),
+        Region(
+            name=f"{name}, of padded rows",
+            pieces=(Piece(tensor=features[:1], index=None, dead=None, poison=padding),),
+            remedy="let no row depend on another one",
+            is_padding=True,
+        ),
+    ]
+    if rows and not is_round:
+        regions.append(
+            Region(
+                name=f"{name}, of the step before",
+                pieces=(_rows(features, every - rows),),
+                remedy="write it in every step that is observed",
+            )
+        )
+    return regions
+
+
 def table_regions(
-    named: Mapping[str, Tensor],
-    layout: StepLayout,
-    live: Sequence[LiveRow],
-    *,
-    known_behind: int,
+    named: Mapping[str, Tensor], layout: StepLayout, live: Sequence[LiveRow]
 ) -> list[Region]:
     """Rows that are not in the step, and tokens that its rows do not know yet.
 
-    named: RequestTable.named_tensors(), page tables aside; known_behind: tokens behind kv_len that
-    the step may read.
+    named: RequestTable.named_tensors(), page tables aside.
     """
     rows = {row.row for row in live}
     regions = []
@@ -111,19 +153,19 @@ def table_regions(
     tokens = named["table.token_ids"]
     columns = torch.arange(tokens.shape[1], device=tokens.device)
     index = torch.tensor([row.row for row in live], dtype=torch.int64, device=tokens.device)
-    lens = torch.tensor([[row.kv_len] for row in live], dtype=torch.int64, device=tokens.device)
+    lens = torch.tensor([[row.known_len] for row in live], dtype=torch.int64, device=tokens.device)
     if live:
         piece = Piece(
             tensor=tokens,
             index=index,
-            dead=columns >= lens + known_behind,
+            dead=columns >= lens,
             poison=poison_bits(tokens[index]),
         )
         regions.append(
             Region(
-                name="table.token_ids, behind kv_len",
+                name="table.token_ids, behind what is known",
                 pieces=(piece,),
-                remedy="read a request's tokens up to kv_len",
+                remedy="read a request's tokens up to kv_len; in a round up to the root",
             )
         )
     return regions

@@ -1,22 +1,23 @@
 """Which slots of the KV pools a step may read, and the others as regions to poison.
 
-Worked example: page size 4, one row with prefix 5 and extend 1 in pages [7, 2], a padded row:
+Worked example: page size 4, one row with prefix 5 and extend 2 in pages [7, 2], of which 1 is kept
+(a round rejected a draft), and a padded row that reads 2 slots:
 
     page 7   LIVE LIVE LIVE LIVE
-    page 2   LIVE WRITTEN BEHIND_END BEHIND_END
+    page 2   LIVE WRITTEN REJECTED BEHIND_END
     page 0   PADDING PADDING PAGE_0 PAGE_0
     others   OTHER
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import LayerCache
 from paceline.core.padding import PAD_PAGE
+from paceline.kvcache.pool import KVPool
+from paceline.runner.live_rows import LiveRow
 from paceline.runner.poison import LARGE, Piece, Region, bits_of, float_bits, same_numbers
 
 _POISONED_BYTES = 256 << 20  # of one group's pages; the pools of a GPU are much larger
@@ -27,15 +28,17 @@ class SlotUse(IntEnum):
 
     LIVE = 0  # read
     WRITTEN = 1  # read once the step has written it
-    PADDING = 2  # of page 0: read and written by padded rows
-    PAGE_0 = 3  # the rest of page 0
-    BEHIND_END = 4  # of a page in the table, behind kv_len
-    BEHIND_WINDOW = 5  # before the first key that any row of the step can see
-    OTHER = 6  # pages of requests that are not in the step, and free ones
+    REJECTED = 2  # the same, by drafts that were not accepted: what it holds then means nothing
+    PADDING = 3  # of page 0: read and written by padded rows
+    PAGE_0 = 4  # the rest of page 0
+    BEHIND_END = 5  # of a page in the table, behind kv_len
+    BEHIND_WINDOW = 6  # before the first key that any row of the step can see
+    OTHER = 7  # pages of requests that are not in the step, and free ones
 
 
 _NAMES = {
     SlotUse.WRITTEN: "slots this step writes, before it does",
+    SlotUse.REJECTED: "slots of rejected drafts, before this step writes them",
     SlotUse.PADDING: "page 0, as padded rows read it",
     SlotUse.PAGE_0: "page 0",
     SlotUse.BEHIND_END: "slots behind kv_len",
@@ -46,20 +49,12 @@ _MASK = (
     "mask keys by length and window before they enter the product, or state "
     "capabilities.loads_dead_slots where masked slots are multiplied by 0"
 )
+_WRITE_FIRST = "write a step's K and V before attending to them"
 _REMEDIES = {
-    SlotUse.WRITTEN: "write a step's K and V before attending to them",
+    SlotUse.WRITTEN: _WRITE_FIRST,
+    SlotUse.REJECTED: _WRITE_FIRST,
     SlotUse.PADDING: "let no row depend on another one, and none on the reserved page",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class LiveRow:
-    """One row of a step that is neither padded nor frozen."""
-
-    index: int  # in the step
-    row: int  # of the request table
-    prefix_len: int
-    kv_len: int
 
 
 def slot_uses(
@@ -89,7 +84,8 @@ def slot_uses(
     for slots, row, low in spans:
         uses[slots[low : row.prefix_len]] = SlotUse.LIVE
     for slots, row, _ in spans:
-        uses[slots[row.prefix_len : row.kv_len]] = SlotUse.WRITTEN
+        uses[slots[row.prefix_len : row.kv_len]] = SlotUse.REJECTED
+        uses[slots[row.prefix_len : row.kept_len]] = SlotUse.WRITTEN
     uses[:page_size] = SlotUse.PAGE_0
     uses[: min(padding_reach, page_size)] = SlotUse.PADDING
     return uses.view(shape)
@@ -108,19 +104,17 @@ def chosen_pages(uses: Tensor, count: int) -> Tensor:
 class DeadSlots:
     """One cache group's dead slots in a step, with what they held."""
 
-    def __init__(
-        self, name: str, layers: Sequence[LayerCache], uses: Tensor, *, loads_dead: bool
-    ) -> None:
+    def __init__(self, name: str, pool: KVPool, uses: Tensor, *, loads_dead: bool) -> None:
         self._name = name
         self._sides = [
-            (f"{side}.{layer.spec.layer_id}", cache)
-            for layer in layers
-            for side, cache in (("k", layer.k_cache), ("v", layer.v_cache))
+            (f"{side}.{layer_id}", cache)
+            for layer_id in pool.spec.layer_ids
+            for side, cache in zip("kv", pool.layer(layer_id)[:2], strict=True)
         ]
         self._loads_dead = loads_dead
         page_bytes = sum(cache[0].nbytes for _, cache in self._sides)
         pages = chosen_pages(uses, max(1, _POISONED_BYTES // page_bytes))
-        device = layers[0].k_cache.device
+        device = pool.tensors[0].device
         self._pages = pages.to(device)
         self._uses = uses[pages].to(device)
         self._saved = [bits_of(cache)[self._pages] for _, cache in self._sides]
@@ -168,7 +162,7 @@ class DeadSlots:
             name=f"{self._name}.{side}: {_NAMES[use]}",
             pieces=pieces,
             remedy=_REMEDIES.get(use, _MASK),
-            is_foreign=use not in (SlotUse.WRITTEN, SlotUse.PADDING),
+            is_foreign=use >= SlotUse.PAGE_0,
             is_padding=use is SlotUse.PADDING,
         )
 

@@ -7,8 +7,6 @@ kv_len 200, window 150: the visible keys are [50, 200) in 3 tiles; 3 splits are 
 to finish merges all of them, in their order: the result does not depend on who it is.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +24,7 @@ from paceline.kernels._triton.primitives import (
     softmax_step,
 )
 from paceline.kernels._triton.runtime import (
-    TileConfig,
+    SplitConfig,
     block_dim,
     interpreted,
     keys_per_stage,
@@ -229,19 +227,12 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeConfig(TileConfig):
-    """The tiles of paged_decode."""
-
-    min_tiles: int  # of keys, that a split is worth its merge
-
-
 def decode_config(
     group: int, head_dim: int, v_head_dim: int, *, kv_dtype: torch.dtype
-) -> DecodeConfig:
+) -> SplitConfig:
     """Static tile table of paged_decode: memory-bound, so small tiles, two in flight, and many
     programs of two warps."""
-    return DecodeConfig(
+    return SplitConfig(
         block_rows=16 if group <= 16 else 32,
         block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2),
         num_warps=2,
@@ -269,7 +260,7 @@ def launch_paged_decode(
     partial_out: Tensor,
     partial_lse: Tensor,
     finished: Tensor,
-    config: DecodeConfig | None = None,
+    config: SplitConfig | None = None,
 ) -> None:
     """One program per KV head, split and request; `config` overrides the tile table."""
     require_runnable(

@@ -23,7 +23,7 @@ from paceline.kernels._triton.primitives import (
     softmax_step,
 )
 from paceline.kernels._triton.runtime import (
-    TileConfig,
+    SplitConfig,
     block_dim,
     interpreted,
     keys_per_stage,
@@ -36,6 +36,7 @@ from paceline.kernels._triton.split_merge import (
     splits_per_load,
     store_partial,
 )
+from paceline.kernels.paged_attention.splits import FEW_ROWS, ROW_TILE
 
 
 @triton.jit
@@ -57,12 +58,32 @@ def _tree_depths(
 
 
 @triton.jit
+def _tree_bits(
+    tree_mask_ptr,  # [tokens, max_extend_len] bool
+    token,  # [rows] int64
+    live,  # [rows] bool
+    extend_len,
+    stride_tree_token,
+    NODES: tl.constexpr,
+):
+    """[rows] int64: bit j of a row is set where it sees row j of its request's step."""
+    node = tl.arange(0, NODES)
+    sees = tl.load(
+        tree_mask_ptr + token[:, None] * stride_tree_token + node[None, :],
+        mask=live[:, None] & (node < extend_len)[None, :],
+        other=0,
+    )
+    return tl.sum((sees != 0).to(tl.int64) << node[None, :], axis=1)
+
+
+@triton.jit
 def _visible(
     keys,  # [keys] int32
     live,  # [keys] bool
     query_position,  # [rows] int32
     token,  # [rows] int64
     row_live,  # [rows] bool
+    tree_bits,  # [rows] int64, of _tree_bits with NODES
     tree_mask_ptr,  # [tokens, max_extend_len] bool or None
     stride_tree_token,
     token_begin,
@@ -70,6 +91,7 @@ def _visible(
     extend_len,
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
+    NODES: tl.constexpr,
 ):
     """[rows, keys] bool: which keys each row sees."""
     key_position = keys
@@ -79,11 +101,14 @@ def _visible(
     elif MASK == "tree":
         node = keys - prefix_len
         in_step = live & (node >= 0)
-        is_ancestor = tl.load(
-            tree_mask_ptr + token[:, None] * stride_tree_token + node[None, :],
-            mask=row_live[:, None] & in_step[None, :],
-            other=0,
-        )
+        if NODES is None:
+            is_ancestor = tl.load(
+                tree_mask_ptr + token[:, None] * stride_tree_token + node[None, :],
+                mask=row_live[:, None] & in_step[None, :],
+                other=0,
+            )
+        else:
+            is_ancestor = (tree_bits[:, None] >> (node & 63)[None, :]) & 1
         visible = visible & ((node < 0)[None, :] | (is_ancestor != 0))
         if WINDOW is not None:
             key_token = token_begin.to(tl.int64) + node
@@ -102,6 +127,7 @@ def _attend_keys(
     query_position,  # [rows] int32
     token,  # [rows] int64
     row_live,  # [rows] bool
+    tree_bits,  # [rows] int64
     q,  # [rows, BLOCK_DIM_K]
     k_head_ptr,  # [pages, page_size, head_dim] one KV head
     v_head_ptr,  # [pages, page_size, v_head_dim] one KV head
@@ -120,6 +146,7 @@ def _attend_keys(
     scale,
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
+    NODES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     DIM_K: tl.constexpr,
@@ -146,8 +173,8 @@ def _attend_keys(
     scores = scores_log2(products, scale, SOFT_CAP)
     if MASKED:
         visible = _visible(
-            keys, live, query_position, token, row_live, tree_mask_ptr, stride_tree_token,
-            token_begin, prefix_len, extend_len, MASK, WINDOW,
+            keys, live, query_position, token, row_live, tree_bits, tree_mask_ptr,
+            stride_tree_token, token_begin, prefix_len, extend_len, MASK, WINDOW, NODES,
         )  # fmt: skip
         scores = tl.where(visible, scores, float("-inf"))
     v = load_rows(v_head_ptr, v_offsets, live, DIM_V, BLOCK_DIM_V, MASKED).to(q.dtype)
@@ -218,6 +245,7 @@ def _extend_kernel(
     splits,
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
+    NODES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PREFIX_ONLY: tl.constexpr,
     GROUP: tl.constexpr,
@@ -231,6 +259,7 @@ def _extend_kernel(
     SAME_STRIDES: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
     WIDEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -244,36 +273,25 @@ def _extend_kernel(
 
     token_begin = tl.load(cu_seqlens_q_ptr + req)
     extend_len = tl.load(cu_seqlens_q_ptr + req + 1) - token_begin
-    num_rows = extend_len * GROUP
-    if tile * BLOCK_ROWS >= num_rows:
-        return
     prefix_len = tl.load(prefix_lens_ptr + req)
     end = prefix_len
     if not PREFIX_ONLY:
         end = tl.load(kv_lens_ptr + req)
 
+    num_rows = extend_len * GROUP
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_live = row < num_rows
     query_position = prefix_len + row // GROUP
     token = (token_begin + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
-    cols_k = tl.arange(0, BLOCK_DIM_K)
-    q = tl.load(
-        q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + cols_k[None, :],
-        mask=row_live[:, None] & (cols_k < DIM_K)[None, :],
-        other=0.0,
-    )
-
-    # Keys [begin, full_end) are seen by every row, [full_end, end) are masked row by row.
+    tree_bits = token
     first_position = prefix_len + tile * BLOCK_ROWS // GROUP
-    full_end = end
-    if MASK == "causal":
-        last_row = tl.minimum(tile * BLOCK_ROWS + BLOCK_ROWS, num_rows) - 1
-        end = tl.minimum(end, prefix_len + last_row // GROUP + 1)
-        full_end = tl.minimum(end, first_position + 1)
-    elif MASK == "tree":
+    if MASK == "tree":
         first_position = prefix_len
-        full_end = tl.minimum(end, prefix_len)
+        if NODES is not None:
+            tree_bits = _tree_bits(
+                tree_mask_ptr, token, row_live, extend_len, stride_tree_token, NODES
+            )
         if WINDOW is not None:
             query_position = prefix_len + _tree_depths(
                 tree_mask_ptr, token, row_live, extend_len, stride_tree_token
@@ -281,36 +299,55 @@ def _extend_kernel(
     begin = 0
     if WINDOW is not None:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
+    # Tiles are dealt to the splits in turn, as in a decode; a single one masks only its last tiles.
+    first = begin + split * BLOCK_KEYS
+    page_row_ptr = page_table_ptr + req * stride_page_table_req
+    columns = tl.arange(0, BLOCK_KEYS)
+    page = lookup_pages(page_row_ptr, first + columns, max_pages, PAGE_SIZE)
+    cols_k = tl.arange(0, BLOCK_DIM_K)
+    q = tl.load(
+        q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + cols_k[None, :],
+        mask=row_live[:, None] & (cols_k < DIM_K)[None, :],
+        other=0.0,
+    )
+    # Without a window nothing above but q waits for a length: the loads are in flight together.
+    if tile * BLOCK_ROWS >= num_rows:
+        return
+
+    # Keys [begin, full_end) are seen by every row, [full_end, end) are masked row by row.
+    full_end = end
+    if MASK == "causal":
+        last_row = tl.minimum(tile * BLOCK_ROWS + BLOCK_ROWS, num_rows) - 1
+        end = tl.minimum(end, prefix_len + last_row // GROUP + 1)
+        full_end = tl.minimum(end, first_position + 1)
+    elif MASK == "tree":
+        full_end = tl.minimum(end, prefix_len)
     full_end = full_end // BLOCK_KEYS * BLOCK_KEYS
 
     live_splits = 1
     if IS_SPLIT:
-        live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(end - begin, BLOCK_KEYS)), 1)
+        tiles = tl.cdiv(end - begin, BLOCK_KEYS)
+        live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
         if split >= live_splits:
             return
     step = live_splits * BLOCK_KEYS
 
     if k_scale_ptr is not None:
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
-    page_row_ptr = page_table_ptr + req * stride_page_table_req
     k_head_ptr = k_cache_ptr + kv_head * stride_k_head
     v_head_ptr = v_cache_ptr + kv_head * stride_v_head
     running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
-    columns = tl.arange(0, BLOCK_KEYS)
-    # Tiles are dealt to the splits in turn, as in a decode; a single one masks only its last tiles.
-    first = begin + split * BLOCK_KEYS
-    page = lookup_pages(page_row_ptr, first + columns, max_pages, PAGE_SIZE)
     if not ONE_LOOP:
         for start in range(first, full_end, step):
             next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
             running_max, running_sum, acc = _attend_keys(
-                start, page, end, query_position, token, row_live, q,
+                start, page, end, query_position, token, row_live, tree_bits, q,
                 k_head_ptr, v_head_ptr, tree_mask_ptr,
                 stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
                 token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
-                MASK, WINDOW, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
+                MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
                 BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
                 MASKED=False,
             )  # fmt: skip
@@ -319,11 +356,11 @@ def _extend_kernel(
     for start in range(first, end, step):
         next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
         running_max, running_sum, acc = _attend_keys(
-            start, page, end, query_position, token, row_live, q,
+            start, page, end, query_position, token, row_live, tree_bits, q,
             k_head_ptr, v_head_ptr, tree_mask_ptr,
             stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
             token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
-            MASK, WINDOW, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
+            MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
             BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
             MASKED=True,
         )  # fmt: skip
@@ -355,21 +392,45 @@ def _extend_kernel(
 
 
 def extend_config(
-    max_rows: int, head_dim: int, v_head_dim: int, *, dtype: torch.dtype, shared_bytes: int
-) -> TileConfig:
-    """Static tile table of paged_extend; `max_rows` is max_extend_len * group."""
+    max_rows: int,
+    head_dim: int,
+    v_head_dim: int,
+    *,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    shared_bytes: int,
+) -> SplitConfig:
+    """Static tile table of paged_extend; `max_rows` is max_extend_len * group.
+
+    Few rows wait for memory, as a decode does, and get its tiles; a request with several tiles of
+    rows reads its keys once from memory and then from the cache.
+    """
+    if max_rows <= FEW_ROWS:
+        return SplitConfig(
+            block_rows=ROW_TILE,
+            block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2),
+            num_warps=2,
+            num_stages=3,
+            min_tiles=4,
+        )
     widest = max(block_dim(head_dim), block_dim(v_head_dim))
     if dtype == torch.float32:
         largest = 16
     else:
         largest = 128 if widest <= 128 else 64
     block_rows = max(16, min(largest, triton.next_power_of_2(max_rows)))
-    return TileConfig(
+    return SplitConfig(
         block_rows=block_rows,
         block_keys=min(64, keys_per_stage(head_dim, v_head_dim, dtype.itemsize)),
         num_warps=8 if block_rows * widest >= 16384 else 4,
         num_stages=3 if shared_bytes >= 163840 else 2,
+        min_tiles=1,
     )
+
+
+def block_nodes(max_extend_len: int) -> int | None:
+    """Edge of the tile of a tree's rows whose bits fit one number; None: too many rows."""
+    return max(16, triton.next_power_of_2(max_extend_len)) if max_extend_len <= 64 else None
 
 
 def launch_paged_extend(
@@ -397,7 +458,7 @@ def launch_paged_extend(
     partial_out: Tensor | None,
     partial_lse: Tensor | None,
     finished: Tensor | None,
-    config: TileConfig | None = None,
+    config: SplitConfig | None = None,
 ) -> None:
     """One program per tile of rows, KV head and request; `config` overrides the tile table."""
     require_runnable(
@@ -410,7 +471,12 @@ def launch_paged_extend(
     if config is None:
         shared_bytes = shared_memory_bytes(q.device)
         config = extend_config(
-            max_rows, head_dim, v_head_dim, dtype=q.dtype, shared_bytes=shared_bytes
+            max_rows,
+            head_dim,
+            v_head_dim,
+            dtype=q.dtype,
+            kv_dtype=k_cache.dtype,
+            shared_bytes=shared_bytes,
         )
     grid = (triton.cdiv(max_rows, config.block_rows), kv_heads * splits, page_table.shape[0])
     _extend_kernel[grid](
@@ -442,6 +508,7 @@ def launch_paged_extend(
         splits,
         MASK=mask,
         WINDOW=window,
+        NODES=block_nodes(max_extend_len),
         SOFT_CAP=soft_cap,
         PREFIX_ONLY=prefix_only,
         GROUP=group,
@@ -455,6 +522,7 @@ def launch_paged_extend(
         SAME_STRIDES=k_cache.stride()[:2] == v_cache.stride()[:2],
         ONE_LOOP=window is not None or splits > 1,
         IS_SPLIT=splits > 1,
+        MIN_TILES=config.min_tiles,
         MERGE_SPLITS=splits_per_load(config.block_rows, block_dim(v_head_dim)),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_extend_kernel),
         **overlap_options(q.device, _extend_kernel),

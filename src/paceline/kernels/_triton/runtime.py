@@ -22,6 +22,13 @@ class TileConfig:
     num_stages: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitConfig(TileConfig):
+    """The tiles of a kernel whose programs may share the keys of a request."""
+
+    min_tiles: int  # of keys, that a split is worth its merge
+
+
 def interpreted(kernel: object) -> bool:
     """Whether this jitted function was defined with Triton's interpreter on."""
     return not isinstance(kernel, JITFunction)

@@ -64,22 +64,24 @@ def merge_splits(
     running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
     cols = tl.arange(0, BLOCK_DIM_V)
+    # Splits are the middle dimension: Triton then gives the rows to warps, and each thread adds the
+    # splits of its numbers.  As the first they would lie on different warps.
     for first in range(0, live_splits, BLOCK_SPLITS):
         split = first + tl.arange(0, BLOCK_SPLITS)
-        row = first_row[None, :] + (split * stride_split)[:, None]
-        wanted = (split < live_splits)[:, None] & live[None, :]
+        row = first_row[:, None] + (split * stride_split)[None, :]
+        wanted = live[:, None] & (split < live_splits)[None, :]
         lse = tl.load(partial_lse_ptr + row, mask=wanted, other=float("-inf"))
         partial = tl.load(
             partial_out_ptr + row[:, :, None] * DIM_V + cols[None, None, :],
             mask=wanted[:, :, None] & (cols < DIM_V)[None, None, :],
             other=0.0,
         )
-        new_max = tl.maximum(running_max, tl.max(lse, axis=0))
+        new_max = tl.maximum(running_max, tl.max(lse, axis=1))
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(lse - finite_max[None, :])
+        weights = tl.exp2(lse - finite_max[:, None])
         decay = tl.exp2(running_max - finite_max)
-        running_sum = running_sum * decay + tl.sum(weights, axis=0)
-        acc = acc * decay[:, None] + tl.sum(partial * weights[:, :, None], axis=0)
+        running_sum = running_sum * decay + tl.sum(weights, axis=1)
+        acc = acc * decay[:, None] + tl.sum(partial * weights[:, :, None], axis=1)
         running_max = new_max
     return softmax_finish(running_max, running_sum, acc)
 

@@ -15,7 +15,8 @@ from paceline.kernels._check import reject
 _PROGRAMS_PER_SM = 2
 _MAX_SPLITS = 64
 _MIN_KEYS = 64  # of a split: fewer are not worth a merge
-_ROWS = 64  # query rows of one program, about
+FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: keys are worth splitting
+ROW_TILE = 16  # of them in one program
 _INTERPRETER_SMS = 4
 
 
@@ -50,14 +51,16 @@ def extend_splits(
     max_keys: int,
     workspace: SplitWorkspace,
 ) -> int:
-    """How many splits an extend uses: as a decode, where tokens are few; 1 where they are many.
+    """How many splits an extend uses: as a decode, where rows are few; 1 where they are many.
 
     `max_rows` is the query rows of a KV head: tokens of the longest request times the group.
     """
-    row_tiles = -(-max_rows // _ROWS)
+    if max_rows > FEW_ROWS:
+        return 1
+    row_tiles = -(-max_rows // ROW_TILE)
     device = workspace.partial_out.device
     splits = decode_splits(num_reqs, num_kv_heads * row_tiles, max_keys=max_keys, device=device)
-    has_counters = num_reqs * num_kv_heads * -(-max_rows // 16) <= workspace.finished.numel()
+    has_counters = num_reqs * num_kv_heads * row_tiles <= workspace.finished.numel()
     affordable = workspace.partial_lse.shape[0] // tokens if has_counters else 1
     return max(1, min(splits, affordable))
 
@@ -71,14 +74,15 @@ def most_keys(page_table: Tensor, k_cache: Tensor, window: int | None) -> int:
 def split_workspace(
     max_reqs: int, num_heads: int, num_kv_heads: int, *, v_head_dim: int, device: torch.device
 ) -> SplitWorkspace:
-    """Buffers for any decode of up to `max_reqs` requests.
+    """Buffers for any decode of up to `max_reqs` requests, and an extend of few rows.
 
     Few requests have many splits and many have few.
     """
-    rows = max(
+    decode_rows = max(
         num_reqs * decode_splits(num_reqs, num_kv_heads, device=device)
         for num_reqs in range(1, max_reqs + 1)
     )
+    rows = max(decode_rows, _extend_rows(num_heads, _num_sms(device)))
     shape = (rows, num_heads, v_head_dim)
     return SplitWorkspace(
         partial_out=torch.empty(shape, dtype=torch.float32, device=device),
@@ -94,8 +98,14 @@ def split_workspace_bytes(
 
     Splits beyond one share the device's programs; with one each, requests have a row each.
     """
-    rows = max(max_reqs, _PROGRAMS_PER_SM * MOST_SMS // num_kv_heads)
+    decode_rows = max(max_reqs, _PROGRAMS_PER_SM * MOST_SMS // num_kv_heads)
+    rows = max(decode_rows, _extend_rows(num_heads, MOST_SMS))
     return 4 * num_heads * (rows * (v_head_dim + 1) + max_reqs)
+
+
+def _extend_rows(num_heads: int, num_sms: int) -> int:
+    """tokens * splits of an extend that splits: each program has ROW_TILE of tokens * heads."""
+    return _PROGRAMS_PER_SM * num_sms * ROW_TILE // num_heads
 
 
 def check_workspace(

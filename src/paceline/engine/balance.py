@@ -1,0 +1,187 @@
+"""Balance: what KV needs and what is left for it, by the length of the longest request."""
+
+from dataclasses import dataclass, replace
+
+from paceline.attention.contract import AttentionBackend, Limits
+from paceline.core.draft_shape import DraftShape
+from paceline.core.gpus import DeviceFacts
+from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.core.options import ELEMENT_BYTES, KV_ELEMENT_BYTES, EngineOptions, known
+from paceline.engine.attention_choice import planned_backend, planned_limits
+from paceline.engine.draft_footprint import (
+    draft_graph_bytes,
+    draft_step_bytes,
+    draft_workspace_bytes,
+)
+from paceline.engine.footprint import (
+    StepLimits,
+    graph_bytes,
+    nodes_of,
+    request_bytes,
+    standing_bytes,
+    step_bytes,
+    workspace_bytes,
+)
+from paceline.engine.speculation import Speculation, all_groups
+from paceline.models.size import weights_bytes
+from paceline.runner.build import tokens_in_flight
+from paceline.runner.graphs import RESERVE_FACTOR
+
+CUDA_CONTEXT_BYTES = 640 << 20  # allowance: CUDA context, cuBLAS handles and workspaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Bytes of everything but KV."""
+
+    context: int
+    weights: int
+    draft_weights: int
+    graphs: int
+    workspace: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        weights = self.weights + self.draft_weights
+        return self.context + weights + self.graphs + self.workspace + self.activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """What KV needs and what is left for it, by the length of the longest request."""
+
+    config: ModelConfig
+    options: EngineOptions
+    device: DeviceFacts
+    speculation: Speculation | None
+    specs: tuple[CacheGroupSpec, ...]  # the target's, then the drafter's
+    backend: type[AttentionBackend] | None  # None: none can run, and nothing is allocated
+    attention: Limits  # for the backend, at a length of one token
+    draft_attention: Limits | None  # the same for the drafter's layers
+
+    def backend_bytes(self, length: int) -> int:
+        """What the attention backend holds.  length: tokens in flight included."""
+        if self.backend is None:
+            return 0
+        held = self.backend.buffer_bytes(_at_length(self.attention, length))
+        if self.draft_attention is None or self.speculation is None:
+            return held
+        # Passes of a round share buffers, unless all of them are planned before it.
+        sets = self.speculation.passes if self.backend.capabilities.host_plan else 1
+        return held + sets * self.backend.buffer_bytes(_at_length(self.draft_attention, length))
+
+    @property
+    def drafts(self) -> DraftShape | None:
+        return None if self.speculation is None else self.speculation.shape
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a round may write behind a request's length."""
+        return 0 if self.drafts is None else self.drafts.reach
+
+    @property
+    def kv_element(self) -> int:
+        return KV_ELEMENT_BYTES[known(self.options.kv_cache_dtype)]
+
+    @property
+    def usable(self) -> int:
+        share = self.options.gpu_memory_utilization or 1.0
+        return min(int(self.device.total_bytes * share), self.device.free_bytes)
+
+    def demand(self, length: int) -> Demand:
+        """Bytes of everything else."""
+        config, options, here = self.config, self.options, self.device.device_type
+        dtype = known(options.dtype)
+        element = ELEMENT_BYTES[dtype]
+        limits = StepLimits(
+            rows=self.attention.max_reqs,
+            tokens=self.attention.max_tokens,
+            length=length + tokens_in_flight(self.drafts),
+            plug_ins=bool(options.logits_processors),
+            drafts=self.drafts,
+        )
+        graphs, drafter = 0, self.speculation
+        if not options.enforce_eager:
+            rows = known(options.cuda_graph_max_bs)
+            graphs = graph_demand(config, options, here, rows=rows, length=length, drafter=drafter)
+        return Demand(
+            context=CUDA_CONTEXT_BYTES if here == "cuda" else 0,
+            weights=weights_bytes(config, dtype),
+            draft_weights=0 if drafter is None else drafter.weights_bytes(config, dtype),
+            graphs=graphs,
+            workspace=workspace_bytes(config, self.specs, limits)
+            + draft_workspace_bytes(drafter, limits, element)
+            + self.backend_bytes(limits.length),
+            activations=step_bytes(config, element, limits)
+            + draft_step_bytes(drafter, limits, element),
+        )
+
+    def least(self, length: int) -> int:
+        """KV bytes of one such request, and of what stands."""
+        standing = standing_bytes(
+            self.specs, self.kv_element, known(self.options.max_num_batched_tokens)
+        )
+        return standing + request_bytes(self.specs, length + self.reach, self.kv_element)
+
+    def budget(self, length: int) -> int:
+        """Bytes KV may take; below 0 when the rest is too large already."""
+        room = self.usable - self.demand(length).total
+        limit = self.options.kv_cache_bytes
+        return room if limit is None else min(room, limit)
+
+
+def balance_of(
+    config: ModelConfig,
+    options: EngineOptions,
+    device: DeviceFacts,
+    speculation: Speculation | None,
+) -> Balance:
+    """The balance of `config`, with its drafter, under resolved `options`."""
+    groups = all_groups(config, known(options.page_size), None)
+    drafter = None if speculation is None else speculation.model
+    specs = all_groups(config, known(options.page_size), speculation)
+    return Balance(
+        config=config,
+        options=options,
+        device=device,
+        speculation=speculation,
+        specs=specs,
+        backend=planned_backend(config, options, device, speculation),
+        attention=planned_limits(config, options, groups),
+        draft_attention=None
+        if drafter is None
+        else planned_limits(drafter, options, specs[len(groups) :]),
+    )
+
+
+def _at_length(limits: Limits, length: int) -> Limits:
+    widths = tuple(-(-length // limits.page_size) for _ in limits.max_pages)
+    return replace(limits, max_pages=widths)
+
+
+def graph_demand(
+    config: ModelConfig,
+    options: EngineOptions,
+    device_type: str,
+    *,
+    rows: int,
+    length: int,
+    drafter: Speculation | None,
+) -> int:
+    """What graphs of up to `rows` requests of `length` tokens may hold."""
+    drafts = None if drafter is None else drafter.shape
+    element, tokens = ELEMENT_BYTES[known(options.dtype)], options.cuda_graph_max_tokens or 0
+    reserve = RESERVE_FACTOR[device_type]
+    held = graph_bytes(
+        config,
+        element,
+        rows=rows * nodes_of(drafts),
+        tokens=tokens,
+        length=length + tokens_in_flight(drafts),
+        device_type=device_type,
+        reserve=reserve,
+    )
+    return held + draft_graph_bytes(
+        drafter, element, rows=rows, tokens=tokens, device_type=device_type, reserve=reserve
+    )

@@ -1,0 +1,93 @@
+"""Draft footprint: how many bytes a drafter takes beside the model it drafts for, by formula.
+
+Upper bounds, as in `engine.footprint`; the drafter's KV is counted with the target's, by its cache
+groups, and its attention backend's buffers by the backend.  No torch.
+"""
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.options import REJECTION
+from paceline.engine.footprint import (
+    GRAPH_NODE_BYTES,
+    LOGITS_BYTES,
+    SAMPLER_PEAK,
+    SAMPLER_TOTAL,
+    StepLimits,
+    activation_bytes,
+)
+from paceline.engine.speculation import Speculation
+
+_ROW_BYTES = 64  # allowance, per row of a draft pass: ids, positions, slots, parents, sequences
+_CANDIDATE_BYTES = 16  # token, score and parent
+_Q_BYTES = 8  # per draft and vocabulary entry: the drafter's distribution, and one product of it
+
+
+def draft_workspace_bytes(speculation: Speculation | None, limits: StepLimits, element: int) -> int:
+    """What stays allocated: features, rows of the passes, candidates, tables of rope and ids."""
+    if speculation is None or speculation.model is None:
+        return 0
+    model, shape = speculation.model, speculation.shape
+    features = (limits.rows + 1) * model.hidden_size * element
+    rows = limits.rows * speculation.pass_rows
+    passes = speculation.passes * rows * (_ROW_BYTES + speculation.pass_rows)
+    candidates = limits.rows * shape.num_candidates * _CANDIDATE_BYTES
+    tables = 1 if model.rope_local is None else 2
+    rope = tables * limits.length * model.rotary_dim * 4
+    return features + passes + candidates + rope
+
+
+def draft_step_bytes(speculation: Speculation | None, limits: StepLimits, element: int) -> int:
+    """What the drafter adds to the largest eager step: the target's hidden states that it reads,
+    its own layers over them, and the logits and noise of one depth of its drafts."""
+    if speculation is None or speculation.model is None:
+        return 0
+    return (
+        _layers_bytes(speculation, speculation.model, limits.tokens, element)
+        + _logits_bytes(speculation, limits.rows, SAMPLER_PEAK.per_entry)
+        + _q_bytes(speculation, limits.rows)
+    )
+
+
+def draft_graph_bytes(
+    speculation: Speculation | None,
+    element: int,
+    *,
+    rows: int,
+    tokens: int,
+    device_type: str,
+    reserve: int,
+) -> int:
+    """What a drafter adds to `footprint.graph_bytes`.  rows: requests of a round; tokens: of the
+    ragged step, 0 for none."""
+    if speculation is None or speculation.model is None:
+        return 0
+    model, shape = speculation.model, speculation.shape
+    if device_type == "cuda":
+        nodes = model.num_layers * (speculation.passes + (tokens > 0)) * GRAPH_NODE_BYTES
+        widest = max(rows * speculation.pass_rows, tokens)
+        shared = _layers_bytes(speculation, model, widest, element)
+        shared += _logits_bytes(speculation, rows, SAMPLER_PEAK.per_entry)
+        return reserve * (shared + nodes) + nodes + _q_bytes(speculation, rows)
+    # A recorded graph keeps what every pass allocates.
+    computed = speculation.passes * rows * speculation.pass_rows + tokens
+    forward = 2 * model.num_layers * _layers_bytes(speculation, model, computed, element)
+    logits = shape.num_steps * _logits_bytes(speculation, rows, SAMPLER_TOTAL.per_entry)
+    return reserve * (forward + logits) + forward + logits + 2 * _q_bytes(speculation, rows)
+
+
+def _layers_bytes(speculation: Speculation, model: ModelConfig, tokens: int, element: int) -> int:
+    """Hidden states of the target, side by side too; the layers' input; the layers."""
+    width = 2 * speculation.tap_width + 3 * model.hidden_size
+    return tokens * width * element + activation_bytes(model, tokens, element)
+
+
+def _logits_bytes(speculation: Speculation, rows: int, per_entry: int) -> int:
+    wide = rows * speculation.shape.topk
+    return wide * speculation.vocab_size * (LOGITS_BYTES + per_entry)
+
+
+def _q_bytes(speculation: Speculation, rows: int) -> int:
+    """The distributions that rejection compares with the target's."""
+    if speculation.acceptance != REJECTION:
+        return 0
+    assert speculation.model is not None, "NGRAM has no distribution"
+    return rows * speculation.shape.num_steps * speculation.model.vocab_size * _Q_BYTES

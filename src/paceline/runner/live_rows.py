@@ -1,0 +1,89 @@
+"""The rows that a step computes for somebody: what each may read and write, and what of it lasts.
+
+Worked example: a tree of 6 rows per request, whose drafter writes 9 slots at most; the row had 7
+tokens committed and emitted 2.
+
+                prefix_len  kv_len  kept_len  known_len  first_emitted  num_emitted
+    target               7      13         9          8              8            2
+    drafter              7      16         9          8              8            2
+"""
+
+from dataclasses import dataclass, replace
+
+from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
+from paceline.core.step import Step
+from paceline.runner.buffers import PaddedSize
+from paceline.runner.program import Parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRow:
+    """One row of a step that is neither padded nor frozen, in the cache groups of one model."""
+
+    index: int  # in the step
+    row: int  # of the request table
+    prefix_len: int
+    kv_len: int  # the step writes the slots from prefix_len to here
+    kept_len: int  # those behind hold drafts that were not accepted, or what nobody reads again
+    known_len: int  # tokens of its history that the step may read before it emits
+    first_emitted: int  # where in the history the first token that it emits stands
+    num_emitted: int
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRows:
+    """The live rows of a step that has run once, in the order of the step."""
+
+    target: tuple[LiveRow, ...]
+    draft: tuple[LiveRow, ...]  # the same, in the drafter's cache groups
+    target_padding: int  # slots of page 0 that padded rows read
+    draft_padding: int
+
+
+def live_rows(parts: Parts, step: Step, size: PaddedSize) -> LiveRows:
+    """Read off the buffers which rows a step was for, and what they emitted."""
+    buffers = parts.buffers
+    written = buffers.round_results if step.is_round else buffers.results
+    facts = zip(
+        buffers.row_ids[: size.reqs].tolist(),
+        buffers.prefix_lens[: size.reqs].tolist(),
+        buffers.kv_lens[: size.reqs].tolist(),
+        written[: size.reqs, 0].tolist(),
+        strict=True,
+    )
+    target: list[LiveRow] = []
+    padding = 0
+    for index, (row, prefix_len, kv_len, num_emitted) in enumerate(facts):
+        if row == PAD_ROW or index >= step.layout.num_reqs:
+            padding = max(padding, kv_len)
+            continue
+        first = prefix_len + 1 if step.is_round else kv_len
+        follows = parts.proposer is not None and not step.layout.emits[index]
+        target.append(
+            LiveRow(
+                index=index,
+                row=row,
+                prefix_len=prefix_len,
+                kv_len=kv_len,
+                kept_len=prefix_len + num_emitted if step.is_round else kv_len,
+                known_len=first + bool(step.prompt_spans or follows),
+                first_emitted=first,
+                num_emitted=num_emitted,
+            )
+        )
+    draft = tuple(_in_draft_cache(parts, step, row) for row in target)
+    is_padded = padding > 0 and step.is_round
+    draft_padding = max(padding, PAD_PREFIX_LEN + _reach(parts)) if is_padded else padding
+    return LiveRows(tuple(target), draft, padding, draft_padding)
+
+
+def _reach(parts: Parts) -> int:
+    return 0 if parts.proposer is None else parts.proposer.shape.reach
+
+
+def _in_draft_cache(parts: Parts, step: Step, row: LiveRow) -> LiveRow:
+    """A round's passes reach further there; the last KV needs the token behind it."""
+    if step.is_round:
+        return replace(row, kv_len=row.prefix_len + _reach(parts))
+    failed = step.layout.emits[row.index] and not row.num_emitted
+    return replace(row, kept_len=row.kv_len - failed)

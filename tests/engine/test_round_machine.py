@@ -1,0 +1,42 @@
+"""The same state machine with a drafter: rounds of random length, of chains and of trees.
+
+The fake device checks of every round that the pages of each row cover its true length and all that
+a round may write behind it, and that no key of another history, or of a draft that was not
+accepted, is ever seen: in the drafter's groups too, whose KV may depend on the token behind it.
+"""
+
+import hypothesis.strategies as st
+from hypothesis.stateful import initialize
+from scheduler_world import draft_specs
+from test_scheduler_machine import WORLD, SchedulerMachine, tallied
+
+from paceline.core.draft_shape import DraftShape
+
+CHAIN = DraftShape(num_steps=3, topk=1, num_draft_tokens=4)
+SHORT = DraftShape(num_steps=1, topk=1, num_draft_tokens=2)
+TREE = DraftShape(num_steps=2, topk=2, num_draft_tokens=5)
+DEEP = DraftShape(num_steps=4, topk=3, num_draft_tokens=6)  # drafting reaches beyond verification
+LEAST = {"rounds": 3000, "accepted drafts": 3000, "preemptions": 100, "evictions": 300}
+LEAST |= {"round waits": 100, "aborts while sharing": 50, "scored prompts": 100, "siblings": 100}
+
+
+class RoundMachine(SchedulerMachine):
+    """The loop of an engine that drafts."""
+
+    @initialize(
+        shape=st.sampled_from([CHAIN, SHORT, TREE, DEEP]),
+        draft_windows=st.sampled_from([(), (None,), (None,), (None, 6)]),
+        next_token=st.booleans(),
+        exact_lengths=st.sampled_from([False, False, False, True]),
+        **WORLD,
+    )
+    def build(self, shape, draft_windows, next_token, exact_lengths, page_size, **world):
+        self.shape = shape
+        self.draft_specs = draft_specs(draft_windows, page_size, next_token=next_token)
+        self.exact_lengths = exact_lengths
+        super().build(page_size=page_size, **world)
+
+
+def test_rounds_of_any_length_say_what_the_model_says_alone():
+    tally = tallied(RoundMachine, max_examples=70, steps=80)
+    assert {name: tally[name] for name in LEAST if tally[name] < LEAST[name]} == {}
