@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.act_and_mul import ACTIVATIONS, act_and_mul, act_and_mul_reference
+from paceline.kernels.eagle_input import HalfNorms, eagle_input, eagle_input_reference
 from paceline.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -47,6 +48,7 @@ def check_small_ops(device: str) -> Iterator[tuple[str, Failure | None]]:
     """One (op, failure or None) per op, dtype and variant."""
     for dtype in (B, H, F):
         yield from _check_norms(dtype, device)
+        yield from _check_eagle_input(dtype, device)
         x = (torch.randn(33, 2 * 1100, device=device) * 4.0).to(dtype)
         for kind in ACTIVATIONS:
             actual, wanted = act_and_mul(x, kind), act_and_mul_reference(x, kind)
@@ -78,6 +80,18 @@ def _check_norms(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Failure
     wanted[:, :32] = rms_norm_reference(fused[:, :32], weight, 1e-5)
     rms_norm(fused[:, :32], weight, 1e-5, out=fused[:, :32])
     yield _compare("rms_norm", f"per head, in place {dtype}", fused, wanted, ulps=_ulps(dtype))
+
+
+def _check_eagle_input(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Failure | None]]:
+    for rows, dim in ((33, 4096), (1, 72), (7, 8192)):
+        ids = torch.randint(50, (rows,), device=device)
+        table = (torch.randn(50, dim, device=device) * 3.0).to(dtype)
+        features = torch.randn(rows, dim, device=device).to(dtype)
+        weights = torch.randn(2, dim, device=device).to(dtype)
+        norms = HalfNorms(weights[0], weights[1], 1e-5)
+        wanted = eagle_input_reference(ids, table, features, norms)
+        actual = eagle_input(ids, table, features, norms)
+        yield _compare("eagle_input", f"[{rows}, {dim}] {dtype}", actual, wanted, ulps=_ulps(dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ NAMES = (
     ("reduce", r"splitK_?reduce|_reduce_splits"),  # belongs to the product before it
     ("derive", r"_derive|derive_"),
     ("commit", r"_commit|commit_"),
+    ("draft", r"_draft_topk|_grow_tree|_select_tree|_ngram_lookup"),
     ("sample", r"_greedy|argmax|ArgMax|_sample|softmax|MaxNan|MinNan|radix|[Ss]ort"),
     ("route", r"_moe_route|_moe_align"),
     ("experts", r"_gate_up_kernel|_down_kernel|_sum_kernel|_moe_"),
@@ -36,7 +37,7 @@ NAMES = (
 )
 ROLES = (
     *("qkv", "o", "gate_up", "down", "head", "router", "product", "experts", "route"),
-    *("attention", "norm", "rope", "act", "derive", "sample", "commit", "copy", "other"),
+    *("attention", "norm", "rope", "act", "derive", "draft", "sample", "commit", "copy", "other"),
 )
 # A product right after or right before a known kernel; any other follows the one before it.
 FIRST_AFTER: dict[str | None, str] = {"attention": "o", "act": "down"}
@@ -45,7 +46,7 @@ LAST_BEFORE = {
     "attention": "qkv",
     "act": "gate_up",
     "route": "router",
-} | dict.fromkeys(("sample", "commit", None), "head")
+} | dict.fromkeys(("draft", "sample", "commit", None), "head")
 NEXT_PRODUCT = {"qkv": "o", "o": "gate_up", "gate_up": "down", "down": "qkv", None: "qkv"}
 
 

@@ -63,6 +63,15 @@ ROUTED_LAYER = [
     ("_down_kernel", "experts"),
     ("_sum_kernel", "experts"),
 ]
+DRAFT_PASS = [  # of a drafter with a layer and a head of its own
+    ("_derive_kernel", "derive"),
+    *LAYER,
+    ("_rms_norm_kernel", "norm"),
+    ("nvjet_draft_head", "head"),
+    ("_draft_topk_blocks_kernel", "draft"),
+    ("_draft_topk_rows_kernel", "draft"),
+    ("_grow_tree_kernel", "draft"),
+]
 HEAD = [("_derive_kernel", "derive"), ("indexSelectLargeIndex", "other")]
 TAIL = [
     ("_rms_norm_kernel", "norm"),
@@ -102,6 +111,11 @@ def names_of(kernels):
 @pytest.mark.parametrize("layer", [LAYER, FUSED_LAYER, SEPARATE_QK_NORM_LAYER, ROUTED_LAYER])
 def test_every_kernel_gets_its_role(layer):
     names, roles = zip(*step(layer), strict=True)
+    assert roles_of(names) == list(roles)
+
+
+def test_kernels_that_draft_have_a_role_and_the_product_before_them_is_a_head():
+    names, roles = zip(*DRAFT_PASS, *DRAFT_PASS, *step(LAYER), strict=True)
     assert roles_of(names) == list(roles)
 
 

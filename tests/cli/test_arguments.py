@@ -54,6 +54,8 @@ def test_help_shows_choices_units_and_defaults(capsys):
     assert "One of auto, dummy. [default: auto]" in text
     assert "[tokens] [default: chosen by the engine]" in text
     assert "-tp" in text
+    assert "[tokens] [default: not forced]" in text
+    assert "[default: the bundled head, with the bundled model]" in text
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)

@@ -38,6 +38,23 @@ def test_every_field_is_an_option_with_help_and_unique_flags():
         ({"load_format": "gguf"}, "load_format must be one of auto, dummy, got 'gguf'"),
         ({"enable_prefix_cache": 1}, "enable_prefix_cache must be bool, got 1"),
         ({"model": None}, "model must be str, got None"),
+        (
+            {"speculative_algorithm": "NEXTN"},
+            "speculative_algorithm must be one of EAGLE, EAGLE3, NGRAM, STANDALONE, off, got "
+            "'NEXTN'; set --speculative-algorithm accordingly or leave it out to let the engine",
+        ),
+        (
+            {"speculative_eagle_topk": 0},
+            "speculative_eagle_topk must be from 1 to 16, got 0; set --speculative-eagle-topk",
+        ),
+        ({"speculative_num_draft_tokens": 1}, "must be at least 2 tokens, got 1"),
+        ({"speculative_num_steps": 0}, "speculative_num_steps must be at least 1 tokens, got 0"),
+        ({"speculative_acceptance": "typical"}, "one of sample_and_match, rejection, got"),
+        (
+            {"force_accept_len": 0.9},
+            "force_accept_len must be at least 1 tokens, got 0.9; set --force-accept-len "
+            "accordingly or leave it out",
+        ),
         ({"seed": -(2**63) - 1}, "seed must be from -9.22337e+18 to 9.22337e+18, got -92"),
         ({"seed": 2**63}, "seed must be from -9.22337e+18 to 9.22337e+18, got 92"),
     ],
@@ -55,6 +72,7 @@ def test_every_seed_of_a_request_is_a_seed_of_the_engine(seed):
 
 def test_another_word_for_a_choice_means_that_choice():
     assert engine_options({"kv_cache_dtype": "fp8"}).kv_cache_dtype == "fp8_e4m3"
+    assert engine_options({"speculative_algorithm": "eagle3"}).speculative_algorithm == "EAGLE3"
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_one():

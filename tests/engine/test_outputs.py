@@ -6,11 +6,16 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.round_counts import RoundCounts
 
 
 def _metrics(**times) -> RequestMetrics:
     return RequestMetrics.from_times(
-        arrival_s=10.0, prompt_tokens=3, cached_tokens=1, preemptions=2, **times
+        arrival_s=10.0,
+        prompt_tokens=3,
+        cached_tokens=1,
+        preemptions=2,
+        **({"rounds": RoundCounts()} | times),
     )
 
 
@@ -40,6 +45,25 @@ def test_decode_rate_counts_the_tokens_after_the_first():
 def test_what_could_not_be_measured_is_none(times, expected):
     metrics = _metrics(**times)
     assert (metrics.ttft_s, metrics.latency_s, metrics.decode_tok_s) == expected
+
+
+def test_counts_of_rounds_are_those_of_all_completions():
+    first, second = RoundCounts(), RoundCounts()
+    for emitted in (3, 1):
+        first.note(drafted=5, emitted=emitted, num_steps=2)
+    second.note(drafted=5, emitted=2, num_steps=2)
+    second.fallbacks.add("host_plan_sync")
+    rounds = RoundCounts.total([first, second, RoundCounts()])
+    metrics = _metrics(first_token_s=10.5, last_token_s=12.5, output_tokens=8, rounds=rounds)
+    assert (metrics.rounds, metrics.drafted_tokens, metrics.tokens_per_round) == (3, 15, 2.0)
+    assert metrics.accepted_by_position == (2, 1)
+    assert metrics.fallbacks == ("host_plan_sync",)
+
+
+def test_without_speculation_its_counts_are_none_or_zero():
+    metrics = _metrics(first_token_s=10.5, last_token_s=12.5, output_tokens=2)
+    assert (metrics.rounds, metrics.drafted_tokens, metrics.tokens_per_round) == (0, 0, None)
+    assert metrics.accepted_by_position == metrics.fallbacks == ()
 
 
 def test_the_document_is_json_with_the_documented_keys():

@@ -47,14 +47,16 @@ class Loop:
             "admission_margin": 0,
         } | config
         specs = group_specs(windows, PAGE_SIZE)
+        made = SchedulerConfig(**limits)
         self.cache = CacheManager(
             specs,
             [num_pages] * len(specs),
-            max_extend_len=limits["chunked_prefill_size"],
+            max_extend_len=max(made.chunked_prefill_size, made.reach),
             enable_prefix_cache=caching,
         )
-        self.scheduler = Scheduler(SchedulerConfig(**limits), self.cache)
-        self.device = FakeDevice(specs, [num_pages] * len(specs))
+        self.scheduler = Scheduler(made, self.cache)
+        exact = made.draft is None or made.exact_lengths
+        self.device = FakeDevice(specs, [num_pages] * len(specs), shape=made.draft, exact=exact)
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[tuple[Step, StepOutputs]] = deque()
         self.epoch = 0

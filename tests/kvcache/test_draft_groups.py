@@ -117,5 +117,5 @@ def test_a_tree_whose_pages_do_not_continue_each_other_is_reported() -> None:
     run_request(cache, "a", list(range(13)), kv_len=12, epoch=1)
     (node, _, _) = cache._tree.walk(list(range(13)), None, max_pages=3)
     node.key = (0, 1, 2, 3, 99)
-    with pytest.raises(IntegrityError, match=r"tokens behind a page of the prefix tree must be"):
+    with pytest.raises(IntegrityError, match=r"the token behind a page of the prefix tree must be"):
         cache.check_integrity()

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.models import locate as locate_module
-from paceline.models.locate import SourceKind, locate, shape_names
+from paceline.models.locate import SourceKind, head_shape_names, locate, shape_names
 
 
 def write_folder(folder: Path) -> Path:
@@ -58,6 +58,14 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
         locate(name)
     assert all(shape in str(caught.value) for shape in shape_names())
     assert f"got '{name}'" in str(caught.value)
+
+
+def test_shapes_of_draft_heads_are_named_to_those_who_look_for_one() -> None:
+    head = head_shape_names()[0]
+    for is_draft in (False, True):
+        with pytest.raises(ModelError) as caught:
+            locate("llama-9", is_draft=is_draft)
+        assert (head in str(caught.value)) is is_draft
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
@@ -151,8 +159,10 @@ def test_a_hub_model_is_a_downloaded_folder(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert locate("owner/name").kind is SourceKind.HUB
     assert locate("owner/name", weights=False).folder == tmp_path / "owner/name"
+    assert locate("owner/name", is_draft=True).kind is SourceKind.HUB
     assert "*.safetensors" in asked[0]
     assert "*.safetensors" not in asked[1]
+    assert ["pytorch_model.bin" in patterns for patterns in asked] == [False, False, True]
 
 
 def test_finding_and_reading_a_model_imports_neither_torch_nor_the_hub_client() -> None:

@@ -26,7 +26,11 @@ FACTS: dict[str, tuple[dict[str, Any], SamplingParams, dict[int, int], ForwardMo
     "logprobs": ({}, with_logprobs(2), {1: 1, 2: 1}, DECODE),
     "taps": ({"taps": ("embed",)}, GREEDY, {1: 1, 2: 1}, DECODE),
 }
-NO_DECODE_STEP_HAS_IT = {"mask", "is_round", "ragged_tokens"}  # fix graph-key-without-mask, test_ragged_graphs
+NO_DECODE_STEP_HAS_IT = {
+    "mask",
+    "is_round",
+    "ragged_tokens",
+}  # fix graph-key-without-mask, test_ragged_graphs
 
 
 def replayed_key(

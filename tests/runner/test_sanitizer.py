@@ -19,7 +19,8 @@ from paceline.attention.contract import LayerCache
 from paceline.core.errors import SanitizerError
 from paceline.core.sampling_params import SamplingParams
 from paceline.runner import build
-from paceline.runner.dead_slots import LiveRow, SlotUse, chosen_pages, slot_uses
+from paceline.runner.dead_slots import SlotUse, chosen_pages, slot_uses
+from paceline.runner.live_rows import LiveRow
 from paceline.runner.poison import LARGE, Piece, bits_of, float_bits, poison_bits
 from paceline.runner.recorded import RecordedGraph
 from paceline.runner.streams import DeferredStream
@@ -266,20 +267,33 @@ def test_a_finding_leaves_the_step_as_it_ran_first(tiny: TinyModel) -> None:
 # --- what is dead ---------------------------------------------------------------------------------
 
 
+def live_row(index: int, row: int, prefix_len: int, kv_len: int, kept_len: int) -> LiveRow:
+    return LiveRow(
+        index=index,
+        row=row,
+        prefix_len=prefix_len,
+        kv_len=kv_len,
+        kept_len=kept_len,
+        known_len=prefix_len + 1,
+        first_emitted=prefix_len + 1,
+        num_emitted=kept_len - prefix_len,
+    )
+
+
 def test_slots_are_what_the_worked_example_says() -> None:
-    row = LiveRow(index=0, row=3, prefix_len=5, kv_len=6)
+    row = live_row(0, 3, 5, 7, 6)
     table = torch.tensor([[7, 2], [0, 0]], dtype=torch.int32)
     uses = slot_uses([row], table, shape=(9, 4), window=None, padding_reach=2)
     assert uses[7].tolist() == [SlotUse.LIVE] * 4
-    end = [SlotUse.BEHIND_END] * 2
-    assert uses[2].tolist() == [SlotUse.LIVE, SlotUse.WRITTEN, *end]
+    behind = [SlotUse.REJECTED, SlotUse.BEHIND_END]
+    assert uses[2].tolist() == [SlotUse.LIVE, SlotUse.WRITTEN, *behind]
     assert uses[0].tolist() == [SlotUse.PADDING] * 2 + [SlotUse.PAGE_0] * 2
     assert (uses[[1, 3, 4, 5, 6, 8]] == SlotUse.OTHER).all()
 
 
 def test_a_page_that_one_row_reads_is_live_whatever_another_makes_of_it() -> None:
     """Two rows share page 3; the second has it behind its window."""
-    rows = [LiveRow(0, 1, 3, 4), LiveRow(1, 2, 7, 8)]
+    rows = [live_row(0, 1, 3, 4, 4), live_row(1, 2, 7, 8, 8)]
     table = torch.tensor([[3, 0], [3, 5]], dtype=torch.int32)
     uses = slot_uses(rows, table, shape=(6, 4), window=4, padding_reach=0)
     assert uses[3].tolist() == [SlotUse.LIVE] * 3 + [SlotUse.WRITTEN]

@@ -48,7 +48,7 @@ def refuse_step(options: EngineOptions, drafts: DraftShape | None) -> None:
         held = "one token" if drafts is None else f"the {nodes} tokens of a round"
         lower = f"--max-num-seqs to {tokens // nodes}"
         if tokens < nodes:
-            lower = f"--speculative-num-draft-tokens to {tokens}"
+            lower = "--speculative-num-draft-tokens"
         raise ConfigError(
             message(
                 "max_num_batched_tokens",

@@ -9,8 +9,6 @@ from paceline.core.options import REJECTION
 from paceline.engine.footprint import (
     GRAPH_NODE_BYTES,
     LOGITS_BYTES,
-    SAMPLER_PEAK,
-    SAMPLER_TOTAL,
     StepLimits,
     activation_bytes,
 )
@@ -18,6 +16,8 @@ from paceline.engine.speculation import Speculation
 
 _ROW_BYTES = 64  # allowance, per row of a draft pass: ids, positions, slots, parents, sequences
 _CANDIDATE_BYTES = 16  # token, score and parent
+# What draft_topk allocates on a CPU per logit: at its peak; in all, without and with noise.
+DRAFT_PEAK, DRAFT_TOTAL, NOISY_TOTAL = 48, 72, 216
 _Q_BYTES = 8  # per draft and vocabulary entry: the drafter's distribution, and one product of it
 
 
@@ -42,7 +42,7 @@ def draft_step_bytes(speculation: Speculation | None, limits: StepLimits, elemen
         return 0
     return (
         _layers_bytes(speculation, speculation.model, limits.tokens, element)
-        + _logits_bytes(speculation, limits.rows, SAMPLER_PEAK.per_entry)
+        + _logits_bytes(speculation, limits.rows, DRAFT_PEAK)
         + _q_bytes(speculation, limits.rows)
     )
 
@@ -65,13 +65,14 @@ def draft_graph_bytes(
         nodes = model.num_layers * (speculation.passes + (tokens > 0)) * GRAPH_NODE_BYTES
         widest = max(rows * speculation.pass_rows, tokens)
         shared = _layers_bytes(speculation, model, widest, element)
-        shared += _logits_bytes(speculation, rows, SAMPLER_PEAK.per_entry)
+        shared += _logits_bytes(speculation, rows, DRAFT_PEAK)
         return reserve * (shared + nodes) + nodes + _q_bytes(speculation, rows)
     # A recorded graph keeps what every pass allocates.
     computed = speculation.passes * rows * speculation.pass_rows + tokens
     forward = 2 * model.num_layers * _layers_bytes(speculation, model, computed, element)
-    logits = shape.num_steps * _logits_bytes(speculation, rows, SAMPLER_TOTAL.per_entry)
-    return reserve * (forward + logits) + forward + logits + 2 * _q_bytes(speculation, rows)
+    greedy = shape.num_steps * _logits_bytes(speculation, rows, DRAFT_TOTAL)
+    noisy = shape.num_steps * _logits_bytes(speculation, rows, NOISY_TOTAL)
+    return reserve * (forward + greedy) + forward + noisy + 2 * _q_bytes(speculation, rows)
 
 
 def _layers_bytes(speculation: Speculation, model: ModelConfig, tokens: int, element: int) -> int:

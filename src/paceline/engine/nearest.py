@@ -216,10 +216,7 @@ def _nothing(
     _, fit = resolve(least, config=config, device=device, speculation=speculation)
     elsewhere = {name: value for name, value in asked.items() if name != "device"}
     plain = without_speculation(asked)  # a drafter is of one model
-    found = {name: locate(name).config for name in shape_names()}
-    shapes = {
-        n: parse_config(shape) for n, shape in found.items() if "draft_vocab_size" not in shape
-    }
+    shapes = {name: parse_config(locate(name).config) for name in shape_names()}
     weights = fit.weights_bytes + fit.draft_weights_bytes
     return Nearest(
         commands=(),

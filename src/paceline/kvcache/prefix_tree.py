@@ -187,14 +187,15 @@ class PrefixTree:
         self._compare("evictable pages", evictable, self._evictable)
 
     def _check_behind(self, node: Node) -> None:
-        """The tokens behind a node's page are the first of its children's pages."""
+        """The token behind a node's page is known, and the first of its children's pages."""
         if node.parent is None or not self._num_behind:
             return
+        assert isinstance(node.key, tuple), "token ids"
+        behind = node.key[self._page_size :]
+        self._compare("tokens behind a page", self._num_behind, len(behind))
         for child in node.children.values():
-            assert isinstance(node.key, tuple), "token ids"
             assert isinstance(child.key, tuple), "token ids"
-            behind = node.key[self._page_size :]
-            self._compare("tokens behind a page", behind, child.key[: self._num_behind])
+            self._compare("the token behind a page", behind, child.key[: self._num_behind])
 
     def _is_candidate(self, node: Node, group: int) -> bool:
         if node.pages[group] is None or node.locks[group]:

@@ -8,7 +8,6 @@ that belongs to p + 1, and logits for t[p + 2].
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
@@ -102,8 +101,7 @@ class EagleHead(nn.Module):
         feature, and `logits` for the token after it.
         """
         table = self._target_table if self.embedding is None else self.embedding.weight
-        embedded = F.embedding(input_ids, table)
-        stream: Stream = self.first(embedded, features, positions, ctx)
+        stream: Stream = self.first(input_ids, table, features, positions, ctx)
         delta, residual = stream
         for layer in self.later:
             delta = layer(delta, residual, positions, ctx)

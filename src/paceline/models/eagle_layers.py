@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
+from paceline.kernels.eagle_input import HalfNorms, eagle_input
 from paceline.kernels.rms_norm import rms_norm
 from paceline.layers.attention import AttentionContext
 from paceline.layers.linear import Linear
@@ -51,7 +53,7 @@ class Fusion(nn.Module):
             wide = taps[0].new_empty(taps[0].shape[0], len(taps) * self.width)
             parts = torch.chunk(wide, len(taps), dim=1)
             for tap, norm, part in zip(taps, self.norms, parts, strict=True):
-                _norm_into(norm, tap, part)
+                rms_norm(tap, norm.weight, norm.eps, out=part)
         fused: Tensor = self.fc(wide)
         return fused
 
@@ -91,10 +93,17 @@ class Eagle1Layer(nn.Module):
         self.mlp = feed_forward(layer, attention.layer_id, parallel=parallel, placement=placement)
 
     def forward(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, ctx: AttentionContext
+        self,
+        input_ids: Tensor,
+        table: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        ctx: AttentionContext,
     ) -> Stream:
-        """embedded, features [tokens, hidden], positions [tokens] int64; mutates none of them."""
-        residual = self.fc(torch.cat((embedded, features), dim=-1))
+        """input_ids, positions [tokens] int64, table [vocab, hidden], features [tokens, hidden];
+        mutates none of them."""
+        both = (F.embedding(input_ids, table), features)
+        residual = self.fc(torch.cat(both, dim=-1))
         x = self.attention(residual, positions, ctx)
         return Stream(self.mlp(self.mlp_norm.add(x, residual)), residual)
 
@@ -134,18 +143,23 @@ class Eagle3Layer(nn.Module):
         self.mlp = feed_forward(layer, attention.layer_id, parallel=parallel, placement=placement)
 
     def forward(
-        self, embedded: Tensor, features: Tensor, positions: Tensor, ctx: AttentionContext
+        self,
+        input_ids: Tensor,
+        table: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        ctx: AttentionContext,
     ) -> Stream:
-        """embedded, features [tokens, hidden], positions [tokens] int64; mutates none of them."""
-        tokens, hidden = features.shape
-        wide = features.new_empty(tokens, 2 * hidden)
-        left, right = torch.chunk(wide, 2, dim=1)
-        _norm_into(self.embedding_norm, embedded, left)
-        _norm_into(self.feature_norm, features, right)
+        """input_ids, positions [tokens] int64, table [vocab, hidden], features [tokens, hidden];
+        mutates none of them."""
+        eps = self.embedding_norm.eps
+        norms = HalfNorms(self.embedding_norm.weight, self.feature_norm.weight, eps)
+        wide = eagle_input(input_ids, table, features, norms)
         residual = self.attention(wide, positions, ctx)
+        if self.norm_before_residual:
+            features = torch.chunk(wide, 2, dim=1)[1]
         # The sum goes to the attention's output, which is ours: the caller's features stay.
-        x = self.mlp_norm.add(right if self.norm_before_residual else features, residual)
-        return Stream(self.mlp(x), residual)
+        return Stream(self.mlp(self.mlp_norm.add(features, residual)), residual)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
@@ -155,10 +169,6 @@ class Eagle3Layer(nn.Module):
         named[f"{prefix}.hidden_norm.weight"] = self.feature_norm.weight
         named[f"{prefix}.post_attention_layernorm.weight"] = self.mlp_norm.weight
         return named
-
-
-def _norm_into(norm: RMSNorm, x: Tensor, out: Tensor) -> None:
-    rms_norm(x, norm.weight, norm.eps, out=out)
 
 
 def head_attention(

@@ -93,7 +93,7 @@ def locate(
             message(
                 "model",
                 expected=f"a hub id, an existing folder, 'bundled' or one of "
-                f"{', '.join(shape_names())}",
+                f"{', '.join(_shapes() if is_draft else shape_names())}",
                 got=repr(model),
                 remedy="check the spelling; a hub id has the form owner/name",
             )

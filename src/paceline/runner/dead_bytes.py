@@ -102,7 +102,7 @@ def feature_regions(
     """
     rows = {row.row for row in live}
     every = set(range(features.shape[0]))
-    padding = torch.full_like(bits_of(features[:1]), 0) + float_bits(LARGE, features)
+    padding = float_bits(LARGE, features)
     regions = [
         Region(
             name=f"{name}, rows outside the step",

@@ -138,7 +138,7 @@ class ModelRunner:
         """Queue a step's work; program: the functions behind `run`, where they are known."""
         host_plan = self._host_plan(step, size)
         sanitizer = self._sanitizer
-        if sanitizer is None or self._parts.proposer is not None:
+        if sanitizer is None:
             if host_plan is not None:
                 self._stream.run(host_plan)
             self._stream.run(run)

@@ -3,30 +3,34 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from paceline.attention.held import tensors_in
 from paceline.core.errors import PacelineError
-from paceline.core.padding import PAD_ROW
 from paceline.core.step import Step
+from paceline.kvcache.pool import KVPool
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.dead_bytes import (
     Extent,
     backend_regions,
+    feature_regions,
     page_table_region,
     step_regions,
     table_regions,
 )
-from paceline.runner.dead_slots import DeadSlots, LiveRow, slot_uses
+from paceline.runner.dead_slots import DeadSlots, slot_uses
+from paceline.runner.live_output import (
+    Output,
+    Program,
+    feature_tensors,
+    live_output,
+    max_path,
+)
+from paceline.runner.live_rows import LiveRow, LiveRows, live_rows
 from paceline.runner.poison import Region, same_numbers
-from paceline.runner.program import Parts, StepProgram
-from paceline.runner.round_program import RoundProgram
+from paceline.runner.program import Parts
 
-Program = StepProgram | RoundProgram
 OVERWRITES = "overwrites"  # how a finding begins that is about poison that is gone
-# Rows of the request table, and [num_rows, ...] or a tensor of each.
-Output = tuple[tuple[int, ...], Tensor | tuple[Tensor, ...]]
 
 # What code may raise of a wrong number that it reads.
 _RAISED = (PacelineError, ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError)
@@ -43,6 +47,17 @@ class CheckedStep:
     explain: Callable[[], None]  # the same functions, executed by Python
 
 
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One cache group in the step that is checked."""
+
+    name: str
+    pool: KVPool
+    page_table: Tensor  # [max_reqs, max_pages]  int32  of the step
+    live: tuple[LiveRow, ...]
+    padding_reach: int  # slots of page 0 that padded rows read
+
+
 class PoisonedRuns:
     """A step that has run once, and can run again from where it began."""
 
@@ -53,9 +68,10 @@ class PoisonedRuns:
         self._before = before
         self._after = copies(parts)
         self._prompt_logprobs = checked.program.prompt_logprobs if checked.program else None
-        self._live, padding_reach = _live_rows(parts, checked)
-        self._slots = self._dead_slots(padding_reach)
-        self._expected = self._observe()
+        self._live = live_rows(parts, checked.step, checked.size)
+        self._groups = _groups(parts, self._live)
+        self._slots = self._dead_slots()
+        self._expected = self._output()
         self.regions = self._regions()
 
     def findings(self, regions: Sequence[Region], *, tolerance: float = 0.0) -> list[str]:
@@ -72,7 +88,7 @@ class PoisonedRuns:
             self._checked.run()
             written = [r.name for r in regions if r.is_foreign and not r.is_intact()]
             found = [f"{OVERWRITES} {name}" for name in written]
-            now = self._observe()
+            now = self._output()
         except _RAISED as error:
             return [f"raises {type(error).__name__}: {error}"]
         for name, (rows, expected) in self._expected.items():
@@ -100,79 +116,51 @@ class PoisonedRuns:
         for name, tensor in small_tensors(self._parts).items():
             tensor.copy_(held[name])
 
-    def _observe(self) -> dict[str, Output]:
-        """The live output of a run: what the host or a later step will read."""
-        parts, step = self._parts, self._checked.step
-        buffers, table, rows = parts.buffers, parts.table, step.layout.rows
-        results = buffers.results[: len(rows)].clone()
-        results[:, 1] *= results[:, 0]  # a token that is not emitted means nothing
-        state = table.named_tensors()["table.state"][list(rows)]
-        seen: dict[str, Output] = {
-            "the results": (rows, results),
-            "the table's state": (rows, state),
-        }
-        if not self._live:
-            return seen
-        index = [row.index for row in self._live]
-        live = tuple(row.row for row in self._live)
-        device = results.device
-        lens = torch.tensor([[row.kv_len] for row in self._live], device=device)
-        columns = torch.arange(table.token_ids.shape[1], device=device)
-        known = columns < lens + results[index, :1]
-        seen["the tokens"] = live, table.token_ids[list(live)] * known
-        program = self._checked.program
-        if program is not None and program.logits is not None:
-            seen["the logits"] = live, program.logits[index]
-        if program is not None and program.prompt_logprobs is not None:
-            lengths = [span.length for span in step.prompt_spans]
-            seen["the prompt's log-probabilities"] = (
-                tuple(rows[span.index] for span in step.prompt_spans),
-                torch.split(program.prompt_logprobs.chosen, lengths),
-            )
-        if step.logprobs:
-            seen["the log-probabilities"] = live, buffers.chosen_logprobs[index].unsqueeze(1)
-            seen["the likeliest tokens"] = live, buffers.top_ids[index]
-        return seen
+    def _output(self) -> dict[str, Output]:
+        checked = self._checked
+        return live_output(self._parts, checked.step, checked.program, self._live)
 
-    def _dead_slots(self, padding_reach: int) -> list[DeadSlots]:
+    def _dead_slots(self) -> list[DeadSlots]:
         """[num_groups]"""
-        made = []
-        for group, table in enumerate(self._parts.buffers.page_tables):
-            layers = [layer for layer in self._parts.layers if layer.spec.group == group]
-            shape = layers[0].k_cache.shape
-            uses = slot_uses(
-                self._live,
-                table.cpu(),
-                shape=(shape[0], shape[1]),
-                window=layers[0].spec.window,
-                padding_reach=padding_reach,
+        loads_dead = self._parts.backend.capabilities.loads_dead_slots  # the drafter's is like it
+        return [
+            DeadSlots(
+                group.name,
+                group.pool,
+                slot_uses(
+                    group.live,
+                    group.page_table.cpu(),
+                    shape=(group.pool.num_pages, group.pool.spec.page_size),
+                    window=group.pool.spec.window,
+                    padding_reach=group.padding_reach,
+                ),
+                loads_dead=loads_dead,
             )
-            loads_dead = self._parts.backend.capabilities.loads_dead_slots
-            made.append(DeadSlots(f"kv.{group}", layers, uses, loads_dead=loads_dead))
-        return made
+            for group in self._groups
+        ]
 
     def _regions(self) -> list[Region]:
-        parts, checked = self._parts, self._checked
-        layout = checked.step.layout
-        named = parts.table.named_tensors()
-        regions = step_regions(parts.buffers.named_tensors(), Extent(layout, checked.size))
-        regions += backend_regions(
-            tensors_in("backend", parts.backend_buffers), parts.backend.kept_fields
-        )
-        regions += table_regions(
-            named,
-            layout,
-            self._live,
-            known_behind=1 if checked.step.prompt_spans else 0,
-        )
-        for group, slots in enumerate(self._slots):
+        parts, step, live = self._parts, self._checked.step, self._live
+        extent = Extent(step.layout, self._checked.size, max_path(parts, step))
+        named, kept = parts.table.named_tensors(), parts.backend.kept_fields
+        regions = step_regions(parts.buffers.named_tensors(), extent)
+        regions += backend_regions(tensors_in("backend", parts.backend_buffers), kept)
+        regions += table_regions(named, step.layout, live.target)
+        features = feature_tensors(parts)
+        for name, tensor in features.items():
+            regions += feature_regions(name, tensor, live.draft, is_round=step.is_round)
+        if parts.proposer is not None:
+            drafting = parts.proposer.named_tensors()
+            own = {name: drafting[name] for name in drafting.keys() - features.keys()}
+            regions += backend_regions(dict(sorted(own.items())), kept)
+        for index, (group, slots) in enumerate(zip(self._groups, self._slots, strict=True)):
             regions.append(
                 page_table_region(
-                    group,
-                    parts.table.page_tables[group],
-                    self._live,
-                    page_size=parts.page_sizes[group],
-                    window=next(x.spec.window for x in parts.layers if x.spec.group == group),
+                    index,
+                    parts.table.page_tables[index],
+                    group.live,
+                    page_size=group.pool.spec.page_size,
+                    window=group.pool.spec.window,
                     dead_page=slots.dead_page,
                 )
             )
@@ -180,33 +168,28 @@ class PoisonedRuns:
         return regions
 
 
+def _groups(parts: Parts, live: LiveRows) -> list[_Group]:
+    """The target's, then the drafter's."""
+    tables, num = parts.buffers.page_tables, len(parts.pools)
+    pools = parts.pools if parts.proposer is None else (*parts.pools, *parts.proposer.pools)
+    return [
+        _Group(f"kv.{index}", pool, table, live.target, live.target_padding)
+        if index < num
+        else _Group(f"draft.kv.{index}", pool, table, live.draft, live.draft_padding)
+        for index, (pool, table) in enumerate(zip(pools, tables, strict=True))
+    ]
+
+
 def small_tensors(parts: Parts) -> dict[str, Tensor]:
-    """Table, step and backend buffers by name: all that a run changes but the pools."""
+    """Table, step, backend and drafter's tensors by name: all that a run changes but the pools."""
     return {
         **parts.table.named_tensors(),
         **parts.buffers.named_tensors(),
         **tensors_in("backend", parts.backend_buffers),
+        **({} if parts.proposer is None else parts.proposer.named_tensors()),
     }
 
 
 def copies(parts: Parts) -> dict[str, Tensor]:
     """What `small_tensors` hold now."""
     return {name: tensor.clone() for name, tensor in small_tensors(parts).items()}
-
-
-def _live_rows(parts: Parts, checked: CheckedStep) -> tuple[list[LiveRow], int]:
-    """The rows that a step computes for somebody, and how many slots its other rows read."""
-    buffers, reqs = parts.buffers, checked.size.reqs
-    facts = zip(
-        buffers.row_ids[:reqs].tolist(),
-        buffers.prefix_lens[:reqs].tolist(),
-        buffers.kv_lens[:reqs].tolist(),
-        strict=True,
-    )
-    live, reach = [], 0
-    for index, (row, prefix_len, kv_len) in enumerate(facts):
-        if row == PAD_ROW or index >= checked.step.layout.num_reqs:
-            reach = max(reach, kv_len)
-        else:
-            live.append(LiveRow(index, row, prefix_len, kv_len))
-    return live, reach

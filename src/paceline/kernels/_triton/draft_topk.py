@@ -26,7 +26,7 @@ def _draft_topk_blocks_kernel(
     d2t_ptr,  # [vocab] int64, read where NOISE and MAPPED
     ranks_ptr,  # [rows, blocks, K] int64
     highest_ptr,  # [rows, blocks] float32
-    sums_ptr,  # [rows, blocks] float32, of exp(logit - highest)
+    sums_ptr,  # [rows, blocks] float32, of exp(logit - highest); NaN where that is -inf
     stride_logits_row,
     vocab,
     K: tl.constexpr,
@@ -57,12 +57,11 @@ def _draft_topk_blocks_kernel(
     # Ids behind the vocabulary are the largest: they lose to every real -inf of the row.
     best = take_best(rank_of(logits, draft_ids), K, BLOCK_K)
     highest = tl.max(logits, axis=0)
-    shifted = tl.where(highest > float("-inf"), logits - highest, float("-inf"))
     at = row * tl.num_programs(0) + block
     slots = tl.arange(0, BLOCK_K)
     tl.store(ranks_ptr + at * K + slots, best, mask=slots < K)
     tl.store(highest_ptr + at, highest)
-    tl.store(sums_ptr + at, tl.sum(tl.exp(shifted), axis=0))
+    tl.store(sums_ptr + at, tl.sum(tl.exp(logits - highest), axis=0))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Ranks: a float32 and an index in one int64, so that one maximum finds the best and breaks ties.
 
-The order is that of the numbers, -0.0 equal to 0.0, NaN as -inf; of equal numbers the one of the
-lowest index ranks highest.
+The order is that of the numbers, -0.0 equal to 0.0; of equal numbers the one of the lowest index
+ranks highest.  NaN has no place in it.
 """
 
 import triton
@@ -12,11 +12,10 @@ TAKEN = tl.constexpr(-(2**63))  # below every rank
 
 @triton.jit
 def rank_of(
-    values,  # float32
+    values,  # float32, no NaN
     indices,  # int32 or int64, below 2^31
 ):
     """int64 ranks, all different where the indices are."""
-    values = tl.where(values == values, values, float("-inf"))
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - indices.to(tl.int64))

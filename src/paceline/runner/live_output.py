@@ -1,0 +1,106 @@
+"""What a step leaves that the host or a later step will read: the sanitizer demands it twice."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.step import Step
+from paceline.runner.live_rows import LiveRow, LiveRows
+from paceline.runner.program import Parts, StepProgram
+from paceline.runner.round_program import RoundProgram
+
+Program = StepProgram | RoundProgram
+# Rows of the request table, and [num_rows, ...] or a tensor of each.
+Output = tuple[tuple[int, ...], Tensor | tuple[Tensor, ...]]
+
+
+def live_output(
+    parts: Parts, step: Step, program: Program | None, live: LiveRows
+) -> dict[str, Output]:
+    """Copies of it by name, KV aside."""
+    rows = step.layout.rows
+    state = parts.table.named_tensors()["table.state"][list(rows)]
+    seen: dict[str, Output] = {
+        "the results": (rows, _results(parts, step)),
+        "the table's state": (rows, state),
+    }
+    if not live.target:
+        return seen
+    seen["the tokens"] = _of(live.target), _history(parts, live.target)
+    seen |= _computed(parts, step, program, live.target)
+    if step.logprobs:
+        seen |= _logprobs(parts, live.target, path=max_path(parts, step))
+    observed = [row for row in live.draft if row.kept_len > row.prefix_len]
+    for name, features in feature_tensors(parts).items():
+        index = list(_of(observed))
+        seen[f"the rows of {name}"] = tuple(index), features[index]
+    return seen
+
+
+def max_path(parts: Parts, step: Step) -> int:
+    """Tokens that a row of the step emits at most."""
+    return parts.buffers.round_results.shape[1] - 2 if step.is_round else 1
+
+
+def feature_tensors(parts: Parts) -> dict[str, Tensor]:
+    """What the proposer keeps per request besides KV, by name: [table rows, ...] each."""
+    named = {} if parts.proposer is None else parts.proposer.named_tensors()
+    return {name: tensor for name, tensor in named.items() if name.endswith(".features")}
+
+
+def _of(live: Sequence[LiveRow]) -> tuple[int, ...]:
+    return tuple(row.row for row in live)
+
+
+def _results(parts: Parts, step: Step) -> Tensor:
+    """[num_reqs, ...]  int32"""
+    buffers, num = parts.buffers, step.layout.num_reqs
+    if step.is_round:
+        return buffers.round_results[:num].clone()
+    results = buffers.results[:num].clone()
+    results[:, 1] *= results[:, 0]  # a token that is not emitted means nothing
+    return results
+
+
+def _history(parts: Parts, live: Sequence[LiveRow]) -> Tensor:
+    """[num_live, max_tokens]  int32, 0 behind the last token that is known."""
+    token_ids = parts.table.token_ids
+    ends = [[row.first_emitted + row.num_emitted] for row in live]
+    columns = torch.arange(token_ids.shape[1], device=token_ids.device)
+    known = columns < torch.tensor(ends, device=token_ids.device)
+    return token_ids[list(_of(live))] * known
+
+
+def _computed(
+    parts: Parts, step: Step, program: Program | None, live: Sequence[LiveRow]
+) -> dict[str, Output]:
+    """Drafts, and logits wherever a row is sampled."""
+    index, rows = [row.index for row in live], _of(live)
+    width = max(step.layout.extend_lens) if step.is_round else 1
+    seen: dict[str, Output] = {}
+    if step.is_round:
+        tokens = parts.buffers.input_ids[: (index[-1] + 1) * width]
+        seen["the drafts"] = rows, tokens.view(-1, width)[index]
+    if program is not None and program.logits is not None:
+        seen["the logits"] = rows, program.logits.unflatten(0, (-1, width))[index]
+    if program is not None and program.prompt_logprobs is not None:
+        lengths = [span.length for span in step.prompt_spans]
+        seen["the prompt's log-probabilities"] = (
+            tuple(step.layout.rows[span.index] for span in step.prompt_spans),
+            torch.split(program.prompt_logprobs.chosen, lengths),
+        )
+    return seen
+
+
+def _logprobs(parts: Parts, live: Sequence[LiveRow], *, path: int) -> dict[str, Output]:
+    """Of every token that was emitted.  path: rows of the buffers per request."""
+    buffers = parts.buffers
+    spans = [slice(row.index * path, row.index * path + row.num_emitted) for row in live]
+    return {
+        "the log-probabilities": (
+            _of(live),
+            tuple(buffers.chosen_logprobs[span].clone() for span in spans),
+        ),
+        "the likeliest tokens": (_of(live), tuple(buffers.top_ids[span].clone() for span in spans)),
+    }

@@ -1,0 +1,79 @@
+"""Folders of a small target and of what may draft for it: configurations and tokenizers alone."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from tokenizers import Tokenizer, models
+
+from paceline.core.gpus import GIB, gpu_by_name
+from paceline.core.options import engine_options
+from paceline.engine.resolve import resolve
+from paceline.engine.speculation import Speculation, plan_speculation
+from paceline.models.config import parse_config
+from paceline.models.locate import locate
+
+TARGET = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+HEAD = TARGET | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 20,
+}
+WORDS = {chr(ord("a") + i): i for i in range(26)}
+H200 = gpu_by_name("h200")
+CPU = replace(
+    H200,
+    name="a CPU",
+    device_type="cpu",
+    total_bytes=16 * GIB,
+    free_bytes=8 * GIB,
+    cuda_arch=None,
+    cores=2,
+)
+
+
+def folder(path: Path, config: dict[str, object], words: dict[str, int] | None = None) -> str:
+    """A folder with a configuration and, where `words` are given, a tokenizer."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    if words is not None:
+        Tokenizer(models.WordLevel(words, unk_token="a")).save(str(path / "tokenizer.json"))
+    return str(path)
+
+
+def drafted(model: str, **asked: object) -> Speculation | None:
+    """Who drafts for `model`; option names are given without `speculative_`."""
+    options = engine_options(named(model, asked))
+    source = locate(model)
+    return plan_speculation(options, parse_config(source.config), source, weights=False)
+
+
+def planned(model: str, device=CPU, **asked: object):
+    """(resolution, budget) of `model` with its drafter."""
+    drafter = drafted(model, **asked)
+    config = parse_config(locate(model).config)
+    return resolve(named(model, asked), config=config, device=device, speculation=drafter)
+
+
+def named(model: str, asked: dict[str, object]) -> dict[str, object]:
+    short = {
+        "algorithm": "speculative_algorithm",
+        "path": "speculative_draft_model_path",
+        "steps": "speculative_num_steps",
+        "topk": "speculative_eagle_topk",
+        "tokens": "speculative_num_draft_tokens",
+        "acceptance": "speculative_acceptance",
+        "ngram_min": "speculative_ngram_min",
+        "ngram_max": "speculative_ngram_max",
+    }
+    return {"model": model} | {short.get(name, name): value for name, value in asked.items()}

@@ -1,0 +1,238 @@
+"""The memory budget and the size of a step with a drafter."""
+
+import pytest
+import torch
+from draft_models import CPU, H200, HEAD, TARGET, drafted, folder, named, planned
+from test_footprint import Allocations
+
+from paceline.core.errors import ConfigError
+from paceline.core.gpus import GIB
+from paceline.engine.budget_table import budget_lines, compare, table
+from paceline.engine.draft_footprint import DRAFT_PEAK, DRAFT_TOTAL, NOISY_TOTAL
+from paceline.engine.explain import explain_model, show
+from paceline.engine.footprint import request_pages, standing_pages
+from paceline.engine.llm import LLM
+from paceline.engine.speculation import all_groups
+from paceline.kernels.draft_topk import draft_topk
+from paceline.models.config import parse_config
+from paceline.models.locate import locate
+
+EAGLE3 = {"path": "eagle3-llama-3.1-8b", "load_format": "dummy"}
+
+
+@pytest.fixture
+def drafters(tmp_path):
+    """Options that name what may draft for a small target, by algorithm."""
+    model, head = TARGET | {"vocab_size": 400}, HEAD | {"vocab_size": 400, "draft_vocab_size": 200}
+    return {
+        "target": folder(tmp_path / "target", model),
+        "EAGLE3": {"path": folder(tmp_path / "head", head)},
+        "STANDALONE": {"path": folder(tmp_path / "draft", model | {"num_hidden_layers": 2})},
+    }
+
+
+def plan(device=H200, **asked):
+    return planned("llama-3.1-8b", device, **EAGLE3 | asked)
+
+
+def test_a_head_weighs_what_its_tensors_do():
+    hidden, inner, vocab = 4096, 14336, 32000
+    fc, head = 3 * hidden * hidden, vocab * hidden
+    attention = 2 * hidden * (4096 + 2 * 1024) + hidden * hidden
+    norms = 4 * hidden  # of the token, of the feature, before the block, before the head
+    elements = fc + head + attention + 3 * hidden * inner + norms
+    assert plan()[1].draft_weights_bytes == 2 * elements + 8 * vocab
+
+
+def test_a_drafter_has_pages_for_as_many_tokens_as_its_target():
+    _, fit = plan()
+    target, draft = fit.groups
+    assert (target.name, draft.name) == ("full", "draft-full")
+    assert target.page_bytes == 16 * 131072
+    assert draft.page_bytes == 16 * 4096
+    assert abs(target.num_pages - draft.num_pages) <= 1
+
+
+@pytest.mark.parametrize("asked", [{}, {"topk": 4}])
+@pytest.mark.parametrize("device", [H200, CPU], ids=["gpu", "cpu"])
+def test_the_lines_add_up_to_the_device(device, asked):
+    _, fit = planned("bundled", device, algorithm="NGRAM", **asked)
+    assert sum(size for _, size in budget_lines(fit)) == fit.total_bytes
+    _, fit = plan(**asked)
+    assert sum(size for _, size in budget_lines(fit)) == fit.total_bytes
+    assert "draft weights" in table(fit)
+    assert "draft weights" in compare(fit, {"draft weights": 1})
+
+
+def test_a_plan_without_a_drafter_shows_none():
+    _, fit = planned("llama-3.1-8b", H200, algorithm="off")
+    assert fit.draft_weights_bytes == 0
+    assert "draft" not in table(fit)
+
+
+@pytest.mark.parametrize(("asked", "rows"), [({}, 64), ({"topk": 4}, 32), ({"steps": 15}, 16)])
+def test_requests_are_fewer_by_as_many_rows_as_each_brings(asked, rows):
+    resolution, _ = plan(**asked)
+    assert resolution.options.max_num_seqs == rows
+    assert "tokens of each, in all the rows usual on cuda" in resolution.origins["max_num_seqs"]
+
+
+def test_a_step_grows_to_hold_a_round_of_the_requests_that_were_asked_for():
+    resolution, _ = plan(max_num_seqs=3000, max_model_len=64)
+    assert resolution.options.max_num_batched_tokens == 12000
+    origin = resolution.origins["max_num_batched_tokens"]
+    assert origin == "chosen: 4 tokens of each of --max-num-seqs"
+
+
+def test_fewer_requests_run_where_a_step_was_asked_that_holds_fewer_rounds():
+    resolution, _ = plan(max_num_batched_tokens=31)
+    assert resolution.options.max_num_seqs == 7
+    origin = resolution.origins["max_num_seqs"]
+    assert origin == "chosen: a step of --max-num-batched-tokens holds 4 tokens of each"
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (
+            {"max_num_batched_tokens": 31, "max_num_seqs": 8},
+            "max_num_batched_tokens must be at least 32, got 31; a step holds the 4 tokens of a "
+            "round of every running request: raise --max-num-batched-tokens to 32, or lower "
+            "--max-num-seqs to 7",
+        ),
+        (
+            {"max_num_batched_tokens": 3},
+            "must be at least 4, got 3; a step holds the 4 tokens of a round of every running "
+            "request: raise --max-num-batched-tokens to 4, or lower --speculative-num-draft-tokens",
+        ),
+    ],
+)
+def test_a_step_that_holds_no_round_is_refused(asked, text):
+    with pytest.raises(ConfigError) as caught:
+        plan(**asked)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", [{"page_size": 1}, {"page_size": 1, "topk": 8, "tokens": 9}])
+def test_the_longest_request_leaves_room_for_a_round_behind_it(asked):
+    drafter = drafted("llama-3.1-8b", **EAGLE3 | asked)
+    assert drafter is not None
+    _, fit = plan(kv_cache_bytes=GIB, **asked)
+    reach = drafter.shape.reach
+    for group in fit.groups:
+        assert group.num_pages - 1 >= fit.longest_len + reach
+    _, exact = plan(kv_cache_bytes=GIB, max_model_len=fit.longest_len, **asked)
+    _, more = plan(kv_cache_bytes=GIB, max_model_len=fit.longest_len + 1, **asked)
+    assert not exact.short_by_bytes
+    pages = fit.longest_len + 1 + reach + 1  # page 0 is reserved
+    assert more.kv_least_bytes == pages * (131072 + 4096)
+    assert 0 < more.short_by_bytes <= 131072 + 4096
+
+
+def test_the_promised_concurrency_fits_every_group_with_its_rounds():
+    asked = EAGLE3 | {"page_size": 1, "topk": 4}
+    resolution, fit = planned("llama-3.1-8b", H200, **asked)
+    drafter = drafted("llama-3.1-8b", **asked)
+    assert drafter is not None
+    specs = all_groups(parse_config(locate("llama-3.1-8b").config), 1, drafter)
+    tokens = resolution.options.max_num_batched_tokens
+    for row in fit.concurrency:
+        for spec, group in zip(specs, fit.groups, strict=True):
+            held = row.requests * request_pages(spec, row.context_len + drafter.shape.reach)
+            assert held + standing_pages(spec, tokens) <= group.num_pages
+
+
+def test_rejection_keeps_the_drafters_distributions():
+    _, plain = plan()
+    resolution, fit = plan(acceptance="rejection")
+    rows, steps, vocab = resolution.options.max_num_seqs, 3, 128256
+    assert fit.activations_bytes - plain.activations_bytes >= rows * steps * vocab * 4
+
+
+@pytest.mark.parametrize(("noise", "total"), [(False, DRAFT_TOTAL), (True, NOISY_TOTAL)])
+def test_choosing_drafts_stays_within_its_bound(noise, total):
+    rows, vocab = 4, 5000
+    with Allocations() as seen:
+        draft_topk(
+            torch.randn(rows, vocab).bfloat16(),
+            4,
+            temperature=torch.ones(rows),
+            seeds=torch.arange(rows),
+            positions=torch.arange(rows),
+            d2t=torch.zeros(vocab, dtype=torch.int64),
+            noise=noise,
+        )
+    for cost, size in ((DRAFT_PEAK, seen.peak), (total, seen.total)):
+        assert 0.5 * cost * rows * vocab < size <= cost * rows * vocab
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"algorithm": "NGRAM"},
+        {"algorithm": "EAGLE3"},
+        {"algorithm": "EAGLE3", "topk": 4},
+        {"algorithm": "STANDALONE", "topk": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_what_is_measured_after_loading_was_planned(asked, page_size, drafters):
+    options = {"threads": 1, "load_format": "dummy", "max_num_seqs": 3, "page_size": page_size}
+    asked = asked | drafters.get(asked["algorithm"], {})
+    with LLM(**named(drafters["target"], options | asked), max_num_batched_tokens=64) as llm:
+        memory = llm.report()["memory"]
+    planned, measured = memory["planned"], memory["measured"]
+    assert measured["KV"] == planned["kv_bytes"]
+    assert 0.4 * planned["workspace_bytes"] < measured["workspace"] <= planned["workspace_bytes"]
+    assert 0 < measured["graphs"] <= planned["graphs_bytes"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"topk": 4}], ids=["chain", "tree"])
+def test_a_round_allocates_no_more_than_was_planned(asked, drafters):
+    options = {"threads": 1, "load_format": "dummy", "max_num_seqs": 2, "enforce_eager": True}
+    asked = options | {"algorithm": "EAGLE3"} | drafters["EAGLE3"] | asked
+    params = {"max_tokens": 6, "temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1}
+    with LLM(**named(drafters["target"], asked), max_num_batched_tokens=64) as llm:
+        with Allocations() as seen:
+            llm.generate([[3, 4, 5], [6, 7]], params)
+        memory = llm.report()["memory"]
+    bound = memory["planned"]["activations_bytes"]
+    standing = memory["measured"]["workspace"]  # operators return some of it too, and the pools
+    standing += memory["measured"]["KV"] if "topk" in asked else 0
+    assert 0.1 * bound < seen.peak <= bound + standing
+
+
+def test_explain_shows_the_drafter_and_the_nearest_that_fits_keeps_it():
+    asked = {
+        "model": "llama-3.1-8b",
+        "load_format": "dummy",
+        "speculative_draft_model_path": "eagle3-llama-3.1-8b",
+        "speculative_eagle_topk": 4,
+        "max_model_len": 100_000,
+    }
+    explained = explain_model(asked, gpu="l4")
+    text = show(explained)
+    assert (
+        "drafts: EAGLE3 by eagle3-llama-3.1-8b: a tree of topk 4 and depth 3, 8 tokens verified "
+        "per request and round; reads layer.1, layer.15, layer.28" in text
+    )
+    assert "speculative-num-draft-tokens 8 " in text
+    assert explained.nearest is not None
+    command = explained.nearest.commands[0]
+    assert "--speculative-draft-model-path eagle3-llama-3.1-8b" in command.flags
+    assert not explain_model(command.asked, gpu="l4").fit.short_by_bytes
+
+
+def test_where_nothing_fits_no_draft_head_is_named_as_a_model():
+    asked = {
+        "model": "llama-3.1-8b",
+        "load_format": "dummy",
+        "speculative_draft_model_path": "eagle3-llama-3.1-8b",
+        "dtype": "float32",
+        "max_num_seqs": 4096,
+    }
+    nearest = explain_model(asked | {"kv_cache_dtype": "float32"}, gpu="rtx-4090").nearest
+    assert nearest is not None
+    assert "h200" in nearest.devices or nearest.commands
+    assert "eagle3-llama-3.1-8b" not in nearest.models

@@ -1,0 +1,229 @@
+"""The scheduler's decisions with a drafter, one at a time, around the fake device."""
+
+import pytest
+from test_scheduler import Loop, extends
+
+from paceline.core.draft_shape import DraftShape
+from paceline.core.errors import CapacityError, ConfigError
+from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.step import Step
+from paceline.engine.request import FinishReason, RequestState
+from paceline.engine.scheduler_config import HOST_PLAN_SYNC, SchedulerConfig
+from paceline.engine.step_plan import StepPlan
+
+CHAIN = DraftShape(num_steps=3, topk=1, num_draft_tokens=4)
+TREE = DraftShape(num_steps=4, topk=3, num_draft_tokens=6)
+LONG = 40
+
+
+def drafting(shape: DraftShape = CHAIN, **config) -> Loop:
+    return Loop(draft=shape, **config)
+
+
+def modes(steps: list[Step]) -> set[ForwardMode]:
+    return {step.mode for step in steps}
+
+
+@pytest.mark.parametrize(("shape", "mask"), [(CHAIN, MaskKind.CAUSAL), (TREE, MaskKind.TREE)])
+def test_a_round_verifies_the_drafts_of_every_request(shape: DraftShape, mask: MaskKind) -> None:
+    loop = drafting(shape)
+    loop.add("a", 5, LONG)
+    loop.add("b", 3, LONG)
+    loop.turn()
+    step = loop.turn()
+    assert extends(step) == dict.fromkeys([1, 2], shape.num_draft_tokens)
+    assert step is not None
+    assert step.is_round
+    assert (step.mode, step.mask) == (ForwardMode.TARGET_VERIFY, mask)
+    assert step.layout.emits == (True, True)
+
+
+def test_prompts_and_rounds_alternate_and_never_mix() -> None:
+    loop = drafting(chunked_prefill_size=4)
+    loop.add("a", 3, LONG)
+    loop.turn()
+    loop.add("b", 12, LONG)
+    steps = [loop.turn() for _ in range(6)]
+    assert [step is not None and step.is_round for step in steps] == [True, False] * 3
+    assert [len(extends(step)) for step in steps] == [1] * 6
+    loop.run()
+    assert loop.requests["b"].output_ids == tuple(loop.expected("b"))
+
+
+def test_steady_rounds_repeat_an_equal_layout_without_deltas() -> None:
+    loop = drafting(reserve_ahead=256, num_pages=201)
+    for name in "abc":
+        loop.add(name, 5, LONG)
+    loop.turn()
+    first = loop.turn()
+    steps = [loop.turn() for _ in range(4)]
+    assert first is not None
+    for step in steps:
+        assert step is not None
+        assert step.layout == first.layout
+        assert step.deltas == ()
+
+
+def test_the_bound_of_a_prefix_tightens_when_outputs_arrive() -> None:
+    loop = drafting()
+    request = loop.add("h", 5, LONG)
+    loop.turn()  # the prompt
+    first, second = loop.launch(), loop.launch()
+    assert first is not None
+    assert second is not None
+    assert first.prefix_lens_bound == (5,)
+    assert second.prefix_lens_bound == (5 + CHAIN.max_path,)
+    assert (request.kv_least, request.kv_bound) == (7, 5 + 2 * CHAIN.max_path)
+    loop.process()  # of the prompt
+    loop.process()  # of the first round
+    known = request.num_known - 1
+    assert request.kv_known == known < 5 + CHAIN.max_path
+    assert (request.kv_least, request.kv_bound) == (known + 1, known + CHAIN.max_path)
+
+
+def test_without_drafts_in_any_request_plain_decoding_runs() -> None:
+    loop = drafting()
+    loop.add("a", 5, LONG, speculative=False)
+    loop.add("b", 5, LONG, speculative=False)
+    steps = loop.run()
+    assert modes(steps) == {ForwardMode.EXTEND, ForwardMode.DECODE}
+    assert all(step.mask is MaskKind.CAUSAL and not step.is_round for step in steps)
+    assert loop.requests["a"].rounds.rounds == 0
+
+
+def test_a_request_without_drafts_takes_part_in_the_rounds_of_others() -> None:
+    loop = drafting()
+    plain = loop.add("a", 5, 12, speculative=False)
+    drafted = loop.add("b", 5, 12)
+    loop.turn()
+    assert extends(loop.turn()) == {1: 4, 2: 4}
+    assert plain.is_exact
+    assert not drafted.is_exact
+    loop.run()
+    assert plain.output_ids == tuple(loop.expected("a"))
+    assert plain.rounds.rounds == 0
+    assert drafted.rounds.rounds > 0
+
+
+def test_no_round_begins_that_could_emit_nothing() -> None:
+    loop = drafting()
+    loop.add("a", 5, max_tokens=2)
+    assert extends(loop.turn()) == {1: 5}
+    assert extends(loop.turn()) == {1: 4}  # emits the second token, whatever is accepted
+    assert loop.turn() is None
+    assert not loop.scheduler.has_work
+
+
+def test_a_round_follows_one_that_may_have_been_the_last() -> None:
+    loop = drafting()
+    loop.add("a", 5, max_tokens=4)
+    loop.turn()
+    assert loop.turn() is not None  # emits 1 to 3
+    assert loop.launch() is not None  # at least 1 is known by then, of 3
+
+
+def test_a_backend_that_plans_on_the_host_waits_for_the_round_in_flight() -> None:
+    loop = drafting(exact_lengths=True)
+    loop.add("a", 5, LONG)
+    loop.turn()
+    assert loop.turn() is not None  # a prompt's outputs are no surprise
+    assert loop.turn() is None
+    assert loop.turn() is not None
+    loop.run()
+    assert loop.requests["a"].output_ids == tuple(loop.expected("a"))
+    assert loop.requests["a"].rounds.fallbacks == {HOST_PLAN_SYNC}
+
+
+def test_a_request_waits_for_outputs_rather_than_preempting_anybody() -> None:
+    """Its bound wants a page that its true length, known soon, may not want."""
+    loop = drafting(num_pages=8, caching=False)
+    loop.add("a", 8, LONG // 8)
+    waiting = loop.add("b", 8, LONG // 8)
+    loop.turn()
+    assert extends(loop.turn()) == {1: 4, 2: 4}
+    assert extends(loop.turn()) == {1: 4}
+    assert waiting.state is RequestState.RUNNING
+    loop.run()
+    assert waiting.output_ids == tuple(loop.expected("b"))
+
+
+def test_capacity_counts_what_a_round_writes_behind_the_end() -> None:
+    loop = drafting(num_pages=8)  # 28 tokens
+    with pytest.raises(
+        CapacityError, match=r"\(26 tokens\) must be at most \[7\] .*, got \[8\]; lower max_tokens"
+    ):
+        loop.add("a", 20, max_tokens=6)
+    loop.add("b", 20, max_tokens=5)
+    loop.run()
+    assert loop.requests["b"].output_ids == tuple(loop.expected("b"))
+
+
+def test_a_step_that_cannot_hold_a_round_of_all_is_refused() -> None:
+    with pytest.raises(
+        ConfigError,
+        match="max_batched_tokens must be at least 16, got 15; a step must hold 4 draft tokens of "
+        "every running request",
+    ):
+        SchedulerConfig(
+            max_running=4,
+            max_batched_tokens=15,
+            chunked_prefill_size=8,
+            max_join_tokens=8,
+            draft=CHAIN,
+        )
+
+
+def test_only_rounds_that_must_wait_are_a_fallback() -> None:
+    limits = {"max_running": 1, "max_batched_tokens": 8, "chunked_prefill_size": 8}
+    limits |= {"max_join_tokens": 8}
+    assert SchedulerConfig(**limits, exact_lengths=True).fallback is None
+    assert SchedulerConfig(**limits, draft=CHAIN).fallback is None
+    event = SchedulerConfig(**limits, draft=CHAIN, exact_lengths=True).fallback
+    assert event is not None
+    assert event.reason == HOST_PLAN_SYNC
+
+
+@pytest.mark.parametrize("end", ["abort", "finish_on_host", "preempt"])
+def test_outputs_of_a_round_in_flight_change_nothing_behind_an_end(end: str) -> None:
+    loop = drafting()
+    request = loop.add("a", 5, LONG)
+    for _ in range(4):
+        loop.turn()
+    loop.launch()
+    kept = request.output_ids
+    if end == "abort":
+        assert loop.scheduler.abort("a")
+    elif end == "finish_on_host":
+        assert loop.scheduler.finish_on_host("a", len(kept) - 1)
+        kept = kept[:-1]
+    else:
+        loop.scheduler._preempt(request, StepPlan(32))
+        assert request.state is RequestState.DRAINING
+        loop.run()
+        assert request.output_ids == tuple(loop.expected("a"))
+        return
+    rounds = request.rounds.rounds
+    while loop.in_flight:
+        assert loop.process() == []
+    assert request.output_ids == kept
+    assert request.rounds.rounds == rounds
+    assert request.finish in (FinishReason.ABORT, FinishReason.STOP)
+    assert not loop.scheduler.has_work
+
+
+def test_the_counts_of_a_request_are_those_of_its_rounds() -> None:
+    loop = drafting()
+    request = loop.add("a", 5, LONG)
+    emitted: list[int] = []
+    while loop.scheduler.has_work:
+        step = loop.launch()
+        while len(loop.in_flight) > (step is not None):
+            is_round = loop.in_flight[0][0].is_round
+            updates = loop.process()
+            emitted += [len(u.new_token_ids) for u in updates if is_round]
+    counts = request.rounds
+    assert counts.rounds == len(emitted)
+    assert counts.drafted == 3 * len(emitted)
+    assert counts.tokens_per_round == sum(emitted) / len(emitted)
+    assert counts.accepted == [sum(m > depth for m in emitted) for depth in (1, 2, 3)]
+    assert set(emitted) == {1, 2, 3, 4}

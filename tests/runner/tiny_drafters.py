@@ -1,0 +1,136 @@
+"""Proposers for a Driver: each function returns what the Driver's `make_proposer` takes."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from tiny_runner import CONTEXT, VOCAB, TinyModel
+
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.contract import AttentionBackend
+from paceline.core.draft_shape import DraftShape
+from paceline.core.model_config import CacheGroupSpec, cache_group_specs
+from paceline.core.parallel import Parallel
+from paceline.kvcache.pool import KVFormat
+from paceline.models.eagle_config import parse_eagle_config
+from paceline.models.eagle_head import EagleHead, build_eagle_head
+from paceline.models.loader import fill_dummy
+from paceline.runner.build import RunnerConfig, tokens_in_flight
+from paceline.runner.proposer import Proposer
+from paceline.speculate.build import DraftPlacement, eagle_proposer, standalone_proposer
+from paceline.speculate.ngram import NgramProposer
+
+MakeProposer = Callable[[RunnerConfig], Proposer]
+
+CPU = torch.device("cpu")
+DRAFT_VOCAB = 80
+TAPS = ("layer.0", "layer.0", "layer.1")
+CHAIN = DraftShape(num_steps=3, topk=1, num_draft_tokens=4)
+TREE = DraftShape(num_steps=3, topk=2, num_draft_tokens=6)
+
+_EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": DRAFT_VOCAB,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]},
+}
+
+
+def eagle3(
+    tiny: TinyModel,
+    shape: DraftShape,
+    *,
+    page_size: int = 4,
+    backend: AttentionBackend | None = None,
+) -> MakeProposer:
+    """A random EAGLE-3 head, its draft vocabulary every other token: it agrees now and then."""
+
+    def make(limits: RunnerConfig) -> Proposer:
+        group = CacheGroupSpec(
+            name="draft-full",
+            layer_ids=(0,),
+            window=None,
+            page_size=page_size,
+            num_kv_heads=2,
+            head_dim=16,
+            v_head_dim=16,
+        )
+        place = _placement((group,), limits, backend)
+        return eagle_proposer("EAGLE3", shape, eagle3_head(tiny, shape), TAPS, place)
+
+    return make
+
+
+def eagle3_head(tiny: TinyModel, shape: DraftShape) -> EagleHead:
+    """The head that `eagle3` drafts with, the same at every call."""
+    head = build_eagle_head(
+        parse_eagle_config(_EAGLE3, "EAGLE3"),
+        tiny.ours,
+        parallel=Parallel(),
+        device=CPU,
+        dtype=torch.float32,
+        max_positions=CONTEXT + tokens_in_flight(shape),
+    )
+    fill_dummy(head, seed=0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5)
+    assert head.d2t is not None
+    head.d2t.copy_(torch.arange(DRAFT_VOCAB))
+    return head
+
+
+def standalone(
+    tiny: TinyModel,
+    shape: DraftShape,
+    *,
+    page_size: int = 4,
+    noise: float = 0.0,
+    backend: AttentionBackend | None = None,
+) -> MakeProposer:
+    """The target itself, its parameters shaken by `noise` of their spread."""
+
+    def make(limits: RunnerConfig) -> Proposer:
+        groups = tuple(
+            replace(group, name=f"draft-{group.name}")
+            for group in cache_group_specs(tiny.config, page_size)
+        )
+        model = copy.deepcopy(tiny.ours)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                shaken = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(shaken * noise * parameter.std())
+        place = _placement(groups, limits, backend)
+        return standalone_proposer(shape, model, tiny.config, place)
+
+    return make
+
+
+def ngram(shape: DraftShape) -> MakeProposer:
+    """Prompt lookup."""
+    return lambda limits: NgramProposer(shape, min_n=1, max_n=3)
+
+
+def _placement(
+    groups: tuple[CacheGroupSpec, ...], limits: RunnerConfig, backend: AttentionBackend | None
+) -> DraftPlacement:
+    return DraftPlacement(
+        groups=groups,
+        num_pages=limits.num_pages[:1] * len(groups),
+        backend=backend or TorchBackend(),
+        limits=limits,
+        kv=KVFormat(dtype=torch.float32),
+        dtype=torch.float32,
+        device=CPU,
+    )
