@@ -129,8 +129,34 @@ def test_the_longest_request_leaves_room_for_a_round_behind_it(asked):
     assert 0 < more.short_by_bytes <= 131072 + 4096
 
 
+def test_a_group_that_keeps_every_token_is_not_short_of_a_round_beside_a_windowed_one():
+    asked = {"algorithm": "NGRAM", "load_format": "dummy", "page_size": 1, "steps": 15}
+    _, fit = planned("gemma-3-1b", H200, kv_cache_bytes=GIB, **asked)
+    _, exact = planned(
+        "gemma-3-1b",
+        H200,
+        kv_cache_bytes=fit.kv_least_bytes,
+        max_model_len=fit.longest_len,
+        **asked,
+    )
+    assert exact.groups[0].window is None
+    assert exact.groups[0].num_pages == fit.longest_len + 16 + 1
+
+
+def test_the_hidden_states_that_a_head_reads_are_counted(tmp_path):
+    target, sizes = folder(tmp_path / "target", TARGET), []
+    for layers in ([1, 5, 8], [0, 1, 4, 5, 7, 8]):
+        own = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}
+        head = folder(tmp_path / "head", HEAD | own)
+        asked = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 1024}
+        sizes.append(planned(target, CPU, path=head, **asked)[1].activations_bytes)
+    hidden_states = 3 * 1024 * 64 * 4
+    assert sizes[1] - sizes[0] == 2 * hidden_states  # each, and side by side
+
+
 def test_the_promised_concurrency_fits_every_group_with_its_rounds():
-    asked = EAGLE3 | {"page_size": 1, "topk": 4}
+    asked = EAGLE3 | {"page_size": 1, "topk": 4, "max_model_len": 32, "max_num_seqs": 256}
+    asked |= {"kv_cache_bytes": 4096 * (131072 + 4096)}
     resolution, fit = planned("llama-3.1-8b", H200, **asked)
     drafter = drafted("llama-3.1-8b", **asked)
     assert drafter is not None
@@ -140,6 +166,7 @@ def test_the_promised_concurrency_fits_every_group_with_its_rounds():
         for spec, group in zip(specs, fit.groups, strict=True):
             held = row.requests * request_pages(spec, row.context_len + drafter.shape.reach)
             assert held + standing_pages(spec, tokens) <= group.num_pages
+    assert fit.concurrency[-1].requests == 4095 // (32 + drafter.shape.reach)
 
 
 def test_rejection_keeps_the_drafters_distributions():

@@ -78,9 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tight,
     ):
         self.specs = [*group_specs(windows, page_size), *self.draft_specs]
-        reach, per_request = 0, 1
-        if self.shape is not None:
-            reach, per_request = self.shape.reach, self.shape.num_draft_tokens
+        reach = 0 if self.shape is None else self.shape.reach
         max_extend = max(chunk, reach)
         # About one long request: everything else lives from eviction, waiting and preemption.
         tokens = CONTEXT_LEN // 2 + reach + 8 * pages
@@ -95,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             draft=self.shape,
             exact_lengths=self.exact_lengths,
             max_running=max_running,
-            max_batched_tokens=max(budget, max_running * per_request),
+            max_batched_tokens=budget,
             chunked_prefill_size=chunk,
             max_join_tokens=2 * CONTEXT_LEN,
             reserve_ahead=ahead,

@@ -4,7 +4,7 @@ import pytest
 from test_scheduler import Loop, extends
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.errors import CapacityError, ConfigError
+from paceline.core.errors import CapacityError
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.step import Step
 from paceline.engine.request import FinishReason, RequestState
@@ -158,19 +158,13 @@ def test_capacity_counts_what_a_round_writes_behind_the_end() -> None:
     assert loop.requests["b"].output_ids == tuple(loop.expected("b"))
 
 
-def test_a_step_that_cannot_hold_a_round_of_all_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match="max_batched_tokens must be at least 16, got 15; a step must hold 4 draft tokens of "
-        "every running request",
-    ):
-        SchedulerConfig(
-            max_running=4,
-            max_batched_tokens=15,
-            chunked_prefill_size=8,
-            max_join_tokens=8,
-            draft=CHAIN,
-        )
+def test_a_round_holds_all_whatever_the_budget_of_prompts() -> None:
+    loop = drafting(max_batched_tokens=4, max_running=4)
+    for name in "abc":
+        loop.add(name, 2, LONG)
+    steps = loop.run()
+    assert max(step.layout.num_tokens for step in steps if not step.is_round) <= 4
+    assert max(step.layout.num_tokens for step in steps if step.is_round) == 12
 
 
 def test_only_rounds_that_must_wait_are_a_fallback() -> None:

@@ -139,6 +139,13 @@ def test_a_nan_among_numbers_counts_as_minus_infinity(run: Run) -> None:
 
 
 @RUNS
+def test_a_block_of_impossible_tokens_has_no_share(run: Run) -> None:
+    logits = make_logits(2, 131)
+    logits[:, : BLOCK + 3] = -math.inf
+    assert_same(run(logits, 6), sorted_drafts(logits, 6))
+
+
+@RUNS
 def test_no_rows_give_no_drafts(run: Run) -> None:
     assert run(torch.empty(0, 131), 2).tokens.shape == (0, 2)
 

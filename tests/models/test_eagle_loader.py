@@ -17,12 +17,10 @@ from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.eagle_config import parse_eagle_config
-from paceline.models.eagle_head import EagleHead, build_eagle_head
+from paceline.models.eagle_head import EagleHead
 from paceline.models.eagle_loader import load_eagle_head
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource, locate
-from paceline.models.registry import builder
-from paceline.models.size import eagle_parameter_count, eagle_weights_bytes
 
 CPU = torch.device("cpu")
 Change = Callable[[dict[str, Tensor]], object]
@@ -249,44 +247,6 @@ def test_a_head_of_another_width_must_ship_its_embedding(tmp_path: Path, target:
         load(tmp_path, target, raw)
 
 
-@pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 cut"])
-def test_a_damaged_file_in_torch_format_is_named(
-    tmp_path: Path, target: CausalLM, content: bytes
-) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(
-        WeightsError, match=r"pytorch_model\.bin must be a complete file of named tensors, got"
-    ):
-        load(tmp_path, target)
-
-
-class Payload:
-    """What a hostile file may hold: a call that unpickling would make."""
-
-    def __init__(self, victim: Path) -> None:
-        self.victim = victim
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.victim,)
-
-
-def test_code_in_a_file_in_torch_format_is_not_run(tmp_path: Path, target: CausalLM) -> None:
-    victim = tmp_path / "victim"
-    torch.save({"fc.weight": Payload(victim)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"named tensors, got UnpicklingError"):
-        load(tmp_path, target)
-    assert not victim.exists()
-
-
-@pytest.mark.parametrize("stored", [[1, 2], {"fc.weight": 3}])
-def test_a_file_of_other_things_than_tensors_is_refused(
-    tmp_path: Path, target: CausalLM, stored: object
-) -> None:
-    torch.save(stored, tmp_path / "pytorch_model.bin")
-    with pytest.raises(WeightsError, match=r"file of named tensors, got something else"):
-        load(tmp_path, target)
-
-
 def test_a_folder_without_weights_and_a_shape_are_refused(tmp_path: Path, target: CausalLM) -> None:
     with pytest.raises(WeightsError, match=r"must be \*\.safetensors files, got none"):
         load(tmp_path, target)
@@ -336,39 +296,3 @@ def test_rope_tables_have_the_asked_number_of_rows_beyond_the_heads_own_context(
 ) -> None:
     head = load(tmp_path, target, load_format="dummy", max_positions=50)
     assert head.first.attention.cos_sin.shape == (50, 16)
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        heads.HEAD,
-        heads.HEAD | {"num_hidden_layers": 2, "attention_bias": True},
-        heads.EAGLE3,
-        heads.EAGLE3 | {"num_hidden_layers": 3, "fc_norm": True, "bias": True},
-        heads.EAGLE3 | {"hidden_size": 32, "target_hidden_size": 48},
-        heads.EAGLE3 | {"draft_vocab_size": None, "eagle_config": {"use_aux_hidden_state": False}},
-        heads.EAGLE3 | {"model_type": "qwen3"},
-    ],
-)
-def test_the_formula_counts_what_is_built(
-    raw: dict[str, Any], target: CausalLM, tmp_path: Path
-) -> None:
-    config = parse_eagle_config(raw, "EAGLE3" if "draft_vocab_size" in raw else "EAGLE")
-    head = load(tmp_path, target, raw, load_format="dummy")
-    count = eagle_parameter_count(config, config.layer)
-    assert count == sum(parameter.numel() for parameter in head.parameters())
-    offsets = 0 if head.d2t is None else head.d2t.nbytes
-    assert eagle_weights_bytes(config, config.layer, "bfloat16") == 2 * count + offsets
-
-
-def test_the_shipped_head_has_the_published_size() -> None:
-    """As the released file: fc, one layer of double width, norms and 32,000 rows of a head."""
-    model = parse_config(locate("llama-3.1-8b").config)
-    config = parse_eagle_config(locate("eagle3-llama-3.1-8b").config, "EAGLE3")
-    layer = 6144 * 8192 + 4096 * 4096 + 3 * 14336 * 4096
-    expected = 12288 * 4096 + layer + 32000 * 4096 + 4 * 4096
-    assert eagle_parameter_count(config, model) == expected
-    meta = torch.device("meta")
-    where = {"parallel": Parallel(), "device": meta, "dtype": torch.bfloat16, "max_positions": 8}
-    head = build_eagle_head(config, builder("llama")(model, **where), **where)
-    assert sum(parameter.numel() for parameter in head.parameters()) == expected

@@ -13,7 +13,7 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.model_config import CacheGroupSpec, cache_group_specs
 from paceline.core.parallel import Parallel
 from paceline.kvcache.pool import KVFormat
-from paceline.models.eagle_config import parse_eagle_config
+from paceline.models.eagle_config import parse_eagle_config, tap_names
 from paceline.models.eagle_head import EagleHead, build_eagle_head
 from paceline.models.loader import fill_dummy
 from paceline.runner.build import RunnerConfig, tokens_in_flight
@@ -25,7 +25,6 @@ MakeProposer = Callable[[RunnerConfig], Proposer]
 
 CPU = torch.device("cpu")
 DRAFT_VOCAB = 80
-TAPS = ("layer.0", "layer.0", "layer.1")
 CHAIN = DraftShape(num_steps=3, topk=1, num_draft_tokens=4)
 TREE = DraftShape(num_steps=3, topk=2, num_draft_tokens=6)
 
@@ -39,7 +38,6 @@ _EAGLE3 = {
     "num_hidden_layers": 1,
     "vocab_size": VOCAB,
     "draft_vocab_size": DRAFT_VOCAB,
-    "max_position_embeddings": 128,
     "rms_norm_eps": 1e-6,
     "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, 1]},
 }
@@ -51,8 +49,12 @@ def eagle3(
     *,
     page_size: int = 4,
     backend: AttentionBackend | None = None,
+    max_position: int = 128,
 ) -> MakeProposer:
-    """A random EAGLE-3 head, its draft vocabulary every other token: it agrees now and then."""
+    """A random EAGLE-3 head, its draft vocabulary every other token: it agrees now and then.
+
+    max_position: of the texts it was trained with.
+    """
 
     def make(limits: RunnerConfig) -> Proposer:
         group = CacheGroupSpec(
@@ -65,15 +67,16 @@ def eagle3(
             v_head_dim=16,
         )
         place = _placement((group,), limits, backend)
-        return eagle_proposer("EAGLE3", shape, eagle3_head(tiny, shape), TAPS, place)
+        head = _eagle3_head(tiny, shape, max_position)
+        taps = tap_names(head.config, tiny.config)
+        return eagle_proposer("EAGLE3", shape, head, taps, place)
 
     return make
 
 
-def eagle3_head(tiny: TinyModel, shape: DraftShape) -> EagleHead:
-    """The head that `eagle3` drafts with, the same at every call."""
+def _eagle3_head(tiny: TinyModel, shape: DraftShape, max_position: int) -> EagleHead:
     head = build_eagle_head(
-        parse_eagle_config(_EAGLE3, "EAGLE3"),
+        parse_eagle_config(_EAGLE3 | {"max_position_embeddings": max_position}, "EAGLE3"),
         tiny.ours,
         parallel=Parallel(),
         device=CPU,
@@ -96,9 +99,13 @@ def standalone(
     *,
     page_size: int = 4,
     noise: float = 0.0,
+    certain: bool = False,
     backend: AttentionBackend | None = None,
 ) -> MakeProposer:
-    """The target itself, its parameters shaken by `noise` of their spread."""
+    """The target itself, its parameters shaken by `noise` of their spread.
+
+    certain: its best token has the log-probability 0.
+    """
 
     def make(limits: RunnerConfig) -> Proposer:
         groups = tuple(
@@ -111,6 +118,8 @@ def standalone(
             for parameter in model.parameters():
                 shaken = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(shaken * noise * parameter.std())
+            if certain:
+                model.head.weight.mul_(1000)
         place = _placement(groups, limits, backend)
         return standalone_proposer(shape, model, tiny.config, place)
 

@@ -124,7 +124,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     vocabulary = decided.source.tokenizer
     tokenizer = None if vocabulary is None else Tokenizer.from_folder(vocabulary.parent)
     engine = Engine(
-        _scheduler(decided, knobs),
+        _scheduler(decided, knobs, events),
         runner,
         tokenizer,
         turn=overlapped_turn if options.overlap else twin_turn,
@@ -261,7 +261,7 @@ def _runner_config(decided: _Decided, knobs: Knobs, num_pages: tuple[int, ...]) 
     )
 
 
-def _scheduler(decided: _Decided, knobs: Knobs) -> Scheduler:
+def _scheduler(decided: _Decided, knobs: Knobs, notify: Notify) -> Scheduler:
     options, draft = decided.resolution.options, decided.draft
     longest_round = 0 if draft is None else draft.reach
     cache = CacheManager(
@@ -282,6 +282,8 @@ def _scheduler(decided: _Decided, knobs: Knobs) -> Scheduler:
         limits = replace(limits, reserve_ahead=knobs.reserve_ahead)
     if knobs.admission_margin is not None:
         limits = replace(limits, admission_margin=knobs.admission_margin)
+    if limits.fallback is not None:
+        notify(limits.fallback)
     return Scheduler(limits, cache)
 
 

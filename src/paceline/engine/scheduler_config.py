@@ -14,7 +14,7 @@ class SchedulerConfig:
     """What the scheduler may put into one step."""
 
     max_running: int  # requests: rows 1..max_running of the request table
-    max_batched_tokens: int  # tokens of one step, decode rows included
+    max_batched_tokens: int  # tokens of one step, decode rows included; a round always holds all
     chunked_prefill_size: int  # prompt tokens of one request in one step
     max_join_tokens: int  # known tokens of the requests that join in one step; one may exceed it
     reserve_ahead: int = 256  # tokens a request grows by while the pool is roomy
@@ -27,11 +27,6 @@ class SchedulerConfig:
     def reach(self) -> int:
         """Tokens behind its length that a request has pages for before a round."""
         return 0 if self.draft is None else self.draft.reach
-
-    @property
-    def decode_len(self) -> int:
-        """Rows that a running request brings at most, when it computes no prompt."""
-        return 1 if self.draft is None else self.draft.num_draft_tokens
 
     @property
     def fallback(self) -> Event | None:
@@ -49,7 +44,7 @@ class SchedulerConfig:
             "max_running": 1,
             "chunked_prefill_size": 1,
             "max_join_tokens": 1,
-            "max_batched_tokens": max(self.max_running, 1) * self.decode_len,
+            "max_batched_tokens": max(self.max_running, 1),
             "reserve_ahead": 0,
             "admission_margin": 0,
         }
@@ -60,12 +55,8 @@ class SchedulerConfig:
                         name,
                         expected=f"at least {low}",
                         got=getattr(self, name),
-                        remedy=f"a step must hold {self._decode_rows} of every running request"
+                        remedy="a step must hold one token of every running request"
                         if name == "max_batched_tokens"
                         else "raise it",
                     )
                 )
-
-    @property
-    def _decode_rows(self) -> str:
-        return "one token" if self.draft is None else f"{self.decode_len} draft tokens"

@@ -66,6 +66,16 @@ def _tree(run: DraftRun, state: RoundState, roots: Tensor, shape: DraftShape) ->
 def _draw(logits: Tensor, k: int, state: RoundState, depth: int, d2t: Tensor | None) -> TopDrafts:
     """The k best drafts of that depth behind each row; rows of a request follow one another."""
     view, sampling = state.view, state.sampling
+    if state.sampler is SamplerTier.GREEDY:  # nothing of the rows is read
+        return draft_topk(
+            logits,
+            k,
+            temperature=sampling.temperature,
+            seeds=sampling.seed,
+            positions=view.positions,
+            d2t=d2t,
+            noise=False,
+        )
     width = logits.shape[0] // view.padded_reqs
     rows = view.row_ids.repeat_interleave(width) if width > 1 else view.row_ids
     prefix = view.prefix_lens.repeat_interleave(width) if width > 1 else view.prefix_lens
@@ -76,5 +86,5 @@ def _draw(logits: Tensor, k: int, state: RoundState, depth: int, d2t: Tensor | N
         seeds=sampling.seed[rows],
         positions=prefix.long() + depth,
         d2t=d2t,
-        noise=state.sampler is not SamplerTier.GREEDY,
+        noise=True,
     )

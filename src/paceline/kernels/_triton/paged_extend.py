@@ -31,8 +31,10 @@ from paceline.kernels._triton.runtime import (
     shared_memory_bytes,
 )
 from paceline.kernels._triton.split_merge import (
+    dealt_tile,
     finishes_last,
     merge_splits,
+    num_dealt,
     splits_per_load,
     store_partial,
 )
@@ -267,9 +269,10 @@ def _extend_kernel(
     wait_for_inputs(OVERLAPPED)
     # The last tile has the most keys under a causal mask: it starts first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = (tl.program_id(1) // splits).to(tl.int64)
-    split = tl.program_id(1) % splits
-    req = tl.program_id(2).to(tl.int64)
+    kv_heads = heads // GROUP
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    req = (tl.program_id(1) // kv_heads).to(tl.int64)
+    split = tl.program_id(2)  # slowest: the splits that leave at once start last
 
     token_begin = tl.load(cu_seqlens_q_ptr + req)
     extend_len = tl.load(cu_seqlens_q_ptr + req + 1) - token_begin
@@ -299,8 +302,7 @@ def _extend_kernel(
     begin = 0
     if WINDOW is not None:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
-    # Tiles are dealt to the splits in turn, as in a decode; a single one masks only its last tiles.
-    first = begin + split * BLOCK_KEYS
+    first = begin + split * MIN_TILES * BLOCK_KEYS
     page_row_ptr = page_table_ptr + req * stride_page_table_req
     columns = tl.arange(0, BLOCK_KEYS)
     page = lookup_pages(page_row_ptr, first + columns, max_pages, PAGE_SIZE)
@@ -324,13 +326,12 @@ def _extend_kernel(
         full_end = tl.minimum(end, prefix_len)
     full_end = full_end // BLOCK_KEYS * BLOCK_KEYS
 
+    tiles = tl.cdiv(end - begin, BLOCK_KEYS)
     live_splits = 1
     if IS_SPLIT:
-        tiles = tl.cdiv(end - begin, BLOCK_KEYS)
         live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
         if split >= live_splits:
             return
-    step = live_splits * BLOCK_KEYS
 
     if k_scale_ptr is not None:
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
@@ -339,9 +340,14 @@ def _extend_kernel(
     running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
+    # A single split masks only its last tiles; several take theirs in turn, as in a decode.
+    done = 0
     if not ONE_LOOP:
-        for start in range(first, full_end, step):
-            next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
+        done = full_end // BLOCK_KEYS
+        for start in range(0, full_end, BLOCK_KEYS):
+            next_page = lookup_pages(
+                page_row_ptr, start + BLOCK_KEYS + columns, max_pages, PAGE_SIZE
+            )
             running_max, running_sum, acc = _attend_keys(
                 start, page, end, query_position, token, row_live, tree_bits, q,
                 k_head_ptr, v_head_ptr, tree_mask_ptr,
@@ -352,9 +358,10 @@ def _extend_kernel(
                 MASKED=False,
             )  # fmt: skip
             page = next_page
-        first = full_end
-    for start in range(first, end, step):
-        next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
+    for index in range(done, num_dealt(tiles, split, live_splits, MIN_TILES)):
+        start = begin + dealt_tile(index, split, live_splits, MIN_TILES) * BLOCK_KEYS
+        next_start = begin + dealt_tile(index + 1, split, live_splits, MIN_TILES) * BLOCK_KEYS
+        next_page = lookup_pages(page_row_ptr, next_start + columns, max_pages, PAGE_SIZE)
         running_max, running_sum, acc = _attend_keys(
             start, page, end, query_position, token, row_live, tree_bits, q,
             k_head_ptr, v_head_ptr, tree_mask_ptr,
@@ -376,10 +383,8 @@ def _extend_kernel(
             out, lse, partial_out_ptr, partial_lse_ptr, first_row + split * heads, row_live,
             DIM_V, BLOCK_DIM_V,
         )  # fmt: skip
-        count_ptr = finished_ptr + (req * (tl.num_programs(1) // splits) + kv_head) * (
-            tl.num_programs(0)
-        )
-        if not finishes_last(count_ptr + tile, live_splits):
+        count_ptr = finished_ptr + tl.program_id(1) * tl.num_programs(0) + tile
+        if not finishes_last(count_ptr, live_splits):
             return
         out, lse = merge_splits(
             partial_out_ptr, partial_lse_ptr, first_row, heads, live_splits, row_live,
@@ -478,7 +483,7 @@ def launch_paged_extend(
             kv_dtype=k_cache.dtype,
             shared_bytes=shared_bytes,
         )
-    grid = (triton.cdiv(max_rows, config.block_rows), kv_heads * splits, page_table.shape[0])
+    grid = (triton.cdiv(max_rows, config.block_rows), kv_heads * page_table.shape[0], splits)
     _extend_kernel[grid](
         q,
         k_cache,

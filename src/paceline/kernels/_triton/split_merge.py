@@ -12,6 +12,32 @@ from paceline.kernels._triton.primitives import softmax_finish
 
 
 @triton.jit
+def dealt_tile(
+    index,  # counts the tiles of one split
+    split,
+    live_splits,
+    CHUNK: tl.constexpr,
+):
+    """The tile of keys that a split takes as its index-th: chunks are dealt to splits in turn.
+
+    While it is in its first chunk a split knows its tiles before it knows how many splits live.
+    """
+    return (index // CHUNK * live_splits + split) * CHUNK + index % CHUNK
+
+
+@triton.jit
+def num_dealt(
+    tiles,
+    split,
+    live_splits,
+    CHUNK: tl.constexpr,
+):
+    """How many tiles a split takes; behind the last of all there may be empty ones."""
+    chunks = tl.cdiv(tl.cdiv(tiles, CHUNK) - split, live_splits)
+    return tl.minimum(chunks * CHUNK, tiles - split * CHUNK)
+
+
+@triton.jit
 def store_partial(
     out,  # [rows, BLOCK_DIM_V] float32
     lse,  # [rows] float32, log2 units
