@@ -99,13 +99,9 @@ def standalone(
     *,
     page_size: int = 4,
     noise: float = 0.0,
-    certain: bool = False,
     backend: AttentionBackend | None = None,
 ) -> MakeProposer:
-    """The target itself, its parameters shaken by `noise` of their spread.
-
-    certain: its best token has the log-probability 0.
-    """
+    """The target itself, its parameters shaken by `noise` of their spread."""
 
     def make(limits: RunnerConfig) -> Proposer:
         groups = tuple(
@@ -118,8 +114,6 @@ def standalone(
             for parameter in model.parameters():
                 shaken = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(shaken * noise * parameter.std())
-            if certain:
-                model.head.weight.mul_(1000)
         place = _placement(groups, limits, backend)
         return standalone_proposer(shape, model, tiny.config, place)
 

@@ -8,7 +8,7 @@ import pytest
 for folder in ("runner", "models"):
     sys.path.append(str(Path(__file__).parents[1] / folder))
 
-from tiny_runner import TinyModel, make_tiny
+from tiny_runner import TinyModel, make_tiny  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -90,6 +90,6 @@ def test_a_round_ends_with_an_end_token(tiny: TinyModel) -> None:
 
 
 def test_rounds_run_to_the_end_of_the_context(tiny: TinyModel) -> None:
-    requests = prefilled(tiny, CHAIN, eagle3(tiny, CHAIN), lengths=(100, 107, 110))
-    requests.driver.rounds(ROWS, 20)
+    requests = prefilled(tiny, CHAIN, eagle3(tiny, CHAIN), lengths=(40, 107, 100))
+    requests.driver.rounds(ROWS, 80)
     assert [len(requests.known(row)) for row in ROWS] == [CONTEXT] * 3

@@ -75,7 +75,7 @@ def _attend_split(
     running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
     columns = tl.arange(0, BLOCK_KEYS)
-    for index in range(0, num_dealt(tiles, split, live_splits, MIN_TILES)):
+    for index in range(num_dealt(tiles, split, live_splits, MIN_TILES)):
         next_start = first + dealt_tile(index + 1, split, live_splits, MIN_TILES) * BLOCK_KEYS
         next_page = lookup_pages(page_row_ptr, next_start + columns, max_pages, PAGE_SIZE)
         keys = first + dealt_tile(index, split, live_splits, MIN_TILES) * BLOCK_KEYS + columns
