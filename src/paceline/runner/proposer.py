@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.attention.contract import StepView
 from paceline.core.draft_shape import DraftShape
@@ -71,6 +71,7 @@ class Proposer(ABC):
     shape: DraftShape
     pools: tuple[KVPool, ...]  # [num_draft_groups] of its cache groups
     taps: tuple[str, ...]  # hidden states of the target that `observe` wants
+    model: nn.Module | None  # what it computes with; None: nothing is learnt
 
     @abstractmethod
     def propose(self, state: RoundState) -> DraftTree:

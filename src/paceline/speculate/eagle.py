@@ -36,7 +36,8 @@ class EagleProposer(Proposer):
         self.shape = shape
         self.taps = taps
         self.pools = cache.pools
-        self.head = head
+        self.model = head
+        self._head = head
         self._cache = cache
         self._passes = passes
         self._features = torch.zeros(
@@ -45,15 +46,15 @@ class EagleProposer(Proposer):
 
     def propose(self, state: RoundState) -> DraftTree:
         """First drafts from the kept feature, then num_steps - 1 passes of the head."""
-        run = _EagleRun(self.head, self._passes, state, self._features, self.shape)
+        run = _EagleRun(self._head, self._passes, state, self._features, self.shape)
         return propose(run, state, self.shape)
 
     def observe(self, observed: Observed) -> None:
         """Run the head over what the target computed, and keep its last output of each request."""
         view = self._cache.own_view(observed.view)
         context = self._cache.context(view, OBSERVE_PASS)
-        fused = self.head.fuse(observed.taps)
-        features = self.head(observed.next_ids, view.positions, fused, context)
+        fused = self._head.fuse(observed.taps)
+        features = self._head(observed.next_ids, view.positions, fused, context)
         kept = features.index_select(0, observed.last)
         self._features.index_copy_(0, view.row_ids, kept)
 

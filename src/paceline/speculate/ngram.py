@@ -14,6 +14,7 @@ class NgramProposer(Proposer):
     name = "NGRAM"
     taps = ()
     pools = ()
+    model = None
 
     def __init__(self, shape: DraftShape, *, min_n: int, max_n: int) -> None:
         self.shape = shape

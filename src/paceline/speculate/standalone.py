@@ -29,6 +29,7 @@ class StandaloneProposer(Proposer):
     ) -> None:
         self.shape = shape
         self.pools = cache.pools
+        self.model = model
         self._model = model
         self._cache = cache
         self._passes = passes
