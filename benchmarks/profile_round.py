@@ -120,7 +120,7 @@ def segment_rows(rounds: Sequence[Sequence[Kernel]]) -> list[dict[str, Any]]:
     micros: dict[str, list[float]] = defaultdict(list)
     for kernels in rounds:
         times, names, start = own_times(kernels), [kernel.name for kernel in kernels], 0
-        accept = next(i for i, name in enumerate(names) if re.search(r"accept", name))
+        accept = next((i for i, name in enumerate(names) if re.search(r"accept", name)), len(names))
         for segment, pattern in SEGMENTS:
             limit = accept if segment in ("propose", "verify") else len(names)
             found = [i for i in range(limit) if re.search(pattern, names[i])]

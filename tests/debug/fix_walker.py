@@ -1,30 +1,46 @@
-"""Runs cells with bugs switched back on: one process per bug, forked behind the heavy imports.
+"""Runs cases with bugs switched back on: one process per bug, forked behind the heavy imports.
 
     python fix_walker.py < jobs > results
 
-jobs: JSON [[fix ids, cell ids], ...]; results: one JSON line per cell, {fixes, cell, status,
-reason}.  The parent imports what is slow and nothing of the package, so that every child imports
-the package anew, with its own edits.
+jobs: JSON [[fix ids, cases], ...]; results: one JSON line per case, {fixes, case, status, reason}.
+The parent imports what is slow and nothing of the package, so that every child imports the package
+anew, with its own edits.
 """
 
+import contextlib
+import gc
+import io
 import json
 import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 
+import hypothesis  # noqa: F401
 import numpy  # noqa: F401
+import pytest
 import torch
 import torch._dynamo  # what a first capture imports otherwise
+import transformers.models.llama.modeling_llama  # noqa: F401
 import triton.language  # noqa: F401
 
+ROOT = Path(__file__).parents[2]
 WORKERS = 2
 SECONDS = 60  # of a child
+_OPTIONS = (
+    "--capture=no",
+    f"--rootdir={ROOT}",
+    "-pno:cacheprovider",
+    "-otimeout=0",  # a child has its own
+    "-Wignore:Module already imported",  # before the fork
+)
 
 
 def main() -> int:
     torch.set_num_threads(1)
-    jobs = [(",".join(fixes), cells) for fixes, cells in json.load(sys.stdin)]
+    gc.freeze()  # pytest collects garbage twice in every child; theirs is theirs alone
+    jobs = [(",".join(fixes), cases) for fixes, cases in json.load(sys.stdin)]
     running: set[int] = set()
     while jobs or running:
         while jobs and len(running) < WORKERS:
@@ -34,29 +50,61 @@ def main() -> int:
     return 0
 
 
-def _start(fixes: str, cells: list[str]) -> int:
-    """Fork a child that runs `cells`; returns its process id."""
+def _start(fixes: str, cases: list[str]) -> int:
+    """Fork a child that runs `cases`; returns its process id."""
     child = os.fork()
     if child:
         return child
     signal.alarm(SECONDS)
-    for line in _results(fixes, cells):
+    for line in _results(fixes, cases):
         os.write(1, (json.dumps(line) + "\n").encode())  # one write: lines do not mix
     os._exit(0)
 
 
-def _results(fixes: str, cells: list[str]):
+def _results(fixes: str, cases: list[str]):
     os.environ["PACELINE_REVERT_FIX"] = fixes
     assert "paceline" not in sys.modules, "the package is imported by the child alone"
-    for cell in cells:
-        line = {"fixes": fixes, "cell": cell}
+    for case in cases:
         try:
-            from paceline.conformance.harness import run_named
-
-            result = run_named(cell)
-            yield line | {"status": result.status.value, "reason": result.reason}
+            status, reason = _tested(case) if "::" in case else _checked(case)
         except Exception:  # noqa: BLE001
-            yield line | {"status": "crash", "reason": traceback.format_exc()[-2000:]}
+            status, reason = "crash", traceback.format_exc()[-2000:]
+        yield {"fixes": fixes, "case": case, "status": status, "reason": reason}
+
+
+def _checked(case: str) -> tuple[str, str]:
+    """A cell of the conformance matrix."""
+    from paceline.conformance.harness import run_named
+
+    result = run_named(case)
+    return result.status.value, result.reason
+
+
+class _Reports:
+    """What pytest says of one test."""
+
+    def __init__(self) -> None:
+        self.status, self.reason = "crash", "no such test"
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.status = "failing" if report.when == "call" else "crash"
+            self.reason = report.longreprtext if crash is None else crash.message
+        elif report.when == "call":
+            self.status, self.reason = "passed", ""
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.reason = report.longreprtext
+
+
+def _tested(case: str) -> tuple[str, str]:
+    """A test, by its node id."""
+    reports = _Reports()
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main([str(ROOT / case), *_OPTIONS], plugins=[reports])
+    return reports.status, reports.reason
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every fix switch applies, brings its bug back in the cell it names, and nowhere without it."""
+"""Every fix switch applies, brings its bug back in the case it names, and nowhere without it."""
 
 import json
 import os
@@ -12,17 +12,20 @@ from paceline.conformance.suite import cases
 from paceline.core.reverts import reverted_sources
 from paceline.debug.registry import all_fixes, show, to_json
 
-PACKAGE = Path(__file__).parents[2] / "src" / "paceline"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "paceline"
 FIXES = {fix.id: fix for fix in all_fixes()}
-PASSING = {"proven", "emulated"}
+CELLS = [fix for fix in FIXES.values() if "::" not in fix.case]
+TESTS = [fix for fix in FIXES.values() if "::" in fix.case]
+PASSING = {"proven", "emulated", "passed"}
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """(fixes, cell) -> status and reason, of every fix's case with the bug and without."""
-    cells = sorted({fix.case for fix in FIXES.values()})
+    """(fixes, case) -> status and reason, of every fix's case with the bug and without."""
+    wanted = sorted({fix.case for fix in FIXES.values()})
     jobs = [[[fix.id], [fix.case]] for fix in FIXES.values()]
-    jobs += [[[], cells[half::2]] for half in range(2)]
+    jobs += [[[], wanted[half::2]] for half in range(2)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PACELINE_REVERT_FIX", None)
     done = subprocess.run(
@@ -36,7 +39,7 @@ def outcomes():
     )
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return {(line["fixes"], line["cell"]): line for line in lines}
+    return {(line["fixes"], line["case"]): line for line in lines}
 
 
 @pytest.mark.parametrize("fix_id", FIXES)
@@ -60,19 +63,44 @@ def test_the_edits_of_a_fix_apply_and_compile(fix_id):
 
 
 def test_there_are_enough_fixes():
-    assert len(FIXES) >= 24
+    assert len(CELLS) >= 24
+    assert len(TESTS) >= 12
 
 
-def test_every_case_is_of_the_suite():
+def test_every_case_is_of_the_suite_or_a_test():
     known = {(case.method, case.mode.value, case.name) for case in cases()}
-    for fix in FIXES.values():
+    for fix in CELLS:
         method, _, mode, _, variant = fix.case.split("/")
         assert (method, mode, variant) in known, fix.id
+    for fix in TESTS:
+        path, _, name = fix.case.partition("::")
+        function = name.partition("[")[0]
+        assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8"), fix.id
+
+
+def test_fixes_touch_every_part_of_a_round():
+    modules = {module for fix in TESTS for module in fix.modules}
+    assert modules >= {
+        "paceline.kernels.accept",
+        "paceline.kernels.compact_kv",
+        "paceline.kernels.draft_topk",
+        "paceline.kernels.grow_tree",
+        "paceline.kvcache.prefix_tree",
+        "paceline.models.eagle_config",
+        "paceline.models.eagle_head",
+        "paceline.runner.build",
+        "paceline.runner.program",
+        "paceline.runner.round_program",
+        "paceline.speculate.draft_cache",
+        "paceline.speculate.draft_passes",
+        "paceline.speculate.drafting",
+        "paceline.speculate.eagle",
+    }
 
 
 def test_fixes_touch_every_layout_mode_and_runner():
     modules = {module for fix in FIXES.values() for module in fix.modules}
-    parts = [fix.case.split("/") for fix in FIXES.values()]
+    parts = [fix.case.split("/") for fix in CELLS]
     assert {part[2] for part in parts} >= {
         *("extend", "decode", "mixed", "draft_decode"),
         *("target_verify", "draft_extend", "draft_extend_v2"),

@@ -76,6 +76,16 @@ def test_tree_and_full_masks_match_reference_and_no_other_mask(
         assert (worst_error(case, wrong, prefix_only=prefix_only) > 1.0) != is_same
 
 
+@pytest.mark.parametrize("extend", [64, 65])
+def test_a_tree_of_more_rows_than_a_number_has_bits_is_masked_too(extend: int) -> None:
+    batch = BatchSpec(prefix_lens=(5,), extend_lens=(extend,))
+    case = make_case(batch, Shape(num_heads=1, head_dim=16), seed=31, mask=MaskKind.TREE)
+    out, _ = run_extend(case)
+    assert worst_error(case, out) <= 1.0
+    wrong, _ = reference(replace(case, mask=MaskKind.CAUSAL, tree_mask=None))
+    assert worst_error(case, wrong) > 1.0
+
+
 VERIFY = BatchSpec(prefix_lens=(150, 0, 33), extend_lens=(3, 3, 2))
 
 
@@ -108,10 +118,14 @@ def test_many_queries_do_not_split_their_keys() -> None:
 def test_a_split_is_worth_its_keys_and_fits_the_workspace() -> None:
     case = make_case(VERIFY, MHA, seed=30)
     workspace = workspace_of(case, 64)
-    few = partial(extend_splits, num_reqs=1, num_kv_heads=1, workspace=workspace)
+    few = partial(
+        extend_splits, num_reqs=1, num_kv_heads=1, dtype=torch.float32, workspace=workspace
+    )
     assert few(4, max_rows=4, max_keys=4096) == 8
     assert few(4, max_rows=4, max_keys=130) == 3
-    assert few(20, max_rows=20, max_keys=4096) == workspace.partial_lse.shape[0] // 20
+    assert few(20, max_rows=20, max_keys=4096) == 4
+    narrow = replace(workspace, partial_lse=workspace.partial_lse[:24])
+    assert few(8, max_rows=8, max_keys=4096, workspace=narrow) == 3
     assert few(2000, max_rows=2000, max_keys=4096) == 1
     assert decode_splits(1, 1, max_keys=64, device=CPU) == 1
 

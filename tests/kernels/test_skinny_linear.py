@@ -24,7 +24,7 @@ def operands(tokens: int, rows: int, inner: int, *, dtype: torch.dtype) -> list[
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
-@pytest.mark.parametrize(("tokens", "inner"), [(1, 384), (3, 256), (33, 128)])
+@pytest.mark.parametrize(("tokens", "inner"), [(1, 384), (3, 384), (3, 512), (33, 128)])
 def test_skinny_linear_equals_its_definition(
     tokens: int, inner: int, activation: str | None, dtype: torch.dtype
 ) -> None:

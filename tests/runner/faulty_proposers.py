@@ -20,7 +20,7 @@ class WrappedProposer(Proposer):
 
     def __init__(self, inner: EagleProposer) -> None:
         self.name, self.shape = inner.name, inner.shape
-        self.pools, self.taps = inner.pools, inner.taps
+        self.pools, self.taps, self.model = inner.pools, inner.taps, inner.model
         self.inner = inner
         self.features = inner.named_tensors()["draft.features"]
 

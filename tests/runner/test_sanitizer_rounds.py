@@ -14,6 +14,7 @@ from tiny_runner import GREEDY, Driver, TinyModel, random_prompts, with_logprobs
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import SanitizerError
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import FinishCode
 from paceline.runner import build
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.live_rows import live_rows
@@ -150,8 +151,26 @@ def test_a_row_whose_logits_are_not_finite_is_no_finding(
 
     monkeypatch.setattr(tiny.ours, "logits", broken)
     driver.rounds(ROWS, 1)
-    assert [len(driver.tokens[row]) for row in ROWS] >= [2, 1, 2]
-    assert driver.finish[5] != 0
+    assert driver.tokens[2]
+    assert driver.finish[5] is FinishCode.NON_FINITE
+
+
+@pytest.mark.parametrize("extend", [1, 3])
+def test_a_prompt_whose_logits_are_not_finite_is_no_finding(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch, extend: int
+) -> None:
+    """The token behind it is never known; the drafter took in what stood there."""
+    logits_of = tiny.ours.logits
+    driver = Driver(
+        tiny, draft=CHAIN, make_proposer=eagle3(tiny, CHAIN), graph_max_reqs=None, boot=False
+    )
+    for row, prompt in zip(ROWS, random_prompts(LENGTHS), strict=True):
+        driver.join(row, prompt)
+    ends = {row: length - extend for row, length in zip(ROWS, LENGTHS, strict=True)}
+    driver.collect(driver.launch_prefill({r: n for r, n in ends.items() if n}, emits=False))
+    monkeypatch.setattr(tiny.ours, "logits", lambda hidden: logits_of(hidden) * float("nan"))
+    driver.collect(driver.launch_prefill(dict.fromkeys(ROWS, extend)))
+    assert {driver.finish[row] for row in ROWS} == {FinishCode.NON_FINITE}
 
 
 # --- what is reported -----------------------------------------------------------------------------
@@ -222,14 +241,15 @@ def test_a_draft_pass_that_reads_behind_the_reach_of_a_round_is_reported(tiny: T
 
 def test_live_rows_are_what_the_worked_example_says(tiny: TinyModel) -> None:
     shape = DraftShape(num_steps=5, topk=2, num_draft_tokens=6)
-    driver = joined(tiny, shape, standalone(tiny, shape), graph_max_reqs=None, sanitize=False)
+    driver = joined(tiny, shape, standalone(tiny, shape), graph_max_reqs=4, sanitize=False)
     (prefix,) = driver.parts.table.kv_committed[[5]].tolist()
     launched = driver.launch_round(ROWS)
     emitted = len(driver.collect(launched).token_ids[1])
-    live = live_rows(driver.parts, launched.step, PaddedSize.uniform(len(ROWS), 6))
+    live = live_rows(driver.parts, launched.step, PaddedSize.uniform(4, 6))
     target, draft = live.target[1], live.draft[1]
     assert (target.prefix_len, target.kv_len) == (prefix, prefix + 6)
     assert (draft.prefix_len, draft.kv_len) == (prefix, prefix + 9)
+    assert (live.target_padding, live.draft_padding) == (1 + 6, 1 + 9)
     for row in (target, draft):
         assert (row.kept_len, row.known_len) == (prefix + emitted, prefix + 1)
         assert (row.first_emitted, row.num_emitted) == (prefix + 1, emitted)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-for folder in ("runner", "models"):
+for folder in ("runner", "models", "layers"):
     sys.path.append(str(Path(__file__).parents[1] / folder))
 
 from tiny_runner import TinyModel, make_tiny  # noqa: E402

@@ -25,7 +25,7 @@ class Spy(Proposer):
 
     def __init__(self, inner: Proposer) -> None:
         self.name, self.shape = inner.name, inner.shape
-        self.pools, self.taps = inner.pools, inner.taps
+        self.pools, self.taps, self.model = inner.pools, inner.taps, inner.model
         self.inner = inner
         self.trees: list[DraftTree] = []
 

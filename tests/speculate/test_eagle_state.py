@@ -9,11 +9,15 @@ from rounds import (
     cache_of,
     dense_state,
     prefilled,
-    rounds_in_changing_company,
     spied,
 )
 from tiny_drafters import CHAIN, TREE, eagle3
 from tiny_runner import Driver, TinyModel, random_prompts
+
+from paceline.core.sampling_params import SamplingParams
+
+# What is sampled follows the noise, which the head draws too: it is right now and then.
+HOT = [SamplingParams(temperature=9.0, seed=n, max_tokens=None, ignore_eos=True) for n in ROWS]
 
 
 def check(tiny: TinyModel, requests: Requests, *, known: dict[int, list[int]]) -> None:
@@ -23,7 +27,7 @@ def check(tiny: TinyModel, requests: Requests, *, known: dict[int, list[int]]) -
     for row, tokens in known.items():
         length = len(tokens) - 1
         assert requests.committed(row) == length
-        wanted = dense_state(tiny, proposer.head, tokens)
+        wanted = dense_state(tiny, proposer.model, tokens)
         cache = cache_of(requests, row, length)
         for name, got, expected in (
             ("keys of the drafter", cache["draft-full.k.0"], wanted.keys),
@@ -70,10 +74,13 @@ def test_plain_steps_are_observed(tiny: TinyModel) -> None:
 @pytest.mark.parametrize("graph_max_reqs", [8, None], ids=["recorded", "eager"])
 def test_rounds_are_observed(tiny: TinyModel, shape, graph_max_reqs: int | None) -> None:
     make = eagle3(tiny, shape)
-    requests = prefilled(tiny, shape, make, graph_max_reqs=graph_max_reqs, poison=True)
-    rounds_in_changing_company(requests)
-    assert len({len(requests.driver.tokens[row]) for row in ROWS}) > 1, "no draft was accepted"
-    check(tiny, requests, known=known_of(requests))
+    requests = prefilled(tiny, shape, make, params=HOT, graph_max_reqs=graph_max_reqs)
+    lens = set()
+    for company in (ROWS, ROWS, (7, 2), (7, 2), ROWS):
+        (outputs,) = requests.driver.rounds(company, 1)
+        lens |= {len(tokens) for tokens in outputs.token_ids}
+        check(tiny, requests, known=known_of(requests))
+    assert lens >= {1, 2, 3}, "drafts are accepted, and not all"
 
 
 def test_the_first_draft_is_the_heads_best_token(tiny: TinyModel) -> None:
@@ -82,8 +89,8 @@ def test_the_first_draft_is_the_heads_best_token(tiny: TinyModel) -> None:
     assert isinstance(spy, Spy)
     wanted = {}
     for row, tokens in known_of(requests).items():
-        feature = dense_state(tiny, spy.inner.head, tokens).feature
-        wanted[row] = 2 * int(spy.inner.head.logits(feature.unsqueeze(0)).argmax())
+        feature = dense_state(tiny, spy.model, tokens).feature
+        wanted[row] = 2 * int(spy.model.logits(feature.unsqueeze(0)).argmax())
     requests.driver.rounds(ROWS, 1)
     assert dict(zip(ROWS, spy.trees[0].tokens[:, 1].tolist(), strict=True)) == wanted
 

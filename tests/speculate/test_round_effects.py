@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from rounds import ROWS, Requests, cache_of, prefilled, rounds_in_changing_company
-from tiny_drafters import CHAIN, TREE, eagle3, standalone
+from tiny_drafters import CHAIN, TREE, eagle3, ngram, standalone
 from tiny_runner import CONTEXT, GREEDY, Driver, TinyModel
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode
 
 NOISE = 0.1  # a drafter that is right now and then
-PENALISED = SamplingParams(
-    temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.3, max_tokens=None, ignore_eos=True
-)
+SEEDED = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=None, ignore_eos=True)
+# Three tokens take turns, each until it was said too often.
+ROUND_ROBIN = replace(GREEDY, frequency_penalty=2.0, logit_bias={10: 60.0, 11: 59.3, 12: 58.7})
 
 
 def plain_text(tiny: TinyModel, requests: Requests, params: SamplingParams) -> dict[int, list[int]]:
@@ -25,7 +25,7 @@ def plain_text(tiny: TinyModel, requests: Requests, params: SamplingParams) -> d
     return {row: plain.driver.tokens[row][: len(said[row])] for row in ROWS}
 
 
-@pytest.mark.parametrize("params", [GREEDY, PENALISED], ids=["greedy", "penalised"])
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
 def test_the_text_is_that_of_plain_decoding(tiny: TinyModel, shape, params) -> None:
     make = standalone(tiny, shape, noise=NOISE)
@@ -33,6 +33,15 @@ def test_the_text_is_that_of_plain_decoding(tiny: TinyModel, shape, params) -> N
     rounds_in_changing_company(requests)
     requests.driver.rounds(ROWS, 4)
     assert requests.driver.tokens == plain_text(tiny, requests, params)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_penalties_count_the_drafts_of_the_path(tiny: TinyModel, shape) -> None:
+    requests = prefilled(tiny, shape, ngram(shape), params=(ROUND_ROBIN,) * 3)
+    requests.driver.rounds(ROWS, 8)
+    said = requests.driver.tokens
+    assert said == plain_text(tiny, requests, ROUND_ROBIN)
+    assert len(said[2]) > 1 + 8, "no draft was accepted"
 
 
 @pytest.mark.parametrize("page_size", [1, 4])

@@ -17,6 +17,7 @@ VERBS = {
     "env": ("paceline.cli.env:env", "Show this machine and which backends are live."),
     "explain": ("paceline.cli.explain:explain", "Plan a model on a device, before loading it."),
     "generate": ("paceline.cli.generate:generate", "Complete a prompt."),
+    "prove": ("paceline.cli.prove:prove", "Prove that speculation leaves the text as it is."),
     "serve": ("paceline.cli.serve:serve", "Serve a model over HTTP, as the OpenAI API."),
 }
 

@@ -23,6 +23,7 @@ def fixes(as_json: bool) -> None:
     paceline debug fixes
     paceline check --filter CASE                            passes
     PACELINE_REVERT_FIX=ID paceline check --filter CASE     fails
+    PACELINE_REVERT_FIX=ID pytest CASE                      a case tests/...::...
     """
     from paceline.debug.registry import all_fixes, show, to_json
 

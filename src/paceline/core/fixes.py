@@ -4,7 +4,7 @@ One TOML file per bug, named after its id.  Reading is strict: a key that is not
 
     source   where the bug is known from
     symptom  what it looked like
-    case     the cell of the conformance matrix that fails while the bug is back
+    case     the cell of the conformance matrix, or the test, that fails while the bug is back
     expect   words of that failure's reason
     edits    [{module, find, replace}]: `find` occurs in the module's source exactly once
 """
@@ -33,7 +33,7 @@ class Fix:
     id: str
     source: str
     symptom: str
-    case: str  # method/backend/mode/runner/variant
+    case: str  # method/backend/mode/runner/variant, or tests/FILE.py::TEST
     expect: str  # words of that failure's reason
     edits: tuple[Edit, ...]  # at least one, applied in order
 

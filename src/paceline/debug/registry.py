@@ -1,4 +1,4 @@
-"""The list of fix switches: what each was, and the cell that catches it."""
+"""The list of fix switches: what each was, and the cell or test that catches it."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -12,7 +12,7 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.events import Event, EventLog, Notify
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
-from paceline.core.options import EngineOptions, engine_options, known
+from paceline.core.options import REJECTION, EngineOptions, engine_options, known
 from paceline.core.parallel import Parallel
 from paceline.engine.attention_choice import one_backend, phase_choices
 from paceline.engine.budget_table import compare
@@ -47,6 +47,7 @@ class Booted:
     """A running engine and everything that was decided on the way."""
 
     engine: Engine
+    runner: ModelRunner
     tokenizer: Tokenizer | None
     processors: Processors  # plug-ins, behind the built-in ones
     config: ModelConfig
@@ -132,6 +133,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     )
     return Booted(
         engine=engine,
+        runner=runner,
         tokenizer=tokenizer,
         processors=decided.processors,
         config=decided.config,
@@ -258,6 +260,7 @@ def _runner_config(decided: _Decided, knobs: Knobs, num_pages: tuple[int, ...]) 
         logits_processors=decided.processors,
         draft=decided.draft,
         force_accept_len=None if speculation is None else speculation.forced,
+        rejects=speculation is not None and speculation.acceptance == REJECTION,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 
 from paceline.core.errors import ModelError, PacelineError, RequestError, message
+from paceline.core.options import known
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.boot import Booted, Knobs, boot
 from paceline.engine.budget_table import compare
@@ -22,6 +23,7 @@ from paceline.engine.inputs import Params, Prompt, as_batch, as_params
 from paceline.engine.machine import versions
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.processors import check_extra_args
+from paceline.engine.teacher import Teacher
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.tracker import Tracker
 
@@ -105,7 +107,7 @@ class LLM:
         return self._live.resolution.table()
 
     def report(self) -> dict[str, Any]:
-        """What was booted: versions, device, options, drafter, memory planned and measured, events."""
+        """What was booted: versions, device, options, drafter, memory (planned, measured), events."""
         booted = self._live
         return {
             "versions": versions(),
@@ -130,6 +132,22 @@ class LLM:
     def engine(self) -> Engine:
         """The engine below, for tools that drive single turns."""
         return self._live.engine
+
+    def teacher(self) -> Teacher:
+        """The target alone, for tools that compare engines.  Raises PacelineError when busy."""
+        booted = self._live
+        if booted.engine.has_work:
+            raise PacelineError(
+                message(
+                    "engine",
+                    expected="idle",
+                    got="busy with requests",
+                    remedy="finish or abort them first",
+                )
+            )
+        most = known(booted.resolution.options.max_num_batched_tokens)
+        cache = booted.engine.scheduler.cache
+        return Teacher(booted.runner.parts, cache, max_step_tokens=most)
 
     def close(self) -> None:
         """Abort what runs and give the memory back; closing twice is harmless."""

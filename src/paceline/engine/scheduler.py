@@ -61,6 +61,11 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._roster.running)
 
+    @property
+    def cache(self) -> CacheManager:
+        """Who holds which pages."""
+        return self._cache
+
     def add(self, request: Request) -> None:
         """Queue a request.  Raises CapacityError when it could never run to its end."""
         capacity = self._cache.can_ever_fit(self._kv_limit(request))

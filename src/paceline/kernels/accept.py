@@ -147,7 +147,7 @@ def _forced_rows(parents: Tensor, wanted: Tensor, max_path: int) -> Tensor:
     reqs, n = parents.shape
     columns = torch.arange(n, device=parents.device)
     padded = torch.nn.functional.pad(parents.long(), (1, 0), value=-1)  # row -1 hangs nowhere
-    padded[:, 1] = 0
+    padded[:, 1].zero_()
     nodes, depths = columns.expand(reqs, n), torch.zeros_like(padded[:, 1:])
     for _ in range(max_path - 1):
         depths = depths + (nodes > 0)

@@ -20,6 +20,8 @@ _MAX_INNER = 32768  # one row of one token's tile is held in registers
 _ENOUGH_TILES = 96  # programs of a product that reads the weight at full speed on 132 processors
 _MOST_SPLITS = 4
 _SMALLEST_FEATURES = 64
+_WIDE_INNER = 256
+_FEW_ROWS = 8448  # of a weight: its tiles leave processors idle, so each has more on its way
 
 
 class SkinnyTile(NamedTuple):
@@ -50,7 +52,7 @@ def fits_skinny(x: Tensor, weight: Tensor) -> bool:
         and x.dim() == 2
         and 0 < x.shape[0] <= MAX_TOKENS
         and x.dtype in _DTYPES
-        and x.shape[1] % _tile(x.shape[0], weight.shape[0]).inner == 0
+        and x.shape[1] % _tile(x.shape[0], weight).inner == 0
         and x.shape[1] <= _MAX_INNER
         and x.stride(1) == 1
         and weight.stride(1) == 1
@@ -74,7 +76,7 @@ def skinny_linear(
 
     x: [tokens, inner], 1 to 64 tokens; weight: [out, inner], or [2 * out, inner] gate rows then up
     rows with an activation; bias: like a column of weight, or None; one dtype, bfloat16 or float16,
-    last dimensions contiguous; inner a multiple of the tile (64 or 128).  counters: the layer's own
+    last dimensions contiguous; inner a multiple of the tile (64 to 256).  counters: the layer's own
     `arrival_counters`; without them the inner dimension is never split.  Mutates counters, which
     are 0 again when the kernel ends.  Returns [tokens, out].  Deterministic.  Graph-safe: the grid
     depends on shapes only.  Raises KernelArgumentError.
@@ -86,7 +88,7 @@ def skinny_linear(
     tokens, inner = x.shape
     out_features = weight.shape[0] // parts
     out = torch.empty((tokens, out_features), dtype=x.dtype, device=x.device)
-    tile = _tile(tokens, weight.shape[0])
+    tile = _tile(tokens, weight)
     tiles = -(-out_features // tile.features)
     splits = 1
     if counters is not None and tokens > 1 and activation is None:
@@ -100,11 +102,18 @@ def skinny_linear(
     return out
 
 
-def _tile(tokens: int, weight_rows: int) -> SkinnyTile:
-    """One program's tile: wide for many tokens over a large weight."""
-    is_wide = tokens > 32 and weight_rows >= 8192
-    features, inner = (128, 64) if is_wide else (64, 128)
-    return SkinnyTile(max(16, 1 << (tokens - 1).bit_length()), features, inner)
+def _tile(tokens: int, weight: Tensor) -> SkinnyTile:
+    """One program's tile: wide for many tokens over a large weight, deep for few over a small.
+
+    weight: [rows, inner].
+    """
+    rows, inner = weight.shape[0], weight.shape[-1]
+    features, step = 64, 128
+    if tokens > 32 and rows >= 8192:
+        features, step = 128, 64
+    elif tokens <= 32 and rows <= _FEW_ROWS and inner % _WIDE_INNER == 0:
+        step = _WIDE_INNER
+    return SkinnyTile(max(16, 1 << (tokens - 1).bit_length()), features, step)
 
 
 def _splits(tiles: int, steps: int) -> int:
@@ -119,7 +128,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> None:
     if x.dim() != 2 or x.dtype not in _DTYPES or not 0 < x.shape[0] <= MAX_TOKENS:
         _reject_x(x, f"bfloat16 or float16 [1..{MAX_TOKENS}, inner]")
     rows = weight.shape[0]
-    inner = _tile(x.shape[0], rows).inner
+    inner = _tile(x.shape[0], weight).inner
     if x.shape[1] % inner or x.shape[1] > _MAX_INNER or x.stride(1) != 1:
         _reject_x(x, f"contiguous rows of a multiple of {inner}, at most {_MAX_INNER}")
     same = weight.dim() == 2 and weight.shape[1] == x.shape[1] and weight.stride(1) == 1

@@ -59,6 +59,7 @@ class RunnerConfig:
     max_tree_rows: int = 0  # of a request in a step whose rows form trees; 0: no such steps
     draft: DraftShape | None = None  # of a proposer's rounds
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
+    rejects: bool = False  # accept drafts by rejection sampling
     logits_processors: tuple[LogitsProcessor, ...] = ()  # behind the built-in ones
 
     @property
@@ -145,6 +146,7 @@ def build_runner(
         taps=limits.taps if proposer is None else proposer.taps,
         proposer=proposer,
         force_accept_len=limits.force_accept_len,
+        rejects=limits.rejects,
     )
     pinned = device.type == "cuda"
     if pinned:  # steps run on a stream of their own; all of this was filled here

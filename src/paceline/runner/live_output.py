@@ -31,7 +31,7 @@ def live_output(
     seen |= _computed(parts, step, program, live.target)
     if step.logprobs:
         seen |= _logprobs(parts, live.target, path=max_path(parts, step))
-    observed = [row for row in live.draft if row.kept_len > row.prefix_len]
+    observed = [row for row in live.draft if _is_observed(row, is_round=step.is_round)]
     for name, features in feature_tensors(parts).items():
         index = list(_of(observed))
         seen[f"the rows of {name}"] = tuple(index), features[index]
@@ -51,6 +51,11 @@ def feature_tensors(parts: Parts) -> dict[str, Tensor]:
 
 def _of(live: Sequence[LiveRow]) -> tuple[int, ...]:
     return tuple(row.row for row in live)
+
+
+def _is_observed(row: LiveRow, *, is_round: bool) -> bool:
+    """Whether the token behind its last one is known: what a drafter keeps depends on that."""
+    return row.num_emitted > 0 if is_round else row.kept_len == row.kv_len
 
 
 def _results(parts: Parts, step: Step) -> Tensor:
@@ -83,7 +88,8 @@ def _computed(
         tokens = parts.buffers.input_ids[: (index[-1] + 1) * width]
         seen["the drafts"] = rows, tokens.view(-1, width)[index]
     if program is not None and program.logits is not None:
-        seen["the logits"] = rows, program.logits.unflatten(0, (-1, width))[index]
+        logits = program.logits
+        seen["the logits"] = rows, logits.view(-1, width, logits.shape[1])[index]
     if program is not None and program.prompt_logprobs is not None:
         lengths = [span.length for span in step.prompt_spans]
         seen["the prompt's log-probabilities"] = (

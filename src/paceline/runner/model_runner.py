@@ -13,8 +13,9 @@ from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard
+from paceline.runner.live_output import Program
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
-from paceline.runner.poisoned_run import CheckedStep, Program
+from paceline.runner.poisoned_run import CheckedStep
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.round_program import RoundProgram
 from paceline.runner.sanitizer import Sanitizer

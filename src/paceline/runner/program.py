@@ -41,6 +41,7 @@ class Parts:
     taps: tuple[str, ...]
     proposer: Proposer | None = None  # None: no speculation
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
+    rejects: bool = False  # accept drafts by rejection sampling
 
 
 def target_view(parts: Parts, view: StepView) -> StepView:

@@ -38,6 +38,9 @@ class DraftTree(NamedTuple):
     tokens: Tensor  # [padded_reqs, num_draft_tokens]  int64  column 0: the root
     parents: Tensor | None  # [padded_reqs, num_draft_tokens]  int32  row of the same request; -1:
     # the root, and rows that hang nowhere and are never accepted.  None: a chain
+    q: Tensor | None = None  # [padded_reqs, num_steps, draft vocab]  float32  of a chain: what each
+    # draft was drawn from, independently of the noise of sampling; 0s: nothing
+    d2t: Tensor | None = None  # [draft vocab]  int64  of q: token id = draft id + d2t; None: equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,6 +51,7 @@ class RoundState:
     token_ids: Tensor  # [table rows, max_tokens]  int32  prefix_lens + 1 tokens are known
     sampling: SamplingTable
     sampler: SamplerTier  # GREEDY: no row draws noise
+    draws: bool = False  # drafts of requests that sample are drawn, and the tree says from which q
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import CommittedRows, EndRules
 from paceline.kernels.compact_kv import compact_kv
 from paceline.kernels.derive_tree import derive_tree
-from paceline.layers.sampling import Sampled, TokenLogprobs, sample
+from paceline.layers.sampling import DrawnDrafts, Sampled, TokenLogprobs, sample
 from paceline.models.decoder import Hidden
 from paceline.runner.derive import derive
 from paceline.runner.node_histories import node_histories
@@ -64,11 +64,12 @@ class RoundProgram:
                 token_ids=parts.table.token_ids,
                 sampling=parts.table.sampling,
                 sampler=self._sampler,
+                draws=parts.rejects,
             )
         )
         self._place(tree)
         output = self._verify()
-        accepted = self._accept(tree, self._sample())
+        accepted = self._accept(tree, self._sample(self._drawn(tree)))
         self._compact(accepted.path)
         self._observe(output, accepted)
 
@@ -88,8 +89,15 @@ class RoundProgram:
         self.logits = self._parts.model.logits(output.hidden)
         return output
 
-    def _sample(self) -> Sampled:
-        """What plain decoding would sample behind each row."""
+    def _drawn(self, tree: DraftTree) -> DrawnDrafts | None:
+        """What rejection compares; None: drafts count where they are sampled again."""
+        if not self._parts.rejects or self._sampler is SamplerTier.GREEDY:
+            return None
+        assert tree.q is not None, f"{self._proposer.name} draws no drafts"
+        return DrawnDrafts(tree.tokens[:, 1:], tree.q, tree.d2t)
+
+    def _sample(self, drawn: DrawnDrafts | None) -> Sampled:
+        """What plain decoding would sample behind each row, or the draft there that is kept."""
         parts, view = self._parts, self._view
         assert self.logits is not None, "verify runs before sample"
         rows = view.row_ids.index_select(0, view.req_ids)
@@ -104,6 +112,7 @@ class RoundProgram:
             tier=self._sampler,
             top_logprobs=self._top_logprobs,
             histories=node_histories(token_ids, rows, view) if is_full else None,
+            drawn=drawn,
         )
 
     def _accept(self, tree: DraftTree, sampled: Sampled) -> Accepted:

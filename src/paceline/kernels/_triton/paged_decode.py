@@ -1,11 +1,10 @@
 """Triton kernel of paged_decode; see kernels/paged_attention/decode.py.
 
-Chunks of MIN_TILES tiles of BLOCK_KEYS keys are dealt to the live splits in turn, so that a program
-knows its first tiles before it knows how long the request is.  Worked example, 4 splits, BLOCK_KEYS
-32, MIN_TILES 2, kv_len 200, window 150: the visible keys are [50, 200) in 5 tiles; 3 splits are
-live, split 0 takes [50, 114), split 1 [114, 178), split 2 [178, 200), and split 3 leaves at once.
-The last live split to finish merges all of them, in their order: the result does not depend on who
-it is.
+Tiles of BLOCK_KEYS keys are dealt to the live splits in turn, so that a program knows its first
+tile before it knows how long the request is.  Worked example, 4 splits, BLOCK_KEYS 64, MIN_TILES 1,
+kv_len 200, window 150: the visible keys are [50, 200) in 3 tiles; 3 splits are live, split 0 takes
+[50, 114), split 1 [114, 178), split 2 [178, 200), and split 3 leaves at once.  The last live split
+to finish merges all of them, in their order: the result does not depend on who it is.
 """
 
 import torch
@@ -32,10 +31,8 @@ from paceline.kernels._triton.runtime import (
     require_runnable,
 )
 from paceline.kernels._triton.split_merge import (
-    dealt_tile,
     finishes_last,
     merge_splits,
-    num_dealt,
     splits_per_load,
     store_partial,
 )
@@ -43,11 +40,9 @@ from paceline.kernels._triton.split_merge import (
 
 @triton.jit
 def _attend_split(
-    first,  # first key that is seen
+    begin,  # first key of the split's first tile
     end,  # keys from here on are dead
-    split,
-    live_splits,
-    tiles,  # of keys, over all splits
+    step,  # keys from one tile of the split to its next
     page,  # [BLOCK_KEYS] int32 page ids of the first tile
     q,  # [BLOCK_ROWS, BLOCK_DIM_K]
     k_head_ptr,  # [pages, page_size, head_dim] one KV head
@@ -67,18 +62,16 @@ def _attend_split(
     BLOCK_DIM_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """(out, log2-sum-exp2) over the tiles that are dealt to a split."""
+    """(out, log2-sum-exp2) over every `step`-th tile of keys."""
     running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
     columns = tl.arange(0, BLOCK_KEYS)
-    for index in range(num_dealt(tiles, split, live_splits, MIN_TILES)):
-        next_start = first + dealt_tile(index + 1, split, live_splits, MIN_TILES) * BLOCK_KEYS
-        next_page = lookup_pages(page_row_ptr, next_start + columns, max_pages, PAGE_SIZE)
-        keys = first + dealt_tile(index, split, live_splits, MIN_TILES) * BLOCK_KEYS + columns
+    for start in range(begin, end, step):
+        next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
+        keys = start + columns
         live = keys < end
         slot = keys % PAGE_SIZE
         k_offsets = page.to(tl.int64) * stride_k_page + slot * stride_k_slot
@@ -168,8 +161,8 @@ def _decode_kernel(
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
-    split = tl.program_id(2)  # slowest: the splits that leave at once start last
-    req = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(1)
+    req = tl.program_id(2).to(tl.int64)
     kv_len = tl.load(kv_lens_ptr + req)
     first = 0
     if WINDOW is not None:
@@ -178,7 +171,7 @@ def _decode_kernel(
     tiles = tl.cdiv(kv_len - first, BLOCK_KEYS)
     live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
     page_row_ptr = page_table_ptr + req * stride_page_table_req
-    begin = first + split * MIN_TILES * BLOCK_KEYS
+    begin = first + split * BLOCK_KEYS
     page = lookup_pages(page_row_ptr, begin + tl.arange(0, BLOCK_KEYS), max_pages, PAGE_SIZE)
     kv_head = (tl.program_id(0) // HEAD_TILES).to(tl.int64)
     first_head = tl.program_id(0) % HEAD_TILES * BLOCK_ROWS
@@ -197,12 +190,11 @@ def _decode_kernel(
     if k_scale_ptr is not None:
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
     out, lse = _attend_split(
-        first, kv_len, split, live_splits, tiles, page, q,
+        begin, kv_len, live_splits * BLOCK_KEYS, page, q,
         k_cache_ptr + kv_head * stride_k_head, v_cache_ptr + kv_head * stride_v_head,
         page_row_ptr, max_pages,
         stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, scale,
-        SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V, BLOCK_ROWS, BLOCK_KEYS,
-        MIN_TILES, WIDEN,
+        SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V, BLOCK_ROWS, BLOCK_KEYS, WIDEN,
     )  # fmt: skip
     let_next_start(OVERLAPPED)
     if v_scale_ptr is not None:
@@ -245,7 +237,7 @@ def decode_config(
         block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2),
         num_warps=2,
         num_stages=3,
-        min_tiles=2,
+        min_tiles=3,
     )
 
 
@@ -281,7 +273,7 @@ def launch_paged_decode(
         config = decode_config(group, head_dim, v_head_dim, kv_dtype=k_cache.dtype)
     head_tiles = triton.cdiv(group, config.block_rows)
     merge_rows = min(config.block_rows, triton.next_power_of_2(group))
-    _decode_kernel[(kv_heads * head_tiles, num_reqs, splits)](
+    _decode_kernel[(kv_heads * head_tiles, splits, num_reqs)](
         q,
         k_cache,
         v_cache,
@@ -317,7 +309,7 @@ def launch_paged_decode(
         BLOCK_KEYS=config.block_keys,
         MIN_TILES=config.min_tiles,
         MERGE_ROWS=merge_rows,
-        MERGE_SPLITS=splits_per_load(merge_rows, block_dim(v_head_dim)),
+        MERGE_SPLITS=splits_per_load(merge_rows, block_dim(v_head_dim), num_warps=config.num_warps),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_decode_kernel),
         **overlap_options(q.device, _decode_kernel),
         num_warps=config.num_warps,

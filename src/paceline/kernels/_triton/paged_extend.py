@@ -31,14 +31,12 @@ from paceline.kernels._triton.runtime import (
     shared_memory_bytes,
 )
 from paceline.kernels._triton.split_merge import (
-    dealt_tile,
     finishes_last,
     merge_splits,
-    num_dealt,
     splits_per_load,
     store_partial,
 )
-from paceline.kernels.paged_attention.splits import FEW_ROWS, ROW_TILE
+from paceline.kernels.paged_attention.splits import FEW_ROWS, row_tile
 
 
 @triton.jit
@@ -302,7 +300,8 @@ def _extend_kernel(
     begin = 0
     if WINDOW is not None:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
-    first = begin + split * MIN_TILES * BLOCK_KEYS
+    # Tiles are dealt to the splits in turn, as in a decode; a single one masks only its last tiles.
+    first = begin + split * BLOCK_KEYS
     page_row_ptr = page_table_ptr + req * stride_page_table_req
     columns = tl.arange(0, BLOCK_KEYS)
     page = lookup_pages(page_row_ptr, first + columns, max_pages, PAGE_SIZE)
@@ -326,12 +325,13 @@ def _extend_kernel(
         full_end = tl.minimum(end, prefix_len)
     full_end = full_end // BLOCK_KEYS * BLOCK_KEYS
 
-    tiles = tl.cdiv(end - begin, BLOCK_KEYS)
     live_splits = 1
     if IS_SPLIT:
+        tiles = tl.cdiv(end - begin, BLOCK_KEYS)
         live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
         if split >= live_splits:
             return
+    step = live_splits * BLOCK_KEYS
 
     if k_scale_ptr is not None:
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
@@ -340,14 +340,9 @@ def _extend_kernel(
     running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
-    # A single split masks only its last tiles; several take theirs in turn, as in a decode.
-    done = 0
     if not ONE_LOOP:
-        done = full_end // BLOCK_KEYS
-        for start in range(0, full_end, BLOCK_KEYS):
-            next_page = lookup_pages(
-                page_row_ptr, start + BLOCK_KEYS + columns, max_pages, PAGE_SIZE
-            )
+        for start in range(first, full_end, step):
+            next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
             running_max, running_sum, acc = _attend_keys(
                 start, page, end, query_position, token, row_live, tree_bits, q,
                 k_head_ptr, v_head_ptr, tree_mask_ptr,
@@ -358,10 +353,9 @@ def _extend_kernel(
                 MASKED=False,
             )  # fmt: skip
             page = next_page
-    for index in range(done, num_dealt(tiles, split, live_splits, MIN_TILES)):
-        start = begin + dealt_tile(index, split, live_splits, MIN_TILES) * BLOCK_KEYS
-        next_start = begin + dealt_tile(index + 1, split, live_splits, MIN_TILES) * BLOCK_KEYS
-        next_page = lookup_pages(page_row_ptr, next_start + columns, max_pages, PAGE_SIZE)
+        first = full_end
+    for start in range(first, end, step):
+        next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
         running_max, running_sum, acc = _attend_keys(
             start, page, end, query_position, token, row_live, tree_bits, q,
             k_head_ptr, v_head_ptr, tree_mask_ptr,
@@ -404,19 +398,22 @@ def extend_config(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     shared_bytes: int,
+    row_tile: int,
+    is_split: bool,
 ) -> SplitConfig:
     """Static tile table of paged_extend; `max_rows` is max_extend_len * group.
 
-    Few rows wait for memory, as a decode does, and get its tiles; a request with several tiles of
-    rows reads its keys once from memory and then from the cache.
+    Few rows wait for memory.  Where programs share the keys, each has few of them: large tiles and
+    four warps, which also merge.  Else there are programs enough, and small tiles as in a decode.
     """
-    if max_rows <= FEW_ROWS:
+    if is_split or max_rows <= FEW_ROWS:
+        stage_keys = keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize)
         return SplitConfig(
-            block_rows=ROW_TILE,
-            block_keys=max(16, keys_per_stage(head_dim, v_head_dim, kv_dtype.itemsize) // 2),
-            num_warps=2,
+            block_rows=row_tile,
+            block_keys=stage_keys if is_split else max(16, stage_keys // 2),
+            num_warps=4 if is_split else 2,
             num_stages=3,
-            min_tiles=4,
+            min_tiles=3,
         )
     widest = max(block_dim(head_dim), block_dim(v_head_dim))
     if dtype == torch.float32:
@@ -482,6 +479,8 @@ def launch_paged_extend(
             dtype=q.dtype,
             kv_dtype=k_cache.dtype,
             shared_bytes=shared_bytes,
+            row_tile=row_tile(page_table.shape[0], kv_heads, max_rows, dtype=q.dtype),
+            is_split=splits > 1,
         )
     grid = (triton.cdiv(max_rows, config.block_rows), kv_heads * page_table.shape[0], splits)
     _extend_kernel[grid](
@@ -528,7 +527,9 @@ def launch_paged_extend(
         ONE_LOOP=window is not None or splits > 1,
         IS_SPLIT=splits > 1,
         MIN_TILES=config.min_tiles,
-        MERGE_SPLITS=splits_per_load(config.block_rows, block_dim(v_head_dim)),
+        MERGE_SPLITS=splits_per_load(
+            config.block_rows, block_dim(v_head_dim), num_warps=config.num_warps
+        ),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_extend_kernel),
         **overlap_options(q.device, _extend_kernel),
         num_warps=config.num_warps,

@@ -12,32 +12,6 @@ from paceline.kernels._triton.primitives import softmax_finish
 
 
 @triton.jit
-def dealt_tile(
-    index,  # counts the tiles of one split
-    split,
-    live_splits,
-    CHUNK: tl.constexpr,
-):
-    """The tile of keys that a split takes as its index-th: chunks are dealt to splits in turn.
-
-    While it is in its first chunk a split knows its tiles before it knows how many splits live.
-    """
-    return (index // CHUNK * live_splits + split) * CHUNK + index % CHUNK
-
-
-@triton.jit
-def num_dealt(
-    tiles,
-    split,
-    live_splits,
-    CHUNK: tl.constexpr,
-):
-    """How many tiles a split takes; behind the last of all there may be empty ones."""
-    chunks = tl.cdiv(tl.cdiv(tiles, CHUNK) - split, live_splits)
-    return tl.minimum(chunks * CHUNK, tiles - split * CHUNK)
-
-
-@triton.jit
 def store_partial(
     out,  # [rows, BLOCK_DIM_V] float32
     lse,  # [rows] float32, log2 units
@@ -112,6 +86,6 @@ def merge_splits(
     return softmax_finish(running_max, running_sum, acc)
 
 
-def splits_per_load(rows: int, block_dim_v: int) -> int:
-    """How many splits a merge reads at a time: 8192 numbers, 64 per thread of four warps."""
-    return max(1, 8192 // (rows * block_dim_v))
+def splits_per_load(rows: int, block_dim_v: int, *, num_warps: int) -> int:
+    """How many splits a merge reads at a time: 128 numbers for each thread."""
+    return max(1, 4096 * num_warps // (rows * block_dim_v))

@@ -127,6 +127,7 @@ def _shared(
         kv_heads,
         max_rows=max_extend_len * heads // kv_heads,
         max_keys=max_keys,
+        dtype=q.dtype,
         workspace=workspace,
     )
     if splits == 1:

@@ -13,10 +13,15 @@ from paceline.core.gpus import MOST_SMS
 from paceline.kernels._check import reject
 
 _PROGRAMS_PER_SM = 2
+_MOST_PROGRAMS_PER_SM = 4  # of a decode, whose tiles are small
 _MAX_SPLITS = 64
+_MANY_SPLITS = 16  # so many hide the latency of memory with two programs to a multiprocessor
+_WORTHWHILE_SPLITS = 3  # fewer cost their merge
 _MIN_KEYS = 64  # of a split: fewer are not worth a merge
-FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: keys are worth splitting
-ROW_TILE = 16  # of them in one program
+FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: tiles as small as a decode's
+_MOST_SPLIT_ROWS = 256  # an extend of more has work for every program without splits
+_ROW_TILES = (16, 32)  # of them in one program
+_FEW_PROGRAMS = 64  # so many leave processors idle
 _INTERPRETER_SMS = 4
 
 
@@ -26,7 +31,7 @@ class SplitWorkspace:
 
     partial_out: Tensor  # [rows, heads, v_head_dim]  float32
     partial_lse: Tensor  # [rows, heads]  float32  log2 units
-    finished: Tensor  # [max_reqs, heads]  int32  splits done; 0 between launches
+    finished: Tensor  # [>= max_reqs, heads]  int32  splits done; 0 between launches
 
 
 def decode_splits(
@@ -34,12 +39,15 @@ def decode_splits(
 ) -> int:
     """How many splits a decode of `num_reqs` padded requests uses on `device`, 1..64.
 
-    As many as let every multiprocessor hold two programs, whatever the lengths turn out to be, and
-    no more than a request of `max_keys` can keep busy.
+    As many as let every multiprocessor hold two programs, or four where that gives few splits,
+    whatever the lengths turn out to be, and no more than a request of `max_keys` can keep busy.
     """
-    most = _PROGRAMS_PER_SM * _num_sms(device)
-    splits = min(_MAX_SPLITS, most // max(1, num_reqs * num_kv_heads))
-    return max(1, splits if max_keys is None else min(splits, -(-max_keys // _MIN_KEYS)))
+    programs, sms = num_reqs * num_kv_heads, _num_sms(device)
+    splits = _shares(programs, _PROGRAMS_PER_SM * sms)
+    denser = min(_MANY_SPLITS, _shares(programs, _MOST_PROGRAMS_PER_SM * sms))
+    if denser >= _WORTHWHILE_SPLITS:
+        splits = max(splits, denser)
+    return splits if max_keys is None else min(splits, _worthwhile(max_keys))
 
 
 def extend_splits(
@@ -49,20 +57,42 @@ def extend_splits(
     *,
     max_rows: int,
     max_keys: int,
+    dtype: torch.dtype,
     workspace: SplitWorkspace,
 ) -> int:
-    """How many splits an extend uses: as a decode, where rows are few; 1 where they are many.
+    """How many splits an extend uses: some where rows are few, 1 where they are many.
 
     `max_rows` is the query rows of a KV head: tokens of the longest request times the group.
     """
-    if max_rows > FEW_ROWS:
+    if max_rows > _MOST_SPLIT_ROWS:
         return 1
-    row_tiles = -(-max_rows // ROW_TILE)
-    device = workspace.partial_out.device
-    splits = decode_splits(num_reqs, num_kv_heads * row_tiles, max_keys=max_keys, device=device)
+    row_tiles = -(-max_rows // row_tile(num_reqs, num_kv_heads, max_rows, dtype=dtype))
+    most = _PROGRAMS_PER_SM * _num_sms(workspace.partial_out.device)
+    splits = _shares(num_reqs * num_kv_heads * row_tiles, most)
     has_counters = num_reqs * num_kv_heads * row_tiles <= workspace.finished.numel()
     affordable = workspace.partial_lse.shape[0] // tokens if has_counters else 1
-    return max(1, min(splits, affordable))
+    return max(1, min(splits, _worthwhile(max_keys), affordable))
+
+
+def _shares(programs: int, most: int) -> int:
+    """Splits of each of `programs` such that all together are at most `most`."""
+    return max(1, min(_MAX_SPLITS, most // max(1, programs)))
+
+
+def _worthwhile(max_keys: int) -> int:
+    """The most splits that a request of so many keys can keep busy."""
+    return max(1, -(-max_keys // _MIN_KEYS))
+
+
+def row_tile(num_reqs: int, num_kv_heads: int, max_rows: int, *, dtype: torch.dtype) -> int:
+    """Query rows of one program of an extend of few: fewer where that employs more processors.
+
+    Programs of one request read the same keys.  Products in float32 hold 16 rows in registers.
+    """
+    small, large = _ROW_TILES
+    programs = num_reqs * num_kv_heads * -(-max_rows // small)
+    is_small = max_rows <= small or programs <= _FEW_PROGRAMS or dtype == torch.float32
+    return small if is_small else large
 
 
 def most_keys(page_table: Tensor, k_cache: Tensor, window: int | None) -> int:
@@ -82,12 +112,14 @@ def split_workspace(
         num_reqs * decode_splits(num_reqs, num_kv_heads, device=device)
         for num_reqs in range(1, max_reqs + 1)
     )
-    rows = max(decode_rows, _extend_rows(num_heads, _num_sms(device)))
+    num_sms = _num_sms(device)
+    rows = max(decode_rows, _extend_rows(num_heads, num_sms))
+    counters = max(max_reqs, -(-num_sms // num_heads))
     shape = (rows, num_heads, v_head_dim)
     return SplitWorkspace(
         partial_out=torch.empty(shape, dtype=torch.float32, device=device),
         partial_lse=torch.empty(shape[:2], dtype=torch.float32, device=device),
-        finished=torch.zeros((max_reqs, num_heads), dtype=torch.int32, device=device),
+        finished=torch.zeros((counters, num_heads), dtype=torch.int32, device=device),
     )
 
 
@@ -98,14 +130,15 @@ def split_workspace_bytes(
 
     Splits beyond one share the device's programs; with one each, requests have a row each.
     """
-    decode_rows = max(max_reqs, _PROGRAMS_PER_SM * MOST_SMS // num_kv_heads)
+    decode_rows = max(max_reqs, _MOST_PROGRAMS_PER_SM * MOST_SMS // num_kv_heads)
     rows = max(decode_rows, _extend_rows(num_heads, MOST_SMS))
-    return 4 * num_heads * (rows * (v_head_dim + 1) + max_reqs)
+    counters = max(max_reqs, -(-MOST_SMS // num_heads))
+    return 4 * num_heads * (rows * (v_head_dim + 1) + counters)
 
 
 def _extend_rows(num_heads: int, num_sms: int) -> int:
-    """tokens * splits of an extend that splits: each program has ROW_TILE of tokens * heads."""
-    return _PROGRAMS_PER_SM * num_sms * ROW_TILE // num_heads
+    """tokens * splits of an extend that splits: a program has a row tile of tokens * heads."""
+    return _PROGRAMS_PER_SM * num_sms * _ROW_TILES[-1] // num_heads
 
 
 def check_workspace(

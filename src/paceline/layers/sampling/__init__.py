@@ -6,14 +6,16 @@ request ends is the runner's and the engine's business.
 """
 
 from paceline.layers.sampling.logprobs import TokenLogprobs, token_logprobs
-from paceline.layers.sampling.noise import child_seed, gumbel
+from paceline.layers.sampling.noise import child_seed, draft_seeds, gumbel
 from paceline.layers.sampling.process import keep_mask, process_logits
 from paceline.layers.sampling.processor import Column, LogitsProcessor, RowFacts, RowState, Values
+from paceline.layers.sampling.rejection import DrawnDrafts
 from paceline.layers.sampling.sample import Sampled, sample
 from paceline.layers.sampling.table import PackedRow, SamplingTable
 
 __all__ = [
     "Column",
+    "DrawnDrafts",
     "LogitsProcessor",
     "PackedRow",
     "RowFacts",
@@ -23,6 +25,7 @@ __all__ = [
     "TokenLogprobs",
     "Values",
     "child_seed",
+    "draft_seeds",
     "gumbel",
     "keep_mask",
     "process_logits",

@@ -9,8 +9,9 @@ from paceline.core.errors import KernelArgumentError, message
 from paceline.core.sampling_params import SamplerTier
 from paceline.kernels.greedy import greedy
 from paceline.layers.sampling.logprobs import token_logprobs
-from paceline.layers.sampling.noise import gumbel
+from paceline.layers.sampling.noise import coins, gumbel
 from paceline.layers.sampling.process import keep_mask, process_logits
+from paceline.layers.sampling.rejection import DrawnDrafts, PlainRows, reject
 from paceline.layers.sampling.table import SamplingTable
 
 
@@ -38,16 +39,19 @@ def sample(
     tier: SamplerTier,
     top_logprobs: int,
     histories: Tensor | None = None,
+    drawn: DrawnDrafts | None = None,
 ) -> Sampled:
     """One token per row: argmax(logits / temperature + Gumbel noise) over the tokens that pass
-    the filters, or the plain argmax where the temperature is 0.  Ties go to the lowest id.
+    the filters, or the plain argmax where the temperature is 0.  Ties go to the lowest id.  Where
+    `drawn` drafts are verified, requests that sample take those that `reject` keeps.
 
     logits: [num_rows, vocab] float32, bfloat16 or float16, raw; rows: [num_rows] int64 rows of the
     table; positions: [num_rows] integers, the index the sampled token will have, which is the
     number of tokens known before it; token_ids: [table rows, max_tokens] int32 history, the first
     positions[n] entries known; histories: [num_rows, max_tokens] int32, each row's own, where rows
-    of one request know different tokens, read by the full tier alone.  Python branches on `tier`
-    and `top_logprobs` (0 = none) only; mutates nothing; no host reads; recordable.
+    of one request know different tokens, read by the full tier alone; drawn: of rows that are
+    chains behind each request's root, read unless the tier is greedy.  Python branches on `tier`,
+    `top_logprobs` (0 = none) and what is None; mutates nothing; no host reads; recordable.
     Raises KernelArgumentError.
     """
     if not logits.is_floating_point() or logits.ndim != 2:
@@ -72,8 +76,8 @@ def sample(
                 token_ids=token_ids,
                 histories=histories,
             )
-        perturbed = _perturb(processed, rows, positions, table)
-        chosen = perturbed.argmax(-1).masked_fill(~finite, 0)
+        chosen = _draw(processed, rows, positions, table=table, drawn=drawn)
+        chosen = chosen.masked_fill(~finite, 0)
     if not top_logprobs:
         return Sampled(
             token_ids=chosen, finite=finite, chosen_logprob=None, top_ids=None, top_values=None
@@ -88,8 +92,15 @@ def sample(
     )
 
 
-def _perturb(logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTable) -> Tensor:
-    """Logits whose argmax is a sample; rows of temperature 0 are returned as they came.
+def _draw(
+    logits: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    *,
+    table: SamplingTable,
+    drawn: DrawnDrafts | None,
+) -> Tensor:
+    """[num_rows] int64: a sample of each row; of rows of temperature 0, the argmax.
 
     The maximum is subtracted before the division, so that no temperature can overflow.
     """
@@ -100,6 +111,11 @@ def _perturb(logits: Tensor, rows: Tensor, positions: Tensor, table: SamplingTab
     keep = keep_mask(
         scaled, top_k=table.top_k[rows], top_p=table.top_p[rows], min_p=table.min_p[rows]
     )
+    scaled.masked_fill_(~keep, float("-inf"))
     noise = gumbel(table.seed[rows], positions, logits.shape[-1])
-    noisy = (scaled + noise).masked_fill_(~keep, float("-inf"))
-    return torch.where(is_greedy, logits, noisy)
+    scores = torch.where(is_greedy, logits, scaled + noise)
+    if drawn is None:
+        return scores.argmax(-1)
+    drafts = ~is_greedy[:, 0] & (table.max_drafts[rows] > 0)
+    toss = coins(table.seed[rows], positions)
+    return reject(PlainRows(scores, scaled, noise, toss, drafts), drawn)

@@ -1,0 +1,83 @@
+"""`paceline prove`: the text of speculation, or of another backend, is that of plain decoding."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.console import engine_factory
+from paceline.cli.flags import asked_options, engine_flags, log_to_stderr
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  paceline prove                                       the bundled model and its drafter
+  paceline prove --speculative-algorithm NGRAM --speculative-eagle-topk 2
+  paceline prove Qwen/Qwen3-8B --against flashinfer    a backend against the one chosen
+
+\b
+Exit code: 0 when all texts are equal, ties apart; 1 when one is not, or when a drafter is accepted
+far less often than it is known for; 2 for flags that cannot work."""
+)
+@click.option("--against", metavar="BACKEND", help="Also compare this attention backend.")
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    help="TOML file of tables [[prompt]] with `kind` and `text`.  [default: twelve of our own]",
+)
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Longest answer.  [tokens]",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(min=0.0, min_open=True),
+    default=0.8,
+    show_default=True,
+    help="Of the seeded answers; the others are greedy.",
+)
+@click.option(
+    "--top-p", type=float, default=0.95, show_default=True, help="Nucleus mass of the same."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON document only.")
+@engine_flags
+@click.pass_context
+def prove(ctx: click.Context, /, **values: Any) -> None:
+    """Compare texts with and without speculation, or of two attention backends.
+
+    Every prompt is answered greedily and with a seed.  Where two texts part, the plain engine's
+    scores say whether rounding decided (a tie) or whether it is a bug; of a bug the first layer at
+    fault is searched.  --seed seeds the answers.
+    """
+    from paceline.conformance.contest import contenders_of
+    from paceline.conformance.proof_report import document, table
+    from paceline.conformance.prove import Trial
+    from paceline.conformance.prove import prove as compare
+    from paceline.engine.prompt_set import BUILT_IN, read_prompts
+    from paceline.engine.speculation import without_speculation
+
+    log_to_stderr()
+    asked = asked_options(values)
+    trial = Trial(
+        prompts=read_prompts(values["prompts"] or BUILT_IN),
+        max_tokens=values["max_tokens"],
+        temperature=values["temperature"],
+        top_p=values["top_p"],
+        seed=int(values["seed"] or 0),
+    )
+    proof = compare(
+        without_speculation(asked),
+        contenders_of(asked, values["against"]),
+        trial,
+        make_llm=engine_factory(ctx),
+    )
+    if not values["as_json"]:
+        click.echo(table(proof))
+    click.echo(json.dumps(document(proof)))
+    ctx.exit(proof.exit_code)

@@ -1,0 +1,108 @@
+"""Acceptance: how many drafts a model took over several requests, and the band it should lie in.
+
+A drafter that was measured brings `acceptance.json` beside its config.json: prompts, and how many
+tokens a round then emits on average.  Far fewer mean that something between target and drafter is
+wrong, though no text shows it.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import ModelError, message
+from paceline.engine.outputs import RequestMetrics
+
+BAND_FILE = "acceptance.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """Sums over requests."""
+
+    rounds: int
+    drafted: int  # drafts verified
+    accepted: tuple[int, ...]  # [num_steps] rounds that took i + 1 drafts
+
+    @classmethod
+    def of(cls, metrics: Iterable[RequestMetrics]) -> "Acceptance":
+        """What requests of one engine add up to."""
+        rounds, drafted, accepted = 0, 0, list[int]()
+        for each in metrics:
+            rounds += each.rounds
+            drafted += each.drafted_tokens
+            accepted += [0] * (len(each.accepted_by_position) - len(accepted))
+            for depth, count in enumerate(each.accepted_by_position):
+                accepted[depth] += count
+        return cls(rounds=rounds, drafted=drafted, accepted=tuple(accepted))
+
+    @property
+    def mean_tokens_per_round(self) -> float | None:
+        """The bonus token of each round included; a request's first token, which prefill emits, is
+        in none.
+        """
+        return (self.rounds + sum(self.accepted)) / self.rounds if self.rounds else None
+
+    @property
+    def by_position(self) -> tuple[float, ...]:
+        """[num_steps] share of rounds that took i + 1 drafts."""
+        return tuple(count / self.rounds for count in self.accepted) if self.rounds else ()
+
+    def __str__(self) -> str:
+        if self.mean_tokens_per_round is None:
+            return "no rounds"
+        shares = " ".join(f"{share:.0%}" for share in self.by_position)
+        return (
+            f"{self.rounds} rounds, {self.mean_tokens_per_round:.2f} tokens per round, "
+            f"accepted by position {shares}"
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """What documents carry under "acceptance"."""
+        return {
+            "rounds": self.rounds,
+            "drafted_tokens": self.drafted,
+            "mean_tokens_per_round": self.mean_tokens_per_round,
+            "accepted_by_position": list(self.by_position),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptanceBand:
+    """What a drafter is known to reach: greedy, on these prompts, drafting a chain."""
+
+    prompts: tuple[str, ...]
+    max_tokens: int  # of each answer; end tokens end it earlier
+    num_steps: int  # of the chain
+    tokens_per_round: float  # measured
+    least_tokens_per_round: float  # fewer: something is wrong
+
+    def holds_for(self, num_steps: int) -> bool:
+        """Whether drafts of this depth must reach it too."""
+        return num_steps >= self.num_steps
+
+
+def read_band(folder: Path) -> AcceptanceBand | None:
+    """The band of the drafter in `folder`; None: it brings none.  Raises ModelError."""
+    path = folder / BAND_FILE
+    if not path.is_file():
+        return None
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return AcceptanceBand(
+            prompts=tuple(str(text) for text in document["prompts"]),
+            max_tokens=int(document["max_tokens"]),
+            num_steps=int(document["num_steps"]),
+            tokens_per_round=float(document["tokens_per_round"]),
+            least_tokens_per_round=float(document["least_tokens_per_round"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(
+            message(
+                f"acceptance band of the drafter in {str(folder)!r}",
+                expected="prompts, max_tokens, num_steps, tokens_per_round and "
+                "least_tokens_per_round as JSON",
+                got=f"{type(error).__name__}: {error}",
+                remedy=f"correct {BAND_FILE}, or remove it",
+            )
+        ) from error

@@ -1,0 +1,232 @@
+"""Teacher: the target of an idle engine run over given tokens, in the form one would like to know.
+
+Text that two engines gave cannot be compared behind the first difference; what they compute from
+the same tokens can, layer by layer.  A form says how the tokens behind `start` are computed:
+
+    plain     all in one step, as a prompt is
+    decode    one step each
+    verify    the rows of one round of speculation: a chain, or a tree whose other branches are
+              wrong drafts
+
+Steps run eagerly, on pages that the cache lends and takes back; nothing is sampled or committed.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.core.draft_shape import DraftShape
+from paceline.core.errors import CapacityError, message
+from paceline.core.modes import ForwardMode
+from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout
+from paceline.kvcache.groups import PageRun
+from paceline.kvcache.manager import CacheManager
+from paceline.runner.buffers import PaddedSize
+from paceline.runner.derive import derive
+from paceline.runner.program import Parts, target_forward
+from paceline.runner.staging import StagingSlot
+
+_NAME = "teacher"  # in the cache's books; requests of users are named otherwise
+_ROW = 1  # of the request table; rows of an idle engine are free
+_PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, seed=0)
+_STAGED = 1 << 16  # bytes of a step beside its tokens and page ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How tokens are computed.  Those before `start` are a prompt, in every form."""
+
+    start: int
+    mode: ForwardMode = ForwardMode.EXTEND  # of the rest: EXTEND, DECODE or TARGET_VERIFY
+    shape: DraftShape | None = None  # of the round, TARGET_VERIFY alone
+
+    @classmethod
+    def plain(cls, num_tokens: int) -> "Form":
+        return cls(start=num_tokens)
+
+    @classmethod
+    def decode(cls, start: int) -> "Form":
+        return cls(start=start, mode=ForwardMode.DECODE)
+
+    @classmethod
+    def verify(cls, start: int, shape: DraftShape) -> "Form":
+        """At most shape.max_path tokens may follow `start`."""
+        return cls(start=start, mode=ForwardMode.TARGET_VERIFY, shape=shape)
+
+
+class Reading(NamedTuple):
+    """What the target made of some tokens."""
+
+    logits: Tensor  # [vocab]  float32, on the host: behind the last token
+    layers: tuple[Tensor, ...]  # [num_layers] of [num_tokens, hidden]  float32, on the host: the
+    # stream behind each layer; empty unless asked for
+
+
+class _Pass(NamedTuple):
+    """One step: rows behind a prefix, of which some are tokens that were asked about."""
+
+    prefix_len: int
+    rows: tuple[int, ...]  # [extend_len] token ids
+    mode: ForwardMode
+    parents: tuple[int, ...] | None  # [extend_len] of a tree
+    kept: tuple[int, ...]  # rows in the order of the tokens
+
+
+class Teacher:
+    """Reads with one engine, which must be idle.  Its KV cache keeps what it held."""
+
+    def __init__(self, parts: Parts, cache: CacheManager, *, max_step_tokens: int) -> None:
+        taps = tuple(f"layer.{index}" for index in range(len(parts.layers)))
+        self._plain = replace(parts, taps=())
+        self._tapped = replace(parts, taps=taps)
+        self._cache = cache
+        self._max_step_tokens = max_step_tokens
+
+    def read(self, tokens: Sequence[int], form: Form, *, layers: bool = False) -> Reading:
+        """Compute `tokens`, at least one.  Raises CapacityError when the pages are too few."""
+        passes = list(_passes(tokens, form, self._max_step_tokens))
+        longest = max(each.prefix_len + len(each.rows) for each in passes)
+        runs = self._borrow(tokens, longest)
+        try:
+            with torch.inference_mode():
+                return self._read(tokens, passes, runs, layers=layers)
+        finally:
+            self._cache.release(_NAME, tokens, 0, epoch=0)
+            self._cache.retire(0)
+
+    def _read(
+        self, tokens: Sequence[int], passes: list[_Pass], runs: list[PageRun], *, layers: bool
+    ) -> Reading:
+        parts = self._tapped if layers else self._plain
+        seen: list[list[Tensor]] = [[] for _ in parts.taps]
+        logits = torch.empty(0)
+        for each in passes:
+            _synchronize(parts)
+            step = _step(tokens, each, runs)
+            hidden, taps = _run(parts, step)
+            rows = torch.tensor(each.kept, device=hidden.device)
+            logits = parts.model.logits(hidden.index_select(0, rows[-1:]))[0].float().cpu()
+            for found, tap in zip(seen, taps, strict=True):
+                found.append(tap.index_select(0, rows).float().cpu())
+            _synchronize(parts)
+        return Reading(logits, tuple(torch.cat(found) for found in seen))
+
+    def _borrow(self, tokens: Sequence[int], kv_len: int) -> list[PageRun]:
+        """Pages of every cache group, none of them shared."""
+        cache = self._cache
+        admission = cache.admit(_NAME, tokens, reserve_to=kv_len, max_hit=0)
+        more = None if admission is None else cache.reserve(_NAME, kv_len, ahead=0)
+        if admission is not None and more is not None:
+            return [*admission.page_runs, *more]
+        if admission is not None:
+            cache.release(_NAME, tokens, 0, epoch=0)
+        raise CapacityError(
+            message(
+                "pages to compare what engines compute",
+                expected=f"enough for {kv_len} tokens in each cache group",
+                got="fewer",
+                remedy="shorten the prompts, lower --max-tokens, or give the KV cache more memory",
+            )
+        )
+
+
+def _passes(tokens: Sequence[int], form: Form, max_step_tokens: int) -> Iterator[_Pass]:
+    for at in range(0, form.start, max_step_tokens):
+        rows = tuple(tokens[at : min(at + max_step_tokens, form.start)])
+        yield _Pass(at, rows, ForwardMode.EXTEND, None, tuple(range(len(rows))))
+    rest = tuple(tokens[form.start :])
+    if form.shape is not None:
+        assert len(rest) <= form.shape.max_path, f"{len(rest)} tokens of {form.shape}"
+        rows, parents, kept = round_rows(rest, form.shape)
+        yield _Pass(form.start, rows, form.mode, parents, kept)
+        return
+    assert not rest or form.mode is ForwardMode.DECODE, f"{len(rest)} tokens are left of {form}"
+    for offset, token in enumerate(rest):
+        yield _Pass(form.start + offset, (token,), ForwardMode.DECODE, None, (0,))
+
+
+def round_rows(
+    path: tuple[int, ...], shape: DraftShape
+) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]:
+    """(token ids, parents, rows of the path) of a round that drafted `path` and wrong siblings.
+
+    path: 1 to max_path tokens, the root first.  What is left over hangs on its end; parents: None
+    for a chain.
+    """
+    rows, parents, kept = [path[0]], [-1], [0]
+    spare = shape.num_draft_tokens - len(path)
+    for token in path[1:]:
+        if spare and not shape.is_chain:
+            rows.append(path[0])
+            parents.append(kept[-1])
+            spare -= 1
+        rows.append(token)
+        parents.append(kept[-1])
+        kept.append(len(rows) - 1)
+    for _ in range(spare):
+        parents.append(len(rows) - 1 if shape.is_chain else kept[-1])
+        rows.append(path[-1])
+    return tuple(rows), None if shape.is_chain else tuple(parents), tuple(kept)
+
+
+def _step(tokens: Sequence[int], each: _Pass, runs: Sequence[PageRun]) -> Step:
+    """The step of a pass; everything before it joins with it."""
+    known = (*tokens[: each.prefix_len], *each.rows)
+    join = JoinDelta(
+        row=_ROW,
+        token_ids=known,
+        prompt_len=len(known),
+        prefix_len=each.prefix_len,
+        max_len=len(known) + 1,
+        params=_PARAMS,
+    )
+    pages = (
+        PageDelta(row=_ROW, group=run.group, start=run.start, page_ids=run.page_ids) for run in runs
+    )
+    deltas: tuple[Delta, ...] = (join, *pages)
+    return Step(
+        epoch=0,
+        mode=each.mode,
+        layout=StepLayout(
+            rows=(_ROW,),
+            extend_lens=(len(each.rows),),
+            emits=(False,),
+            parents=None if each.parents is None else (each.parents,),
+        ),
+        prefix_lens_bound=(each.prefix_len,),
+        sampler=SamplerTier.GREEDY,
+        logprobs=False,
+        deltas=deltas,
+    )
+
+
+def _run(parts: Parts, step: Step) -> tuple[Tensor, list[Tensor]]:
+    """([rows, hidden] behind the final norm, [num_taps] of the same shape)."""
+    size, backend = PaddedSize.exact(step.layout), parts.backend
+    slot = StagingSlot(_staged_bytes(step), pinned=False)
+    copies = parts.table.stage(step.deltas, slot) + parts.buffers.fill(step.layout, size, slot)
+    for destination, source in copies:
+        destination.copy_(source)
+    if backend.capabilities.host_plan:
+        backend.host_plan(step, parts.backend_buffers)
+    view = parts.buffers.view(size, step.mask)
+    derive(parts.buffers, parts.table, view, parts.page_sizes)
+    output = target_forward(parts, view)
+    return output.hidden, [output.taps[name] for name in parts.taps]
+
+
+def _staged_bytes(step: Step) -> int:
+    pieces = [
+        delta.page_ids if isinstance(delta, PageDelta) else delta.token_ids for delta in step.deltas
+    ]
+    return _STAGED + sum(4 * len(piece) for piece in pieces)
+
+
+def _synchronize(parts: Parts) -> None:
+    """Steps of the engine have a stream of their own."""
+    if parts.table.token_ids.is_cuda:
+        torch.cuda.synchronize(parts.table.token_ids.device)

@@ -1,0 +1,211 @@
+"""How many drafts are accepted: what a drafter knows may not depend on how the engine got there."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from llm_cases import (
+    Checkpoint,
+    assert_idle,
+    make_checkpoint,
+    make_llm,
+    random_prompts,
+    recorded_steps,
+    tokens_of,
+)
+from speculative_cases import (
+    LLAMA,
+    MODEL_DRAFTERS,
+    STEPS,
+    Truth,
+    llama_truth,
+    tight_pages,
+)
+
+from paceline.core.modes import ForwardMode
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.boot import Knobs
+from paceline.engine.llm import LLM
+from paceline.engine.outputs import RequestOutput
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=26, ignore_eos=True)
+NOISY = SamplingParams(temperature=0.8, max_tokens=26, ignore_eos=True, seed=3)
+WINDOWED = "gemma3-untied-full-rope-linear"
+Depths = list[tuple[int, ...]]  # of each request: rounds that went so deep
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    return llama_truth(tmp_path_factory.mktemp("llama"), kinds=())
+
+
+@pytest.fixture(scope="module", params=[LLAMA, WINDOWED])
+def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A target that drafts for itself."""
+    return make_checkpoint(request.param, tmp_path_factory.mktemp("twins"))
+
+
+def self_drafting(target: Checkpoint, **options: Any) -> LLM:
+    drafts: dict[str, Any] = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(target.folder),
+        "speculative_num_steps": STEPS,
+    }
+    return make_llm(target, **drafts | options)
+
+
+def depths(outputs: list[RequestOutput]) -> Depths:
+    return [output.metrics.accepted_by_position for output in outputs]
+
+
+def assert_all_accepted(outputs: list[RequestOutput]) -> None:
+    """Every round took every draft, unless it was the last."""
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics.rounds >= (metrics.output_tokens - 1) // (STEPS + 1)
+        assert metrics.accepted_by_position[-1] >= metrics.rounds - 1, metrics
+
+
+@pytest.mark.parametrize("params", [GREEDY, NOISY], ids=["greedy", "noisy"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_a_model_that_drafts_for_itself_is_always_right(
+    twins: Checkpoint, page_size: int, params: SamplingParams
+) -> None:
+    """In chunks, with joins, behind prefix hits; with temperature both draw the same noise."""
+    prompts = random_prompts((1, 70, 9, 33))
+    options = {"chunked_prefill_size": 7, "max_num_seqs": 2, "page_size": page_size}
+    with self_drafting(twins, **options) as llm:
+        first = llm.generate(prompts, params)
+        assert_all_accepted(first)
+        told = [[*p, *tokens, 4] for p, tokens in zip(prompts, tokens_of(first), strict=True)]
+        again = llm.generate(told, replace(params, max_tokens=12))
+        assert_all_accepted(again)
+        cached = [output.metrics.cached_tokens for output in again]
+        assert cached[1] >= 64
+        assert_idle(llm)
+
+
+def test_a_model_that_drafts_for_itself_is_right_to_the_end_of_the_context(
+    twins: Checkpoint,
+) -> None:
+    with self_drafting(twins) as llm:
+        outputs = llm.generate(random_prompts((96, 97, 98, 99)), replace(GREEDY, max_tokens=None))
+        assert [output.metrics.output_tokens for output in outputs] == [32, 31, 30, 29]
+        assert_all_accepted(outputs)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_resumed_request_is_drafted_for_as_well(twins: Checkpoint, page_size: int) -> None:
+    groups = 2 if twins.theirs.config.model_type == "llama" else 4
+    pages = tight_pages(page_size, groups, STEPS + 1)[page_size]
+    knobs = Knobs(num_pages=pages, reserve_ahead=0, admission_margin=0)
+    with self_drafting(twins, page_size=page_size, knobs=knobs) as llm:
+        outputs = llm.generate(random_prompts((60, 50, 55)), replace(GREEDY, max_tokens=60))
+        assert_idle(llm)
+    assert sum(output.metrics.preemptions for output in outputs) > 0
+    for output in outputs:
+        metrics = output.metrics
+        assert metrics.accepted_by_position[-1] >= metrics.rounds - 1 - metrics.preemptions
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A drafter, and how it does by the shortest way: nothing shared, nothing split."""
+
+    truth: Truth
+    drafter: str
+    topk: int
+    known: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    def llm(self, **options: Any) -> LLM:
+        drafts = self.truth.speculation(self.drafter, self.topk)
+        return make_llm(self.truth.checkpoint, **drafts | options)
+
+    def cold(self, prompts: Sequence[Sequence[int]]) -> Depths:
+        new = [prompt for prompt in prompts if tuple(prompt) not in self.known]
+        if new:
+            with self.llm(enable_prefix_cache=False) as llm:
+                for prompt, found in zip(new, depths(llm.generate(new, GREEDY)), strict=True):
+                    self.known[tuple(prompt)] = found
+        return [self.known[tuple(prompt)] for prompt in prompts]
+
+
+@pytest.fixture(
+    scope="module",
+    params=list(itertools.product(MODEL_DRAFTERS, (1, 4))),
+    ids=lambda pair: f"{pair[0]}-{pair[1]}",
+)
+def drafted(request: pytest.FixtureRequest, truth: Truth) -> Drafted:
+    return Drafted(truth, *request.param)
+
+
+@pytest.fixture
+def eagle3(truth: Truth) -> Drafted:
+    return Drafted(truth, "EAGLE3", 4)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "chunks": {"chunked_prefill_size": 7},
+    "chunks-of-1": {"chunked_prefill_size": 1, "page_size": 1},
+    "eager": {"enforce_eager": True, "page_size": 64},
+    "twin": {"overlap": False, "max_num_seqs": 2},
+    "sanitized": {"sanitize": True, "page_size": 1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_acceptance_is_the_same_whatever_the_steps(drafted: Drafted, way: str) -> None:
+    prompts = random_prompts((3, 40, 22, 1))
+    expected = drafted.cold(prompts)
+    assert min(sum(each) for each in expected) > 0
+    with drafted.llm(**WAYS[way]) as llm:
+        assert depths(llm.generate(prompts, GREEDY)) == expected
+
+
+def test_acceptance_is_the_same_alone(drafted: Drafted) -> None:
+    prompts = random_prompts((3, 40, 22, 1))
+    with drafted.llm() as llm:
+        found = [depths(llm.generate([prompt], GREEDY))[0] for prompt in prompts]
+    assert found == drafted.cold(prompts)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_prefix_hit_drafts_as_if_it_were_computed(drafted: Drafted, page_size: int) -> None:
+    """The same text again, its answer as part of the next prompt, and texts that part from it."""
+    prompt, other = random_prompts((50, 9))
+    with drafted.llm(page_size=page_size) as llm:
+        first = llm.generate([prompt], GREEDY)[0].outputs[0].token_ids
+        prompts = [prompt, [*prompt, *first[:20], *other]]
+        prompts += [[*prompt[:at], *other] for at in (16, 31, 32, 33)]
+        hits = [llm.generate([each], GREEDY)[0] for each in prompts]
+    assert depths(hits) == drafted.cold(prompts)
+    cached = [output.metrics.cached_tokens for output in hits]
+    assert min(cached) >= 15 // page_size * page_size, cached
+    assert cached[1] >= 64 - page_size
+
+
+def test_what_was_decoded_without_drafts_is_known_to_the_drafter(drafted: Drafted) -> None:
+    prompt, other = random_prompts((20, 5))
+    with drafted.llm(page_size=1) as llm, recorded_steps(llm) as steps:
+        plain = llm.generate([prompt], replace(GREEDY, speculative=False))[0]
+        assert {step.mode for step in steps[1:]} == {ForwardMode.DECODE}
+        told = [*prompt, *plain.outputs[0].token_ids, *other]
+        hit = llm.generate([told], GREEDY)[0]
+    assert hit.metrics.cached_tokens >= 45
+    assert depths([hit]) == drafted.cold([told])
+
+
+def test_a_request_without_drafts_leaves_those_of_others_alone(eagle3: Drafted) -> None:
+    prompts = random_prompts((20, 31))
+    with eagle3.llm() as llm, recorded_steps(llm) as steps:
+        on, off = llm.generate(prompts, [GREEDY, replace(GREEDY, speculative=False)])
+    assert depths([on]) == eagle3.cold(prompts[:1])
+    assert (off.metrics.rounds, off.metrics.drafted_tokens) == (0, 0)
+    assert off.metrics.output_tokens == GREEDY.max_tokens
+    first = on.metrics.rounds + 1
+    assert all(step.is_round for step in steps[1:first])
+    alone = steps[first + 1 :]  # one more round was in flight when its end was seen
+    assert alone
+    assert {step.mode for step in alone} == {ForwardMode.DECODE}

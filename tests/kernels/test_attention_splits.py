@@ -1,0 +1,90 @@
+"""How many programs share a request's keys: the host's rules, on an H200's 132 multiprocessors."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from paceline.kernels.paged_attention import SplitWorkspace, decode_splits, split_workspace, splits
+from paceline.kernels.paged_attention.splits import extend_splits, row_tile
+
+SMS, MAX_REQS, HEADS, KV_HEADS = 132, 64, 32, 8
+GROUP = HEADS // KV_HEADS
+META = torch.device("meta")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "_num_sms", lambda device: SMS)
+
+
+@pytest.fixture
+def workspace() -> SplitWorkspace:
+    return split_workspace(MAX_REQS, HEADS, KV_HEADS, v_head_dim=128, device=META)
+
+
+def extends() -> Iterator[tuple[int, int, torch.dtype]]:
+    """(requests, tokens of each, dtype)"""
+    for num_reqs in (1, 2, 3, 4, 8, 16, 64):
+        for extend in (*range(1, 20), 31, 32, 33, 64):
+            for dtype in (BF16, torch.float32):
+                yield num_reqs, extend, dtype
+
+
+def asked(
+    workspace: SplitWorkspace,
+    num_reqs: int,
+    extend: int,
+    *,
+    dtype: torch.dtype = BF16,
+    max_keys: int = 1 << 17,
+) -> int:
+    return extend_splits(
+        num_reqs * extend,
+        num_reqs,
+        KV_HEADS,
+        max_rows=extend * GROUP,
+        max_keys=max_keys,
+        dtype=dtype,
+        workspace=workspace,
+    )
+
+
+def test_a_workspace_holds_every_split_that_its_requests_may_use(workspace: SplitWorkspace) -> None:
+    """Were it too small, fewer splits than two programs per multiprocessor would be used."""
+    for num_reqs, extend, dtype in extends():
+        tiles = -(-extend * GROUP // row_tile(num_reqs, KV_HEADS, extend * GROUP, dtype=dtype))
+        wanted = max(1, 2 * SMS // (num_reqs * KV_HEADS * tiles))
+        found = asked(workspace, num_reqs, extend, dtype=dtype)
+        assert found == min(64, wanted), (num_reqs, extend, dtype)
+        if found > 1:
+            assert num_reqs * extend * found <= workspace.partial_lse.shape[0]
+            assert num_reqs * KV_HEADS * tiles <= workspace.finished.numel()
+    for num_reqs in range(1, MAX_REQS + 1):
+        used = num_reqs * decode_splits(num_reqs, KV_HEADS, device=META)
+        assert used <= workspace.partial_lse.shape[0]
+
+
+def test_a_decode_of_several_requests_holds_more_programs_than_two_per_processor() -> None:
+    found = {n: decode_splits(n, KV_HEADS, device=META) for n in (1, 2, 4, 8, 16, 32, 64)}
+    assert found == {1: 33, 2: 16, 4: 16, 8: 8, 16: 4, 32: 1, 64: 1}
+
+
+def test_a_request_is_not_split_finer_than_its_keys_are_worth(workspace: SplitWorkspace) -> None:
+    assert decode_splits(1, KV_HEADS, max_keys=1, device=META) == 1
+    assert decode_splits(1, KV_HEADS, max_keys=129, device=META) == 3
+    assert asked(workspace, 1, 4, max_keys=129) == 3
+
+
+def test_many_rows_are_not_split(workspace: SplitWorkspace) -> None:
+    assert asked(workspace, 1, 64) > 1
+    assert asked(workspace, 1, 65) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "extend", "rows"), [(1, 4, 16), (64, 4, 16), (1, 8, 16), (4, 8, 16), (8, 8, 32)]
+)
+def test_rows_are_spread_while_processors_idle(num_reqs: int, extend: int, rows: int) -> None:
+    assert row_tile(num_reqs, KV_HEADS, extend * GROUP, dtype=BF16) == rows
+    assert row_tile(num_reqs, KV_HEADS, extend * GROUP, dtype=torch.float32) == 16

@@ -1,0 +1,113 @@
+"""Texts follow the law of plain decoding by either rule of acceptance, and by no wrong one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from laws import follows, law_of, table_of
+from markov import DRAFT_IDS, TARGET, VOCAB, Said, speak
+
+from paceline.core.sampling_params import SamplingParams
+from paceline.kernels.accept import accept_and_commit
+from paceline.kernels.draft_topk import draft_topk
+from paceline.layers.sampling import rejection, sample
+from paceline.runner import round_program
+from paceline.speculate import drafting
+
+LENGTH, REQUESTS = 200, 512
+SAMPLED = SamplingParams(temperature=0.8, max_tokens=None, ignore_eos=True)
+CASES = {
+    "plain": SAMPLED,
+    "cold": replace(SAMPLED, temperature=0.4),
+    "top_k": replace(SAMPLED, top_k=3),
+    "top_p": replace(SAMPLED, temperature=1.0, top_p=0.85),
+}
+RULES = pytest.mark.parametrize("rejects", [False, True], ids=["sample-and-match", "rejection"])
+
+
+def seeded(params: SamplingParams, num: int = REQUESTS) -> list[SamplingParams]:
+    return [replace(params, seed=seed) for seed in range(num)]
+
+
+def is_lossless(said: Said, params: SamplingParams) -> bool:
+    """Whether each token follows its law behind the token before."""
+    law = torch.stack([law_of(logits, params) for logits in TARGET])
+    return follows(table_of(*said.pairs(), VOCAB), law)
+
+
+@RULES
+@pytest.mark.parametrize("params", CASES.values(), ids=CASES)
+def test_texts_follow_the_law_of_plain_decoding(params, rejects):
+    said = speak(seeded(params), length=LENGTH, rejects=rejects)
+    assert said.tokens_per_round() > 2
+    assert is_lossless(said, params)
+
+
+@RULES
+def test_a_draft_vocabulary_changes_no_law(rejects):
+    said = speak(seeded(SAMPLED), length=LENGTH, rejects=rejects, ids=DRAFT_IDS)
+    assert said.tokens_per_round() > 1.3
+    assert is_lossless(said, SAMPLED)
+
+
+def test_a_recorded_round_says_what_an_eager_one_does():
+    params = [*seeded(SAMPLED, 20), replace(SAMPLED, temperature=0.0)]
+    eager, recorded = (
+        speak(params, length=60, rejects=True, capture=capture) for capture in (False, True)
+    )
+    assert recorded == eager
+
+
+def test_greedy_requests_and_those_that_do_not_draft_say_what_they_say_alone():
+    greedy, off = replace(SAMPLED, temperature=0.0), replace(SAMPLED, speculative=False, seed=5)
+    params = [*seeded(SAMPLED, 4), greedy, off]
+    plain, mixed = (speak(params, length=60, rejects=rejects).texts for rejects in (False, True))
+    assert mixed[4:] == plain[4:]
+    assert [mixed[n] == plain[n] for n in range(4)] == [False] * 4
+    greedy_text = torch.tensor(mixed[4])
+    assert torch.equal(TARGET.argmax(-1)[greedy_text[:-1]], greedy_text[1:])
+
+
+def test_rejection_accepts_more_than_matching_drafts_of_other_noise(monkeypatch):
+    rejected = speak(seeded(SAMPLED), length=LENGTH, rejects=True)
+
+    def other_noise(*args: object, seeds: torch.Tensor, **rest: object) -> object:
+        return draft_topk(*args, seeds=seeds + 2**40, **rest)
+
+    monkeypatch.setattr(drafting, "draft_topk", other_noise)
+    matched = speak(seeded(SAMPLED), length=LENGTH, rejects=False)
+    assert rejected.tokens_per_round() > 1.2 * matched.tokens_per_round()
+
+
+def of_frozen_positions(logits, *, positions, **rest):
+    """Every row of a request takes the noise of its root's."""
+    roots = positions.view(REQUESTS, -1)[:, :1]
+    return sample(
+        logits, positions=roots.expand(-1, positions.numel() // REQUESTS).flatten(), **rest
+    )
+
+
+def keep_likely_drafts(rows, ends, drafts, out, *, forced):
+    """Take a draft where it is the target's best, whatever was sampled."""
+    best = TARGET.argmax(-1)[drafts.tokens[:, :-1]]
+    likely = torch.where(best == drafts.tokens[:, 1:], best, drafts.sampled[:, :-1])
+    sampled = torch.cat((likely, drafts.sampled[:, -1:]), dim=1)
+    accept_and_commit(rows, ends, drafts._replace(sampled=sampled), out, forced=forced)
+
+
+WRONG: dict[str, tuple[bool, object, str, Callable]] = {
+    "match-at-frozen-positions": (False, round_program, "sample", of_frozen_positions),
+    "match-or-likely": (False, round_program, "accept_and_commit", keep_likely_drafts),
+    "reject-or-likely": (True, round_program, "accept_and_commit", keep_likely_drafts),
+    "coin-below-p": (True, rejection, "_is_kept", lambda coins, p, q: coins < p),
+    "residual-is-p": (True, rejection, "_residual", lambda p, q: p),
+    "drafts-of-the-noise-of-sampling": (True, drafting, "draft_seeds", lambda seeds: seeds),
+}
+
+
+@pytest.mark.parametrize(("rejects", "module", "name", "wrong"), WRONG.values(), ids=WRONG)
+def test_a_wrong_rule_is_told_by_the_law(rejects, module, name, wrong, monkeypatch):
+    monkeypatch.setattr(module, name, wrong)
+    said = speak(seeded(SAMPLED), length=LENGTH, rejects=rejects)
+    assert not is_lossless(said, SAMPLED)
