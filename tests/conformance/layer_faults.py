@@ -54,11 +54,6 @@ class RoundFault0(FaultInLayer):
     layer_id = 0
 
 
-class RoundFault1(FaultInLayer):
-    name = "round-fault-1"
-    layer_id = 1
-
-
 class RoundFault3(FaultInLayer):
     name = "round-fault-3"
     layer_id = 3

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-import torch
 from click.testing import CliRunner
 from llm_cases import Checkpoint, make_checkpoint
 
@@ -27,7 +26,7 @@ TRIAL = Trial(
         NamedPrompt(name="loop 1", kind="loop", text="acadacadacadacad"),
         NamedPrompt(name="other 2", kind="other", text="bebiqubyfafeaxbccb"),
     ),
-    max_tokens=24,
+    max_tokens=16,
 )
 
 
@@ -63,7 +62,7 @@ def test_rounds_that_leave_the_text_alone_are_equal(model, shape):
     jsonschema.validate(document(proof), SCHEMA)
 
 
-@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("layer", [0, 3])
 def test_a_fault_of_rounds_in_one_layer_is_found_there(model, layer):
     proof = proof_of(model, **CHAIN, attention_backend=f"layer_faults:RoundFault{layer}")
     (contest,) = proof.contests
@@ -88,15 +87,15 @@ def test_a_fault_of_decoding_in_one_layer_is_found_there(model, tmp_path):
     (contest,) = told["contests"]
     assert contest["label"] == "attention layer_faults:DecodeFault2"
     assert contest["fault"]["layer"] == 2
-    assert contest["comparisons"][0]["bug"] == 1
+    assert [each["bug"] for each in contest["comparisons"]] == [0, 1]
 
 
 def test_weights_that_differ_are_found_where_they_do_and_as_a_prompt_too(model, tmp_path):
-    def louder(theirs):
-        theirs.model.layers[1].mlp.down_proj.weight.mul_(3)
+    def change(theirs):
+        theirs.model.layers[1].mlp.down_proj.weight.neg_()
 
     case = "gemma2-soft-caps-alternating-windows"
-    other = make_checkpoint(case, tmp_path, change=louder)
+    other = make_checkpoint(case, tmp_path, change=change)
     contender = Contender(label="weights", options=asked(other), speculation=None)
     proof = prove(asked(model), [contender], TRIAL)
     fault = proof.contests[0].fault
@@ -123,26 +122,6 @@ def test_a_draft_that_nobody_verified_is_a_bug_of_no_layer(model, monkeypatch):
     assert fault is not None
     assert fault.layer is None
     assert "look at what is sampled, accepted and committed" in fault.detail
-
-
-def test_a_gap_that_rounding_explains_is_a_tie(model, monkeypatch):
-    """The contender's logits are off by less than the bound, and two tokens are that close."""
-    right = RoundProgram._verify
-
-    def level(self):
-        output = right(self)
-        best = self.logits.topk(2, dim=-1)
-        lifted = self.logits.scatter(1, best.indices[:, 1:], best.values[:, :1] + 0.5)
-        self.logits = lifted
-        return output
-
-    monkeypatch.setattr(RoundProgram, "_verify", level)
-    proof = proof_of(model, **CHAIN)
-    assert proof.outcome is Outcome.BUG
-    partings = [a.parting for a in proof.contests[0].comparisons[0].answers if a.parting]
-    monkeypatch.setattr("paceline.engine.verdicts.TIE_ULPS", {torch.float32: 1e9})
-    assert proof_of(model, **CHAIN).outcome is Outcome.TIE
-    assert all(parting.gap_ulps > 32 for parting in partings)
 
 
 @pytest.mark.parametrize(

@@ -138,8 +138,8 @@ def busy_jobs(llm: LLM, base: SamplingParams) -> Jobs:
     def answer(prompt: list[int], wanted: SamplingParams) -> tuple[int, ...]:
         return llm.generate(prompt, wanted)[0].outputs[0].token_ids
 
-    likeliest = dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0)
-    likeliest |= {"top_k": 1, "repetition_penalty": 1.0}
+    likeliest: dict[str, Any] = dict.fromkeys(("presence_penalty", "frequency_penalty"), 0.0)
+    likeliest |= {"top_k": 1, "repetition_penalty": 1.0, "logit_bias": (), "ignore_eos": True}
     ending = params(4, 40, ignore_eos=True)
     text = text_of(answer(split, ending)[13:15])[1:]  # begins within a token
     stop_id = answer(shared[2], ending)[17]
@@ -179,8 +179,8 @@ def serve(llm: LLM, jobs: Jobs) -> Served:
 
 def check_served(truth: Truth, kind: str, served: Served) -> None:
     """Text, ends and log-probabilities are those of plain decoding."""
-    for name, job in truth.jobs[kind].items():
-        plain, found = truth.answers[kind][name], served[name]
+    for name, found in served.items():
+        job, plain = truth.jobs[kind][name], truth.answers[kind][name]
         for expected, got in zip(plain.outputs, found.outputs, strict=True):
             with _named(name):
                 _check(truth, job, expected, got)

@@ -26,11 +26,6 @@ def p_value(counts: Tensor, law: Tensor) -> float:
     return float(torch.special.gammaincc(freedom / 2.0, statistic / 2.0))
 
 
-def follows(counts: Tensor, law: Tensor) -> bool:
-    """Whether the counts can be of that law."""
-    return p_value(counts, law) > SIGNIFICANCE
-
-
 def table_of(before: Tensor, after: Tensor, tokens: int) -> Tensor:
     """[tokens, tokens] float64: how often `after` followed `before`."""
     return (

@@ -242,7 +242,7 @@ def test_a_graph_padded_to_8_with_fewer_live_rows_equals_eager(tiny: TinyModel, 
         for _ in range(4):
             outputs = driver.collect(driver.launch_decode(range(1, live + 1)))
             assert outputs.logprobs is not None
-            seen.extend(outputs.logprobs)
+            seen.extend(row for rows in outputs.logprobs for row in rows)
         tokens.append(driver.tokens)
         logprobs.append(torch.tensor([[row.chosen, *row.top_values[:2]] for row in seen]))
     assert tokens[0] == tokens[1]

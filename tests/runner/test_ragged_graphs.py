@@ -159,7 +159,7 @@ def test_padding_moves_no_log_probability(tiny: TinyModel, capture: bool) -> Non
             lengths = {row: len(prompt) for row, prompt in prompts.items()}
             outputs = driver.collect(driver.launch_prefill(lengths))
             assert outputs.logprobs is not None
-            seen.append([(row.chosen, *row.top_values[:3]) for row in outputs.logprobs])
+            seen.append([(row.chosen, *row.top_values[:3]) for (row,) in outputs.logprobs])
             seen.append([driver.tokens[row] for row in prompts])
     exact, padded = seen[:6], seen[6:]
     assert exact[1::2] == padded[1::2]

@@ -62,9 +62,9 @@ class MarkovModel:
 
 
 class _Run(DraftRun):
-    def __init__(self, roots: Tensor, ids: Tensor) -> None:
+    def __init__(self, roots: Tensor, ids: Tensor, logits: Tensor) -> None:
         self.d2t = ids - torch.arange(len(ids))
-        self._roots, self._table = roots, DRAFT[:, ids]
+        self._roots, self._table = roots, logits[:, ids]
 
     def first_logits(self) -> Tensor:
         return self._table[self._roots]
@@ -78,12 +78,12 @@ class MarkovDrafter(Proposer):
 
     name, shape, pools, taps = "MARKOV", SHAPE, (), ()
 
-    def __init__(self, ids: Tensor) -> None:
-        self._ids = ids
+    def __init__(self, ids: Tensor, logits: Tensor) -> None:
+        self._ids, self._logits = ids, logits
 
     def propose(self, state: RoundState) -> DraftTree:
         roots = state.view.input_ids.view(state.view.padded_reqs, -1)[:, 0]
-        return propose(_Run(roots, self._ids), state, SHAPE)
+        return propose(_Run(roots, self._ids, self._logits), state, SHAPE)
 
     def observe(self, observed: Observed) -> None:
         """It knows the last token."""
@@ -94,7 +94,7 @@ class Said:
     """Texts of requests that ran side by side, and how they came about."""
 
     texts: list[list[int]]  # [requests] the root included
-    rounds: int = 0  # of all requests, until each ended
+    rounds: list[int]  # [requests] until each ended
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """Every token, and the one behind it."""
@@ -103,10 +103,7 @@ class Said:
         return before, after
 
     def tokens_per_round(self) -> float:
-        return sum(len(text) - 2 for text in self.texts) / self.rounds
-
-    def num_running(self, length: int) -> int:
-        return sum(len(text) < length for text in self.texts)
+        return sum(len(text) - 2 for text in self.texts) / sum(self.rounds)
 
     def note(self, outputs: StepOutputs) -> None:
         for text, tokens in zip(self.texts, outputs.token_ids, strict=True):
@@ -119,11 +116,13 @@ def speak(
     length: int,
     rejects: bool,
     ids: Tensor | None = None,
+    draft: Tensor = DRAFT,
     capture: bool = False,
 ) -> Said:
     """One request of `length` tokens for each of the parameters: a root, a decode step, rounds.
 
-    ids: [draft vocab] int64 the drafter's tokens, None: all; capture: rounds run as a graph.
+    ids: [draft vocab] int64 the drafter's tokens, None: all; draft: [vocab, vocab] its logits by
+    the token before; capture: rounds run as a graph.
     """
     num, config = len(params), parse_config(_CONFIG)
     limits = RunnerConfig(
@@ -149,14 +148,17 @@ def speak(
         dtype=torch.float32,
         kv=KVFormat(dtype=torch.float32),
         notify=EventLog(),
-        proposer=MarkovDrafter(torch.arange(VOCAB) if ids is None else ids),
+        proposer=MarkovDrafter(torch.arange(VOCAB) if ids is None else ids, draft),
     )
-    said = Said([[ROOT] for _ in params])
+    said = Said([[ROOT] for _ in params], [0 for _ in params])
     step = _first_step(params, length)
     said.note(runner.launch(step).wait())
-    while said.num_running(length):
+    while min(map(len, said.texts)) < length:
         step = _next_round(step, length)
-        said.rounds += said.num_running(length)
+        said.rounds = [
+            rounds + (len(text) < length)
+            for rounds, text in zip(said.rounds, said.texts, strict=True)
+        ]
         said.note(runner.launch(step).wait())
     return said
 

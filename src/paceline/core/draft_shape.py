@@ -1,4 +1,4 @@
-"""DraftShape: how deep and how wide a request's drafts are, the same in every round of an engine."""
+"""DraftShape: how deep and how wide a request's drafts are, in every round of an engine."""
 
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ class DraftShape:
     @property
     def max_path(self) -> int:
         """Tokens a round emits at most: every draft of a path, and the bonus token."""
-        return self.num_steps + 1
+        return min(self.num_steps + 1, self.num_draft_tokens)
 
     @property
     def reach(self) -> int:

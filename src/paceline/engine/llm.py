@@ -107,7 +107,8 @@ class LLM:
         return self._live.resolution.table()
 
     def report(self) -> dict[str, Any]:
-        """What was booted: versions, device, options, drafter, memory (planned, measured), events."""
+        """What was booted: versions, device, options, drafter, memory, planned and measured, events.
+        """
         booted = self._live
         return {
             "versions": versions(),
@@ -136,7 +137,11 @@ class LLM:
     def teacher(self) -> Teacher:
         """The target alone, for tools that compare engines.  Raises PacelineError when busy."""
         booted = self._live
-        if booted.engine.has_work:
+        scheduler = booted.engine.scheduler
+        is_busy = scheduler.num_running or scheduler.num_waiting
+        while booted.engine.has_work and not is_busy:  # what is in flight has ended already
+            booted.engine.step()
+        if is_busy:
             raise PacelineError(
                 message(
                     "engine",
@@ -146,8 +151,7 @@ class LLM:
                 )
             )
         most = known(booted.resolution.options.max_num_batched_tokens)
-        cache = booted.engine.scheduler.cache
-        return Teacher(booted.runner.parts, cache, max_step_tokens=most)
+        return Teacher(booted.runner.parts, scheduler.cache, max_step_tokens=most)
 
     def close(self) -> None:
         """Abort what runs and give the memory back; closing twice is harmless."""

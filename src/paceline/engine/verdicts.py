@@ -10,6 +10,7 @@ float32 and 2.2 in bfloat16 and float16; a gap between two of them moves by twic
 deeper models accumulate more.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,8 +20,6 @@ from torch import Tensor
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.layers.sampling.noise import gumbel
-from paceline.layers.sampling.process import keep_mask
-from paceline.layers.sampling.table import KEEP_ALL
 
 TIE_ULPS = {torch.float32: 32.0, torch.bfloat16: 8.0, torch.float16: 8.0}
 
@@ -95,31 +94,40 @@ def gap_ulps(
     logits: [vocab] float32; position: of the token to sample.  Infinite where a filter keeps one of
     the two out, whatever the noise of rounding.
     """
-    ulp = torch.finfo(dtype).eps * float(logits.abs().max())
+    ulp = torch.finfo(dtype).eps * max(float(logits.abs().max()), torch.finfo(dtype).tiny)
     if params.temperature == 0.0:
-        gap = float(logits.max() - logits[list(pair)].min())
-        return gap / ulp
-    scaled = ((logits - logits.max()) / params.temperature).unsqueeze(0)
+        return float(logits.max() - logits[list(pair)].min()) / ulp
+    scaled = (logits - logits.max()).double() / params.temperature
     assert params.seed is not None, "a seeded answer has a seed"
-    seeds, positions = torch.tensor([params.seed]), torch.tensor([position])
-    scores = (scaled + gumbel(seeds, positions, logits.shape[0]))[0]
-    # Two logits that move apart by the bound change a share of the mass by this factor at most.
-    slack = float(torch.tensor(2 * TIE_ULPS[dtype] * ulp / params.temperature).exp())
-    surely = _kept(scaled, params, top_p=params.top_p / slack)
-    perhaps = _kept(scaled, params, top_p=min(1.0, params.top_p * slack))
-    if not all(perhaps[token] for token in pair):
+    noise = gumbel(torch.tensor([params.seed]), torch.tensor([position]), logits.shape[0])
+    scores = scaled + noise[0]
+    surely, perhaps = _kept(scaled, params.top_p, TIE_ULPS[dtype] * ulp / params.temperature)
+    if not perhaps[list(pair)].all():
         return float("inf")
-    best = float(scores[surely].max())
-    lower = float(scores[list(pair)].min())
+    best, lower = float(scores[surely].max()), float(scores[list(pair)].min())
     return max(0.0, best - lower) * params.temperature / ulp
 
 
-def _kept(scaled: Tensor, params: SamplingParams, *, top_p: float) -> Tensor:
-    """[vocab]  bool  scaled: [1, vocab] float32"""
-    is_open = params.top_p >= 1.0
-    return keep_mask(
-        scaled,
-        top_k=torch.tensor([KEEP_ALL]),
-        top_p=torch.tensor([1.0 if is_open else top_p]),
-        min_p=torch.zeros(1),
-    )[0]
+def _kept(scaled: Tensor, top_p: float, gap: float) -> tuple[Tensor, Tensor]:
+    """([vocab] bool, [vocab] bool): what top-p keeps whatever rounding does, and what it may keep.
+
+    scaled: [vocab] float64.  Rounding swaps tokens that lie at most `gap` apart, and multiplies the
+    odds of any set of tokens by at most exp(gap).
+    """
+    if top_p >= 1.0:
+        everything = torch.ones_like(scaled, dtype=torch.bool)
+        return everything, everything
+    ranked = scaled.sort(descending=True).values
+    mass = torch.nn.functional.pad(ranked.softmax(0).cumsum(0), (1, 0))  # of the first i
+    surely_before = mass[torch.searchsorted(-ranked, -(scaled + gap))]
+    perhaps_before = mass[torch.searchsorted(-ranked, -(scaled - gap), right=True)]
+    factor = math.exp(min(gap, 700.0))
+    low = top_p / (top_p + (1 - top_p) * factor)
+    high = top_p * factor / (top_p * factor + 1 - top_p)
+    is_best = scaled >= ranked[0]
+    perhaps = is_best | (surely_before < high)
+    # The mass of the token itself counts as before: a little stricter than need be.
+    surely = perhaps & (perhaps_before < low)
+    if not surely.any():
+        surely = scaled > ranked[0] - gap
+    return surely, perhaps

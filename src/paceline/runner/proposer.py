@@ -39,7 +39,7 @@ class DraftTree(NamedTuple):
     parents: Tensor | None  # [padded_reqs, num_draft_tokens]  int32  row of the same request; -1:
     # the root, and rows that hang nowhere and are never accepted.  None: a chain
     q: Tensor | None = None  # [padded_reqs, num_steps, draft vocab]  float32  of a chain: what each
-    # draft was drawn from, independently of the noise of sampling; 0s: nothing
+    # draft was drawn from, independently of the noise of sampling; NaN: unknown
     d2t: Tensor | None = None  # [draft vocab]  int64  of q: token id = draft id + d2t; None: equal
 
 
@@ -93,5 +93,8 @@ class Proposer(ABC):
         return None
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Everything whose address a graph may hold, by name, KV pools excepted."""
+        """Everything whose address a graph may hold, by name, KV pools excepted.
+
+        What is kept per request, [table rows, ...], has a name that ends in "features".
+        """
         return {}

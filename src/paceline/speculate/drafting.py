@@ -106,8 +106,7 @@ def _draw_from(
 ) -> tuple[TopDrafts, Tensor]:
     """A draft of that depth for each request, and q: [padded_reqs, draft vocab] float32.
 
-    q = softmax(logits / temperature); greedy requests take the best.  Where the drafter computed
-    NaN, q is 0 and the draft is not kept.
+    q = softmax(logits / temperature), all NaN if a logit is; greedy requests take the best draft.
     """
     view, sampling = state.view, state.sampling
     temperature = sampling.temperature[view.row_ids]
@@ -124,4 +123,4 @@ def _draw_from(
         d2t=d2t,
         noise=True,
     )
-    return drafts, scaled.softmax(-1).nan_to_num(0.0)
+    return drafts, scaled.softmax(-1)

@@ -22,7 +22,7 @@ class DrawnDrafts(NamedTuple):
     """Drafts of chains, drawn from distributions that come with them."""
 
     tokens: Tensor  # [reqs, num_steps]  int64
-    q: Tensor  # [reqs, num_steps, draft vocab]  float32  0s: none, and the draft is not kept
+    q: Tensor  # [reqs, num_steps, draft vocab]  float32  0 or NaN: the draft is not kept
     d2t: Tensor | None  # [draft vocab]  int64  token id = draft id + d2t; None: they are equal
 
 
@@ -62,7 +62,7 @@ def _is_kept(coins: Tensor, p: Tensor, q: Tensor) -> Tensor:
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """max(p - q, 0), not normalised; p where rounding leaves nothing of it."""
+    """max(p - q, 0), not normalised; p where rounding leaves nothing of it, or q is NaN."""
     left = (p - q).clamp_(min=0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 

@@ -1,0 +1,138 @@
+"""A drafter's fault changes no text: the prover finds it by the band the drafter is known for."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from draft_checkpoints import save_eagle3, soften
+from llm_cases import Checkpoint, make_checkpoint, random_prompts, text_of
+from safetensors.torch import load_file, save_file
+
+from paceline.conformance.contest import contenders_of
+from paceline.conformance.proof import Outcome, Proof
+from paceline.conformance.proof_report import table
+from paceline.conformance.prove import Trial, prove
+from paceline.core.errors import ModelError
+from paceline.core.fixes import read_fix
+from paceline.core.reverts import reverted_sources
+from paceline.debug.registry import FOLDER
+from paceline.engine.acceptance import BAND_FILE, read_band
+from paceline.engine.prompt_set import NamedPrompt
+from paceline.engine.speculation import without_speculation
+from paceline.speculate.draft_passes import DraftPasses
+
+PACKAGE = FOLDER.parents[1]
+TEXTS = [text_of(prompt) for prompt in random_prompts((12, 20))]
+TRIAL = Trial(prompts=(NamedPrompt(name="random 1", kind="random", text=TEXTS[0]),), max_tokens=8)
+LOUD = 3.0  # beside embeddings of length 0.3
+
+
+@dataclass(frozen=True)
+class Pair:
+    target: Checkpoint
+    drafter: Path
+    algorithm: str
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """An EAGLE-3 head that hears nothing but the difference of two taps, which are the same."""
+
+    def idle(theirs):
+        soften(theirs)
+        layer = theirs.model.layers[1]
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+
+    folder = tmp_path_factory.mktemp("head")
+    target = make_checkpoint("llama-gqa2-untied", folder / "target", change=idle)
+    drafter = save_eagle3(target, folder / "eagle3")
+    file = drafter / "model.safetensors"
+    tensors = load_file(file)
+    one = torch.eye(target.theirs.config.hidden_size)
+    tensors["fc.weight"] = torch.cat((-one, one, 0 * one), dim=1)
+    tensors["midlayer.hidden_norm.weight"].fill_(LOUD)
+    save_file(tensors, file)
+    _save_band(drafter, least=1.4)
+    return Pair(target, drafter, "EAGLE3")
+
+
+@pytest.fixture(scope="module")
+def itself(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A model that drafts for itself: every draft is right."""
+    folder = tmp_path_factory.mktemp("itself")
+    target = make_checkpoint("llama-gqa2-untied", folder)
+    _save_band(folder, least=3.5)
+    return Pair(target, folder, "STANDALONE")
+
+
+def _save_band(folder: Path, *, least: float) -> None:
+    band = {"prompts": TEXTS, "max_tokens": 33, "num_steps": 3, "tokens_per_round": least + 0.2}
+    (folder / BAND_FILE).write_text(json.dumps(band | {"least_tokens_per_round": least}))
+
+
+def proof_of(pair: Pair) -> Proof:
+    asked = {
+        "model": str(pair.target.folder),
+        "threads": 1,
+        "max_num_seqs": 2,
+        "speculative_algorithm": pair.algorithm,
+        "speculative_draft_model_path": str(pair.drafter),
+    }
+    return prove(without_speculation(asked), contenders_of(asked, None), TRIAL)
+
+
+def reverted(fix_id: str) -> ModuleType:
+    """The module that a fix switch edits, with the bug in it, beside the real one."""
+    fix = read_fix(FOLDER, fix_id)
+    ((name, source),) = reverted_sources([fix], package=PACKAGE).items()
+    module = ModuleType(name)
+    exec(compile(source, name, "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize("pair", ["head", "itself"])
+def test_a_drafter_as_it_was_made_lies_within_its_band(pair, request):
+    proof = proof_of(request.getfixturevalue(pair))
+    band = proof.contests[0].band
+    assert band is not None
+    assert not band.has_collapsed, table(proof)
+    assert proof.outcome is Outcome.EQUAL
+    assert ", within: at least " in table(proof)
+
+
+def test_a_wrong_tap_is_a_collapse(head, monkeypatch):
+    wrong = reverted("tap-one-layer-early").tap_names
+    monkeypatch.setattr("paceline.engine.speculation.tap_names", wrong)
+    assert_collapse(proof_of(head))
+
+
+def test_frozen_positions_of_drafts_are_a_collapse(itself, monkeypatch):
+    wrong = reverted("draft-positions-not-advanced").DraftPasses.begin
+    monkeypatch.setattr(DraftPasses, "begin", wrong)
+    assert_collapse(proof_of(itself))
+
+
+def assert_collapse(proof: Proof) -> None:
+    """The texts are equal all the same."""
+    (contest,) = proof.contests
+    assert all(comparison.divergence_rate == 0 for comparison in contest.comparisons)
+    assert contest.band is not None
+    assert contest.band.has_collapsed, table(proof)
+    assert proof.outcome is Outcome.COLLAPSE
+    assert proof.exit_code == 1
+    assert "COLLAPSED: at least" in table(proof)
+
+
+@pytest.mark.parametrize("text", ["{", '{"prompts": []}', '{"prompts": 3, "max_tokens": 1}'])
+def test_a_band_that_cannot_be_read_is_an_error(tmp_path, text):
+    (tmp_path / BAND_FILE).write_text(text)
+    with pytest.raises(ModelError, match="acceptance band of the drafter in .* must be prompts, "):
+        read_band(tmp_path)
+
+
+def test_a_drafter_without_a_band_has_none(tmp_path):
+    assert read_band(tmp_path) is None
