@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class RoundWork(Workload):
     @property
     def step(self) -> Step:
         """The step as its scheduler would have decided it."""
-        step = Workload.step.fget(self)  # type: ignore[attr-defined]
+        step: Step = Workload.step.fget(self)  # type: ignore[attr-defined]
         trees = None if self.parents is None else (self.parents,) * len(self.kv_lens)
         mode = step.mode if self.shape.extend_len == 1 else ForwardMode.TARGET_VERIFY
         return replace(step, mode=mode, layout=replace(step.layout, parents=trees))
@@ -141,7 +142,7 @@ def worst_error(work: RoundWork, out: Tensor) -> float:
     return float(error.nan_to_num(float("inf")).max())
 
 
-def measure(case: Case, names: list[str], device: torch.device) -> dict[str, object]:
+def measure(case: Case, names: list[str], device: torch.device) -> dict[str, Any]:
     """Check and time every backend that can run the case; one row of the document."""
     most = GRAPH_KEYS // (case.requests * case.keys)
     work = make_round(case, layers=max(LAYERS[0], min(LAYERS[1], most)), device=device)

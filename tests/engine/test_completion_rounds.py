@@ -76,3 +76,20 @@ def test_tokens_before_logits_that_were_not_finite_are_kept(sizes: list[int]) ->
     output, _ = complete(sizes, FinishReason.ERROR)
     assert (output.token_ids, output.text) == (TOKENS, "abcdef")
     assert output.finish_reason is FinishReason.ERROR
+
+
+@pytest.mark.parametrize("num_drafted", [0, 2, 5])
+def test_the_first_tokens_of_a_round_are_the_drafts(num_drafted: int) -> None:
+    request = Request.make("r", [65], SamplingParams(temperature=0.0), context_len=32)
+    completion = Completion(request, tokenizer=AsciiTokenizer())
+    completion.apply(RequestUpdate(request, TOKENS[:1], (), None))
+    completion.apply(RequestUpdate(request, TOKENS[1:], (), None, num_drafted=num_drafted))
+    is_drafted = completion.snapshot().is_drafted
+    assert is_drafted == (False,) + (True,) * num_drafted + (False,) * (5 - num_drafted)
+
+
+def test_a_stop_string_cuts_where_tokens_came_from_too() -> None:
+    request = Request.make("r", [65], SamplingParams(temperature=0.0, stop="cd"), context_len=32)
+    completion = Completion(request, tokenizer=AsciiTokenizer())
+    completion.apply(RequestUpdate(request, TOKENS, (), None, num_drafted=5))
+    assert completion.snapshot().is_drafted == (True,) * 4

@@ -7,13 +7,15 @@ from test_footprint import Allocations
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB
+from paceline.core.sampling_params import SamplerTier
 from paceline.engine.budget_table import budget_lines, compare, table
-from paceline.engine.draft_footprint import DRAFT_PEAK, DRAFT_TOTAL, NOISY_TOTAL
+from paceline.engine.draft_footprint import DRAFT_PEAK, DRAFT_TOTAL, NOISY_TOTAL, Q_TOTAL
 from paceline.engine.explain import explain_model, show
 from paceline.engine.footprint import request_pages, standing_pages
 from paceline.engine.llm import LLM
 from paceline.engine.speculation import all_groups
 from paceline.kernels.draft_topk import draft_topk
+from paceline.layers.sampling import DrawnDrafts, SamplingTable, sample
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 
@@ -193,6 +195,30 @@ def test_choosing_drafts_stays_within_its_bound(noise, total):
         assert 0.5 * cost * rows * vocab < size <= cost * rows * vocab
 
 
+def test_rejection_stays_within_its_bound():
+    reqs, steps, vocab = 2, 3, 5000
+    tokens, d2t = torch.zeros(reqs, steps, dtype=torch.int64), torch.zeros(vocab, dtype=torch.int64)
+    drafts = DrawnDrafts(tokens, torch.rand(reqs, steps, vocab), d2t)
+    rows = reqs * (steps + 1)
+    totals = []
+    for drawn in (None, drafts):
+        with Allocations() as seen:
+            sample(
+                torch.randn(rows, vocab),
+                rows=torch.ones(rows, dtype=torch.int64),
+                positions=torch.arange(rows),
+                table=SamplingTable(2, torch.device("cpu")),
+                token_ids=torch.zeros(2, 8, dtype=torch.int32),
+                tier=SamplerTier.FILTERED,
+                top_logprobs=0,
+                drawn=drawn,
+            )
+        totals.append(seen.total)
+    q = 4 * (4 * reqs * steps * vocab)  # logits in float32, scaled; q, and all of them together
+    bound = Q_TOTAL * reqs * steps * vocab
+    assert 0.5 * bound < q + totals[1] - totals[0] <= bound
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -215,7 +241,9 @@ def test_what_is_measured_after_loading_was_planned(asked, page_size, drafters):
     assert 0 < measured["graphs"] <= planned["graphs_bytes"]
 
 
-@pytest.mark.parametrize("asked", [{}, {"topk": 4}], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "asked", [{}, {"topk": 4}, {"acceptance": "rejection"}], ids=["chain", "tree", "rejection"]
+)
 def test_a_round_allocates_no_more_than_was_planned(asked, drafters):
     options = {"threads": 1, "load_format": "dummy", "max_num_seqs": 2, "enforce_eager": True}
     asked = options | {"algorithm": "EAGLE3"} | drafters["EAGLE3"] | asked

@@ -32,4 +32,6 @@ def rate_line(metrics: Any) -> str:
     """How long it took, for people."""
     rate = "-" if metrics.decode_tok_s is None else f"{metrics.decode_tok_s:.1f}"
     wait = "-" if metrics.ttft_s is None else f"{1e3 * metrics.ttft_s:.0f}"
-    return f"{metrics.output_tokens} tokens, {rate} tokens/s, first after {wait} ms"
+    per_round = metrics.tokens_per_round
+    drafts = "" if per_round is None else f", {per_round:.2f} tokens per round"
+    return f"{metrics.output_tokens} tokens, {rate} tokens/s, first after {wait} ms{drafts}"

@@ -1,6 +1,7 @@
 """`paceline generate`: one prompt in, streamed text out."""
 
 import json
+import sys
 from typing import Any
 
 import click
@@ -22,6 +23,12 @@ from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampl
     "--extra-args", default=None, help="Arguments of logits processors, as one JSON object."
 )
 @sampling_flags(max_tokens=128)
+@click.option(
+    "--show-draft",
+    is_flag=True,
+    help="Show accepted drafts in green, or in [brackets] where the output is no terminal; and at "
+    "the end how many there were.",
+)
 @click.option("--echo", is_flag=True, help="Print the prompt before the completion.")
 @click.option("--json", "as_json", is_flag=True, help="No streaming; one JSON document at the end.")
 @engine_flags
@@ -31,6 +38,8 @@ def generate(ctx: click.Context, /, **values: Any) -> None:
     log_to_stderr()
     if values["prompt_logprobs"] is not None and not values["as_json"]:
         raise click.UsageError("--prompt-logprobs shows in the JSON document only: add --json")
+    if values["show_draft"] and (values["as_json"] or values["n"] > 1):
+        raise click.UsageError("--show-draft streams one completion: drop --json and --n")
     llm = engine_factory(ctx)(**asked_options(values))
     try:
         _generate(llm, values)
@@ -59,11 +68,24 @@ def _generate(llm: Any, values: dict[str, Any]) -> None:
     else:
         if values["echo"]:
             click.echo(values["prompt"], nl=False)
-        output = print_stream(llm.generate([values["prompt"]], params, stream=True))
-        click.echo(rate_line(output.metrics), err=True)
+        output = _print_one(llm, llm.generate([values["prompt"]], params, stream=True), values)
     failed = next((each for each in output.outputs if each.finish_reason == "error"), None)
     if failed is not None:
         raise click.ClickException(str(failed.error))
+
+
+def _print_one(llm: Any, stream: Any, values: dict[str, Any]) -> Any:
+    """Print a completion as it comes; returns the last snapshot."""
+    if not values["show_draft"]:
+        output = print_stream(stream)
+        click.echo(rate_line(output.metrics), err=True)
+        return output
+    from paceline.cli.draft_stream import draft_line, print_drafted
+
+    output = print_drafted(stream, llm.tokenizer, has_colour=sys.stdout.isatty())
+    click.echo(rate_line(output.metrics), err=True)
+    click.echo(draft_line(output.metrics), err=True)
+    return output
 
 
 def _extra_args(text: str | None) -> Any:

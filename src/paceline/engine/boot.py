@@ -14,8 +14,10 @@ from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.options import REJECTION, EngineOptions, engine_options, known
 from paceline.core.parallel import Parallel
+from paceline.engine.acceptance import AcceptanceBand, read_band
 from paceline.engine.attention_choice import one_backend, phase_choices
 from paceline.engine.budget_table import compare
+from paceline.engine.draft_self_test import check_drafter
 from paceline.engine.drafter import DrafterFacts, make_proposer
 from paceline.engine.engine import Engine
 from paceline.engine.explain import nearest_if_short
@@ -131,6 +133,9 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
         turn=overlapped_turn if options.overlap else twin_turn,
         context_len=known(options.max_model_len),
     )
+    band = _band(decided)
+    if band is not None and decided.draft is not None and tokenizer is not None:
+        check_drafter(engine, tokenizer, band, decided.draft, events)
     return Booted(
         engine=engine,
         runner=runner,
@@ -146,6 +151,15 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
         boot_s=time.perf_counter() - began,
         events=events,
     )
+
+
+def _band(decided: _Decided) -> AcceptanceBand | None:
+    """What the drafter is known to accept; None where nobody knows, or acceptance is forced."""
+    speculation, dummy = decided.speculation, decided.resolution.options.load_format == "dummy"
+    if speculation is None or speculation.source is None or speculation.forced is not None:
+        return None
+    folder = speculation.source.folder
+    return None if folder is None or dummy else read_band(folder)
 
 
 def _decide(asked: Mapping[str, object]) -> _Decided:

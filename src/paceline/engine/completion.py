@@ -15,6 +15,7 @@ class Completion:
         self.request = request
         self._token_ids: list[int] = []
         self._logprobs: list[RowLogprobs] = []
+        self._is_drafted: list[bool] = []
         self._finish: FinishReason | None = None
         self._stop_reason: int | str | None = None
         # What `growth` has told:
@@ -80,6 +81,7 @@ class Completion:
             stop_reason=self._stop_reason,
             logprobs=tuple(self._logprobs) if self.request.params.logprobs is not None else None,
             error=self.request.error,
+            is_drafted=tuple(self._is_drafted),
         )
 
     def growth(self) -> CompletionGrowth | None:
@@ -107,6 +109,8 @@ class Completion:
 
     def _note_tokens(self, update: RequestUpdate) -> None:
         self._token_ids.extend(update.new_token_ids)
+        drafted = update.num_drafted
+        self._is_drafted += [i < drafted for i in range(len(update.new_token_ids))]
         wanted = self.request.params.logprobs or 0
         self._logprobs.extend(row.best(wanted) for row in update.logprobs)
 
@@ -126,6 +130,7 @@ class Completion:
             return None
         del self._token_ids[found.num_tokens :]
         del self._logprobs[found.num_tokens :]
+        del self._is_drafted[found.num_tokens :]
         self._stop_reason = found.string
         self._finish = FinishReason.STOP
         return found.num_tokens

@@ -18,7 +18,9 @@ _ROW_BYTES = 64  # allowance, per row of a draft pass: ids, positions, slots, pa
 _CANDIDATE_BYTES = 16  # token, score and parent
 # What draft_topk allocates on a CPU per logit: at its peak; in all, without and with noise.
 DRAFT_PEAK, DRAFT_TOTAL, NOISY_TOTAL = 48, 72, 216
-_Q_BYTES = 8  # per draft and vocabulary entry: the drafter's distribution, and one product of it
+# What rejection allocates per draft and vocabulary entry: at its peak, the drafter's distribution and
+# what it is made of; in all, beside what the sampler does.
+_Q_PEAK, Q_TOTAL = 8, 48
 
 
 def draft_workspace_bytes(speculation: Speculation | None, limits: StepLimits, element: int) -> int:
@@ -43,7 +45,7 @@ def draft_step_bytes(speculation: Speculation | None, limits: StepLimits, elemen
     return (
         _layers_bytes(speculation, speculation.model, limits.tokens, element)
         + _logits_bytes(speculation, limits.rows, DRAFT_PEAK)
-        + _q_bytes(speculation, limits.rows)
+        + _q_bytes(speculation, limits.rows, _Q_PEAK)
     )
 
 
@@ -66,13 +68,13 @@ def draft_graph_bytes(
         widest = max(rows * speculation.pass_rows, tokens)
         shared = _layers_bytes(speculation, model, widest, element)
         shared += _logits_bytes(speculation, rows, DRAFT_PEAK)
-        return reserve * (shared + nodes) + nodes + _q_bytes(speculation, rows)
+        return reserve * (shared + nodes) + nodes + _q_bytes(speculation, rows, _Q_PEAK)
     # A recorded graph keeps what every pass allocates.
     computed = speculation.passes * rows * speculation.pass_rows + tokens
     forward = 2 * model.num_layers * _layers_bytes(speculation, model, computed, element)
     greedy = shape.num_steps * _logits_bytes(speculation, rows, DRAFT_TOTAL)
     noisy = shape.num_steps * _logits_bytes(speculation, rows, NOISY_TOTAL)
-    return reserve * (forward + greedy) + forward + noisy + 2 * _q_bytes(speculation, rows)
+    return reserve * (forward + greedy) + forward + noisy + _q_bytes(speculation, rows, Q_TOTAL)
 
 
 def _layers_bytes(speculation: Speculation, model: ModelConfig, tokens: int, element: int) -> int:
@@ -86,9 +88,9 @@ def _logits_bytes(speculation: Speculation, rows: int, per_entry: int) -> int:
     return wide * speculation.vocab_size * (LOGITS_BYTES + per_entry)
 
 
-def _q_bytes(speculation: Speculation, rows: int) -> int:
+def _q_bytes(speculation: Speculation, rows: int, per_entry: int) -> int:
     """The distributions that rejection compares with the target's."""
     if speculation.acceptance != REJECTION:
         return 0
     assert speculation.model is not None, "NGRAM has no distribution"
-    return rows * speculation.shape.num_steps * speculation.model.vocab_size * _Q_BYTES
+    return rows * speculation.shape.num_steps * speculation.model.vocab_size * per_entry

@@ -22,6 +22,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
     logprobs: tuple[RowLogprobs, ...] | None = None  # [num_output_tokens] when asked for
     error: str | None = None  # why finish_reason is "error"
+    is_drafted: tuple[bool, ...] = ()  # [num_output_tokens] whether a drafter proposed the token
 
     def as_document(self) -> dict[str, Any]:
         """{text, token_ids, finish_reason}; an error adds `error`."""

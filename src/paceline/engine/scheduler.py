@@ -37,6 +37,7 @@ class RequestUpdate(NamedTuple):
     logprobs: tuple[RowLogprobs, ...]  # one per new token when asked for, else empty
     finish: FinishReason | None
     prompt_logprobs: tuple[RowLogprobs, ...] = ()  # of the next prompt tokens, when asked for
+    num_drafted: int = 0  # first tokens of new_token_ids that a drafter proposed
 
 
 class Scheduler:
@@ -48,6 +49,7 @@ class Scheduler:
         self._roster = Roster(config.max_running)
         self._in_flight = StepsInFlight()
         self._last_had_prefill = False
+        self._drafts = config.draft is not None
 
     @property
     def has_work(self) -> bool:
@@ -101,6 +103,10 @@ class Scheduler:
         self._finish(request, FinishReason.STOP)
         return True
 
+    def stop_drafting(self) -> None:
+        """From the next step on bring requests forward by plain decode steps."""
+        self._drafts = False
+
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""
         plan = StepPlan(self._config.max_batched_tokens)
@@ -140,7 +146,7 @@ class Scheduler:
         """One token of every request that can, or a round where one of them takes drafts."""
         ready = [request for request in self._roster.running if self._can_decode(request)]
         if any(request.params.speculative for request in ready):
-            plan.draft = self._config.draft
+            plan.draft = self._config.draft if self._drafts else None
         extend_len = 1 if plan.draft is None else plan.draft.num_draft_tokens
         for request in ready:
             if request.state is RequestState.RUNNING:
@@ -267,7 +273,8 @@ class Scheduler:
         logprobs: tuple[RowLogprobs, ...] = ()
         if tokens and request.params.logprobs is not None and outputs.logprobs is not None:
             logprobs = outputs.logprobs[index]
-        return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs)
+        drafted = max(0, len(tokens) - 1) if row.has_drafts else 0
+        return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs, drafted)
 
     def _kv_limit(self, request: Request) -> int:
         """Tokens a request ever has pages for."""

@@ -104,7 +104,8 @@ def gap_ulps(
     surely, perhaps = _kept(scaled, params.top_p, TIE_ULPS[dtype] * ulp / params.temperature)
     if not perhaps[list(pair)].all():
         return float("inf")
-    best, lower = float(scores[surely].max()), float(scores[list(pair)].min())
+    lower = float(scores[list(pair)].min())
+    best = float(scores[surely].max()) if surely.any() else lower
     return max(0.0, best - lower) * params.temperature / ulp
 
 
@@ -124,10 +125,6 @@ def _kept(scaled: Tensor, top_p: float, gap: float) -> tuple[Tensor, Tensor]:
     factor = math.exp(min(gap, 700.0))
     low = top_p / (top_p + (1 - top_p) * factor)
     high = top_p * factor / (top_p * factor + 1 - top_p)
-    is_best = scaled >= ranked[0]
-    perhaps = is_best | (surely_before < high)
-    # The mass of the token itself counts as before: a little stricter than need be.
-    surely = perhaps & (perhaps_before < low)
-    if not surely.any():
-        surely = scaled > ranked[0] - gap
-    return surely, perhaps
+    # `perhaps_before` counts the token itself, so the best needs a word of its own.
+    is_ahead = (scaled >= ranked[0]) & (ranked[0] - ranked[1] > gap)
+    return is_ahead | (perhaps_before < low), surely_before < high

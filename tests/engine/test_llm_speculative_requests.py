@@ -1,0 +1,145 @@
+"""What a request can ask for, and what can go wrong in it, is the same with a drafter."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from llm_cases import (
+    Checkpoint,
+    assert_idle,
+    make_checkpoint,
+    make_llm,
+    random_prompts,
+    shared_prompts,
+    tokens_of,
+)
+from safetensors.torch import load_file, save_file
+from speculative_cases import LOGPROB_TOLERANCE, Truth, llama_truth
+
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.llm import LLM
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+NOISY = SamplingParams(temperature=0.9, max_tokens=24, seed=2)
+DRAFTS = [("EAGLE", 1), ("EAGLE3", 4), ("STANDALONE", 2), ("NGRAM", 1)]
+POISON = 40  # its embedding is NaN; no shared prompt leads to it
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    return llama_truth(tmp_path_factory.mktemp("llama"), kinds=())
+
+
+def both(truth: Truth, drafter: str, topk: int, **options: Any) -> tuple[LLM, LLM]:
+    """Two engines of the same options, without and with a drafter."""
+    drafts = truth.speculation(drafter, topk)
+    return make_llm(truth.checkpoint, **options), make_llm(truth.checkpoint, **options | drafts)
+
+
+@pytest.mark.parametrize(("drafter", "topk"), DRAFTS)
+def test_prompts_are_scored_as_without_drafts(truth: Truth, drafter: str, topk: int) -> None:
+    params = replace(GREEDY, prompt_logprobs=2, logprobs=1)
+    prompts = random_prompts((30, 1, 12))
+    plain, drafted = both(truth, drafter, topk, chunked_prefill_size=7)
+    with plain, drafted:
+        pairs = zip(plain.generate(prompts, params), drafted.generate(prompts, params), strict=True)
+        for expected, got in pairs:
+            assert got.outputs[0].token_ids == expected.outputs[0].token_ids
+            assert got.prompt_logprobs is not None
+            scores = zip(expected.prompt_logprobs[1:], got.prompt_logprobs[1:], strict=True)
+            for one, other in scores:
+                assert one.top_ids == other.top_ids
+                assert abs(one.chosen - other.chosen) < LOGPROB_TOLERANCE
+        assert_idle(drafted)
+
+
+@pytest.mark.parametrize(("drafter", "topk"), DRAFTS)
+def test_a_plug_in_processor_sees_each_draft_at_its_own_position(
+    truth: Truth, drafter: str, topk: int
+) -> None:
+    """The end grows likelier with every token: where it comes tells the position."""
+    options = {"logits_processors": ("example_processor:LengthDecay",)}
+    decay = {"length_decay": [4, 1.2]}
+    params = [
+        replace(NOISY, extra_args=decay, seed=seed, max_tokens=60, logit_bias={2: 1.0})
+        for seed in range(4)
+    ]
+    prompts = random_prompts((9, 20, 3, 14))
+    plain, drafted = both(truth, drafter, topk, **options)
+    with plain, drafted:
+        expected = plain.generate(prompts, params)
+        assert {output.outputs[0].finish_reason for output in expected} == {"stop"}
+        assert tokens_of(drafted.generate(prompts, params)) == tokens_of(expected)
+
+
+@pytest.mark.parametrize(("drafter", "topk"), DRAFTS)
+def test_every_seed_and_temperature_gives_the_text_of_plain_decoding(
+    truth: Truth, drafter: str, topk: int
+) -> None:
+    params = [
+        replace(NOISY, temperature=temperature, seed=seed, top_p=top_p, n=2)
+        for seed, (temperature, top_p) in enumerate(
+            ((0.3, 1.0), (1.0, 0.7), (1.7, 1.0), (3.0, 0.9))
+        )
+    ]
+    prompts = random_prompts((9, 20, 3, 14))
+    plain, drafted = both(truth, drafter, topk)
+    with plain, drafted:
+        pairs = zip(plain.generate(prompts, params), drafted.generate(prompts, params), strict=True)
+        for expected, got in pairs:
+            assert [one.token_ids for one in got.outputs] == [
+                one.token_ids for one in expected.outputs
+            ]
+
+
+@pytest.fixture(scope="module")
+def poisoned(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    def change(model: Any) -> None:
+        model.get_input_embeddings().weight[POISON] = math.nan
+
+    folder = tmp_path_factory.mktemp("poisoned")
+    return make_checkpoint("llama-gqa2-untied", folder, change=change)
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+def test_non_finite_logits_fail_their_request_and_no_other(
+    checkpoint: Checkpoint, poisoned: Checkpoint, topk: int
+) -> None:
+    """In its prompt, or once a round has sampled it; and later users of the same pages."""
+    healthy = shared_prompts()
+    sick = [*healthy[0][:12], POISON, *healthy[0][12:]]
+    answers = [tuple(checkpoint.generate(prompt, GREEDY.max_tokens)) for prompt in healthy]
+    forced = replace(GREEDY, logit_bias={POISON: 100.0})
+    drafts: dict[str, Any] = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(checkpoint.folder),
+        "speculative_eagle_topk": topk,
+    }
+    with make_llm(poisoned, page_size=4, **drafts) as llm:
+        for _ in range(2):
+            found = llm.generate([*healthy, sick, healthy[1]], [GREEDY] * 7 + [forced])
+            assert [each.outputs[0].finish_reason for each in found[6:]] == ["error"] * 2
+            assert tokens_of(found[6:]) == [(), (POISON,)]
+            assert tokens_of(found[:6]) == answers
+        assert_idle(llm)
+
+
+def test_a_head_that_says_nothing_finite_costs_speed_alone(truth: Truth, tmp_path: Path) -> None:
+    head = truth.drafters["EAGLE3"]
+    named = load_file(head / "model.safetensors")
+    named["fc.weight"].fill_(math.nan)
+    save_file(named, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((head / "config.json").read_text())
+    prompts = shared_prompts()
+    for topk in (1, 4):
+        options = truth.speculation("EAGLE3", topk)
+        options["speculative_draft_model_path"] = str(tmp_path)
+        for params in (GREEDY, NOISY):
+            with make_llm(truth.checkpoint) as plain, make_llm(truth.checkpoint, **options) as llm:
+                expected = plain.generate(prompts, params)
+                assert tokens_of(llm.generate(prompts, params)) == tokens_of(expected)
+                assert_idle(llm)
+    assert torch.isnan(named["fc.weight"]).all()
