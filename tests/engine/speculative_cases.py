@@ -1,11 +1,13 @@
 """One busy hour in small: requests of every kind at once, served plainly and with a drafter."""
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from draft_checkpoints import save_eagle, save_eagle3, save_relative, soften
 from llm_cases import (
     CONTEXT,
@@ -71,10 +73,6 @@ class Job:
     params: SamplingParams
     turn: int = 0  # of the engine, before which it is submitted
     abort_at: int | None = None  # tokens; None: it stays
-
-    @property
-    def whole(self) -> "Job":
-        return replace(self, abort_at=None)
 
 
 Jobs = Mapping[str, Job]
@@ -214,18 +212,14 @@ def _check_logprobs(expected: CompletionOutput, got: CompletionOutput) -> None:
         assert all(abs(a - b) < LOGPROB_TOLERANCE for a, b in values), (plain, drafted)
 
 
-class _named:
+@contextmanager
+def _named(job: str) -> Iterator[None]:
     """Says whose assertion failed."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            error.add_note(f"job {self._name}")
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(f"job {job}")
+        raise
 
 
 def check_metrics(jobs: Jobs, served: Served, *, num_draft_tokens: int) -> None:
@@ -240,16 +234,10 @@ def check_metrics(jobs: Jobs, served: Served, *, num_draft_tokens: int) -> None:
             assert metrics.rounds == 0, name
             continue
         emitted = metrics.rounds + sum(accepted)
-        assert (metrics.tokens_per_round or 0.0) * metrics.rounds == _about(emitted), name
+        assert (metrics.tokens_per_round or 0.0) * metrics.rounds == pytest.approx(emitted), name
         is_whole = job.abort_at is None and not job.params.stop and not metrics.preemptions
         if is_whole:
             assert emitted == metrics.output_tokens - job.params.n, name
-
-
-def _about(value: float) -> Any:
-    import pytest
-
-    return pytest.approx(value)
 
 
 def preemptions(served: Served) -> int:

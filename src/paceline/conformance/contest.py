@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, message
 from paceline.core.options import OFF, SAMPLE_AND_MATCH, engine_options
-from paceline.engine.speculation import Speculation, plan_speculation, without_speculation
-from paceline.engine.target import find_target
-
-ALWAYS = "NGRAM"  # needs no draft model
+from paceline.engine.drafting import speculation_of, with_drafter
+from paceline.engine.speculation import Speculation, without_speculation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,8 @@ def contenders_of(asked: Mapping[str, object], against: str | None) -> list[Cont
     """
     _refuse_other_text(asked)
     plain = without_speculation(asked)
-    drafting = _drafting(asked, is_needed=against is None)
+    is_wanted = against is None or speculation_of(asked) is not None
+    drafting = with_drafter(asked) if is_wanted else None
     found = []
     if drafting is not None:
         found.append(_contender("speculation", drafting))
@@ -50,23 +49,7 @@ def contenders_of(asked: Mapping[str, object], against: str | None) -> list[Cont
 
 
 def _contender(label: str, options: dict[str, object]) -> Contender:
-    return Contender(label=label, options=options, speculation=_plan(options))
-
-
-def _drafting(asked: Mapping[str, object], *, is_needed: bool) -> dict[str, object] | None:
-    """Options with a drafter; None: there is none, and another contender is."""
-    if engine_options(asked).speculative_algorithm == OFF:
-        return None
-    if _plan(asked) is not None:
-        return dict(asked)
-    return {**asked, "speculative_algorithm": ALWAYS} if is_needed else None
-
-
-def _plan(asked: Mapping[str, object]) -> Speculation | None:
-    options = engine_options(asked)
-    has_weights = options.load_format != "dummy"
-    target = find_target(options, weights=has_weights)
-    return plan_speculation(options, target.config, target.source, weights=has_weights)
+    return Contender(label=label, options=options, speculation=speculation_of(options))
 
 
 def _refuse_other_text(asked: Mapping[str, object]) -> None:

@@ -24,6 +24,7 @@ from paceline.engine.explain import nearest_if_short
 from paceline.engine.fit import Fit, require_fit
 from paceline.engine.kv_format import kv_format
 from paceline.engine.loop import overlapped_turn, twin_turn
+from paceline.engine.measured import measured_bytes
 from paceline.engine.processors import Processors, load_processors
 from paceline.engine.resolution import Resolution
 from paceline.engine.resolve import resolve
@@ -121,7 +122,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     model = _load(decided, events)
     runner = _build(model, decided, knobs, events)
     runner.boot()
-    measured = _measured(model, runner)
+    measured = measured_bytes(model, runner)
     _LOG.info("memory, planned and measured\n%s", compare(decided.fit, measured))
     # Without tokenizer.json the model serves token ids.
     vocabulary = decided.source.tokenizer
@@ -312,37 +313,3 @@ def _num_pages(fit: Fit, knobs: Knobs) -> tuple[int, ...]:
 def _join_tokens(options: EngineOptions) -> int:
     """Known tokens that may join in one step: room for prefix hits beyond what is computed."""
     return max(known(options.max_model_len), 4 * known(options.max_num_batched_tokens))
-
-
-def _measured(model: CausalLM, runner: ModelRunner) -> dict[str, int]:
-    """Bytes that are held now, by the names of `fit.compare`; graphs: the largest ones."""
-    held, proposer = runner.named_bytes(), runner.parts.proposer
-    drafter = None if proposer is None else proposer.model
-    found = {
-        "weights": _weights_bytes(model),
-        "KV": held["kv"],
-        "workspace": held["workspace"] + sum(_tables(model).values()),
-        "graphs": held["graphs"],
-    }
-    if drafter is None:
-        return found
-    # A head looks tokens up in the target's table, which is no table of its own.
-    others = {parameter.data_ptr() for parameter in model.parameters()}
-    own = {address: size for address, size in _tables(drafter).items() if address not in others}
-    found["workspace"] += sum(own.values())
-    return found | {"draft weights": _weights_bytes(drafter)}
-
-
-def _weights_bytes(module: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
-
-
-def _tables(module: torch.nn.Module) -> dict[int, int]:
-    """Address -> bytes of the tensors a model keeps beside its parameters, rope tables above all,
-    which layers share."""
-    return {
-        value.data_ptr(): value.nbytes
-        for part in module.modules()
-        for value in vars(part).values()
-        if isinstance(value, torch.Tensor)
-    }

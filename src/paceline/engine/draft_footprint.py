@@ -18,8 +18,8 @@ _ROW_BYTES = 64  # allowance, per row of a draft pass: ids, positions, slots, pa
 _CANDIDATE_BYTES = 16  # token, score and parent
 # What draft_topk allocates on a CPU per logit: at its peak; in all, without and with noise.
 DRAFT_PEAK, DRAFT_TOTAL, NOISY_TOTAL = 48, 72, 216
-# What rejection allocates per draft and vocabulary entry: at its peak, the drafter's distribution and
-# what it is made of; in all, beside what the sampler does.
+# What rejection allocates per draft and vocabulary entry: at its peak, q and what it is made of; in
+# all, beside what the sampler does.
 _Q_PEAK, Q_TOTAL = 8, 48
 
 

@@ -107,8 +107,7 @@ class LLM:
         return self._live.resolution.table()
 
     def report(self) -> dict[str, Any]:
-        """What was booted: versions, device, options, drafter, memory, planned and measured, events.
-        """
+        """What was booted: versions, device, options, drafter, memory budget, events."""
         booted = self._live
         return {
             "versions": versions(),
