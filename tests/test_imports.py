@@ -202,7 +202,12 @@ BLOCKED = f"""
 
 @pytest.mark.parametrize(
     "module",
-    ["paceline.engine.llm", "paceline.engine.bench_latency", "paceline.engine.bench_attention"],
+    [
+        "paceline.engine.llm",
+        "paceline.engine.bench_attention",
+        "paceline.engine.bench_latency",
+        "paceline.engine.bench_speculative",
+    ],
 )
 def test_the_engine_path_needs_no_optional_library(module):
     done = python(BLOCKED + f"\n    import {module}\n")
@@ -233,7 +238,7 @@ def test_help_is_quick_and_imports_no_torch():
 
 
 @pytest.mark.parametrize(
-    "verb", ["generate", "chat", "check", "bench", "explain", "env", "serve", "debug"]
+    "verb", ["generate", "chat", "check", "bench", "explain", "env", "serve", "debug", "prove"]
 )
 def test_help_of_a_verb_imports_no_torch(verb):
     code = f"""

@@ -34,9 +34,10 @@ def test_readme_names_only_flags_that_exist():
     from paceline.cli.env import env
     from paceline.cli.explain import explain
     from paceline.cli.generate import generate
+    from paceline.cli.prove import prove
     from paceline.cli.serve import serve
 
-    commands = [bench.commands["latency"], chat, check, env, explain, generate, serve]
+    commands = [bench.commands["latency"], chat, check, env, explain, generate, prove, serve]
     flags = {flag for command in commands for p in command.params for flag in p.opts}
     flags |= {flag for command in commands for p in command.params for flag in p.secondary_opts}
     text = (ROOT / "README.md").read_text()
@@ -87,11 +88,13 @@ def test_every_document_has_a_schema():
         "bench_attention",
         "bench_attention_backends",
         "bench_latency",
+        "bench_speculative",
         "check",
         "debug_fixes",
         "env",
         "explain",
         "generate",
+        "prove",
     ]
 
 

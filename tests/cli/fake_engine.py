@@ -51,6 +51,7 @@ class FakeEngine:
             "options": {"device": {"value": "cpu", "origin": "chosen: a CPU"}},
             "memory": {"planned": {"total_bytes": 1 << 30}},
             "attention": {"name": "torch", "why": "asked for"},
+            "speculation": None,
         }
 
     def close(self):

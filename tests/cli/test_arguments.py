@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.engine import bench_latency
 from paceline.engine.arguments import add_engine_arguments, asked_arguments
 
-VERBS = [["generate"], ["chat"], ["bench", "latency"], ["explain"], ["env"]]
+VERBS = [["generate"], ["chat"], ["bench", "latency"], ["explain"], ["env"], ["prove"]]
 
 
 def parse(*words):

@@ -130,7 +130,7 @@ def assert_collapse(proof: Proof) -> None:
 @pytest.mark.parametrize("text", ["{", '{"prompts": []}', '{"prompts": 3, "max_tokens": 1}'])
 def test_a_band_that_cannot_be_read_is_an_error(tmp_path, text):
     (tmp_path / BAND_FILE).write_text(text)
-    with pytest.raises(ModelError, match="acceptance band of the drafter in .* must be prompts, "):
+    with pytest.raises(ModelError, match=r"acceptance band of the drafter in .* must be prompts, "):
         read_band(tmp_path)
 
 

@@ -137,6 +137,12 @@ def test_any_number_of_splits_gives_the_same(splits: int, min_tiles: int) -> Non
     assert_matches(case, run_splits(case, splits, min_tiles))
 
 
+def test_a_merge_of_more_splits_than_it_reads_at_a_time_weighs_them_all() -> None:
+    """Seven splits of sixteen heads of 256, four at a time."""
+    case = make_case(DECODE, Shape(num_heads=16, v_head_dim=256), seed=32)
+    assert_matches(case, run_splits(case, 7, 1))
+
+
 def test_split_workspace_covers_every_number_of_requests() -> None:
     workspace = split_workspace(70, 8, 2, v_head_dim=16, device=CPU)
     assert workspace.finished.shape == (70, 8)

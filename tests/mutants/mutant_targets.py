@@ -105,14 +105,16 @@ TARGETS = (
     Target("runner/graphs.py", ("GraphKey",), Killers(_TORCH, _KEY_TESTS)),
     Target(
         "runner/model_runner.py",
-        (
-            *("ModelRunner._host_plan", "ModelRunner._program_of", "ModelRunner._program"),
-            *("ModelRunner._graph_key", "ModelRunner._supports", "ModelRunner._key", "_empty_step"),
-        ),
+        (*("ModelRunner._host_plan", "ModelRunner._program_of", "ModelRunner._program"),),
         Killers(
             _TORCH + _cells("flashinfer", *_STEP),
             (*(*_KEY_TESTS, "runner/test_ragged_graphs.py", "runner/test_prompt_spans.py"),),
         ),
+    ),
+    Target(
+        "runner/graph_keys.py",
+        ("GraphKeys", "empty_step"),
+        Killers(_TORCH + _cells("flashinfer", *_STEP), _KEY_TESTS),
     ),
     Target("runner/guard.py", ("Guard.check_shape",), Killers(_TORCH, _KEY_TESTS)),
     Target(

@@ -76,5 +76,5 @@ def test_a_mode_without_graphs_has_no_key(tiny: TinyModel, mode: ForwardMode) ->
     """Nothing to replay, or layers by parts."""
     driver = Driver(tiny, boot=False)
     driver.join(1, [5, 6])
-    assert driver.runner._graph_key(driver.make_step({1: 1}, mode=DECODE)) is not None
-    assert driver.runner._graph_key(driver.make_step({1: 1}, mode=mode)) is None
+    assert driver.runner._keys.of(driver.make_step({1: 1}, mode=DECODE)) is not None
+    assert driver.runner._keys.of(driver.make_step({1: 1}, mode=mode)) is None

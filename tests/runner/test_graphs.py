@@ -233,7 +233,7 @@ def test_a_graph_padded_to_8_with_fewer_live_rows_equals_eager(tiny: TinyModel, 
     for graph_max_reqs in (None, 8):
         driver = Driver(tiny, graph_max_reqs=graph_max_reqs)
         if graph_max_reqs:  # only the largest graph, whatever the batch
-            driver.runner._sizes = GraphSizes((8,), ())
+            driver.runner._keys._sizes = GraphSizes((8,), ())
         prompts = random_prompts(LENGTHS)
         for row in range(1, live + 1):
             driver.join(row, prompts[row - 1], with_logprobs(2))
@@ -257,7 +257,7 @@ def test_batches_that_shrink_and_grow_equal_each_request_alone(
     """After a longer batch every buffer has a stale tail, and rows that sit out a step must not
     move; both forms of a step see to it."""
     driver = Driver(tiny, stream=DeferredStream() if stream == "deferred" else None)
-    driver.runner._sizes = GraphSizes(sizes, ())
+    driver.runner._keys._sizes = GraphSizes(sizes, ())
     prompts = start(driver)
     batches = [
         range(1, 9),
@@ -372,7 +372,7 @@ def test_a_host_planned_backend_is_planned_before_every_run(
     backend = HostPlannedBackend()
     driver = Driver(tiny, backend=backend, graph_max_reqs=graph_max_reqs, sanitize=False)
     prompts = start(driver, range(1, 4))
-    driver.runner._sizes = GraphSizes((8,), ())
+    driver.runner._keys._sizes = GraphSizes((8,), ())
     driver.decode([1, 2, 3], steps=6)
     padding = (2,) * 5  # prefix 1 and one token each
     decodes = [tuple(n + 1 + i for n in LENGTHS[:3]) for i in range(6)]

@@ -45,8 +45,8 @@ def test_a_step_with_spans_is_never_replayed(tiny: TinyModel, prompts) -> None:
     driver = Driver(tiny)
     driver.prefill({1: prompts[0]})
     step = driver.make_step({1: 1}, mode=ForwardMode.DECODE)
-    assert driver.runner._graph_key(step) is not None
-    assert driver.runner._graph_key(replace(step, prompt_spans=(PromptSpan(0, 0, 1, 1),))) is None
+    assert driver.runner._keys.of(step) is not None
+    assert driver.runner._keys.of(replace(step, prompt_spans=(PromptSpan(0, 0, 1, 1),))) is None
 
 
 def test_a_step_without_spans_reports_none(tiny: TinyModel, prompts) -> None:

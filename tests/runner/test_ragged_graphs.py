@@ -170,7 +170,7 @@ def test_padding_moves_no_log_probability(tiny: TinyModel, capture: bool) -> Non
 
 def test_no_graph_is_larger_than_a_row_can_be_long(tiny: TinyModel) -> None:
     driver = Driver(tiny, graph_max_tokens=10**6)
-    assert driver.runner._sizes.tokens[-1] == CONTEXT
+    assert driver.runner._keys._sizes.tokens[-1] == CONTEXT
 
 
 def test_the_guard_refuses_more_tokens_than_the_graph_holds(tiny: TinyModel) -> None:

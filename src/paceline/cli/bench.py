@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -57,6 +58,43 @@ def latency(ctx: click.Context, /, **values: Any) -> None:
         output_len=values["output_len"],
     )
     document = bench_latency(asked_options(values), shape, make_llm=ctx.obj)
+    if not values["as_json"]:
+        click.echo(table(document))
+    click.echo(json.dumps(document))
+
+
+@bench.command()
+@click.option(
+    "--prompts",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    help="TOML file of tables [[prompt]] with `kind` and `text`.  [default: twelve of our own]",
+)
+@click.option(
+    "--output-len", type=int, default=64, show_default=True, help="Output length.  [tokens]"
+)
+@click.option(
+    "--repeats", type=int, default=3, show_default=True, help="Timed runs of each prompt."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
+@engine_flags
+@click.pass_context
+def speculative(ctx: click.Context, /, **values: Any) -> None:
+    """Acceptance by position, tokens per round, and the speed-up over plain decoding.
+
+    One prompt at a time on two engines, in turns, greedy.  Texts that differ beyond ties are an
+    error.  With --force-accept-len hardware is compared, and every line says that it was forced.
+    """
+    from paceline.engine.bench_speculative import SpeculativeShape, bench_speculative, table
+    from paceline.engine.prompt_set import BUILT_IN, read_prompts
+
+    log_to_stderr()
+    shape = SpeculativeShape(
+        prompts=read_prompts(values["prompts"] or BUILT_IN),
+        output_len=values["output_len"],
+        repeats=values["repeats"],
+    )
+    document = bench_speculative(asked_options(values), shape, make_llm=ctx.obj)
     if not values["as_json"]:
         click.echo(table(document))
     click.echo(json.dumps(document))

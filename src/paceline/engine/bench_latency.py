@@ -21,8 +21,10 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, IntegrityError, PacelineError, message
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.acceptance import Acceptance, drafter_words
 from paceline.engine.arguments import add_engine_arguments, add_flag, asked_arguments
 from paceline.engine.machine import cache_state, kernel_cache, seconds_since_process_start
+from paceline.engine.outputs import RequestOutput
 
 REPEATS = 3
 CHECK_TOKENS = 16  # output tokens of the check
@@ -53,6 +55,7 @@ class LatencyResult:
     ttft_ms: float  # t(1): until every request of the batch has its first token
     decode_tok_s: float  # batch x (output_len - 1) / (t(output_len) - t(1))
     spread: float  # (best - worst) / best of the decode rates
+    mean_tokens_per_round: float | None  # of the last run, bonus tokens included; None: no rounds
 
 
 class LatencyBench:
@@ -112,6 +115,7 @@ class LatencyBench:
             "first_token_s": first_token_s,
             "kernel_cache": cache_state(here, entries_before),
             "attention": report["attention"],
+            "speculation": report["speculation"],
             "check": check,
             "results": [asdict(result) for result in results],
         }
@@ -119,7 +123,8 @@ class LatencyBench:
     def _check(self, llm: Any) -> dict[str, object]:
         length = min(CHECK_TOKENS, self._shape.output_len)
         first, second = (
-            self._generate(llm, batch_size=1, output_len=length, salt=1)[1] for _ in range(2)
+            _tokens(self._generate(llm, batch_size=1, output_len=length, salt=1)[1])
+            for _ in range(2)
         )
         if first != second:
             raise IntegrityError(
@@ -136,11 +141,11 @@ class LatencyBench:
         shape = self._shape
         for _ in range(2):  # a graph is captured when its shape comes for the second time
             self._generate(llm, batch_size=batch_size, output_len=shape.output_len, salt=2)
-        first_s, rates = [], []
+        first_s, rates, outputs = [], [], list[RequestOutput]()
         for repeat in range(REPEATS):
             salt = 3 + repeat
             one, _ = self._generate(llm, batch_size=batch_size, output_len=1, salt=salt)
-            full, _ = self._generate(
+            full, outputs = self._generate(
                 llm, batch_size=batch_size, output_len=shape.output_len, salt=salt
             )
             first_s.append(one)
@@ -152,12 +157,15 @@ class LatencyBench:
             ttft_ms=1e3 * min(first_s),
             decode_tok_s=max(rates),
             spread=(max(rates) - min(rates)) / max(rates),
+            mean_tokens_per_round=Acceptance.of(
+                output.metrics for output in outputs if output.metrics is not None
+            ).mean_tokens_per_round,
         )
 
     def _generate(
         self, llm: Any, *, batch_size: int, output_len: int, salt: int
-    ) -> tuple[float, list[tuple[int, ...]]]:
-        """(seconds, token ids per request) of one batch; every count is verified."""
+    ) -> tuple[float, list[RequestOutput]]:
+        """(seconds, output of each request) of one batch; every count is verified."""
         shape = self._shape
         prompts = random_prompts(
             batch_size,
@@ -167,16 +175,15 @@ class LatencyBench:
         )
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         began = time.perf_counter()
-        outputs = llm.generate(prompts, params)
+        outputs: list[RequestOutput] = llm.generate(prompts, params)
         seconds = time.perf_counter() - began
-        tokens = [tuple(output.outputs[0].token_ids) for output in outputs]
-        counts = [len(ids) for ids in tokens]
+        counts = [len(ids) for ids in _tokens(outputs)]
         if counts != [output_len] * batch_size:
             raise _count_error("output tokens per request", output_len, counts)
-        preemptions = sum(output.metrics.preemptions for output in outputs)
+        preemptions = sum(output.metrics.preemptions for output in outputs if output.metrics)
         if preemptions:
             raise _count_error("preemptions", 0, preemptions)
-        return seconds, tokens
+        return seconds, outputs
 
 
 def bench_latency(
@@ -208,6 +215,7 @@ def table(document: Mapping[str, Any]) -> str:
         f"boot {document['boot_s']:.2f} s, first token {_seconds(document['first_token_s'])} "
         f"after process start, kernel cache {document['kernel_cache']}",
         f"attention {document['attention']['name']} ({document['attention']['why']})",
+        *_speculation_rows(document),
         f"{'batch':>6}{'input':>8}{'output':>8}{'ttft ms':>12}{'decode tok/s':>16}{'spread':>9}",
     ]
     rows += [
@@ -276,6 +284,23 @@ def _at_least(name: str, value: int, least: int) -> None:
 def _count_error(name: str, expected: object, got: object) -> IntegrityError:
     remedy = "do not trust a timing of this configuration; lower --batch-size"
     return IntegrityError(message(name, expected=expected, got=got, remedy=remedy))
+
+
+def _tokens(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
+    """[num_requests] token ids."""
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def _speculation_rows(document: Mapping[str, Any]) -> list[str]:
+    """Who drafts, and how many tokens a round gave; nothing where nobody does."""
+    plan = document["speculation"]
+    if plan is None:
+        return []
+    means = [result["mean_tokens_per_round"] for result in document["results"]]
+    forced = plan["forced_tokens_per_round"]
+    word = "" if forced is None else f"; FORCED to {forced:g} tokens per round, the texts are wrong"
+    per_round = ", ".join("-" if mean is None else f"{mean:.2f}" for mean in means)
+    return [f"speculation {drafter_words(plan)}: {per_round} tokens per round{word}"]
 
 
 def _seconds(value: float | None) -> str:

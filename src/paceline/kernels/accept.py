@@ -135,8 +135,8 @@ def _forced_drafts(drafts: Drafts, forced: float) -> Tensor:
     phase = (drafts.row_ids * FORCED_SPREAD) & (2**FORCED_BITS - 1)
     ends_before = (((drafts.prefix_lens.long() + 1) << FORCED_BITS) - phase - 1) // length
     reach = ends_before * length + phase
-    next_end: Tensor = (reach + length) >> FORCED_BITS
-    return next_end - (reach >> FORCED_BITS) - 1
+    emitted: Tensor = ((reach + length) >> FORCED_BITS) - (reach >> FORCED_BITS)
+    return emitted - 1
 
 
 def _forced_rows(parents: Tensor, wanted: Tensor, max_path: int) -> Tensor:

@@ -33,9 +33,7 @@ class ChainRows(NamedTuple):
     """What chain_rows writes."""
 
     next_ids: Tensor  # [padded_tokens]  int64  the token behind each
-    tap_rows: (
-        Tensor | None
-    )  # [padded_tokens]  int64  row of the step that computed it; None: its own
+    tap_rows: Tensor | None  # [padded_tokens]  int64  row that computed it; None: each its own
 
 
 def chain_rows_reference(

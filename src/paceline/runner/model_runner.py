@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.attention.contract import NEEDED_SUPPORT
 from paceline.attention.held import tensors_in
-from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import PromptSpan, Step, StepLayout, padded_step
+from paceline.core.step import PromptSpan, Step, padded_step
 from paceline.runner.buffers import PaddedSize
+from paceline.runner.graph_keys import GraphKeys, empty_step
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard
@@ -48,7 +48,7 @@ class ModelRunner:
         self._staging = staging
         self._outputs = outputs
         self._graphs = graphs
-        self._sizes = sizes
+        self._keys = GraphKeys(parts, sizes)
         self._guard = guard
         self._sanitizer = sanitizer
         self._captured: dict[GraphKey, Program] = {}  # what graphs leave; with a sanitizer
@@ -57,20 +57,10 @@ class ModelRunner:
         """Capture the largest graph of each shape, largest first; they size the graph reserve."""
         if self._graphs is None:
             return
-        if self._sizes.tokens and self._supports(ForwardMode.EXTEND):
-            longest = PaddedSize.ragged(1, self._sizes.tokens[-1])
-            self._capture(self._key(ForwardMode.EXTEND, longest))
-        self._capture(self._largest_decode())
-
-    def _largest_decode(self) -> GraphKey:
-        """What brings requests forward: a round where there is a drafter, else one token each."""
-        reqs, proposer = self._sizes.sizes[-1], self._parts.proposer
-        if proposer is None:
-            return self._key(ForwardMode.DECODE, PaddedSize.uniform(reqs, 1))
-        shape = proposer.shape
-        size = PaddedSize.uniform(reqs, shape.num_draft_tokens)
-        mode = ForwardMode.TARGET_VERIFY
-        return self._key(mode, size, mask=shape.mask, is_round=True)
+        longest = self._keys.longest_extend()
+        if longest is not None:
+            self._capture(longest)
+        self._capture(self._keys.largest_decode())
 
     @property
     def parts(self) -> Parts:
@@ -102,7 +92,7 @@ class ModelRunner:
         """Queue one step; returns at once on an asynchronous device."""
         slot = self._staging.slot(step.epoch)
         copies = self._parts.table.stage(step.deltas, slot)
-        key = self._graph_key(step)
+        key = self._keys.of(step)
         graph = self._find_or_capture(key) if key is not None else None
         if key is None:
             size = PaddedSize.exact(step.layout)
@@ -209,59 +199,6 @@ class ModelRunner:
         view = parts.buffers.view(size, mask)
         return RoundProgram(parts, parts.proposer, view, sampler=sampler, logprobs=logprobs)
 
-    def _graph_key(self, step: Step) -> GraphKey | None:
-        """The key a step replays under, or would; None when it can be no graph."""
-        if not self._supports(step.mode):
-            return None
-        if step.prompt_spans:  # their number is host data of this step alone
-            return None
-        layout = step.layout
-        if step.mode.facts.extend is ExtendShape.RAGGED:
-            size = self._sizes.pad_ragged(layout.num_reqs, layout.num_tokens)
-        else:
-            size = self._sizes.pad(layout.num_reqs, max(layout.extend_lens))
-        if size is None:
-            return None
-        return self._key(
-            step.mode,
-            size,
-            mask=step.mask,
-            is_round=step.is_round,
-            sampler=step.sampler,
-            logprobs=step.logprobs,
-        )
-
-    def _supports(self, mode: ForwardMode) -> bool:
-        """Whether steps of this mode may be captured with this backend."""
-        needed = NEEDED_SUPPORT.get(mode.facts.extend)
-        if needed is None or not mode.facts.graphable:
-            return False
-        return self._parts.backend.capabilities.graph >= needed
-
-    def _key(
-        self,
-        phase: ForwardMode,
-        size: PaddedSize,
-        *,
-        mask: MaskKind = MaskKind.CAUSAL,
-        is_round: bool = False,
-        sampler: SamplerTier = SamplerTier.GREEDY,
-        logprobs: bool = False,
-    ) -> GraphKey:
-        is_ragged = phase.facts.extend is ExtendShape.RAGGED
-        return GraphKey(
-            phase=phase,
-            padded_reqs=size.reqs,
-            extend_len=None if is_ragged else size.max_extend_len,
-            ragged_tokens=size.tokens if is_ragged else None,
-            mask=mask,
-            is_round=is_round,
-            backend=self._parts.backend.name,
-            sampler=sampler,
-            logprobs=logprobs,
-            taps=self._parts.taps,
-        )
-
     def _find_or_capture(self, key: GraphKey) -> Graph | None:
         if self._graphs is None:
             return None
@@ -277,7 +214,7 @@ class ModelRunner:
         make = self._round_program if key.is_round else self._program
         program = make(key.mask, size, sampler=key.sampler, logprobs=key.logprobs)
         self._stream.run(lambda: self._parts.buffers.pad(size))
-        host_plan = self._host_plan(_empty_step(key), size)
+        host_plan = self._host_plan(empty_step(key), size)
         if host_plan is not None:
             self._stream.synchronize()  # its epoch's pinned memory may be a running step's
             self._stream.run(host_plan)
@@ -291,25 +228,6 @@ class ModelRunner:
         if self._sanitizer is not None:
             self._captured[key] = program
         return captured[0]
-
-
-def _empty_step(key: GraphKey) -> Step:
-    """The step of a key before anything is in it."""
-    return Step(
-        epoch=0,
-        mode=key.phase,
-        layout=StepLayout(
-            rows=(),
-            extend_lens=(),
-            emits=(),
-            parents=() if key.mask is MaskKind.TREE and not key.is_round else None,
-            drafts=key.mask if key.is_round else None,
-        ),
-        prefix_lens_bound=(),
-        sampler=key.sampler,
-        logprobs=key.logprobs,
-        deltas=(),
-    )
 
 
 def _execute(copies: list[Copy]) -> None:

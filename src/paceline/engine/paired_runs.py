@@ -1,0 +1,133 @@
+"""Prompts on two engines in turns: how long their tokens took, and whether texts are the same."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean, median
+
+import torch
+
+from paceline.core.errors import IntegrityError, message
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.inputs import Prompt
+from paceline.engine.llm import LLM
+from paceline.engine.outputs import RequestMetrics, RequestOutput
+from paceline.engine.prompt_set import NamedPrompt
+from paceline.engine.teacher import Form
+from paceline.engine.verdicts import Verdict, part
+
+CONFIDENCE = 0.95
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One prompt on one engine: the median run of its decode."""
+
+    output: RequestOutput  # of the last run
+    decode_s: float  # from the first token to the last
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.output.outputs[0].token_ids
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return _metrics(self.output)
+
+    @property
+    def rate(self) -> float:
+        """Tokens behind the first, per second."""
+        return (len(self.tokens) - 1) / max(self.decode_s, 1e-9)
+
+
+def in_turns(
+    plain: LLM, speculative: LLM, prompt: Prompt, params: SamplingParams, *, repeats: int
+) -> tuple[Timed, Timed]:
+    """One prompt on both engines, one after the other, several times."""
+    runs: tuple[list[RequestOutput], list[RequestOutput]] = ([], [])
+    for _ in range(repeats):
+        for llm, found in zip((plain, speculative), runs, strict=True):
+            found += llm.generate([prompt], params)
+    one, other = (_timed(found) for found in runs)
+    return one, other
+
+
+def count_verdicts(
+    plain: LLM,
+    pairs: Sequence[tuple[Timed, Timed]],
+    prompts: Sequence[NamedPrompt],
+    params: SamplingParams,
+) -> dict[str, int]:
+    """How many texts are equal, and how many tie.  Raises IntegrityError for a bug.
+
+    plain: the engine that decoded plainly; it must be idle.
+    """
+    teacher = plain.teacher()
+    dtype: torch.dtype = getattr(torch, str(plain.report()["options"]["dtype"]["value"]))
+    counts = {verdict.value: 0 for verdict in (Verdict.EQUAL, Verdict.TIE)}
+    for prompt, (one, other) in zip(prompts, pairs, strict=True):
+        known = one.output.prompt_token_ids
+
+        def logits_behind(generated: Sequence[int], known: tuple[int, ...] = known) -> torch.Tensor:
+            tokens = (*known, *generated)
+            return teacher.read(tokens, Form.plain(len(tokens))).logits
+
+        parting = part(
+            one.tokens,
+            other.tokens,
+            logits_behind,
+            params=params,
+            num_known=len(known),
+            dtype=dtype,
+        )
+        if parting is None:
+            counts[Verdict.EQUAL.value] += 1
+        elif parting.verdict(dtype) is Verdict.TIE:
+            counts[Verdict.TIE.value] += 1
+        else:
+            raise IntegrityError(
+                message(
+                    f"text of '{prompt.name}' with speculation",
+                    expected="that of plain decoding, up to ties",
+                    got=f"token {parting.got} for {parting.wanted} at output {parting.index}, "
+                    f"{parting.gap_ulps} ulps apart",
+                    remedy="there is no speed-up to tell of; run `paceline prove`",
+                )
+            )
+    return counts
+
+
+def _timed(outputs: Sequence[RequestOutput]) -> Timed:
+    seconds = []
+    for metrics in map(_metrics, outputs):
+        assert metrics.latency_s is not None, "a finished request has tokens"
+        assert metrics.ttft_s is not None, "a finished request has tokens"
+        seconds.append(metrics.latency_s - metrics.ttft_s)
+    return Timed(output=outputs[-1], decode_s=median(seconds))
+
+
+def _metrics(output: RequestOutput) -> RequestMetrics:
+    assert output.metrics is not None, "a finished request has metrics"
+    return output.metrics
+
+
+def speed_up(ratios: Sequence[float]) -> dict[str, float]:
+    """The geometric mean of ratios, and what 95 of 100 resamples of them span; fixed seed."""
+    source = random.Random(0)
+    logs = [math.log(ratio) for ratio in ratios]
+    means = sorted(sum(source.choices(logs, k=len(logs))) / len(logs) for _ in range(RESAMPLES))
+    tail = int(RESAMPLES * (1 - CONFIDENCE) / 2)
+    return {
+        "mean": geometric_mean(ratios),
+        "low": math.exp(means[tail]),
+        "high": math.exp(means[-1 - tail]),
+        "confidence": CONFIDENCE,
+    }
+
+
+def total_rate(timed: Sequence[Timed]) -> float:
+    """Of all tokens behind the first ones."""
+    tokens = sum(len(each.tokens) - 1 for each in timed)
+    return tokens / max(sum(each.decode_s for each in timed), 1e-9)
