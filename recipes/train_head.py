@@ -188,7 +188,7 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     target = target.to(args.device).eval().requires_grad_(False)
     flat = json.loads((args.target / "config.json").read_text())
     draft_ids, coverage = frequent_ids(args.data, target.config.vocab_size, args.draft_vocab)
-    head = new_head(target, draft_ids.to(args.device), args.width).to(args.device)
+    head = new_head(target, draft_ids, args.width).to(args.device)
     optimizers, base_lrs = make_optimizers(head), [MUON_LR, ADAMW_LR]
     held_out, written = held_out_rows(args), written_rows(target, args)
     written_s = time.monotonic() - began

@@ -64,7 +64,7 @@ ROUTED_LAYER = [
     ("_sum_kernel", "experts"),
 ]
 DRAFT_PASS = [  # of a drafter with a layer and a head of its own
-    ("_derive_kernel", "derive"),
+    ("_derive_draft_kernel", "derive"),
     *LAYER,
     ("_rms_norm_kernel", "norm"),
     ("nvjet_draft_head", "head"),
@@ -116,6 +116,13 @@ def test_every_kernel_gets_its_role(layer):
 
 def test_kernels_that_draft_have_a_role_and_the_product_before_them_is_a_head():
     names, roles = zip(*DRAFT_PASS, *DRAFT_PASS, *step(LAYER), strict=True)
+    assert roles_of(names) == list(roles)
+
+
+def test_a_round_commits_what_it_accepted():
+    verified = [*step(LAYER)[:-2], ("_accept_kernel", "commit"), ("_compact_kv_kernel", "commit")]
+    observed = [("_chain_rows_kernel", "commit"), *LAYER, ("_rms_norm_kernel", "norm")]
+    names, roles = zip(*verified, *observed, strict=True)
     assert roles_of(names) == list(roles)
 
 

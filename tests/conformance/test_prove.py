@@ -21,6 +21,7 @@ from paceline.runner.round_program import RoundProgram
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "prove.json").read_text())
 CHAIN = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
 TREE = CHAIN | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+SMALL_TREE = TREE | {"speculative_num_steps": 2, "speculative_num_draft_tokens": 4}
 TRIAL = Trial(
     prompts=(
         NamedPrompt(name="loop 1", kind="loop", text="acadacadacadacad"),
@@ -62,15 +63,16 @@ def test_rounds_that_leave_the_text_alone_are_equal(model, shape):
     jsonschema.validate(document(proof), SCHEMA)
 
 
-@pytest.mark.parametrize("layer", [0, 3])
-def test_a_fault_of_rounds_in_one_layer_is_found_there(model, layer):
-    proof = proof_of(model, **CHAIN, attention_backend=f"layer_faults:RoundFault{layer}")
+@pytest.mark.parametrize(("layer", "shape"), [(0, CHAIN), (3, SMALL_TREE)], ids=["chain", "tree"])
+def test_a_fault_of_rounds_in_one_layer_is_found_there(model, layer, shape):
+    proof = proof_of(model, **shape, attention_backend=f"layer_faults:RoundFault{layer}")
     (contest,) = proof.contests
     assert proof.outcome is Outcome.BUG
     assert proof.exit_code == 1
     assert contest.fault is not None
     assert contest.fault.layer == layer, contest.fault
-    assert "computed as a chain of 4 rows; as a prompt it agrees" in contest.fault.detail
+    kind = "chain" if shape is CHAIN else "tree"
+    assert f"computed as a {kind} of 4 rows; as a prompt it agrees" in contest.fault.detail
     jsonschema.validate(document(proof), SCHEMA)
     assert f"layer {layer} differs by" in table(proof)
 

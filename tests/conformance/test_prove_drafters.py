@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+import jsonschema
 import pytest
 import torch
 from draft_checkpoints import save_eagle3, soften
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.conformance.contest import contenders_of
 from paceline.conformance.proof import Outcome, Proof
-from paceline.conformance.proof_report import table
+from paceline.conformance.proof_report import document, table
 from paceline.conformance.prove import Trial, prove
 from paceline.core.errors import ModelError
 from paceline.core.fixes import read_fix
@@ -25,6 +26,7 @@ from paceline.engine.speculation import without_speculation
 from paceline.speculate.draft_passes import DraftPasses
 
 PACKAGE = FOLDER.parents[1]
+SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "prove.json").read_text())
 TEXTS = [text_of(prompt) for prompt in random_prompts((12, 20))]
 TRIAL = Trial(prompts=(NamedPrompt(name="random 1", kind="random", text=TEXTS[0]),), max_tokens=8)
 LOUD = 3.0  # beside embeddings of length 0.3
@@ -125,6 +127,9 @@ def assert_collapse(proof: Proof) -> None:
     assert proof.outcome is Outcome.COLLAPSE
     assert proof.exit_code == 1
     assert "COLLAPSED: at least" in table(proof)
+    assert "; at boot: the drafter reaches " in table(proof)
+    assert document(proof)["contests"][0]["band"]["detail"] == contest.band.detail
+    jsonschema.validate(document(proof), SCHEMA)
 
 
 @pytest.mark.parametrize("text", ["{", '{"prompts": []}', '{"prompts": 3, "max_tokens": 1}'])

@@ -129,7 +129,8 @@ def _input_scale(target: Checkpoint) -> Tensor:
 
 
 def _save(target: Checkpoint, folder: Path, named: Tensors, settings: dict[str, Any]) -> Path:
-    config = target.theirs.config.to_dict() | {"num_hidden_layers": 1} | settings
+    own = {"num_hidden_layers": 1, "max_position_embeddings": 16}  # of the training texts
+    config = target.theirs.config.to_dict() | own | settings
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({n: t.contiguous().clone() for n, t in named.items()}, folder / "model.safetensors")

@@ -8,8 +8,10 @@ import pytest
 from llm_cases import Checkpoint
 
 from paceline.core.errors import ConfigError, IntegrityError
+from paceline.core.sampling_params import SamplingParams
 from paceline.engine import bench_latency
 from paceline.engine.bench_speculative import SpeculativeShape, bench_speculative, main, table
+from paceline.engine.llm import LLM
 from paceline.engine.paired_runs import speed_up
 from paceline.engine.prompt_set import NamedPrompt, read_prompts
 from paceline.runner.round_program import RoundProgram
@@ -54,6 +56,16 @@ def test_every_token_behind_the_first_is_of_a_round(checkpoint):
     assert "speed-up" in text
     assert "texts: 2 equal, 0 tie" in text
     assert "FORCED" not in text
+
+
+def test_a_request_says_which_tokens_were_drafts(checkpoint):
+    with LLM(**asked(checkpoint)) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        (output,) = llm.generate([SHAPE.prompts[0].text], params)
+    (completion,), metrics = output.outputs, output.metrics
+    assert len(completion.is_drafted) == len(completion.token_ids) == 20
+    assert not completion.is_drafted[0]
+    assert sum(completion.is_drafted) == sum(metrics.accepted_by_position) > 0
 
 
 def test_forced_acceptance_is_named_in_every_line_and_compares_no_text(checkpoint):

@@ -61,6 +61,7 @@ class BandReading:
 
     band: AcceptanceBand
     tokens_per_round: float | None  # None: there was no round
+    detail: str | None  # what the engine's own test at boot said; None: it was content
 
     @property
     def has_collapsed(self) -> bool:

@@ -74,7 +74,8 @@ def _band_words(reading: BandReading) -> str:
     words = "no round" if reached is None else f"{reached:.2f} tokens per round"
     least, usual = reading.band.least_tokens_per_round, reading.band.tokens_per_round
     verdict = "COLLAPSED" if reading.has_collapsed else "within"
-    return f"known-good band: {words}, {verdict}: at least {least:.2f}, usual {usual:.2f}"
+    told = f"known-good band: {words}, {verdict}: at least {least:.2f}, usual {usual:.2f}"
+    return told if reading.detail is None else f"{told}; at boot: {reading.detail}"
 
 
 def _contest(contest: Contest) -> dict[str, object]:
@@ -99,6 +100,7 @@ def _contest(contest: Contest) -> dict[str, object]:
             "mean_tokens_per_round": band.tokens_per_round,
             "usual": band.band.tokens_per_round,
             "least": band.band.least_tokens_per_round,
+            "detail": band.detail,
         },
     }
 

@@ -15,6 +15,7 @@ from paceline.conformance.faulty_layer import Blame, Case, Expected, blame, expe
 from paceline.conformance.proof import Answered, BandReading, Comparison, Contest, Fault, Proof
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, read_band
+from paceline.engine.draft_self_test import BELOW_BAND
 from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.prompt_set import NamedPrompt, inputs_of
@@ -122,13 +123,19 @@ def _band(llm: LLM, contender: Contender) -> BandReading | None:
     speculation = contender.speculation
     if speculation is None or speculation.source is None or speculation.source.folder is None:
         return None
+    if contender.options.get("load_format") == "dummy":
+        return None
     band = read_band(speculation.source.folder)
     if band is None or not band.holds_for(speculation.shape.num_steps):
         return None
     params = SamplingParams(temperature=0.0, max_tokens=band.max_tokens)
     outputs = llm.generate(list(band.prompts), params)
-    reached = _acceptance(outputs).mean_tokens_per_round
-    return BandReading(band=band, tokens_per_round=reached)
+    said = [event["detail"] for event in llm.report()["events"] if event["reason"] == BELOW_BAND]
+    return BandReading(
+        band=band,
+        tokens_per_round=_acceptance(outputs).mean_tokens_per_round,
+        detail=said[0] if said else None,
+    )
 
 
 def _compare(

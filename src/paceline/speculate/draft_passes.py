@@ -102,7 +102,8 @@ class DraftPasses:
         step: with padded rows spelled out; rows: [num_passes] rows per request of pass 1, 2, ...
         """
         layout = replace(step.layout, parents=None, drafts=None)
-        observed = replace(step, mode=ForwardMode.DRAFT_EXTEND, layout=layout)
+        mode = ForwardMode.DRAFT_EXTEND_V2 if step.is_round else ForwardMode.DRAFT_EXTEND
+        observed = replace(step, mode=mode, layout=layout)
         self._cache.host_plan(observed, OBSERVE_PASS)
         if not step.is_round:
             return

@@ -3,7 +3,6 @@
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import FinishCode

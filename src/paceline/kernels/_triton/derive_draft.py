@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW, PAD_SLOT
 from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
@@ -29,7 +28,7 @@ def _draft_slots(
 ):
     """The slots of a request's rows in one group."""
     page_ptrs = table_ptr + req.to(tl.int64) * stride_table_req + places // PAGE_SIZE
-    page = tl.load(page_ptrs, mask=is_row & is_live, other=0).to(tl.int64)
+    page = tl.load(page_ptrs, mask=is_row, other=0).to(tl.int64)
     slots = tl.where(is_live, page * PAGE_SIZE + places % PAGE_SIZE, PAD_SLOT)
     tl.store(loc_ptr + tokens, slots, mask=is_row)
 

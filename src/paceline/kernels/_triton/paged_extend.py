@@ -36,87 +36,13 @@ from paceline.kernels._triton.split_merge import (
     splits_per_load,
     store_partial,
 )
+from paceline.kernels._triton.visible_keys import (
+    block_nodes,
+    tree_bits_of,
+    tree_depths,
+    visible_keys,
+)
 from paceline.kernels.paged_attention.splits import FEW_ROWS, row_tile
-
-
-@triton.jit
-def _tree_depths(
-    tree_mask_ptr,  # [tokens, max_extend_len] bool
-    token,  # [rows] int64
-    live,  # [rows] bool
-    extend_len,
-    stride_tree_token,
-):
-    """Depth of each token in its request's tree: its ancestors without itself."""
-    depth = tl.where(live, -1, 0)
-    for column in range(extend_len):
-        is_ancestor = tl.load(
-            tree_mask_ptr + token * stride_tree_token + column, mask=live, other=0
-        )
-        depth += is_ancestor.to(tl.int32)
-    return depth
-
-
-@triton.jit
-def _tree_bits(
-    tree_mask_ptr,  # [tokens, max_extend_len] bool
-    token,  # [rows] int64
-    live,  # [rows] bool
-    extend_len,
-    stride_tree_token,
-    NODES: tl.constexpr,
-):
-    """[rows] int64: bit j of a row is set where it sees row j of its request's step."""
-    node = tl.arange(0, NODES)
-    sees = tl.load(
-        tree_mask_ptr + token[:, None] * stride_tree_token + node[None, :],
-        mask=live[:, None] & (node < extend_len)[None, :],
-        other=0,
-    )
-    return tl.sum((sees != 0).to(tl.int64) << node[None, :], axis=1)
-
-
-@triton.jit
-def _visible(
-    keys,  # [keys] int32
-    live,  # [keys] bool
-    query_position,  # [rows] int32
-    token,  # [rows] int64
-    row_live,  # [rows] bool
-    tree_bits,  # [rows] int64, of _tree_bits with NODES
-    tree_mask_ptr,  # [tokens, max_extend_len] bool or None
-    stride_tree_token,
-    token_begin,
-    prefix_len,
-    extend_len,
-    MASK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NODES: tl.constexpr,
-):
-    """[rows, keys] bool: which keys each row sees."""
-    key_position = keys
-    visible = live[None, :]
-    if MASK == "causal":
-        visible = visible & (keys[None, :] <= query_position[:, None])
-    elif MASK == "tree":
-        node = keys - prefix_len
-        in_step = live & (node >= 0)
-        if NODES is None:
-            is_ancestor = tl.load(
-                tree_mask_ptr + token[:, None] * stride_tree_token + node[None, :],
-                mask=row_live[:, None] & in_step[None, :],
-                other=0,
-            )
-        else:
-            is_ancestor = (tree_bits[:, None] >> (node & 63)[None, :]) & 1
-        visible = visible & ((node < 0)[None, :] | (is_ancestor != 0))
-        if WINDOW is not None:
-            key_token = token_begin.to(tl.int64) + node
-            depth = _tree_depths(tree_mask_ptr, key_token, in_step, extend_len, stride_tree_token)
-            key_position = tl.where(in_step, prefix_len + depth, keys)
-    if WINDOW is not None:
-        visible = visible & (key_position[None, :] > query_position[:, None] - WINDOW)
-    return visible
 
 
 @triton.jit
@@ -172,7 +98,7 @@ def _attend_keys(
     products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
     scores = scores_log2(products, scale, SOFT_CAP)
     if MASKED:
-        visible = _visible(
+        visible = visible_keys(
             keys, live, query_position, token, row_live, tree_bits, tree_mask_ptr,
             stride_tree_token, token_begin, prefix_len, extend_len, MASK, WINDOW, NODES,
         )  # fmt: skip
@@ -290,11 +216,11 @@ def _extend_kernel(
     if MASK == "tree":
         first_position = prefix_len
         if NODES is not None:
-            tree_bits = _tree_bits(
+            tree_bits = tree_bits_of(
                 tree_mask_ptr, token, row_live, extend_len, stride_tree_token, NODES
             )
         if WINDOW is not None:
-            query_position = prefix_len + _tree_depths(
+            query_position = prefix_len + tree_depths(
                 tree_mask_ptr, token, row_live, extend_len, stride_tree_token
             )
     begin = 0
@@ -428,11 +354,6 @@ def extend_config(
         num_stages=3 if shared_bytes >= 163840 else 2,
         min_tiles=1,
     )
-
-
-def block_nodes(max_extend_len: int) -> int | None:
-    """Edge of the tile of a tree's rows whose bits fit one number; None: too many rows."""
-    return max(16, triton.next_power_of_2(max_extend_len)) if max_extend_len <= 64 else None
 
 
 def launch_paged_extend(

@@ -1,0 +1,160 @@
+"""The kernels around verification, compiled: against the plain walk, and against their references
+at the sizes of real rounds.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from accept_cases import (
+    Round,
+    assert_same,
+    make_round,
+    random_requests,
+    small_trees,
+    walk,
+    wanted_after,
+)
+from torch import Tensor
+
+from paceline.kernels.accept import Accepted, Drafts, accept_and_commit
+from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
+from paceline.kernels.commit import CommittedRows, EndRules
+from paceline.kernels.compact_kv import compact_kv
+from paceline.kernels.derive_draft import DraftBase, DraftRows, derive_draft
+
+# Warnings of drivers and compilers are shown and fail nothing.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+DEVICE = "cuda"
+# Rows, longest path, whether a chain.
+ROUNDS = [(2, 2, True), (4, 4, True), (8, 8, True), (8, 4, False), (33, 5, False), (64, 9, False)]
+
+
+def on_gpu(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.to(DEVICE) for tensor in tensors]
+
+
+def on_cpu(tensors: Sequence[Tensor | None]) -> list[Tensor]:
+    return [tensor.cpu() for tensor in tensors if tensor is not None]
+
+
+def accept_on_gpu(made: Round, *, forced: float | None) -> tuple[CommittedRows, Accepted]:
+    rows, out = CommittedRows(*on_gpu(made.rows)), Accepted(*on_gpu(made.out))
+    ends, drafts = EndRules(*on_gpu(made.ends)), Drafts(*on_gpu(made.drafts))
+    accept_and_commit(rows, ends, drafts, out, forced=forced)
+    return CommittedRows(*on_cpu(rows)), Accepted(*on_cpu(out))
+
+
+@pytest.mark.parametrize(("n", "max_path", "chains"), ROUNDS)
+def test_accept_walks_as_plain_python_does(n: int, max_path: int, chains: bool) -> None:
+    requests = random_requests(500, n, chains=chains, seed=n)
+    made = make_round(requests, max_path, chains=chains)
+    wanted = wanted_after(made, [walk(request, max_path) for request in requests])
+    assert_same(accept_on_gpu(made, forced=None), wanted)
+
+
+def test_accept_walks_every_small_tree() -> None:
+    requests = list(small_trees(4))
+    made = make_round(requests, 4, chains=False)
+    wanted = wanted_after(made, [walk(request, 4) for request in requests])
+    assert_same(accept_on_gpu(made, forced=None), wanted)
+
+
+@pytest.mark.parametrize("forced", [1.0, 2.5, 3.7])
+@pytest.mark.parametrize(("n", "max_path", "chains"), ROUNDS)
+def test_forced_rounds_equal_their_reference(
+    n: int, max_path: int, chains: bool, forced: float
+) -> None:
+    made = make_round(random_requests(200, n, chains=chains, seed=n), max_path, chains=chains)
+    found = accept_on_gpu(made, forced=forced)
+    accept_and_commit(*made, forced=forced)
+    assert_same(found, (made.rows, made.out))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("dim", "v_dim"), [(128, 128), (80, 96), (9, 5)])
+def test_compact_kv_equals_its_reference(dtype: torch.dtype, dim: int, v_dim: int) -> None:
+    """Again and again over the same pools: a slot read too late would show."""
+    generator = torch.Generator().manual_seed(dim)
+    reqs, n, max_path, pages, page_size = 33, 16, 8, 50, 16
+    pools = [
+        torch.randint(0, 120, (5, pages, page_size, 8, size), generator=generator).to(dtype)
+        for size in (dim, v_dim)
+    ]
+    device_pools = [pool.to(DEVICE) for pool in pools]
+    for _ in range(4):
+        slots = page_size + torch.randperm((pages - 1) * page_size, generator=generator)
+        loc = slots[: reqs * n].view(reqs, n).contiguous()
+        loc[-1] = 0
+        later = torch.rand(reqs, n - 1, generator=generator).argsort(1)[:, : max_path - 1]
+        path = torch.nn.functional.pad(1 + later.sort(1).values, (1, 0))
+        path[-2:] = torch.arange(max_path)
+        compact_kv(pools, loc, path)
+        compact_kv(device_pools, loc.to(DEVICE), path.to(DEVICE))
+        for found, wanted in zip(device_pools, pools, strict=True):
+            assert torch.equal(found.cpu().view(torch.uint8), wanted.view(torch.uint8))
+
+
+@pytest.mark.parametrize("page_sizes", [(16,), (1, 64), (5, 16, 1)], ids=str)
+@pytest.mark.parametrize(("rows", "is_tree"), [(1, False), (6, False), (1, True), (57, True)])
+def test_derive_draft_equals_its_reference(
+    rows: int, is_tree: bool, page_sizes: tuple[int, ...]
+) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    reqs, tokens = 65, 65 * rows
+
+    def ints(low: int, high: int, *size: int) -> Tensor:
+        return torch.randint(low, high, size, generator=generator, dtype=torch.int32)
+
+    row_ids = torch.randperm(reqs, generator=generator)  # one of them is padded
+    parents = torch.stack([ints(-1, max(row, 0), reqs) for row in range(rows)], dim=1)
+    base = DraftBase(
+        row_ids=row_ids,
+        prefix_lens=ints(0, 900, reqs).where(row_ids != 0, 1),
+        page_tables=[ints(1, 2**31 - 1, reqs, 1000) for _ in page_sizes],
+        parents=parents if is_tree else None,
+    )
+
+    def make_out(device: str) -> DraftRows:
+        sizes = (reqs, reqs, reqs, reqs + 1)
+        lens = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in sizes]
+        longs = [torch.full((size,), -7, device=device) for size in (tokens, tokens, reqs)]
+        mask = torch.ones(tokens, rows, dtype=torch.bool, device=device) if is_tree else None
+        locs = [torch.full((tokens,), -7, device=device) for _ in page_sizes]
+        return DraftRows(*lens, *longs, locs, mask)
+
+    found, wanted = make_out(DEVICE), make_out("cpu")
+    device_base = base._replace(
+        row_ids=base.row_ids.to(DEVICE),
+        prefix_lens=base.prefix_lens.to(DEVICE),
+        page_tables=[table.to(DEVICE) for table in base.page_tables],
+        parents=None if base.parents is None else base.parents.to(DEVICE),
+    )
+    derive_draft(device_base, found, advance=2, page_sizes=page_sizes)
+    derive_draft(base, wanted, advance=2, page_sizes=page_sizes)
+    assert all(map(torch.equal, on_cpu(found[:7]), wanted[:7]))
+    assert all(map(torch.equal, on_cpu(found.out_cache_locs), wanted.out_cache_locs))
+    if found.tree_mask is not None and wanted.tree_mask is not None:
+        assert torch.equal(found.tree_mask.cpu(), wanted.tree_mask)
+
+
+@pytest.mark.parametrize(("reqs", "n", "max_path"), [(1, 1, None), (64, 8, 5), (300, 60, 6)])
+def test_chain_rows_equals_its_reference(reqs: int, n: int, max_path: int | None) -> None:
+    generator = torch.Generator().manual_seed(reqs)
+    tokens, width = reqs * n, 131_072
+    history = torch.randint(0, 2**31 - 1, (40, width), generator=generator, dtype=torch.int32)
+    rows = StepRows(
+        row_ids=torch.randint(0, 40, (reqs,), generator=generator),
+        req_ids=torch.arange(reqs).repeat_interleave(n),
+        positions=torch.randint(width - 5, width + 2, (tokens,), generator=generator),
+    )
+    path = None
+    if max_path is not None:
+        path = torch.rand(reqs, n, generator=generator).argsort(1)[:, :max_path].contiguous()
+    wanted = ChainRows(torch.full((tokens,), -7), torch.full((tokens,), -7))
+    found = ChainRows(*on_gpu(wanted))
+    chain_rows(history, rows, wanted, path=path)
+    device_path = None if path is None else path.to(DEVICE)
+    chain_rows(history.to(DEVICE), StepRows(*on_gpu(rows)), found, path=device_path)
+    assert all(map(torch.equal, on_cpu(found), on_cpu(wanted)))
