@@ -404,6 +404,7 @@ def test_explain_refuses_a_step_that_cannot_hold_its_requests():
 
 def test_a_backend_that_only_lacks_graphs_is_advised_to_run_eagerly():
     words = ["bundled", "--device", "cpu", "--attention-backend", "eager_backend:EagerBackend"]
+    words += ["--speculative-algorithm", "off"]
     done = run("explain", *words)
     assert done.exit_code == 2
     assert "graph support must be at most NEVER, got DECODE" in done.stderr

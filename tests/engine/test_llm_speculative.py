@@ -1,9 +1,10 @@
 """With any drafter the text is that of plain decoding, whatever else goes on in the engine."""
 
 import pytest
-from llm_cases import Cell, cell_name, every_cell, pairwise
+from llm_cases import CONTEXT, Cell, cell_name, every_cell, pairwise
 from speculative_cases import (
     AXES,
+    PARAMS,
     Truth,
     accepted,
     check_metrics,
@@ -23,6 +24,19 @@ REST = {name: AXES[name] for name in AXES if name not in (*FULL, "params")}
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     return llama_truth(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_the_jobs_end_in_every_way(truth: Truth, kind: str) -> None:
+    """Of plain decoding: what the comparisons below compare with."""
+    ends = {name: output.outputs[0] for name, output in truth.answers[kind].items()}
+    assert isinstance(ends["stop-string"].stop_reason, str)
+    assert isinstance(ends["stop-id"].stop_reason, int)
+    assert len(ends["context-end"].token_ids) == CONTEXT - 100
+    assert [len(ends[f"ends-at-{n}"].token_ids) for n in range(1, 9)] == list(range(1, 9))
+    assert len({one.token_ids for one in truth.answers[kind]["siblings"].outputs}) == 1 + (
+        kind != "greedy"
+    )
 
 
 def check_cell(truth: Truth, cell: Cell) -> None:

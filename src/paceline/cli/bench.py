@@ -83,8 +83,8 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
     """Acceptance by position, tokens per round, and the speed-up over plain decoding.
 
     One prompt at a time on two engines, in turns, greedy; --gpu-memory-utilization is the share of
-    each.  Texts that differ beyond ties are an error.  With --force-accept-len hardware is compared,
-    and every line says that it was forced.
+    each.  Texts that differ beyond ties are an error.  With --force-accept-len hardware is
+    compared, and every line says that it was forced.
     """
     from paceline.engine.bench_speculative import SpeculativeShape, bench_speculative, table
     from paceline.engine.prompt_set import BUILT_IN, read_prompts
