@@ -138,7 +138,8 @@ def best_seconds(functions: list[Callable[[], object]], repeats: int) -> list[fl
 def measure(dtype: str, threads: int, repeats: int) -> tuple[list[Row], list[float]]:
     """Both questions in one dtype."""
     folder = str(locate("bundled").folder)
-    llm = LLM("bundled", dtype=dtype, threads=threads, enable_prefix_cache=False)
+    plain = {"enable_prefix_cache": False, "speculative_algorithm": "off"}
+    llm = LLM("bundled", dtype=dtype, threads=threads, **plain)
     peer = Peer(folder, getattr(torch, dtype))
     torch.set_num_threads(threads)
     text_ids = llm.tokenizer.encode(Path(random.__file__).read_text())

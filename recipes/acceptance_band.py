@@ -23,7 +23,7 @@ from train_head import BUNDLED
 NUM_PROMPTS = 8  # of the held-out headers, at equal distances
 MAX_TOKENS = 48
 NUM_STEPS = 3
-LEAST = 0.75  # of what was measured
+LEAST = 0.8  # of what was measured; bfloat16 and other kernels stay above, a wrong order below
 
 
 def band(head_folder: Path, target_folder: Path) -> dict[str, object]:

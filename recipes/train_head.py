@@ -51,8 +51,8 @@ def new_head(target: LlamaForCausalLM, draft_ids: Tensor, width: int) -> DraftHe
     with torch.no_grad():
         head.lm_head.weight.copy_(target.lm_head.weight[draft_ids])
         head.norm.weight.copy_(target.model.norm.weight)
-        head.fc.weight.copy_(torch.eye(config.hidden_size).repeat(1, 3))
-        head.fc.weight[:, : 2 * config.hidden_size] = 0
+        head.fc.weight.zero_()
+        head.fc.weight[:, -config.hidden_size :].fill_diagonal_(1)
     head.d2t.copy_(draft_ids - torch.arange(len(draft_ids)))
     head.t2d[draft_ids] = True
     return head
@@ -192,11 +192,12 @@ def train(args: argparse.Namespace) -> dict[str, object]:
     optimizers, base_lrs = make_optimizers(head), [MUON_LR, ADAMW_LR]
     held_out, written = held_out_rows(args), written_rows(target, args)
     written_s = time.monotonic() - began
+    budget_s = 60 * args.minutes - written_s
     print(f"{written.numel():,} tokens by the target after {written_s:.1f} s", flush=True)
     history: list[dict[str, object]] = []
     step = 0
     for rows in mixed(args, written):
-        progress = (time.monotonic() - began - written_s) / (60 * args.minutes - written_s)
+        progress = (time.monotonic() - began - written_s) / budget_s
         if progress >= 1.0:
             break
         set_lrs(optimizers, base_lrs, lr_factor(step, progress))
@@ -222,13 +223,20 @@ def train(args: argparse.Namespace) -> dict[str, object]:
         "written_tokens": written.numel(),
         "steps": step,
         "training_tokens_seen": step * args.batch_rows * args.row_tokens,
+        **facts(head, coverage, args),
+        "history": history,
+    }
+
+
+def facts(head: DraftHead, coverage: float, args: argparse.Namespace) -> dict[str, object]:
+    """What of the metrics is known without the clock."""
+    return {
         "batch_tokens": args.batch_rows * args.row_tokens,
         "row_tokens": args.row_tokens,
         "simulated_steps": args.steps,
         "draft_vocab_coverage": round(coverage, 4),
         "num_parameters": sum(p.numel() for p in head.parameters()),
         "folder_bytes": sum(f.stat().st_size for f in (args.out / "eagle3").iterdir()),
-        "history": history,
         "device": torch.cuda.get_device_name() if args.device == "cuda" else args.device,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -16,7 +16,12 @@ MODULES = {"flashinfer": "flashinfer", "fa4": "flash_attn"}
 
 def engine(backend: str, **options: object) -> LLM:
     """The bundled model on `backend`."""
-    chosen = {"attention_backend": backend, "dtype": "float16", "max_num_seqs": 16} | options
+    chosen = {
+        "attention_backend": backend,
+        "dtype": "float16",
+        "max_num_seqs": 16,
+        "speculative_algorithm": "off",
+    } | options
     return LLM("bundled", device="cuda", **chosen)
 
 
