@@ -20,8 +20,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import Step
 from paceline.engine.boot import Knobs
 from paceline.engine.llm import LLM
+from paceline.engine.loop import Launched
 from paceline.engine.machine import local_device, versions
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.tracker import Tracker
@@ -45,7 +47,8 @@ class Tally:
     """What one engine did."""
 
     drafter: dict[str, Any]
-    rounds: int = 0
+    rounds: int = 0  # of the engine
+    request_rounds: int = 0
     tokens: int = 0
     ended: int = 0
     aborted: int = 0
@@ -77,7 +80,7 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20_000, help="of requests, in all")
+    parser.add_argument("--rounds", type=int, default=20_000, help="of all engines together")
     parser.add_argument("--device", default=None)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention-backend", default=None)
@@ -101,6 +104,7 @@ def soak(args: argparse.Namespace, drafter: dict[str, Any]) -> Tally:
         max_model_len=1024,
         knobs=Knobs(num_pages=(POOL_PAGES,) * groups),
     ) as llm:
+        count_rounds(llm, tally)
         ended = run_traffic(llm, args.rounds // len(DRAFTERS), source, tally)
         llm.engine.scheduler.check_integrity()
         if llm.engine.has_work:
@@ -117,10 +121,22 @@ def soak(args: argparse.Namespace, drafter: dict[str, Any]) -> Tally:
     return tally
 
 
+def count_rounds(llm: LLM, tally: Tally) -> None:
+    """Count the rounds that the engine launches from now on."""
+    runner = llm.engine._runner
+    launch = runner.launch
+
+    def counted(step: Step) -> Launched:
+        tally.rounds += step.is_round
+        return launch(step)
+
+    runner.launch = counted  # type: ignore[method-assign]
+
+
 def run_traffic(
     llm: LLM, rounds: int, source: random.Random, tally: Tally
 ) -> list[tuple[Request, RequestOutput]]:
-    """Arrivals and aborts until `rounds` rounds of requests have run; then everything ends."""
+    """Arrivals and aborts until `rounds` rounds have run; then everything ends."""
     requests = random_requests(llm, source)
     live: dict[Tracker, Request] = {}
     ended: list[tuple[Request, RequestOutput]] = []
@@ -151,7 +167,7 @@ def note(tracker: Tracker, tally: Tally) -> None:
     """Count an ended request."""
     output = tracker.snapshot()
     assert output.metrics is not None, "an ended request has metrics"
-    tally.rounds += output.metrics.rounds
+    tally.request_rounds += output.metrics.rounds
     tally.tokens += output.metrics.output_tokens
     tally.preempted += output.metrics.preemptions
     if output.outputs[0].error is not None:
@@ -182,9 +198,11 @@ def random_requests(llm: LLM, source: random.Random) -> Iterator[Request]:
 
 def compare(plain: LLM, ended: list[tuple[Request, RequestOutput]], tally: Tally) -> None:
     """Against plain decoding; a text may part at a tie, which the prover judges."""
-    for (prompt, params), output in ended:
-        got = output.outputs[0].token_ids
-        (wanted,) = (found.outputs[0].token_ids for found in plain.generate([prompt], params))
+    answers = plain.generate(
+        [prompt for (prompt, _), _ in ended], [params for (_, params), _ in ended]
+    )
+    for ((_, params), output), answer in zip(ended, answers, strict=True):
+        got, wanted = output.outputs[0].token_ids, answer.outputs[0].token_ids
         tally.compared += 1
         if got == wanted:
             continue

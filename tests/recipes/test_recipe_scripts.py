@@ -1,27 +1,42 @@
 """The recipe's commands say what they take, and the parse score counts what it says."""
 
+import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-COMMANDS = ("evaluate", "prepare", "train")
+COMMANDS = ("acceptance_band", "evaluate", "evaluate_head", "prepare", "train", "train_head")
 
 sys.path.append(str(RECIPES))
 
 from parse_score import cut_at_last_line, parse_report, parses, read_headers  # noqa: E402
 
 
-def run(name, *words):
-    command = [sys.executable, str(RECIPES / f"{name}.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Calls a command that ends before it has done anything."""
+
+    def call(name, *words):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        with pytest.raises(SystemExit) as end:
+            importlib.import_module(name).main()
+        return Done(end.value.code or 0, *capsys.readouterr())
+
+    return call
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_names_every_flag_the_pages_use(name):
+def test_help_names_every_flag_the_pages_use(name, run):
     done = run(name, "--help")
     assert done.returncode == 0, done.stderr
     pages = [RECIPES / "README.md", *RECIPES.glob("*.py")]
@@ -32,17 +47,24 @@ def test_help_names_every_flag_the_pages_use(name):
         assert re.search(rf"{flag}\b(?!-)", done.stdout), flag
 
 
-def test_bits_without_prepared_data_are_refused_with_the_remedy(tmp_path):
+def test_bits_without_prepared_data_are_refused_with_the_remedy(tmp_path, run):
     done = run("evaluate", "--model", str(tmp_path), "--data", str(tmp_path))
     assert done.returncode == 2
     assert f"--data: expected heldout.npz in {tmp_path}" in done.stderr
     assert "run recipes/prepare.py first, or score with --parse-only" in done.stderr
 
 
-def test_training_without_prepared_data_is_refused_with_the_remedy(tmp_path):
-    done = run("train", "--data", str(tmp_path), "--out", str(tmp_path))
+@pytest.mark.parametrize("name", ["train", "train_head"])
+def test_training_without_prepared_data_is_refused_with_the_remedy(name, tmp_path, run):
+    done = run(name, "--data", str(tmp_path), "--out", str(tmp_path))
     assert done.returncode == 2
     assert f"expected train.npz in {tmp_path}; run recipes/prepare.py first" in done.stderr
+
+
+def test_a_heads_score_without_prepared_data_is_refused_with_the_remedy(tmp_path, run):
+    done = run("evaluate_head", "--data", str(tmp_path))
+    assert done.returncode == 2
+    assert f"expected heldout.npz in {tmp_path}; run recipes/prepare.py first" in done.stderr
 
 
 def test_the_headers_are_a_hundred_different_ones():
