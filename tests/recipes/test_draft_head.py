@@ -58,6 +58,8 @@ def head(target):
     for norm in (head.norm, head.midlayer.hidden_norm, head.midlayer.input_layernorm):
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     torch.nn.init.normal_(head.fc.weight, std=0.2)
+    for projection in head.midlayer.self_attn.children():  # so that what is seen matters
+        torch.nn.init.normal_(projection.weight, std=0.5)
     return head.requires_grad_(False)
 
 
@@ -101,7 +103,7 @@ def test_a_simulated_step_is_the_pass_that_drafting_makes(target, head, tokens, 
     torch.testing.assert_close(torch.stack(simulated), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("position", [0, 5, TOKENS - 2])
+@pytest.mark.parametrize("position", range(TOKENS - 1))
 def test_a_chain_drafts_the_likeliest_token_of_every_pass(target, head, tokens, position):
     table, taps = target.model.embed_tokens.weight, features_of(target, tokens)
     prefix = read_text(head, table, tokens, taps)
@@ -154,11 +156,16 @@ def test_a_path_is_followed_as_far_as_the_text_goes(text, expected):
     assert num_accepted(TREE, text) == expected
 
 
-def test_the_rounds_of_a_text_emit_all_of_it_but_the_first_token(target, head, tokens):
-    table, taps = target.model.embed_tokens.weight, features_of(target, tokens)
-    for shape in (Shape(1, 1, 1), Shape(3, 1, 3), Shape(3, 4, 7), Shape(2, DRAFT_VOCAB, 200)):
-        accepted = accepted_per_round(head, table, tokens, taps, num_prompt=4, shape=shape)
-        assert sum(accepted) + len(accepted) == TOKENS - 4 - 1
+@pytest.mark.parametrize("num_prompt", [4, 5, 6])
+def test_the_rounds_of_a_text_emit_all_of_it_but_the_first_token(target, head, tokens, num_prompt):
+    text = head.target_ids[tokens % DRAFT_VOCAB]
+    table, taps = target.model.embed_tokens.weight, features_of(target, text)
+    everything = Shape(2, DRAFT_VOCAB, DRAFT_VOCAB + DRAFT_VOCAB**2)
+    for shape in (Shape(1, 1, 1), Shape(3, 1, 3), Shape(3, 4, 7), everything):
+        accepted = accepted_per_round(head, table, text, taps, num_prompt=num_prompt, shape=shape)
+        assert sum(accepted) + len(accepted) == TOKENS - num_prompt - 1
+    whole, rest = divmod(TOKENS - num_prompt - 1, 3)
+    assert accepted == [2] * whole + [rest - 1] * bool(rest)
 
 
 def test_a_greedy_row_is_the_text_transformers_writes(target, tokens):
