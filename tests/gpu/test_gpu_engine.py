@@ -23,8 +23,17 @@ def test_the_engine_passes_its_gpu_check(name: str) -> None:
     assert passed, detail
 
 
-def test_steady_decode_steps_replay_and_never_wait_for_the_device(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    "drafting",
+    [
+        {"speculative_algorithm": "off"},
+        # One token per round, so that all requests stay as long as decode steps make them.
+        {"speculative_algorithm": "EAGLE3", "force_accept_len": 1.0},
+    ],
+    ids=["decode", "round"],
+)
+def test_steady_steps_replay_and_never_wait_for_the_device(
+    monkeypatch: pytest.MonkeyPatch, drafting: dict[str, object]
 ) -> None:
     """torch raises at any implicit synchronisation meanwhile."""
     replays = []
@@ -34,7 +43,7 @@ def test_steady_decode_steps_replay_and_never_wait_for_the_device(
         replays.append(graph)
         original(graph)
 
-    with LLM("bundled", device="cuda", max_num_seqs=len(PROMPTS)) as llm:
+    with LLM("bundled", device="cuda", max_num_seqs=len(PROMPTS), **drafting) as llm:
         stream = llm.generate(PROMPTS, LONG, stream=True)
         for _ in range(20):  # prompts, the eager use, captures
             llm.engine.step()
