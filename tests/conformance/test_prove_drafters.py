@@ -19,8 +19,11 @@ from paceline.conformance.prove import Trial, prove
 from paceline.core.errors import ModelError
 from paceline.core.fixes import read_fix
 from paceline.core.reverts import reverted_sources
+from paceline.core.sampling_params import SamplingParams
 from paceline.debug.registry import FOLDER
 from paceline.engine.acceptance import BAND_FILE, read_band
+from paceline.engine.draft_self_test import BELOW_BAND
+from paceline.engine.llm import LLM
 from paceline.engine.prompt_set import NamedPrompt
 from paceline.engine.speculation import without_speculation
 from paceline.speculate.draft_passes import DraftPasses
@@ -132,7 +135,37 @@ def assert_collapse(proof: Proof) -> None:
     jsonschema.validate(document(proof), SCHEMA)
 
 
-@pytest.mark.parametrize("text", ["{", '{"prompts": []}', '{"prompts": 3, "max_tokens": 1}'])
+def test_a_context_too_short_for_the_band_is_served_without_the_test_at_boot(itself):
+    """Whatever the band says: here no drafter would reach it."""
+    _save_band(itself.drafter, least=9.0)
+    asked = {
+        "model": str(itself.target.folder),
+        "threads": 1,
+        "speculative_algorithm": itself.algorithm,
+        "speculative_draft_model_path": str(itself.drafter),
+        "max_model_len": 16,
+    }
+    try:
+        with LLM(**asked) as llm:
+            (output,) = llm.generate([TEXTS[0]], SamplingParams(temperature=0.0, ignore_eos=True))
+            assert output.metrics.rounds > 0
+            assert BELOW_BAND not in {event["reason"] for event in llm.report()["events"]}
+    finally:
+        _save_band(itself.drafter, least=3.5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"prompts": []}',
+        '{"prompts": 3, "max_tokens": 1}',
+        '{"prompts": [], "max_tokens": 9, "num_steps": 3, "tokens_per_round": 2, '
+        '"least_tokens_per_round": 1}',
+        '{"prompts": ["x"], "max_tokens": 0, "num_steps": 3, "tokens_per_round": 2, '
+        '"least_tokens_per_round": 1}',
+    ],
+)
 def test_a_band_that_cannot_be_read_is_an_error(tmp_path, text):
     (tmp_path / BAND_FILE).write_text(text)
     with pytest.raises(ModelError, match=r"acceptance band of the drafter in .* must be prompts, "):

@@ -54,8 +54,8 @@ def folder(path: Path, config: dict[str, object], words: dict[str, int] | None =
 def drafted(model: str, **asked: object) -> Speculation | None:
     """Who drafts for `model`; option names are given without `speculative_`."""
     options = engine_options(named(model, asked))
-    source = locate(model)
-    return plan_speculation(options, parse_config(source.config), source, weights=False)
+    source, weights = locate(model), options.load_format != "dummy"
+    return plan_speculation(options, parse_config(source.config), source, weights=weights)
 
 
 def planned(model: str, device=CPU, **asked: object):

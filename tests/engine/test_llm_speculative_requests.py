@@ -1,12 +1,14 @@
 """What a request can ask for, and what can go wrong in it, is the same with a drafter."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from draft_checkpoints import save_eagle, save_eagle3, soften
 from llm_cases import (
     Checkpoint,
     assert_idle,
@@ -143,3 +145,32 @@ def test_a_head_that_says_nothing_finite_costs_speed_alone(truth: Truth, tmp_pat
                 assert tokens_of(llm.generate(prompts, params)) == tokens_of(expected)
                 assert_idle(llm)
     assert torch.isnan(named["fc.weight"]).all()
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize(
+    ("algorithm", "save"), [("EAGLE", save_eagle), ("EAGLE3", save_eagle3)], ids=["1", "3"]
+)
+def test_a_head_reads_no_token_that_its_request_does_not_know(
+    tmp_path: Path, algorithm: str, save: Callable[[Checkpoint, Path], Path], topk: int
+) -> None:
+    """A history is 0 behind its end; here the embedding of 0 is NaN, and nobody says 0."""
+
+    def change(model: Any) -> None:
+        soften(model)
+        model.get_input_embeddings().weight[0] = math.nan
+        model.lm_head.weight[0] = 0.0
+
+    target, prompts = (
+        make_checkpoint("llama-gqa2-untied", tmp_path, change=change),
+        shared_prompts(),
+    )
+    drafts: dict[str, Any] = {
+        "speculative_algorithm": algorithm,
+        "speculative_draft_model_path": str(save(target, tmp_path / "head")),
+        "speculative_eagle_topk": topk,
+    }
+    with make_llm(target) as plain, make_llm(target, **drafts) as llm:
+        expected = plain.generate(prompts, GREEDY)
+        assert tokens_of(llm.generate(prompts, GREEDY)) == tokens_of(expected)
+        assert_idle(llm)

@@ -9,6 +9,7 @@ from draft_models import HEAD, TARGET, WORDS, drafted, folder, planned
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.options import engine_options
 from paceline.engine import draft_choice
+from paceline.engine.explain import explain_model
 from paceline.engine.speculation import plan_speculation, without_speculation
 from paceline.models.config import parse_config
 from paceline.models.locate import BUNDLED_FOLDER, locate
@@ -337,3 +338,13 @@ def test_without_speculation_the_rest_stays(target):
     source = locate(target)
     options = engine_options(plain)
     assert plan_speculation(options, parse_config(source.config), source, weights=False) is None
+
+
+@pytest.mark.parametrize("draft", ["eagle3-llama-3.1-8b", "llama-3.2-1b"])
+def test_explain_plans_shapes_that_could_not_be_loaded(draft):
+    """A draft model as the target: neither is read."""
+    asked = {"model": "llama-3.1-8b", "speculative_draft_model_path": draft}
+    plan = explain_model(asked, gpu="h200").speculation
+    assert plan is not None
+    assert plan.source is not None
+    assert plan.source.name == draft

@@ -149,12 +149,14 @@ def test_chain_rows_equals_its_reference(reqs: int, n: int, max_path: int | None
         req_ids=torch.arange(reqs).repeat_interleave(n),
         positions=torch.randint(width - 5, width + 2, (tokens,), generator=generator),
     )
+    state = torch.randint(width - 6, width, (40, 2), generator=generator, dtype=torch.int32)
     path = None
     if max_path is not None:
         path = torch.rand(reqs, n, generator=generator).argsort(1)[:, :max_path].contiguous()
     wanted = ChainRows(torch.full((tokens,), -7), torch.full((tokens,), -7))
     found = ChainRows(*on_gpu(wanted))
-    chain_rows(history, rows, wanted, path=path)
+    chain_rows(history, state[:, 0], rows, wanted, path=path)
     device_path = None if path is None else path.to(DEVICE)
-    chain_rows(history.to(DEVICE), StepRows(*on_gpu(rows)), found, path=device_path)
+    device_rows = StepRows(*on_gpu(rows))
+    chain_rows(history.to(DEVICE), state.to(DEVICE)[:, 0], device_rows, found, path=device_path)
     assert all(map(torch.equal, on_cpu(found), on_cpu(wanted)))

@@ -89,6 +89,8 @@ def test_both_spellings_of_the_norm_before_fc_are_read(name: str) -> None:
         ({"speculators_model_type": "eagle3"}, r"use a head in the format of LlamaForCausalLMEagl"),
         ({IDS: [1, -2, 3]}, r"layer_ids must be a list of layers, counted from 0, got \[1, -2, 3"),
         ({IDS: "all"}, r"layer_ids must be a list of layers, counted from 0, got 'all'"),
+        ({IDS: 0}, r"layer_ids must be a list of layers, counted from 0, got 0"),
+        ({"architectures": 7}, r"architectures must be a list of names, got 7"),
         ({IDS: [1, 2], "num_aux_hidden_states": 3}, r"num_aux_hidden_states must be 2, the number"),
         ({"num_aux_hidden_states": 5}, r"num_aux_hidden_states must be 3 unless eagle_aux.*got 5"),
         (

@@ -18,7 +18,7 @@ from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.eagle_config import EagleConfig, parse_eagle_config, tap_names
-from paceline.models.eagle_head import EagleHead
+from paceline.models.eagle_head import EagleHead, build_eagle_head
 from paceline.models.eagle_loader import load_eagle_head
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource, SourceKind, locate
@@ -213,6 +213,21 @@ def our_chain(case: Case, drafts: int, chunks: list[int]) -> tuple[list[Tensor],
 
 def test_fused_features_are_those_of_transformers_hidden_states(case: Case) -> None:
     assert_close(our_features(case), reference_features(case))
+
+
+def test_taps_that_are_together_as_wide_as_the_head_are_its_feature(target: Target) -> None:
+    layers = {"eagle_aux_hidden_state_layer_ids": [1, 5]}
+    widths = {"hidden_size": 2 * heads.HIDDEN, "target_hidden_size": heads.HIDDEN}
+    head = build_eagle_head(
+        parse_eagle_config(heads.EAGLE3 | widths | {"eagle_config": layers}, "EAGLE3"),
+        target.ours,
+        parallel=Parallel(),
+        device=CPU,
+        dtype=torch.float32,
+        max_positions=64,
+    )
+    low, high = torch.randn(2, 3, heads.HIDDEN)
+    assert torch.equal(head.fuse((low, high)), torch.cat((low, high), dim=1))
 
 
 @pytest.mark.parametrize("chunks", [[FEATURES], [1, 4, 6]], ids=["whole", "chunked"])

@@ -41,6 +41,18 @@ def test_a_truncated_file_is_named(path: Path) -> None:
         open_pickled(path)
 
 
+def test_a_file_whose_bytes_changed_is_named(path: Path) -> None:
+    """Unpickling them reads lengths and texts that were never written."""
+    torch.save({"fc.weight": torch.zeros(500)}, path)
+    content = bytearray(path.read_bytes())
+    begin = content.find(b"data.pkl") + 60
+    for at in range(begin, begin + 60):
+        content[at] ^= 0x5A
+    path.write_bytes(content)
+    with pytest.raises(WeightsError, match=r"pytorch_model\.bin must be a complete file"):
+        open_pickled(path)
+
+
 class Payload:
     """What a hostile file may hold: a call that unpickling would make."""
 

@@ -71,6 +71,11 @@ _PADDING_TESTS = (
     "runner/test_ragged_graphs.py::test_the_guard_refuses_more_tokens_than_the_graph_holds",
     "runner/test_ragged_graphs.py::test_the_guard_keeps_a_row_for_the_tokens_that_are_left_over",
 )
+_PASS_TESTS = (
+    "speculate/test_self_drafting.py",
+    "speculate/test_eagle_state.py",
+    "engine/test_llm_speculative_backends.py::test_drafts_change_no_text_where_the_host_plans",
+)
 _KEY_TESTS = (*_GUARD_TESTS, *_PADDING_TESTS, "runner/test_graph_keys.py")
 
 TARGETS = (
@@ -86,6 +91,23 @@ TARGETS = (
         Killers(_TORCH, ("kernels/test_derive_tree.py",)),
     ),
     Target("kernels/_triton/derive_tree.py", (), Killers((), ("kernels/test_derive_tree.py",))),
+    Target(
+        "kernels/derive_draft.py",
+        ("derive_draft_reference",),
+        Killers((), ("kernels/test_derive_draft.py",)),
+    ),
+    Target("kernels/_triton/derive_draft.py", (), Killers((), ("kernels/test_derive_draft.py",))),
+    Target(
+        "kernels/chain_rows.py",
+        ("chain_rows_reference",),
+        Killers((), ("kernels/test_chain_rows.py",)),
+    ),
+    Target("kernels/_triton/chain_rows.py", (), Killers((), ("kernels/test_chain_rows.py",))),
+    Target(
+        "speculate/draft_passes.py",
+        ("DraftPasses.host_plan", "DraftPasses._advance", "DraftPasses._view"),
+        Killers((), _PASS_TESTS),
+    ),
     Target("runner/derive.py", (), Killers(_TORCH, _DERIVE_TESTS)),
     Target(
         "runner/buffers.py",

@@ -86,6 +86,10 @@ class AcceptanceBand:
     tokens_per_round: float  # measured
     least_tokens_per_round: float  # fewer: something is wrong
 
+    def __post_init__(self) -> None:
+        if not self.prompts or not all(self.prompts) or self.max_tokens < 2 or self.num_steps < 1:
+            raise ValueError("prompts that are empty, fewer than 2 max_tokens, or no steps")
+
     def holds_for(self, num_steps: int) -> bool:
         """Whether drafts of this depth must reach it too."""
         return num_steps >= self.num_steps

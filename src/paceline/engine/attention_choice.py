@@ -166,7 +166,7 @@ def _choose(
     rounds: bool,
     gpu: str,
 ) -> PhaseChoice:
-    asked = options.attention_backend or "auto"
+    asked = "auto" if options.attention_backend is None else options.attention_backend
     try:
         choice = choose(wanted, asked, drafts=drafts, rounds=rounds, phase=phase, gpu=gpu)
     except BackendUnsupported as error:

@@ -14,7 +14,7 @@ from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.options import REJECTION, EngineOptions, engine_options, known
 from paceline.core.parallel import Parallel
-from paceline.engine.acceptance import AcceptanceBand, read_band
+from paceline.engine.acceptance import read_band
 from paceline.engine.attention_choice import one_backend, phase_choices
 from paceline.engine.budget_table import compare
 from paceline.engine.draft_self_test import check_drafter
@@ -134,9 +134,7 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
         turn=overlapped_turn if options.overlap else twin_turn,
         context_len=known(options.max_model_len),
     )
-    band = _band(decided)
-    if band is not None and decided.draft is not None and tokenizer is not None:
-        check_drafter(engine, tokenizer, band, decided.draft, events)
+    _test_drafter(engine, tokenizer, decided, events)
     return Booted(
         engine=engine,
         runner=runner,
@@ -154,13 +152,19 @@ def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
     )
 
 
-def _band(decided: _Decided) -> AcceptanceBand | None:
-    """What the drafter is known to accept; None where nobody knows, or acceptance is forced."""
-    speculation, dummy = decided.speculation, decided.resolution.options.load_format == "dummy"
+def _test_drafter(
+    engine: Engine, tokenizer: Tokenizer | None, decided: _Decided, notify: Notify
+) -> None:
+    """See that the drafter accepts what it is known to, unless nobody knows or it is forced."""
+    speculation, options = decided.speculation, decided.resolution.options
     if speculation is None or speculation.source is None or speculation.forced is not None:
-        return None
+        return
     folder = speculation.source.folder
-    return None if folder is None or dummy else read_band(folder)
+    if folder is None or tokenizer is None or options.load_format == "dummy":
+        return
+    band, context_len = read_band(folder), known(options.max_model_len)
+    if band is not None:
+        check_drafter(engine, tokenizer, band, speculation.shape, notify, context_len=context_len)
 
 
 def _decide(asked: Mapping[str, object]) -> _Decided:

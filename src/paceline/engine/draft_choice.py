@@ -49,7 +49,7 @@ def choose_drafter(options: EngineOptions, source: ModelSource, *, weights: bool
             raise _bad_path(expected, "none", remedy)
         path = BUNDLED
         chosen["speculative_draft_model_path"] = (path, "the bundled model's own head")
-    found = _find(path, options, head=algorithm != "STANDALONE", weights=weights)
+    found = _find(path, head=algorithm != "STANDALONE", weights=weights)
     if algorithm is None:
         algorithm, why = _told_by(found)
         chosen["speculative_algorithm"] = (algorithm, why)
@@ -107,7 +107,7 @@ def _own_head(options: EngineOptions, source: ModelSource) -> Drafter | None:
         "speculative_algorithm": ("EAGLE3", why),
         "speculative_draft_model_path": (BUNDLED, why),
     }
-    head = _find(BUNDLED, options, head=True, weights=True)
+    head = _find(BUNDLED, head=True, weights=True)
     return Drafter(algorithm="EAGLE3", source=head, chosen=chosen)
 
 
@@ -117,8 +117,8 @@ def _holds_drafts(options: EngineOptions) -> bool:
     return tokens is None or tokens >= rows * (USUAL_STEPS["EAGLE3"] + 1)
 
 
-def _find(path: str, options: EngineOptions, *, head: bool, weights: bool) -> ModelSource:
-    """The draft model; head: 'bundled' means the bundled head."""
+def _find(path: str, *, head: bool, weights: bool) -> ModelSource:
+    """The draft model; head: 'bundled' means the bundled head; weights: a shape is not enough."""
     try:
         if path == BUNDLED and head:
             source = replace(locate(str(BUNDLED_HEAD)), name=f"{BUNDLED}/{BUNDLED_HEAD.name}")
@@ -126,7 +126,7 @@ def _find(path: str, options: EngineOptions, *, head: bool, weights: bool) -> Mo
             source = locate(path, weights=weights, is_draft=True)
     except ModelError as error:
         raise ModelError(f"--speculative-draft-model-path {path}: {error}") from error
-    if source.folder is None and options.load_format != "dummy":
+    if source.folder is None and weights:
         remedy = "add --load-format dummy, or name a folder or a hub id"
         raise _bad_path("a draft model with weights", f"{path}, a shape", remedy)
     return source

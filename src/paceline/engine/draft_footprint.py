@@ -34,7 +34,8 @@ def draft_workspace_bytes(speculation: Speculation | None, limits: StepLimits, e
     candidates = limits.rows * shape.num_candidates * _CANDIDATE_BYTES
     tables = 1 if model.rope_local is None else 2
     rope = tables * limits.length * model.rotary_dim * 4
-    return features + passes + candidates + rope
+    ids = 8 * speculation.vocab_size  # a head's d2t
+    return features + passes + candidates + rope + ids
 
 
 def draft_step_bytes(speculation: Speculation | None, limits: StepLimits, element: int) -> int:

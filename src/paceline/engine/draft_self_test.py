@@ -15,18 +15,27 @@ BELOW_BAND = "draft_below_band"  # reason code
 
 
 def check_drafter(
-    engine: Engine, tokenizer: Tokenizer, band: AcceptanceBand, shape: DraftShape, notify: Notify
+    engine: Engine,
+    tokenizer: Tokenizer,
+    band: AcceptanceBand,
+    shape: DraftShape,
+    notify: Notify,
+    *,
+    context_len: int,
 ) -> None:
     """Run the band's prompts; below the band, say so and go on without drafts.
 
-    Leaves nothing behind but what the prefix cache holds.
+    Tells nothing where drafts are shallower than the band's, or where its answers do not fit into
+    context_len tokens.  Leaves nothing behind but what the prefix cache holds.
     """
-    if not band.holds_for(shape.num_steps):
+    prompts = [tokenizer.encode(prompt) for prompt in band.prompts]
+    longest = max(map(len, prompts)) + band.max_tokens
+    if not band.holds_for(shape.num_steps) or longest > context_len:
         return
     params = SamplingParams(temperature=0.0, max_tokens=band.max_tokens, seed=0)
     trackers = [
-        engine.add(f"draft-self-test-{index}", tokenizer.encode(prompt), params)
-        for index, prompt in enumerate(band.prompts)
+        engine.add(f"draft-self-test-{index}", prompt, params)
+        for index, prompt in enumerate(prompts)
     ]
     while not all(tracker.is_finished for tracker in trackers):
         engine.step()

@@ -53,7 +53,7 @@ class EagleConfig:
 
     @property
     def fuses_taps(self) -> bool:
-        """Whether fc makes a feature from the taps; else the one tap is the feature."""
+        """Whether fc makes a feature from the taps; else they are it, side by side."""
         return self.version == 3 and self.tap_width != self.hidden_size
 
 
@@ -126,11 +126,13 @@ def _read_taps(fields: Fields) -> tuple[tuple[int, ...] | None, int]:
         if ids:
             inner.fail(_IDS, "absent where use_aux_hidden_state is false", ids)
         return None, 1
+    if ids is not None and not isinstance(ids, list):
+        fields.fail(_IDS, "a list of layers, counted from 0", ids)
     if not ids:
         if given not in (None, _DEFAULT_TAPS):
             fields.fail("num_aux_hidden_states", f"{_DEFAULT_TAPS} unless {_IDS} are given", given)
         return None, _DEFAULT_TAPS
-    if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
+    if any(type(i) is not int or i < 0 for i in ids):
         fields.fail(_IDS, "a list of layers, counted from 0", ids)
     if given not in (None, len(ids)):
         fields.fail("num_aux_hidden_states", f"{len(ids)}, the number of {_IDS}", given)
@@ -141,7 +143,10 @@ def _refuse_others(fields: Fields, algorithm: Algorithm) -> None:
     """Raise for a head of the other algorithm, or of a format that is not read."""
     for name in ("transformer_layer_config", "speculators_model_type"):
         fields.refuse(name, "use a head in the format of LlamaForCausalLMEagle3")
-    architectures = [str(name) for name in fields.get("architectures") or []]
+    architectures = fields.get("architectures") or []
+    if not isinstance(architectures, list):
+        fields.fail("architectures", "a list of names", architectures)
+    architectures = [str(name) for name in architectures]
     is_eagle3 = fields.get("draft_vocab_size") is not None or any(
         "eagle3" in name.lower() for name in architectures
     )

@@ -87,7 +87,7 @@ class EagleHead(nn.Module):
         """
         assert len(taps) == self.config.num_taps, (len(taps), self.config.num_taps)
         if self.fusion is None:
-            return taps[0]
+            return taps[0] if len(taps) == 1 else torch.cat(tuple(taps), dim=-1)
         fused: Tensor = self.fusion(taps)
         return fused
 

@@ -73,6 +73,7 @@ def observe(parts: Parts, view: StepView, taps: tuple[Tensor, ...]) -> None:
     next_ids = torch.empty_like(view.positions)
     chain_rows(
         parts.table.token_ids,
+        parts.table.kv_committed,
         StepRows(view.row_ids, view.req_ids, view.positions),
         ChainRows(next_ids, None),
     )

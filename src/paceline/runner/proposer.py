@@ -59,7 +59,8 @@ class Observed:
     """What a step of the target computed, after its commit."""
 
     view: StepView  # the step's rows, of each request in the order of its tokens: a causal chain
-    next_ids: Tensor  # [padded_tokens]  int64  the token behind each row: the prompt's, or sampled
+    next_ids: Tensor  # [padded_tokens]  int64  the token behind each row: the prompt's, or sampled;
+    # behind the last accepted row the newest token
     last: Tensor  # [padded_reqs]  int64  row of the step: the last accepted of each request
     taps: tuple[Tensor, ...]  # of [padded_tokens, hidden], in the order of `Proposer.taps`
 

@@ -174,6 +174,7 @@ class RoundProgram:
         tap_rows = torch.empty_like(chain.positions) if has_tree else None
         chain_rows(
             self._parts.table.token_ids,
+            self._parts.table.kv_committed,
             StepRows(chain.row_ids, chain.req_ids, chain.positions),
             ChainRows(next_ids, tap_rows),
             path=accepted.path if has_tree else None,

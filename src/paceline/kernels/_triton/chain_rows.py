@@ -13,12 +13,14 @@ _BLOCK = 128  # tokens of a program
 @triton.jit
 def _chain_rows_kernel(
     history_ptr,  # [table rows, max_tokens] int32
+    kv_committed_ptr,  # [table rows] int32
     row_ids_ptr,  # [padded_reqs] int64
     req_ids_ptr,  # [padded_tokens] int64
     positions_ptr,  # [padded_tokens] int64
     path_ptr,  # [padded_reqs, max_path] int64, used when HAS_PATH
     next_ids_ptr,  # [padded_tokens] int64
     tap_rows_ptr,  # [padded_tokens] int64, used when HAS_PATH
+    stride_kv_committed,
     max_tokens,
     num_tokens,
     rows,  # of a request, used when HAS_PATH
@@ -34,7 +36,8 @@ def _chain_rows_kernel(
     req_ids = tl.load(req_ids_ptr + tokens, mask=mask, other=0)
     row_ids = tl.load(row_ids_ptr + req_ids, mask=mask, other=0)
     behind = tl.load(positions_ptr + tokens, mask=mask, other=0) + 1
-    places = row_ids * max_tokens + tl.minimum(behind, max_tokens - 1)
+    newest = tl.load(kv_committed_ptr + row_ids * stride_kv_committed, mask=mask, other=0)
+    places = row_ids * max_tokens + tl.minimum(behind, newest.to(tl.int64))
     ids = tl.load(history_ptr + places, mask=mask, other=0)
     tl.store(next_ids_ptr + tokens, ids.to(tl.int64), mask=mask)
     if HAS_PATH:
@@ -46,7 +49,7 @@ def _chain_rows_kernel(
 
 
 def launch_chain_rows(
-    history: Tensor, rows: StepRows, out: ChainRows, *, path: Tensor | None
+    history: Tensor, kv_committed: Tensor, rows: StepRows, out: ChainRows, *, path: Tensor | None
 ) -> None:
     """One program per block of tokens."""
     num_tokens = rows.positions.shape[0]
@@ -54,10 +57,12 @@ def launch_chain_rows(
     reqs, max_path = (1, 1) if path is None else path.shape
     _chain_rows_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
         history,
+        kv_committed,
         *rows,
         stand_in if path is None else path,
         out.next_ids,
         stand_in if out.tap_rows is None else out.tap_rows,
+        kv_committed.stride(0),
         history.shape[1],
         num_tokens,
         num_tokens // reqs,

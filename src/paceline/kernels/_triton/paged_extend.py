@@ -433,7 +433,7 @@ def launch_paged_extend(
         splits,
         MASK=mask,
         WINDOW=window,
-        NODES=block_nodes(max_extend_len),
+        NODES=block_nodes(max_extend_len) if mask == "tree" else None,
         SOFT_CAP=soft_cap,
         PREFIX_ONLY=prefix_only,
         GROUP=group,

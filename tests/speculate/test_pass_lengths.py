@@ -1,0 +1,75 @@
+"""A draft pass has the lengths on the device that the host planned it with."""
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+from host_planned_backend import HostPlannedBackend
+from rounds import ROWS, prefilled
+from tiny_drafters import CHAIN, TREE, eagle3, standalone
+from tiny_runner import TinyModel
+from torch import Tensor
+
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.contract import (
+    AttentionBackend,
+    Capabilities,
+    LayerCache,
+    Limits,
+    Part,
+    StepView,
+)
+from paceline.core.draft_shape import DraftShape
+from paceline.core.step import Step
+
+
+class PlannedTwice(AttentionBackend):
+    """The torch backend; compares what the host planned for a pass with the device's view of it."""
+
+    name: ClassVar[str] = "planned-twice"
+    capabilities: ClassVar[Capabilities] = replace(TorchBackend.capabilities, host_plan=True)
+
+    def __init__(self) -> None:
+        self.steps: dict[int, Step] = {}  # by the buffers of a pass
+        self.compared = 0
+        self._inner = TorchBackend()
+
+    def make_buffers(self, limits: Limits) -> list[Any]:
+        return [self._inner.make_buffers(limits)]  # an object per pass
+
+    def host_plan(self, step: Step, buffers: Any) -> None:
+        self.steps[id(buffers)] = step
+
+    def plan(self, view: StepView, buffers: Any) -> Any:
+        step = self.steps.pop(id(buffers))
+        extends, tokens = step.layout.extend_lens, step.layout.num_tokens
+        assert view.prefix_lens.tolist() == list(step.prefix_lens_bound)
+        assert view.extend_lens.tolist() == list(extends)
+        assert view.kv_lens.tolist() == list(step.kv_lens_bound)
+        assert view.cu_seqlens_q.tolist() == [sum(extends[:n]) for n in range(len(extends) + 1)]
+        assert view.positions.shape == view.req_ids.shape == view.input_ids.shape == (tokens,)
+        assert view.mask is step.mask
+        self.compared += 1
+        return self._inner.plan(view, buffers[0])
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Any, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._inner.forward(q, k, v, layer, plan, part)
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("drafter", [eagle3, standalone])
+def test_the_host_plans_each_pass_with_the_lengths_it_has(
+    tiny: TinyModel, drafter: Any, shape: DraftShape
+) -> None:
+    """Rounds of one and of three requests, both padded: a padded row does not advance."""
+    backend = PlannedTwice()
+    make = drafter(tiny, shape, backend=backend)
+    requests = prefilled(tiny, shape, make, backend=HostPlannedBackend())
+    before = backend.compared
+    requests.driver.rounds(ROWS, 2)
+    requests.driver.rounds(ROWS[:1], 1)
+    passes = shape.num_steps + (drafter is standalone)
+    assert backend.compared == before + 3 * passes
+    assert not backend.steps, "a pass was planned on the host and never run"
