@@ -21,12 +21,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.core.errors import IntegrityError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.bench_latency import random_prompts
 from paceline.engine.llm import LLM
 from paceline.engine.machine import local_device, versions
-from profile_decode import idle_line, kernel_rows, kernels_of
+from profile_decode import idle_line, kernel_rows, kernels_of, require_steady
 from profile_table import Kernel, idle, own_times
 
 ROUNDS = 20
@@ -77,15 +76,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--input-len", type=int, default=1024)
     return parser.parse_args()
-
-
-def require_steady(llm: LLM, args: argparse.Namespace) -> None:
-    """Raises IntegrityError when two greedy runs of one prompt differ."""
-    prompt = random_prompts(1, args.input_len, llm.report()["vocab_size"], seed=0)
-    params = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
-    first, again = (llm.generate(prompt, params)[0].outputs[0].token_ids for _ in range(2))
-    if first != again:
-        raise IntegrityError("two greedy runs of one prompt differ; do not trust this profile")
 
 
 def profile_rounds(llm: LLM, args: argparse.Namespace) -> tuple[list[Kernel], int]:

@@ -39,6 +39,8 @@ DRAFTERS: tuple[dict[str, Any], ...] = (
     {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "bundled"},
     {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2},
 )
+TURNS_PER_ROUND = 20  # and LEAST_TURNS: more mean that nothing goes on
+LEAST_TURNS = 10_000
 Request = tuple[list[int], SamplingParams]
 
 
@@ -140,7 +142,15 @@ def run_traffic(
     requests = random_requests(llm, source)
     live: dict[Tracker, Request] = {}
     ended: list[tuple[Request, RequestOutput]] = []
+    turns = 0
     while live or tally.rounds < rounds:
+        turns += 1
+        if turns > LEAST_TURNS + TURNS_PER_ROUND * rounds:
+            tally.failed.append(
+                f"{tally.drafter}: {tally.rounds} of {rounds} rounds and {len(live)} requests left "
+                f"after {turns} turns: it hangs, or does not draft"
+            )
+            return ended
         if tally.rounds < rounds and len(live) < MAX_REQUESTS and source.random() < 0.4:
             request = next(requests)
             (tracker,) = llm.submit([request[0]], request[1])
@@ -198,6 +208,9 @@ def random_requests(llm: LLM, source: random.Random) -> Iterator[Request]:
 
 def compare(plain: LLM, ended: list[tuple[Request, RequestOutput]], tally: Tally) -> None:
     """Against plain decoding; a text may part at a tie, which the prover judges."""
+    if not ended:
+        tally.failed.append(f"{tally.drafter}: no request ended, so none was compared")
+        return
     answers = plain.generate(
         [prompt for (prompt, _), _ in ended], [params for (_, params), _ in ended]
     )

@@ -47,8 +47,8 @@ def test_every_field_is_an_option_with_help_and_unique_flags():
             {"speculative_eagle_topk": 0},
             "speculative_eagle_topk must be from 1 to 16, got 0; set --speculative-eagle-topk",
         ),
-        ({"speculative_num_draft_tokens": 1}, "must be at least 2 tokens, got 1"),
-        ({"speculative_num_steps": 0}, "speculative_num_steps must be at least 1 tokens, got 0"),
+        ({"speculative_num_draft_tokens": 1}, "must be from 2 to 256 tokens, got 1"),
+        ({"speculative_num_steps": 0}, "speculative_num_steps must be from 1 to 64 tokens, got 0"),
         ({"speculative_acceptance": "typical"}, "one of sample_and_match, rejection, got"),
         (
             {"force_accept_len": 0.9},

@@ -14,6 +14,7 @@ from paceline.engine.bench_speculative import SpeculativeShape, bench_speculativ
 from paceline.engine.llm import LLM
 from paceline.engine.paired_runs import speed_up
 from paceline.engine.prompt_set import NamedPrompt, read_prompts
+from paceline.engine.speculation import FORCED
 from paceline.runner.round_program import RoundProgram
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
@@ -77,6 +78,12 @@ def test_forced_acceptance_is_named_in_every_line_and_compares_no_text(checkpoin
     lines = table(document).splitlines()
     assert all(line.startswith("FORCED to 2 tokens per round: ") for line in lines)
     assert lines[-1].endswith("texts are wrong and were not compared")
+
+
+def test_an_engine_of_forced_acceptance_says_so(checkpoint):
+    with LLM(**asked(checkpoint, force_accept_len=2.0)) as llm:
+        told = {event["reason"]: event["detail"] for event in llm.report()["events"]}
+    assert told[FORCED].startswith("FORCED to 2 tokens per round: ")
 
 
 def test_no_speed_up_is_told_of_a_wrong_text(checkpoint, monkeypatch):

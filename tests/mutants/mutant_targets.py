@@ -72,6 +72,7 @@ _PADDING_TESTS = (
     "runner/test_ragged_graphs.py::test_the_guard_keeps_a_row_for_the_tokens_that_are_left_over",
 )
 _PASS_TESTS = (
+    "speculate/test_pass_lengths.py",
     "speculate/test_self_drafting.py",
     "speculate/test_eagle_state.py",
     "engine/test_llm_speculative_backends.py::test_drafts_change_no_text_where_the_host_plans",

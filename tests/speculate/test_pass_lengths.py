@@ -20,7 +20,9 @@ from paceline.attention.contract import (
     StepView,
 )
 from paceline.core.draft_shape import DraftShape
-from paceline.core.step import Step
+from paceline.core.modes import ForwardMode
+from paceline.core.padding import PAD_PREFIX_LEN
+from paceline.core.step import Step, padded_step
 
 
 class PlannedTwice(AttentionBackend):
@@ -63,13 +65,27 @@ class PlannedTwice(AttentionBackend):
 def test_the_host_plans_each_pass_with_the_lengths_it_has(
     tiny: TinyModel, drafter: Any, shape: DraftShape
 ) -> None:
-    """Rounds of one and of three requests, both padded: a padded row does not advance."""
     backend = PlannedTwice()
     make = drafter(tiny, shape, backend=backend)
-    requests = prefilled(tiny, shape, make, backend=HostPlannedBackend())
+    driver = prefilled(tiny, shape, make, backend=HostPlannedBackend()).driver
     before = backend.compared
-    requests.driver.rounds(ROWS, 2)
-    requests.driver.rounds(ROWS[:1], 1)
+    driver.rounds(ROWS, 2)
+    driver.rounds(ROWS[:1], 1)
     passes = shape.num_steps + (drafter is standalone)
     assert backend.compared == before + 3 * passes
     assert not backend.steps, "a pass was planned on the host and never run"
+
+
+def test_a_padded_row_does_not_advance(tiny: TinyModel) -> None:
+    backend = PlannedTwice()
+    make = standalone(tiny, CHAIN, backend=backend)
+    driver = prefilled(tiny, CHAIN, make, backend=HostPlannedBackend()).driver
+    rows = CHAIN.num_draft_tokens
+    step = driver.make_step({2: rows}, mode=ForwardMode.TARGET_VERIFY)
+    drafted = replace(step, layout=replace(step.layout, drafts=CHAIN.mask))
+    driver.parts.proposer.host_plan(padded_step(drafted, (rows, rows)))
+    (prefix,) = step.prefix_lens_bound
+    planned = sorted(own.prefix_lens_bound for own in backend.steps.values())
+    pads = (PAD_PREFIX_LEN,) * 2
+    # Observed: all rows at once, from the prefix on; then the passes, one behind another.
+    assert planned == sorted((prefix + ahead, *pads) for ahead in (0, 0, 1, 2))

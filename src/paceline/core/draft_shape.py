@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from paceline.core.errors import ConfigError, message
 from paceline.core.modes import MaskKind
 
+# A kernel holds all rows of a request's tree at once, and each row's path.
+MOST_STEPS = 64
+MOST_BRANCHES = 16
+MOST_DRAFT_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftShape:
@@ -15,9 +20,9 @@ class DraftShape:
     num_draft_tokens: int  # rows verified per request, the root included
 
     def __post_init__(self) -> None:
-        _at_least("speculative_num_steps", self.num_steps, 1)
-        _at_least("speculative_eagle_topk", self.topk, 1)
-        _at_least("speculative_num_draft_tokens", self.num_draft_tokens, 2)
+        _within("speculative_num_steps", self.num_steps, 1, MOST_STEPS)
+        _within("speculative_eagle_topk", self.topk, 1, MOST_BRANCHES)
+        _within("speculative_num_draft_tokens", self.num_draft_tokens, 2, MOST_DRAFT_TOKENS)
         if self.is_chain and self.num_draft_tokens != self.num_steps + 1:
             raise ConfigError(
                 message(
@@ -69,13 +74,13 @@ class DraftShape:
         return max(self.num_draft_tokens, 1 + self.topk * (self.num_steps - 1))
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
+def _within(name: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
         raise ConfigError(
             message(
                 name,
-                expected=f"at least {least}",
+                expected=f"from {least} to {most}",
                 got=value,
-                remedy=f"raise --{name.replace('_', '-')}",
+                remedy=f"{'raise' if value < least else 'lower'} --{name.replace('_', '-')}",
             )
         )

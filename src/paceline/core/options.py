@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from paceline.core.draft_shape import MOST_BRANCHES, MOST_DRAFT_TOKENS, MOST_STEPS
 from paceline.core.errors import ConfigError, message
 from paceline.core.option_spec import check, option, spec_of, unaliased
 from paceline.core.sampling_params import SEED_LIMIT
@@ -21,7 +22,6 @@ LOAD_FORMATS = ("auto", "dummy")
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
 OFF = "off"
 SAMPLE_AND_MATCH, REJECTION = "sample_and_match", "rejection"
-MOST_BRANCHES = 16  # drafts behind one, which the kernels of drafting find at once
 T = TypeVar("T")
 
 
@@ -184,6 +184,7 @@ class EngineOptions:
         "--speculative-num-steps",
         unit="tokens",
         low=1,
+        high=MOST_STEPS,
     )
     speculative_eagle_topk: int | None = option(
         None,
@@ -200,6 +201,7 @@ class EngineOptions:
         "--speculative-num-draft-tokens",
         unit="tokens",
         low=2,
+        high=MOST_DRAFT_TOKENS,
     )
     speculative_acceptance: str = option(
         SAMPLE_AND_MATCH,

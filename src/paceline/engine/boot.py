@@ -234,6 +234,8 @@ def _build(model: CausalLM, decided: _Decided, knobs: Knobs, notify: Notify) -> 
             seed=options.seed,
         )
         proposer = make_proposer(decided.speculation, model, facts)
+        if decided.speculation.caution is not None:
+            notify(decided.speculation.caution)
     return build_runner(
         model,
         decided.config,

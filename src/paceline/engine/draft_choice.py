@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import MOST_DRAFT_TOKENS, DraftShape
 from paceline.core.errors import ConfigError, ModelError, message
 from paceline.core.option_spec import spec_of
 from paceline.core.options import OFF, EngineOptions
@@ -76,7 +76,8 @@ def _tokens_of(algorithm: str, steps: int, topk: int) -> tuple[int, str]:
     if topk == 1:
         return steps + 1, "the chain and its root"
     if algorithm == "NGRAM":
-        return 1 + topk * steps, "a root, and a whole chain for each of topk"
+        tokens = min(1 + topk * steps, MOST_DRAFT_TOKENS)
+        return tokens, "a root, and a chain for each of topk"
     # Beyond twice the width, one more node is accepted in few rounds and costs a row in all.
     candidates = topk + (steps - 1) * topk**2
     return min(max(2 * topk, steps + 1), candidates + 1), "twice the width, at least a whole path"

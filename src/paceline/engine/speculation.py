@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ModelError
+from paceline.core.events import Event
 from paceline.core.model_config import (
     CacheGroupSpec,
     ModelConfig,
@@ -43,6 +44,7 @@ from paceline.models.size import eagle_weights_bytes, weights_bytes
 
 _HEADS: dict[str, Algorithm] = {"EAGLE": "EAGLE", "EAGLE3": "EAGLE3"}
 _DRAFTING = ("speculative_", "force_accept_len")  # how the names of its options begin
+FORCED = "forced_acceptance"  # reason code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,14 @@ class Speculation:
         if self.shape.is_chain:
             return self.shape.num_draft_tokens
         return max(self.shape.num_draft_tokens, self.shape.reach)
+
+    @property
+    def caution(self) -> Event | None:
+        """What a reader of its texts must know."""
+        if self.forced is None:
+            return None
+        detail = f"FORCED to {self.forced:g} tokens per round: every text that is drafted is WRONG"
+        return Event(FORCED, detail)
 
     def groups(self, page_size: int) -> tuple[CacheGroupSpec, ...]:
         """The drafter's cache groups, which stand behind the target's."""
