@@ -49,6 +49,16 @@ def test_generate_json_ends_with_one_document_that_fits_its_schema():
     assert document["finish_reason"] == "length"
 
 
+def test_generate_says_that_acceptance_was_forced():
+    words = ("generate", "--prompt", "hi", "--max-tokens", "2", "--force-accept-len", "2")
+    document = json.loads(run(*words, "--json", engine=FakeEngine()).stdout.splitlines()[-1])
+    validate(document, "generate")
+    assert document["forced_tokens_per_round"] == 2.0
+    assert "FORCED: the text is wrong" in run(*words, engine=FakeEngine()).stderr
+    plain = run("generate", "--prompt", "hi", "--json", engine=FakeEngine())
+    assert "forced" not in plain.stdout + plain.stderr
+
+
 def test_a_schema_refuses_a_document_with_a_missing_field():
     document = json.loads(run("generate", "--prompt", "x", "--json", engine=FakeEngine()).stdout)
     del document["metrics"]["ttft_s"]

@@ -160,6 +160,8 @@ def test_a_context_too_short_for_the_band_is_served_without_the_test_at_boot(its
         "{",
         '{"prompts": []}',
         '{"prompts": 3, "max_tokens": 1}',
+        '{"prompts": "def f(x):", "max_tokens": 9, "num_steps": 3, "tokens_per_round": 2, '
+        '"least_tokens_per_round": 1}',
         '{"prompts": [], "max_tokens": 9, "num_steps": 3, "tokens_per_round": 2, '
         '"least_tokens_per_round": 1}',
         '{"prompts": ["x"], "max_tokens": 0, "num_steps": 3, "tokens_per_round": 2, '

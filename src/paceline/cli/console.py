@@ -28,10 +28,11 @@ def print_stream(stream: Any) -> Any:
     return snapshot
 
 
-def rate_line(metrics: Any) -> str:
-    """How long it took, for people."""
+def rate_line(metrics: Any, *, forced: bool = False) -> str:
+    """How long it took, for people; forced: acceptance was, so that the text is wrong."""
     rate = "-" if metrics.decode_tok_s is None else f"{metrics.decode_tok_s:.1f}"
     wait = "-" if metrics.ttft_s is None else f"{1e3 * metrics.ttft_s:.0f}"
     per_round = metrics.tokens_per_round
     drafts = "" if per_round is None else f", {per_round:.2f} tokens per round"
+    drafts += " (FORCED: the text is wrong)" if forced else ""
     return f"{metrics.output_tokens} tokens, {rate} tokens/s, first after {wait} ms{drafts}"

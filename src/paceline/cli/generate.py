@@ -61,10 +61,12 @@ def _generate(llm: Any, values: dict[str, Any]) -> None:
     )
     if values["as_json"]:
         output = llm.generate([values["prompt"]], params)[0]
-        click.echo(json.dumps(output.as_document()))
+        forced = values["force_accept_len"]
+        told = {} if forced is None else {"forced_tokens_per_round": forced}
+        click.echo(json.dumps(output.as_document() | told))
     elif params.n > 1:
         output = llm.generate([values["prompt"]], params)[0]
-        _print_all(output, values["prompt"] if values["echo"] else "")
+        _print_all(output, values)
     else:
         if values["echo"]:
             click.echo(values["prompt"], nl=False)
@@ -76,14 +78,15 @@ def _generate(llm: Any, values: dict[str, Any]) -> None:
 
 def _print_one(llm: Any, stream: Any, values: dict[str, Any]) -> Any:
     """Print a completion as it comes; returns the last snapshot."""
+    forced = values["force_accept_len"] is not None
     if not values["show_draft"]:
         output = print_stream(stream)
-        click.echo(rate_line(output.metrics), err=True)
+        click.echo(rate_line(output.metrics, forced=forced), err=True)
         return output
     from paceline.cli.draft_stream import draft_line, print_drafted
 
     output = print_drafted(stream, llm.tokenizer, has_colour=sys.stdout.isatty())
-    click.echo(rate_line(output.metrics), err=True)
+    click.echo(rate_line(output.metrics, forced=forced), err=True)
     click.echo(draft_line(output.metrics), err=True)
     return output
 
@@ -98,9 +101,11 @@ def _extra_args(text: str | None) -> Any:
         )
 
 
-def _print_all(output: Any, echoed: str) -> None:
+def _print_all(output: Any, values: dict[str, Any]) -> None:
     """Several completions, each on its own."""
+    echoed = values["prompt"] if values["echo"] else ""
     for completion in output.outputs:
         click.echo(f"completion {completion.index}", err=True)
         click.echo(echoed + completion.text)
-    click.echo(rate_line(output.metrics), err=True)
+    forced = values["force_accept_len"] is not None
+    click.echo(rate_line(output.metrics, forced=forced), err=True)

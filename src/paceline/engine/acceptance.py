@@ -102,8 +102,11 @@ def read_band(folder: Path) -> AcceptanceBand | None:
         return None
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
+        prompts = document["prompts"]
+        if not isinstance(prompts, list):
+            raise TypeError(f"prompts are {type(prompts).__name__}, no list")
         return AcceptanceBand(
-            prompts=tuple(str(text) for text in document["prompts"]),
+            prompts=tuple(str(text) for text in prompts),
             max_tokens=int(document["max_tokens"]),
             num_steps=int(document["num_steps"]),
             tokens_per_round=float(document["tokens_per_round"]),
