@@ -32,6 +32,7 @@ _OPTIONS = (
     "--capture=no",
     f"--rootdir={ROOT}",
     "-pno:cacheprovider",
+    "-pno:unraisableexception",  # what the parent left uncollected is not the case's fault
     "-otimeout=0",  # a child has its own
     "-Wignore:Module already imported",  # before the fork
 )

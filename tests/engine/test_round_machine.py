@@ -17,7 +17,7 @@ SHORT = DraftShape(num_steps=1, topk=1, num_draft_tokens=2)
 TREE = DraftShape(num_steps=2, topk=2, num_draft_tokens=5)
 DEEP = DraftShape(num_steps=4, topk=3, num_draft_tokens=6)  # drafting reaches beyond verification
 LEAST = {"rounds": 3000, "accepted drafts": 3000, "preemptions": 100, "evictions": 300}
-LEAST |= {"round waits": 100, "aborts while sharing": 50, "scored prompts": 100, "siblings": 100}
+LEAST |= {"round waits": 30, "aborts while sharing": 50, "scored prompts": 100, "siblings": 100}
 
 
 class RoundMachine(SchedulerMachine):
