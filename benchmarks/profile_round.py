@@ -30,11 +30,12 @@ from profile_table import Kernel, idle, own_times
 
 ROUNDS = 20
 LISTED = 40  # kernels
-# Each segment ends with the last kernel of its pattern; what follows the last of them is observed.
+# Each segment ends with the last kernel of its pattern, and verification where acceptance begins;
+# what follows the last of them is observed.
 SEGMENTS = (
     ("derive", r"^_derive_kernel"),
-    ("propose", r"draft_topk|select_tree|ngram|_merge_drafts"),
-    ("verify", r"_greedy|_merge_greedy|argmax"),
+    ("propose", r"draft_topk|select_tree|ngram"),
+    ("verify", None),
     ("accept", r"accept|compact_kv"),
 )
 
@@ -112,11 +113,11 @@ def segment_rows(rounds: Sequence[Sequence[Kernel]]) -> list[dict[str, Any]]:
         times, names, start = own_times(kernels), [kernel.name for kernel in kernels], 0
         accept = next((i for i, name in enumerate(names) if re.search(r"accept", name)), len(names))
         for segment, pattern in SEGMENTS:
-            limit = accept if segment in ("propose", "verify") else len(names)
-            found = [i for i in range(limit) if re.search(pattern, names[i])]
-            stop = max(start, found[-1] + 1) if found else start
-            if segment == "verify":
-                stop = accept
+            stop = accept
+            if pattern is not None:
+                limit = accept if segment == "propose" else len(names)
+                found = [i for i in range(limit) if re.search(pattern, names[i])]
+                stop = max(start, found[-1] + 1) if found else start
             calls[segment] += stop - start
             micros[segment].append(sum(times[start:stop]))
             start = stop

@@ -30,7 +30,7 @@ from paceline.engine.resolution import Resolution
 from paceline.engine.resolve import resolve
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.engine.speculation import Speculation, plan_speculation
+from paceline.engine.speculation import Speculation, all_groups, plan_speculation
 from paceline.engine.target import find_target
 from paceline.engine.tokenizer import Tokenizer
 from paceline.kvcache.manager import CacheManager
@@ -106,8 +106,7 @@ class _Decided:
     def groups(self) -> tuple[CacheGroupSpec, ...]:
         """The target's cache groups, and the drafter's behind them."""
         page_size = known(self.resolution.options.page_size)
-        own = () if self.speculation is None else self.speculation.groups(page_size)
-        return cache_group_specs(self.config, page_size) + own
+        return all_groups(self.config, page_size, self.speculation)
 
 
 def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:

@@ -21,6 +21,8 @@ from paceline.speculate.drafting import DraftRun, propose
 class EagleProposer(Proposer):
     """Owns the recurrent feature of every request: [table rows, hidden]."""
 
+    model: EagleHead
+
     def __init__(
         self,
         name: str,
@@ -37,7 +39,6 @@ class EagleProposer(Proposer):
         self.taps = taps
         self.pools = cache.pools
         self.model = head
-        self._head = head
         self._cache = cache
         self._passes = passes
         self._features = torch.zeros(
@@ -46,15 +47,15 @@ class EagleProposer(Proposer):
 
     def propose(self, state: RoundState) -> DraftTree:
         """First drafts from the kept feature, then num_steps - 1 passes of the head."""
-        run = _EagleRun(self._head, self._passes, state, self._features, self.shape)
+        run = _EagleRun(self.model, self._passes, state, self._features, self.shape)
         return propose(run, state, self.shape)
 
     def observe(self, observed: Observed) -> None:
         """Run the head over what the target computed, and keep its last output of each request."""
         view = self._cache.own_view(observed.view)
         context = self._cache.context(view, OBSERVE_PASS)
-        fused = self._head.fuse(observed.taps)
-        features = self._head(observed.next_ids, view.positions, fused, context)
+        fused = self.model.fuse(observed.taps)
+        features = self.model(observed.next_ids, view.positions, fused, context)
         kept = features.index_select(0, observed.last)
         self._features.index_copy_(0, view.row_ids, kept)
 

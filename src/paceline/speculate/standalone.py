@@ -23,6 +23,7 @@ class StandaloneProposer(Proposer):
 
     name = "STANDALONE"
     taps = ()
+    model: CausalLM
 
     def __init__(
         self, shape: DraftShape, model: CausalLM, *, cache: DraftCache, passes: DraftPasses
@@ -30,20 +31,19 @@ class StandaloneProposer(Proposer):
         self.shape = shape
         self.pools = cache.pools
         self.model = model
-        self._model = model
         self._cache = cache
         self._passes = passes
 
     def propose(self, state: RoundState) -> DraftTree:
         """num_steps passes, the first over the roots."""
-        run = _StandaloneRun(self._model, self._passes, state, self.shape)
+        run = _StandaloneRun(self.model, self._passes, state, self.shape)
         return propose(run, state, self.shape)
 
     def observe(self, observed: Observed) -> None:
         """Write the KV of what the target computed."""
         view = self._cache.own_view(observed.view)
         context = self._cache.context(view, OBSERVE_PASS)
-        self._model(view.input_ids, view.positions, context)
+        self.model(view.input_ids, view.positions, context)
 
     def host_plan(self, step: Step) -> None:
         """Every pass of the step."""
