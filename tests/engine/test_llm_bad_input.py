@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from llm_cases import (
     CONTEXT,
     GREEDY,
@@ -54,29 +56,34 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
 
 
 ID_RULE = f"an integer from 0 to {VOCAB - 1}"
-PROMPT_RULE = "must be text or a sequence of token ids"
+PROMPT_RULE = "must be text, token ids or a mapping with one of them"
+KEY_RULE = "keys of a prompt must be prompt or prompt_token_ids"
 BAD_PROMPTS: dict[str, tuple[object, str]] = {
     "id above": ([1, VOCAB], f"prompt token id 1 must be {ID_RULE}, got {VOCAB}; encode"),
     "id negative": ([-1, 4], f"prompt token id 0 must be {ID_RULE}, got -1"),
     "id bool": ([4, True], f"prompt token id 1 must be {ID_RULE}, got True"),
     "id float": ([[4, 5.0]], f"prompt token id 1 must be {ID_RULE}, got 5.0"),
     "id text": ([[4, "a"]], f"prompt token id 1 must be {ID_RULE}, got 'a'"),
-    "text empty": (
-        "",
-        r"prompt of request '.*' must be 1 to 127 tokens \(.*\), got 0 tokens; pass",
-    ),
+    "text empty": ("", r"prompt must be 1 to 127 tokens \(.*\), got 0 tokens; pass"),
     "ids empty": (
         [[]],
         r"must be 1 to 127 tokens \(context 128, 1 generated\), got 0 tokens; pass",
     ),
-    "nothing": ([], f"prompts {PROMPT_RULE}, or a list of such, at least one, got an empty list"),
     "too long": ([4] * CONTEXT, r"must be 1 to 127 tokens .*, got 128 tokens; shorten the prompt"),
-    "None": (None, f"prompts {PROMPT_RULE}, .* got NoneType; pass a str or a list of int"),
+    "None": (None, f"prompts {PROMPT_RULE}, .* got NoneType; pass a str, or the ids as"),
     "number": (7, f"prompts {PROMPT_RULE}, .* got int"),
     "bytes": (b"ab", f"prompts {PROMPT_RULE}, .* got bytes"),
-    "mapping": ({"prompt": "ab"}, f"prompts {PROMPT_RULE}, .* got dict"),
+    "mapping empty": ({}, f"{KEY_RULE}, got neither; pass"),
+    "mapping both": ({"prompt": "ab", "prompt_token_ids": [4]}, f"{KEY_RULE}, got prompt, prompt_"),
+    "mapping more": ({"prompt": "ab", "multi_modal_data": {}}, f"{KEY_RULE}, got multi_modal_data"),
+    "mapping ids": ({"prompt": [4]}, "prompt must be text, got list"),
+    "mapping text": ({"prompt_token_ids": "ab"}, "prompt_token_ids must be token ids, got str"),
+    "array of floats": (np.array([4.0, 5.0]), f"prompt token id 0 must be {ID_RULE}, got 4.0"),
+    "array of rows": ([torch.zeros(2, 2, 2)], r"prompt must be \[num_tokens\] token ids, got shape"),
+    "number as array": (np.array(4), r"prompt must be \[num_tokens\] token ids, got shape \[\]"),
     "bytes inside": ([b"ab"], f"prompt {PROMPT_RULE}, got bytes"),
-    "mixed": ([4, "ab"], f"prompt {PROMPT_RULE}, got int"),
+    "mixed": ([4, "ab"], rf"^prompt\[0\]: prompt {PROMPT_RULE}, got int"),
+    "second": (["ab", [VOCAB]], rf"^prompt\[1\]: prompt token id 0 must be {ID_RULE}, got {VOCAB}"),
     "surrogate": ("a\ud800", "prompt must be valid Unicode, got a lone surrogate at index 1"),
 }
 BAD_PARAMS: dict[str, tuple[object, str]] = {
@@ -93,9 +100,9 @@ BAD_PARAMS: dict[str, tuple[object, str]] = {
     "empty stop": ({"stop": [""]}, "stop must be non-empty strings"),
     "logprobs": ({"logprobs": 21}, r"logprobs must be an integer in 0\.\.20 or None, got 21"),
     "stop ids": ({"stop_token_ids": [*range(4, 36)]}, "at most 32 ids with .* 2 .*, got 34"),
-    "too few": ([SamplingParams()] * 2, "params must be one for all or .* 1 prompts, got 2"),
-    "number": (5, "params must be one for all or one for each of 1 prompts, got int"),
-    "inside": ([5], "params must be SamplingParams or a mapping, got int"),
+    "too few": ([SamplingParams()] * 2, "sampling_params must be one for all or .* 1 prompts, got 2"),
+    "number": (5, "sampling_params must be one for all or one for each .*, got int"),
+    "inside": ([5], "sampling_params must be SamplingParams or a mapping, got int"),
 }  # fmt: skip
 
 

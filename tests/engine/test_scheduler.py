@@ -429,18 +429,6 @@ def test_two_running_requests_of_one_id_are_refused():
         loop.add("a", 5)
 
 
-@pytest.mark.parametrize(
-    ("num_prompt", "text"),
-    [
-        (0, r"prompt of request 'a' must be 1 to 63 tokens .*, got 0 tokens; pass at least one"),
-        (64, r"must be 1 to 63 tokens \(context 64, 1 generated\), got 64 tokens; shorten"),
-    ],
-)
-def test_prompts_that_leave_no_room_are_refused(num_prompt, text):
-    with pytest.raises(RequestError, match=text):
-        Loop().add("a", num_prompt)
-
-
 def test_outputs_out_of_order_are_refused():
     loop = Loop()
     loop.add("a", 5)

@@ -149,9 +149,24 @@ def test_a_model_without_chat_template_says_so(tmp_path):
         tokenizer.apply_chat_template(MESSAGES)
 
 
-def test_a_broken_template_is_named_with_its_line(tmp_path):
-    folder = _folder(tmp_path, chat_template="line one\n{% if %}")
-    with pytest.raises(ConfigError, match=r"chat template must be a valid .* got line 2: "):
+def test_a_broken_template_is_named_with_its_line_and_only_chats_need_it(tmp_path):
+    tokenizer = Tokenizer.from_folder(_folder(tmp_path, chat_template="line one\n{% if %}"))
+    assert tokenizer.encode("text")
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ModelError, match=r"chat template must be a valid .* got line 2: "):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize("templates", [[], [5], [{"name": "default"}], [{"template": "a"}]])
+def test_a_list_without_a_default_template_has_none(tmp_path, templates):
+    tokenizer = Tokenizer.from_folder(_folder(tmp_path, chat_template=templates))
+    assert not tokenizer.has_chat_template
+
+
+def test_a_template_that_is_no_text_is_named(tmp_path):
+    folder = _folder(tmp_path)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"chat_template.jinja must be text in UTF-8, got "):
         Tokenizer.from_folder(folder)
 
 
@@ -185,5 +200,7 @@ def test_prompts_that_are_no_text_are_refused(tmp_path):
 def test_jinja2_is_only_needed_for_chat(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "jinja2", None)
     assert Tokenizer.from_folder(_folder(tmp_path)).encode("text")
-    with pytest.raises(ConfigError, match="chat template must be the jinja2 package, got an insta"):
-        Tokenizer.from_folder(_folder(tmp_path, chat_template=TEMPLATE))
+    tokenizer = Tokenizer.from_folder(_folder(tmp_path, chat_template=TEMPLATE))
+    assert tokenizer.encode("text")
+    with pytest.raises(ModelError, match="chat template must be the jinja2 package, got an insta"):
+        tokenizer.apply_chat_template(MESSAGES)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.console import engine_factory, rate_line
+from paceline.cli.console import rate_line, start_engine
 from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampling_flags
 from paceline.core.errors import RequestError
 
@@ -30,17 +30,24 @@ def chat(ctx: click.Context, /, **values: Any) -> None:
     from paceline.core.sampling_params import SamplingParams
 
     log_to_stderr()
-    llm = engine_factory(ctx)(**asked_options(values))
     params = SamplingParams(
         max_tokens=values["max_tokens"],
         temperature=values["temperature"],
         top_k=values["top_k"],
         top_p=values["top_p"],
     )
+    llm = start_engine(ctx, asked_options(values), check=require_usable)
     try:
         Conversation(llm, params, system=values["system"]).run()
     finally:
         llm.close()
+
+
+def require_usable(admission: Any) -> None:
+    """Raise ModelError where a conversation could not begin; a model without a template can."""
+    tokenizer = admission.require_tokenizer()
+    if tokenizer.chat_template_fault is not None:
+        tokenizer.require_chat_template()
 
 
 class Conversation:

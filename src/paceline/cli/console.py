@@ -1,6 +1,6 @@
 """What several verbs print and how they reach the engine."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -15,6 +15,26 @@ def engine_factory(ctx: click.Context) -> Callable[..., Any]:
 
     default: Callable[..., Any] = LLM
     return default
+
+
+def start_engine(
+    ctx: click.Context,
+    asked: Mapping[str, object],
+    *,
+    check: Callable[[Any], object] = lambda admission: None,
+) -> Any:
+    """The engine of `engine_factory`.
+
+    check: called with the Admission before weights are read; what it raises keeps them unread.
+    """
+    factory = engine_factory(ctx)
+    if ctx.obj is not None:
+        return factory(**asked)
+    from paceline.engine.boot import prepare
+
+    prepared = prepare(asked)
+    check(prepared.admission)
+    return factory(prepared)
 
 
 def print_stream(stream: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.console import engine_factory, print_stream, rate_line
+from paceline.cli.console import print_stream, rate_line, start_engine
 from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampling_flags
 
 
@@ -40,17 +40,22 @@ def generate(ctx: click.Context, /, **values: Any) -> None:
         raise click.UsageError("--prompt-logprobs shows in the JSON document only: add --json")
     if values["show_draft"] and (values["as_json"] or values["n"] > 1):
         raise click.UsageError("--show-draft streams one completion: drop --json and --n")
-    llm = engine_factory(ctx)(**asked_options(values))
+    params = _sampling_params(values)
+    llm = start_engine(
+        ctx,
+        asked_options(values),
+        check=lambda admission: admission.admit([values["prompt"]], params),
+    )
     try:
-        _generate(llm, values)
+        _generate(llm, params, values)
     finally:
         llm.close()
 
 
-def _generate(llm: Any, values: dict[str, Any]) -> None:
+def _sampling_params(values: dict[str, Any]) -> Any:
     from paceline.core.sampling_params import SamplingParams
 
-    params = SamplingParams(
+    return SamplingParams(
         max_tokens=values["max_tokens"],
         temperature=values["temperature"],
         top_k=values["top_k"],
@@ -59,6 +64,9 @@ def _generate(llm: Any, values: dict[str, Any]) -> None:
         prompt_logprobs=values["prompt_logprobs"],
         extra_args=_extra_args(values["extra_args"]),
     )
+
+
+def _generate(llm: Any, params: Any, values: dict[str, Any]) -> None:
     if values["as_json"]:
         output = llm.generate([values["prompt"]], params)[0]
         forced = values["force_accept_len"]

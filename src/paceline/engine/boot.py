@@ -1,4 +1,5 @@
-"""boot: from options to a running engine, measuring what the plan only estimated."""
+"""From options to a running engine, in two steps: `prepare` decides everything and reads no weight,
+`boot` loads, allocates and captures, and measures what the plan only estimated."""
 
 import logging
 import time
@@ -15,6 +16,7 @@ from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_
 from paceline.core.options import REJECTION, EngineOptions, engine_options, known
 from paceline.core.parallel import Parallel
 from paceline.engine.acceptance import read_band
+from paceline.engine.admission import Admission
 from paceline.engine.attention_choice import one_backend, phase_choices
 from paceline.engine.budget_table import compare
 from paceline.engine.draft_self_test import check_drafter
@@ -25,14 +27,14 @@ from paceline.engine.fit import Fit, require_fit
 from paceline.engine.kv_format import kv_format
 from paceline.engine.loop import overlapped_turn, twin_turn
 from paceline.engine.measured import measured_bytes
-from paceline.engine.processors import Processors, load_processors
+from paceline.engine.processors import load_processors
 from paceline.engine.resolution import Resolution
 from paceline.engine.resolve import resolve
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.speculation import Speculation, all_groups, plan_speculation
 from paceline.engine.target import find_target
-from paceline.engine.tokenizer import Tokenizer
+from paceline.engine.tokenizer import Tokenizer, find_tokenizer
 from paceline.kvcache.manager import CacheManager
 from paceline.models.causal_lm import CausalLM
 from paceline.models.loader import load_model
@@ -49,19 +51,11 @@ _LOG = logging.getLogger("paceline")
 class Booted:
     """A running engine and everything that was decided on the way."""
 
+    prepared: "Prepared"
     engine: Engine
     runner: ModelRunner
-    tokenizer: Tokenizer | None
-    processors: Processors  # plug-ins, behind the built-in ones
-    config: ModelConfig
-    device: DeviceFacts
-    resolution: Resolution
-    fit: Fit
     measured: Mapping[str, int]  # bytes by the names of fit.budget_lines
-    attention: Choice
-    speculation: Speculation | None
     boot_s: float
-    events: EventLog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,18 +70,20 @@ class Knobs:
     num_pages: tuple[int, ...] | None = None  # [num_groups]; None takes the budget's
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Decided:
-    """Everything that is known before a weight is read."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """Everything that is known before a weight is read; `LLM(prepared)` reads them."""
 
     source: ModelSource
     config: ModelConfig
     device: DeviceFacts
     resolution: Resolution
     fit: Fit
-    processors: Processors
     attention: Choice
     speculation: Speculation | None
+    admission: Admission  # what requests must meet, so that they can be checked now
+    events: EventLog
+    prepare_s: float
 
     @property
     def torch_device(self) -> torch.device:
@@ -109,53 +105,81 @@ class _Decided:
         return all_groups(self.config, page_size, self.speculation)
 
 
-def boot(asked: Mapping[str, object], *, knobs: Knobs | None = None) -> Booted:
-    """Locate, plan, load, allocate, capture.  Raises ConfigError, ModelError."""
+def prepare(asked: Mapping[str, object]) -> Prepared:
+    """Locate, read, decide and plan; no weight is read.  Raises ConfigError, ModelError.
+
+    asked: the fields of core.options.EngineOptions that the caller set.
+    """
+    began = time.perf_counter()
+    given = engine_options(asked)
+    target = find_target(given, weights=given.load_format != "dummy")
+    config, facts = target.config, target.device
+    speculation = plan_speculation(
+        given, config, target.source, weights=given.load_format != "dummy"
+    )
+    resolution, fit = resolve(asked, config=config, device=facts, speculation=speculation)
+    short = nearest_if_short(asked, fit, config=config, device=facts, speculation=speculation)
+    require_fit(fit, None if short is None else short.advice())
+    events = EventLog()
+    admission = Admission(
+        config=config,
+        tokenizer=find_tokenizer(target.source, events),
+        processors=load_processors(resolution.options.logits_processors),
+        context_len=known(resolution.options.max_model_len),
+        notify=events,
+    )
+    attention = one_backend(phase_choices(config, resolution.options, facts, speculation))
+    resolution = resolution.choose("attention_backend", attention.name, attention.why)
+    _LOG.info("%s", resolution.table())
+    return Prepared(
+        source=target.source,
+        config=config,
+        device=facts,
+        resolution=resolution,
+        fit=fit,
+        attention=attention,
+        speculation=speculation,
+        admission=admission,
+        events=events,
+        prepare_s=time.perf_counter() - began,
+    )
+
+
+def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
+    """Load, allocate, capture.  Raises ConfigError, ModelError."""
     began = time.perf_counter()
     knobs = knobs or Knobs()
-    decided = _decide(asked)
-    options = decided.resolution.options
+    options, notify = prepared.resolution.options, prepared.events
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    events = EventLog()
-    model = _load(decided, events)
-    runner = _build(model, decided, knobs, events)
+    model = _load(prepared, notify)
+    runner = _build(model, prepared, knobs, notify)
     runner.boot()
     measured = measured_bytes(model, runner)
-    _LOG.info("memory, planned and measured\n%s", compare(decided.fit, measured))
-    # Without tokenizer.json the model serves token ids.
-    vocabulary = decided.source.tokenizer
-    tokenizer = None if vocabulary is None else Tokenizer.from_folder(vocabulary.parent)
+    _LOG.info("memory, planned and measured\n%s", compare(prepared.fit, measured))
+    tokenizer = prepared.admission.tokenizer
     engine = Engine(
-        _scheduler(decided, knobs, events),
+        _scheduler(prepared, knobs, notify),
         runner,
         tokenizer,
         turn=overlapped_turn if options.overlap else twin_turn,
         context_len=known(options.max_model_len),
     )
-    _test_drafter(engine, tokenizer, decided, events)
+    _test_drafter(engine, tokenizer, prepared, notify)
     return Booted(
+        prepared=prepared,
         engine=engine,
         runner=runner,
-        tokenizer=tokenizer,
-        processors=decided.processors,
-        config=decided.config,
-        device=decided.device,
-        resolution=decided.resolution,
-        fit=decided.fit,
         measured=measured,
-        attention=decided.attention,
-        speculation=decided.speculation,
-        boot_s=time.perf_counter() - began,
-        events=events,
+        boot_s=prepared.prepare_s + time.perf_counter() - began,
     )
 
 
 def _test_drafter(
-    engine: Engine, tokenizer: Tokenizer | None, decided: _Decided, notify: Notify
+    engine: Engine, tokenizer: Tokenizer | None, prepared: Prepared, notify: Notify
 ) -> None:
     """See that the drafter accepts what it is known to, unless nobody knows or it is forced."""
-    speculation, options = decided.speculation, decided.resolution.options
+    speculation, options = prepared.speculation, prepared.resolution.options
     if speculation is None or speculation.source is None or speculation.forced is not None:
         return
     folder = speculation.source.folder
@@ -166,84 +190,57 @@ def _test_drafter(
         check_drafter(engine, tokenizer, band, speculation.shape, notify, context_len=context_len)
 
 
-def _decide(asked: Mapping[str, object]) -> _Decided:
-    """Every choice, and that it fits; nothing is loaded yet."""
-    given = engine_options(asked)
-    target = find_target(given, weights=given.load_format != "dummy")
-    config, facts = target.config, target.device
-    speculation = plan_speculation(
-        given, config, target.source, weights=given.load_format != "dummy"
-    )
-    resolution, fit = resolve(asked, config=config, device=facts, speculation=speculation)
-    short = nearest_if_short(asked, fit, config=config, device=facts, speculation=speculation)
-    require_fit(fit, None if short is None else short.advice())
-    processors = load_processors(resolution.options.logits_processors)
-    attention = one_backend(phase_choices(config, resolution.options, facts, speculation))
-    resolution = resolution.choose("attention_backend", attention.name, attention.why)
-    _LOG.info("%s", resolution.table())
-    return _Decided(
-        source=target.source,
-        config=config,
-        device=facts,
-        resolution=resolution,
-        fit=fit,
-        processors=processors,
-        attention=attention,
-        speculation=speculation,
-    )
-
-
-def _load(decided: _Decided, notify: Notify) -> CausalLM:
-    options = decided.resolution.options
+def _load(prepared: Prepared, notify: Notify) -> CausalLM:
+    options = prepared.resolution.options
     return load_model(
-        decided.source,
-        _at_context(decided.config, known(options.max_model_len), notify),
+        prepared.source,
+        _at_context(prepared.config, known(options.max_model_len), notify),
         parallel=Parallel(),
-        device=decided.torch_device,
-        dtype=decided.dtype,
+        device=prepared.torch_device,
+        dtype=prepared.dtype,
         load_format=options.load_format,
-        max_positions=known(options.max_model_len) + tokens_in_flight(decided.draft),
+        max_positions=known(options.max_model_len) + tokens_in_flight(prepared.draft),
         seed=options.seed,
     )
 
 
-def _build(model: CausalLM, decided: _Decided, knobs: Knobs, notify: Notify) -> ModelRunner:
-    options, source = decided.resolution.options, decided.source
-    groups = cache_group_specs(decided.config, known(options.page_size))
-    backend = load_backend(decided.attention.name)()
-    num_pages = _num_pages(decided.fit, knobs)
-    limits = _runner_config(decided, knobs, num_pages[: len(groups)])
+def _build(model: CausalLM, prepared: Prepared, knobs: Knobs, notify: Notify) -> ModelRunner:
+    options, source = prepared.resolution.options, prepared.source
+    groups = cache_group_specs(prepared.config, known(options.page_size))
+    backend = load_backend(prepared.attention.name)()
+    num_pages = _num_pages(prepared.fit, knobs)
+    limits = _runner_config(prepared, knobs, num_pages[: len(groups)])
     kv = kv_format(
         known(options.kv_cache_dtype),
         source.folder if options.load_format != "dummy" else None,
-        num_layers=decided.config.num_layers,
+        num_layers=prepared.config.num_layers,
         notify=notify,
     )
     proposer = None
-    if decided.speculation is not None:
+    if prepared.speculation is not None:
         facts = DrafterFacts(
             backend=backend,
             limits=limits,
             page_size=known(options.page_size),
             num_pages=num_pages[len(groups) :],
             kv=kv,
-            dtype=decided.dtype,
-            device=decided.torch_device,
+            dtype=prepared.dtype,
+            device=prepared.torch_device,
             load_format=options.load_format,
             seed=options.seed,
         )
-        proposer = make_proposer(decided.speculation, model, facts)
-        if decided.speculation.caution is not None:
-            notify(decided.speculation.caution)
+        proposer = make_proposer(prepared.speculation, model, facts)
+        if prepared.speculation.caution is not None:
+            notify(prepared.speculation.caution)
     return build_runner(
         model,
-        decided.config,
+        prepared.config,
         groups,
         backend,
         limits,
-        stream=knobs.stream or make_stream(decided.torch_device),
-        device=decided.torch_device,
-        dtype=decided.dtype,
+        stream=knobs.stream or make_stream(prepared.torch_device),
+        device=prepared.torch_device,
+        dtype=prepared.dtype,
         kv=kv,
         notify=notify,
         proposer=proposer,
@@ -262,9 +259,9 @@ def _at_context(config: ModelConfig, context_len: int, notify: Notify) -> ModelC
     return replace(config, max_position=context_len)
 
 
-def _runner_config(decided: _Decided, knobs: Knobs, num_pages: tuple[int, ...]) -> RunnerConfig:
+def _runner_config(prepared: Prepared, knobs: Knobs, num_pages: tuple[int, ...]) -> RunnerConfig:
     """num_pages: of the target's groups."""
-    options, speculation = decided.resolution.options, decided.speculation
+    options, speculation = prepared.resolution.options, prepared.speculation
     return RunnerConfig(
         max_running=known(options.max_num_seqs),
         max_batched_tokens=known(options.max_num_batched_tokens),
@@ -277,19 +274,19 @@ def _runner_config(decided: _Decided, knobs: Knobs, num_pages: tuple[int, ...]) 
         poison_graphs=knobs.poison_graphs,
         sanitize=options.sanitize,
         staging_depth=knobs.staging_depth,
-        logits_processors=decided.processors,
-        draft=decided.draft,
+        logits_processors=prepared.admission.processors,
+        draft=prepared.draft,
         force_accept_len=None if speculation is None else speculation.forced,
         rejects=speculation is not None and speculation.acceptance == REJECTION,
     )
 
 
-def _scheduler(decided: _Decided, knobs: Knobs, notify: Notify) -> Scheduler:
-    options, draft = decided.resolution.options, decided.draft
+def _scheduler(prepared: Prepared, knobs: Knobs, notify: Notify) -> Scheduler:
+    options, draft = prepared.resolution.options, prepared.draft
     longest_round = 0 if draft is None else draft.reach
     cache = CacheManager(
-        decided.groups,
-        _num_pages(decided.fit, knobs),
+        prepared.groups,
+        _num_pages(prepared.fit, knobs),
         max_extend_len=max(known(options.chunked_prefill_size), longest_round),
         enable_prefix_cache=options.enable_prefix_cache,
     )
@@ -299,7 +296,7 @@ def _scheduler(decided: _Decided, knobs: Knobs, notify: Notify) -> Scheduler:
         chunked_prefill_size=known(options.chunked_prefill_size),
         max_join_tokens=_join_tokens(options),
         draft=draft,
-        exact_lengths=load_backend(decided.attention.name).capabilities.host_plan,
+        exact_lengths=load_backend(prepared.attention.name).capabilities.host_plan,
     )
     if knobs.reserve_ahead is not None:
         limits = replace(limits, reserve_ahead=knobs.reserve_ahead)

@@ -1,10 +1,10 @@
 """Completion: one of a request's completions as its caller sees it: text, ids, how it ended."""
 
-from paceline.core.step import RowLogprobs
 from paceline.engine.detokenize import Detokenizer
 from paceline.engine.outputs import CompletionGrowth, CompletionOutput
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
+from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.engine.tokenizer import Tokenizer
 
 
@@ -14,7 +14,8 @@ class Completion:
     def __init__(self, request: Request, *, tokenizer: Tokenizer | None) -> None:
         self.request = request
         self._token_ids: list[int] = []
-        self._logprobs: list[RowLogprobs] = []
+        self._tokenizer = tokenizer
+        self._logprobs: list[TokenLogprobs] = []
         self._is_drafted: list[bool] = []
         self._finish: FinishReason | None = None
         self._stop_reason: int | str | None = None
@@ -112,7 +113,10 @@ class Completion:
         drafted = update.num_drafted
         self._is_drafted += [i < drafted for i in range(len(update.new_token_ids))]
         wanted = self.request.params.logprobs or 0
-        self._logprobs.extend(row.best(wanted) for row in update.logprobs)
+        self._logprobs += [
+            TokenLogprobs.of(token, row.best(wanted), self._tokenizer)
+            for token, row in zip(update.new_token_ids, update.logprobs, strict=False)  # or none
+        ]
 
     def _find_stop(self, update: RequestUpdate) -> int | None:
         """Feed the detokeniser; the tokens to keep when it found a stop string."""

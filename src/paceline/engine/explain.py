@@ -6,6 +6,7 @@ Needs the model's config.json and the device's facts only.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.core.errors import ModelError
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions, engine_options
@@ -13,11 +14,45 @@ from paceline.engine.attention_choice import PhaseChoice, one_backend, phase_cho
 from paceline.engine.budget_table import table
 from paceline.engine.fit import Fit, require_fit
 from paceline.engine.nearest import nearest
+from paceline.engine.processors import load_processors
 from paceline.engine.resolution import Resolution
 from paceline.engine.resolve import resolve
 from paceline.engine.speculation import Speculation, plan_speculation
 from paceline.engine.suggestion import Nearest
 from paceline.engine.target import find_target
+from paceline.engine.tokenizer import find_tokenizer
+from paceline.models.locate import ModelSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPlan:
+    """How the model reads and writes text."""
+
+    tokens: int | None  # of the tokenizer; None: the model takes token ids, or it cannot be read
+    chat_template: bool  # there is one that can be used
+    fault: str | None  # of a chat template, which only chats need, or of files that all need
+    error: ModelError | None  # the latter
+
+    @classmethod
+    def of(cls, source: ModelSource) -> "TextPlan":
+        """Reads the tokenizer's files."""
+        try:
+            tokenizer = find_tokenizer(source, lambda _: None)
+        except ModelError as error:
+            return cls(tokens=None, chat_template=False, fault=str(error), error=error)
+        if tokenizer is None:
+            return cls(tokens=None, chat_template=False, fault=None, error=None)
+        fault = tokenizer.chat_template_fault
+        has_template = tokenizer.has_chat_template
+        return cls(tokens=tokenizer.vocab_size, chat_template=has_template, fault=fault, error=None)
+
+    def __str__(self) -> str:
+        if self.fault is not None:
+            return f"text: {self.fault}"
+        if self.tokens is None:
+            return "text: none; prompts are token ids"
+        chat = "a chat template" if self.chat_template else "no chat template"
+        return f"text: {self.tokens} tokens, {chat}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +67,14 @@ class Explanation:
     fit: Fit
     phases: tuple[PhaseChoice, ...]
     nearest: Nearest | None  # None where it fits
+    text: TextPlan
 
     def require(self) -> None:
-        """Raise ConfigError when the model cannot run on the device."""
+        """Raise ConfigError when the model cannot run on the device, ModelError when a file of its
+        tokenizer cannot be read."""
         require_fit(self.fit, None if self.nearest is None else self.nearest.advice())
+        if self.text.error is not None:
+            raise self.text.error
         one_backend(self.phases)
 
     def to_json(self) -> dict[str, object]:
@@ -50,6 +89,11 @@ class Explanation:
                 "total_bytes": self.device.total_bytes,
                 "cuda_arch": None if arch is None else list(arch),
                 "source": self.device.source,
+            },
+            "text": {
+                "tokens": self.text.tokens,
+                "chat_template": self.text.chat_template,
+                "fault": self.text.fault,
             },
             "speculation": self.speculation and self.speculation.to_json(),
             "options": self.resolution.to_json(),
@@ -69,12 +113,16 @@ class Explanation:
 
 
 def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanation:
-    """Plan `asked["model"]` on a GPU by name, or on this machine when `gpu` is None."""
+    """Plan `asked["model"]` on a GPU by name, or on this machine when `gpu` is None.
+
+    Raises ConfigError, ModelError for what no plan can be made of.
+    """
     given = engine_options(asked)
     target = find_target(given, weights=False, gpu=gpu)
     config, device = target.config, target.device
     speculation = plan_speculation(given, config, target.source, weights=False)
     resolution, fit = resolve(asked, config=config, device=device, speculation=speculation)
+    load_processors(resolution.options.logits_processors)
     return Explanation(
         model=target.source.name,
         config=config,
@@ -84,6 +132,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         fit=fit,
         phases=phase_choices(config, resolution.options, device, speculation),
         nearest=nearest_if_short(asked, fit, config=config, device=device, speculation=speculation),
+        text=TextPlan.of(target.source),
     )
 
 
@@ -121,6 +170,7 @@ def show(plan: Explanation) -> str:
     rows = [
         f"{plan.model}: {config.model_type}, {config.num_layers} layers, {heads}, "
         f"weights {gib(plan.fit.weights_bytes)}",
+        str(plan.text),
         *([f"drafts: {plan.speculation}"] if plan.speculation else []),
         plan.resolution.table(),
         table(plan.fit),

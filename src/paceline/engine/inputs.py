@@ -1,58 +1,88 @@
-"""What callers pass to `generate`, in all the forms they may write it, as lists."""
+"""What callers pass to `generate`, in all the forms they may write it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import torch
 
 from paceline.core.errors import RequestError, message
 from paceline.core.sampling_params import SamplingParams
 
-Prompt = str | Sequence[int]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A prompt that the model's chat template writes."""
+
+    messages: Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} each
+    add_generation_prompt: bool = True  # ask for the next message
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the template, by name
+
+
+Array = np.ndarray | torch.Tensor  # integers
+Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor
+Prompt = str | Ids | Mapping[str, Any] | Conversation
 Params = SamplingParams | Mapping[str, Any]
 
+_FORMS = "text, token ids or a mapping with one of them"
+_KEYS = ("prompt", "prompt_token_ids")
 
-def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or many as a list; ids are not looked at.  Raises RequestError."""
-    if isinstance(prompts, str):
+
+def as_batch(prompts: object) -> list[Any]:
+    """One prompt or many as a list; what a prompt holds is not looked at.  Raises RequestError."""
+    if isinstance(prompts, str | Mapping | Conversation):
         return [prompts]
-    if not _is_list(prompts):
-        raise _prompt_error("prompts", type(prompts).__name__)
+    if isinstance(prompts, Array) and prompts.ndim < 2:
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
+        raise _prompt_error("prompts", f"{_FORMS}, or several of these", type(prompts).__name__)
     items = list(prompts)
-    if not items:
-        raise _prompt_error("prompts", "an empty list")
-    if all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]
-    for item in items:
-        if not (isinstance(item, str) or _is_list(item)):
-            raise _prompt_error("prompt", type(item).__name__)
-    return items  # type: ignore[return-value]
+    return [items] if items and all(map(_is_integer, items)) else items
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+def as_conversations(messages: object) -> list[Any]:
+    """One list of messages or several as a list of such, unread.  Raises RequestError."""
+    if not isinstance(messages, Iterable) or isinstance(messages, str | bytes | Mapping):
+        raise _messages_error(type(messages).__name__)
+    items = list(messages)
+    return [items] if items and all(isinstance(each, Mapping) for each in items) else items
 
 
-def _prompt_error(name: str, got: str) -> RequestError:
-    expected = "text or a sequence of token ids"
-    if name == "prompts":
-        expected += ", or a list of such, at least one"
-    return RequestError(
-        message(name, expected=expected, got=got, remedy="pass a str or a list of int")
-    )
+def as_prompt(item: object) -> str | list[object] | Conversation:
+    """A text, a conversation, or token ids whose values are unread.  Raises RequestError."""
+    if isinstance(item, Mapping):
+        item = _of_mapping(item)
+    if isinstance(item, Conversation):
+        _check_messages(item.messages)
+    if isinstance(item, str | Conversation):
+        return item
+    if isinstance(item, Array):
+        if item.ndim != 1:
+            raise _prompt_error("prompt", "[num_tokens] token ids", f"shape {list(item.shape)}")
+        values: list[object] = item.tolist()
+        return values
+    if not isinstance(item, Sequence) or isinstance(item, bytes | bytearray):
+        raise _prompt_error("prompt", _FORMS, type(item).__name__)
+    return [int(token) if isinstance(token, np.integer) else token for token in item]
 
 
-def as_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-    """Parameters for each of `count` prompts.  Raises RequestError."""
+def spread(params: object, count: int) -> list[object]:
+    """Parameters for each of `count` prompts, unread: one for all, or one each; None: the
+    defaults.  Raises RequestError."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams | Mapping):
-        params = [params] * count
-    got = len(params) if _is_list(params) else type(params).__name__
+        return [params] * count
+    is_list = isinstance(params, Sequence) and not isinstance(params, str | bytes | bytearray)
+    got = len(params) if is_list else type(params).__name__  # type: ignore[arg-type]
     if got != count:
         raise _params_error(f"one for all or one for each of {count} prompts", got)
-    return [_as_one_params(each) for each in params]
+    return list(params)  # type: ignore[call-overload,no-any-return]
 
 
-def _as_one_params(value: Params) -> SamplingParams:
+def as_sampling_params(value: object) -> SamplingParams:
+    """A mapping as the parameters it means.  Raises RequestError."""
     if isinstance(value, SamplingParams):
         return value
     if not isinstance(value, Mapping):
@@ -60,6 +90,44 @@ def _as_one_params(value: Params) -> SamplingParams:
     return SamplingParams.from_dict(value)
 
 
+def _of_mapping(item: Mapping[Any, Any]) -> object:
+    """What a mapping holds under the one of its two keys.  A key that is None counts as absent."""
+    given = {name: value for name, value in item.items() if value is not None}
+    unknown = sorted(str(name) for name in given if name not in _KEYS)
+    if unknown or len(given) != 1:
+        got = ", ".join(unknown or sorted(given)) or "neither"
+        raise _prompt_error("keys of a prompt", " or ".join(_KEYS), got)
+    [(name, value)] = given.items()
+    if name == "prompt" and not isinstance(value, str):
+        raise _prompt_error("prompt", "text", type(value).__name__)
+    if name == "prompt_token_ids" and isinstance(value, str | Mapping):
+        raise _prompt_error("prompt_token_ids", "token ids", type(value).__name__)
+    return value
+
+
+def _check_messages(messages: object) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        raise _messages_error(type(messages).__name__ if messages else "none")
+    for each in messages:
+        if not isinstance(each, Mapping) or not isinstance(each.get("role"), str):
+            raise _messages_error(f"{each!r:.80}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer)
+
+
+def _prompt_error(name: str, expected: str, got: str) -> RequestError:
+    remedy = "pass a str, or the ids as a list of int"
+    return RequestError(message(name, expected=expected, got=got, remedy=remedy))
+
+
+def _messages_error(got: str) -> RequestError:
+    remedy = 'pass [{"role": "user", "content": "..."}], or several of these lists'
+    expected = "a list of mappings with a role, at least one"
+    return RequestError(message("messages", expected=expected, got=got, remedy=remedy))
+
+
 def _params_error(expected: str, got: object) -> RequestError:
     remedy = "pass a single SamplingParams"
-    return RequestError(message("params", expected=expected, got=got, remedy=remedy))
+    return RequestError(message("sampling_params", expected=expected, got=got, remedy=remedy))

@@ -7,81 +7,187 @@ print(llm.generate("def fibonacci(n):", SamplingParams(temperature=0.0))[0].outp
 """
 
 import gc
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
 
-from paceline.core.errors import ModelError, PacelineError, RequestError, message
+from paceline.core.errors import PacelineError, RequestError, message
 from paceline.core.options import known
+from paceline.core.progress import Progress
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.boot import Booted, Knobs, boot
+from paceline.engine.admission import Admitted, indexed
+from paceline.engine.boot import Booted, Knobs, Prepared, boot, prepare
 from paceline.engine.budget_table import compare
 from paceline.engine.engine import Engine
-from paceline.engine.inputs import Params, Prompt, as_batch, as_params
+from paceline.engine.inputs import Conversation, Params, Prompt, as_conversations
+from paceline.engine.label_scores import Text, label_prompts, label_scores
 from paceline.engine.machine import versions
 from paceline.engine.outputs import RequestOutput
-from paceline.engine.processors import check_extra_args
+from paceline.engine.stream import Stream
 from paceline.engine.teacher import Teacher
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.tracker import Tracker
+
+Prompts = Prompt | Iterable[Prompt]
+ParamsOfEach = Params | Sequence[Params]
 
 
 class LLM:
     """A model that is loaded and ready.  Options are the fields of core.options.EngineOptions.
 
+    model: its name, or what `engine.boot.prepare` made of the options.
     Raises ConfigError or ModelError when it cannot be built.  Not thread-safe.
     """
 
     def __init__(
-        self, model: str = "bundled", *, knobs: Knobs | None = None, **options: Any
+        self,
+        model: str | Path | Prepared = "bundled",
+        *,
+        knobs: Knobs | None = None,
+        **options: Any,
     ) -> None:
-        self._booted: Booted | None = boot({"model": model, **options}, knobs=knobs)
+        if isinstance(model, Prepared):
+            assert not options, "they were prepared with the model"
+            prepared = model
+        else:
+            prepared = prepare({"model": model, **options})
+        self._booted: Booted | None = boot(prepared, knobs=knobs)
         self._num_requests = 0
 
     @overload
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
+        prompts: Prompts,
+        sampling_params: ParamsOfEach | None = None,
         *,
         stream: Literal[False] = False,
+        return_errors: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]: ...
 
     @overload
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
+        prompts: Prompts,
+        sampling_params: ParamsOfEach | None = None,
         *,
         stream: Literal[True],
+        return_errors: bool = False,
     ) -> Iterator[RequestOutput]: ...
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: Params | Sequence[Params] | None = None,
+        prompts: Prompts,
+        sampling_params: ParamsOfEach | None = None,
         *,
         stream: bool = False,
+        return_errors: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
-        """Complete one prompt or many, given as text or token ids.
+        """Complete one prompt or many.
 
-        params: one for all prompts, or one each; a mapping is read as SamplingParams.from_dict.
+        prompts: a prompt is text, token ids (a sequence, or an integer array of numpy or torch) or
+        {"prompt": text} or {"prompt_token_ids": ids}; many are any iterable of these.
+        sampling_params: one for all prompts, or one each; a mapping is read as
+        SamplingParams.from_dict.
+        use_tqdm: show how many are done; None on a terminal only.
         Returns finished outputs in the order of the prompts.  With stream=True an iterator of
         snapshots, whose text and ids accumulate, as they come; leaving it early (dropping it, or
         its close()) aborts the rest.
-        Raises RequestError before anything runs when a prompt or parameter is wrong.
+        Raises RequestError before anything runs when a prompt or parameter is wrong, with its index
+        among several.  With return_errors=True a wrong one has an output whose finish_reason is
+        "error" instead, and the others run.
         """
-        trackers = self.submit(prompts, params)
+        queued = self._queue(prompts, sampling_params, return_errors=return_errors)
         if stream:
-            return _Stream(self, trackers)
-        try:
-            while not all(tracker.is_finished for tracker in trackers):
-                self._live.engine.step()
-        finally:
-            self._abort_all(trackers)
-        return [tracker.snapshot() for tracker in trackers]
+            return Stream(
+                [each for each in queued if isinstance(each, Tracker)],
+                turn=lambda: self._live.engine.step(),
+                abort=self._abort_all,
+                refused=[each for each in queued if isinstance(each, RequestOutput)],
+            )
+        return self._finish(queued, shown=use_tqdm)
+
+    @overload
+    def chat(
+        self,
+        messages: Iterable[Any],
+        sampling_params: ParamsOfEach | None = None,
+        *,
+        stream: Literal[False] = False,
+        return_errors: bool = False,
+        use_tqdm: bool | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Iterable[Any],
+        sampling_params: ParamsOfEach | None = None,
+        *,
+        stream: Literal[True],
+        return_errors: bool = False,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[RequestOutput]: ...
+
+    def chat(
+        self,
+        messages: Iterable[Any],
+        sampling_params: ParamsOfEach | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **how: Any,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Answer one conversation or many, in the words of the model's chat template.
+
+        messages: [{"role": "user", "content": "..."}, ...], or several of these lists.
+        sampling_params: as of `generate`; None answers to the end of the context at most.
+        chat_template_kwargs: variables of the template, by name.
+        The rest, and what is returned, as of `generate`.  Raises ModelError for a model without a
+        chat template.
+        """
+        self._live.prepared.admission.require_tokenizer().require_chat_template()
+        variables = dict(chat_template_kwargs or {})
+        conversations = [
+            Conversation(
+                messages=each, add_generation_prompt=add_generation_prompt, variables=variables
+            )
+            for each in as_conversations(messages)
+        ]
+        if sampling_params is None:
+            sampling_params = SamplingParams(max_tokens=None)
+        answers: list[RequestOutput] = self.generate(conversations, sampling_params, **how)
+        return answers
+
+    def score(
+        self,
+        query: Text,
+        items: Sequence[Text],
+        label_token_ids: Sequence[int],
+        *,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+    ) -> list[list[float]]:
+        """How likely each label is as the token behind query and item.
+
+        query, items: all texts, which are joined and then encoded, or all token ids.
+        item_first: the query follows the item.
+        Returns [num_items][num_labels] probabilities; with apply_softmax those of a label add up
+        to 1.  Every label costs a pass over its item's prompt.  Raises RequestError.
+        """
+        prompts = label_prompts(
+            self._live.prepared.admission, query, items, label_token_ids, item_first=item_first
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        outputs = self.generate(prompts, params, use_tqdm=False)
+        return label_scores(outputs, len(label_token_ids), apply_softmax=apply_softmax)
 
     def abort(self, request_id: str) -> bool:
         """End a request; its stream yields a last snapshot.  False when it has ended already."""
@@ -90,43 +196,34 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises ModelError for a model that brought none."""
-        if self._live.tokenizer is None:
-            raise ModelError(
-                message(
-                    "tokenizer",
-                    expected="a model with tokenizer.json",
-                    got="one without",
-                    remedy="pass prompts as token ids",
-                )
-            )
-        return self._live.tokenizer
+        return self._live.prepared.admission.require_tokenizer()
 
     @property
     def resolution_table(self) -> str:
         """The resolved configuration, each value with its origin."""
-        return self._live.resolution.table()
+        return self._live.prepared.resolution.table()
 
     def report(self) -> dict[str, Any]:
         """What was booted: versions, device, options, drafter, memory budget, events."""
-        booted = self._live
+        booted, prepared = self._live, self._live.prepared
         return {
             "versions": versions(),
-            "device": booted.device.name,
-            "vocab_size": booted.config.vocab_size,
+            "device": prepared.device.name,
+            "vocab_size": prepared.config.vocab_size,
             "boot_s": booted.boot_s,
-            "options": booted.resolution.to_json(),
-            "attention": {"name": booted.attention.name, "why": booted.attention.why},
-            "speculation": None if booted.speculation is None else booted.speculation.to_json(),
-            "memory": {"planned": booted.fit.to_json(), "measured": dict(booted.measured)},
+            "options": prepared.resolution.to_json(),
+            "attention": {"name": prepared.attention.name, "why": prepared.attention.why},
+            "speculation": None if prepared.speculation is None else prepared.speculation.to_json(),
+            "memory": {"planned": prepared.fit.to_json(), "measured": dict(booted.measured)},
             "events": [
                 {"reason": event.reason, "detail": event.detail, "count": count}
-                for event, count in booted.events.counts().items()
+                for event, count in prepared.events.counts().items()
             ],
         }
 
     def memory_table(self) -> str:
         """Planned and measured bytes side by side."""
-        return compare(self._live.fit, self._live.measured)
+        return compare(self._live.prepared.fit, self._live.measured)
 
     @property
     def engine(self) -> Engine:
@@ -149,7 +246,7 @@ class LLM:
                     remedy="finish or abort them first",
                 )
             )
-        most = known(booted.resolution.options.max_num_batched_tokens)
+        most = known(booted.prepared.resolution.options.max_num_batched_tokens)
         return Teacher(booted.runner.parts, scheduler.cache, max_step_tokens=most)
 
     def close(self) -> None:
@@ -177,119 +274,72 @@ class LLM:
         return self._booted
 
     def submit(
-        self, prompts: Prompt | Sequence[Prompt], params: Params | Sequence[Params] | None
+        self, prompts: Prompts, sampling_params: ParamsOfEach | None = None
     ) -> list[Tracker]:
         """Check everything, then queue everything; the caller turns `engine.step`.
 
         Raises RequestError, and queues nothing then.
         """
-        batch = as_batch(prompts)
-        wanted = as_params(params, len(batch))
-        checked = []
-        for prompt, each in zip(batch, wanted, strict=True):
-            ids = self._prompt_ids(prompt)
-            self._check_params(each, prompt_len=len(ids))
-            checked.append((ids, each))
-        trackers: list[Tracker] = []
+        queued = self._queue(prompts, sampling_params, return_errors=False)
+        return [each for each in queued if isinstance(each, Tracker)]
+
+    def _queue(
+        self, prompts: Prompts, params: ParamsOfEach | None, *, return_errors: bool
+    ) -> list[Tracker | RequestOutput]:
+        """A tracker per prompt; with return_errors the output of one that was refused."""
+        admission = self._live.prepared.admission
+        admitted: Sequence[Admitted | RequestError]
+        if return_errors:
+            admitted = list(admission.admit_each(prompts, params))
+        else:
+            admitted = admission.admit(prompts, params)
+        queued: list[Tracker | RequestOutput] = []
+        for index, each in enumerate(admitted):
+            name = f"request-{self._num_requests}"
+            self._num_requests += 1
+            outcome = each if isinstance(each, RequestError) else self._add(name, each)
+            if isinstance(outcome, Tracker):
+                queued.append(outcome)
+            elif return_errors:
+                queued.append(RequestOutput.refused(name, str(outcome)))
+            else:
+                self._abort_all(queued)
+                raise indexed(outcome, index, len(admitted))
+        return queued
+
+    def _add(self, name: str, admitted: Admitted) -> Tracker | RequestError:
+        """Queue a prompt, unless it could never run to its end."""
+        params = admitted.params
+        if params.seed is None:
+            params = replace(params, seed=self._seed())
         try:
-            for prompt, (ids, each) in zip(batch, checked, strict=True):
-                text = prompt if isinstance(prompt, str) else None
-                name = f"request-{self._num_requests}"
-                seed = each.seed if each.seed is not None else self._seed()
-                self._num_requests += 1
-                trackers.append(
-                    self._live.engine.add(name, ids, replace(each, seed=seed), prompt=text)
-                )
-        except RequestError:
+            return self._live.engine.add(name, admitted.token_ids, params, prompt=admitted.prompt)
+        except RequestError as error:
+            return error
+
+    def _finish(
+        self, queued: Sequence[Tracker | RequestOutput], *, shown: bool | None
+    ) -> list[RequestOutput]:
+        """Run them to their end."""
+        trackers = [each for each in queued if isinstance(each, Tracker)]
+        left = len(trackers)
+        try:
+            with Progress("prompts", left, unit="prompt", shown=shown) as bar:
+                while left:
+                    self._live.engine.step()
+                    num_done = left - sum(not tracker.is_finished for tracker in trackers)
+                    left -= num_done
+                    bar.advance(num_done)
+        finally:
             self._abort_all(trackers)
-            raise
-        return trackers
+        return [each.snapshot() if isinstance(each, Tracker) else each for each in queued]
 
-    def _abort_all(self, trackers: list[Tracker]) -> None:
-        for tracker in trackers:
-            if self._booted is not None:
-                self._booted.engine.abort(tracker.request.request_id)
-
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        vocab_size = self._live.config.vocab_size
-        for index, token in enumerate(prompt):
-            is_id = isinstance(token, int) and not isinstance(token, bool)
-            if not is_id or not 0 <= token < vocab_size:
-                raise RequestError(
-                    message(
-                        f"prompt token id {index}",
-                        expected=f"an integer from 0 to {vocab_size - 1}",
-                        got=repr(token),
-                        remedy="encode the prompt with this model's tokenizer",
-                    )
-                )
-        return list(prompt)
-
-    def _check_params(self, params: SamplingParams, *, prompt_len: int) -> None:
-        if params.stop and self._live.tokenizer is None:
-            raise RequestError(
-                message(
-                    "stop",
-                    expected="empty for a model without a tokenizer",
-                    got=repr(params.stop),
-                    remedy="use stop_token_ids",
-                )
-            )
-        vocab_size = self._live.config.vocab_size
-        params.check_vocabulary(vocab_size)
-        check_extra_args(
-            self._live.processors,
-            params,
-            vocab_size=vocab_size,
-            prompt_len=prompt_len,
-            stop_ids=params.all_stop_ids(self._live.config.eos_token_ids),
-        )
+    def _abort_all(self, requests: Sequence[Tracker | RequestOutput]) -> None:
+        for each in requests:
+            if self._booted is not None and isinstance(each, Tracker):
+                self._booted.engine.abort(each.request.request_id)
 
     def _seed(self) -> int:
         """A seed of its own for each request that brings none; repeatable for an engine."""
-        return (self._live.resolution.options.seed + self._num_requests) % 2**63
-
-
-class _Stream(Iterator[RequestOutput]):
-    """Snapshots of some requests as they grow, whoever turns the loop.  Owns their end: closed or
-    dropped, even before its first snapshot, it aborts those that still run.
-    """
-
-    def __init__(self, llm: LLM, trackers: list[Tracker]) -> None:
-        self._llm = llm
-        self._trackers = trackers
-        self._snapshots = _follow(llm, trackers)  # holds no reference to self: see __del__
-
-    def __next__(self) -> RequestOutput:
-        return next(self._snapshots)
-
-    def close(self) -> None:
-        """Abort what still runs; there is nothing more to come."""
-        self._snapshots.close()
-        self._llm._abort_all(self._trackers)  # for a generator that never started
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _follow(llm: LLM, trackers: list[Tracker]) -> Generator[RequestOutput, None, None]:
-    """Turn the loop until every request has ended; interrupted, abort the rest at once."""
-    left = dict.fromkeys(trackers, 0)  # tokens shown
-    try:
-        while left:
-            grown = [each for each, shown in left.items() if _has_news(each, shown)]
-            if not grown:
-                llm._live.engine.step()
-            for tracker in grown:
-                left[tracker] = tracker.num_tokens
-                if tracker.is_finished:
-                    del left[tracker]
-                yield tracker.snapshot()
-    finally:
-        llm._abort_all(trackers)
-
-
-def _has_news(tracker: Tracker, num_shown: int) -> bool:
-    return tracker.is_finished or tracker.num_tokens > num_shown
+        seed = self._live.prepared.resolution.options.seed
+        return (seed + self._num_requests) % 2**63

@@ -2,13 +2,14 @@
 came to it since the last one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.core.step import RowLogprobs
 from paceline.engine.request import FinishReason
 from paceline.engine.round_counts import RoundCounts
+from paceline.engine.token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +21,30 @@ class CompletionOutput:
     token_ids: tuple[int, ...]  # [num_output_tokens]
     finish_reason: FinishReason | None = None  # None = still running
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
-    logprobs: tuple[RowLogprobs, ...] | None = None  # [num_output_tokens] when asked for
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # [num_output_tokens] when asked for
     error: str | None = None  # why finish_reason is "error"
     is_drafted: tuple[bool, ...] = ()  # [num_output_tokens] whether a drafter proposed the token
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the tokens' log-probabilities; None unless they were asked for."""
+        return None if self.logprobs is None else math.fsum(row.chosen for row in self.logprobs)
+
     def as_document(self) -> dict[str, Any]:
-        """{text, token_ids, finish_reason}; an error adds `error`."""
+        """{text, token_ids, finish_reason}; an error adds `error`, and log-probabilities add
+        `logprobs` and `cumulative_logprob`.
+        """
         document: dict[str, Any] = {
             "text": self.text,
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
         }
-        return document if self.error is None else document | {"error": self.error}
+        if self.error is not None:
+            document["error"] = self.error
+        if self.logprobs is not None:
+            document["logprobs"] = [row.as_document() for row in self.logprobs]
+            document["cumulative_logprob"] = self.cumulative_logprob
+        return document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +100,10 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """One request's state, as the caller may see it.  When streaming, text and ids accumulate."""
+    """One request's state, as the caller may see it.  When streaming, text and ids accumulate.
+
+    A prompt that was refused has one output, whose finish_reason is "error".
+    """
 
     request_id: str
     prompt: str | None  # None when the prompt was given as token ids
@@ -95,7 +111,23 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]  # [n] by index
     finished: bool
     metrics: RequestMetrics | None  # of all completions together; None until finished
-    prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None  # [num_prompt_tokens] when asked
+    # [num_prompt_tokens] when asked for
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @classmethod
+    def refused(cls, request_id: str, error: str) -> "RequestOutput":
+        """What a caller who wants no exception gets for a wrong prompt."""
+        failed = CompletionOutput(
+            text="", token_ids=(), finish_reason=FinishReason.ERROR, error=error
+        )
+        return cls(
+            request_id=request_id,
+            prompt=None,
+            prompt_token_ids=(),
+            outputs=(failed,),
+            finished=True,
+            metrics=None,
+        )
 
     def as_document(self) -> dict[str, Any]:
         """The JSON document {text, token_ids, finish_reason, metrics} of the first completion.
@@ -109,7 +141,7 @@ class RequestOutput:
             document["completions"] = [each.as_document() for each in self.outputs]
         if self.prompt_logprobs is not None:
             document["prompt_logprobs"] = [
-                None if row is None else asdict(row) for row in self.prompt_logprobs
+                None if row is None else row.as_document() for row in self.prompt_logprobs
             ]
         return document
 
@@ -123,7 +155,7 @@ class CompletionGrowth:
     num_tokens_before: int  # 0: this is its first growth
     text: str
     token_ids: tuple[int, ...]  # [num_new_tokens]
-    logprobs: tuple[RowLogprobs, ...] | None  # [num_new_tokens] when asked for
+    logprobs: tuple[TokenLogprobs, ...] | None  # [num_new_tokens] when asked for
     finish_reason: FinishReason | None  # None = still running; otherwise its last growth
     error: str | None = None  # why finish_reason is "error"
 
@@ -149,7 +181,7 @@ class RequestGrowth:
     finished: bool
     metrics: RequestMetrics | None  # of all completions together; None until finished
     # [num_prompt_tokens] when asked for, beside a completion's first growth
-    prompt_logprobs: tuple[RowLogprobs | None, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 def joined(growths: Sequence[RequestGrowth]) -> RequestGrowth:

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
-from paceline.core.errors import RequestError, message
+from paceline.core.errors import message
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.round_counts import RoundCounts
 from paceline.layers.sampling import child_seed
@@ -79,19 +79,9 @@ class Request:
         context_len: int,
         salt: Hashable = None,
     ) -> "Request":
-        """A waiting request.  Raises RequestError for a prompt that is empty or too long."""
+        """A waiting request; `Admission` has seen that its prompt fits the context."""
         num_prompt = len(prompt_ids)
-        if not 0 < num_prompt < context_len:
-            raise RequestError(
-                message(
-                    f"prompt of request '{request_id}'",
-                    expected=f"1 to {context_len - 1} tokens (context {context_len}, 1 generated)",
-                    got=f"{num_prompt} tokens",
-                    remedy="shorten the prompt, or raise --max-model-len if the model allows it"
-                    if num_prompt
-                    else "pass at least one token, for example the begin-of-text token",
-                )
-            )
+        assert 0 < num_prompt < context_len, (request_id, num_prompt, context_len)
         wanted = context_len if params.max_tokens is None else num_prompt + params.max_tokens
         return cls(
             request_id=request_id,

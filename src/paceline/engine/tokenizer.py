@@ -8,8 +8,13 @@ from typing import Any
 
 import tokenizers
 
-from paceline.core.errors import ModelError, RequestError, message
+from paceline.core.errors import ConfigError, ModelError, RequestError, message
+from paceline.core.events import Event, Notify
 from paceline.engine.chat_template import ChatTemplate
+from paceline.models.locate import ModelSource
+
+UNUSABLE_TEMPLATE = "chat_template_unusable"  # reason code
+_REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a character
 
 
 class Tokenizer:
@@ -30,7 +35,16 @@ class Tokenizer:
             if (token := _token_text(config.get(name))) is not None
         }
         self._add_bos: bool | None = config.get("add_bos_token")
-        self._template = None if chat_template is None else ChatTemplate(chat_template)
+        # Decoders treat the first token of a text specially, so none is decoded alone.
+        self._before = list(core.encode("a", add_special_tokens=False).ids)
+        self._text_before = self.decode(self._before, skip_special_tokens=False)
+        self._template: ChatTemplate | None = None
+        self.chat_template_fault: str | None = None  # why it cannot be used: text does not need it
+        if chat_template is not None:
+            try:
+                self._template = ChatTemplate(chat_template)
+            except ConfigError as error:
+                self.chat_template_fault = str(error)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -81,7 +95,27 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
+        """Whether there is one that can be used."""
         return self._template is not None
+
+    def require_chat_template(self) -> ChatTemplate:
+        """Raises ModelError where there is none, or one that cannot be used."""
+        if self._template is not None:
+            return self._template
+        raise ModelError(
+            self.chat_template_fault
+            or message(
+                "chat",
+                expected="sent to a model with a chat template",
+                got="one without",
+                remedy="use plain prompts, or a model tuned for chat",
+            )
+        )
+
+    def token(self, token_id: int) -> str | None:
+        """What an id stands for in the vocabulary; None for an id without a token."""
+        token: str | None = self._core.id_to_token(token_id)
+        return token
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids.  With special tokens: those the model's configuration puts around a prompt,
@@ -104,6 +138,12 @@ class Tokenizer:
         """The text of token_ids; ids without a token have none."""
         return self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def added_text(self, *token_ids: int) -> str:
+        """What tokens add to a text, special ones too; empty when that is no whole characters."""
+        text = self.decode([*self._before, *token_ids], skip_special_tokens=False)
+        added = text.removeprefix(self._text_before)
+        return "" if _REPLACEMENT in added else added
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -114,18 +154,9 @@ class Tokenizer:
         """The prompt text of a conversation, special tokens included.
 
         messages: [{"role": ..., "content": ...}, ...]; variables are passed to the template.
-        Raises ModelError when there is no chat template, RequestError when it refuses the messages.
+        Raises as `require_chat_template` does, and RequestError when it refuses the messages.
         """
-        if self._template is None:
-            raise ModelError(
-                message(
-                    "chat",
-                    expected="sent to a model with a chat template",
-                    got="one without",
-                    remedy="use plain prompts, or a model tuned for chat",
-                )
-            )
-        return self._template.render(
+        return self.require_chat_template().render(
             messages,
             self._special_tokens | variables | {"add_generation_prompt": add_generation_prompt},
         )
@@ -146,6 +177,20 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self._core.token_to_id(token)
+
+
+def find_tokenizer(source: ModelSource, notify: Notify) -> Tokenizer | None:
+    """A model's tokenizer; None for a model without, which takes token ids.
+
+    A chat template that cannot be used is an event: text does not need it.  Raises ModelError for
+    files that cannot be read.
+    """
+    if source.tokenizer is None:
+        return None
+    tokenizer = Tokenizer.from_folder(source.tokenizer.parent)
+    if tokenizer.chat_template_fault is not None:
+        notify(Event(UNUSABLE_TEMPLATE, tokenizer.chat_template_fault))
+    return tokenizer
 
 
 def _token_text(value: object) -> str | None:
@@ -175,11 +220,12 @@ def _find_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     list of named templates means the one called `default`."""
     jinja = folder / "chat_template.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        return _read_text(jinja)
     template = _read_json(folder / "chat_template.json").get("chat_template")
     template = template or config.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        named = [entry for entry in template if isinstance(entry, Mapping)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
     return template if isinstance(template, str) else None
 
 
@@ -187,12 +233,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(_read_text(path))
     except ValueError as error:
         raise _unreadable(path, "valid JSON", error) from error
     if not isinstance(content, dict):
         raise _unreadable(path, "a JSON object", type(content).__name__)
     return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, "text in UTF-8", error) from error
 
 
 def _unreadable(path: Path, expected: str, got: object) -> ModelError:

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Sequence
 
-from paceline.core.step import RowLogprobs
 from paceline.engine.completion import Completion
 from paceline.engine.outputs import RequestGrowth, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.round_counts import RoundCounts
 from paceline.engine.scheduler import RequestUpdate
+from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.engine.tokenizer import Tokenizer
 
 
@@ -24,8 +24,9 @@ class Tracker:
         self.request = requests[0]  # the first completion's; its id is the caller's
         self._completions = [Completion(each, tokenizer=tokenizer) for each in requests]
         self._prompt = prompt
+        self._tokenizer = tokenizer
         self._prompt_ids = self.request.prompt_ids
-        self._prompt_logprobs: list[RowLogprobs | None] = [None]  # the first token has none
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None]  # the first token has none
         self._arrival_s = time.perf_counter()
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
@@ -52,7 +53,11 @@ class Tracker:
                 self._first_token_s = self._last_token_s
         if update.prompt_logprobs:
             wanted = self.request.params.prompt_logprobs or 0
-            self._prompt_logprobs.extend(row.best(wanted) for row in update.prompt_logprobs)
+            scored = self._prompt_ids[len(self._prompt_logprobs) :]
+            self._prompt_logprobs += [
+                TokenLogprobs.of(token, row.best(wanted), self._tokenizer)
+                for token, row in zip(scored, update.prompt_logprobs, strict=False)  # a chunk
+            ]
         return self._completions[update.request.index].apply(update)
 
     def finish(self, reason: FinishReason) -> None:
@@ -85,7 +90,7 @@ class Tracker:
             prompt_logprobs=self._scored_prompt() if has_first else None,
         )
 
-    def _scored_prompt(self) -> tuple[RowLogprobs | None, ...] | None:
+    def _scored_prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
         is_scored = self.request.params.prompt_logprobs is not None
         return tuple(self._prompt_logprobs) if is_scored else None
 

@@ -13,12 +13,12 @@ from paceline.core.errors import WeightsError, message
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import LOAD_FORMATS
 from paceline.core.parallel import Parallel
+from paceline.core.progress import Progress
 from paceline.layers.rms_norm import RMSNorm
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import StoredTensors, open_checkpoint
 from paceline.models.kv_scales import kv_scale_name
 from paceline.models.locate import ModelSource
-from paceline.models.progress import Progress
 from paceline.models.registry import builder
 from paceline.models.stacked_experts import UnstackedExperts
 
@@ -184,7 +184,7 @@ def _copy(
     progress: bool | None,
 ) -> None:
     total = sum(tensor.nbytes for tensor in destinations.values())
-    with Progress("loading weights", total, shown=progress) as bar:
+    with Progress("loading weights", total, unit="B", shown=progress) as bar:
         for canonical, name in names.items():
             destinations[canonical].copy_(checkpoint.tensor(name))
             bar.advance(destinations[canonical].nbytes)

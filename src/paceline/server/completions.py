@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from paceline.core.step import RowLogprobs
 from paceline.engine.inputs import as_batch
 from paceline.engine.outputs import CompletionGrowth, RequestGrowth
+from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.answer import Document, Job, Writer, check_request
 from paceline.server.logprobs import completion_logprobs
 from paceline.server.service import Service
@@ -73,7 +73,7 @@ class CompletionWriter(Writer):
         if completion.logprobs is None:
             return None
         tokens: Sequence[int] = completion.token_ids
-        rows: Sequence[RowLogprobs | None] = completion.logprobs
+        rows: Sequence[TokenLogprobs | None] = completion.logprobs
         offset = len(self._echo(index)) + completion.num_chars_before
         if completion.num_tokens_before == 0 and growth.prompt_logprobs is not None:
             tokens = [*growth.prompt_token_ids, *tokens]

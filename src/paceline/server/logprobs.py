@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.core.step import RowLogprobs
+from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.token_names import TokenNames
 
 UNLIKELY = -9999.0  # the OpenAI API's stand-in for minus infinity, which JSON lacks
@@ -13,7 +13,7 @@ _CHARACTER_TOKENS = 4  # a UTF-8 character has at most four bytes, so at most fo
 def completion_logprobs(
     names: TokenNames,
     token_ids: Sequence[int],
-    rows: Sequence[RowLogprobs | None],
+    rows: Sequence[TokenLogprobs | None],
     *,
     offset: int,
 ) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def _offsets(names: TokenNames, token_ids: Sequence[int], offset: int) -> Iterat
 
 
 def chat_logprobs(
-    names: TokenNames, token_ids: Sequence[int], rows: Sequence[RowLogprobs]
+    names: TokenNames, token_ids: Sequence[int], rows: Sequence[TokenLogprobs]
 ) -> dict[str, Any]:
     """Of /v1/chat/completions: one object per token."""
     content = []
@@ -62,7 +62,7 @@ def _entry(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
     return {"token": name, "logprob": _finite(logprob), "bytes": utf8}
 
 
-def _best(names: TokenNames, row: RowLogprobs) -> dict[str, float]:
+def _best(names: TokenNames, row: TokenLogprobs) -> dict[str, float]:
     best = zip(row.top_ids, row.top_values, strict=True)
     return {names.name(token): _finite(value) for token, value in best}
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ModelError, message
-from paceline.engine.inputs import Prompt
 from paceline.engine.llm import LLM
 from paceline.engine.tokenizer import Tokenizer
 from paceline.server.async_engine import AsyncEngine
@@ -65,7 +64,7 @@ class Service:
             "max_model_len": self.context_len,
         }
 
-    async def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    async def encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
         """Token ids of texts; ids stay what they are.  Raises RequestError, ModelError."""
         if not any(isinstance(prompt, str) for prompt in prompts):
             return [list(prompt) for prompt in prompts]  # type: ignore[arg-type]
@@ -111,7 +110,7 @@ class Service:
             raise ModelError(message("text", expected=expected, got="one without", remedy=remedy))
         return self.tokenizer
 
-    def _encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    def _encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
         encode: Callable[[str], list[int]] = self._tokenizer.encode
         return [encode(each) if isinstance(each, str) else list(each) for each in prompts]
 

@@ -1,0 +1,48 @@
+"""A progress bar on stderr, drawn by tqdm."""
+
+import sys
+from types import TracebackType
+from typing import Any
+
+
+class Progress:
+    """Counts towards a total.
+
+    shown: None means on a terminal only.  Without the tqdm package nothing is drawn.  A unit of
+    "B" is shown in decimal multiples.
+    """
+
+    def __init__(self, label: str, total: int, *, unit: str, shown: bool | None = None) -> None:
+        self._bar: Any = None
+        if sys.stderr.isatty() if shown is None else shown:
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            is_bytes = unit == "B"
+            unit = unit if is_bytes else f" {unit}"
+            self._bar = tqdm(
+                total=total, desc=label, unit=unit, unit_scale=is_bytes, file=sys.stderr
+            )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def advance(self, count: int = 1) -> None:
+        """Count `count` more."""
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def note(self, text: str) -> None:
+        """Show a few words behind the bar."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()

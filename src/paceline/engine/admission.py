@@ -1,0 +1,175 @@
+"""Admission: what every prompt and its parameters must meet before they are queued.
+
+It knows the model's vocabulary, its context and its text, and needs no weights: what a caller typed
+is refused before they are read.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from paceline.core.errors import ModelError, RequestError, message
+from paceline.core.events import Event, Notify
+from paceline.core.model_config import ModelConfig
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.inputs import (
+    Conversation,
+    as_batch,
+    as_prompt,
+    as_sampling_params,
+    spread,
+)
+from paceline.engine.processors import Processors, check_extra_args
+from paceline.engine.tokenizer import Tokenizer
+
+MAX_TOKENS_CUT = "max_tokens_cut"  # reason code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A prompt that may be queued."""
+
+    prompt: str | None  # its text; None when it was given as token ids
+    token_ids: tuple[int, ...]  # [num_prompt_tokens]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Admission:
+    """Checks requests of one model.  Immutable; safe to share between threads."""
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None  # None: the model takes token ids
+    processors: Processors
+    context_len: int  # tokens of a request, prompt and output
+    notify: Notify
+
+    def admit(self, prompts: object, params: object = None) -> list[Admitted]:
+        """Every prompt with its parameters, in any form that `LLM.generate` takes.
+
+        Raises RequestError for the first that is wrong, with its index among several.
+        """
+        return [require_admitted(each) for each in self.admit_each(prompts, params)]
+
+    def admit_each(
+        self, prompts: object, params: object = None
+    ) -> Iterator[Admitted | RequestError]:
+        """The same one by one, with the error of each that is wrong.
+
+        Raises RequestError for what is no batch, or has not as many parameters as prompts.
+        """
+        batch = as_batch(prompts)
+        for index, (prompt, wanted) in enumerate(
+            zip(batch, spread(params, len(batch)), strict=True)
+        ):
+            try:
+                yield self._admit(prompt, as_sampling_params(wanted))
+            except RequestError as error:
+                yield indexed(error, index, len(batch))
+
+    def _admit(self, prompt: object, params: SamplingParams) -> Admitted:
+        text, token_ids = self._read(as_prompt(prompt))
+        self._check_length(len(token_ids), params)
+        self._check_params(params, prompt_len=len(token_ids))
+        return Admitted(prompt=text, token_ids=token_ids, params=params)
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Raises ModelError for a model that brought none."""
+        if self.tokenizer is None:
+            raise ModelError(
+                message(
+                    "tokenizer",
+                    expected="a model with tokenizer.json",
+                    got="one without",
+                    remedy="pass prompts as token ids",
+                )
+            )
+        return self.tokenizer
+
+    def _read(
+        self, prompt: str | Sequence[object] | Conversation
+    ) -> tuple[str | None, tuple[int, ...]]:
+        """(its text, its token ids).  Raises RequestError, ModelError."""
+        text: str | None = None
+        ids: Sequence[object]
+        if isinstance(prompt, Conversation):
+            tokenizer = self.require_tokenizer()
+            text = tokenizer.render_chat(
+                prompt.messages,
+                add_generation_prompt=prompt.add_generation_prompt,
+                **prompt.variables,
+            )
+            # The template alone decides on special tokens.
+            ids = tokenizer.encode(text, add_special_tokens=False)
+        elif isinstance(prompt, str):
+            text, ids = prompt, self.require_tokenizer().encode(prompt)
+        else:
+            ids = prompt
+        vocab_size = self.config.vocab_size
+        for place, token in enumerate(ids):
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise self._id_error(place, token, is_text=text is not None)
+        return text, tuple(ids)  # type: ignore[arg-type]
+
+    def _id_error(self, place: int, token: object, *, is_text: bool) -> RequestError:
+        vocab_size, got = self.config.vocab_size, repr(token)
+        remedy = "encode the prompt with this model's tokenizer"
+        if is_text:
+            assert isinstance(token, int), "a tokenizer's id"
+            got = f"{token}, the tokenizer's {self.require_tokenizer().token(token)!r}"
+            remedy = "leave that piece out: the model has no embedding for it"
+        expected = f"an integer from 0 to {vocab_size - 1}"
+        return RequestError(
+            message(f"prompt token id {place}", expected=expected, got=got, remedy=remedy)
+        )
+
+    def _check_length(self, num_prompt: int, params: SamplingParams) -> None:
+        context_len = self.context_len
+        if not 0 < num_prompt < context_len:
+            raise RequestError(
+                message(
+                    "prompt",
+                    expected=f"1 to {context_len - 1} tokens (context {context_len}, 1 generated)",
+                    got=f"{num_prompt} tokens",
+                    remedy="shorten the prompt, or raise --max-model-len if the model allows it"
+                    if num_prompt
+                    else "pass at least one token, for example the begin-of-text token",
+                )
+            )
+        if params.max_tokens is not None and num_prompt + params.max_tokens > context_len:
+            detail = (
+                f"max_tokens {params.max_tokens} reaches beyond the context of {context_len} "
+                "tokens: outputs end there"
+            )
+            self.notify(Event(MAX_TOKENS_CUT, detail))
+
+    def _check_params(self, params: SamplingParams, *, prompt_len: int) -> None:
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                message(
+                    "stop",
+                    expected="empty for a model without a tokenizer",
+                    got=repr(params.stop),
+                    remedy="use stop_token_ids",
+                )
+            )
+        vocab_size = self.config.vocab_size
+        params.check_vocabulary(vocab_size)
+        check_extra_args(
+            self.processors,
+            params,
+            vocab_size=vocab_size,
+            prompt_len=prompt_len,
+            stop_ids=params.all_stop_ids(self.config.eos_token_ids),
+        )
+
+
+def require_admitted(outcome: Admitted | RequestError) -> Admitted:
+    """Raises the error that it is."""
+    if isinstance(outcome, RequestError):
+        raise outcome
+    return outcome
+
+
+def indexed(error: RequestError, index: int, count: int) -> RequestError:
+    """The same error with the index of its prompt, where there are several."""
+    return error if count == 1 else type(error)(f"prompt[{index}]: {error}")
