@@ -79,7 +79,10 @@ BAD_PROMPTS: dict[str, tuple[object, str]] = {
     "mapping ids": ({"prompt": [4]}, "prompt must be text, got list"),
     "mapping text": ({"prompt_token_ids": "ab"}, "prompt_token_ids must be token ids, got str"),
     "array of floats": (np.array([4.0, 5.0]), f"prompt token id 0 must be {ID_RULE}, got 4.0"),
-    "array of rows": ([torch.zeros(2, 2, 2)], r"prompt must be \[num_tokens\] token ids, got shape"),
+    "array of rows": (
+        [torch.zeros(2, 2, 2)],
+        r"prompt must be \[num_tokens\] token ids, got shape",
+    ),
     "number as array": (np.array(4), r"prompt must be \[num_tokens\] token ids, got shape \[\]"),
     "bytes inside": ([b"ab"], f"prompt {PROMPT_RULE}, got bytes"),
     "mixed": ([4, "ab"], rf"^prompt\[0\]: prompt {PROMPT_RULE}, got int"),
@@ -100,7 +103,7 @@ BAD_PARAMS: dict[str, tuple[object, str]] = {
     "empty stop": ({"stop": [""]}, "stop must be non-empty strings"),
     "logprobs": ({"logprobs": 21}, r"logprobs must be an integer in 0\.\.20 or None, got 21"),
     "stop ids": ({"stop_token_ids": [*range(4, 36)]}, "at most 32 ids with .* 2 .*, got 34"),
-    "too few": ([SamplingParams()] * 2, "sampling_params must be one for all or .* 1 prompts, got 2"),
+    "too few": ([SamplingParams()] * 2, "sampling_params must be one for all or .* got 2"),
     "number": (5, "sampling_params must be one for all or one for each .*, got int"),
     "inside": ([5], "sampling_params must be SamplingParams or a mapping, got int"),
 }  # fmt: skip

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from paceline.core.errors import ConfigError, ModelError, RequestError
+from paceline.core.errors import ModelError, RequestError
 from paceline.engine.tokenizer import Tokenizer
 
 BOS, EOS = "<s>", "</s>"
