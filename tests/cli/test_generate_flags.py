@@ -12,8 +12,8 @@ from fake_engine import FakeEngine
 
 from paceline.cli.app import app
 from paceline.core.options import engine_options
-from paceline.core.step import RowLogprobs
 from paceline.engine.arguments import add_engine_arguments, asked_arguments
+from paceline.engine.token_logprobs import TokenLogprobs
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "generate.json").read_text())
 
@@ -23,11 +23,13 @@ class ManyCompletions(FakeEngine):
 
     def _output(self, request_id, count, params, finished=True):
         output = super()._output(request_id, count, params, finished)
-        rows = (None, RowLogprobs(chosen=-1.5, top_ids=(4,), top_values=(-0.5,)))
+        row = TokenLogprobs(
+            token_id=7, chosen=-1.5, top_ids=(4,), top_values=(-0.5,), tokenizer=None
+        )
         return replace(
             output,
             outputs=tuple(replace(output.outputs[0], index=i) for i in range(params.n)),
-            prompt_logprobs=None if params.prompt_logprobs is None else rows,
+            prompt_logprobs=None if params.prompt_logprobs is None else (None, row),
         )
 
 
@@ -47,7 +49,14 @@ def test_the_document_of_several_completions_fits_its_schema():
     document = json.loads(done.stdout.splitlines()[-1])
     jsonschema.validate(document, SCHEMA)
     assert [each["text"] for each in document["completions"]] == [document["text"]] * 2
-    scored = {"chosen": -1.5, "top_ids": [4], "top_values": [-0.5]}
+    scored = {
+        "token_id": 7,
+        "token": "",
+        "chosen": -1.5,
+        "top_ids": [4],
+        "top_tokens": [""],
+        "top_values": [-0.5],
+    }
     assert document["prompt_logprobs"] == [None, scored]
 
 

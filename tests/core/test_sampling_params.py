@@ -32,9 +32,9 @@ WRONG_VALUES = [
     ("temperature", "1", "temperature must be a finite number in 0..100, got '1'"),
     ("temperature", True, "temperature must be a finite number in 0..100, got True"),
     ("temperature", None, "temperature must be a finite number in 0..100, got None"),
-    ("top_k", 0, "top_k must be an integer of at least 1 or None, got 0; leave it out (None)"),
-    ("top_k", -1, "top_k must be an integer of at least 1 or None, got -1; leave it out (None)"),
-    ("top_k", 2.0, "top_k must be an integer of at least 1 or None, got 2.0"),
+    ("top_k", -2, "top_k must be an integer of at least 1, or None, 0 or -1, got -2; leave it out"),
+    ("top_k", False, "top_k must be an integer of at least 1, or None, 0 or -1, got False"),
+    ("top_k", 2.0, "top_k must be an integer of at least 1, or None, 0 or -1, got 2.0"),
     ("top_p", 0.0, "top_p must be more than 0, at most 1, got 0.0; use top_k=1"),
     ("top_p", 1.1, "top_p must be a finite number in 0..1, got 1.1"),
     ("min_p", -0.1, "min_p must be a finite number in 0..1, got -0.1"),
@@ -117,6 +117,11 @@ def test_extra_args_are_kept_hashable_by_name_at_any_depth():
     assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
     assert SamplingParams(extra_args=params.extra_args) == params
     assert SamplingParams.from_dict({"extra_args": given, "n": 2}).extra_args == kept
+
+
+@pytest.mark.parametrize("value", [0, -1, None])
+def test_every_way_to_say_no_top_k_is_the_same_parameters(value):
+    assert SamplingParams(top_k=value) == SamplingParams()
 
 
 def test_from_dict_accepts_the_alias_and_json_bias_keys():

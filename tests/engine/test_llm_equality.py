@@ -122,7 +122,8 @@ def test_a_windowed_group_serves_a_request_it_could_never_hold(gemma: Truth) -> 
     """Sequences of 116 tokens from 15 pages of one token: those behind the window come back."""
     chunk, window = 7, 9
     least = window - 1 + chunk
-    config = make_llm(gemma.checkpoint)._live.config
+    with make_llm(gemma.checkpoint) as llm:
+        config = llm._live.prepared.config
     groups = cache_group_specs(config, 1)
     pages = tuple(1 + (least if group.window else 128) for group in groups)
     assert sorted(pages) == [16, 129]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 from paceline.core.errors import RequestError, message
 from paceline.core.extra_args import ExtraArgs, extra_args
@@ -45,7 +45,7 @@ class SamplingParams:
     n: int = 1  # completions of the prompt, each with its own seed
     max_tokens: int | None = 16  # tokens to generate; None = the rest of the context
     temperature: float = 1.0  # 0 = greedy
-    top_k: int | None = None  # keep the k most likely tokens; None = all
+    top_k: int | None = None  # keep the k most likely tokens; None (or 0 or -1) = all
     top_p: float = 1.0  # keep the most likely tokens up to this mass; 1 = all
     min_p: float = 0.0  # keep tokens at least this likely relative to the best; 0 = all
     repetition_penalty: float = 1.0  # over prompt and output; 1 = none
@@ -71,7 +71,7 @@ class SamplingParams:
         _check_integer("seed", self.seed, low=-SEED_LIMIT, high=SEED_LIMIT - 1, optional=True)
         for name in ("logprobs", "prompt_logprobs"):
             _check_integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS, optional=True)
-        _check_top_k(self.top_k)
+        object.__setattr__(self, "top_k", _top_k(self.top_k))
         for name, (low, high, remedy) in _NUMBERS.items():
             number = _number(name, getattr(self, name), low=low, high=high, remedy=remedy)
             object.__setattr__(self, name, number)
@@ -177,7 +177,7 @@ def _error(name: str, expected: object, got: object, remedy: str) -> RequestErro
     return RequestError(message(name, expected=expected, got=got, remedy=remedy))
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -190,15 +190,18 @@ def _check_integer(
     expected = f"{wanted} or None" if optional else wanted
     if not _is_integer(value):
         raise _error(name, expected, f"{value!r}", "pass a plain int")
-    assert isinstance(value, int)
     if value < low or (high is not None and value > high):
         raise _error(name, expected, value, "choose a value in range")
 
 
-def _check_top_k(value: object) -> None:
-    expected = "an integer of at least 1 or None"
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+def _top_k(value: object) -> int | None:
+    """0 and -1 keep every token too: what other engines write for it."""
+    expected = "an integer of at least 1, or None, 0 or -1"
+    if value is None:
+        return None
+    if not _is_integer(value) or value < -1:
         raise _error("top_k", expected, f"{value!r}", "leave it out (None) to keep every token")
+    return value if value > 0 else None
 
 
 def _number(name: str, value: object, *, low: float, high: float, remedy: str) -> float:
