@@ -209,22 +209,6 @@ def test_salts_do_not_share():
     assert cache.match(TOKENS[:16], "x") == 12
 
 
-def test_rewound_tokens_can_be_written_again_and_shared():
-    cache = make_cache(None)
-    cache.admit("a", TOKENS[:4], reserve_to=16)
-    cache.admit("b", TOKENS[:4], reserve_to=16)
-    cache.retire(1)
-    cache.written("a", TOKENS[:12], 12, epoch=1)
-    cache.written("b", TOKENS[:12], 12, epoch=1)  # pages stay private: a was first
-    cache.rewind("b", 6)
-    other = [*TOKENS[:6], *[9] * 6]
-    cache.written("b", other, 12, epoch=1)
-    cache.release("b", other, 12, epoch=1)
-    assert cache.match([*other, 1]) == 12
-    assert cache.match(TOKENS[:13]) == 12
-    cache.check_integrity()
-
-
 def test_kv_of_an_unretired_epoch_is_refused():
     cache = make_cache(None)
     cache.admit("a", TOKENS[:8], reserve_to=8)

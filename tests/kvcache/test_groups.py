@@ -116,36 +116,4 @@ def test_committing_more_than_is_reserved_is_refused():
     group = make_group(None)
     holding, _ = group.admit([], 4)
     with pytest.raises(IntegrityError, match=r"must be at most 4 \(reserved\), got 5"):
-        group.commit(holding, range(5), 1)
-
-
-def test_a_chain_moves_nothing_and_a_gapped_path_closes_up():
-    group = make_group(None)
-    holding, _ = group.admit([], 16)
-    assert group.commit(holding, range(3), 1) == []
-    assert group.commit(holding, [0, 2, 5], 1) == [(5, 4), (8, 5)]
-    assert holding.committed == 6
-
-
-def test_rewind_forgets_written_tokens_and_keeps_the_reservation():
-    group = make_group(None)
-    holding, _ = group.admit([], 16)
-    group.commit(holding, range(9), 1)
-    group.rewind(holding, 3)
-    assert holding.committed == 3
-    assert len(holding.pages) == 4
-    group.commit(holding, range(9), 2)
-    assert holding.committed == 12
-
-
-def test_rewind_into_shared_pages_is_refused():
-    group = make_group(None)
-    holding, _ = group.admit([], 16)
-    group.commit(holding, range(8), 0)
-    root = group._tree.root(None)
-    group.share(holding, 0, root, group._tree.child(root, (0,)))
-    group.rewind(holding, 4)
-    with pytest.raises(IntegrityError, match=r"rewind .* got 3 \(shared pages: \[0\]"):
-        group.rewind(holding, 3)
-    with pytest.raises(IntegrityError, match=r"at most 4 \(committed\), got 5"):
-        group.rewind(holding, 5)
+        group.commit(holding, 5, 1)

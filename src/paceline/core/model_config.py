@@ -94,7 +94,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroupSpec:
-    """Layers that share page size, lifetime and rewind rule."""
+    """Layers that share page size and lifetime."""
 
     name: str  # "full" or "window-1024"; of a drafter: "draft-full"
     layer_ids: tuple[int, ...]  # of the model the group belongs to

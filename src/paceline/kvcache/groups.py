@@ -30,13 +30,6 @@ class PageRun(NamedTuple):
     page_ids: tuple[int, ...]
 
 
-class Move(NamedTuple):
-    """KV to copy from one position to another, when an accepted path has gaps."""
-
-    source: int
-    target: int
-
-
 @dataclass(slots=True)
 class Holding:
     """One request's pages in one group; written by PagedGroup alone.
@@ -155,29 +148,21 @@ class PagedGroup:
         self._grow(holding, max(need, min(wish, roomy)))
         return PageRun(self._index, start, tuple(holding.pages[start:]))
 
-    def commit(self, holding: Holding, path: Sequence[int], epoch: int) -> list[Move]:
-        """KV behind the committed length exists once `epoch` retires.
-
-        path: offsets of the accepted tokens behind it, increasing; a chain has no gaps and moves
-        nothing.
-        """
-        base = holding.committed
-        holding.committed = base + len(path)
-        if holding.committed > holding.reserved(self._page_size):
+    def commit(self, holding: Holding, kv_len: int, epoch: int) -> None:
+        """The KV of the first `kv_len` tokens, no fewer than before, exists once `epoch` retires."""
+        if kv_len > holding.reserved(self._page_size):
             raise IntegrityError(
                 message(
                     f"committed tokens in cache group '{self.name}'",
                     expected=f"at most {holding.reserved(self._page_size)} (reserved)",
-                    got=holding.committed,
+                    got=kv_len,
                     remedy="reserve by upper bound before a step is launched",
                 )
             )
-        full_before, full = base // self._page_size, holding.committed // self._page_size
+        full_before, full = holding.committed // self._page_size, kv_len // self._page_size
         for index in range(max(full_before, holding.first), full):
             self.pool.mark_written(holding.pages[index], epoch)
-        if isinstance(path, range) and path.step == 1 and path.start == 0:
-            return []
-        return [Move(base + node, base + i) for i, node in enumerate(path) if node != i]
+        holding.committed = kv_len
 
     def share(
         self, holding: Holding, index: int, parent: Node, node: Node, *, adopt: int | None = None
@@ -209,24 +194,6 @@ class PagedGroup:
         if stop > holding.first:
             self._return(holding, range(holding.first, stop), epoch)
             holding.first = stop
-
-    def rewind(self, holding: Holding, kv_len: int) -> None:
-        """Forget committed tokens behind `kv_len`; their pages stay reserved."""
-        low = kv_len // self._page_size
-        full = holding.committed // self._page_size
-        shared = [i for i in range(low, full) if holding.nodes[i] is not None]
-        if shared or kv_len > holding.committed or low < holding.first:
-            raise IntegrityError(
-                message(
-                    f"rewind in cache group '{self.name}'",
-                    expected=f"a length of private pages, at most {holding.committed} (committed)",
-                    got=f"{kv_len} (shared pages: {shared}, first held page: {holding.first})",
-                    remedy="commit only accepted tokens",
-                )
-            )
-        for index in range(low, full):
-            self.pool.unwrite(holding.pages[index])
-        holding.committed = kv_len
 
     def release(self, holding: Holding, epoch: int) -> None:
         """Return everything, once `epoch` has retired."""

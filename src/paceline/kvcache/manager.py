@@ -12,7 +12,7 @@ from typing import NamedTuple
 from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.model_config import CacheGroupSpec
 from paceline.kvcache.books import CacheStats, check_books
-from paceline.kvcache.groups import Holding, Move, PagedGroup, PageRun
+from paceline.kvcache.groups import Holding, PagedGroup, PageRun
 from paceline.kvcache.prefix_tree import Node, PrefixTree
 
 
@@ -162,33 +162,20 @@ class CacheManager:
             if group.shortage(holding, kv_bound)
         )
 
-    def written(
-        self, request_id: str, tokens: Sequence[int], kv_len: int, *, epoch: int
-    ) -> list[Move]:
-        """The retired step `epoch` completed the KV of the first `kv_len` of `tokens`.
-
-        Full pages become shareable.  Returns the KV to move (none while paths are chains).
+    def written(self, request_id: str, tokens: Sequence[int], kv_len: int, *, epoch: int) -> None:
+        """The retired step `epoch` completed the KV of the first `kv_len` of `tokens`; full pages
+        become shareable.
         """
         entry = self._entries[request_id]
         self._require_retired(epoch)
-        moves = self._commit(entry, kv_len, epoch)
+        self._commit(entry, kv_len, epoch)
         self._offer(entry, tokens, self._num_shareable(tokens, kv_len), adopt=None)
-        return moves
 
     def advance_window(self, request_id: str, lowest_query: int, *, epoch: int) -> None:
         """No launched or future step queries below `lowest_query`; `epoch` is the last that did."""
         if self._windowed:
             for group, holding in self._holdings(request_id):
                 group.advance(holding, lowest_query, epoch)
-
-    def rewind(self, request_id: str, kv_len: int) -> None:
-        """Forget committed KV behind `kv_len`; never reaches into shared pages."""
-        for group, holding in self._holdings(request_id):
-            group.rewind(holding, kv_len)
-        entry = self._entries[request_id]
-        entry.committed = kv_len
-        if kv_len // self._page_size < entry.num_offered:
-            entry.tip = None  # other tokens may follow: find the path again
 
     def release(self, request_id: str, tokens: Sequence[int], kv_len: int, *, epoch: int) -> None:
         """The request leaves.  Full pages of its first `kv_len` tokens, all written by retired
@@ -253,14 +240,11 @@ class CacheManager:
                 length = group.usable_prefix(path, length)
         return path[:length]
 
-    def _commit(self, entry: _Entry, kv_len: int, epoch: int) -> list[Move]:
-        assert kv_len >= entry.committed, "written goes forward; rewind goes back"
-        accepted = range(kv_len - entry.committed)
-        moves: list[Move] = []
+    def _commit(self, entry: _Entry, kv_len: int, epoch: int) -> None:
+        assert kv_len >= entry.committed, "KV that is written stays"
         for group, holding in zip(self._groups, entry.holdings, strict=True):
-            moves = group.commit(holding, accepted, epoch)
+            group.commit(holding, kv_len, epoch)
         entry.committed = kv_len
-        return moves
 
     def _offer(
         self, entry: _Entry, tokens: Sequence[int], num_pages: int, *, adopt: int | None

@@ -104,11 +104,6 @@ class PagePool:
         self._states[page] = PageState.WRITTEN
         self._written_epochs[page] = epoch
 
-    def unwrite(self, page: int) -> None:
-        """A rewind: the page will be written again."""
-        self._require(page, PageState.WRITTEN, "rewound")
-        self._states[page] = PageState.RESERVED
-
     def share(self, page: int) -> None:
         """Hand a written page to the prefix tree; its epoch must have retired."""
         self._require(page, PageState.WRITTEN, "shared")
