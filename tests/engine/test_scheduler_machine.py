@@ -108,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.num_drained = 0
         self.requests: dict[str, Request] = {}
+        self.salts: dict[str, str | None] = {}
         self.expected: dict[str, tuple[list[int], FinishCode]] = {}
         self.streamed: dict[str, list[int]] = {}
         self.scored: dict[str, list[float]] = {}  # prompt tokens, by their scores
@@ -160,12 +161,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             first = Request.make(name, prompt, params, context_len=CONTEXT_LEN, salt=salt)
             for request in [first, *(first.sibling(i + 1) for i in range(siblings))]:
-                self.queue(request)
+                self.queue(request, salt)
         for _ in range(turns):
             self.turn()
         self.after("add")
 
-    def queue(self, request):
+    def queue(self, request, salt):
         try:
             self.scheduler.add(request)
         except CapacityError:
@@ -173,10 +174,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         name = request.request_id
         self.requests[name] = request
+        self.salts[name] = salt  # as it was asked: a request may have lost its own
         self.streamed[name] = []
         self.scored[name] = []
         self.expected[name] = run_alone(
-            request.prompt_ids, request.params, max_len=request.max_len, salt=request.salt
+            request.prompt_ids, request.params, max_len=request.max_len, salt=salt
         )
 
     @precondition(lambda self: self.scheduler.has_work)
@@ -238,7 +240,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         step = self.scheduler.schedule(self.epoch)
         if step is not None:
             salts = {
-                r.row: r.salt for r in self.requests.values() if r.state is RequestState.RUNNING
+                r.row: self.salts[name]
+                for name, r in self.requests.items()
+                if r.state is RequestState.RUNNING
             }
             self.in_flight.append((step, self.device.execute(step, salts)))
             self.tally["rounds"] += step.is_round

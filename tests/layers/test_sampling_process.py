@@ -166,6 +166,16 @@ def test_top_p_measures_mass_among_the_tokens_top_k_kept():
     assert kept.tolist() == [[True, True, False, False]]
 
 
+def test_top_p_stops_where_the_mass_is_just_reached():
+    """Of 1/2, 1/4 and 1/4, the best token alone is half: as in transformers, nothing follows."""
+    scaled = torch.tensor([[1.0, 0.5, 0.5]]).log()
+    kept = keep_mask(scaled, **_columns(top_k=None, top_p=0.5, min_p=0.0))
+    assert kept.tolist() == [[True, False, False]]
+    assert torch.equal(kept, TopPLogitsWarper(0.5)(None, scaled) > float("-inf"))
+    above = keep_mask(scaled, **_columns(top_k=None, top_p=0.500001, min_p=0.0))
+    assert above.tolist() == [[True, True, True]]
+
+
 def test_filters_are_equivariant_under_permutation_of_the_vocabulary():
     scaled = _logits(8).round()
     scaled -= scaled.amax()
