@@ -149,7 +149,7 @@ class PagedGroup:
         return PageRun(self._index, start, tuple(holding.pages[start:]))
 
     def commit(self, holding: Holding, kv_len: int, epoch: int) -> None:
-        """The KV of the first `kv_len` tokens, no fewer than before, exists once `epoch` retires."""
+        """The KV of `kv_len` tokens, no fewer than before, exists once `epoch` retires."""
         if kv_len > holding.reserved(self._page_size):
             raise IntegrityError(
                 message(
