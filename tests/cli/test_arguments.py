@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from test_verbs import ALIASES
+from test_verbs import ALIASES, TWICE
 
 from paceline.core.errors import ConfigError
 from paceline.engine import bench_latency
@@ -44,6 +44,13 @@ def test_a_flag_cut_short_is_refused(typed, capsys):
     with pytest.raises(SystemExit):
         bench_latency.main(typed.split())
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("typed", TWICE)
+def test_an_option_given_twice_is_refused(typed, capsys):
+    with pytest.raises(SystemExit):
+        bench_latency.main(typed.split())
+    assert "may be given once" in capsys.readouterr().err
 
 
 def test_help_shows_choices_units_and_defaults(capsys):

@@ -162,6 +162,46 @@ def test_what_is_not_understood_is_refused(typed, text):
     assert not engine.prompts
 
 
+TWICE = [
+    "--seed 1 --seed 2",
+    "--seed 1 --random-seed 1",
+    "--overlap --no-overlap",
+    "--max-num-seqs 4 --max_running_requests 5",
+    "--model a --model-path b",
+    "--tp 1 --tp 1",
+]
+
+
+@pytest.mark.parametrize("typed", [*TWICE, "--max-tokens 3 --max-new-tokens 4", "--json --json"])
+def test_an_option_given_twice_is_refused(typed):
+    """The last one would win, and the first be dropped without a word."""
+    engine = FakeEngine()
+    done = run("generate", "--prompt", "x", *typed.split(), engine=engine)
+    assert done.exit_code == 2
+    assert "may be given once, got 2; keep one" in done.stderr
+    assert not engine.prompts
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "explain --gpu h200 --gpu l4",
+        "env --json --json",
+        "check --filter a --filter b",
+        "bench latency --batch-size 1 --batch-size 2",
+        "bench attention --kv-len 1 --kv-len 2",
+        "prove --against a --against b",
+        "serve --port 1 --port 2",
+        "chat --system a --system b",
+        "debug fixes --json --json",
+    ],
+)
+def test_no_verb_drops_the_first_of_two(typed):
+    done = run(*typed.split(), engine=FakeEngine())
+    assert done.exit_code == 2
+    assert "may be given once, got 2; keep one" in " ".join(done.stderr.split())
+
+
 def test_chat_keeps_history_and_reset_forgets_it():
     engine = FakeEngine()
     done = run("chat", engine=engine, stdin="a\nb\n/reset\nc\n/exit\nnever\n")

@@ -39,6 +39,7 @@ CPU = replace(
     free_bytes=8 * GIB,
     cuda_arch=None,
     cores=2,
+    cpus=4,
 )
 
 

@@ -27,6 +27,7 @@ CPU = replace(
     free_bytes=8 * GIB,
     cuda_arch=None,
     cores=2,
+    cpus=4,
 )
 
 
@@ -99,11 +100,11 @@ def test_a_cache_format_that_is_neither_the_models_nor_8_bits_is_refused():
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "gemma-3-1b"])
 @pytest.mark.parametrize("device", [H200, CPU], ids=["gpu", "cpu"])
-def test_the_lines_add_up_to_the_device(model, device):
+def test_the_lines_add_up_to_what_is_usable(model, device):
     if model == "llama-3.1-8b" and device is CPU:
         device = replace(CPU, total_bytes=64 * GIB, free_bytes=48 * GIB)
     _, fit = plan(model, device)
-    assert sum(size for _, size in budget_lines(fit)) == fit.total_bytes
+    assert sum(size for _, size in budget_lines(fit)) == fit.usable_bytes < fit.total_bytes
     assert not fit.short_by_bytes
 
 
@@ -303,6 +304,24 @@ def test_open_values_are_decided():
         }
 
 
+def test_threads_of_a_machine_that_is_not_here_are_its_own_matter():
+    assert plan(threads=1000)[0].options.threads == 1000
+
+
+@pytest.mark.parametrize(("model", "device"), [("gemma-3-1b", CPU), ("llama-3.2-1b", H200)])
+def test_without_graphs_no_reason_speaks_of_their_memory_or_time(model, device):
+    """The padding stays that of graphs."""
+    eager, fit = plan(model, device, enforce_eager=True)
+    graphs, _ = plan(model, device)
+    assert fit.graphs_bytes == 0
+    for name in ("cuda_graph_max_bs", "cuda_graph_max_tokens"):
+        assert getattr(eager.options, name) == getattr(graphs.options, name)
+        if getattr(eager.options, name):
+            assert eager.origins[name].startswith(
+                "chosen: no graphs; steps are padded as with them"
+            )
+
+
 def test_a_cpu_without_bfloat16_computes_in_float32():
     resolution, _ = plan("llama-3.2-1b", replace(CPU, native_bf16=False))
     assert resolution.options.dtype == "float32"
@@ -314,6 +333,11 @@ def test_a_cpu_without_bfloat16_computes_in_float32():
     [
         ({"device": "cuda"}, CPU, "device must be cpu (a CPU), got cuda"),
         ({"gpu_memory_utilization": 0.5}, CPU, "must be left out on a CPU, got 0.5"),
+        (
+            {"threads": 5},
+            CPU,
+            "threads must be at most 4, the CPUs this process may use, got 5; lo",
+        ),
         ({"max_model_len": 200000}, H200, "must be at most 131072, the model's context limit"),
         (
             {"max_num_batched_tokens": 7, "max_num_seqs": 9},

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from paceline.cli.flags import asked_options, engine_flags, log_to_stderr
+from paceline.cli.verb import Verb
 from paceline.engine.attention_shape import FLAGS
 
 
@@ -26,7 +27,7 @@ def bench() -> None:
     """Time this machine."""
 
 
-@bench.command()
+@bench.command(cls=Verb)
 @click.option(
     "--batch-size",
     default="1,8,64",
@@ -63,7 +64,7 @@ def latency(ctx: click.Context, /, **values: Any) -> None:
     click.echo(json.dumps(document))
 
 
-@bench.command()
+@bench.command(cls=Verb)
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -101,7 +102,7 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
     click.echo(json.dumps(document))
 
 
-@bench.command()
+@bench.command(cls=Verb)
 @attention_flags
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
 def attention(as_json: bool, **values: Any) -> None:

@@ -11,6 +11,7 @@ import click
 
 from paceline.cli.console import rate_line, start_engine
 from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampling_flags
+from paceline.cli.verb import Verb
 from paceline.core.errors import RequestError
 
 HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer"
@@ -20,7 +21,7 @@ NO_TEMPLATE = (
 )
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.option("--system", default=None, help="System message put before the conversation.")
 @sampling_flags(max_tokens=None)
 @engine_flags

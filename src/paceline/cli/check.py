@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.verb import Verb
 from paceline.conformance.check_flags import EPILOG, FLAGS, SUMMARY
 
 
@@ -27,7 +28,7 @@ def check_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.command(help=SUMMARY, epilog="\b\n" + EPILOG.replace("\n\n", "\n\n\b\n"))
+@click.command(cls=Verb, help=SUMMARY, epilog="\b\n" + EPILOG.replace("\n\n", "\n\n\b\n"))
 @check_flags
 @click.pass_context
 def check(ctx: click.Context, /, **values: Any) -> None:

@@ -4,8 +4,10 @@ import json
 
 import click
 
+from paceline.cli.verb import Verb
 
-@click.command()
+
+@click.command(cls=Verb)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 def env(as_json: bool) -> None:
     """Show this machine: versions, CPU, memory, GPUs, backends, kernel cache."""

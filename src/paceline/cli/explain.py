@@ -6,9 +6,10 @@ from typing import Any
 import click
 
 from paceline.cli.flags import asked_options, engine_flags
+from paceline.cli.verb import Verb
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.option("--gpu", default=None, help="Plan for a GPU by name, e.g. h200; else this machine.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 @engine_flags

@@ -8,9 +8,10 @@ import click
 
 from paceline.cli.console import print_stream, rate_line, start_engine
 from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampling_flags
+from paceline.cli.verb import Verb
 
 
-@click.command()
+@click.command(cls=Verb)
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option("--n", type=int, default=1, show_default=True, help="Completions of the prompt.")
 @click.option(

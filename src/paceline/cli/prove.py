@@ -8,9 +8,11 @@ import click
 
 from paceline.cli.console import engine_factory
 from paceline.cli.flags import asked_options, engine_flags, log_to_stderr
+from paceline.cli.verb import Verb
 
 
 @click.command(
+    cls=Verb,
     epilog="""\b
 Examples:
   paceline prove                                       the bundled model and its drafter
@@ -19,7 +21,7 @@ Examples:
 
 \b
 Exit code: 0 when all texts are equal, ties apart; 1 when one is not, or when a drafter is accepted
-far less often than it is known for; 2 for flags that cannot work."""
+far less often than it is known for; 2 for flags that cannot work.""",
 )
 @click.option("--against", metavar="BACKEND", help="Also compare this attention backend.")
 @click.option(

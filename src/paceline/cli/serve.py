@@ -6,9 +6,11 @@ import click
 
 from paceline.cli.console import engine_factory
 from paceline.cli.flags import asked_options, engine_flags, log_to_stderr
+from paceline.cli.verb import Verb
 
 
 @click.command(
+    cls=Verb,
     epilog="""\b
 Examples:
   paceline serve
@@ -24,7 +26,7 @@ Ask it something (the address is printed at start):
 From Python, with the openai package:
   OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="any").chat.completions.create(
       model="bundled", messages=[{"role": "user", "content": "def fibonacci(n):"}])
-"""
+""",
 )
 @click.option(
     "--host",

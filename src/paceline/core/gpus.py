@@ -24,6 +24,7 @@ class DeviceFacts:
     bandwidth_bytes_s: float | None  # published peak of the main memory
     matmul_flops: float | None  # published peak of dense bfloat16 products, float32 accumulation
     cores: int | None  # physical cores this process may use (CPU)
+    cpus: int | None  # logical ones it may use; None for a device known by name
     native_bf16: bool  # has bfloat16 multiply instructions
     source: str  # where the facts come from
 
@@ -51,6 +52,7 @@ def _gpu(
         bandwidth_bytes_s=tb_s * 1e12,
         matmul_flops=None if tflop_s is None else tflop_s * 1e12,
         cores=None,
+        cpus=None,
         native_bf16=arch >= (8, 0),
         source=source,
     )

@@ -5,7 +5,7 @@ these programs agree: the positional model, and the parallel size of which only 
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -27,10 +27,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         spec = spec_of(option)
         common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS}
         if spec.kind is bool:
-            add_flag(parser, *spec.flags, action="store_true", help=spec.help, **common)
+            common["nargs"] = 0
+            add_flag(parser, *spec.flags, const=True, help=spec.help, **common)
             if spec.off_flags:
                 help_text = f"The opposite of {spec.flags[0]}."
-                add_flag(parser, *spec.off_flags, action="store_false", help=help_text, **common)
+                add_flag(parser, *spec.off_flags, const=False, help=help_text, **common)
         elif spec.kind is tuple:
             add_flag(
                 parser,
@@ -61,8 +62,28 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class StoreOnce(argparse.Action):
+    """Stores a value, or with nargs=0 its constant; a second one of the same name is an error."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        seen = vars(namespace).setdefault("_seen", set())
+        if self.dest in seen:
+            parser.error(f"{option_string} may be given once; keep one")
+        seen.add(self.dest)
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+
+
 def add_flag(parser: argparse.ArgumentParser, *flags: str, **settings: Any) -> None:
-    """A flag in both spellings: an underscore equals a dash."""
+    """A flag in both spellings: an underscore equals a dash.  It is given once, unless its action
+    collects.
+    """
+    settings.setdefault("action", StoreOnce)
     spelled = [
         f"--{flag.removeprefix('--').replace('-', '_')}" for flag in flags if flag.startswith("--")
     ]

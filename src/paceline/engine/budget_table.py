@@ -8,7 +8,8 @@ from paceline.engine.fit import Fit
 
 
 def budget_lines(fit: Fit) -> tuple[tuple[str, int], ...]:
-    """The budget as (name, bytes), in the order people read it."""
+    """The budget as (name, bytes), in the order people read it; they add up to what is
+    usable, unless it is short."""
     return (
         ("weights", fit.weights_bytes),
         *([("draft weights", fit.draft_weights_bytes)] if fit.draft_weights_bytes else []),

@@ -28,6 +28,15 @@ def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFact
                 remedy="size the cache with --kv-cache-memory-bytes",
             )
         )
+    if options.threads is not None and device.cpus is not None and options.threads > device.cpus:
+        raise ConfigError(
+            message(
+                "threads",
+                expected=f"at most {device.cpus}, the CPUs this process may use",
+                got=options.threads,
+                remedy="lower --threads, or leave it out to let the engine decide",
+            )
+        )
     if options.max_model_len is not None and options.max_model_len > config.max_position:
         raise ConfigError(
             message(

@@ -35,7 +35,7 @@ class Fit:
     kv_room_bytes: int  # what is left for KV once everything else is placed, below 0 when short
     kv_least_bytes: int  # for one request of max_model_len
     kv_limit_bytes: int | None  # what the options allow KV; None: all the room
-    slack_bytes: int  # total - all of the above; left to others
+    slack_bytes: int  # usable - all of the above
     short_by_bytes: int  # 0 when it fits
     max_model_len: int  # tokens; the longest request that will be served
     longest_len: int  # tokens; the longest request that would fit alone, 0 when none does
@@ -92,7 +92,7 @@ def plan_memory(
         kv_room_bytes=room,
         kv_least_bytes=least,
         kv_limit_bytes=options.kv_cache_bytes,
-        slack_bytes=max(0, device.total_bytes - demand.total - taken),
+        slack_bytes=max(0, room - taken),
         short_by_bytes=short,
         max_model_len=floor,
         longest_len=longest,

@@ -88,6 +88,7 @@ def cpu_facts() -> DeviceFacts:
         bandwidth_bytes_s=None,
         matmul_flops=None,
         cores=usable_cores(),
+        cpus=len(_allowed_cpus()),
         native_bf16=bool(flags & BF16_FLAGS),
         source="/proc/cpuinfo and /proc/meminfo",
     )
@@ -179,6 +180,7 @@ def _gpu_facts(index: int) -> DeviceFacts:
         bandwidth_bytes_s=None if row is None else row.bandwidth_bytes_s,
         matmul_flops=None if row is None else row.matmul_flops,
         cores=None,
+        cpus=len(_allowed_cpus()),
         native_bf16=arch >= (8, 0),
         source="the CUDA driver",
     )

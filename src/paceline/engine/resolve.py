@@ -20,6 +20,7 @@ from paceline.engine.speculation import Speculation, all_groups
 
 CPU_KV_LIMIT = 4 * GIB
 GPU_GRAPH_TOKENS = 1024  # longer steps keep the GPU busy while the next operations are launched
+WITHOUT_GRAPHS = "no graphs; steps are padded as with them, so that answers are the same"
 CPU_GRAPH_ROWS = 64  # requests; recorded graphs share no memory, and calls are cheap beside rows
 
 
@@ -149,6 +150,7 @@ def _choose_graphs(
     )
     while rows > 1 and demand(rows=rows) > limit:
         rows, why = (rows + 1) // 2, "its graphs take at most a quarter of free memory"
+    why = WITHOUT_GRAPHS if options.enforce_eager else why
     return resolution.choose("cuda_graph_max_bs", rows, why)
 
 
@@ -161,7 +163,8 @@ def _choose_graph_tokens(
         return resolution.choose("cuda_graph_max_tokens", 0, "padding costs a CPU time")
     length = options.max_model_len or config.max_position
     tokens = min(GPU_GRAPH_TOKENS, known(options.max_num_batched_tokens), length)
-    return resolution.choose("cuda_graph_max_tokens", tokens, "longer steps outlast their launches")
+    why = WITHOUT_GRAPHS if options.enforce_eager else "longer steps outlast their launches"
+    return resolution.choose("cuda_graph_max_tokens", tokens, why)
 
 
 def _choose_step(
