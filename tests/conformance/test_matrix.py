@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -114,12 +113,10 @@ def test_every_outcome_of_a_cell_is_reported_and_the_run_goes_on():
 
 
 def test_a_segmentation_fault_and_a_hang_lose_their_own_cells_only():
-    began = time.monotonic()
-    found = run("segfaults", "hangs", "passes-1", "passes-2", limit_s=1.0)
+    found = run("segfaults", "hangs", "passes-1", "passes-2", limit_s=3.0)
     assert found["segfaults"].reason == "its process ended: killed by SIGSEGV"
-    assert found["hangs"].reason == "took longer than 1 s"
+    assert found["hangs"].reason == "took longer than 3 s"
     assert found["passes-1"].status is found["passes-2"].status is Status.PROVEN
-    assert time.monotonic() - began < 30
 
 
 def test_a_backend_that_keeps_ending_its_process_is_left_out():

@@ -194,7 +194,6 @@ def python(code, **variables):
         capture_output=True,
         text=True,
         env={"PYTHONPATH": str(SOURCE), "PATH": "/usr/bin:/bin", **variables},
-        timeout=120,
         check=False,
     )
 

@@ -34,7 +34,6 @@ def outcomes():
         capture_output=True,
         text=True,
         env=environment,
-        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

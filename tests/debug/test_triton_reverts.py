@@ -36,7 +36,6 @@ def decode(**variables):
         capture_output=True,
         text=True,
         env=environment,
-        timeout=120,
         check=False,
     )
     assert done.returncode == 0, done.stderr

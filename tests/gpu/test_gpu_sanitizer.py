@@ -1,6 +1,6 @@
 """The sanitizer over CUDA graphs: a right engine passes, and a reader of dead slots is named."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from torch import Tensor
@@ -30,22 +30,24 @@ class ReadsBehindEnd(TritonBackend):
         return out + layer.v_cache[0, -1].mean(), lse
 
 
+def answers(**asked: Any) -> list[list[int]]:
+    with LLM("bundled", device="cuda", max_num_seqs=6, **asked) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, SAMPLED)]
+
+
 def test_a_sanitized_engine_gives_the_same_tokens() -> None:
-    answers = []
-    for sanitize in (False, True):
-        with LLM("bundled", device="cuda", max_num_seqs=6, sanitize=sanitize) as llm:
-            outputs = llm.generate(PROMPTS, SAMPLED)
-            answers.append([output.outputs[0].token_ids for output in outputs])
-    assert answers[0] == answers[1]
+    assert answers(sanitize=True) == answers(sanitize=False)
 
 
-def test_a_backend_that_reads_the_reserved_page_is_named() -> None:
-    backend = f"{__name__}:{ReadsBehindEnd.__name__}"
-    with (
-        LLM("bundled", device="cuda", attention_backend=backend, sanitize=True) as llm,
-        pytest.raises(SanitizerError) as caught,
-    ):
-        llm.generate(PROMPTS, SAMPLED)
+@pytest.mark.parametrize("algorithm", ["off", "EAGLE3"])
+def test_a_backend_that_reads_the_reserved_page_is_named(algorithm: str) -> None:
+    """At its first step, which with a drafter is one of the self-test at boot."""
+    with pytest.raises(SanitizerError) as caught:
+        answers(
+            attention_backend=f"{__name__}:{ReadsBehindEnd.__name__}",
+            speculative_algorithm=algorithm,
+            sanitize=True,
+        )
     assert "attention backend 'reads-behind-end'" in str(caught.value)
     assert "page 0" in str(caught.value)
     assert "test_gpu_sanitizer.py:" in str(caught.value)

@@ -1,6 +1,11 @@
-"""A real server in this process: the bundled model, uvicorn on a free port, a thread for both."""
+"""A real server in this process: the bundled model, uvicorn on a free port, a thread for both.
+
+Nothing here goes by the clock: tests hold an engine's turns while they look, and clients wait as
+long as it takes.
+"""
 
 import asyncio
+import math
 import socket
 import threading
 import time
@@ -12,12 +17,14 @@ from typing import Any
 import uvicorn
 
 from paceline.engine.llm import LLM
+from paceline.engine.tracker import Tracker
 from paceline.server.app import build_app
 from paceline.server.async_engine import AsyncEngine
 from paceline.server.limits import LIMITS, Limits
 from paceline.server.service import Service
 
 CONTEXT = 256
+FIRST_WORDS = 4  # turns in which every row that runs says something
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class Serving:
 
     url: str
     llm: LLM
+    turns: "Turns"
     engine: AsyncEngine
     loop: asyncio.AbstractEventLoop
 
@@ -40,6 +48,38 @@ class Serving:
             and not self.llm.engine._trackers
             and all((pool.owned, pool.queued) == (0, 0) for pool in pools)
         )
+
+
+class Turns:
+    """Holds an engine between `hold` and `go`, so that nothing ends while a test looks.
+
+    It still takes requests and cancellations: a turn that is held brings nothing.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._step = llm.engine.step
+        self._changed = threading.Condition()
+        self._left = math.inf
+        llm.engine.step = self._next
+
+    def hold(self, *, after: int) -> None:
+        """Let `after` more turns run."""
+        self._set(after)
+
+    def go(self) -> None:
+        self._set(math.inf)
+
+    def _set(self, left: float) -> None:
+        with self._changed:
+            self._left = left
+            self._changed.notify()
+
+    def _next(self) -> list[Tracker]:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._left > 0, timeout=0.01):
+                return []
+            self._left -= 1
+        return self._step()
 
 
 def small_llm(**more: Any) -> LLM:
@@ -60,7 +100,8 @@ def serving(llm: LLM, *, api_key: str | None = None, limits: Limits = LIMITS) ->
     """Serve `llm` as "tiny"; closes it behind."""
     service = Service.of(llm, model="tiny", max_queued=limits.max_queued)
     app = build_app(service, api_key=api_key, max_body_mib=limits.max_body_mib)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on"))
+    quiet = {"log_config": None, "access_log": False, "timeout_keep_alive": 3600}
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", **quiet))
     bound = socket.create_server(("127.0.0.1", 0))
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -71,17 +112,17 @@ def serving(llm: LLM, *, api_key: str | None = None, limits: Limits = LIMITS) ->
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     wait_until(lambda: server.started)
+    url, turns = f"http://127.0.0.1:{bound.getsockname()[1]}", Turns(llm)
     try:
-        yield Serving(f"http://127.0.0.1:{bound.getsockname()[1]}", llm, service.engine, loops[0])
+        yield Serving(url, llm, turns, service.engine, loops[0])
     finally:
+        turns.go()
         server.should_exit = True
-        thread.join(timeout=30)
-        assert not thread.is_alive()
+        thread.join()
         llm.close()
 
 
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Returns when it holds; pytest's timeout ends what never comes."""
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)

@@ -27,7 +27,7 @@ def server():
 @pytest.fixture
 def client(server):
     headers = {"Authorization": "Bearer sesame"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=None) as client:
         yield client
         assert client.post("/v1/completions", json=GOOD).status_code == 200
         wait_until(server.is_idle)

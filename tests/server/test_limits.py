@@ -1,11 +1,10 @@
 """What one client can ask for is bounded, and the others go on."""
 
 import json
-import time
 
 import httpx
 import pytest
-from serving import serving, small_llm, wait_until
+from serving import FIRST_WORDS, serving, small_llm, wait_until
 
 from paceline.server.limits import LIMITS, Limits
 
@@ -24,8 +23,9 @@ def server():
 
 @pytest.fixture
 def client(server):
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=None) as client:
         yield client
+        server.turns.go()
         wait_until(server.is_idle)
         assert client.post("/v1/completions", json=GOOD).status_code == 200
 
@@ -53,10 +53,9 @@ def test_a_body_beyond_the_limit_is_answered_with_413(client, is_declared):
     assert message_of(answer, 413).startswith(text)
 
 
-def test_a_full_queue_is_answered_with_503_until_there_is_room(client, server, monkeypatch):
-    step = server.llm.engine.step
-    monkeypatch.setattr(server.llm.engine, "step", lambda: time.sleep(0.02) or step())
-    filling = LONG | {"n": RUNNING + 3, "stream": True, "seed": 1, "max_tokens": 100}
+def test_a_full_queue_is_answered_with_503_until_there_is_room(client, server):
+    server.turns.hold(after=FIRST_WORDS)
+    filling = LONG | {"n": RUNNING + 3, "stream": True, "seed": 1, "max_tokens": 20}
     with client.stream("POST", "/v1/completions", json=filling) as stream:
         lines = stream.iter_lines()
         next(lines)
@@ -65,6 +64,7 @@ def test_a_full_queue_is_answered_with_503_until_there_is_room(client, server, m
         assert message_of(refused, 503).startswith(text)
         assert refused.json()["error"]["code"] == "queue_full"
         assert refused.headers["retry-after"] == "1"
+        server.turns.go()
         assert client.post("/v1/completions", json=GOOD).status_code == 200
     wait_until(server.is_idle)
     assert client.post("/v1/completions", json=GOOD | {"n": 2}).status_code == 200

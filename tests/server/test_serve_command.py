@@ -1,102 +1,86 @@
 """`paceline serve` as a process: what it prints, how it answers, how it ends."""
 
 import json
+import queue
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from subprocess import PIPE
 
 import httpx
 import pytest
 from click.testing import CliRunner
-from serving import small_llm
+from serving import FIRST_WORDS, Turns, small_llm
 
+from children import PACELINE, child
 from paceline.cli.app import app
+from paceline.server.run import Address, bind, serve
 
-COMMAND = [sys.executable, "-m", "paceline", "serve", "--port", "0", "--threads", "1"]
+COMMAND = [*PACELINE, "serve", "--port", "0", "--threads", "1", "--enforce-eager"]
 BODY = {"model": "bundled", "prompt": "x", "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def started(command):
-    """The process and its address, once it has printed it."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        found = re.search(r"^serving \S+ on (http://\S+)/v1, Ctrl-C stops$", line)
+def address_in(lines):
+    """Where the server is, once it says so."""
+    read = []
+    for line in lines:
+        read.append(line)
+        found = re.search(r"^serving \S+ on (http://\S+)/v1, Ctrl-C stops$", line, re.MULTILINE)
         if found:
-            return process, found[1]
-    raise AssertionError("".join(lines))
-
-
-def rest_of(process):
-    """What it prints until it ends."""
-    text = process.stderr.read()
-    process.stderr.close()
-    return text
+            return found[1]
+    raise AssertionError("".join(read))
 
 
 def test_ctrl_c_lets_running_requests_end_and_says_so():
-    process, url = started(COMMAND)
-    try:
-        curl = process.stderr.readline()
-        assert curl.startswith(f"  curl {url}/v1/completions -H 'Content-Type: application/json'")
-        asked = json.loads(curl.partition(" -d '")[2].strip().rstrip("'"))
-        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=30)
-        assert answer.json()["choices"][0]["text"]
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json=dict(BODY, max_tokens=300), timeout=30
-        ) as stream:
+    llm, told = small_llm(), queue.SimpleQueue()
+    turns = Turns(llm)
+    turns.hold(after=FIRST_WORDS)
+
+    def ask():
+        url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny", max_tokens=20)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as stream:
             lines = stream.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGINT)
-            seen = list(lines)
-        assert '"finish_reason":"length"' in seen[-4]
-        assert seen[-2] == "data: [DONE]"
-        text = rest_of(process)
-        assert process.wait(timeout=30) == 0
-        assert "finishing 1 request(s), at most 20 s; Ctrl-C: at once" in text
-        assert text.endswith("stopped\n")
-        assert "Traceback" not in text
-    finally:
-        process.kill()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            said = told.get()
+            turns.go()
+            return said, list(lines)
+
+    address = Address(host="127.0.0.1", port=0, model="tiny")
+    with bind(address) as bound, ThreadPoolExecutor(1) as client:
+        asked = client.submit(ask)
+        serve(llm, bound, address, tell=told.put)
+        said, lines = asked.result()
+    llm.close()
+    assert said == "finishing 1 request(s), at most 20 s; Ctrl-C: at once"
+    assert '"finish_reason":"length"' in lines[-4]
+    assert lines[-2] == "data: [DONE]"
 
 
 def test_a_second_ctrl_c_does_not_wait():
-    process, url = started([*COMMAND, "--api-key", "sesame"])
-    try:
-        assert "'Authorization: Bearer '$PACELINE_API_KEY" in process.stderr.readline()
-        assert httpx.get(f"{url}/v1/models").status_code == 401
-        seen, running = [], threading.Event()
-
-        def ask():
-            headers = {"Authorization": "Bearer sesame"}
-            body = dict(BODY, max_tokens=2000)
-            with httpx.stream(
-                "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60
-            ) as stream:
-                for line in stream.iter_lines():
-                    if line:
-                        seen.append(line)
-                        running.set()
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        assert running.wait(20)
-        process.send_signal(signal.SIGINT)
-        assert process.stderr.readline().startswith("finishing 1 request(s)")
-        assert thread.is_alive()
-        process.send_signal(signal.SIGINT)
-        text = rest_of(process)
-        assert process.wait(timeout=30) == 0
-        assert "Traceback" not in text
-        thread.join(timeout=10)
-        assert "the server stops before this answer was whole; send it again" in seen[-1]
-    finally:
-        process.kill()
+    """Whole as a process: what it prints, the request it teaches, an end without a trace."""
+    with child([*COMMAND, "--api-key", "sesame"], stderr=PIPE, text=True) as process:
+        url, curl = address_in(process.stderr), process.stderr.readline()
+        assert curl.startswith(f"  curl {url}/v1/completions -H 'Authorization: Bearer '$PACELINE")
+        assert httpx.get(f"{url}/v1/models", timeout=None).status_code == 401
+        headers = {"Authorization": "Bearer sesame"}
+        with httpx.Client(base_url=url, headers=headers, timeout=None) as client:
+            taught = json.loads(curl.partition(" -d '")[2].strip().rstrip("'"))
+            assert client.post("/v1/completions", json=taught).json()["choices"][0]["text"]
+            asked = dict(BODY, max_tokens=2000)
+            with client.stream("POST", "/v1/completions", json=asked) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGINT)
+                assert process.stderr.readline().startswith("finishing 1 request(s)")
+                process.send_signal(signal.SIGINT)
+                last = [line for line in lines if line][-1]
+        text = process.stderr.read()
+    assert process.returncode == 0
+    assert text == "stopped\n"
+    assert "the server stops before this answer was whole; send it again" in last
 
 
 def test_a_port_in_use_is_one_line_before_anything_is_loaded():
@@ -115,17 +99,15 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded():
 
 def test_a_port_taken_while_the_model_loads_is_one_line():
     """Two servers may bind one port as long as neither listens."""
-    with ExitStack() as stack:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
 
         def load(**asked):
-            other = stack.enter_context(socket.socket())
-            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            other.bind(("127.0.0.1", port))
             other.listen()
             return small_llm()
 
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         done = CliRunner().invoke(app, ["serve", "--port", str(port)], obj=load)
     assert done.exit_code == 2
     assert done.stderr.splitlines()[-1].startswith("ConfigError: --host and --port must be an addr")
