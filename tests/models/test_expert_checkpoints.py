@@ -30,7 +30,7 @@ QWEN_CONFIG: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 2,
 }
-GPT_OSS_CONFIG = QWEN_CONFIG | {"model_type": "gpt_oss"}
+GPT_OSS_CONFIG = QWEN_CONFIG | {"model_type": "gpt_oss", "num_key_value_heads": 4}
 
 
 def load(folder: Path) -> CausalLM:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from paceline.core.errors import ModelError
 from paceline.core.model_config import RopeKind
+from paceline.layers.rope import rope_frequencies
+from paceline.models.class_defaults import CLASS_DEFAULTS
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names
 
@@ -23,7 +26,8 @@ LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
-QWEN = LLAMA | {"model_type": "qwen2"}
+QWEN = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2}
+MISTRAL = LLAMA | {"model_type": "mistral", "num_key_value_heads": 2}
 GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 7, "sliding_window": 32}
 PHI = LLAMA | {
     "model_type": "phi3",
@@ -104,10 +108,9 @@ def test_qwen_windows_only_upper_layers_and_only_when_switched_on() -> None:
 
 
 def test_mistral_windows_every_layer_unless_null_switches_it_off() -> None:
-    mistral = LLAMA | {"model_type": "mistral"}
-    assert parse_config(mistral | {"sliding_window": 64}).layer_windows == (64, 64, 64)
-    assert parse_config(mistral | {"sliding_window": None}).layer_windows == (None,) * 3
-    long = mistral | {"max_position_embeddings": 8192}
+    assert parse_config(MISTRAL | {"sliding_window": 64}).layer_windows == (64, 64, 64)
+    assert parse_config(MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
+    long = MISTRAL | {"max_position_embeddings": 8192}
     assert parse_config(long).layer_windows == (4096,) * 3
     assert transformers.MistralConfig().sliding_window == 4096
 
@@ -159,7 +162,7 @@ def test_biases_follow_the_architecture() -> None:
     assert biases(LLAMA) == (False, False, False)
     assert biases(LLAMA | {"attention_bias": True, "mlp_bias": True}) == (True, True, True)
     assert biases(QWEN) == (True, False, False)
-    assert biases(LLAMA | {"model_type": "qwen3"}) == (False, False, False)
+    assert biases(QWEN | {"model_type": "qwen3"}) == (False, False, False)
 
 
 def test_end_tokens_of_both_files_count_once() -> None:
@@ -178,8 +181,79 @@ def test_unused_fields_of_a_config_are_harmless() -> None:
     assert parse_config(LLAMA | extra) == parse_config(LLAMA)
 
 
-def test_absent_kv_heads_mean_one_per_head() -> None:
+@pytest.mark.parametrize("model_type", sorted(CLASS_DEFAULTS))
+def test_what_a_file_leaves_out_is_what_its_class_takes(model_type: str) -> None:
+    theirs = transformers.AutoConfig.for_model(model_type)
+    taken = {name: getattr(theirs, name) for name in CLASS_DEFAULTS[model_type]}
+    if "sliding_window" in taken and model_type.startswith("qwen"):
+        taken["sliding_window"] = 4096  # the class sets it to None unless it is switched on
+        switched = transformers.AutoConfig.for_model(model_type, use_sliding_window=True)
+        assert switched.sliding_window == 4096
+    assert taken == dict(CLASS_DEFAULTS[model_type])
+
+
+def test_absent_kv_heads_mean_those_of_the_class_and_null_one_per_head() -> None:
     assert parse_config(LLAMA).num_kv_heads == 4
+    eight = LLAMA | {"model_type": "mistral", "num_attention_heads": 16}
+    assert parse_config(eight).num_kv_heads == 8
+    assert parse_config(eight | {"model_type": "qwen3_moe"}).num_kv_heads == 4
+    assert parse_config(eight | {"num_key_value_heads": None}).num_kv_heads == 16
+
+
+def test_an_absent_context_is_that_of_the_class() -> None:
+    silent = {key: value for key, value in QWEN.items() if key != "max_position_embeddings"}
+    for model_type, context in (("llama", 2048), ("mistral", 131_072), ("qwen2", 32_768)):
+        assert parse_config(silent | {"model_type": model_type}).max_position == context
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "qwen3_moe"])
+def test_a_window_switched_on_and_null_is_none(model_type: str) -> None:
+    settings = {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 1}
+    sizes = {key: value for key, value in QWEN.items() if key != "model_type"}
+    theirs = transformers.AutoConfig.for_model(model_type, **sizes, **settings)
+    assert theirs.sliding_window is None
+    config = parse_config(QWEN | settings | {"model_type": model_type})
+    assert config.layer_windows == (None,) * 3
+
+
+def test_layer_types_of_a_mistral_name_its_windowed_layers() -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    named = MISTRAL | {"layer_types": kinds}
+    assert parse_config(named | {"sliding_window": 64}).layer_windows == (64, None, 64)
+    assert parse_config(named | {"sliding_window": 256}).layer_windows == (None,) * 3
+
+
+@pytest.mark.parametrize("rope_type", ["yarn", "llama3"])
+def test_the_trained_context_beside_the_rope_comes_first(rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "factor": 4.0, "original_max_position_embeddings": 128}
+    if rope_type == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    settings = {"rope_scaling": rope, "original_max_position_embeddings": 32}
+    sizes = {key: value for key, value in LLAMA.items() if key != "model_type"}
+    theirs = transformers.LlamaConfig(**sizes, **json.loads(json.dumps(settings)))
+    module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+    config = parse_config(LLAMA | settings)
+    assert config.rope.original_max_position == 32
+    ours = rope_frequencies(config.rope, config.rotary_dim, context_len=config.max_position)
+    assert torch.allclose(ours, module.inv_freq, rtol=1e-6)
+
+
+def test_the_trained_context_beside_a_rope_per_attention_type_does_not_count() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    settings = {"rope_scaling": yarn, "original_max_position_embeddings": 32}
+    theirs = transformers.Gemma3TextConfig(**json.loads(json.dumps(settings)))
+    context = theirs.rope_parameters["full_attention"]["original_max_position_embeddings"]
+    assert parse_config(GEMMA | settings).rope.original_max_position == context
+
+
+def test_phi3_has_the_trained_context_of_its_class() -> None:
+    """transformers takes it even where the rope object names another."""
+    silent = {k: v for k, v in PHI.items() if k != "original_max_position_embeddings"}
+    rope = LONGROPE | {"original_max_position_embeddings": 64}
+    sizes = {key: value for key, value in silent.items() if key != "model_type"}
+    theirs = transformers.Phi3Config(**sizes, rope_scaling=dict(rope))
+    context = theirs.rope_parameters["original_max_position_embeddings"]
+    assert parse_config(silent | {"rope_scaling": rope}).rope.short_context == context == 4096
 
 
 LINEAR = {"rope_type": "linear"}
@@ -268,9 +342,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LLAMA | {"rope_scaling": {"type": "su"}},
         "rope_parameters: type must be one of .*, got 'su'",
     ),
-    "layer kinds of mistral": (
-        LLAMA | {"model_type": "mistral", "layer_types": ["full_attention"] * 3},
-        "layer_types must be absent, got .*; mistral has one kind of layer",
+    "layer kinds of qwen3_moe": (
+        QWEN | {"model_type": "qwen3_moe", "layer_types": ["full_attention"] * 3},
+        "layer_types must be absent, got .*; qwen3_moe has one kind of layer",
+    ),
+    "sliding layers of a mistral without a window": (
+        MISTRAL | {"layer_types": ["sliding_attention"] * 3, "sliding_window": None},
+        "sliding_window must be set for sliding_attention layers, got nothing",
+    ),
+    "gpt-oss windows switched off by null": (
+        MISTRAL | {"model_type": "gpt_oss", "sliding_window": None},
+        "sliding_window must be set for sliding_attention layers, got nothing",
+    ),
+    "gemma3 windows switched off by null": (
+        GEMMA | {"sliding_window": None},
+        "sliding_window must be set for sliding_attention layers, got nothing",
+    ),
+    "heads of the class": (
+        {**LLAMA, "model_type": "mistral"},
+        "num_key_value_heads must be a divisor of num_attention_heads 4, got 8, which this "
+        "model_type takes where the file is silent; check",
     ),
     "layer kinds of phi3": (
         PHI | {"layer_types": ["full_attention"] * 3},

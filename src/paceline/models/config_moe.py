@@ -3,9 +3,11 @@
 from typing import Any
 
 from paceline.core.model_config import MoEConfig
-from paceline.models.config_windows import read_windows
+from paceline.models.config_prenorm import read_prenorm
+from paceline.models.config_windows import read_windows, switched_window, uniform_windows
 from paceline.models.fields import Fields
 
+_SILU = ("silu",)
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -16,51 +18,33 @@ _GPT_OSS_ROPE = {
 }
 
 
-def read_qwen3_experts(fields: Fields) -> MoEConfig | None:
-    """Each decoder_sparse_step-th layer has experts, but those of mlp_only_layers."""
-    num_layers = fields.integer("num_hidden_layers")
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        fields.fail("mlp_only_layers", "a list of layer numbers", dense)
-    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
-    fields.choice("hidden_act", ("silu",), "silu")
-    moe = MoEConfig(
-        layers=layers,
-        num_experts=_num_experts(fields),
-        experts_per_token=_experts_per_token(fields, 8),
-        intermediate_size=fields.integer("moe_intermediate_size", 768),
-        renormalize=fields.flag("norm_topk_prob", False),
-        bias=False,
-    )
-    return moe if any(layers) else None
+def read_qwen3_moe(fields: Fields) -> dict[str, Any]:
+    """Qwen 3 with experts; one window for all layers."""
+    fields.refuse("layer_types", "qwen3_moe has one kind of layer; use a model of another type")
+    shared, bias = read_prenorm(fields), fields.flag("attention_bias", False)
+    return shared | {
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": False,
+        "layer_windows": uniform_windows(shared, switched_window(fields)),
+        "moe": _qwen_experts(fields),
+    }
 
 
-def read_gpt_oss_experts(fields: Fields) -> MoEConfig:
-    """Every layer has experts, with biases and the clamped gate."""
-    fields.choice("hidden_act", ("silu",), "silu")
-    return MoEConfig(
-        layers=(True,) * fields.integer("num_hidden_layers"),
-        num_experts=_num_experts(fields),
-        experts_per_token=_experts_per_token(fields, 4),
-        intermediate_size=fields.integer("intermediate_size"),
-        renormalize=True,
-        bias=True,
-        swiglu_alpha=fields.number("swiglu_alpha", 1.702),
-        swiglu_limit=fields.number("swiglu_limit", 7.0),
-        swiglu_up_offset=1.0,
-    )
-
-
-def gpt_oss_fields(fields: Fields) -> Fields:
-    """With the rope that transformers takes where the file has none."""
-    return fields.defaulting({"rope_theta": 150_000.0, "rope_parameters": _GPT_OSS_ROPE})
-
-
-def gpt_oss_windows(fields: Fields) -> tuple[int | None, ...]:
-    """[num_layers] every other layer windowed, the first too."""
-    window = fields.integer("sliding_window", 128)
-    return read_windows(fields, window=window, default=lambda layer: layer % 2 == 0)
+def read_gpt_oss(fields: Fields) -> dict[str, Any]:
+    """Experts in every layer, sinks, and a window in every other layer, the first too."""
+    # Where the file has no rope, its class takes this one.
+    fields = fields.defaulting({"rope_theta": 150_000.0, "rope_parameters": _GPT_OSS_ROPE})
+    bias = fields.flag("attention_bias", True)
+    window = fields.integer("sliding_window", None)
+    return read_prenorm(fields) | {
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": False,
+        "layer_windows": read_windows(fields, window=window, default=lambda layer: layer % 2 == 0),
+        "attention_sinks": True,
+        "moe": _gpt_oss_experts(fields),
+    }
 
 
 def refuse_mxfp4(fields: Fields) -> None:
@@ -76,14 +60,50 @@ def refuse_mxfp4(fields: Fields) -> None:
         )
 
 
+def _qwen_experts(fields: Fields) -> MoEConfig | None:
+    """Each decoder_sparse_step-th layer has experts, but those of mlp_only_layers."""
+    num_layers = fields.integer("num_hidden_layers")
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        fields.fail("mlp_only_layers", "a list of layer numbers", dense)
+    layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers))
+    fields.choice("hidden_act", _SILU, "silu")
+    moe = MoEConfig(
+        layers=layers,
+        num_experts=_num_experts(fields),
+        experts_per_token=_experts_per_token(fields),
+        intermediate_size=fields.integer("moe_intermediate_size"),
+        renormalize=fields.flag("norm_topk_prob", False),
+        bias=False,
+    )
+    return moe if any(layers) else None
+
+
+def _gpt_oss_experts(fields: Fields) -> MoEConfig:
+    """Every layer has experts, with biases and the clamped gate."""
+    fields.choice("hidden_act", _SILU, "silu")
+    return MoEConfig(
+        layers=(True,) * fields.integer("num_hidden_layers"),
+        num_experts=_num_experts(fields),
+        experts_per_token=_experts_per_token(fields),
+        intermediate_size=fields.integer("intermediate_size"),
+        renormalize=True,
+        bias=True,
+        swiglu_alpha=fields.number("swiglu_alpha"),
+        swiglu_limit=fields.number("swiglu_limit"),
+        swiglu_up_offset=1.0,
+    )
+
+
 def _num_experts(fields: Fields) -> int:
-    """Under either of its two names."""
+    """Under either of its two names: a class default of one would hide the other."""
     count: int = fields.integer("num_experts", fields.integer("num_local_experts", 128))
     return count
 
 
-def _experts_per_token(fields: Fields, default: int) -> int:
-    count: int = fields.integer("num_experts_per_tok", default)
+def _experts_per_token(fields: Fields) -> int:
+    count: int = fields.integer("num_experts_per_tok")
     if count > _num_experts(fields):
         fields.fail("num_experts_per_tok", f"at most num_experts {_num_experts(fields)}", count)
     return count

@@ -49,7 +49,11 @@ def read_phi3_rope(fields: Fields, *, head_dim: int) -> tuple[RopeConfig, int]:
 def read_dual_rope(
     fields: Fields, *, full_theta: float, sliding_theta: float
 ) -> tuple[RopeConfig, RopeConfig]:
-    """(full, sliding) of a model with a rope per attention type; classic scaling is full's only."""
+    """(full, sliding) of a model with a rope per attention type; classic scaling is full's only.
+
+    The outer original_max_position_embeddings counts for neither, as in transformers.
+    """
+    fields = fields.without(_ORIGINAL)
     params = fields.nested("rope_parameters")
     for name, value in params.items():
         if name not in LAYER_TYPES or not isinstance(value, dict):
@@ -145,7 +149,6 @@ def _yarn(fields: Fields, own: Fields, theta: float) -> RopeConfig:
 
 
 def _longrope(fields: Fields, own: Fields, theta: float) -> RopeConfig:
-    """The outer original_max_position_embeddings comes first, as in transformers' Phi-3."""
     outer = fields.integer(_ORIGINAL, None, minimum=2)
     original = own.integer(_ORIGINAL, minimum=2) if outer is None else outer
     return RopeConfig(
@@ -160,6 +163,7 @@ def _longrope(fields: Fields, own: Fields, theta: float) -> RopeConfig:
 
 
 def _original(fields: Fields, own: Fields) -> int:
-    fallback = fields.integer("max_position_embeddings")
-    original: int = own.integer(_ORIGINAL, fields.integer(_ORIGINAL, fallback))
+    """The trained context: the one beside the rope object comes first, as in transformers."""
+    inner = own.integer(_ORIGINAL, fields.integer("max_position_embeddings"))
+    original: int = fields.integer(_ORIGINAL, inner)
     return original

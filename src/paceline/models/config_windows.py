@@ -7,20 +7,31 @@ from paceline.models.config_rope import LAYER_TYPES
 from paceline.models.fields import Fields
 
 
+def unless_reaching_all(window: int | None, max_position: int) -> int | None:
+    """A window that no context exceeds is none."""
+    return None if window is not None and window >= max_position else window
+
+
 def uniform_windows(shared: Mapping[str, Any], window: int | None) -> tuple[int | None, ...]:
-    """[num_layers] the same for every layer; a window no context exceeds is none."""
-    reaches_all = window is not None and window >= shared["max_position"]
+    """[num_layers] the same for every layer."""
     num_layers: int = shared["num_layers"]
-    return (None if reaches_all else window,) * num_layers
+    return (unless_reaching_all(window, shared["max_position"]),) * num_layers
 
 
 def upper_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Qwen: with use_sliding_window, layers from max_window_layers on have the window."""
-    if not fields.flag("use_sliding_window", False):
-        return read_windows(fields, window=None, default=lambda _: False)
+    """Qwen: layers from max_window_layers on have the window that `switched_window` finds."""
+    window = switched_window(fields)
     first = fields.integer("max_window_layers", 28, minimum=0)
-    window = fields.integer("sliding_window", 4096)
-    return read_windows(fields, window=window, default=lambda layer: layer >= first)
+    return read_windows(
+        fields, window=window, default=lambda layer: window is not None and layer >= first
+    )
+
+
+def switched_window(fields: Fields) -> int | None:
+    """Qwen: sliding_window, unless null, where use_sliding_window switches it on."""
+    used = fields.flag("use_sliding_window", False)
+    window: int | None = fields.integer("sliding_window", None)
+    return window if used else None
 
 
 def read_windows(
@@ -28,7 +39,7 @@ def read_windows(
 ) -> tuple[int | None, ...]:
     """[num_layers] keys visible, itself included: the same count as Hugging Face's, whose mask is
     key > query - sliding_window.  `default` says which layers slide when layer_types is absent."""
-    num_layers = fields.integer("num_hidden_layers", 26)
+    num_layers = fields.integer("num_hidden_layers")
     types = fields.get("layer_types")
     if types is None:
         types = [LAYER_TYPES[default(layer)] for layer in range(num_layers)]

@@ -12,8 +12,16 @@ REQUIRED: Any = object()
 class Fields:
     """A view of one JSON object.  JSON null counts as absent."""
 
-    def __init__(self, data: Mapping[str, Any], where: str = "config.json") -> None:
-        self._data = data
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        where: str = "config.json",
+        *,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._given = data
+        self._defaults = defaults or {}
+        self._data = {**self._defaults, **data}
         self._where = where
 
     def get(self, name: str) -> Any:
@@ -71,12 +79,20 @@ class Fields:
 
     def defaulting(self, defaults: Mapping[str, Any]) -> "Fields":
         """A view in which absent fields have these values."""
-        given = {name: value for name, value in self._data.items() if value is not None}
-        return Fields({**defaults, **given}, self._where)
+        absent = {name for name in defaults if self._given.get(name) is None}
+        given = {name: value for name, value in self._given.items() if name not in absent}
+        return Fields(given, self._where, defaults={**self._defaults, **defaults})
 
-    def unless_null(self, name: str, default: Any) -> Any:
-        """The default, or None where the file says null: some fields mean "off" by it."""
-        return None if name in self._data else default
+    def behind(self, defaults: Mapping[str, Any]) -> "Fields":
+        """A view in which fields that the file leaves out have these values; null stays null."""
+        return Fields(self._given, self._where, defaults={**self._defaults, **defaults})
+
+    def without(self, name: str) -> "Fields":
+        """A view in which a field is absent."""
+        given, defaults = dict(self._given), dict(self._defaults)
+        given.pop(name, None)
+        defaults.pop(name, None)
+        return Fields(given, self._where, defaults=defaults)
 
     def refuse(self, name: str, reason: str) -> None:
         """Raise ModelError when an unsupported feature is switched on."""
@@ -88,6 +104,8 @@ class Fields:
     ) -> NoReturn:
         """Raise ModelError about one field."""
         got = "nothing" if value is None else repr(value)
+        if name not in self._given and name in self._defaults:
+            got += ", which this model_type takes where the file is silent"
         text = message(f"{self._where}: {name}", expected=expected, got=got, remedy=remedy)
         raise ModelError(text)
 
