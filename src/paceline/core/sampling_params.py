@@ -108,7 +108,7 @@ class SamplingParams:
                 raise _error(name, "given once", f"also as {key}", "keep one of the two")
             named[name] = value
         bias = named.get("logit_bias")
-        if isinstance(bias, Mapping):
+        if isinstance(bias, Mapping) and len(bias) <= MAX_LOGIT_BIAS:  # more are refused below
             named["logit_bias"] = {_token_key(key): value for key, value in bias.items()}
         if "speculative" in named:
             named["speculative"] = _switch("speculative", named["speculative"])
@@ -228,10 +228,10 @@ def _switch(name: str, value: object) -> bool:
 
 def _stop_strings(value: object) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value
+    if isinstance(strings, Sequence) and len(strings) > MAX_STOP_STRINGS:
+        raise _error("stop", f"at most {MAX_STOP_STRINGS} strings", len(strings), "give fewer")
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
         raise _error("stop", "non-empty strings", f"{value!r}", "leave it out for none")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise _error("stop", f"at most {MAX_STOP_STRINGS} strings", len(strings), "give fewer")
     longest = max(map(len, strings), default=0)
     if longest > MAX_STOP_CHARS:
         raise _error("stop", f"at most {MAX_STOP_CHARS} characters each", longest, "shorten it")
@@ -242,12 +242,12 @@ def _stop_ids(value: object) -> tuple[int, ...]:
     expected = "a sequence of token ids (integers of at least 0)"
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise _error("stop_token_ids", expected, f"{value!r}", "pass a list of ints")
-    for token in value:
-        if not _is_integer(token) or token < 0:
-            raise _error("stop_token_ids", expected, f"{token!r}", "pass a list of ints")
     if len(value) > MAX_STOP_IDS:
         remedy = "give fewer, or use stop strings"
         raise _error("stop_token_ids", f"at most {MAX_STOP_IDS} ids", len(value), remedy)
+    for token in value:
+        if not _is_integer(token) or token < 0:
+            raise _error("stop_token_ids", expected, f"{token!r}", "pass a list of ints")
     return tuple(dict.fromkeys(value))
 
 

@@ -2,5 +2,5 @@
 
 Here live request schemas, the shapes of answers and errors, and the thread that owns the engine.
 What may not live here: anything a Python caller of `LLM` would want as well, and flags; fastapi,
-uvicorn and pydantic are imported in this room alone.
+msgspec and uvicorn are imported in this room alone.
 """

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from paceline.core.errors import message
 from paceline.engine.machine import versions
 from paceline.server.answer import Job, answer
+from paceline.server.body import body_schema, read_body
 from paceline.server.chat import chat_job
 from paceline.server.completions import completion_job
 from paceline.server.errors import ApiError, add_error_handlers
@@ -52,14 +53,16 @@ def build_app(
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
         check_query(request)
+        body = await read_body(request, CompletionRequest)
         return await _answer(service, await completion_job(service, body), request)
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
         check_query(request)
+        body = await read_body(request, ChatRequest)
         return await _answer(service, await chat_job(service, body), request)
 
 

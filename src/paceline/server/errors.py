@@ -10,11 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from paceline.core.errors import CapacityError, ModelError, PacelineError, RequestError, message
-from paceline.server.faults import fault_of
+from paceline.core.errors import CapacityError, ModelError, PacelineError, RequestError
 
 _MAX_TEXT = 600  # characters of a refusal
 
@@ -68,7 +66,6 @@ def add_error_handlers(app: FastAPI) -> None:
     """Give every error of `app` the one shape."""
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(PacelineError, _on_paceline_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_bug)
 
@@ -83,21 +80,12 @@ async def _on_paceline_error(request: Request, error: Exception) -> Response:
     return as_api_error(error).response()
 
 
-async def _on_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), error
-    fault = fault_of(error.errors(), error.body)
-    return ApiError(400, fault.text, param=fault.param, code=fault.code).response()
-
-
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), error
     text = error.detail
     if error.status_code in (404, 405):
         where = f"{request.method} {request.url.path}"
         text = f"{where}: {text}; the paths are listed in /openapi.json"
-    elif error.__cause__ is not None:  # why the body could not be read
-        remedy = "send JSON in UTF-8, with Content-Type: application/json"
-        text = message("the body", expected="JSON", got=str(error.__cause__), remedy=remedy)
     return ApiError(error.status_code, text, headers=error.headers).response()
 
 

@@ -1,110 +1,107 @@
-"""What is wrong with a request body, in one sentence, from pydantic's list of errors."""
+"""What is wrong with a request body, in one sentence, from the first error of msgspec."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import re
+
+import msgspec
+from msgspec import inspect
 
 from paceline.core.errors import message
+from paceline.server.errors import ApiError
+from paceline.server.places import ANY_KEY, Place, find, shortened, written
 
+REMEDY = "send a JSON object in UTF-8, with Content-Type: application/json"
 _WANTED = {
-    "bool_type": "true or false",
-    "dict_type": "an object",
-    "float_type": "a number",
-    "int_type": "an integer",
-    "list_type": "a list",
-    "missing": "an object",
-    "model_type": "an object",
-    "model_attributes_type": "an object",
-    "string_type": "a string",
-    "string_unicode": "text that UTF-8 can hold",
+    "array": "a list",
+    "bool": "true or false",
+    "float": "a number",
+    "int": "an integer",
+    "object": "an object",
+    "str": "a string",
 }
-_MAX_SHOWN = 80  # characters of a value in a message
+_ERROR = re.compile(r"(?P<what>.*?)(?: - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
+_PART = re.compile(r"\.([^.\[]+)|\[(\d+)\]|\[\.\.\.\]")
+_FIELD = re.compile(r"Object (?P<how>missing required|contains unknown) field `(?P<name>.*)`", re.S)
+_TYPE = re.compile(r"Expected `(?P<types>[^`]*)`, got `[^`]*`")
+_BOUND = re.compile(r"Expected `(?P<type>\w+)`(?P<is_length> of length)? (?P<sign>[<>]=) (?P<n>.*)")
 
 
-class Fault(NamedTuple):
-    """The first thing a client should repair."""
-
-    text: str
-    param: str | None
-    code: str | None = None
+def not_json(error: Exception) -> ApiError:
+    """A body that cannot be read."""
+    got = "more levels than can be read" if isinstance(error, RecursionError) else str(error)
+    return ApiError(400, message("the body", expected="JSON", got=got, remedy=REMEDY))
 
 
-def fault_of(errors: Sequence[Mapping[str, Any]], body: object) -> Fault:
-    """The most specific of pydantic's errors about `body`.
+def fault_of(error: msgspec.ValidationError, kind: type[msgspec.Struct], body: bytes) -> ApiError:
+    """Of a body that is JSON and no `kind`."""
+    told = _ERROR.fullmatch(str(error))
+    assert told is not None, error
+    what, place = told["what"], _place(told["path"] or "")
+    field = _FIELD.fullmatch(what)
+    if field is not None:
+        return _of_name(field["how"], written((*place, field["name"])))
+    if not place:
+        found = find(body, place, _is_no_text)
+        got = "none" if found is None else found.text
+        return ApiError(400, message("the body", expected="an object", got=got, remedy=REMEDY))
+    return _of_value(_expected(what, kind, place), place, body)
 
-    A field of several types gives one error for each; those at the deepest place are the ones of
-    the type that was meant, and are told together.
-    """
-    found = [(_path(error, body), error) for error in errors]
-    deepest = max(len(path) for path, _ in found)
-    path = next(path for path, _ in found if len(path) == deepest)
-    return _told([error for other, error in found if other == path], path)
 
-
-def _told(errors: Sequence[Mapping[str, Any]], path: tuple[str | int, ...]) -> Fault:
-    param, first = _written(path), errors[0]
-    kind, got = first["type"], first["input"]
-    if kind == "refused":
-        field = _written((*path, first["ctx"]["param"]))
-        return Fault(first["msg"], field, "unsupported_parameter")
-    if kind == "json_invalid":
-        where = f"position {first['loc'][-1]}: {first['ctx']['error']}"
-        remedy = "repair the JSON"
-        return Fault(message("the body", expected="JSON", got=where, remedy=remedy), None)
-    if not path:
-        remedy = "send a JSON object, with Content-Type: application/json"
-        text = message("the body", expected=_wanted(first), got=_short(got), remedy=remedy)
-        return Fault(text, None)
-    if kind == "missing":
+def _of_name(how: str, param: str) -> ApiError:
+    if how == "missing required":
         text = message(param, expected="present", got="nothing", remedy="add it")
-        return Fault(text, param, "missing_required_parameter")
-    if kind == "extra_forbidden":
-        remedy = "remove it; /openapi.json lists the fields of every endpoint"
-        text = message(
-            param, expected="a field of this endpoint", got="an unknown one", remedy=remedy
-        )
-        return Fault(text, param, "unknown_parameter")
-    wanted = dict.fromkeys(_wanted(error) for error in errors)
+        return ApiError(400, text, param=param, code="missing_required_parameter")
+    remedy = "remove it; /openapi.json lists the fields of every endpoint"
+    expected, got = "a field of this endpoint", "an unknown one"
+    text = message(shortened(param), expected=expected, got=got, remedy=remedy)
+    return ApiError(400, text, param=param, code="unknown_parameter")
+
+
+def _of_value(expected: str, place: Place, body: bytes) -> ApiError:
+    found = find(body, place, _is_no_number if expected == "a number" else _is_no_text)
+    place, got = (place, "another value") if found is None else found
+    param = written(tuple(part for part in place if part != ANY_KEY))
+    name = f"a value of {param}" if ANY_KEY in place else param
     remedy = "types are strict: nothing is converted"
-    return Fault(
-        message(param, expected=" or ".join(wanted), got=_short(got), remedy=remedy), param
+    return ApiError(400, message(name, expected=expected, got=got, remedy=remedy), param=param)
+
+
+def _expected(what: str, kind: type[msgspec.Struct], place: Place) -> str:
+    types, bound = _TYPE.fullmatch(what), _BOUND.fullmatch(what)
+    if types is not None:
+        names = [name for name in types["types"].split(" | ") if name != "null"]
+        return " or ".join(_WANTED[name] for name in names)
+    if bound is not None:
+        word = {">=": "at least", "<=": "at most"}[bound["sign"]]
+        return f"{_WANTED[bound['type']]} of {word} {bound['n']}"
+    if what.startswith("Invalid enum value"):
+        *some, last = [repr(value) for value in _choices(kind, place)]
+        return "one of " + " or ".join([", ".join(some), last] if some else [last])
+    return f"in bounds ({what})"
+
+
+def _choices(kind: type[msgspec.Struct], place: Place) -> tuple[object, ...]:
+    """The values a field may have that is one of a few."""
+    found: inspect.Type = inspect.type_info(kind)
+    for part in place:
+        options = found.types if isinstance(found, inspect.UnionType) else (found,)
+        for option in options:
+            if isinstance(part, int) and isinstance(option, inspect.ListType):
+                found = option.item_type
+            elif isinstance(option, inspect.StructType):
+                found = next(field.type for field in option.fields if field.name == part)
+    assert isinstance(found, inspect.LiteralType), found
+    return found.values
+
+
+def _place(path: str) -> Place:
+    return tuple(
+        part[1] or (ANY_KEY if part[2] is None else int(part[2])) for part in _PART.finditer(path)
     )
 
 
-def _wanted(error: Mapping[str, Any]) -> str:
-    if error["type"] == "literal_error":
-        return f"one of {error['ctx']['expected']}"
-    if error["type"] == "too_short":
-        return f"a list of at least {error['ctx']['min_length']}"
-    limits = {"greater_than_equal": ("at least", "ge"), "less_than_equal": ("at most", "le")}
-    if error["type"] in limits:
-        word, key = limits[error["type"]]
-        return f"{word} {error['ctx'][key]}"
-    told: str = error["msg"]
-    return _WANTED.get(error["type"], told)
+def _is_no_number(value: object) -> bool:
+    return isinstance(value, bool) or not isinstance(value, int | float)
 
 
-def _path(error: Mapping[str, Any], body: object) -> tuple[str | int, ...]:
-    """Where an error is in the body; without the names of types pydantic puts in between."""
-    path: list[str | int] = []
-    value = body
-    parts = [part for part in error["loc"] if part != "body"]
-    for part in parts:
-        is_key = isinstance(value, Mapping) and part in value
-        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
-        if is_key or is_index:
-            path.append(part)
-            value = value[part]  # type: ignore[index]
-    if error["type"] == "missing" and parts:
-        path.append(parts[-1])
-    return tuple(path)
-
-
-def _written(path: tuple[str | int, ...]) -> str:
-    """messages[0].content"""
-    words = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
-    return "".join(words).removeprefix(".")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+def _is_no_text(value: object) -> bool:
+    return not isinstance(value, str)

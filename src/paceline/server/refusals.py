@@ -1,16 +1,23 @@
 """Fields of the OpenAI API this server knows and does not serve.
 
 Each may be sent with null or with the value that asks for nothing; any other value is refused by
-name, never ignored.
+name, never ignored.  Such a field is annotated with its Refusal and kept as the bytes that came:
+nothing is built from them.
 """
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from functools import cache
+from typing import NamedTuple, get_type_hints
 
-from pydantic_core import PydanticCustomError
+import msgspec
 
 from paceline.core.errors import message
+from paceline.server.errors import ApiError
+from paceline.server.places import Place, shortened, written
+
+Unserved = msgspec.Raw | msgspec.UnsetType
+_MAX_BYTES = 200  # no allowed value is longer, blanks included
 
 
 class Refusal(NamedTuple):
@@ -20,71 +27,37 @@ class Refusal(NamedTuple):
     remedy: str
 
 
-_NO_TOOLS = "this server calls no tools; describe them in a message instead"
-_TEXT_ONLY = "this server reads and writes text"
-
-CHAT_REFUSALS: Mapping[str, Refusal] = {
-    "audio": Refusal((), _TEXT_ONLY),
-    "function_call": Refusal(("none",), _NO_TOOLS),
-    "functions": Refusal(([],), _NO_TOOLS),
-    "modalities": Refusal((["text"],), _TEXT_ONLY),
-    "moderation": Refusal((), "nothing is moderated here"),
-    "parallel_tool_calls": Refusal((True, False), _NO_TOOLS),
-    "prediction": Refusal((), "leave it out; the answer is the same"),
-    "prompt_cache_options": Refusal((), "prefixes are shared without being asked"),
-    "prompt_cache_retention": Refusal(("in_memory",), "prefixes are kept in memory"),
-    "reasoning_effort": Refusal(("none",), "ask for it in a message"),
-    "response_format": Refusal(({"type": "text"},), "the answer is free text"),
-    "service_tier": Refusal(("auto", "default"), "there is one tier"),
-    "store": Refusal((False,), "nothing is stored here"),
-    "tool_choice": Refusal(("none", "auto"), _NO_TOOLS),
-    "tools": Refusal(([],), _NO_TOOLS),
-    "verbosity": Refusal(("medium",), "ask for it in a message"),
-    "web_search_options": Refusal((), "this server searches nothing"),
-}
-COMPLETION_REFUSALS: Mapping[str, Refusal] = {
-    "best_of": Refusal((1,), "ask for n completions and choose among them"),
-    "suffix": Refusal(("",), "this server continues a text, it fills no gap"),
-}
-MESSAGE_REFUSALS: Mapping[str, Refusal] = {
-    "annotations": Refusal(([],), _TEXT_ONLY),
-    "audio": Refusal((), _TEXT_ONLY),
-    "function_call": Refusal((), _NO_TOOLS),
-    "refusal": Refusal(("",), "send it as content"),
-    "tool_call_id": Refusal((), _NO_TOOLS),
-    "tool_calls": Refusal(([],), _NO_TOOLS),
-}
+@cache
+def refusals_of(kind: type[msgspec.Struct]) -> Mapping[str, Refusal]:
+    """The fields of `kind` that are known and not served, by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {
+        name: note
+        for name in kind.__struct_fields__
+        for note in getattr(hints[name], "__metadata__", ())
+        if isinstance(note, Refusal)
+    }
 
 
-def without_refused(body: object, refusals: Mapping[str, Refusal]) -> object:
-    """`body` without the known fields that ask for nothing.
-
-    Raises PydanticCustomError, of type "refused", for one that asks for something.
-    """
-    if not isinstance(body, Mapping):
-        return body
-    for name in sorted(body.keys() & refusals.keys()):
-        allowed, remedy = refusals[name]
-        if not _is_one_of(body[name], (None, *allowed)):
-            expected = " or ".join(_as_json(value) for value in (None, *allowed))
-            raise PydanticCustomError(
-                "refused",
-                "{text}",  # the message is not a format of the client's words
-                {
-                    "param": name,
-                    "text": message(
-                        name, expected=expected, got=_as_json(body[name]), remedy=remedy
-                    ),
-                },
-            )
-    return {name: value for name, value in body.items() if name not in refusals}
+def check_refusals(body: msgspec.Struct, place: Place) -> None:
+    """Raise ApiError, 400, for the first field of `body` that asks for something."""
+    for name, (allowed, remedy) in refusals_of(type(body)).items():
+        sent = getattr(body, name)
+        if sent is not msgspec.UNSET and not _is_one_of(sent, (None, *allowed)):
+            expected = " or ".join(map(json.dumps, (None, *allowed)))
+            text = message(name, expected=expected, got=as_sent(sent), remedy=remedy)
+            param = written((*place, name))
+            raise ApiError(400, text, param=param, code="unsupported_parameter")
 
 
-def _is_one_of(value: object, allowed: tuple[object, ...]) -> bool:
+def _is_one_of(sent: msgspec.Raw, allowed: tuple[object, ...]) -> bool:
     """Equality that tells 1 from True."""
+    if len(sent) > _MAX_BYTES:
+        return False
+    value = msgspec.json.decode(sent)
     return any(type(value) is type(each) and value == each for each in allowed)
 
 
-def _as_json(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def as_sent(sent: msgspec.Raw) -> str:
+    """What a client wrote, shortened."""
+    return shortened(bytes(memoryview(sent)[:_MAX_BYTES]).decode(errors="replace"))

@@ -5,22 +5,27 @@ Types are strict and unknown fields are refused.  null means the same as leaving
 answer: they are accepted and not kept.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from paceline.core.errors import message
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from paceline.server.refusals import (
-    CHAT_REFUSALS,
-    COMPLETION_REFUSALS,
-    MESSAGE_REFUSALS,
-    Refusal,
-    without_refused,
-)
+from paceline.server.errors import ApiError
+from paceline.server.places import Place, written
+from paceline.server.refusals import Refusal, Unserved, as_sent, check_refusals
 
-TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
-Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
-Batches = Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
+MAX_MESSAGES = 2048  # the OpenAI API's limit; of the parts of a message, too
+MAX_METADATA = 16  # the OpenAI API's limit
+
+_NO_TOOLS = "this server calls no tools; describe them in a message instead"
+_TEXT_ONLY = "this server reads and writes text"
+
+_MAX_EXTRA_ARGS = 1 << 20  # bytes: the one field whose content is not known here
+_OBJECT = {"type": ["object", "null"], "description": "of the server's logits processors"}
+
+TokenIds = Annotated[list[int], Meta(min_length=1)]
 
 # Fields of a request that SamplingParams has under the same name.
 _SAMPLING = (
@@ -38,32 +43,27 @@ _SAMPLING = (
     "stop_token_ids",
     "ignore_eos",
     "seed",
-    "extra_args",
     "speculative",
 )
 
 
-class Wire(BaseModel):
+class Wire(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An object a client sends."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    refusals: ClassVar[dict[str, Refusal]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, body: Any) -> Any:
-        return without_refused(body, cls.refusals)
+    def check(self, place: Place) -> None:
+        """Raise ApiError, 400, for what its types do not say.  place: of this object."""
+        check_refusals(self, place)
 
 
-class StreamOptions(Wire):
+class StreamOptions(Wire, frozen=True, kw_only=True):
     """How a stream ends."""
-
-    refusals = {"include_obfuscation": Refusal((False,), "chunks are not padded")}
 
     include_usage: bool | None = None
 
+    include_obfuscation: Annotated[Unserved, Refusal((False,), "chunks are not padded")] = UNSET
 
-class GenerationRequest(Wire):
+
+class GenerationRequest(Wire, frozen=True, kw_only=True):
     """What both endpoints take."""
 
     model: str
@@ -87,8 +87,15 @@ class GenerationRequest(Wire):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    extra_args: dict[str, Any] | None = None  # of the server's logits processors
+    extra_args: Annotated[Raw | UnsetType, Meta(extra_json_schema=_OBJECT)] = UNSET
     speculative: bool | str | None = None  # "on", "off" or a bool
+
+    def check(self, place: Place) -> None:
+        Wire.check(self, place)
+        if self.stream_options is not None:
+            self.stream_options.check((*place, "stream_options"))
+        if self.extra_args is not UNSET:
+            _check_extra_args(self.extra_args)
 
     @property
     def include_usage(self) -> bool:
@@ -97,38 +104,73 @@ class GenerationRequest(Wire):
     def sampling(self, **more: Any) -> SamplingParams:
         """Raises RequestError for values out of range."""
         asked = {name: getattr(self, name) for name in _SAMPLING}
+        if self.extra_args is not UNSET:
+            asked["extra_args"] = msgspec.json.decode(self.extra_args)
         return SamplingParams.from_dict(
             {name: value for name, value in asked.items() if value is not None} | more
         )
 
 
-class CompletionRequest(GenerationRequest):
+def _check_extra_args(sent: Raw) -> None:
+    """Before anything is built from it."""
+    expected, got = f"at most {_MAX_EXTRA_ARGS} bytes", str(len(sent))
+    if len(sent) <= _MAX_EXTRA_ARGS:
+        if bytes(memoryview(sent)[:1]) in (b"{", b"n"):
+            msgspec.json.decode(sent)
+            return
+        expected, got = "an object", as_sent(sent)
+    text = message("extra_args", expected=expected, got=got, remedy="pass {name: value}")
+    raise ApiError(400, text, param="extra_args")
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    refusals = dict(COMPLETION_REFUSALS)
-
-    prompt: str | Texts | TokenIds | Batches
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]  # of one type
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
+    best_of: Annotated[Unserved, Refusal((1,), "ask for n completions and choose among them")] = (
+        UNSET
+    )
+    suffix: Annotated[Unserved, Refusal(("",), "this server continues a text, it fills no gap")] = (
+        UNSET
+    )
 
-class TextPart(Wire):
+    def check(self, place: Place) -> None:
+        GenerationRequest.check(self, place)
+        if isinstance(self.prompt, str) or len(set(map(type, self.prompt))) == 1:
+            return
+        first = type(self.prompt[0])
+        index = next(at for at, each in enumerate(self.prompt) if type(each) is not first)
+        param = written((*place, "prompt", index))
+        remedy = "send texts, token ids or lists of token ids, one of these"
+        text = message(param, expected="like those before it", got="another type", remedy=remedy)
+        raise ApiError(400, text, param=param)
+
+
+class TextPart(Wire, frozen=True, kw_only=True):
     """A piece of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(Wire):
+class Message(Wire, frozen=True, kw_only=True):
     """One turn of a conversation; its content is a text, or a list of text parts, joined by line
     ends.
     """
 
-    refusals = dict(MESSAGE_REFUSALS)
-
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)]
     name: str | None = None
+
+    annotations: Annotated[Unserved, Refusal(([],), _TEXT_ONLY)] = UNSET
+    audio: Annotated[Unserved, Refusal((), _TEXT_ONLY)] = UNSET
+    function_call: Annotated[Unserved, Refusal((), _NO_TOOLS)] = UNSET
+    refusal: Annotated[Unserved, Refusal(("",), "send it as content")] = UNSET
+    tool_call_id: Annotated[Unserved, Refusal((), _NO_TOOLS)] = UNSET
+    tool_calls: Annotated[Unserved, Refusal(([],), _NO_TOOLS)] = UNSET
 
     def for_template(self) -> dict[str, str]:
         """As chat templates read it."""
@@ -138,15 +180,42 @@ class Message(Wire):
         return {"role": self.role, "content": text, **named}
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    refusals = dict(CHAT_REFUSALS)
-
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    metadata: dict[str, str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=MAX_METADATA)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+
+    audio: Annotated[Unserved, Refusal((), _TEXT_ONLY)] = UNSET
+    function_call: Annotated[Unserved, Refusal(("none",), _NO_TOOLS)] = UNSET
+    functions: Annotated[Unserved, Refusal(([],), _NO_TOOLS)] = UNSET
+    modalities: Annotated[Unserved, Refusal((["text"],), _TEXT_ONLY)] = UNSET
+    moderation: Annotated[Unserved, Refusal((), "nothing is moderated here")] = UNSET
+    parallel_tool_calls: Annotated[Unserved, Refusal((True, False), _NO_TOOLS)] = UNSET
+    prediction: Annotated[Unserved, Refusal((), "leave it out; the answer is the same")] = UNSET
+    prompt_cache_options: Annotated[
+        Unserved, Refusal((), "prefixes are shared without being asked")
+    ] = UNSET
+    prompt_cache_retention: Annotated[
+        Unserved, Refusal(("in_memory",), "prefixes are kept in memory")
+    ] = UNSET
+    reasoning_effort: Annotated[Unserved, Refusal(("none",), "ask for it in a message")] = UNSET
+    response_format: Annotated[
+        Unserved, Refusal(({"type": "text"},), "the answer is free text")
+    ] = UNSET
+    service_tier: Annotated[Unserved, Refusal(("auto", "default"), "there is one tier")] = UNSET
+    store: Annotated[Unserved, Refusal((False,), "nothing is stored here")] = UNSET
+    tool_choice: Annotated[Unserved, Refusal(("none", "auto"), _NO_TOOLS)] = UNSET
+    tools: Annotated[Unserved, Refusal(([],), _NO_TOOLS)] = UNSET
+    verbosity: Annotated[Unserved, Refusal(("medium",), "ask for it in a message")] = UNSET
+    web_search_options: Annotated[Unserved, Refusal((), "this server searches nothing")] = UNSET
+
+    def check(self, place: Place) -> None:
+        GenerationRequest.check(self, place)
+        for index, each in enumerate(self.messages):
+            each.check((*place, "messages", index))
