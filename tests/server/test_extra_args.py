@@ -47,7 +47,7 @@ def test_they_reach_the_processor_and_no_other_request(server):
         ({"alwys": 5}, "a key of extra_args must be one of always, got 'alwys'; did you mean alw"),
         ({"always": "x"}, "column 'token' of Always must be one 64-bit integer, got 'x'; refuse"),
         ({"always": 2**63}, "column 'token' of Always must be one 64-bit integer, got 922337203"),
-        ([1], "extra_args must be an object, got [1]; types are strict"),
+        ([1], "extra_args must be an object, got [1]; pass {name: value}"),
     ],
 )
 def test_wrong_ones_are_refused_and_the_engine_goes_on(server, args, text):
