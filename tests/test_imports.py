@@ -250,7 +250,7 @@ def test_the_package_exports_its_names_lazily():
         import sys
         import paceline
         assert "torch" not in sys.modules
-        assert paceline.__all__ == ["LLM", "RequestOutput", "SamplingParams"]
+        assert paceline.__all__ == ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams"]
         assert set(paceline.__all__) <= set(dir(paceline))
         assert paceline.SamplingParams.__name__ == "SamplingParams"
         try:

@@ -48,13 +48,14 @@ def test_readme_names_only_flags_that_exist():
     assert used <= flags
 
 
-def fenced(language):
-    text = (ROOT / "README.md").read_text()
+def fenced(language, page="README.md"):
+    text = (ROOT / page).read_text()
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-def test_readme_python_runs_as_it_stands():
-    (code,) = fenced("python")
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_python_of_a_page_runs_as_it_stands(page):
+    code = "\n".join(fenced("python", page))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) > 2

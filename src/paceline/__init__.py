@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.core.sampling_params import SamplingParams
+    from paceline.engine.async_llm import AsyncLLM
     from paceline.engine.llm import LLM
     from paceline.engine.outputs import RequestOutput
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
     "LLM": "paceline.engine.llm",
+    "AsyncLLM": "paceline.engine.async_llm",
     "RequestOutput": "paceline.engine.outputs",
     "SamplingParams": "paceline.core.sampling_params",
 }

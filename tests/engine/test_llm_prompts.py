@@ -1,5 +1,6 @@
 """Prompts, conversations, labels and log-probabilities in the forms callers know."""
 
+import asyncio
 import json
 import logging
 import math
@@ -27,6 +28,7 @@ from llm_cases import (
 from paceline.core.errors import ModelError, RequestError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.admission import MAX_TOKENS_CUT
+from paceline.engine.async_llm import AsyncLLM
 from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
 
@@ -194,6 +196,16 @@ def test_chat_takes_many_conversations_and_streams(llm: LLM) -> None:
     *_, last = llm.chat(TALK, SHORT, stream=True)
     assert tokens(last) == tokens(outputs[0])
     assert llm.chat([], SHORT) == []
+
+
+def test_a_task_gets_the_answer_of_chat(llm: LLM, talker: Checkpoint) -> None:
+    async def ask() -> RequestOutput:
+        async with AsyncLLM(talker.folder, threads=1, max_num_seqs=8) as other:
+            return [snapshot async for snapshot in other.chat(TALK, SHORT)][-1]
+
+    [expected] = llm.chat(TALK, SHORT)
+    found = asyncio.run(ask())
+    assert (found.prompt, tokens(found)) == (expected.prompt, tokens(expected))
 
 
 def test_an_answer_goes_on_to_the_end_of_the_context_unless_told_otherwise(llm: LLM) -> None:

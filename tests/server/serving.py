@@ -16,10 +16,10 @@ from typing import Any
 
 import uvicorn
 
+from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.llm import LLM
 from paceline.engine.tracker import Tracker
 from paceline.server.app import build_app
-from paceline.server.async_engine import AsyncEngine
 from paceline.server.limits import LIMITS, Limits
 from paceline.server.service import Service
 

@@ -75,7 +75,7 @@ def test_a_full_queue_is_answered_with_503_until_there_is_room(client, server):
 )
 def test_what_never_fits_the_queue_is_a_400(client, many):
     text = message_of(client.post("/v1/completions", json=GOOD | many), 400)
-    assert text.startswith("prompts times n must be at most 20 completions at once, got 2")
+    assert text.startswith("n must be at most 20 completions at once, of all prompts, got 2")
 
 
 @pytest.mark.parametrize(

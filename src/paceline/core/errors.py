@@ -7,6 +7,7 @@
     │   └── WeightsError         missing, unexpected, truncated or mis-shaped tensors
     ├── RequestError           one request is wrong; the others go on
     │   └── CapacityError        a request that can never fit, with the numbers
+    ├── BusyError              a full queue; the same request may be sent again later
     ├── KernelArgumentError    a tensor of the wrong shape, dtype, stride or device
     ├── GraphError             something a graph cannot hold
     │   ├── HostReadError        a host read or data-dependent shape inside a recorded region
@@ -53,6 +54,10 @@ class RequestError(PacelineError):
 
 class CapacityError(RequestError):
     """A request that can never fit, with the numbers."""
+
+
+class BusyError(PacelineError):
+    """A full queue; the same request may be sent again later."""
 
 
 class KernelArgumentError(PacelineError):

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 
 _LOG = logging.getLogger("paceline")
 
@@ -19,16 +20,20 @@ Notify = Callable[[Event], None]
 
 
 class EventLog:
-    """Keeps the first of each (reason, detail) and logs it once."""
+    """Keeps the first of each (reason, detail) and logs it once.  Safe in any thread."""
 
     def __init__(self) -> None:
         self._seen: dict[Event, int] = {}
+        self._lock = Lock()
 
     def __call__(self, event: Event) -> None:
-        if event not in self._seen:
+        with self._lock:
+            self._seen[event] = self._seen.get(event, 0) + 1
+            is_first = self._seen[event] == 1
+        if is_first:
             _LOG.info("%s: %s", event.reason, event.detail)
-        self._seen[event] = self._seen.get(event, 0) + 1
 
     def counts(self) -> dict[Event, int]:
         """How often each event happened."""
-        return dict(self._seen)
+        with self._lock:
+            return dict(self._seen)

@@ -21,6 +21,7 @@ KV_ELEMENT_BYTES = ELEMENT_BYTES | {FP8: 1}
 LOAD_FORMATS = ("auto", "dummy")
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
 OFF = "off"
+MAX_QUEUED = 1024  # completions that may wait, beside the max_num_seqs that run
 SAMPLE_AND_MATCH, REJECTION = "sample_and_match", "rejection"
 T = TypeVar("T")
 

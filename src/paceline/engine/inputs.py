@@ -41,12 +41,21 @@ def as_batch(prompts: object) -> list[Any]:
     return [items] if items and all(map(_is_integer, items)) else items
 
 
-def as_conversations(messages: object) -> list[Any]:
-    """One list of messages or several as a list of such, unread.  Raises RequestError."""
+def as_conversations(
+    messages: object, *, add_generation_prompt: bool, variables: Mapping[str, Any]
+) -> list[Conversation]:
+    """One list of messages or several, unread.  Raises RequestError."""
     if not isinstance(messages, Iterable) or isinstance(messages, str | bytes | Mapping):
         raise _messages_error(type(messages).__name__)
     items = list(messages)
-    return [items] if items and all(isinstance(each, Mapping) for each in items) else items
+    if items and all(isinstance(each, Mapping) for each in items):
+        items = [items]
+    return [
+        Conversation(
+            messages=each, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        for each in items
+    ]
 
 
 def as_prompt(item: object) -> str | list[object] | Conversation:

@@ -18,11 +18,11 @@ from paceline.core.errors import PacelineError, RequestError, message
 from paceline.core.options import known
 from paceline.core.progress import Progress
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.admission import Admitted, indexed
+from paceline.engine.admission import Admission, Admitted, indexed, require_admitted
 from paceline.engine.boot import Booted, Knobs, Prepared, boot, prepare
 from paceline.engine.budget_table import compare
 from paceline.engine.engine import Engine
-from paceline.engine.inputs import Conversation, Params, Prompt, as_conversations
+from paceline.engine.inputs import Params, Prompt, as_conversations
 from paceline.engine.label_scores import Text, label_prompts, label_scores
 from paceline.engine.machine import versions
 from paceline.engine.outputs import RequestOutput
@@ -33,6 +33,8 @@ from paceline.engine.tracker import Tracker
 
 Prompts = Prompt | Iterable[Prompt]
 ParamsOfEach = Params | Sequence[Params]
+
+CHAT_DEFAULTS = SamplingParams(max_tokens=None)  # an answer ends where the model ends it
 
 
 class LLM:
@@ -153,17 +155,15 @@ class LLM:
         The rest, and what is returned, as of `generate`.  Raises ModelError for a model without a
         chat template.
         """
-        self._live.prepared.admission.require_tokenizer().require_chat_template()
-        variables = dict(chat_template_kwargs or {})
-        conversations = [
-            Conversation(
-                messages=each, add_generation_prompt=add_generation_prompt, variables=variables
-            )
-            for each in as_conversations(messages)
-        ]
-        if sampling_params is None:
-            sampling_params = SamplingParams(max_tokens=None)
-        answers: list[RequestOutput] = self.generate(conversations, sampling_params, **how)
+        self.admission.require_tokenizer().require_chat_template()
+        conversations = as_conversations(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            variables=chat_template_kwargs or {},
+        )
+        answers: list[RequestOutput] = self.generate(
+            conversations, CHAT_DEFAULTS if sampling_params is None else sampling_params, **how
+        )
         return answers
 
     def score(
@@ -183,7 +183,7 @@ class LLM:
         to 1.  Every label costs a pass over its item's prompt.  Raises RequestError.
         """
         prompts = label_prompts(
-            self._live.prepared.admission, query, items, label_token_ids, item_first=item_first
+            self.admission, query, items, label_token_ids, item_first=item_first
         )
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         outputs = self.generate(prompts, params, use_tqdm=False)
@@ -196,7 +196,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises ModelError for a model that brought none."""
-        return self._live.prepared.admission.require_tokenizer()
+        return self.admission.require_tokenizer()
 
     @property
     def resolution_table(self) -> str:
@@ -273,6 +273,11 @@ class LLM:
             )
         return self._booted
 
+    @property
+    def admission(self) -> Admission:
+        """What checks requests; safe in any thread, and `enqueue` takes what it admits."""
+        return self._live.prepared.admission
+
     def submit(
         self, prompts: Prompts, sampling_params: ParamsOfEach | None = None
     ) -> list[Tracker]:
@@ -280,42 +285,45 @@ class LLM:
 
         Raises RequestError, and queues nothing then.
         """
-        queued = self._queue(prompts, sampling_params, return_errors=False)
-        return [each for each in queued if isinstance(each, Tracker)]
+        return self.enqueue(self.admission.admit(prompts, sampling_params))
+
+    def enqueue(self, admitted: Sequence[Admitted]) -> list[Tracker]:
+        """Queue what was admitted, all or nothing.  Raises RequestError for what could never run to
+        its end.
+        """
+        trackers: list[Tracker] = []
+        for index, each in enumerate(admitted):
+            try:
+                trackers.append(self._add(self._next_id(), each))
+            except RequestError as error:
+                self._abort_all(trackers)
+                raise indexed(error, index, len(admitted)) from error
+        return trackers
 
     def _queue(
         self, prompts: Prompts, params: ParamsOfEach | None, *, return_errors: bool
     ) -> list[Tracker | RequestOutput]:
         """A tracker per prompt; with return_errors the output of one that was refused."""
-        admission = self._live.prepared.admission
-        admitted: Sequence[Admitted | RequestError]
-        if return_errors:
-            admitted = list(admission.admit_each(prompts, params))
-        else:
-            admitted = admission.admit(prompts, params)
-        queued: list[Tracker | RequestOutput] = []
-        for index, each in enumerate(admitted):
-            name = f"request-{self._num_requests}"
-            self._num_requests += 1
-            outcome = each if isinstance(each, RequestError) else self._add(name, each)
-            if isinstance(outcome, Tracker):
-                queued.append(outcome)
-            elif return_errors:
-                queued.append(RequestOutput.refused(name, str(outcome)))
-            else:
-                self._abort_all(queued)
-                raise indexed(outcome, index, len(admitted))
-        return queued
+        if not return_errors:
+            return [*self.submit(prompts, params)]
+        return [self._add_or_refuse(each) for each in [*self.admission.admit_each(prompts, params)]]
 
-    def _add(self, name: str, admitted: Admitted) -> Tracker | RequestError:
-        """Queue a prompt, unless it could never run to its end."""
+    def _add_or_refuse(self, admitted: Admitted | RequestError) -> Tracker | RequestOutput:
+        name = self._next_id()
+        try:
+            return self._add(name, require_admitted(admitted))
+        except RequestError as error:
+            return RequestOutput.refused(name, str(error))
+
+    def _add(self, name: str, admitted: Admitted) -> Tracker:
         params = admitted.params
         if params.seed is None:
             params = replace(params, seed=self._seed())
-        try:
-            return self._live.engine.add(name, admitted.token_ids, params, prompt=admitted.prompt)
-        except RequestError as error:
-            return error
+        return self._live.engine.add(name, admitted.token_ids, params, prompt=admitted.prompt)
+
+    def _next_id(self) -> str:
+        self._num_requests += 1
+        return f"request-{self._num_requests - 1}"
 
     def _finish(
         self, queued: Sequence[Tracker | RequestOutput], *, shown: bool | None

@@ -14,10 +14,10 @@ from paceline.core.errors import PacelineError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import CompletionGrowth, RequestGrowth
 from paceline.engine.request import FinishReason
+from paceline.engine.ticket import GROWTHS, Ticket
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.service import Service
 from paceline.server.stream import EventStream, event, unless_gone
-from paceline.server.ticket import Ticket
 from paceline.server.wire import GenerationRequest
 
 Document = dict[str, Any]
@@ -92,7 +92,7 @@ async def answer(service: Service, job: Job, request: Request) -> Response:
     if not job.stream:
         document = await unless_gone(request.receive, _whole(service, job))
         return Response(encoded(document), media_type="application/json")
-    ticket = await service.engine.generate(job.prompts, job.params, stream=True)
+    ticket = await _start(service, job)
     return EventStream(_events(ticket, job, _envelope(service, job)))
 
 
@@ -112,8 +112,13 @@ def _envelope(service: Service, job: Job) -> Document:
     }
 
 
+async def _start(service: Service, job: Job) -> Ticket[RequestGrowth]:
+    admitted = await service.admit(job.prompts, job.params)
+    return await service.engine.generate(admitted, telling=GROWTHS, stream=job.stream)
+
+
 async def _whole(service: Service, job: Job) -> Document:
-    ticket = await service.engine.generate(job.prompts, job.params, stream=False)
+    ticket = await _start(service, job)
     try:
         answers = sorted([each async for each in ticket], key=_by_index)
     finally:
@@ -132,7 +137,9 @@ def _by_index(news: tuple[int, RequestGrowth]) -> int:
     return news[0]
 
 
-async def _events(ticket: Ticket, job: Job, envelope: Document) -> AsyncGenerator[bytes, None]:
+async def _events(
+    ticket: Ticket[RequestGrowth], job: Job, envelope: Document
+) -> AsyncGenerator[bytes, None]:
     no_usage = {"usage": None} if job.include_usage else {}
     usage = Usage()
     try:

@@ -12,7 +12,13 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from paceline.core.errors import CapacityError, ModelError, PacelineError, RequestError
+from paceline.core.errors import (
+    BusyError,
+    CapacityError,
+    ModelError,
+    PacelineError,
+    RequestError,
+)
 
 _MAX_TEXT = 600  # characters of a refusal
 
@@ -53,6 +59,8 @@ class ApiError(Exception):
 
 def as_api_error(error: PacelineError) -> ApiError:
     """What the engine raised, as an answer."""
+    if isinstance(error, BusyError):
+        return ApiError(503, str(error), code="queue_full", headers={"Retry-After": "1"})
     if not isinstance(error, RequestError | ModelError):
         return ApiError(500, str(error), code="engine_failed")
     code = "capacity_exceeded" if isinstance(error, CapacityError) else None

@@ -6,6 +6,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import message
+from paceline.core.options import MAX_QUEUED
 from paceline.server.errors import ApiError
 
 
@@ -13,7 +14,7 @@ from paceline.server.errors import ApiError
 class Limits:
     """What is refused beyond."""
 
-    max_queued: int = 1024  # completions that wait, beside the max_num_seqs that run
+    max_queued: int = MAX_QUEUED  # completions that wait, beside the max_num_seqs that run
     max_body_mib: int = 16  # of one request's body
 
 

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ModelError, message
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.admission import Admission, Admitted
+from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.llm import LLM
 from paceline.engine.tokenizer import Tokenizer
-from paceline.server.async_engine import AsyncEngine
 from paceline.server.errors import ApiError
 from paceline.server.limits import LIMITS
 from paceline.server.token_names import TokenNames
@@ -22,6 +24,7 @@ class Service:
     """Everything an endpoint needs.  Immutable; the engine has an owner of its own."""
 
     engine: AsyncEngine
+    admission: Admission
     model: str  # the name clients ask for
     tokenizer: Tokenizer | None
     names: TokenNames
@@ -34,9 +37,10 @@ class Service:
     def of(cls, llm: LLM, *, model: str, max_queued: int = LIMITS.max_queued) -> "Service":
         """Serve `llm` under a name.  max_queued: see Limits."""
         report = llm.report()
-        tokenizer = _tokenizer_of(llm)
+        tokenizer = llm.admission.tokenizer
         return cls(
             engine=AsyncEngine(llm, max_queued=max_queued),
+            admission=llm.admission,
             model=model,
             tokenizer=tokenizer,
             names=TokenNames(tokenizer),
@@ -63,6 +67,12 @@ class Service:
             "owned_by": "paceline",
             "max_model_len": self.context_len,
         }
+
+    async def admit(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[Admitted]:
+        """Prompts that share their parameters, checked.  Raises RequestError."""
+        return await asyncio.to_thread(self.admission.admit, prompts, params)
 
     async def encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
         """Token ids of texts; ids stay what they are.  Raises RequestError, ModelError."""
@@ -113,13 +123,6 @@ class Service:
     def _encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
         encode: Callable[[str], list[int]] = self._tokenizer.encode
         return [encode(each) if isinstance(each, str) else list(each) for each in prompts]
-
-
-def _tokenizer_of(llm: LLM) -> Tokenizer | None:
-    try:
-        return llm.tokenizer
-    except ModelError:
-        return None
 
 
 def _fingerprint(report: Mapping[str, Any]) -> str:

@@ -1,15 +1,33 @@
 """Ticket: what a caller holds while the engine works for it.  Lives in the asyncio loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from paceline.core.errors import PacelineError
-from paceline.engine.outputs import RequestGrowth, joined
+from paceline.engine.outputs import RequestGrowth, RequestOutput, joined
+from paceline.engine.tracker import Tracker
+
+News = TypeVar("News", RequestGrowth, RequestOutput)
 
 
-class Ticket(AsyncIterator[tuple[int, RequestGrowth]]):
-    """Growths of some prompts, as (index, growth); those that wait for the reader are joined.
+@dataclass(frozen=True, slots=True)
+class Telling(Generic[News]):
+    """In which form a caller hears of a request."""
 
+    read: Callable[[Tracker], News]  # in the engine's thread, after a turn
+    join: Callable[[Sequence[News]], News]  # of consecutive ones, at least one
+
+
+GROWTHS = Telling(Tracker.growth, joined)
+SNAPSHOTS = Telling(Tracker.snapshot, lambda snapshots: snapshots[-1])
+
+
+class Ticket(AsyncIterator[tuple[int, News]], Generic[News]):
+    """News of some prompts, as (index, news); those that wait for the reader are joined.
+
+    telling: their form; stream: whether news of unfinished requests are worth sending.
     Ends after the last finished one.  Raises what `fail` was given.
     """
 
@@ -18,14 +36,16 @@ class Ticket(AsyncIterator[tuple[int, RequestGrowth]]):
         num_prompts: int,
         *,
         num_completions: int,
-        wants_growth: bool,
-        on_close: Callable[["Ticket"], None],
+        telling: Telling[News],
+        stream: bool,
+        on_close: Callable[["Ticket[News]"], None],
     ) -> None:
         self.num_completions = num_completions
-        self.wants_growth = wants_growth  # whether unfinished growths are worth sending
+        self.telling: Telling[News] = telling
+        self.stream = stream
         self._num_left = num_prompts
-        self._on_close = on_close
-        self._news: dict[int, list[RequestGrowth]] = {}  # by index, the longest waiting first
+        self._on_close: Callable[[Ticket[News]], None] = on_close
+        self._news: dict[int, list[News]] = {}  # by index, the longest waiting first
         self._wake = asyncio.Event()
         self._is_accepted = False
         self._is_closed = False
@@ -41,10 +61,10 @@ class Ticket(AsyncIterator[tuple[int, RequestGrowth]]):
         self._is_accepted = True
         self._wake.set()
 
-    def deliver(self, index: int, growth: RequestGrowth) -> None:
+    def deliver(self, index: int, news: News) -> None:
         """Something new of one prompt."""
-        self._news.setdefault(index, []).append(growth)
-        self._num_left -= growth.finished
+        self._news.setdefault(index, []).append(news)
+        self._num_left -= news.finished
         self._wake.set()
 
     def fail(self, error: PacelineError) -> None:
@@ -66,7 +86,7 @@ class Ticket(AsyncIterator[tuple[int, RequestGrowth]]):
                 raise self._error
             await self._woken()
 
-    async def __anext__(self) -> tuple[int, RequestGrowth]:
+    async def __anext__(self) -> tuple[int, News]:
         while not self._news:
             if self._error is not None:
                 raise self._error
@@ -75,7 +95,7 @@ class Ticket(AsyncIterator[tuple[int, RequestGrowth]]):
                 raise StopAsyncIteration
             await self._woken()
         index = next(iter(self._news))
-        return index, joined(self._news.pop(index))
+        return index, self.telling.join(self._news.pop(index))
 
     async def _woken(self) -> None:
         self._wake.clear()

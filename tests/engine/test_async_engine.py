@@ -4,24 +4,45 @@ import asyncio
 import queue
 from itertools import pairwise
 
-import httpx
 import pytest
-from serving import serving, small_llm, wait_until
 
-from paceline.core.errors import PacelineError, RequestError
+from paceline.core.errors import BusyError, CapacityError, PacelineError, RequestError
 from paceline.core.sampling_params import SamplingParams
-from paceline.server.async_engine import AsyncEngine
+from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.boot import Knobs
+from paceline.engine.llm import LLM
+from paceline.engine.ticket import GROWTHS, SNAPSHOTS
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
-def run(scene, *, llm=None, commands=None):
+def small_llm():
+    """In float32, where greedy answers have no ties; its pages hold 48 tokens."""
+    return LLM(
+        "bundled",
+        dtype="float32",
+        threads=1,
+        max_num_seqs=4,
+        max_model_len=64,
+        enforce_eager=True,
+        knobs=Knobs(num_pages=(4,)),
+        page_size=16,
+        speculative_algorithm="off",
+    )
+
+
+def ask(engine, llm, prompts, params, *, stream=False):
+    """Awaits the ticket of prompts that are admitted first."""
+    return engine.generate(llm.admission.admit(prompts, params), telling=GROWTHS, stream=stream)
+
+
+def run(scene, *, llm=None, commands=None, **more):
     """A coroutine function of (engine, llm), with the engine started and stopped around it."""
     llm = llm or small_llm()
 
     async def play():
-        engine = AsyncEngine(llm)
+        engine = AsyncEngine(llm, **more)
         engine._commands = commands or engine._commands
         engine.start()
         try:
@@ -39,7 +60,9 @@ def test_answers_are_those_of_generate():
     prompts = [[5, 6, 7], [8, 9]]
 
     async def scene(engine, llm):
-        return sorted([each async for each in await engine.generate(prompts, GREEDY, stream=False)])
+        return sorted(
+            [each async for each in await ask(engine, llm, prompts, GREEDY, stream=False)]
+        )
 
     llm = small_llm()
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
@@ -53,7 +76,7 @@ def test_growth_is_shown_only_to_those_who_want_it():
     async def scene(engine, llm):
         counts = []
         for stream in (False, True):
-            ticket = await engine.generate([[5, 6]], GREEDY, stream=stream)
+            ticket = await ask(engine, llm, [[5, 6]], GREEDY, stream=stream)
             counts.append(len([each async for each in ticket]))
         return counts
 
@@ -64,9 +87,9 @@ def test_growth_is_shown_only_to_those_who_want_it():
 
 def test_a_refused_request_leaves_no_trace_and_others_go_on():
     async def scene(engine, llm):
-        other = await engine.generate([[5, 6]], GREEDY, stream=False)
-        with pytest.raises(RequestError, match="prompt token id 1 must be an integer from 0 to"):
-            await engine.generate([[5, -1]], GREEDY, stream=False)
+        other = await ask(engine, llm, [[5, 6]], GREEDY)
+        with pytest.raises(CapacityError, match=r"^prompt\[1\]: "):
+            await ask(engine, llm, [[5], [5] * 50], GREEDY)
         assert engine.num_tickets == 1
         assert [output.finished async for _, output in other] == [True]
         assert engine.num_tickets == 0
@@ -92,7 +115,7 @@ def test_an_idle_engine_does_not_spin():
 
     async def scene(engine, llm):
         for _ in range(2):
-            ticket = await engine.generate([[5, 6]], GREEDY, stream=False)
+            ticket = await ask(engine, llm, [[5, 6]], GREEDY)
             assert [output.finished async for _, output in ticket] == [True]
 
     llm = small_llm()
@@ -105,7 +128,7 @@ def test_an_idle_engine_does_not_spin():
 
 def test_cancelling_while_waiting_for_acceptance_leaves_nothing():
     async def scene(engine, llm):
-        task = asyncio.ensure_future(engine.generate([[5, 6]], ENDLESS, stream=True))
+        task = asyncio.ensure_future(ask(engine, llm, [[5, 6]], LONG, stream=True))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -116,47 +139,38 @@ def test_cancelling_while_waiting_for_acceptance_leaves_nothing():
     run(scene)
 
 
+def test_snapshots_that_wait_for_a_reader_give_way_to_the_newest():
+    async def scene(engine, llm):
+        admitted = llm.admission.admit([[5, 6]], GREEDY)
+        ticket = await engine.generate(admitted, telling=SNAPSHOTS, stream=True)
+        while not ticket.is_complete:
+            await asyncio.sleep(0.01)
+        return [len(output.outputs[0].token_ids) async for _, output in ticket]
+
+    assert run(scene) == [8]
+
+
+def test_a_full_queue_is_told_from_what_never_fits_it():
+    async def scene(engine, llm):
+        with pytest.raises(RequestError, match="n must be at most 6 completions at once, of all"):
+            await ask(engine, llm, [[5]] * 7, LONG)
+        ticket = await ask(engine, llm, [[5]] * 5, LONG)
+        with pytest.raises(BusyError, match="the queue must be at most 6 completions, running"):
+            await ask(engine, llm, [[5]] * 2, GREEDY)
+        ticket.close()
+        await ask(engine, llm, [[5]] * 6, GREEDY)
+
+    run(scene, max_queued=2)
+
+
 def test_stopping_ends_what_runs_with_a_last_snapshot():
     async def scene(engine, llm):
-        ticket = await engine.generate([[5, 6]], ENDLESS, stream=False)
+        ticket = await ask(engine, llm, [[5, 6]], LONG)
         await engine.stop()
         outputs = [output async for _, output in ticket]
         assert [output.outputs[0].finish_reason for output in outputs] == ["abort"]
         assert not llm.engine.has_work
         with pytest.raises(PacelineError, match="the engine must be running, got stopped; start"):
-            await engine.generate([[5]], GREEDY, stream=False)
+            await ask(engine, llm, [[5]], GREEDY)
 
     run(scene)
-
-
-def test_a_failed_engine_answers_500_to_all_and_503_to_health(caplog):
-    llm = small_llm()
-    turn, is_broken = llm.engine._turn, []
-
-    def break_later(*values):
-        if is_broken:
-            raise RuntimeError("the device is gone")
-        return turn(*values)
-
-    llm.engine._turn = break_later
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 250, "ignore_eos": True}
-    with serving(llm) as server, httpx.Client(base_url=server.url, timeout=None) as client:
-        assert client.get("/health").status_code == 200
-        with client.stream("POST", "/v1/completions", json=dict(body, stream=True)) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            is_broken.append(True)
-            last = [line for line in lines if line][-1]
-        assert "ended by RuntimeError('the device is gone')" in last
-        assert '"type":"server_error"' in last
-        wait_until(lambda: server.engine.failure is not None)
-        for stream in (False, True):
-            answer = client.post("/v1/completions", json=dict(body, stream=stream))
-            assert answer.status_code == 500
-            assert answer.json()["error"]["type"] == "server_error"
-            assert "the engine must be running, got ended by" in answer.json()["error"]["message"]
-        health = client.get("/health")
-        assert health.status_code == 503
-        assert "the device is gone" in health.json()["error"]["message"]
-    (record,) = [each for each in caplog.records if each.name == "paceline" and each.exc_info]
-    assert "the engine has failed" in record.message

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import PacelineError, message
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.errors import BusyError, PacelineError, RequestError, message
+from paceline.core.options import MAX_QUEUED
+from paceline.engine.admission import Admitted
 from paceline.engine.llm import LLM
-from paceline.engine.outputs import RequestGrowth
+from paceline.engine.ticket import News, Telling, Ticket
 from paceline.engine.tracker import Tracker
-from paceline.server.errors import ApiError
-from paceline.server.limits import LIMITS
-from paceline.server.ticket import Ticket
 
+_News = tuple[Ticket[Any], int, Any]  # whose, of which prompt, what
 _LOG = logging.getLogger("paceline")
 
 
@@ -30,9 +29,13 @@ _LOG = logging.getLogger("paceline")
 class _Running:
     """One prompt of one ticket, as the thread follows it."""
 
-    ticket: Ticket
+    ticket: Ticket[Any]
     index: int  # of the prompt in its ticket
     tracker: Tracker
+
+    def news(self) -> _News:
+        """What its ticket is told of it now."""
+        return self.ticket, self.index, self.ticket.telling.read(self.tracker)
 
 
 class AsyncEngine:
@@ -41,7 +44,7 @@ class AsyncEngine:
     max_queued: completions that may wait beside those that run.
     """
 
-    def __init__(self, llm: LLM, *, max_queued: int = LIMITS.max_queued) -> None:
+    def __init__(self, llm: LLM, *, max_queued: int = MAX_QUEUED) -> None:
         self._llm = llm
         self._max_open = llm.report()["options"]["max_num_seqs"]["value"] + max_queued
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -52,7 +55,7 @@ class AsyncEngine:
         # Of the loop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end_of_thread: asyncio.Future[None] | None = None
-        self._tickets: set[Ticket] = set()
+        self._tickets: set[Ticket[Any]] = set()
         self._num_open = 0  # completions of these
         self._failure: str | None = None
 
@@ -80,32 +83,33 @@ class AsyncEngine:
         self._thread.shutdown(wait=False)
 
     def abort_all(self) -> None:
-        """End every request; each of their tickets gets its last growths."""
+        """End every request; each of their tickets gets its last news."""
         self._commands.put(self._abort_running)
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, stream: bool
-    ) -> Ticket:
-        """Queue prompts of token ids that share their parameters.
+        self, admitted: Sequence[Admitted], *, telling: Telling[News], stream: bool
+    ) -> Ticket[News]:
+        """Queue prompts, all or none.
 
-        The ticket iterates over (index of the prompt, growth): one of the whole answer, or with
+        The ticket iterates over (index of the prompt, news): one of the whole answer, or with
         `stream` one whenever something has come.  Close it to cancel.
-        Raises RequestError before anything runs, ApiError when the queue is full, PacelineError
+        Raises RequestError before anything runs, BusyError when the queue is full, PacelineError
         when the engine has failed.
         """
         if self._failure is not None:
             raise PacelineError(self._failure)
-        num_completions = len(prompts) * params.n
+        num_completions = sum(each.params.n for each in admitted)
         self._require_room(num_completions)
         ticket = Ticket(
-            len(prompts),
+            len(admitted),
             num_completions=num_completions,
-            wants_growth=stream,
+            telling=telling,
+            stream=stream,
             on_close=self._on_close,
         )
         self._tickets.add(ticket)
         self._num_open += num_completions
-        self._commands.put(partial(self._submit, ticket, prompts, params))
+        self._commands.put(partial(self._submit, ticket, admitted))
         try:
             await ticket.accepted()
         except BaseException:
@@ -114,25 +118,27 @@ class AsyncEngine:
         return ticket
 
     def _require_room(self, num_completions: int) -> None:
-        """Raise 400 for what never has room, 503 for what has none now."""
+        """Raise RequestError for what never has room, BusyError for what has none now."""
         if num_completions > self._max_open:
-            text = message(
-                "prompts times n",
-                expected=f"at most {self._max_open} completions at once",
-                got=num_completions,
-                remedy="send several requests, or raise --max-queued-requests of the server",
+            raise RequestError(
+                message(
+                    "n",
+                    expected=f"at most {self._max_open} completions at once, of all prompts",
+                    got=num_completions,
+                    remedy="send several requests, or raise max-queued-requests",
+                )
             )
-            raise ApiError(400, text, param="n")
         if self._num_open + num_completions > self._max_open:
-            text = message(
-                "the queue",
-                expected=f"at most {self._max_open} completions, running and waiting",
-                got=f"{self._num_open} and {num_completions} of this request",
-                remedy="send it again later",
+            raise BusyError(
+                message(
+                    "the queue",
+                    expected=f"at most {self._max_open} completions, running and waiting",
+                    got=f"{self._num_open} and {num_completions} of this request",
+                    remedy="send it again later",
+                )
             )
-            raise ApiError(503, text, code="queue_full", headers={"Retry-After": "1"})
 
-    def _on_close(self, ticket: Ticket) -> None:
+    def _on_close(self, ticket: Ticket[Any]) -> None:
         self._tickets.discard(ticket)
         self._num_open -= ticket.num_completions
         if not ticket.is_complete:
@@ -165,16 +171,14 @@ class AsyncEngine:
                 continue
             if tracker.is_finished:
                 del self._running[tracker.request.request_id]
-            if tracker.is_finished or running.ticket.wants_growth:
-                news.append((running.ticket, running.index, tracker.growth()))
+            if tracker.is_finished or running.ticket.stream:
+                news.append(running.news())
         if news:
             self._tell(_deliver, news)
 
-    def _submit(
-        self, ticket: Ticket, prompts: Sequence[Sequence[int]], params: SamplingParams
-    ) -> None:
+    def _submit(self, ticket: Ticket[Any], admitted: Sequence[Admitted]) -> None:
         try:
-            trackers = self._llm.submit(prompts, params)
+            trackers = self._llm.enqueue(admitted)
         except PacelineError as error:
             self._tell(ticket.fail, error)
             return
@@ -182,7 +186,7 @@ class AsyncEngine:
             self._running[tracker.request.request_id] = _Running(ticket, index, tracker)
         self._tell(ticket.accept)
 
-    def _cancel(self, ticket: Ticket) -> None:
+    def _cancel(self, ticket: Ticket[Any]) -> None:
         for name in [n for n, running in self._running.items() if running.ticket is ticket]:
             del self._running[name]
             self._llm.abort(name)
@@ -191,7 +195,7 @@ class AsyncEngine:
         news = []
         for name, running in self._running.items():
             self._llm.abort(name)
-            news.append((running.ticket, running.index, running.tracker.growth()))
+            news.append(running.news())
         self._running.clear()
         self._tell(_deliver, news)
 
@@ -217,6 +221,6 @@ class AsyncEngine:
             ticket.fail(PacelineError(self._failure))
 
 
-def _deliver(news: Sequence[tuple[Ticket, int, RequestGrowth]]) -> None:
-    for ticket, index, growth in news:
-        ticket.deliver(index, growth)
+def _deliver(news: Sequence[_News]) -> None:
+    for ticket, index, told in news:
+        ticket.deliver(index, told)

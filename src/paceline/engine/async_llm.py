@@ -1,0 +1,140 @@
+"""AsyncLLM: an LLM that many tasks of an asyncio loop share; their requests run as one batch.
+
+async with AsyncLLM("bundled") as llm:
+    async for output in llm.generate("def fibonacci(n):", SamplingParams(temperature=0.0)):
+        print(output.outputs[0].text)
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import PacelineError, RequestError, message
+from paceline.core.options import MAX_QUEUED
+from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.boot import prepare
+from paceline.engine.inputs import Params, Prompt, as_conversations
+from paceline.engine.llm import CHAT_DEFAULTS, LLM
+from paceline.engine.outputs import RequestOutput
+from paceline.engine.ticket import SNAPSHOTS, Ticket
+
+
+class AsyncLLM:
+    """A model behind one asyncio loop.  Options are those of LLM; `start` reads the weights.
+
+    max_queued_requests: completions that may wait beside the max_num_seqs that run.
+    Raises ConfigError or ModelError for options that cannot work.  Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "bundled",
+        *,
+        max_queued_requests: int = MAX_QUEUED,
+        **options: Any,
+    ) -> None:
+        self._prepared = prepare({"model": model, **options})
+        self._max_queued = max_queued_requests
+        self._started: tuple[LLM, AsyncEngine] | None = None
+
+    async def start(self) -> None:
+        """Boot beside the running loop and serve it; `async with` starts and closes."""
+        if self._started is not None:
+            raise PacelineError(
+                message("AsyncLLM", expected="new", got="started", remedy="start it once")
+            )
+        llm = await asyncio.to_thread(LLM, self._prepared)
+        engine = AsyncEngine(llm, max_queued=self._max_queued)
+        engine.start()
+        self._started = llm, engine
+
+    async def close(self) -> None:
+        """End what runs with a last snapshot and free the memory; closing twice is harmless."""
+        started, self._started = self._started, None
+        if started is not None:
+            llm, engine = started
+            await engine.stop()
+            llm.close()
+
+    async def __aenter__(self) -> "AsyncLLM":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: Params | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one prompt: snapshots, whose text and ids accumulate, as they come; the last is
+        finished.  A slow reader misses some.
+
+        prompt, sampling_params: as of LLM.generate, but one; ask for several prompts in several
+        tasks.  Closing the generator, or cancelling the task that awaits it, ends the request.
+        Raises RequestError for a wrong request, BusyError when the queue is full.
+        """
+        ticket = await self._queue(prompt, sampling_params, stream=True)
+        try:
+            async for _, snapshot in ticket:
+                yield snapshot
+        finally:
+            ticket.close()
+
+    async def complete(
+        self, prompt: Prompt, sampling_params: Params | None = None
+    ) -> RequestOutput:
+        """The last of what `generate` gives, for a caller who does not watch it grow."""
+        ticket = await self._queue(prompt, sampling_params, stream=False)
+        try:
+            _, output = await anext(ticket)
+        finally:
+            ticket.close()
+        return output
+
+    def chat(
+        self,
+        messages: Iterable[Any],
+        sampling_params: Params | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer one conversation, as `generate` does; the rest as of LLM.chat."""
+        self._prepared.admission.require_tokenizer().require_chat_template()
+        conversations = as_conversations(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            variables=chat_template_kwargs or {},
+        )
+        _require_one("messages", conversations)
+        return self.generate(
+            conversations[0], CHAT_DEFAULTS if sampling_params is None else sampling_params
+        )
+
+    def report(self) -> dict[str, Any]:
+        """As of LLM.report, once started."""
+        return self._live[0].report()
+
+    async def _queue(
+        self, prompt: Prompt, params: Params | None, *, stream: bool
+    ) -> Ticket[RequestOutput]:
+        _, engine = self._live
+        admitted = await asyncio.to_thread(self._prepared.admission.admit, prompt, params)
+        _require_one("prompt", admitted)
+        return await engine.generate(admitted, telling=SNAPSHOTS, stream=stream)
+
+    @property
+    def _live(self) -> tuple[LLM, AsyncEngine]:
+        if self._started is None:
+            remedy = 'start it: `async with AsyncLLM("bundled") as llm:`'
+            raise PacelineError(
+                message("AsyncLLM", expected="started", got="new or closed", remedy=remedy)
+            )
+        return self._started
+
+
+def _require_one(name: str, several: Sequence[object]) -> None:
+    if len(several) != 1:
+        remedy = "ask for each in a task of its own, for example with asyncio.gather"
+        raise RequestError(message(name, expected="one", got=len(several), remedy=remedy))
