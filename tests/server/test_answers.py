@@ -9,13 +9,14 @@ import pytest
 from openai.types import Completion
 
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.admission import Admitted
 from paceline.engine.outputs import CompletionGrowth, RequestGrowth, RequestMetrics
 from paceline.engine.request import FinishReason
 from paceline.engine.round_counts import RoundCounts
+from paceline.engine.ticket import Ticket
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.answer import Job, answer
 from paceline.server.completions import CompletionWriter
-from paceline.server.ticket import Ticket
 from paceline.server.token_names import TokenNames
 
 PROMPTS = [[1, 2], [3, 4, 5]]
@@ -113,11 +114,15 @@ class FakeService:
     def engine(self) -> "FakeService":
         return self
 
-    async def generate(self, prompts, params, *, stream: bool) -> Ticket:
+    async def admit(self, prompts, params) -> list[Admitted]:
+        return [Admitted(prompt=None, token_ids=tuple(ids), params=params) for ids in prompts]
+
+    async def generate(self, admitted, *, telling, stream: bool) -> Ticket:
         ticket = Ticket(
-            len(prompts),
-            num_completions=len(prompts) * params.n,
-            wants_growth=stream,
+            len(admitted),
+            num_completions=sum(each.params.n for each in admitted),
+            telling=telling,
+            stream=stream,
             on_close=self._on_close,
         )
         self._left = list(self.news)
