@@ -6,6 +6,20 @@ from types import SimpleNamespace
 WORDS = ("one ", "two ", "three ", "four")
 
 
+class FakeStream:
+    """Snapshots, of an engine that can be told to end them."""
+
+    def __init__(self, engine, snapshots):
+        self._engine = engine
+        self._snapshots = snapshots
+
+    def __iter__(self):
+        return self._snapshots
+
+    def stop(self):
+        self._engine.aborted.append("fake-0")
+
+
 @dataclass
 class FakeEngine:
     """Called like LLM; remembers what it was asked."""
@@ -24,11 +38,11 @@ class FakeEngine:
         self.asked = asked
         return self
 
-    def generate(self, prompts, params, stream=False):
+    def generate(self, prompts, params, stream=False, use_tqdm=None):
         self.prompts.append(prompts)
         self.params.append(params)
         if stream:
-            return self._stream(params)
+            return FakeStream(self, self._stream(params))
         return [self._output(i, params.max_tokens, params) for i in range(len(prompts))]
 
     @property
@@ -37,11 +51,6 @@ class FakeEngine:
             return "|".join(entry["content"] for entry in messages)
 
         return SimpleNamespace(apply_chat_template=apply, has_chat_template=self.template)
-
-    def abort(self, request_id):
-        self.aborted.append(request_id)
-
-        return True
 
     def report(self):
         return {
@@ -58,11 +67,12 @@ class FakeEngine:
         self.closed = True
 
     def _stream(self, params):
-        for count in range(1, len(WORDS) + 1):
+        most = min(len(WORDS), params.max_tokens or len(WORDS))
+        for count in range(1, most + 1):
             if self.aborted:
                 yield self._output("fake-0", count - 1, params, finished=True)
                 return
-            yield self._output("fake-0", count, params, finished=count == len(WORDS))
+            yield self._output("fake-0", count, params, finished=count == most)
 
     def _output(self, request_id, count, params, finished=True):
         from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput

@@ -21,7 +21,6 @@ def parse(*words):
     return asked_arguments(vars(parser.parse_args(words)))
 
 
-# argparse leaves 'auto' to the options and takes what click takes.
 @pytest.mark.parametrize(("typed", "asked"), ALIASES, ids=[typed for typed, _ in ALIASES])
 def test_the_aliases_are_those_of_the_command(typed, asked):
     assert parse(*typed.split()) == asked
@@ -57,7 +56,7 @@ def test_help_shows_choices_units_and_defaults(capsys):
     with pytest.raises(SystemExit):
         bench_latency.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "One of auto, bfloat16, float16, float32." in text
+    assert "One of auto, bfloat16, float16, float32; also bf16, half, fp16, float, fp32." in text
     assert "One of auto, dummy. [default: auto]" in text
     assert "[tokens] [default: chosen by the engine]" in text
     assert "-tp" in text

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from fake_engine import FakeEngine
 
-from paceline.cli import chat as chat_module
+from paceline.cli import interrupts as interrupts_module
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError, IntegrityError
 
@@ -95,6 +95,11 @@ ALIASES = [
     ("--page-size 4", {"page_size": 4}),
     ("--dtype float32", {"dtype": "float32"}),
     ("--dtype auto", {"dtype": "auto"}),
+    ("--dtype bf16", {"dtype": "bfloat16"}),
+    ("--dtype half", {"dtype": "float16"}),
+    ("--max-model-len 2k", {"max_model_len": 2048}),
+    ("--kv-cache-memory-bytes 1.5GiB", {"kv_cache_bytes": 3 << 29}),
+    ("--kv-cache-dtype fp8", {"kv_cache_dtype": "fp8_e4m3"}),
     ("--load-format dummy", {"load_format": "dummy"}),
     ("--random-seed 7", {"seed": 7}),
     ("--seed -1", {"seed": -1}),
@@ -105,7 +110,7 @@ ALIASES = [
     ("--no-overlap", {"overlap": False}),
     ("--threads 1", {"threads": 1}),
     ("--speculative-algorithm NGRAM", {"speculative_algorithm": "NGRAM"}),
-    ("--speculative-algorithm ngram", {"speculative_algorithm": "ngram"}),
+    ("--speculative-algorithm ngram", {"speculative_algorithm": "NGRAM"}),
     ("--speculative-algorithm auto", {"speculative_algorithm": "auto"}),
     ("--speculative-algorithm off", {"speculative_algorithm": "off"}),
     ("--speculative-draft-model-path x", {"speculative_draft_model_path": "x"}),
@@ -148,8 +153,11 @@ def test_max_tokens_has_its_aliases(flag):
         ("--tp 2", "ConfigError: parallel must be rank 0 of size 1"),
         ("-tp 2", "ConfigError: parallel must be rank 0 of size 1"),
         ("a --model b", "ConfigError: model must be given once, got 'a' by position and 'b' by"),
-        ("--dtype int4", "is not one of 'auto', 'bfloat16'"),
-        ("--page-size many", "is not a valid integer"),
+        ("--dtype int4", "ConfigError: dtype must be one of bfloat16, float16, float32, got"),
+        ("--page-size many", "page_size must be a number of tokens such as 4096 or 32k, got"),
+        ("--max-num-seqs many", "is not a valid integer"),
+        ("--verbose --quiet", "--verbose and --quiet exclude each other"),
+        ("--logit-bias [1]", "RequestError: logit_bias must be a mapping"),
         ("--unheard-of 1", "No such option"),
         ("--temperature nan", "RequestError: temperature must be"),
     ],
@@ -254,7 +262,7 @@ def test_control_c_stops_the_answer_and_not_the_program():
 
 def test_a_second_control_c_raises():
     before = signal.getsignal(signal.SIGINT)
-    with chat_module.interrupts() as pressed:
+    with interrupts_module.interrupts() as pressed:
         os.kill(os.getpid(), signal.SIGINT)
         assert pressed == [signal.SIGINT]
         with pytest.raises(KeyboardInterrupt):

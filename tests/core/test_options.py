@@ -26,7 +26,7 @@ def test_every_field_is_an_option_with_help_and_unique_flags():
     [
         ({"page_size": 0}, "page_size must be at least 1 tokens, got 0; set --page-size"),
         ({"page_size": True}, "page_size must be int tokens, got True"),
-        ({"page_size": "16"}, "page_size must be int tokens, got '16'"),
+        ({"page_size": "many"}, "page_size must be a number of tokens such as 4096 or 32k, got"),
         ({"chunked_prefill_size": -1}, "chunked_prefill_size must be at least 1 tokens, got -1"),
         ({"gpu_memory_utilization": 1.5}, "must be from 0.01 to 1, got 1.5"),
         ({"gpu_memory_utilization": float("nan")}, "must be from 0.01 to 1, got nan"),

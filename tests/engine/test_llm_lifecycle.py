@@ -75,6 +75,24 @@ def test_leaving_a_stream_early_aborts_the_rest(llm: LLM, taken: int) -> None:
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("taken", [0, 9])
+def test_a_stopped_stream_ends_with_what_each_request_has(
+    llm: LLM, answers: list[Tokens], taken: int
+) -> None:
+    stream = llm.generate(shared_prompts(), GREEDY, stream=True)
+    shown = [next(stream) for _ in range(taken)]
+    stream.stop()
+    last = {each.request_id: each for each in stream}
+    assert len(last) == len(shared_prompts())
+    for output, answer in zip(last.values(), answers, strict=True):
+        ids = output.outputs[0].token_ids
+        assert output.finished
+        assert output.outputs[0].finish_reason == "abort"
+        assert ids == answer[: len(ids)]
+    assert sum(len(each.outputs[0].token_ids) for each in last.values()) >= len(shown)
+    assert_idle(llm)
+
+
 def test_breaking_out_of_a_stream_aborts_the_rest(llm: LLM) -> None:
     for output in llm.generate(shared_prompts(), GREEDY, stream=True):
         if len(output.outputs[0].token_ids) == 5:

@@ -10,6 +10,7 @@ from paceline.attention.measurements import LayerShape, Phase, Table, package_ta
 from paceline.attention.preference import prefer
 from paceline.core.errors import BackendUnsupported, ConfigError, message
 from paceline.core.modes import MaskKind
+from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class
 
 # Short name -> "module:Class", imported when asked for.
@@ -57,7 +58,11 @@ def load_backend(name: str) -> type[AttentionBackend]:
                 expected=f"{', '.join(BACKENDS)}, package.module:Class, prefill+decode of two, or "
                 "cascade(one)",
                 got=repr(name),
-                remedy="name one of these, or auto where an engine is to choose",
+                remedy=did_you_mean(
+                    name,
+                    BACKENDS,
+                    otherwise="name one of these, or auto where an engine is to choose",
+                ),
             )
         )
     return load_class("attention backend", target, AttentionBackend)  # type: ignore[type-abstract]

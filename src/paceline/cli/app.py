@@ -7,6 +7,8 @@ from importlib import import_module
 
 import click
 
+from paceline.cli.interrupts import INTERRUPTED
+from paceline.cli.verb import Verbs
 from paceline.core.errors import PacelineError
 
 VERBS = {
@@ -35,8 +37,10 @@ class Failure(click.ClickException):
         click.echo(f"{self._name}: {self.message}", err=True)
 
 
-class LazyGroup(click.Group):
-    """Finds a verb's module when the verb is called, and turns typed errors into exit code 2."""
+class LazyGroup(Verbs):
+    """Finds a verb's module when the verb is called; turns typed errors into exit code 2 and Ctrl-C
+    into 130.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(VERBS)
@@ -57,6 +61,18 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except PacelineError as error:
             raise Failure(error) from error
+        except KeyboardInterrupt:
+            click.echo("stopped", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from None
+
+
+def show_version(ctx: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
+    """Print the version and leave."""
+    if is_asked and not ctx.resilient_parsing:
+        from paceline.engine.machine import installed
+
+        click.echo(f"paceline {installed(['paceline'])['paceline'] or 'from source'}")
+        ctx.exit()
 
 
 @click.group(
@@ -66,6 +82,14 @@ class LazyGroup(click.Group):
         "token_normalize_func": lambda token: token.replace("_", "-"),
         "max_content_width": 100,
     },
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=show_version,
+    help="Show the version and exit.",
 )
 def app() -> None:
     """An LLM inference engine.  Underscores in flags equal dashes."""

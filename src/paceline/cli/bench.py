@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from paceline.cli.flags import asked_options, engine_flags, log_to_stderr
-from paceline.cli.verb import Verb
+from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
+from paceline.cli.verb import Verbs, examples
+from paceline.engine.arguments import asked_arguments
 from paceline.engine.attention_shape import FLAGS
 
 
@@ -22,12 +23,18 @@ def attention_flags(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-@click.group()
+@click.group(cls=Verbs)
 def bench() -> None:
     """Time this machine."""
 
 
-@bench.command(cls=Verb)
+@bench.command(
+    epilog=examples(
+        "paceline bench latency",
+        "paceline bench latency --model llama-3.1-8b --load-format dummy --batch-size 1,8,64",
+        "paceline bench latency --batch-size 1 --input-len 128 --output-len 65 --json",
+    )
+)
 @click.option(
     "--batch-size",
     default="1,8,64",
@@ -41,6 +48,7 @@ def bench() -> None:
     "--output-len", type=int, default=257, show_default=True, help="Output length.  [tokens]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
+@log_flags
 @engine_flags
 @click.pass_context
 def latency(ctx: click.Context, /, **values: Any) -> None:
@@ -52,19 +60,24 @@ def latency(ctx: click.Context, /, **values: Any) -> None:
         table,
     )
 
-    log_to_stderr()
+    log_to_stderr(values)
     shape = LatencyShape(
         batch_sizes=parse_batch_sizes(values["batch_size"]),
         input_len=values["input_len"],
         output_len=values["output_len"],
     )
-    document = bench_latency(asked_options(values), shape, make_llm=ctx.obj)
+    document = bench_latency(asked_arguments(values), shape, make_llm=ctx.obj)
     if not values["as_json"]:
         click.echo(table(document))
     click.echo(json.dumps(document))
 
 
-@bench.command(cls=Verb)
+@bench.command(
+    epilog=examples(
+        "paceline bench speculative",
+        "paceline bench speculative --speculative-algorithm NGRAM --repeats 5",
+    )
+)
 @click.option(
     "--prompts",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -78,6 +91,7 @@ def latency(ctx: click.Context, /, **values: Any) -> None:
     "--repeats", type=int, default=3, show_default=True, help="Timed runs of each prompt."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
+@log_flags
 @engine_flags
 @click.pass_context
 def speculative(ctx: click.Context, /, **values: Any) -> None:
@@ -90,19 +104,24 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
     from paceline.engine.bench_speculative import SpeculativeShape, bench_speculative, table
     from paceline.engine.prompt_set import BUILT_IN, read_prompts
 
-    log_to_stderr()
+    log_to_stderr(values)
     shape = SpeculativeShape(
         prompts=read_prompts(values["prompts"] or BUILT_IN),
         output_len=values["output_len"],
         repeats=values["repeats"],
     )
-    document = bench_speculative(asked_options(values), shape, make_llm=ctx.obj)
+    document = bench_speculative(asked_arguments(values), shape, make_llm=ctx.obj)
     if not values["as_json"]:
         click.echo(table(document))
     click.echo(json.dumps(document))
 
 
-@bench.command(cls=Verb)
+@bench.command(
+    epilog=examples(
+        "paceline bench attention --device cpu --batch-size 2 --kv-len 256",
+        "paceline bench attention --backends triton,flashinfer --json",
+    )
+)
 @attention_flags
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
 def attention(as_json: bool, **values: Any) -> None:

@@ -1,18 +1,17 @@
 """`paceline chat`: a conversation with history; Ctrl-C stops the answer, not the program."""
 
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import click
 
-from paceline.cli.console import rate_line, start_engine
-from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampling_flags
-from paceline.cli.verb import Verb
+from paceline.cli.console import rate_line, start_engine, tell
+from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
+from paceline.cli.interrupts import interrupts, until_stopped
+from paceline.cli.sampling_flags import GREEDY, sampling_flags, sampling_params
+from paceline.cli.verb import Verb, examples
 from paceline.core.errors import RequestError
+from paceline.engine.arguments import asked_arguments
 
 HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer"
 NO_TEMPLATE = (
@@ -21,23 +20,27 @@ NO_TEMPLATE = (
 )
 
 
-@click.command(cls=Verb)
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "paceline chat",
+        "paceline chat --model Qwen/Qwen3-8B --system 'Answer in one line.' --temperature 0.7",
+    ),
+)
 @click.option("--system", default=None, help="System message put before the conversation.")
-@sampling_flags(max_tokens=None)
+@sampling_flags(
+    without=("n", "logprobs", "prompt_logprobs"),
+    max_tokens=(None, "an answer ends by itself"),
+    temperature=GREEDY,
+)
+@log_flags
 @engine_flags
 @click.pass_context
 def chat(ctx: click.Context, /, **values: Any) -> None:
     """Talk with a model."""
-    from paceline.core.sampling_params import SamplingParams
-
-    log_to_stderr()
-    params = SamplingParams(
-        max_tokens=values["max_tokens"],
-        temperature=values["temperature"],
-        top_k=values["top_k"],
-        top_p=values["top_p"],
-    )
-    llm = start_engine(ctx, asked_options(values), check=require_usable)
+    log_to_stderr(values)
+    params = sampling_params(values)
+    llm = start_engine(ctx, asked_arguments(values), check=require_usable)
     try:
         Conversation(llm, params, system=values["system"]).run()
     finally:
@@ -63,9 +66,9 @@ class Conversation:
 
     def run(self) -> None:
         """Read lines until /exit or the end of input."""
-        click.echo(HELP, err=True)
+        tell(HELP)
         if not self._llm.tokenizer.has_chat_template:
-            click.echo(NO_TEMPLATE, err=True)
+            tell(NO_TEMPLATE)
         while (line := read_line()) is not None:
             if line == "/exit":
                 return
@@ -99,19 +102,18 @@ class Conversation:
         return "\n".join(entry["content"] for entry in self._messages) + "\n"
 
     def _answer(self, prompt: str | list[int]) -> str:
-        text, is_aborted, snapshot = "", False, None
+        text, snapshot = "", None
         with interrupts() as pressed:
-            for snapshot in self._llm.generate([prompt], self._params, stream=True):
+            stream = self._llm.generate([prompt], self._params, stream=True)
+            for snapshot in until_stopped(stream, pressed):
                 grown = snapshot.outputs[0].text
                 click.echo(grown[len(text) :], nl=False)
                 text = grown
-                if pressed and not is_aborted:
-                    is_aborted = self._llm.abort(snapshot.request_id)
-        click.echo(" [stopped]" if is_aborted else "")
+        click.echo(" [stopped]" if pressed else "")
         if snapshot is not None and snapshot.outputs[0].error is not None:
             click.echo(f"error: {snapshot.outputs[0].error}", err=True)
         elif snapshot is not None and snapshot.metrics is not None:
-            click.echo(rate_line(snapshot.metrics), err=True)
+            tell(rate_line(snapshot.metrics))
         return text
 
 
@@ -124,20 +126,3 @@ def read_line() -> str | None:
             click.echo(f"\n{HELP}", err=True)
         except EOFError:
             return None
-
-
-@contextmanager
-def interrupts() -> Iterator[list[int]]:
-    """Collect Ctrl-C in a list instead of raising inside the engine; the second one raises."""
-    pressed: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if pressed:
-            raise KeyboardInterrupt
-        pressed.append(number)
-
-    previous = signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -1,7 +1,9 @@
 """What several verbs print and how they reach the engine."""
 
+import logging
+import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -37,6 +39,11 @@ def start_engine(
     return factory(prepared)
 
 
+def tell(text: str) -> None:
+    """A line on stderr, unless the command was asked to be quiet."""
+    logging.getLogger("paceline").info("%s", text)
+
+
 def print_stream(stream: Any) -> Any:
     """Print each new piece of text; returns the last snapshot."""
     shown, snapshot = 0, None
@@ -56,3 +63,8 @@ def rate_line(metrics: Any, *, forced: bool = False) -> str:
     drafts = "" if per_round is None else f", {per_round:.2f} tokens per round"
     drafts += " (FORCED: the text is wrong)" if forced else ""
     return f"{metrics.output_tokens} tokens, {rate} tokens/s, first after {wait} ms{drafts}"
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether colours are wanted: on a terminal, unless NO_COLOR says otherwise (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR")

@@ -4,15 +4,15 @@ import json
 
 import click
 
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verbs
 
 
-@click.group()
+@click.group(cls=Verbs)
 def debug() -> None:
     """See a bug, and see that a test catches it."""
 
 
-@debug.command(cls=Verb)
+@debug.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 def fixes(as_json: bool) -> None:
     """List past bugs that can be switched back on.

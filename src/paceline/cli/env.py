@@ -4,10 +4,10 @@ import json
 
 import click
 
-from paceline.cli.verb import Verb
+from paceline.cli.verb import Verb, examples
 
 
-@click.command(cls=Verb)
+@click.command(cls=Verb, epilog=examples("paceline env", "paceline env --json"))
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 def env(as_json: bool) -> None:
     """Show this machine: versions, CPU, memory, GPUs, backends, kernel cache."""

@@ -5,11 +5,20 @@ from typing import Any
 
 import click
 
-from paceline.cli.flags import asked_options, engine_flags
-from paceline.cli.verb import Verb
+from paceline.cli.flags import engine_flags
+from paceline.cli.verb import Verb, examples
+from paceline.engine.arguments import asked_arguments
 
 
-@click.command(cls=Verb)
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "paceline explain",
+        "paceline explain llama-3.1-8b --gpu h200",
+        "paceline explain llama-3.1-8b --gpu rtx-4090 --max-model-len 32k --kv-cache-dtype fp8",
+        "paceline explain gemma-3-1b --gpu l4 --json",
+    ),
+)
 @click.option("--gpu", default=None, help="Plan for a GPU by name, e.g. h200; else this machine.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document.")
 @engine_flags
@@ -20,6 +29,6 @@ def explain(gpu: str | None, as_json: bool, **values: Any) -> None:
     """
     from paceline.engine.explain import explain_model, show
 
-    plan = explain_model(asked_options(values), gpu=gpu)
+    plan = explain_model(asked_arguments(values), gpu=gpu)
     click.echo(json.dumps(plan.to_json()) if as_json else show(plan))
     plan.require()

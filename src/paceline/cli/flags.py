@@ -7,23 +7,18 @@ from typing import Any, TypeVar
 
 import click
 
+from paceline.cli.verb import GroupedOption
 from paceline.core.option_spec import OptionSpec, spec_of
 from paceline.core.options import EngineOptions
-from paceline.core.parallel import Parallel
-from paceline.engine.arguments import (
-    PARALLEL_FLAGS,
-    PARALLEL_HELP,
-    asked_model,
-    choices_of,
-    help_of,
-)
+from paceline.core.parallel import PARALLEL_FLAGS, Parallel
+from paceline.engine.arguments import PARALLEL_HELP, help_of, is_read_from_text
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
 
 def engine_flags(command: Command) -> Command:
     """Add every engine option to a command, and the model by position; it receives them through
-    `asked_options`.
+    `engine.arguments.asked_arguments`.
     """
     for option in reversed(fields(EngineOptions)):
         command = _flag(option)(command)
@@ -37,86 +32,55 @@ def engine_flags(command: Command) -> Command:
     )(command)
 
 
-def sampling_flags(*, max_tokens: int | None) -> Callable[[Command], Command]:
-    """The sampling flags; a command receives them by their SamplingParams names.
-
-    `max_tokens` is the default; None means the rest of the context.
-    """
-
-    def add(command: Command) -> Command:
-        for decorate in _sampling_options(max_tokens):
-            command = decorate(command)
-        return command
-
-    return add
+def log_flags(command: Command) -> Command:
+    """Add --verbose and --quiet; a command passes them to `log_to_stderr`."""
+    command = click.option(
+        "--quiet", "-q", is_flag=True, help="Say nothing on stderr but errors; no progress."
+    )(command)
+    return click.option(
+        "--verbose", "-v", is_flag=True, help="Tables of every option and of the memory at start."
+    )(command)
 
 
-def _sampling_options(max_tokens: int | None) -> tuple[Callable[[Command], Command], ...]:
-    rest = "" if max_tokens is not None else "  [default: the rest of the context]"
-    return (
-        click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus mass."),
-        click.option("--top-k", type=int, default=None, help="Most likely tokens kept."),
-        click.option(
-            "--temperature",
-            type=float,
-            default=0.0,
-            show_default=True,
-            help="0 takes the most likely token.",
-        ),
-        click.option(
-            "--max-tokens",
-            "--max-new-tokens",
-            type=int,
-            default=max_tokens,
-            show_default=max_tokens is not None,
-            help=f"Longest output.  [tokens]{rest}",
-        ),
-    )
-
-
-def asked_options(values: Mapping[str, object]) -> dict[str, object]:
-    """The engine options that were typed, by field name.  Raises ConfigError."""
-    names = (option.name for option in fields(EngineOptions))
-    asked = {name: values[name] for name in names if values.get(name) not in (None, ())}
-    return asked | asked_model(values["model_argument"], asked.get("model"))
-
-
-def log_to_stderr() -> None:
-    """Show the engine's choices and events on stderr, as plain lines."""
+def log_to_stderr(values: Mapping[str, Any]) -> None:
+    """Show the engine's choices and events on stderr, as plain lines, as far as `log_flags` say."""
+    if values["verbose"] and values["quiet"]:
+        raise click.UsageError("--verbose and --quiet exclude each other: drop one")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("paceline")
     logger.handlers = [handler]
-    logger.setLevel(logging.INFO)
+    level = logging.DEBUG if values["verbose"] else logging.INFO
+    logger.setLevel(logging.ERROR if values["quiet"] else level)
 
 
 def _flag(option: Field[Any]) -> Callable[[Command], Command]:
     spec = spec_of(option)
-    help_text = help_of(spec, option.default)
+    settings: dict[str, Any] = {"type": spec.kind}
+    declarations = list(spec.flags)
     if spec.kind is bool:
-        return _bool_flag(option.name, spec, help_text)
+        settings = {} if spec.off_flags else {"is_flag": True}
+        declarations = _switches(spec)
+    elif spec.kind is tuple:
+        settings = {"type": str, "multiple": True}
+    elif is_read_from_text(spec):
+        settings = {"type": str, "metavar": "WORD" if spec.choices else "SIZE"}
     return click.option(
-        *spec.flags,
+        *declarations,
         option.name,
-        type=_click_type(option, spec),
-        multiple=spec.kind is tuple,
+        cls=GroupedOption,
+        group=spec.group,
         default=None,
-        help=help_text,
+        help=help_of(spec, option.default),
+        **settings,
     )
 
 
-def _bool_flag(name: str, spec: OptionSpec, help_text: str) -> Callable[[Command], Command]:
+def _switches(spec: OptionSpec) -> list[str]:
     if not spec.off_flags:
-        return click.option(*spec.flags, name, is_flag=True, default=None, help=help_text)
+        return list(spec.flags)
     on, off = " / ".join([spec.flags[0], spec.off_flags[0]]), spec.off_flags[1:]
-    declarations = [on, *(f" /{flag}" for flag in off)]
-    return click.option(*declarations, name, default=None, help=help_text)
-
-
-def _click_type(option: Field[Any], spec: OptionSpec) -> Any:
-    if spec.kind is tuple:
-        return str
-    return spec.kind if spec.choices is None else click.Choice(choices_of(spec, option.default))
+    return [on, *(f" /{flag}" for flag in off)]
 
 
 def _refuse_parallel(

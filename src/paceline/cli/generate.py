@@ -1,120 +1,153 @@
-"""`paceline generate`: one prompt in, streamed text out."""
+"""`paceline generate`: prompts in, text out."""
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from paceline.cli.console import print_stream, rate_line, start_engine
-from paceline.cli.flags import asked_options, engine_flags, log_to_stderr, sampling_flags
-from paceline.cli.verb import Verb
+from paceline.cli.console import has_colour, print_stream, rate_line, start_engine, tell
+from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
+from paceline.cli.interrupts import INTERRUPTED, interrupts, until_stopped
+from paceline.cli.prompts import prompt_flags, read_prompts
+from paceline.cli.sampling_flags import GREEDY, sampling_flags, sampling_params
+from paceline.cli.verb import Verb, examples
+from paceline.core.progress import Progress
+from paceline.engine.arguments import asked_arguments
 
 
-@click.command(cls=Verb)
-@click.option("--prompt", required=True, help="Text to continue.")
-@click.option("--n", type=int, default=1, show_default=True, help="Completions of the prompt.")
-@click.option(
-    "--prompt-logprobs",
-    type=int,
-    default=None,
-    help="With --json: log-probabilities of the prompt's tokens, and of so many most likely ones.",
+@click.command(
+    cls=Verb,
+    epilog=examples(
+        "paceline generate --prompt 'def fibonacci(n):' --max-tokens 64",
+        "paceline generate --prompt 'import os' --prompt 'import re' --stop '#' --json",
+        "paceline generate --model Qwen/Qwen3-8B --chat --prompt 'Why is the sky blue?'",
+        "echo 'class Stack:' | paceline generate --prompt - --temperature 0.7 --seed 1 --n 3",
+        "paceline generate --prompt-file start.py --max-model-len 2k --quiet",
+    ),
 )
-@click.option(
-    "--extra-args", default=None, help="Arguments of logits processors, as one JSON object."
-)
-@sampling_flags(max_tokens=128)
+@prompt_flags
+@sampling_flags(max_tokens=(128, "a first look wants some lines"), temperature=GREEDY)
 @click.option(
     "--show-draft",
     is_flag=True,
-    help="Show accepted drafts in green, or in [brackets] where the output is no terminal; and at "
+    help="Show accepted drafts in green, or in [brackets] where the output has no colour; and at "
     "the end how many there were.",
 )
 @click.option("--echo", is_flag=True, help="Print the prompt before the completion.")
-@click.option("--json", "as_json", is_flag=True, help="No streaming; one JSON document at the end.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="No streaming; one JSON document a prompt, each a line."
+)
+@log_flags
 @engine_flags
 @click.pass_context
 def generate(ctx: click.Context, /, **values: Any) -> None:
-    """Complete a prompt; the text goes to stdout, everything else to stderr."""
-    log_to_stderr()
-    if values["prompt_logprobs"] is not None and not values["as_json"]:
-        raise click.UsageError("--prompt-logprobs shows in the JSON document only: add --json")
-    if values["show_draft"] and (values["as_json"] or values["n"] > 1):
-        raise click.UsageError("--show-draft streams one completion: drop --json and --n")
-    params = _sampling_params(values)
+    """Complete prompts; the text goes to stdout, everything else to stderr.
+
+    Ctrl-C ends the answers, shows what there is, and exits with 130.
+    """
+    log_to_stderr(values)
+    _refuse_unseen(values)
+    # A seed that is typed is the request's own, as in the API.
+    seed = {} if values["seed"] is None else {"seed": values["seed"]}
+    params, prompts = sampling_params(values, **seed), read_prompts(values)
+    requests = _conversations(prompts) if values["as_chat"] else prompts
     llm = start_engine(
         ctx,
-        asked_options(values),
-        check=lambda admission: admission.admit([values["prompt"]], params),
+        asked_arguments(values),
+        check=lambda admission: admission.admit(requests, params),
     )
     try:
-        _generate(llm, params, values)
+        with interrupts() as pressed:
+            _generate(llm, requests, params, Shown(prompts, values), pressed)
     finally:
         llm.close()
+    if pressed:
+        tell("stopped")
+        ctx.exit(INTERRUPTED)
 
 
-def _sampling_params(values: dict[str, Any]) -> Any:
-    from paceline.core.sampling_params import SamplingParams
-
-    return SamplingParams(
-        max_tokens=values["max_tokens"],
-        temperature=values["temperature"],
-        top_k=values["top_k"],
-        top_p=values["top_p"],
-        n=values["n"],
-        prompt_logprobs=values["prompt_logprobs"],
-        extra_args=_extra_args(values["extra_args"]),
-    )
+def _refuse_unseen(values: dict[str, Any]) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        if values[name] is not None and not values["as_json"]:
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"{flag} shows in the JSON document only: add --json")
+    if values["show_draft"] and (values["as_json"] or (values["n"] or 1) > 1):
+        raise click.UsageError("--show-draft streams one completion: drop --json and --n")
 
 
-def _generate(llm: Any, params: Any, values: dict[str, Any]) -> None:
-    if values["as_json"]:
-        output = llm.generate([values["prompt"]], params)[0]
-        forced = values["force_accept_len"]
-        told = {} if forced is None else {"forced_tokens_per_round": forced}
-        click.echo(json.dumps(output.as_document() | told))
-    elif params.n > 1:
-        output = llm.generate([values["prompt"]], params)[0]
-        _print_all(output, values)
-    else:
-        if values["echo"]:
-            click.echo(values["prompt"], nl=False)
-        output = _print_one(llm, llm.generate([values["prompt"]], params, stream=True), values)
-    failed = next((each for each in output.outputs if each.finish_reason == "error"), None)
-    if failed is not None:
-        raise click.ClickException(str(failed.error))
+def _conversations(prompts: Sequence[str]) -> list[Any]:
+    from paceline.engine.inputs import Conversation
 
-
-def _print_one(llm: Any, stream: Any, values: dict[str, Any]) -> Any:
-    """Print a completion as it comes; returns the last snapshot."""
-    forced = values["force_accept_len"] is not None
-    if not values["show_draft"]:
-        output = print_stream(stream)
-        click.echo(rate_line(output.metrics, forced=forced), err=True)
-        return output
-    from paceline.cli.draft_stream import draft_line, print_drafted
-
-    output = print_drafted(stream, llm.tokenizer, has_colour=sys.stdout.isatty())
-    click.echo(rate_line(output.metrics, forced=forced), err=True)
-    click.echo(draft_line(output.metrics), err=True)
-    return output
-
-
-def _extra_args(text: str | None) -> Any:
-    """Raises BadParameter for what is no JSON; what it holds is checked with the parameters."""
-    try:
-        return {} if text is None else json.loads(text)
-    except json.JSONDecodeError as error:
-        raise click.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--extra-args") from (
-            error
+    return [
+        Conversation(
+            messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, variables={}
         )
+        for prompt in prompts
+    ]
 
 
-def _print_all(output: Any, values: dict[str, Any]) -> None:
-    """Several completions, each on its own."""
-    echoed = values["prompt"] if values["echo"] else ""
-    for completion in output.outputs:
-        click.echo(f"completion {completion.index}", err=True)
-        click.echo(echoed + completion.text)
-    forced = values["force_accept_len"] is not None
-    click.echo(rate_line(output.metrics, forced=forced), err=True)
+def _generate(
+    llm: Any, requests: Sequence[Any], params: Any, shown: "Shown", pressed: list[int]
+) -> None:
+    """All requests run together; the first is shown while it runs."""
+    streams = [llm.generate([request], params, stream=True) for request in requests]
+    errors = []
+    with Progress("prompts", len(streams), unit="prompt", shown=shown.has_bar) as bar:
+        for index, stream in enumerate(streams):
+            output = shown.show(index, until_stopped(stream, pressed), llm)
+            bar.advance()
+            errors += [each.error for each in output.outputs if each.finish_reason == "error"]
+    if errors:
+        raise click.ClickException(str(errors[0]))
+
+
+class Shown:
+    """How the answers are printed."""
+
+    def __init__(self, prompts: Sequence[str], values: dict[str, Any]) -> None:
+        self._prompts = prompts
+        self._values = values
+        self._is_many = (values["n"] or 1) > 1
+
+    @property
+    def has_bar(self) -> bool | None:
+        """As of core.progress.Progress: none where the text itself moves."""
+        return None if self._values["as_json"] else False
+
+    def show(self, index: int, snapshots: Any, llm: Any) -> Any:
+        """Print one prompt's answer; returns its last snapshot."""
+        values = self._values
+        if values["as_json"]:
+            *_, output = snapshots
+            click.echo(json.dumps(output.as_document() | self._forced()))
+            return output
+        if len(self._prompts) > 1:
+            tell(f"prompt {index}")
+        echoed = self._prompts[index] if values["echo"] else ""
+        if self._is_many:
+            *_, output = snapshots
+            for completion in output.outputs:
+                tell(f"completion {completion.index}")
+                click.echo(echoed + completion.text)
+        else:
+            click.echo(echoed, nl=False)
+            output = self._stream(snapshots, llm)
+        tell(rate_line(output.metrics, forced=bool(self._forced())))
+        if values["show_draft"]:
+            from paceline.cli.draft_stream import draft_line
+
+            tell(draft_line(output.metrics))
+        return output
+
+    def _stream(self, snapshots: Any, llm: Any) -> Any:
+        if not self._values["show_draft"]:
+            return print_stream(snapshots)
+        from paceline.cli.draft_stream import print_drafted
+
+        return print_drafted(snapshots, llm.tokenizer, has_colour=has_colour(sys.stdout))
+
+    def _forced(self) -> dict[str, object]:
+        forced = self._values["force_accept_len"]
+        return {} if forced is None else {"forced_tokens_per_round": forced}

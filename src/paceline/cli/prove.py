@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from paceline.cli.console import engine_factory
-from paceline.cli.flags import asked_options, engine_flags, log_to_stderr
+from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
 from paceline.cli.verb import Verb
+from paceline.engine.arguments import asked_arguments
 
 
 @click.command(
@@ -48,6 +49,7 @@ far less often than it is known for; 2 for flags that cannot work.""",
     "--top-p", type=float, default=0.95, show_default=True, help="Nucleus mass of the same."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON document only.")
+@log_flags
 @engine_flags
 @click.pass_context
 def prove(ctx: click.Context, /, **values: Any) -> None:
@@ -64,8 +66,8 @@ def prove(ctx: click.Context, /, **values: Any) -> None:
     from paceline.engine.prompt_set import BUILT_IN, read_prompts
     from paceline.engine.speculation import without_speculation
 
-    log_to_stderr()
-    asked = asked_options(values)
+    log_to_stderr(values)
+    asked = asked_arguments(values)
     trial = Trial(
         prompts=read_prompts(values["prompts"] or BUILT_IN),
         max_tokens=values["max_tokens"],

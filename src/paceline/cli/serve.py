@@ -5,8 +5,9 @@ from typing import Any
 import click
 
 from paceline.cli.console import engine_factory
-from paceline.cli.flags import asked_options, engine_flags, log_to_stderr
+from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
 from paceline.cli.verb import Verb
+from paceline.engine.arguments import asked_arguments
 
 
 @click.command(
@@ -67,6 +68,7 @@ From Python, with the openai package:
     show_default=True,
     help="Longest body of a request; a longer one is answered with 413.  [MiB]",
 )
+@log_flags
 @engine_flags
 @click.pass_context
 def serve(ctx: click.Context, /, **values: Any) -> None:
@@ -75,12 +77,12 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     Paths: /v1/completions, /v1/chat/completions, /v1/models, /health.  Unknown or unsupported
     fields of a request are refused with 400, never ignored.
     """
-    asked = asked_options(values)
+    asked = asked_arguments(values)
     from paceline.server.limits import Limits
     from paceline.server.run import Address, bind
     from paceline.server.run import serve as serve_until_stopped
 
-    log_to_stderr()
+    log_to_stderr(values)
     address = Address(
         host=values["host"],
         port=values["port"],

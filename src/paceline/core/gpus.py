@@ -7,6 +7,7 @@ Memory is a little below the marketed size, as drivers report it; a live device 
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, message
+from paceline.core.near import did_you_mean, plain
 
 GIB = 1 << 30
 MOST_SMS = 192  # multiprocessors of a GPU that is not known, for bounds
@@ -100,18 +101,19 @@ def published_row(driver_name: str) -> DeviceFacts | None:
 
 
 def gpu_by_name(name: str) -> DeviceFacts:
-    """The table's row; '_' and upper case are accepted.  Raises ConfigError listing the names."""
-    key = name.lower().replace("_", "-").replace(" ", "-")
-    if key not in GPUS:
+    """The table's row, whatever the case and the dashes.  Raises ConfigError listing the names."""
+    rows = [row for key, row in GPUS.items() if plain(key) == plain(name)]
+    if not rows:
+        leave = "leave --gpu out to plan for this machine"
         raise ConfigError(
             message(
                 "gpu",
                 expected="one of " + ", ".join(sorted(GPUS)),
                 got=name,
-                remedy="leave --gpu out to plan for this machine",
+                remedy=did_you_mean(name, GPUS, otherwise=leave),
             )
         )
-    return GPUS[key]
+    return rows[0]
 
 
 def gib(size: int) -> str:

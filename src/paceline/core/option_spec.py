@@ -4,6 +4,7 @@ from dataclasses import Field, dataclass, field
 from typing import Any
 
 from paceline.core.errors import ConfigError, message
+from paceline.core.near import did_you_mean
 
 CHOSEN = "chosen by the engine"
 
@@ -22,10 +23,11 @@ class OptionSpec:
     low: float | None = None  # inclusive
     high: float | None = None  # inclusive
     left_out: str = CHOSEN  # what None, where it is the default, means
+    group: str  # its title in the help
 
 
 def option(default: Any, kind: type, help: str, *flags: str, **facts: Any) -> Any:
-    """A field of EngineOptions with its OptionSpec."""
+    """A field of EngineOptions with its OptionSpec; `facts` are the rest of that."""
     spec = OptionSpec(kind=kind, help=help, flags=flags, **facts)
     return field(default=default, metadata={"option": spec})
 
@@ -34,13 +36,6 @@ def spec_of(option: Field[Any]) -> OptionSpec:
     """The OptionSpec a field of EngineOptions carries."""
     spec: OptionSpec = option.metadata["option"]
     return spec
-
-
-def unaliased(spec: OptionSpec, value: object) -> object:
-    """The choice that another word means; a list as a tuple."""
-    if spec.kind is tuple and isinstance(value, list):
-        return tuple(value)
-    return next((choice for word, choice in spec.aliases if word == value), value)
 
 
 def check(option: Field[Any], value: object) -> None:
@@ -55,7 +50,11 @@ def check(option: Field[Any], value: object) -> None:
     if isinstance(value, tuple) and not all(isinstance(word, str) and word for word in value):
         raise _refusal(option, "a list of non-empty str", value)
     if spec.choices is not None and value not in spec.choices:
-        raise _refusal(option, "one of " + ", ".join(spec.choices), value)
+        remedy = _remedy(option)
+        if isinstance(value, str):
+            words = [*spec.choices, *(word for word, _ in spec.aliases)]
+            remedy = did_you_mean(value, words, otherwise=remedy)
+        raise _refusal(option, "one of " + ", ".join(spec.choices), value, remedy)
     low, high = spec.low, spec.high
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         # Written so that NaN fails.
@@ -66,12 +65,24 @@ def check(option: Field[Any], value: object) -> None:
             raise _refusal(option, wanted, value)
 
 
-def _refusal(option: Field[Any], expected: str, got: object) -> ConfigError:
+def _remedy(option: Field[Any]) -> str:
     spec = spec_of(option)
-    unit = f" {spec.unit}" if spec.unit else ""
     remedy = f"set {spec.flags[0]} accordingly"
     if option.default is None:
         remedy += " or leave it out"
         remedy += " to let the engine decide" if spec.left_out == CHOSEN else ""
-    text = message(option.name, expected=expected + unit, got=repr(got), remedy=remedy)
-    return ConfigError(text)
+    return remedy
+
+
+def _refusal(
+    option: Field[Any], expected: str, got: object, remedy: str | None = None
+) -> ConfigError:
+    unit = f" {spec_of(option).unit}" if spec_of(option).unit else ""
+    return ConfigError(
+        message(
+            option.name,
+            expected=expected + unit,
+            got=repr(got),
+            remedy=remedy or _remedy(option),
+        )
+    )

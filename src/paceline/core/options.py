@@ -6,12 +6,12 @@ these fields.  `None` means "decide for me"; `engine.resolve` removes it.  No to
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from functools import partial
 from typing import Any, TypeVar
 
+from paceline.core.asked import by_field
 from paceline.core.draft_shape import MOST_BRANCHES, MOST_DRAFT_TOKENS, MOST_STEPS
-from paceline.core.errors import ConfigError, message
-from paceline.core.option_spec import check, option, spec_of, unaliased
+from paceline.core.option_spec import check, option
 from paceline.core.sampling_params import SEED_LIMIT
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -23,43 +23,61 @@ DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
 OFF = "off"
 MAX_QUEUED = 1024  # completions that may wait, beside the max_num_seqs that run
 SAMPLE_AND_MATCH, REJECTION = "sample_and_match", "rejection"
+DTYPE_WORDS = (
+    ("bf16", "bfloat16"),
+    ("half", "float16"),
+    ("fp16", "float16"),
+    ("float", "float32"),
+    ("fp32", "float32"),
+)
 T = TypeVar("T")
+
+_of_model = partial(option, group="Model")
+_of_memory = partial(option, group="Memory")
+_of_steps = partial(option, group="Requests and steps")
+_of_kernels = partial(option, group="Attention and graphs")
+_of_drafts = partial(option, group="Speculation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What a caller may ask of the engine.  Checked when built; raises ConfigError."""
 
-    model: str = option(
+    model: str = _of_model(
         "bundled",
         str,
         "Hub id, local folder, 'bundled', or a shape shipped in the package.",
         "--model",
         "--model-path",
     )
-    revision: str | None = option(None, str, "Branch, tag or commit of a hub id.", "--revision")
-    device: str | None = option(
+    revision: str | None = _of_model(None, str, "Branch, tag or commit of a hub id.", "--revision")
+    device: str | None = _of_model(
         None, str, "Where the model runs.", "--device", choices=("cpu", "cuda")
     )
-    dtype: str | None = option(
-        None, str, "Number format of weights and activations.", "--dtype", choices=DTYPES
+    dtype: str | None = _of_model(
+        None,
+        str,
+        "Number format of weights and activations.",
+        "--dtype",
+        choices=DTYPES,
+        aliases=DTYPE_WORDS,
     )
-    kv_cache_dtype: str | None = option(
+    kv_cache_dtype: str | None = _of_memory(
         None,
         str,
         "Number format of the KV cache: the model's, or 8 bits with a scale per layer.",
         "--kv-cache-dtype",
         choices=tuple(KV_ELEMENT_BYTES),
-        aliases=(("fp8", FP8),),
+        aliases=(("fp8", FP8), *DTYPE_WORDS),
     )
-    load_format: str = option(
+    load_format: str = _of_model(
         "auto",
         str,
         "'dummy' fills the weights with seeded random numbers instead of reading them.",
         "--load-format",
         choices=LOAD_FORMATS,
     )
-    max_model_len: int | None = option(
+    max_model_len: int | None = _of_memory(
         None,
         int,
         "Context limit: prompt and output of one request.",
@@ -68,7 +86,7 @@ class EngineOptions:
         unit="tokens",
         low=2,
     )
-    page_size: int | None = option(
+    page_size: int | None = _of_memory(
         None,
         int,
         "Tokens of one page of the KV cache.",
@@ -77,7 +95,7 @@ class EngineOptions:
         unit="tokens",
         low=1,
     )
-    gpu_memory_utilization: float | None = option(
+    gpu_memory_utilization: float | None = _of_memory(
         None,
         float,
         "Share of the GPU's memory the engine may use.",
@@ -86,15 +104,10 @@ class EngineOptions:
         low=0.01,
         high=1.0,
     )
-    kv_cache_bytes: int | None = option(
-        None,
-        int,
-        "Size of the KV cache.",
-        "--kv-cache-memory-bytes",
-        unit="bytes",
-        low=1,
+    kv_cache_bytes: int | None = _of_memory(
+        None, int, "Size of the KV cache.", "--kv-cache-memory-bytes", unit="bytes", low=1
     )
-    max_num_seqs: int | None = option(
+    max_num_seqs: int | None = _of_steps(
         None,
         int,
         "Requests running at the same time.",
@@ -103,15 +116,10 @@ class EngineOptions:
         unit="requests",
         low=1,
     )
-    max_num_batched_tokens: int | None = option(
-        None,
-        int,
-        "Tokens computed in one step.",
-        "--max-num-batched-tokens",
-        unit="tokens",
-        low=1,
+    max_num_batched_tokens: int | None = _of_steps(
+        None, int, "Tokens computed in one step.", "--max-num-batched-tokens", unit="tokens", low=1
     )
-    chunked_prefill_size: int | None = option(
+    chunked_prefill_size: int | None = _of_steps(
         None,
         int,
         "Prompt tokens of one request computed in one step.",
@@ -119,30 +127,30 @@ class EngineOptions:
         unit="tokens",
         low=1,
     )
-    enable_prefix_cache: bool = option(
+    enable_prefix_cache: bool = _of_memory(
         True,
         bool,
         "Share the KV of equal prompt prefixes.",
         "--enable-prefix-caching",
         off_flags=("--no-enable-prefix-caching", "--disable-radix-cache"),
     )
-    attention_backend: str | None = option(
+    attention_backend: str | None = _of_kernels(
         None,
         str,
         "Attention backend by name, prefill+decode, cascade(name), or pkg.mod:Class.",
         "--attention-backend",
     )
-    logits_processors: tuple[str, ...] = option(
+    logits_processors: tuple[str, ...] = _of_steps(
         (),
         tuple,
         "Logits processor as pkg.mod:Class; may be given several times.",
         "--logits-processor",
         "--logits-processors",
     )
-    enforce_eager: bool = option(
+    enforce_eager: bool = _of_kernels(
         False, bool, "Never use graphs.", "--enforce-eager", "--disable-cuda-graph"
     )
-    cuda_graph_max_bs: int | None = option(
+    cuda_graph_max_bs: int | None = _of_kernels(
         None,
         int,
         "Largest decode batch that runs as a graph.",
@@ -150,7 +158,7 @@ class EngineOptions:
         unit="requests",
         low=1,
     )
-    cuda_graph_max_tokens: int | None = option(
+    cuda_graph_max_tokens: int | None = _of_kernels(
         None,
         int,
         "Largest prefill or mixed step that runs as a graph; 0: none.",
@@ -158,7 +166,7 @@ class EngineOptions:
         unit="tokens",
         low=0,
     )
-    speculative_algorithm: str | None = option(
+    speculative_algorithm: str | None = _of_drafts(
         None,
         str,
         "Who drafts tokens for the model to verify several at a time; the text stays the same.  "
@@ -167,9 +175,8 @@ class EngineOptions:
         "what the draft model is, and the bundled model's own head.",
         "--speculative-algorithm",
         choices=(*DRAFT_ALGORITHMS, OFF),
-        aliases=tuple((name.lower(), name) for name in DRAFT_ALGORITHMS),
     )
-    speculative_draft_model_path: str | None = option(
+    speculative_draft_model_path: str | None = _of_drafts(
         None,
         str,
         "The draft head or model of EAGLE, EAGLE3 and STANDALONE: hub id, local folder, 'bundled', "
@@ -178,7 +185,7 @@ class EngineOptions:
         "--speculative-draft-model",
         left_out="the bundled head, with the bundled model",
     )
-    speculative_num_steps: int | None = option(
+    speculative_num_steps: int | None = _of_drafts(
         None,
         int,
         "Depth of the drafts: a round emits at most one token more.",
@@ -187,7 +194,7 @@ class EngineOptions:
         low=1,
         high=MOST_STEPS,
     )
-    speculative_eagle_topk: int | None = option(
+    speculative_eagle_topk: int | None = _of_drafts(
         None,
         int,
         "Drafts tried behind each draft: 1 is a chain, more a tree.",
@@ -195,7 +202,7 @@ class EngineOptions:
         low=1,
         high=MOST_BRANCHES,
     )
-    speculative_num_draft_tokens: int | None = option(
+    speculative_num_draft_tokens: int | None = _of_drafts(
         None,
         int,
         "Tokens the model verifies per request and round, the newest token included.",
@@ -204,7 +211,7 @@ class EngineOptions:
         low=2,
         high=MOST_DRAFT_TOKENS,
     )
-    speculative_acceptance: str = option(
+    speculative_acceptance: str = _of_drafts(
         SAMPLE_AND_MATCH,
         str,
         "Which drafts of a chain count.  sample_and_match: those that plain decoding would have "
@@ -213,7 +220,7 @@ class EngineOptions:
         "--speculative-acceptance",
         choices=(SAMPLE_AND_MATCH, REJECTION),
     )
-    speculative_ngram_min: int | None = option(
+    speculative_ngram_min: int | None = _of_drafts(
         None,
         int,
         "Shortest end of the text that NGRAM looks for.",
@@ -222,7 +229,7 @@ class EngineOptions:
         unit="tokens",
         low=1,
     )
-    speculative_ngram_max: int | None = option(
+    speculative_ngram_max: int | None = _of_drafts(
         None,
         int,
         "Longest end of the text that NGRAM looks for.",
@@ -231,7 +238,7 @@ class EngineOptions:
         unit="tokens",
         low=1,
     )
-    force_accept_len: float | None = option(
+    force_accept_len: float | None = _of_drafts(
         None,
         float,
         "Forced tokens per round on average, whatever the model says: the text is WRONG.  To "
@@ -241,14 +248,14 @@ class EngineOptions:
         low=1,
         left_out="not forced",
     )
-    sanitize: bool = option(
+    sanitize: bool = _of_kernels(
         False,
         bool,
         "Run every step again over poison where it may not read; stop where that shows.  For "
         "debugging: tens of times slower.",
         "--sanitize",
     )
-    seed: int = option(
+    seed: int = _of_model(
         0,
         int,
         "Seed of requests that bring none, and of dummy weights.",
@@ -257,14 +264,14 @@ class EngineOptions:
         low=-SEED_LIMIT,
         high=SEED_LIMIT - 1,
     )
-    overlap: bool = option(
+    overlap: bool = _of_steps(
         True,
         bool,
         "Schedule the next step while the device computes this one.",
         "--overlap",
         off_flags=("--no-overlap", "--disable-overlap-schedule"),
     )
-    threads: int | None = option(
+    threads: int | None = _of_model(
         None, int, "CPU threads of tensor operations.", "--threads", unit="threads", low=1
     )
 
@@ -279,22 +286,15 @@ def known(value: T | None) -> T:
     return value
 
 
-def engine_options(asked: Mapping[str, object]) -> EngineOptions:
-    """Build options from what was asked; the word 'auto' leaves an undecided field undecided.
+def named(asked: Mapping[str, object]) -> dict[str, object]:
+    """What was asked by field name, see `core.asked`.  Raises ConfigError."""
+    return by_field(fields(EngineOptions), asked)
 
-    Raises ConfigError for an unknown name, with the nearest known one.
+
+def engine_options(asked: Mapping[str, object]) -> EngineOptions:
+    """Build options from what was asked, under any name; the word 'auto' leaves an undecided field
+    undecided.  Raises ConfigError.
     """
-    known = {option.name: option for option in fields(EngineOptions)}
-    values: dict[str, Any] = {}
-    for name, value in asked.items():
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "see paceline generate --help"
-            raise ConfigError(
-                message(
-                    "engine option", expected=f"one of {sorted(known)}", got=name, remedy=remedy
-                )
-            )
-        if not (value == "auto" and known[name].default is None):
-            values[name] = unaliased(spec_of(known[name]), value)
-    return EngineOptions(**values)
+    is_open = {option.name: option.default is None for option in fields(EngineOptions)}
+    values: dict[str, Any] = named(asked)
+    return EngineOptions(**{n: v for n, v in values.items() if not (v == "auto" and is_open[n])})

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, message
 
+PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
+
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
@@ -19,7 +21,7 @@ class Parallel:
                     "parallel",
                     expected="rank 0 of size 1",
                     got=f"rank {self.rank} of size {self.size}",
-                    remedy="run one process per model",
+                    remedy="several GPUs for one model: not yet; run one process per model and GPU",
                 )
             )
 

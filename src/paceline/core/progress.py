@@ -1,5 +1,6 @@
 """A progress bar on stderr, drawn by tqdm."""
 
+import logging
 import sys
 from types import TracebackType
 from typing import Any
@@ -8,13 +9,13 @@ from typing import Any
 class Progress:
     """Counts towards a total.
 
-    shown: None means on a terminal only.  Without the tqdm package nothing is drawn.  A unit of
-    "B" is shown in decimal multiples.
+    shown: None means on a terminal only, and not where only errors are logged.  Without the tqdm
+    package nothing is drawn.  A unit of "B" is shown in decimal multiples.
     """
 
     def __init__(self, label: str, total: int, *, unit: str, shown: bool | None = None) -> None:
         self._bar: Any = None
-        if sys.stderr.isatty() if shown is None else shown:
+        if _is_wanted() if shown is None else shown:
             try:
                 from tqdm import tqdm
             except ImportError:
@@ -46,3 +47,8 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def _is_wanted() -> bool:
+    level = logging.getLogger("paceline").getEffectiveLevel()
+    return sys.stderr.isatty() and level <= logging.WARNING

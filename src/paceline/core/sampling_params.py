@@ -1,6 +1,5 @@
 """SamplingParams: what a caller may ask of the sampler, checked at the edge."""
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -9,6 +8,7 @@ from typing import Any, TypeGuard
 
 from paceline.core.errors import RequestError, message
 from paceline.core.extra_args import ExtraArgs, extra_args
+from paceline.core.near import did_you_mean
 
 MAX_COMPLETIONS = 128  # the OpenAI API's limit for n
 MAX_LOGPROBS = 20  # the OpenAI API's limit for top_logprobs
@@ -280,7 +280,6 @@ def _token_key(key: object) -> object:
 
 
 def _unknown_field(key: object, known: set[str]) -> RequestError:
-    close = difflib.get_close_matches(str(key), sorted(known | set(_ALIASES)), n=1)
-    remedy = f"did you mean {close[0]}?" if close else "remove it"
+    remedy = did_you_mean(str(key), known | set(_ALIASES), otherwise="remove it")
     expected = f"one of {', '.join(sorted(known))}"
     return _error("sampling field", expected, f"{key!r}", remedy)

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from paceline.core.asked import SIZES
 from paceline.core.errors import ConfigError, message
 from paceline.core.option_spec import OptionSpec, spec_of
-from paceline.core.options import EngineOptions
-from paceline.core.parallel import Parallel
+from paceline.core.options import EngineOptions, engine_options, named
+from paceline.core.parallel import PARALLEL_FLAGS, Parallel
 
-PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 PARALLEL_HELP = "GPUs that share one model; only 1 is served."
 
 
@@ -23,18 +23,21 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model_argument", nargs="?", metavar="MODEL", default=None, help="As --model."
     )
+    groups: dict[str, argparse._ArgumentGroup] = {}
     for option in fields(EngineOptions):
         spec = spec_of(option)
+        group = groups.get(spec.group) or parser.add_argument_group(spec.group)
+        groups[spec.group] = group
         common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS}
         if spec.kind is bool:
             common["nargs"] = 0
-            add_flag(parser, *spec.flags, const=True, help=spec.help, **common)
+            add_flag(group, *spec.flags, const=True, help=spec.help, **common)
             if spec.off_flags:
                 help_text = f"The opposite of {spec.flags[0]}."
-                add_flag(parser, *spec.off_flags, const=False, help=help_text, **common)
+                add_flag(group, *spec.off_flags, const=False, help=help_text, **common)
         elif spec.kind is tuple:
             add_flag(
-                parser,
+                group,
                 *spec.flags,
                 action="append",
                 metavar="PKG.MOD:CLASS",
@@ -45,9 +48,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
             metavar = spec.unit or spec.kind.__name__
             help_text = help_of(spec, option.default)
             add_flag(
-                parser,
+                group,
                 *spec.flags,
-                type=spec.kind,
+                type=str if is_read_from_text(spec) else spec.kind,
                 metavar=metavar.upper(),
                 help=help_text.replace("%", "%%"),
                 **common,
@@ -79,7 +82,7 @@ class StoreOnce(argparse.Action):
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
 
 
-def add_flag(parser: argparse.ArgumentParser, *flags: str, **settings: Any) -> None:
+def add_flag(parser: argparse._ActionsContainer, *flags: str, **settings: Any) -> None:
     """A flag in both spellings: an underscore equals a dash.  It is given once, unless its action
     collects.
     """
@@ -91,11 +94,17 @@ def add_flag(parser: argparse.ArgumentParser, *flags: str, **settings: Any) -> N
 
 
 def asked_arguments(values: Mapping[str, Any]) -> dict[str, object]:
-    """The engine options that were typed, by field name.  Raises ConfigError."""
+    """The engine options that were typed, by field name and in the engine's words.
+
+    values: what was parsed, by argparse or click.  Raises ConfigError, before an engine is built.
+    """
     if "parallel" in values:
         Parallel(rank=0, size=values["parallel"])
-    asked = {o.name: values[o.name] for o in fields(EngineOptions) if o.name in values}
-    return asked | asked_model(values["model_argument"], asked.get("model"))
+    names = (option.name for option in fields(EngineOptions))
+    typed = {name: values[name] for name in names if values.get(name) not in (None, ())}
+    asked = named(typed | asked_model(values["model_argument"], typed.get("model")))
+    engine_options(asked)
+    return asked
 
 
 def asked_model(positional: object, flag: object) -> dict[str, object]:
@@ -116,13 +125,19 @@ def asked_model(positional: object, flag: object) -> dict[str, object]:
 def help_of(spec: OptionSpec, default: object) -> str:
     """Help text with choices, unit and default."""
     shown = spec.left_out if default is None else default
-    choices = f" One of {', '.join(choices_of(spec, default))}." if spec.choices else ""
+    choices = f" One of {_words(spec, default)}." if spec.choices else ""
     unit = f" [{spec.unit}]" if spec.unit else ""
     return f"{spec.help}{choices}{unit}  [default: {shown}]"
 
 
-def choices_of(spec: OptionSpec, default: object) -> tuple[str, ...]:
+def is_read_from_text(spec: OptionSpec) -> bool:
+    """Whether `core.asked` makes the value from the word that was typed."""
+    return spec.choices is not None or (spec.kind is int and spec.unit in SIZES)
+
+
+def _words(spec: OptionSpec, default: object) -> str:
     """The words an option takes; 'auto' leaves an undecided one to the engine."""
     assert spec.choices is not None
     open_word = ("auto",) if default is None and "auto" not in spec.choices else ()
-    return (*open_word, *spec.choices, *(word for word, _ in spec.aliases))
+    also = ", ".join(word for word, _ in spec.aliases)
+    return ", ".join((*open_word, *spec.choices)) + (f"; also {also}" if also else "")

@@ -13,7 +13,7 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.events import Event, EventLog, Notify
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
-from paceline.core.options import REJECTION, EngineOptions, engine_options, known
+from paceline.core.options import REJECTION, EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel
 from paceline.engine.acceptance import read_band
 from paceline.engine.admission import Admission
@@ -108,9 +108,10 @@ class Prepared:
 def prepare(asked: Mapping[str, object]) -> Prepared:
     """Locate, read, decide and plan; no weight is read.  Raises ConfigError, ModelError.
 
-    asked: the fields of core.options.EngineOptions that the caller set.
+    asked: what the caller set of core.options.EngineOptions, under any name of theirs.
     """
     began = time.perf_counter()
+    asked = named(asked)
     given = engine_options(asked)
     target = find_target(given, weights=given.load_format != "dummy")
     config, facts = target.config, target.device
@@ -130,7 +131,7 @@ def prepare(asked: Mapping[str, object]) -> Prepared:
     )
     attention = one_backend(phase_choices(config, resolution.options, facts, speculation))
     resolution = resolution.choose("attention_backend", attention.name, attention.why)
-    _LOG.info("%s", resolution.table())
+    _LOG.debug("%s", resolution.table())
     return Prepared(
         source=target.source,
         config=config,
@@ -156,7 +157,7 @@ def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
     runner = _build(model, prepared, knobs, notify)
     runner.boot()
     measured = measured_bytes(model, runner)
-    _LOG.info("memory, planned and measured\n%s", compare(prepared.fit, measured))
+    _LOG.debug("memory, planned and measured\n%s", compare(prepared.fit, measured))
     tokenizer = prepared.admission.tokenizer
     engine = Engine(
         _scheduler(prepared, knobs, notify),
@@ -166,13 +167,9 @@ def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
         context_len=known(options.max_model_len),
     )
     _test_drafter(engine, tokenizer, prepared, notify)
-    return Booted(
-        prepared=prepared,
-        engine=engine,
-        runner=runner,
-        measured=measured,
-        boot_s=prepared.prepare_s + time.perf_counter() - began,
-    )
+    boot_s = prepared.prepare_s + time.perf_counter() - began
+    _LOG.info("%s; ready in %.1f s", prepared.resolution.line(), boot_s)
+    return Booted(prepared=prepared, engine=engine, runner=runner, measured=measured, boot_s=boot_s)
 
 
 def _test_drafter(

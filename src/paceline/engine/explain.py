@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.core.errors import ModelError
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import ModelConfig
-from paceline.core.options import EngineOptions, engine_options
+from paceline.core.options import EngineOptions, engine_options, named
 from paceline.engine.attention_choice import PhaseChoice, one_backend, phase_choices
 from paceline.engine.budget_table import table
 from paceline.engine.fit import Fit, require_fit
@@ -117,6 +117,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
 
     Raises ConfigError, ModelError for what no plan can be made of.
     """
+    asked = named(asked)
     given = engine_options(asked)
     target = find_target(given, weights=False, gpu=gpu)
     config, device = target.config, target.device

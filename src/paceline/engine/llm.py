@@ -7,7 +7,7 @@ print(llm.generate("def fibonacci(n):", SamplingParams(temperature=0.0))[0].outp
 """
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -38,15 +38,16 @@ CHAT_DEFAULTS = SamplingParams(max_tokens=None)  # an answer ends where the mode
 
 
 class LLM:
-    """A model that is loaded and ready.  Options are the fields of core.options.EngineOptions.
+    """A model that is loaded and ready.  Options are the fields of core.options.EngineOptions, by
+    their names or by those of the flags: `max_model_len`, `context_length`, `dtype="half"`.
 
-    model: its name, or what `engine.boot.prepare` made of the options.
+    model: its name or folder, or what `engine.boot.prepare` made of the options; None: the bundled.
     Raises ConfigError or ModelError when it cannot be built.  Not thread-safe.
     """
 
     def __init__(
         self,
-        model: str | Path | Prepared = "bundled",
+        model: str | Path | Prepared | None = None,
         *,
         knobs: Knobs | None = None,
         **options: Any,
@@ -55,7 +56,7 @@ class LLM:
             assert not options, "they were prepared with the model"
             prepared = model
         else:
-            prepared = prepare({"model": model, **options})
+            prepared = prepare(options if model is None else {"model": model, **options})
         self._booted: Booted | None = boot(prepared, knobs=knobs)
         self._num_requests = 0
 
@@ -78,7 +79,7 @@ class LLM:
         *,
         stream: Literal[True],
         return_errors: bool = False,
-    ) -> Iterator[RequestOutput]: ...
+    ) -> Stream: ...
 
     def generate(
         self,
@@ -88,7 +89,7 @@ class LLM:
         stream: bool = False,
         return_errors: bool = False,
         use_tqdm: bool | None = None,
-    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+    ) -> list[RequestOutput] | Stream:
         """Complete one prompt or many.
 
         prompts: a prompt is text, token ids (a sequence, or an integer array of numpy or torch) or
@@ -98,7 +99,7 @@ class LLM:
         use_tqdm: show how many are done; None on a terminal only.
         Returns finished outputs in the order of the prompts.  With stream=True an iterator of
         snapshots, whose text and ids accumulate, as they come; leaving it early (dropping it, or
-        its close()) aborts the rest.
+        its close()) aborts the rest; its stop() ends them and brings their last snapshots.
         Raises RequestError before anything runs when a prompt or parameter is wrong, with its index
         among several.  With return_errors=True a wrong one has an output whose finish_reason is
         "error" instead, and the others run.
@@ -136,7 +137,7 @@ class LLM:
         return_errors: bool = False,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[RequestOutput]: ...
+    ) -> Stream: ...
 
     def chat(
         self,
@@ -146,7 +147,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **how: Any,
-    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+    ) -> list[RequestOutput] | Stream:
         """Answer one conversation or many, in the words of the model's chat template.
 
         messages: [{"role": "user", "content": "..."}, ...], or several of these lists.

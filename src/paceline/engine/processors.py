@@ -1,11 +1,11 @@
 """Plug-in logits processors: named by the user, made once, their arguments checked at the edge."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 import torch
 
 from paceline.core.errors import ConfigError, RequestError, message
+from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.footprint import PLUG_IN_ROW_BYTES
@@ -57,15 +57,13 @@ def check_extra_args(
     known = sorted(name for processor in processors for name in processor.arguments)
     for name, _ in params.extra_args:
         if name not in known:
-            near = get_close_matches(name, known, n=1)
+            load = "load its processor with --logits-processor"
             raise RequestError(
                 message(
                     "a key of extra_args",
                     expected=f"one of {', '.join(known)}" if known else "absent",
                     got=f"{name!r}",
-                    remedy=f"did you mean {near[0]}?"
-                    if near
-                    else "load its processor with --logits-processor",
+                    remedy=did_you_mean(name, known, otherwise=load),
                 )
             )
     for processor in processors:

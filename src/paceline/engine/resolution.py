@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from paceline.core.option_spec import spec_of
-from paceline.core.options import EngineOptions
+from paceline.core.options import OFF, EngineOptions
 
 _FLAG_WIDTH = 23  # characters, unless a longer one is shown
 
@@ -25,6 +25,16 @@ class Resolution:
         return Resolution(
             options=replace(self.options, **changed),
             origins={**self.origins, name: f"chosen: {why}"},
+        )
+
+    def line(self) -> str:
+        """What most people ask for, in one line."""
+        options = self.options
+        drafts = options.speculative_algorithm
+        return (
+            f"{options.model} on {options.device} in {options.dtype}, attention "
+            f"{options.attention_backend}, {'no drafts' if drafts == OFF else f'drafts {drafts}'}, "
+            f"{options.max_num_seqs} requests of up to {options.max_model_len} tokens"
         )
 
     def table(self) -> str:

@@ -30,6 +30,10 @@ class Stream(Iterator[RequestOutput]):
     def __next__(self) -> RequestOutput:
         return next(self._snapshots)
 
+    def stop(self) -> None:
+        """End what still runs; its last snapshots are still to come."""
+        self._abort(self._trackers)
+
     def close(self) -> None:
         """Abort what still runs; there is nothing more to come."""
         self._snapshots.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, ModelError, message
+from paceline.core.near import did_you_mean
 
 _HERE = Path(__file__).parent
 BUNDLED_FOLDER = _HERE / "bundled"
@@ -95,7 +96,11 @@ def locate(
                 expected=f"a hub id, an existing folder, 'bundled' or one of "
                 f"{', '.join(_shapes() if is_draft else shape_names())}",
                 got=repr(model),
-                remedy="check the spelling; a hub id has the form owner/name",
+                remedy=did_you_mean(
+                    model,
+                    ("bundled", *_shapes()),
+                    otherwise="check the spelling; a hub id has the form owner/name",
+                ),
             )
         )
     files = _DRAFT_FILES if is_draft else _WEIGHT_FILES
