@@ -83,9 +83,10 @@ def test_a_stopped_stream_ends_with_what_each_request_has(
     shown = [next(stream) for _ in range(taken)]
     stream.stop()
     last = {each.request_id: each for each in stream}
-    assert len(last) == len(shared_prompts())
-    for output, answer in zip(last.values(), answers, strict=True):
-        ids = output.outputs[0].token_ids
+    told = {tuple(ids): answer for ids, answer in zip(shared_prompts(), answers, strict=True)}
+    assert {each.prompt_token_ids for each in last.values()} == told.keys()
+    for output in last.values():
+        ids, answer = output.outputs[0].token_ids, told[output.prompt_token_ids]
         assert output.finished
         assert output.outputs[0].finish_reason == "abort"
         assert ids == answer[: len(ids)]

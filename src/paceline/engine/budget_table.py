@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import gib
+from paceline.engine.capacity import Concurrency
 from paceline.engine.fit import Fit
 
 
@@ -30,8 +31,28 @@ def table(fit: Fit) -> str:
         rows.append(f"  does not fit: short by {gib(fit.short_by_bytes)}")
         return "\n".join(rows)
     rows.append(f"KV holds {fit.kv_tokens} tokens; longest request {fit.max_model_len} tokens")
-    rows += [f"  {row.requests:>6} requests of {row.context_len} tokens" for row in fit.concurrency]
+    if len(fit.groups) > 1:
+        rows.append(_split(fit))
+    rows += [
+        f"  {row.requests:>6} requests of {row.context_len} tokens{_why(row)}"
+        for row in fit.concurrency
+    ]
     return "\n".join(rows)
+
+
+def _split(fit: Fit) -> str:
+    """How KV was split, and what follows for requests of other lengths."""
+    shares = ", ".join(f"{group.name} {group.bytes / fit.kv_bytes:.0%}" for group in fit.groups)
+    return (
+        f"pools of KV ({shares}) are balanced for requests of {fit.planned_len} tokens; with "
+        "others one is full first, and a --max-model-len below that moves the balance"
+    )
+
+
+def _why(row: Concurrency) -> str:
+    if row.full_first is None:
+        return ""
+    return f" ({row.full_first} is full first; the bytes of all pools hold {row.by_bytes})"
 
 
 def compare(fit: Fit, measured: Mapping[str, int]) -> str:

@@ -11,8 +11,8 @@ from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions, known
 from paceline.engine.balance import balance_of
-from paceline.engine.capacity import Concurrency, concurrency, kv_tokens
-from paceline.engine.footprint import GroupBudget, longest_request, split_kv
+from paceline.engine.capacity import Concurrency, concurrency, kv_tokens, planned_len, split_kv
+from paceline.engine.footprint import GroupBudget, longest_request
 from paceline.engine.speculation import Speculation
 
 SHORTEST_LEN = 256  # tokens; a device that cannot hold one such request cannot serve
@@ -41,6 +41,7 @@ class Fit:
     longest_len: int  # tokens; the longest request that would fit alone, 0 when none does
     kv_tokens: int  # of the smallest group that keeps every token (or of the smallest group)
     groups: tuple[GroupBudget, ...]
+    planned_len: int  # tokens; the groups' pools are balanced for such requests
     concurrency: tuple[Concurrency, ...]
 
     def to_json(self) -> dict[str, object]:
@@ -98,6 +99,7 @@ def plan_memory(
         longest_len=longest,
         kv_tokens=kv_tokens(groups),
         groups=groups,
+        planned_len=planned_len(floor + balance.reach),
         concurrency=concurrency(
             specs,
             groups,

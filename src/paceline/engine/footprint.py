@@ -18,7 +18,6 @@ from paceline.core.sampling_params import (
 
 GRAPH_NODE_BYTES = 1 << 20  # allowance: instantiated graph nodes, per layer
 POOL_ROUNDING_BYTES = 22 << 20  # of a CUDA pool: it grows by 2 MiB for small tensors, 20 for others
-PLANNING_LEN = 8192  # tokens; cache groups are balanced for requests of at most this length
 LOGITS_BYTES = 6  # per row and vocabulary entry: the head's output, and it in float32
 PROMPT_ENTRY_BYTES = LOGITS_BYTES + 12  # of scored prompt tokens: softmax, and a sort's scratch
 NODE_TOKEN_BYTES = 4  # per draft verified and token known: what each knows, its own path included
@@ -210,34 +209,3 @@ def longest_request(fits: Callable[[int], bool], *, limit: int) -> int:
         else:
             high = middle - 1
     return low
-
-
-def split_kv(
-    specs: Sequence[CacheGroupSpec],
-    kv_bytes: int,
-    element: int,
-    *,
-    step_tokens: int,
-    max_len: int,
-) -> tuple[GroupBudget, ...]:
-    """Divide the KV budget: standing pages and one longest request in every group first, the rest
-    in the proportion of a request of PLANNING_LEN tokens, so that groups fill up together."""
-    least = [standing_pages(s, step_tokens) + request_pages(s, max_len) for s in specs]
-    shares = [request_pages(s, min(max_len, PLANNING_LEN)) for s in specs]
-    sizes = [spec.page_bytes(element) for spec in specs]
-    taken = sum(count * size for count, size in zip(least, sizes, strict=True))
-    rest = max(0, kv_bytes - taken)
-    per_request = sum(share * size for share, size in zip(shares, sizes, strict=True))
-    pages = [base + rest * share // per_request for base, share in zip(least, shares, strict=True)]
-    return tuple(
-        GroupBudget(
-            name=spec.name,
-            window=spec.window,
-            num_layers=len(spec.layer_ids),
-            page_size=spec.page_size,
-            page_bytes=size,
-            num_pages=count,
-            bytes=count * size,
-        )
-        for spec, size, count in zip(specs, sizes, pages, strict=True)
-    )
