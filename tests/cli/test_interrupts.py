@@ -3,12 +3,18 @@
 import json
 import os
 import signal
+from pathlib import Path
+from types import SimpleNamespace
 
+import jsonschema
 import pytest
 from click.testing import CliRunner
 from fake_engine import FakeEngine
 
 from paceline.cli.app import app
+from paceline.cli.console import has_colour
+
+SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 
 
 class Interrupted(FakeEngine):
@@ -56,3 +62,47 @@ def test_quiet_says_nothing_but_errors(flag):
     assert run("generate", "--prompt", "x", flag, engine=FakeEngine()).stderr == ""
     failed = run("generate", "--prompt", "x", flag, engine=FakeEngine(finish_reason="error"))
     assert failed.stderr == "Error: logits held NaN\n"
+
+
+class Tiring(FakeEngine):
+    """Ctrl-C comes in a batch of two."""
+
+    def generate(self, prompts, params, stream=False, use_tqdm=None):
+        if len(prompts) == 2:
+            raise KeyboardInterrupt
+        return super().generate(prompts, params, stream, use_tqdm)
+
+
+def test_a_benchmark_tells_of_the_sizes_it_has_timed():
+    engine = Tiring()
+    words = ["--batch-size", "1,2", "--input-len", "5", "--output-len", "4"]
+    done = run("bench", "latency", *words, engine=engine)
+    assert done.exit_code == 130
+    document = json.loads(done.stdout.splitlines()[-1])
+    jsonschema.validate(document, json.loads((SCHEMAS / "bench_latency.json").read_text()))
+    assert [row["batch_size"] for row in document["results"]] == [1]
+    assert document["interrupted"]
+    assert done.stderr.endswith("stopped\n")
+    assert engine.closed
+
+
+def test_nothing_timed_is_no_document():
+    done = run("bench", "latency", "--batch-size", "2", "--output-len", "4", engine=Tiring())
+    assert done.exit_code == 130
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "wanted"),
+    [
+        ({}, True, True),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({}, False, False),
+    ],
+)
+def test_colour_is_for_terminals_that_want_it(monkeypatch, environment, is_terminal, wanted):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert has_colour(SimpleNamespace(isatty=lambda: is_terminal)) == wanted

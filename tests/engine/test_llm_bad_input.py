@@ -169,7 +169,7 @@ def test_bad_requests_do_not_disturb_running_ones(llm: LLM, answers: list[Tokens
 
 BAD_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "unknown": ({"page_sise": 4}, "engine option must be .*, got page_sise; did you mean"),
-    "type": ({"page_size": "16"}, "page_size must be int tokens, got '16'; set --page-size"),
+    "type": ({"page_size": 4.0}, "page_size must be int tokens, got 4.0; set --page-size"),
     "bool": ({"page_size": True}, "page_size must be int tokens, got True"),
     "low": ({"page_size": 0}, "page_size must be at least 1 tokens, got 0"),
     "dtype": ({"dtype": "float64"}, "dtype must be one of bfloat16, .*, got 'float64'"),

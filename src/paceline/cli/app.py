@@ -7,9 +7,9 @@ from importlib import import_module
 
 import click
 
-from paceline.cli.interrupts import INTERRUPTED
 from paceline.cli.verb import Verbs
 from paceline.core.errors import PacelineError
+from paceline.core.progress import INTERRUPTED
 
 VERBS = {
     "bench": ("paceline.cli.bench:bench", "Time this machine."),

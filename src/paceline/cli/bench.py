@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
+from paceline.cli.interrupts import end_of_run
 from paceline.cli.verb import Verbs, examples
 from paceline.engine.arguments import asked_arguments
 from paceline.engine.attention_shape import FLAGS
@@ -70,6 +71,7 @@ def latency(ctx: click.Context, /, **values: Any) -> None:
     if not values["as_json"]:
         click.echo(table(document))
     click.echo(json.dumps(document))
+    end_of_run(ctx, document)
 
 
 @bench.command(
@@ -114,6 +116,7 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
     if not values["as_json"]:
         click.echo(table(document))
     click.echo(json.dumps(document))
+    end_of_run(ctx, document)
 
 
 @bench.command(
@@ -124,7 +127,8 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
 )
 @attention_flags
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
-def attention(as_json: bool, **values: Any) -> None:
+@click.pass_context
+def attention(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
     """Attention alone, checked against its definition and timed beside a peer library."""
     from paceline.engine.bench_attention import bench_values, table
 
@@ -132,3 +136,4 @@ def attention(as_json: bool, **values: Any) -> None:
     if not as_json:
         click.echo(table(document))
     click.echo(json.dumps(document))
+    end_of_run(ctx, document)

@@ -9,11 +9,11 @@ import click
 
 from paceline.cli.console import has_colour, print_stream, rate_line, start_engine, tell
 from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
-from paceline.cli.interrupts import INTERRUPTED, interrupts, until_stopped
+from paceline.cli.interrupts import interrupts, until_stopped
 from paceline.cli.prompts import prompt_flags, read_prompts
 from paceline.cli.sampling_flags import GREEDY, sampling_flags, sampling_params
 from paceline.cli.verb import Verb, examples
-from paceline.core.progress import Progress
+from paceline.core.progress import INTERRUPTED, Progress
 from paceline.engine.arguments import asked_arguments
 
 

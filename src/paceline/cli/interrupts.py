@@ -1,12 +1,14 @@
 """Ctrl-C: what there is by then is shown, and the exit code is 130."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-INTERRUPTED = 130  # exit code: 128 and the number of SIGINT
+import click
+
+from paceline.core.progress import INTERRUPTED
 
 
 @contextmanager
@@ -38,3 +40,11 @@ def until_stopped(stream: Any, pressed: list[int]) -> Iterator[Any]:
         if pressed and not is_stopped:
             is_stopped = True
             stream.stop()
+
+
+def end_of_run(ctx: click.Context, document: Mapping[str, Any], code: int = 0) -> None:
+    """Leave with `code`, or as interrupted where the document says so."""
+    is_cut = document.get("interrupted", False)
+    if is_cut:
+        click.echo("stopped", err=True)
+    ctx.exit(INTERRUPTED if is_cut else code)

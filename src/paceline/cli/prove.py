@@ -8,6 +8,7 @@ import click
 
 from paceline.cli.console import engine_factory
 from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
+from paceline.cli.interrupts import end_of_run
 from paceline.cli.verb import Verb
 from paceline.engine.arguments import asked_arguments
 
@@ -83,5 +84,6 @@ def prove(ctx: click.Context, /, **values: Any) -> None:
     )
     if not values["as_json"]:
         click.echo(table(proof))
-    click.echo(json.dumps(document(proof)))
-    ctx.exit(proof.exit_code)
+    told = document(proof)
+    click.echo(json.dumps(told))
+    end_of_run(ctx, told, proof.exit_code)

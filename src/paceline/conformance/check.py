@@ -25,6 +25,7 @@ from paceline.conformance.matrix import (
     run_cells,
 )
 from paceline.core.errors import ConfigError, PacelineError, message
+from paceline.core.progress import INTERRUPTED, cut_mark
 
 Suite = Callable[[], Iterable[Case]]
 GPU_WORKERS = 6  # a GPU's cells wait for the oracle and for compilers
@@ -39,7 +40,8 @@ def run_check(
     out: TextIO | None = None,
     err: TextIO | None = None,
 ) -> int:
-    """Run what the flags in `values` select; returns the exit code.
+    """Run what the flags in `values` select; returns the exit code.  After Ctrl-C the tables
+    show the cells that were done.
 
     suite: the cases, for tests.  limit_s: of a cell; None is the suite's.  out, err: where tables
     and progress go; None is the process's own.  Raises ConfigError before any cell runs;
@@ -57,16 +59,19 @@ def run_check(
     if limit_s is None:
         is_short = selection.device_type == "cpu" and not selection.is_full
         limit_s = QUICK_LIMIT_S if is_short else LIMIT_S
-    results = _run(cells, selection.device_type, values, harness, limit_s, err)
+    results, is_cut = _run(cells, selection.device_type, values, harness, limit_s, err)
     results.sort(key=lambda result: result.id)
     failing = report.failing_text(results)
     print("\n".join(filter(None, [report.table(results), failing])), file=out, flush=True)
-    document = report.document(results, device)
+    document = report.document(results, device) | cut_mark(is_cut)
     print(report.summary_line(document), file=out, flush=True)
     if "--json" in paths:
         report.write("--json", paths["--json"], report.json_text(document))
     if "--html" in paths:
         report.write("--html", paths["--html"], page(document))
+    if is_cut:
+        print("stopped", file=err, flush=True)
+        return INTERRUPTED
     return 1 if failing else 0
 
 
@@ -159,23 +164,29 @@ def _run(
     harness: Harness,
     limit_s: float,
     err: TextIO,
-) -> list[CellResult]:
+) -> tuple[list[CellResult], bool]:
+    """(the results, whether Ctrl-C ended them early); raises KeyboardInterrupt before the first."""
     from paceline.conformance.progress import Progress
 
     workers = min(num_workers(values["workers"], device_type), len(cells))
     progress = Progress(len(cells), err)
-    results = []
-    for result in run_cells(
-        cells,
-        device_type=device_type,
-        workers=workers,
-        limit_s=limit_s,
-        harness=harness,
-    ):
-        progress.add(result)
-        results.append(result)
+    results, is_cut = list[CellResult](), False
+    try:
+        for result in run_cells(
+            cells,
+            device_type=device_type,
+            workers=workers,
+            limit_s=limit_s,
+            harness=harness,
+        ):
+            progress.add(result)
+            results.append(result)
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        is_cut = True
     progress.end()
-    return results
+    return results, is_cut
 
 
 def _suite() -> Iterable[Case]:

@@ -99,6 +99,7 @@ class Proof:
     attention: str  # of the reference
     tie_ulps: float
     contests: tuple[Contest, ...]
+    is_cut: bool = False  # Ctrl-C came before every contender was judged
 
     @property
     def outcome(self) -> Outcome:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from paceline.conformance.proof import Answered, BandReading, Comparison, Contest, Outcome, Proof
+from paceline.core.progress import cut_mark
 from paceline.engine.machine import versions
 from paceline.engine.verdicts import Parting, Verdict
 
@@ -27,6 +28,7 @@ def document(proof: Proof) -> dict[str, object]:
         "tie_ulps": proof.tie_ulps,
         "outcome": proof.outcome.value,
         "contests": [_contest(each) for each in proof.contests],
+        **cut_mark(proof.is_cut),
     }
 
 

@@ -13,6 +13,7 @@ import torch
 from paceline.conformance.contest import Contender
 from paceline.conformance.faulty_layer import Blame, Case, Expected, blame, expect
 from paceline.conformance.proof import Answered, BandReading, Comparison, Contest, Fault, Proof
+from paceline.core.progress import collect
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, read_band
 from paceline.engine.draft_self_test import BELOW_BAND
@@ -85,9 +86,15 @@ def prove(
         report = llm.report()
         dtype: torch.dtype = getattr(torch, str(report["options"]["dtype"]["value"]))
         answers = _generate(llm, trial)
-        for standing in standings:
+
+        def judge(standing: _Standing) -> _Standing:
             _compare(standing, answers, trial, llm.teacher(), dtype)
             standing.bug = _earliest_bug(standing, answers, llm, dtype)
+            return standing
+
+        judged, is_cut = collect(
+            "contenders", map(judge, standings), total=len(standings), unit="contender"
+        )
     finally:
         llm.close()
     return Proof(
@@ -96,7 +103,8 @@ def prove(
         dtype=str(report["options"]["dtype"]["value"]),
         attention=str(report["attention"]["name"]),
         tie_ulps=TIE_ULPS[dtype],
-        contests=tuple(_contest(standing, make_llm) for standing in standings),
+        contests=tuple(_contest(standing, make_llm) for standing in judged),
+        is_cut=is_cut,
     )
 
 

@@ -1,9 +1,13 @@
-"""A progress bar on stderr, drawn by tqdm."""
+"""Progress: a bar on stderr, drawn by tqdm, and what Ctrl-C leaves of a run."""
 
 import logging
 import sys
+from collections.abc import Iterable
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+INTERRUPTED = 130  # exit code of a program that Ctrl-C ended: 128 and the number of SIGINT
+T = TypeVar("T")
 
 
 class Progress:
@@ -47,6 +51,29 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+def collect(label: str, results: Iterable[T], *, total: int, unit: str) -> tuple[list[T], bool]:
+    """(the results, shown as they come; whether Ctrl-C ended them early).
+
+    Raises KeyboardInterrupt when it came before the first.
+    """
+    found: list[T] = []
+    try:
+        with Progress(label, total, unit=unit) as bar:
+            for result in results:
+                found.append(result)
+                bar.advance()
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        return found, True
+    return found, False
+
+
+def cut_mark(is_cut: bool) -> dict[str, object]:
+    """What the document of a run says that Ctrl-C ended early."""
+    return {"interrupted": True} if is_cut else {}
 
 
 def _is_wanted() -> bool:

@@ -21,6 +21,7 @@ import torch
 from paceline.attention.registry import choose
 from paceline.core.errors import ConfigError, PacelineError, message
 from paceline.core.gpus import DeviceFacts
+from paceline.core.progress import INTERRUPTED
 from paceline.engine import bench_backends, flashinfer_peer
 from paceline.engine.arguments import add_flag
 from paceline.engine.attention_contenders import (
@@ -180,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not values["json"]:
         print(table(document))
     print(json.dumps(document))
-    return 0
+    return INTERRUPTED if "interrupted" in document else 0
 
 
 def _row(

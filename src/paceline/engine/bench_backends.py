@@ -26,6 +26,7 @@ from paceline.attention.measurements import (
 from paceline.attention.registry import choose, load_backend
 from paceline.core.errors import BackendUnsupported, ConfigError, message
 from paceline.core.gpus import DeviceFacts
+from paceline.core.progress import collect, cut_mark
 from paceline.engine.attention_contenders import (
     attention_config,
     check,
@@ -94,15 +95,18 @@ def bench_backends(plan: Plan, facts: DeviceFacts) -> dict[str, object]:
     """Check and time every shape; merges the rows into `plan.save`.  Returns the JSON document."""
     rows: list[Measurement] = []
     notes: list[Note] = []
-    for shape in plan.shapes:
+
+    def measure(shape: AttentionShape) -> None:
         errors = _checked(plan.backends, shape, facts, notes)
         timings = _timed(list(errors), shape, facts, notes)
-        rows += [
+        rows.extend(
             _row(name, timing, errors[name], shape=shape, gpu=facts.name)
             for name, timing in timings.items()
-        ]
+        )
         if plan.save is not None:  # after every shape: a library may end the process
             write_table(plan.save, merged(plan.known, rows))
+
+    _, is_cut = collect("shapes", map(measure, plan.shapes), total=len(plan.shapes), unit="shape")
     return {
         "benchmark": NAME,
         "device": {"name": facts.name, "type": facts.device_type},
@@ -110,6 +114,7 @@ def bench_backends(plan: Plan, facts: DeviceFacts) -> dict[str, object]:
         "saved": None if plan.save is None else str(plan.save),
         "rows": [asdict(row) for row in rows],
         "notes": [asdict(note) for note in notes],
+        **cut_mark(is_cut),
     }
 
 

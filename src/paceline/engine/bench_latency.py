@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.core.errors import ConfigError, IntegrityError, PacelineError, message
+from paceline.core.progress import INTERRUPTED, collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, drafter_words
 from paceline.engine.arguments import add_engine_arguments, add_flag, asked_arguments
@@ -100,7 +101,9 @@ class LatencyBench:
             self._generate(llm, batch_size=1, output_len=1, salt=0)
             first_token_s = seconds_since_process_start()
             check = self._check(llm)
-            results = [self._time(llm, size) for size in self._shape.batch_sizes]
+            sizes = self._shape.batch_sizes
+            timed = (self._time(llm, size) for size in sizes)
+            results, is_cut = collect("batch sizes", timed, total=len(sizes), unit="size")
         finally:
             llm.close()
         return {
@@ -118,6 +121,7 @@ class LatencyBench:
             "speculation": report["speculation"],
             "check": check,
             "results": [asdict(result) for result in results],
+            **cut_mark(is_cut),
         }
 
     def _check(self, llm: Any) -> dict[str, object]:
@@ -175,7 +179,7 @@ class LatencyBench:
         )
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         began = time.perf_counter()
-        outputs: list[RequestOutput] = llm.generate(prompts, params)
+        outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began
         counts = [len(ids) for ids in _tokens(outputs)]
         if counts != [output_len] * batch_size:
@@ -271,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not values["json"]:
         print(table(document))
     print(json.dumps(document))
-    return 0
+    return INTERRUPTED if "interrupted" in document else 0
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, PacelineError, message
 from paceline.core.options import engine_options
+from paceline.core.progress import INTERRUPTED, collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, drafter_words
 from paceline.engine.arguments import add_engine_arguments, add_flag, asked_arguments
@@ -110,10 +111,12 @@ def _compare(plain: LLM, speculative: LLM, shape: SpeculativeShape) -> dict[str,
     inputs = inputs_of(plain, shape.prompts)
     for llm in (plain, speculative):
         for _ in range(2):  # a graph is captured when its shape comes for the second time
-            llm.generate([inputs[0]], params)
-    pairs = [in_turns(plain, speculative, each, params, repeats=shape.repeats) for each in inputs]
+            llm.generate([inputs[0]], params, use_tqdm=False)
+    runs = (in_turns(plain, speculative, each, params, repeats=shape.repeats) for each in inputs)
+    pairs, is_cut = collect("prompts", runs, total=len(inputs), unit="prompt")
+    prompts = shape.prompts[: len(pairs)]
     # Forced texts are wrong by design.
-    texts = count_verdicts(plain, pairs, shape.prompts, params) if forced is None else None
+    texts = count_verdicts(plain, pairs, prompts, params) if forced is None else None
     totals = Acceptance.of(other.metrics for _, other in pairs)
     return {
         "device": {"name": report["device"], "type": report["options"]["device"]["value"]},
@@ -138,8 +141,9 @@ def _compare(plain: LLM, speculative: LLM, shape: SpeculativeShape) -> dict[str,
                 "speed_up": other.rate / one.rate,
                 "acceptance": Acceptance.of([other.metrics]).to_json(),
             }
-            for prompt, (one, other) in zip(shape.prompts, pairs, strict=True)
+            for prompt, (one, other) in zip(prompts, pairs, strict=True)
         ],
+        **cut_mark(is_cut),
     }
 
 
@@ -200,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not values["json"]:
         print(table(document))
     print(json.dumps(document))
-    return 0
+    return INTERRUPTED if "interrupted" in document else 0
 
 
 def _number(value: float | None) -> str:

@@ -49,7 +49,7 @@ def in_turns(
     runs: tuple[list[RequestOutput], list[RequestOutput]] = ([], [])
     for _ in range(repeats):
         for llm, found in zip((plain, speculative), runs, strict=True):
-            found += llm.generate([prompt], params)
+            found += llm.generate([prompt], params, use_tqdm=False)
     one, other = (_timed(found) for found in runs)
     return one, other
 

@@ -6,6 +6,7 @@ import torch
 
 from paceline.attention.held import tensors_in
 from paceline.core.modes import MaskKind
+from paceline.core.progress import Progress
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import PromptSpan, Step, padded_step
 from paceline.runner.buffers import PaddedSize
@@ -57,10 +58,12 @@ class ModelRunner:
         """Capture the largest graph of each shape, largest first; they size the graph reserve."""
         if self._graphs is None:
             return
-        longest = self._keys.longest_extend()
-        if longest is not None:
-            self._capture(longest)
-        self._capture(self._keys.largest_decode())
+        keys = [self._keys.longest_extend(), self._keys.largest_decode()]
+        wanted = [key for key in keys if key is not None]
+        with Progress("recording graphs", len(wanted), unit="graph") as bar:
+            for key in wanted:
+                self._capture(key)
+                bar.advance()
 
     @property
     def parts(self) -> Parts:
