@@ -4,6 +4,7 @@
 #   make setup UV=                   pip even where uv is on the path
 #   make setup TORCH_BACKEND=cpu     with uv: the CPU build of torch, also on a machine with a GPU
 #   make setup PIP_ARGS="..."        with pip: extra arguments, e.g. an index of CPU builds of torch
+#   make test WORKERS=0              in this process alone; as a rule one for each core, at most 4
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -15,9 +16,12 @@ PYTHON ?= $(shell for p in $(CANDIDATES); do \
 UV ?= $(shell command -v uv 2>/dev/null)
 TORCH_BACKEND ?= auto
 PIP_ARGS ?=
+WORKERS ?= auto
 VENV ?= .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
+# A file goes to one worker whole: what its tests share is made once.
+pytest = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 
 ifeq ($(UV),)
 create = $(PYTHON) -m venv $(VENV)
@@ -39,10 +43,10 @@ demo: $(VENV)/.core  ## stream a completion from the bundled model
 	@$(BIN)/paceline generate --echo --prompt "def fibonacci(n):" --max-tokens 128 --temperature 0
 
 test: $(VENV)/.dev  ## the CPU suite
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(pytest) -m "not gpu and not slow"
 
 test-full: $(VENV)/.dev  ## the CPU suite with the long products
-	$(BIN)/python -m pytest -m "not gpu"
+	$(pytest) -m "not gpu"
 
 lint: $(VENV)/.dev  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -5,6 +5,8 @@ import os
 # Triton decides when it is imported whether kernels are compiled or interpreted.  On a CUDA machine
 # run with TRITON_INTERPRET=0 to test the compiled ones.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+# Tensors are small and pytest-xdist has several workers: threads would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

@@ -141,8 +141,8 @@ def commands_of(verb, folder, uv):
 MAKE = {
     "setup": ["[dev]"],
     "demo": ["venv/bin/paceline generate --echo --prompt"],
-    "test": ['venv/bin/python -m pytest -m "not gpu and not slow"'],
-    "test-full": ['venv/bin/python -m pytest -m "not gpu"'],
+    "test": ["venv/bin/python -m pytest -n auto", '-m "not gpu and not slow"'],
+    "test-full": ["venv/bin/python -m pytest -n auto", '-m "not gpu"'],
     "lint": ["venv/bin/ruff check .", "venv/bin/ruff format --check .", "venv/bin/mypy"],
     "bench": ["venv/bin/paceline bench latency --batch-size"],
 }
@@ -163,6 +163,17 @@ def test_a_verb_of_make_installs_what_it_needs_and_runs(verb, uv, tmp_path):
     assert at == sorted(at)
     assert (" uv " in f" {text}") == bool(uv)
     assert ("[dev]" in text) == (verb not in {"demo", "bench"})
+
+
+@pytest.mark.parametrize("leak", ["warnings.warn('x')", "open(__file__)"])
+def test_a_warning_fails_a_test_in_a_worker_too(leak, tmp_path):
+    case = tmp_path / "test_leak.py"
+    case.write_text(f"import warnings\n\ndef test_leak():\n    {leak}\n")
+    words = [sys.executable, "-m", "pytest", "-n", "1", "-c", str(ROOT / "pyproject.toml")]
+    words += ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(case)]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "1 failed" in done.stdout or "1 passed, 1 error" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("uv", INSTALL, ids=["pip", "uv"])
