@@ -5,8 +5,10 @@ import os
 # Triton decides when it is imported whether kernels are compiled or interpreted.  On a CUDA machine
 # run with TRITON_INTERPRET=0 to test the compiled ones.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# Tensors are small and pytest-xdist has several workers: threads would wait for each other.
+# Tensors are small and pytest-xdist has several workers: one thread each, and where a test boots an
+# engine with more they sleep while they wait, since on busy cores they would spin for seconds.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 
