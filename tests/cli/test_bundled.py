@@ -24,7 +24,7 @@ def last_document(done, name):
 
 
 def test_streamed_text_equals_the_json_text():
-    words = ["generate", "--prompt", "def add(a, b):", "--max-tokens", "12"]
+    words = ["generate", "--prompt", "def add(a, b):", "--max-tokens", "12", "--enforce-eager"]
     streamed = run(*words).stdout
     document = last_document(run(*words, "--json"), "generate")
     assert streamed == document["text"] + "\n"
@@ -42,5 +42,7 @@ def test_bench_latency_ends_with_its_document():
 
 
 def test_chat_answers_every_line():
-    done = run("chat", "--max-tokens", "4", stdin="x = 1\n/reset\ny = 2\n/exit\n")
+    done = run(
+        "chat", "--max-tokens", "4", "--enforce-eager", stdin="x = 1\n/reset\ny = 2\n/exit\n"
+    )
     assert done.stderr.count("4 tokens,") == 2

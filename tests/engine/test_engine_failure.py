@@ -16,7 +16,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 @pytest.mark.parametrize("failure", [RuntimeError("out of memory"), KeyboardInterrupt()])
 def test_a_failed_launch_is_raised_and_the_engine_refuses_to_go_on(monkeypatch, failure):
-    llm = LLM("bundled", threads=1, max_num_seqs=2)
+    llm = LLM("bundled", threads=1, max_num_seqs=2, enforce_eager=True)
 
     def launch(step):
         raise failure

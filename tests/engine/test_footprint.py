@@ -127,7 +127,8 @@ def test_what_is_measured_after_loading_was_planned(model, page_size, request):
 def test_a_pair_of_backends_was_planned_for_both():
     sizes = {}
     for backend in ("torch", "torch+torch"):
-        with LLM("bundled", attention_backend=backend, max_num_seqs=3, threads=1) as llm:
+        asked = {"attention_backend": backend, "max_num_seqs": 3, "enforce_eager": True}
+        with LLM("bundled", threads=1, **asked) as llm:
             memory = llm.report()["memory"]
             sizes[backend] = memory["measured"]["workspace"]
             assert sizes[backend] <= memory["planned"]["workspace_bytes"]
