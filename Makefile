@@ -32,7 +32,7 @@ install = $(UV) pip install --quiet --python $(BIN)/python --torch-backend=$(TOR
 	-c constraints.txt -e "$(1)"
 endif
 
-.PHONY: help setup demo test test-full lint mutants bench clean
+.PHONY: help setup demo test test-full lint mutants faults bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ lint: $(VENV)/.dev  ## ruff and mypy
 
 mutants: $(VENV)/.dev  ## mutate every derivation of metadata; the suite must notice
 	$(BIN)/python tests/mutants/mutant_campaign.py --json docs/results/mutants.json
+
+faults: $(VENV)/.dev  ## plant faults written by hand; the tests they name must notice
+	$(BIN)/python tests/mutants/fault_campaign.py --json docs/results/faults.json
 
 bench: $(VENV)/.core  ## latency of the bundled model on this machine
 	$(BIN)/paceline bench latency --batch-size 1,8 --input-len 128 --output-len 65

@@ -127,7 +127,18 @@ def test_every_dependency_is_pinned_by_the_constraints():
 
 def test_make_has_the_usual_verbs():
     targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    wanted = {"help", "setup", "demo", "test", "test-full", "lint", "bench", "mutants", "clean"}
+    wanted = {
+        "help",
+        "setup",
+        "demo",
+        "test",
+        "test-full",
+        "lint",
+        "bench",
+        "mutants",
+        "faults",
+        "clean",
+    }
     assert set(targets) == wanted
 
 

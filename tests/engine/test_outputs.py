@@ -5,8 +5,16 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.outputs import (
+    CompletionGrowth,
+    CompletionOutput,
+    RequestGrowth,
+    RequestMetrics,
+    RequestOutput,
+    joined,
+)
 from paceline.engine.round_counts import RoundCounts
+from paceline.engine.token_logprobs import TokenLogprobs
 
 
 def _metrics(**times) -> RequestMetrics:
@@ -88,3 +96,44 @@ def test_outputs_cannot_be_changed():
     output = _output(CompletionOutput(text="", token_ids=()), None)
     with pytest.raises(FrozenInstanceError):
         output.finished = False
+
+
+def _growth(index: int, text: str, before: int, **more) -> RequestGrowth:
+    piece = CompletionGrowth(
+        index=index,
+        num_chars_before=before,
+        num_tokens_before=before,
+        text=text,
+        token_ids=tuple(map(ord, text)),
+        logprobs=None,
+        finish_reason=None,
+    )
+    settings = {"finished": False, "metrics": None, "prompt_logprobs": None} | more
+    return RequestGrowth(prompt_token_ids=(1, 2), outputs=(piece,), **settings)
+
+
+def test_joined_growths_begin_where_the_first_does_and_keep_what_came_once():
+    scored = (None, None)
+    whole = joined(
+        [
+            _growth(1, "ab", 3),
+            _growth(0, "x", 0, prompt_logprobs=scored),
+            _growth(1, "c", 5),
+            _growth(0, "y", 1, finished=True),
+        ]
+    )
+    assert [(piece.index, piece.text) for piece in whole.outputs] == [(0, "xy"), (1, "abc")]
+    assert [piece.num_chars_before for piece in whole.outputs] == [0, 3]
+    assert [piece.num_tokens_before for piece in whole.outputs] == [0, 3]
+    assert whole.outputs[1].token_ids == (97, 98, 99)
+    assert (whole.finished, whole.prompt_logprobs) == (True, scored)
+
+
+def test_the_rank_of_a_token_counts_from_the_likeliest():
+    row = TokenLogprobs(
+        token_id=7, chosen=-3.0, top_ids=(4, 5), top_values=(-0.5, -1.0), tokenizer=None
+    )
+    assert [(token, row[token].rank) for token in row] == [(7, None), (4, 1), (5, 2)]
+    assert [row[token].logprob for token in row] == [-3.0, -0.5, -1.0]
+    with pytest.raises(KeyError):
+        row[6]

@@ -61,7 +61,15 @@ class Loop:
         self.in_flight: deque[tuple[Step, StepOutputs]] = deque()
         self.epoch = 0
 
-    def add(self, name: str, num_prompt: int, max_tokens: int | None = 8, **params) -> Request:
+    def add(
+        self,
+        name: str,
+        num_prompt: int,
+        max_tokens: int | None = 8,
+        *,
+        salt: str | None = None,
+        **params,
+    ) -> Request:
         params.setdefault("temperature", 0.0)
         prompt = [ord(name[0]) % 50] * num_prompt
         request = Request.make(
@@ -69,6 +77,7 @@ class Loop:
             prompt,
             SamplingParams(max_tokens=max_tokens, **params),
             context_len=CONTEXT_LEN,
+            salt=salt,
         )
         self.scheduler.add(request)
         self.requests[name] = request

@@ -221,3 +221,26 @@ def test_the_counts_of_a_request_are_those_of_its_rounds() -> None:
     assert counts.tokens_per_round == sum(emitted) / len(emitted)
     assert counts.accepted == [sum(m > depth for m in emitted) for depth in (1, 2, 3)]
     assert set(emitted) == {1, 2, 3, 4}
+
+
+def test_all_tokens_of_a_round_but_the_last_are_drafts() -> None:
+    loop = drafting()
+    loop.add("a", 5, LONG)
+    plain = loop.add("b", 5, LONG, speculative=False)
+    while loop.scheduler.has_work:
+        loop.launch()
+        is_round = loop.in_flight[0][0].is_round
+        for update in loop.process():
+            drafts = is_round and update.request is not plain
+            assert update.num_drafted == (len(update.new_token_ids) - 1 if drafts else 0)
+
+
+def test_who_stops_drafting_decodes_plainly_from_the_next_step_on() -> None:
+    loop = drafting()
+    loop.add("a", 5, LONG)
+    assert modes([loop.turn(), loop.turn()]) == {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}
+    loop.scheduler.stop_drafting()
+    while loop.in_flight:
+        loop.process()
+    assert modes(loop.run()) == {ForwardMode.DECODE}
+    assert loop.requests["a"].output_ids == tuple(loop.expected("a"))

@@ -229,3 +229,125 @@ def test_books_that_disagree_with_requests_are_reported():
         IntegrityError, match="owned pages of cache group 'full' must be 0 by requests and tree"
     ):
         cache.check_integrity()
+
+
+def test_locks_that_wait_for_their_epoch_are_relief_and_spare_their_pages():
+    cache = make_cache(None, num_pages=5)
+    run_request(cache, "a", TOKENS[:8], 1)
+    cache.admit("b", TOKENS[:9], reserve_to=8)  # two pages of the tree, and none of its own
+    cache.admit("c", [7] * 8, reserve_to=8)
+    assert cache.reserve("c", 9, ahead=0) is None
+    assert not cache.relief_pending("c", 9, next_query=8)
+    cache.release("b", TOKENS[:8], 8, epoch=5)
+    assert cache.stats().groups[0].queued == 0
+    assert cache.relief_pending("c", 9, next_query=8)
+    cache.retire(4)
+    assert cache.reserve("c", 9, ahead=0) is None  # a step in flight still reads them
+    cache.retire(5)
+    assert cache.reserve("c", 9, ahead=0)
+    cache.check_integrity()
+
+
+def test_pages_that_fall_behind_the_window_are_relief():
+    cache = make_cache(6, num_pages=4)
+    cache.admit("a", TOKENS[:8], reserve_to=8)
+    cache.reserve("a", 12, ahead=0)
+    assert cache.reserve("a", 13, ahead=0) is None
+    assert not cache.relief_pending("a", 13, next_query=8)  # sees keys from 3 on
+    assert cache.relief_pending("a", 13, next_query=9)
+
+
+def test_a_hit_that_one_group_shortens_is_asked_of_the_others_again():
+    """Of 8 pages, window 6 lacks page 4 and window 10 lacks page 6.
+
+    The second ends the hit at 6 pages, where the first would see pages 4 and 5: so it ends at 4.
+    """
+    cache = make_cache(6, 10)
+    run_request(cache, "a", TOKENS[:32], 1)
+    path = cache._tree.walk(TOKENS, None, max_pages=8)
+    for group, lost in ((0, 4), (1, 6)):
+        for index, node in enumerate(path):
+            if index != lost:  # used since
+                cache._tree.lock(node, group)
+                cache._tree.unlock(node, group)
+        cache._groups[group].pool.free(cache._tree.evict(group, 1), 1)
+        assert path[lost].pages[group] is None
+    assert cache.match(TOKENS[:33]) == 16
+
+
+def test_a_group_that_is_short_keeps_all_from_growing():
+    cache = CacheManager([spec(None), spec(6)], [21, 4], max_extend_len=8)
+    cache.admit("a", TOKENS[:8], reserve_to=8)
+    assert cache.reserve("a", 12, ahead=0) is not None
+    before = cache.stats()
+    assert cache.reserve("a", 13, ahead=0) is None
+    assert cache.stats() == before
+
+
+def test_a_group_with_less_room_is_grown_though_another_has_enough():
+    cache = CacheManager([spec(None), spec(6)], [21, 9], max_extend_len=4)
+    cache.admit("a", TOKENS[:16], reserve_to=16)  # the windowed group: for one step
+    assert [run.group for run in cache.reserve("a", 8, ahead=0)] == [1]
+
+
+def test_a_hit_may_be_bounded_to_what_need_not_be_computed():
+    cache = make_cache(None)
+    run_request(cache, "a", TOKENS[:16], 1)
+    for most, hit in ((0, 0), (3, 0), (7, 4), (8, 8), (99, 12)):
+        name = f"b{most}"
+        assert cache.admit(name, TOKENS[:16], reserve_to=16, max_hit=most).prefix_len == hit
+        cache.release(name, TOKENS[:16], hit, epoch=1)
+
+
+def test_a_prompt_longer_than_a_page_may_be_shared():
+    assert [make_cache(None).shares(num) for num in (3, 4, 5)] == [False, False, True]
+    assert not make_cache(None, enable=False).shares(99)
+
+
+def test_nothing_a_discarded_request_computed_is_found_whatever_its_length():
+    cache = make_cache(None)
+    cache.admit("a", TOKENS[:12], reserve_to=12)
+    cache.retire(1)
+    cache.written("a", TOKENS[:12], 12, epoch=1)
+    cache.discard("a", TOKENS[:12], epoch=1)
+    assert cache.match(TOKENS[:12]) == 0
+    cache.check_integrity()
+
+
+def test_salts_are_kept_through_written_and_release():
+    cache = make_cache(None)
+    for name, salt in (("a", "x"), ("b", "y")):
+        cache.admit(name, TOKENS[:12], reserve_to=12, salt=salt)
+        cache.retire(1)
+        cache.written(name, TOKENS[:12], 8, epoch=1)
+        assert cache.match(TOKENS[:12], salt) == 8
+        cache.release(name, TOKENS[:12], 12, epoch=1)
+        assert cache.match([*TOKENS[:12], 1], salt) == 12
+    assert cache.match(TOKENS[:12]) == 0
+
+
+def test_no_page_is_shared_below_one_that_stayed_private():
+    """`b` holds nothing of the path that `a` shared first, so what it adds would outlive it."""
+    cache = make_cache(None)
+    for name in "ab":
+        cache.admit(name, TOKENS[:12], reserve_to=12)
+    cache.retire(1)
+    cache.written("a", TOKENS[:12], 8, epoch=1)
+    cache.written("b", TOKENS[:12], 12, epoch=1)
+    assert cache.stats().groups[0].cached == 2
+    cache.release("a", TOKENS[:8], 8, epoch=1)
+    cache.check_integrity()
+
+
+def test_a_host_end_before_kv_that_is_written_shares_nothing_behind_it():
+    cache = make_cache(None)
+    for name in "ab":
+        cache.admit(name, TOKENS[:16], reserve_to=16)
+    cache.retire(1)
+    for name in "ab":
+        cache.written(name, TOKENS[:16], 16, epoch=1)
+    cache.release("b", TOKENS[:9], 16, epoch=1)
+    cache.release("a", TOKENS[:16], 16, epoch=1)
+    counts = cache.stats().groups[0]
+    assert (counts.cached, counts.owned, counts.free) == (4, 0, 16)
+    cache.check_integrity()

@@ -117,3 +117,13 @@ def test_committing_more_than_is_reserved_is_refused():
     holding, _ = group.admit([], 4)
     with pytest.raises(IntegrityError, match=r"must be at most 4 \(reserved\), got 5"):
         group.commit(holding, 5, 1)
+
+
+def test_an_admission_holds_pages_ahead_only_while_half_of_the_pool_stays_free():
+    group = make_group(None, num_pages=33)
+    _, run = group.admit([], 4 * 4, ahead=4 * 8)
+    assert len(run.page_ids) == 12
+    _, run = group.admit([], 4 * 2, ahead=4 * 8)
+    assert len(run.page_ids) == 4  # 20 were free, 16 are
+    _, run = group.admit([], 4 * 2, ahead=4 * 8)
+    assert len(run.page_ids) == 2

@@ -120,3 +120,20 @@ def test_no_page_is_ever_held_twice():
         pages = [page for run in held for page in run]
         assert len(set(pages)) == len(pages) == pool.counts().owned
         pool.check_integrity()
+
+
+def test_an_epoch_told_late_takes_nothing_back():
+    pool = PagePool("full", 3)
+    pages = pool.reserve(2)
+    pool.retire(5)
+    pool.retire(3)
+    pool.free(pages, 5)
+    assert pool.num_free == 2
+
+
+def test_a_run_goes_on_page_by_page_and_jumps_where_it_is_broken():
+    pool = PagePool("full", 12)
+    pool.reserve(8)
+    pool.free([2, 3, 5], 0)
+    assert pool.reserve(4, after=8) == [9, 10, 11, 2]
+    assert pool.reserve(2, after=2) == [3, 5]

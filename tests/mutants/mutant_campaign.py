@@ -9,34 +9,24 @@ or an explanation that fits no survivor.
 import argparse
 import gc
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-
-# What is slow to import, once for every child.
-import hypothesis
-import numpy  # noqa: F401
 import torch
-import torch._dynamo
-import transformers
-import triton.language  # noqa: F401
-from mutant_child import ROOT, SURVIVED, Killers, Verdict, collect, start
+from mutant_child import ROOT, SURVIVED, Killers
 from mutant_operators import Edit
 from mutant_report import Result, explained, read_equivalents, report
+from mutant_run import run, warm_up
 from mutant_source import Mutant, mutants_of, read_seeded, required_keywords
 from mutant_targets import TARGETS, Target
 
 PACKAGE = ROOT / "src" / "paceline"
 HERE = Path(__file__).parent
-WORKERS = 2
 AS_IT_IS = Mutant("source", 0, "none", 0, "", "", "", Edit("none", 0, 0, b""))
 CHUNKS = 4  # of the cells that are tried without a mutant
-LIMIT_S = 120  # of a mutant: a hang is a death, a slow machine is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not jobs:
         print("no such target or id; --list names them", file=sys.stderr)
         return 2
-    _warm_up()
+    warm_up()
     broken = [] if options.id else _broken_killers(targets)
     if broken:
         print("killers fail without a mutant:", *broken, sep="\n  ", file=sys.stderr)
@@ -100,19 +90,6 @@ def jobs_of(target: Target, required: frozenset[str]) -> list[Job]:
     ]
 
 
-def run(jobs: Sequence[Job]) -> Iterator[tuple[Job, Verdict]]:
-    """The verdict of each job as it comes, WORKERS at a time."""
-    waiting, running = list(reversed(jobs)), dict[int, tuple[Job, int]]()
-    while waiting or running:
-        while waiting and len(running) < WORKERS:
-            job = waiting.pop()
-            child, pipe = start(job.sources, job.killers, limit_s=LIMIT_S)
-            running[child] = job, pipe
-        child, status = os.wait()
-        job, pipe = running.pop(child)
-        yield job, collect(pipe, status)
-
-
 def _broken_killers(targets: Sequence[Target]) -> list[str]:
     """Killers that fail on the source as it is: they would kill anything."""
     cells = dict.fromkeys(cell for target in targets for cell in target.killers.cells)
@@ -126,17 +103,6 @@ def _broken_killers(targets: Sequence[Target]) -> list[str]:
 
 def _files(targets: Sequence[Target]) -> set[str]:
     return {target.file for target in targets}
-
-
-def _warm_up() -> None:
-    """Load what the libraries above load late, before the first fork."""
-    assert "paceline" not in sys.modules
-    phases = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.shrink]
-    hypothesis.settings.register_profile("mutants", phases=phases)
-    hypothesis.settings.load_profile("mutants")  # a death need not be pretty
-    transformers.LlamaForCausalLM  # noqa: B018
-    torch.zeros(2, 2) @ torch.zeros(2, 2)
-    gc.freeze()  # no child looks through all of this for garbage
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.core.errors import IntegrityError
-from paceline.runner.staging import StagingRing
+from paceline.runner.staging import STEPS_IN_FLIGHT, StagingRing
 
 
 def test_values_survive_until_the_slot_comes_round_again():
@@ -29,3 +29,15 @@ def test_a_full_slot_is_refused_with_both_sizes():
         IntegrityError, match=r"staged bytes of one step must be at most 16, got 24"
     ):
         slot.put(torch.zeros(3, dtype=torch.int64))
+
+
+def test_the_step_that_is_staged_spares_those_in_flight():
+    ring = StagingRing(64, pinned=False)
+    staged = [ring.slot(epoch).put(torch.tensor([epoch])) for epoch in range(STEPS_IN_FLIGHT + 1)]
+    assert [values.item() for values in staged] == list(range(STEPS_IN_FLIGHT + 1))
+
+
+def test_a_slot_that_comes_round_again_has_all_its_room():
+    ring = StagingRing(64, pinned=False, depth=1)
+    for epoch in range(3):
+        ring.slot(epoch).put(torch.zeros(8, dtype=torch.int64))

@@ -7,16 +7,19 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.admission import Admitted
 from paceline.engine.outputs import CompletionGrowth, RequestGrowth, RequestMetrics
 from paceline.engine.request import FinishReason
 from paceline.engine.round_counts import RoundCounts
-from paceline.engine.ticket import Ticket
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.answer import Job, answer
+from paceline.server.chat import ChatWriter
 from paceline.server.completions import CompletionWriter
+from paceline.server.errors import ApiError
+from paceline.server.logprobs import completion_logprobs
 from paceline.server.token_names import TokenNames
 
 PROMPTS = [[1, 2], [3, 4, 5]]
@@ -117,28 +120,28 @@ class FakeService:
     async def admit(self, prompts, params) -> list[Admitted]:
         return [Admitted(prompt=None, token_ids=tuple(ids), params=params) for ids in prompts]
 
-    async def generate(self, admitted, *, telling, stream: bool) -> Ticket:
-        ticket = Ticket(
-            len(admitted),
-            num_completions=sum(each.params.n for each in admitted),
-            telling=telling,
-            stream=stream,
-            on_close=self._on_close,
-        )
-        self._left = list(self.news)
-        while self._left and not stream:
-            ticket.deliver(*self._left.pop(0))
-        self._feed(ticket)
-        return ticket
+    async def generate(self, admitted, *, telling, stream: bool) -> "FakeTicket":
+        if stream:
+            return FakeTicket(self, self.news)
+        wholes = {}
+        for index, growth in self.news:
+            wholes.setdefault(index, []).append(growth)
+        return FakeTicket(self, [(index, telling.join(grown)) for index, grown in wholes.items()])
 
-    def _feed(self, ticket: Ticket) -> None:
-        """One growth at a time, so that a reader in time gets each alone."""
-        if self._left:
-            ticket.deliver(*self._left.pop(0))
-            asyncio.get_running_loop().call_soon(self._feed, ticket)
 
-    def _on_close(self, ticket: Ticket) -> None:
-        self.num_closed += 1
+class FakeTicket:
+    """Gives news one by one, to a reader that is always in time."""
+
+    def __init__(self, service: FakeService, news: list[tuple[int, RequestGrowth]]) -> None:
+        self._service = service
+        self._news = news
+
+    async def __aiter__(self):
+        for each in self._news:
+            yield each
+
+    def close(self) -> None:
+        self._service.num_closed += 1
 
 
 def job_of(writer, *, prompts=PROMPTS, n: int = 2, stream: bool = False) -> Job:
@@ -206,3 +209,102 @@ def test_text_offsets_of_a_stream_go_on_where_the_piece_before_ended() -> None:
         for choice in Completion.construct(**document).choices:
             offsets[choice.index] += choice.logprobs.text_offset
     assert offsets == {0: [1, 2, 3], 1: [1, 2, 3], 2: [2, 3, 4], 3: [2, 3, 4]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_is_of_all_prompts_and_told_by_a_stream_that_was_asked(stream: bool) -> None:
+    service = FakeService(NEWS)
+    job = job_of(CompletionWriter(service.names, []), stream=stream)
+    documents = streamed(service, job) if stream else [whole(service, job)]
+    usage = documents[-1]["usage"]
+    assert usage["prompt_tokens"] == len(PROMPTS[0]) + len(PROMPTS[1])
+    assert usage["completion_tokens"] == 12
+    assert usage["total_tokens"] == 17
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 1}
+    assert all(document["usage"] is None for document in documents[:-1])
+    silent = streamed(service, replace(job, include_usage=False))
+    assert not any("usage" in document for document in silent)
+
+
+def test_an_echoed_prompt_comes_with_the_first_piece_alone() -> None:
+    service = FakeService(news_of(0, 1))
+    job = job_of(CompletionWriter(service.names, ["xy"]), prompts=PROMPTS[:1], n=1)
+    texts = [document["choices"][0]["text"] for document in streamed(service, job)]
+    assert texts == ["xyab", "c"]
+
+
+@pytest.mark.parametrize(
+    ("finish", "status", "text"),
+    [
+        (FinishReason.ABORT, 503, "the server stops before this answer was whole; send it again"),
+        (FinishReason.ERROR, 500, "the logits were not finite"),
+    ],
+)
+def test_an_answer_that_is_not_whole_is_an_error(finish, status: int, text: str) -> None:
+    service = FakeService([(0, growth_of(0, [1], finish=finish, is_last=True))])
+    job = job_of(CompletionWriter(service.names, []), prompts=PROMPTS[:1], n=1)
+    with pytest.raises(ApiError, match=text) as refused:
+        whole(service, job)
+    assert refused.value.status == status
+    assert service.num_closed == 1
+    *_, last = streamed(service, job)
+    assert text in last["error"]["message"]
+    assert service.num_closed == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_closes_its_ticket_once(stream: bool) -> None:
+    service = FakeService(NEWS)
+    job = job_of(ChatWriter(service.names))
+    (streamed if stream else whole)(service, job)
+    assert service.num_closed == 1
+
+
+def test_a_chat_is_a_role_then_words_then_a_reason() -> None:
+    service = FakeService(news_of(0, 1))
+    job = job_of(ChatWriter(service.names), prompts=PROMPTS[:1], n=1)
+    found = ChatCompletion.model_validate(whole(service, job)).choices[0]
+    assert (found.message.role, found.message.content) == ("assistant", "abc")
+    documents = streamed(service, job)
+    pieces = [ChatCompletionChunk.model_validate(each).choices[0] for each in documents]
+    assert [piece.delta.role for piece in pieces] == ["assistant", None, None, None]
+    assert [piece.delta.content for piece in pieces] == ["", "ab", "c", None]
+    assert [piece.finish_reason for piece in pieces] == [None, None, None, "length"]
+    tokens = [each.token for p in pieces if p.logprobs for each in p.logprobs.content]
+    assert tokens == [each.token for each in found.logprobs.content] == ["a", "b", "c"]
+
+
+def test_a_token_that_cannot_be_has_a_number_in_json() -> None:
+    """Minus infinity is none; the API's stand-in is -9999."""
+    service = FakeService(news_of(0, 1))
+    for writer in (ChatWriter(service.names), CompletionWriter(service.names, [])):
+        found = whole(service, job_of(writer, prompts=PROMPTS[:1], n=1))["choices"][0]["logprobs"]
+        values = (
+            [found["top_logprobs"][0]["z"]]
+            if "top_logprobs" in found
+            else [found["content"][0]["top_logprobs"][1]["logprob"]]
+        )
+        assert values == [-9999.0]
+
+
+class Bytes:
+    """Each token is a byte: 0 is "a", others are the bytes of "€" and one that begins nothing."""
+
+    DATA = (b"a", b"\xe2", b"\x82", b"\xac", b"\xff")
+
+    def added_text(self, *token_ids: int) -> str:
+        text = b"".join(self.DATA[token] for token in token_ids).decode("utf-8", errors="replace")
+        return "" if "\ufffd" in text else text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "offsets"),
+    [
+        ([0, 1, 2, 3, 0], [3, 4, 4, 4, 5]),  # the three tokens of one character share its place
+        ([1, 2, 3, 1, 2, 3], [3, 3, 3, 4, 4, 4]),
+        ([4, 4, 4, 4, 0, 0], [3, 3, 3, 3, 3, 4]),  # bytes that are none hold nothing back for long
+    ],
+)
+def test_text_offsets_count_whole_characters(tokens: list[int], offsets: list[int]) -> None:
+    found = completion_logprobs(TokenNames(Bytes()), tokens, [None] * len(tokens), offset=3)
+    assert found["text_offset"] == offsets

@@ -294,8 +294,7 @@ class Scheduler:
             if reason is FinishReason.ERROR:
                 self._cache.discard(name, tokens, epoch=epoch)
             else:
-                kv_len = min(request.kv_known, len(tokens))
-                self._cache.release(name, tokens, kv_len, epoch=epoch)
+                self._cache.release(name, tokens, request.kv_known, epoch=epoch)
         self._roster.finish(request, reason)
 
     def _require_progress(self) -> None:

@@ -178,8 +178,9 @@ class CacheManager:
                 group.advance(holding, lowest_query, epoch)
 
     def release(self, request_id: str, tokens: Sequence[int], kv_len: int, *, epoch: int) -> None:
-        """The request leaves.  Full pages of its first `kv_len` tokens, all written by retired
-        steps, stay in the cache; the rest is free once `epoch` has retired."""
+        """The request leaves.  Retired steps have written the KV of `kv_len` tokens: full pages of
+        `tokens` in it, which a host end may have cut, stay in the cache; the rest is free once
+        `epoch` has retired."""
         entry = self._entries.pop(request_id)
         self._commit(entry, max(kv_len, entry.committed), self._retired)
         num_pages = self._num_shareable(tokens, kv_len)

@@ -1,0 +1,108 @@
+"""What a request takes from the cache when it joins, and what it must compute itself."""
+
+import pytest
+from test_scheduler import CONTEXT_LEN, Loop, extends
+
+from paceline.engine.request import RequestState
+from paceline.engine.step_plan import StepPlan
+
+
+def test_a_request_takes_nothing_from_another_tenants() -> None:
+    loop = Loop()
+    for name, salt, cached in (("a1", "x", 0), ("a2", "y", 0), ("a3", "x", 16), ("a4", None, 0)):
+        request = loop.add(name, 20, salt=salt)
+        loop.run()
+        assert request.num_cached == cached
+        assert list(request.output_ids) == loop.expected(name)
+
+
+def test_a_prompt_that_is_scored_is_computed_whole() -> None:
+    loop = Loop()
+    loop.add("a1", 20)
+    loop.run()
+    request = loop.add("a2", 20, prompt_logprobs=0)
+    (span,) = loop.launch().prompt_spans
+    assert (span.start, request.num_cached) == (0, 0)
+    loop.run()
+    assert request.num_scored == 19
+
+
+def test_a_request_preempted_within_its_prompt_scores_the_rest_alone() -> None:
+    """`b` fills what `a` leaves of the pool; `a` grows before the prompt of `b` is computed."""
+    loop = Loop(num_pages=9, chunked_prefill_size=4)
+    loop.add("a", 8, max_tokens=16)
+    loop.turn()
+    loop.turn()
+    request = loop.add("b", 20, max_tokens=2, prompt_logprobs=0)
+    loop.run()
+    assert request.num_preemptions == 1
+    assert request.num_joins == 2
+    assert request.num_scored == 19
+
+
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    """What it finds when it joins again is its own."""
+    loop = Loop(num_pages=9, reserve_ahead=0)
+    loop.add("a", 8, max_tokens=24)
+    request = loop.add("b", 12, max_tokens=20)
+    loop.run()
+    assert request.num_preemptions
+    assert request.num_cached == 0
+
+
+def test_spans_count_the_rows_before_them_that_score_nothing() -> None:
+    loop = Loop()
+    loop.add("a", 7)
+    loop.add("b", 5, prompt_logprobs=0)
+    step = loop.launch()
+    assert extends(step) == {1: 7, 2: 5}
+    (span,) = step.prompt_spans
+    assert (span.index, span.start, span.length) == (1, 7, 4)
+
+
+@pytest.mark.parametrize("max_tokens", [60, 1000, None])
+def test_whatever_is_asked_generation_ends_with_the_context(max_tokens: int | None) -> None:
+    loop = Loop()
+    request = loop.add("a", 10, max_tokens=max_tokens)
+    assert request.max_len == CONTEXT_LEN
+    loop.run()
+    assert (request.num_known, request.finish) == (CONTEXT_LEN, "length")
+
+
+def test_a_preempted_request_comes_before_those_that_arrived_after_it() -> None:
+    loop = Loop(num_pages=9, max_running=2)
+    loop.add("a", 8, max_tokens=24)
+    second = loop.add("b", 12, max_tokens=20)
+    third = loop.add("c", 4, max_tokens=2)
+    while not second.num_preemptions:
+        loop.turn()
+    while second.state is not RequestState.WAITING:
+        loop.turn()
+    assert loop.scheduler._roster.waiting == [second, third]
+
+
+def test_a_request_that_is_preempted_leaves_the_step_it_was_planned_for() -> None:
+    """The chunk of `a` takes pages that `b`, whose token is planned already, must give."""
+    loop = Loop(windows=(32,), num_pages=12, chunked_prefill_size=8)
+    loop.add("a", 44, max_tokens=4)
+    second = loop.add("b", 4, max_tokens=20)
+    while not second.num_preemptions:
+        row = second.row
+        step = loop.launch()
+        while len(loop.in_flight) > 1:
+            loop.process()
+    assert step is None or row not in step.layout.rows
+    loop.run()
+    for name, request in loop.requests.items():
+        assert list(request.output_ids) == loop.expected(name)
+
+
+def test_what_leaves_a_plan_gives_its_tokens_back() -> None:
+    loop = Loop()
+    first, second = loop.add("a", 7), loop.add("b", 5)
+    loop.turn()
+    plan = StepPlan(32)
+    plan.add(first, 1, ())
+    plan.add(second, 5, ())
+    plan.remove(second)
+    assert (plan.budget, [row.request for row in plan.rows]) == (31, [first])

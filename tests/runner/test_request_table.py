@@ -1,0 +1,66 @@
+"""The request table: what a join and its pages write, and into which row."""
+
+import torch
+
+from paceline.core.padding import PAD_PREFIX_LEN
+from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta
+from paceline.runner.request_table import RequestTable
+from paceline.runner.staging import StagingRing
+
+
+def make_table(**settings: object) -> RequestTable:
+    return RequestTable(
+        max_running=3,
+        max_tokens=8,
+        max_pages=(5, 4),
+        eos_token_ids=(7, 9),
+        device=torch.device("cpu"),
+        **settings,
+    )
+
+
+def stage(table: RequestTable, *deltas: Delta) -> None:
+    slot = StagingRing(1 << 16, pinned=False).slot(0)
+    for target, staged in table.stage(deltas, slot):
+        target.copy_(staged)
+
+
+def join(row: int, tokens: tuple[int, ...], **more: object) -> JoinDelta:
+    settings = {"prompt_len": 2, "prefix_len": 0, "max_len": 8, "params": SamplingParams(seed=3)}
+    return JoinDelta(row=row, token_ids=tokens, **(settings | more))
+
+
+def test_a_join_wakes_its_row_behind_the_hit_and_touches_no_other() -> None:
+    table = make_table()
+    table.finish.fill_(int(FinishCode.STOP_TOKEN))
+    table.token_ids.fill_(-1)
+    stage(table, join(2, (4, 5, 6), prefix_len=2))
+    assert table.kv_committed.tolist() == [PAD_PREFIX_LEN, 0, 2, 0]
+    assert [code == FinishCode.RUNNING for code in table.finish.tolist()] == [False] * 2 + [
+        True,
+        False,
+    ]
+    assert table.token_ids[2].tolist() == [4, 5, 6, -1, -1, -1, -1, -1]
+    assert (table.token_ids[[0, 1, 3]] == -1).all()
+
+
+def test_a_join_brings_limits_and_what_ends_it() -> None:
+    table = make_table()
+    stage(table, join(1, (4, 5, 6)), join(3, (4,), params=SamplingParams(ignore_eos=True, seed=8)))
+    sampling = table.sampling
+    assert sampling.seed[[1, 3]].tolist() == [3, 8]
+    assert sampling.prompt_len[[1, 3]].tolist() == [2, 2]
+    assert sampling.max_len[[1, 3]].tolist() == [8, 8]
+    assert sampling.stop_ids[1, :3].tolist() == [7, 9, -1]
+    assert sampling.num_stop_ids[[1, 3]].tolist() == [2, 0]
+
+
+def test_pages_enter_their_group_where_they_belong() -> None:
+    table = make_table()
+    first = PageDelta(row=2, group=0, start=0, page_ids=(11, 12))
+    more = PageDelta(row=2, group=0, start=2, page_ids=(13,))
+    other = PageDelta(row=2, group=1, start=1, page_ids=(21, 22))
+    stage(table, first, more, other)
+    assert table.page_tables[0].tolist() == [[0] * 5, [0] * 5, [11, 12, 13, 0, 0], [0] * 5]
+    assert table.page_tables[1].tolist() == [[0] * 4, [0] * 4, [0, 21, 22, 0], [0] * 4]

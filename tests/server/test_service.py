@@ -1,0 +1,46 @@
+"""What a service refuses before a request reaches the engine."""
+
+import pytest
+
+from paceline.server.errors import ApiError
+from paceline.server.service import Service
+from paceline.server.token_names import TokenNames
+
+
+def make_service(context_len: int = 8) -> Service:
+    return Service(
+        engine=None,  # nothing here reaches it
+        model="tiny",
+        tokenizer=None,
+        names=TokenNames(None),
+        vocab_size=10,
+        context_len=context_len,
+        fingerprint="fp",
+        created=0,
+    )
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(7, None), (7, 1), (4, 4), (1, 7)])
+def test_a_context_may_be_filled_to_its_last_token(num_prompt: int, max_tokens: int | None) -> None:
+    make_service().check_lengths([[5] * num_prompt], max_tokens, param="prompt")
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(8, None), (8, 1), (4, 5), (1, 8)])
+def test_one_token_more_is_refused_in_whatever_prompt(num_prompt: int, max_tokens) -> None:
+    for prompts in ([[5] * num_prompt], [[5], [5] * num_prompt]):
+        with pytest.raises(ApiError, match="prompt must be within the context of 8 tokens") as got:
+            make_service().check_lengths(prompts, max_tokens, param="prompt")
+        assert (got.value.status, got.value.code) == (400, "context_length_exceeded")
+
+
+def test_an_empty_prompt_among_others_is_refused() -> None:
+    with pytest.raises(ApiError, match="prompt must be at least one token, got none"):
+        make_service().check_lengths([[5], []], None, param="prompt")
+
+
+def test_another_model_is_not_found() -> None:
+    service = make_service()
+    service.check_model("tiny")
+    with pytest.raises(ApiError, match="model must be 'tiny', got 'Tiny'") as refused:
+        service.check_model("Tiny")
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
