@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.core.sampling_params import MAX_COMPLETIONS
 from paceline.kernels.gumbel import splitmix64
-from paceline.layers.sampling.noise import gumbel
+from paceline.layers.sampling.noise import child_seed, coins, draft_seeds, gumbel
 
 # Outputs of the SplitMix64 reference code for seed 1234567 (Rosetta Code, "Pseudo-random
 # numbers/Splitmix64").
@@ -116,3 +117,13 @@ def test_argmax_with_noise_draws_from_the_softmax():
     expected = torch.softmax(logits.double(), 0) * num_draws
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
     assert chi_square < 15.09  # 5 degrees of freedom, 1%
+
+
+def test_every_use_of_a_seed_has_a_stream_of_its_own():
+    """Coins are no outputs of the stream of drafts, and no completion's seed is that of drafts."""
+    seeds, positions = torch.arange(5), torch.arange(5) + 30
+    drafts = draft_seeds(seeds)
+    of_drafts = splitmix64(drafts, positions) & (2**40 - 1)
+    assert not torch.isclose(coins(seeds, positions), of_drafts * 2.0**-40).any()
+    for seed, other in zip(seeds.tolist(), drafts.tolist(), strict=True):
+        assert other not in {child_seed(seed, index) for index in range(MAX_COMPLETIONS + 1)}

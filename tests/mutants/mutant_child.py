@@ -40,7 +40,10 @@ SURVIVED = Verdict(None, "")
 
 
 def start(sources: Mapping[str, str], killers: Killers, *, limit_s: int) -> tuple[int, int]:
-    """Fork; returns the child's process id and the pipe that its verdict comes by."""
+    """Fork; returns the child's process id and the pipe that its verdict comes by.
+
+    limit_s: CPU seconds of the child.
+    """
     ours, theirs = os.pipe()
     child = os.fork()
     if child:

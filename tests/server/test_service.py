@@ -1,23 +1,17 @@
 """What a service refuses before a request reaches the engine."""
 
+from dataclasses import fields
+
 import pytest
 
 from paceline.server.errors import ApiError
 from paceline.server.service import Service
-from paceline.server.token_names import TokenNames
 
 
-def make_service(context_len: int = 8) -> Service:
-    return Service(
-        engine=None,  # nothing here reaches it
-        model="tiny",
-        tokenizer=None,
-        names=TokenNames(None),
-        vocab_size=10,
-        context_len=context_len,
-        fingerprint="fp",
-        created=0,
-    )
+def make_service() -> Service:
+    """Of a context of 8 tokens; nothing here reaches its other parts."""
+    parts = dict.fromkeys(field.name for field in fields(Service))
+    return Service(**parts | {"model": "tiny", "context_len": 8})
 
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(7, None), (7, 1), (4, 4), (1, 7)])
