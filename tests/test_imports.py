@@ -217,6 +217,19 @@ def test_the_block_is_seen():
     assert "blocked: click" in done.stderr
 
 
+def test_recording_a_graph_imports_no_compiler():
+    """torch's wrapper around a dispatch mode imports torch._dynamo: seconds of every start."""
+    code = """
+        import sys
+        import torch
+        from paceline.runner.recorded import RecordedGraph
+        RecordedGraph(poison=False).capture(lambda: torch.ones(2).add_(1))
+        assert "torch._dynamo" not in sys.modules
+    """
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_imports_no_torch():
     code = """
         import sys

@@ -21,7 +21,6 @@ import hypothesis  # noqa: F401
 import numpy  # noqa: F401
 import pytest
 import torch
-import torch._dynamo  # what a first capture imports otherwise
 import transformers.models.llama.modeling_llama  # noqa: F401
 import triton.language  # noqa: F401
 

@@ -148,7 +148,7 @@ def test_every_target_has_its_functions_and_there_are_enough_mutants():
 
 CHILDREN = """
 import json, os, sys
-import torch, torch._dynamo
+import torch
 sys.path.insert(0, sys.argv[1])
 from mutant_child import Killers, collect, start
 

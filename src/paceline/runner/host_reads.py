@@ -111,6 +111,11 @@ class _OperatorNet(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._record = record
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave `__torch_dispatch__` as it is: torch's wrapper imports all of torch._dynamo."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
