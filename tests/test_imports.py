@@ -230,6 +230,26 @@ def test_recording_a_graph_imports_no_compiler():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [
+        ({}, "1000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, None),
+    ],
+    ids=str,
+)
+def test_threads_spin_shortly_unless_the_environment_says_how_long(given, spins):
+    code = f"""
+        import os
+        os.environ.update({given!r})
+        import paceline
+        assert os.environ.get("GOMP_SPINCOUNT") == {spins!r}
+    """
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_imports_no_torch():
     code = """
         import sys

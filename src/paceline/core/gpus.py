@@ -24,7 +24,7 @@ class DeviceFacts:
     cuda_arch: tuple[int, int] | None  # compute capability
     bandwidth_bytes_s: float | None  # published peak of the main memory
     matmul_flops: float | None  # published peak of dense bfloat16 products, float32 accumulation
-    cores: int | None  # physical cores this process may use (CPU)
+    cores: int | None  # physical cores this process may use and others leave idle (CPU)
     cpus: int | None  # logical ones it may use; None for a device known by name
     native_bf16: bool  # has bfloat16 multiply instructions
     source: str  # where the facts come from

@@ -87,7 +87,7 @@ def cpu_facts() -> DeviceFacts:
         cuda_arch=None,
         bandwidth_bytes_s=None,
         matmul_flops=None,
-        cores=usable_cores(),
+        cores=free_cores(),
         cpus=len(_allowed_cpus()),
         native_bf16=bool(flags & BF16_FLAGS),
         source="/proc/cpuinfo and /proc/meminfo",
@@ -102,6 +102,41 @@ def usable_cores() -> int:
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         siblings.add(path.read_text().strip() if path.is_file() else str(cpu))
     return len(siblings)
+
+
+def free_cores() -> int:
+    """Those of `usable_cores` that others leave idle and the control group pays for; at least 1.
+
+    A thread that waits for one without a core spins: it takes time, and takes it from others.
+    """
+    cores = usable_cores() - busy_cpus()
+    quota = cpu_quota()
+    return max(1, cores if quota is None else min(cores, int(quota)))
+
+
+def busy_cpus(path: Path = Path("/proc/loadavg")) -> int:
+    """CPUs that others keep busy: now, and over the last minute; 0 where `path` is absent.
+
+    Both, so that neither a run that has just ended nor a moment's peak counts.
+    """
+    if not path.is_file():
+        return 0
+    average, _, _, runnable, _ = path.read_text().split()
+    now = int(runnable.partition("/")[0]) - 1  # without this process
+    return max(0, min(round(float(average)), now))
+
+
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs that the control group (version 2, or 1) may use on average; None: all."""
+    new, old = root / "cpu.max", root / "cpu"
+    if new.is_file():
+        quota, period = new.read_text().split()
+    elif (old / "cpu.cfs_quota_us").is_file():
+        quota = (old / "cpu.cfs_quota_us").read_text().strip()
+        period = (old / "cpu.cfs_period_us").read_text().strip()
+    else:
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def kernel_cache() -> dict[str, object]:
@@ -141,7 +176,7 @@ def describe() -> dict[str, object]:
         "cpu": {
             "name": cpu.name,
             "logical_cpus": len(_allowed_cpus()),
-            "physical_cores": cpu.cores,
+            "physical_cores": usable_cores(),
             "native_bf16": cpu.native_bf16,
         },
         "memory": {"total_bytes": cpu.total_bytes, "available_bytes": cpu.free_bytes},
