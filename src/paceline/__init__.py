@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # How long a CPU thread spins before it sleeps, unless the environment says; read when torch is
 # first imported.  GNU's default of 300,000 turns is milliseconds: with fewer free cores than
-# threads every parallel operation costs that, on all of them (decision 034).
+# threads every parallel operation costs that, on all of them (decision 035).
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "1000"
 

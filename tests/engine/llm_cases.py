@@ -24,6 +24,7 @@ from paceline.core.step import Step
 from paceline.engine.boot import Knobs
 from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
+from paceline.runner.graphs import AHEAD
 from paceline.runner.streams import DeferredStream
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
@@ -147,7 +148,8 @@ def assert_same_or_tie(a: Sequence[int], b: Sequence[int], gap_of: GapOf) -> Non
 
 
 def make_llm(checkpoint: Checkpoint, *, knobs: Knobs | None = None, **options: Any) -> LLM:
-    """A small engine on one thread."""
+    """A small engine on one thread, whose graphs are captured as on a GPU: answers are short."""
+    knobs = replace(knobs or Knobs(), capture=AHEAD)
     return LLM(str(checkpoint.folder), knobs=knobs, **{"threads": 1, "max_num_seqs": 8} | options)
 
 

@@ -7,17 +7,17 @@ from test_footprint import Allocations
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB
-from paceline.core.sampling_params import SamplerTier
+from paceline.engine.boot import Knobs
 from paceline.engine.budget_table import budget_lines, compare, table
-from paceline.engine.draft_footprint import DRAFT_PEAK, DRAFT_TOTAL, NOISY_TOTAL, Q_TOTAL
+from paceline.engine.draft_footprint import DRAFT_PEAK, DRAFT_TOTAL
 from paceline.engine.explain import explain_model, show
 from paceline.engine.footprint import request_pages, standing_pages
 from paceline.engine.llm import LLM
 from paceline.engine.speculation import all_groups
 from paceline.kernels.draft_topk import draft_topk
-from paceline.layers.sampling import DrawnDrafts, SamplingTable, sample
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
+from paceline.runner.graphs import AHEAD
 
 EAGLE3 = {"path": "eagle3-llama-3.1-8b", "load_format": "dummy"}
 
@@ -178,8 +178,8 @@ def test_rejection_keeps_the_drafters_distributions():
     assert fit.activations_bytes - plain.activations_bytes >= rows * steps * vocab * 4
 
 
-@pytest.mark.parametrize(("noise", "total"), [(False, DRAFT_TOTAL), (True, NOISY_TOTAL)])
-def test_choosing_drafts_stays_within_its_bound(noise, total):
+@pytest.mark.parametrize("noise", [False, True])
+def test_choosing_drafts_stays_within_its_bound(noise):
     rows, vocab = 4, 5000
     with Allocations() as seen:
         draft_topk(
@@ -191,32 +191,9 @@ def test_choosing_drafts_stays_within_its_bound(noise, total):
             d2t=torch.zeros(vocab, dtype=torch.int64),
             noise=noise,
         )
-    for cost, size in ((DRAFT_PEAK, seen.peak), (total, seen.total)):
+    measured = [(DRAFT_PEAK, seen.peak)] + ([] if noise else [(DRAFT_TOTAL, seen.total)])
+    for cost, size in measured:
         assert 0.5 * cost * rows * vocab < size <= cost * rows * vocab
-
-
-def test_rejection_stays_within_its_bound():
-    reqs, steps, vocab = 2, 3, 5000
-    tokens, d2t = torch.zeros(reqs, steps, dtype=torch.int64), torch.zeros(vocab, dtype=torch.int64)
-    drafts = DrawnDrafts(tokens, torch.rand(reqs, steps, vocab), d2t)
-    rows = reqs * (steps + 1)
-    totals = []
-    for drawn in (None, drafts):
-        with Allocations() as seen:
-            sample(
-                torch.randn(rows, vocab),
-                rows=torch.ones(rows, dtype=torch.int64),
-                positions=torch.arange(rows),
-                table=SamplingTable(2, torch.device("cpu")),
-                token_ids=torch.zeros(2, 8, dtype=torch.int32),
-                tier=SamplerTier.FILTERED,
-                top_logprobs=0,
-                drawn=drawn,
-            )
-        totals.append(seen.total)
-    q = 4 * (4 * reqs * steps * vocab)  # logits in float32, scaled; q, and all of them together
-    bound = Q_TOTAL * reqs * steps * vocab
-    assert 0.5 * bound < q + totals[1] - totals[0] <= bound
 
 
 @pytest.mark.parametrize(
@@ -233,12 +210,13 @@ def test_rejection_stays_within_its_bound():
 def test_what_is_measured_after_loading_was_planned(asked, page_size, drafters):
     options = {"threads": 1, "load_format": "dummy", "max_num_seqs": 3, "page_size": page_size}
     asked = asked | drafters.get(asked["algorithm"], {})
-    with LLM(**named(drafters["target"], options | asked), max_num_batched_tokens=64) as llm:
+    asked = named(drafters["target"], options | asked)
+    with LLM(**asked, max_num_batched_tokens=64, knobs=Knobs(capture=AHEAD)) as llm:
         memory = llm.report()["memory"]
     planned, measured = memory["planned"], memory["measured"]
     assert measured["KV"] == planned["kv_bytes"]
     assert 0.4 * planned["workspace_bytes"] < measured["workspace"] <= planned["workspace_bytes"]
-    assert 0 < measured["graphs"] <= planned["graphs_bytes"]
+    assert measured["graphs"] <= planned["graphs_bytes"] <= 2 * measured["graphs"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import FinishCode, RowLogprobs
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_sizes import GraphSizes
-from paceline.runner.graphs import RESERVE_FACTOR, Graph, GraphKey, GraphStore
+from paceline.runner.graphs import CapturePolicy, Graph, GraphKey, GraphStore
 from paceline.runner.streams import DeferredStream
 
 LENGTHS = (5, 11, 3, 8, 17, 4, 9, 6)
@@ -195,15 +195,44 @@ def test_a_batch_beyond_the_largest_graph_is_eager(tiny: TinyModel, counts: Coun
 
 
 def test_with_a_short_reserve_the_runner_goes_on_eagerly(
-    tiny: TinyModel, counts: Counter[str], monkeypatch: pytest.MonkeyPatch
+    tiny: TinyModel, counts: Counter[str]
 ) -> None:
-    monkeypatch.setitem(RESERVE_FACTOR, "cpu", 1)
-    driver = Driver(tiny)
+    driver = Driver(tiny, recorded_bytes=1000, sanitize=False)
     prompts = start(driver, range(1, 3))
     driver.decode([1, 2], steps=5)
-    assert (counts["capture"], counts["replay"]) == (1, 0)
+    assert (counts["capture"], counts["replay"]) == (2, 0)  # the largest, and this one, both once
+    assert driver.runner.graphs_captured == 0
+    assert driver.runner.named_bytes()["graphs"] == 0
+    details = [event.detail for event in driver.events.counts()]
+    assert details[1] == (
+        "decode x 2, 2 tokens, stays eager: bytes of a recorded graph's intermediates must be at "
+        "most 1000, got 1244 and more; run the step without a graph"
+    )
     assert {event.reason for event in driver.events.counts()} == {"graph_reserve_short"}
     assert driver.tokens[2] == tiny.greedy(prompts[2], 6)
+
+
+def test_nothing_is_captured_before_the_use_at_which_it_pays(
+    tiny: TinyModel, counts: Counter[str]
+) -> None:
+    driver = Driver(tiny, capture_policy=CapturePolicy(at_boot=False, on_use=3), sanitize=False)
+    prompts = start(driver)
+    assert counts["capture"] == 0
+    driver.decode(range(1, 9), steps=2)
+    assert (counts["capture"], counts["replay"]) == (0, 0)
+    driver.decode(range(1, 9), steps=2)
+    assert (counts["capture"], counts["replay"]) == (1, 2)
+    assert driver.tokens[2] == tiny.greedy(prompts[2], 5)
+
+
+def test_recorded_graphs_hold_what_the_largest_holds(tiny: TinyModel) -> None:
+    driver = Driver(tiny, sanitize=False)
+    largest = driver.runner.named_bytes()["graphs"]
+    start(driver)
+    for rows in (range(1, 3), range(1, 5), range(1, 7)):
+        driver.decode(rows, steps=2)
+    assert driver.runner.graphs_captured == 4
+    assert driver.runner.named_bytes()["graphs"] == largest > 0
 
 
 # --- replay is the same step ----------------------------------------------------------------------

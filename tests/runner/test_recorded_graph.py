@@ -1,6 +1,7 @@
 """The recorded graph keeps a CUDA graph's contract: frozen Python, frozen addresses, no host."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 from paceline.core.errors import GraphError, HostReadError
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
+from paceline.runner.arena import Arena
 from paceline.runner.host_reads import (
     INDEX_OPERATORS,
     REFUSED_METHODS,
     REFUSED_OPERATORS,
     check_operator,
 )
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recorded import GraphTooLarge, RecordedGraph
 
 
 def captured(function: Callable[[], Any], *, poison: bool = True) -> RecordedGraph:
@@ -118,6 +120,55 @@ def test_intermediates_are_reused_by_every_replay() -> None:
     assert graph.intermediate_bytes() == held == 2 * 3 * 4
 
 
+def test_graphs_of_one_arena_answer_in_any_order() -> None:
+    """Each lies over the others, and the arena grows below those laid before."""
+    arena, graphs, outs, functions = Arena(), [], [], []
+    x, ids = torch.randn(4, 16), torch.tensor([0, 1, 1, 7])
+    for size in (3, 700, 40):
+        wide, sums = torch.ones(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64)
+        outs += [torch.zeros(4, 16), sums]
+        functions += [
+            many_operators(x, ids, outs[-2]),
+            lambda wide=wide, sums=sums: sums.copy_((wide * x.sum()).cumsum(0)),
+        ]
+    for function in functions:
+        graphs.append(RecordedGraph(poison=True, arena=arena))
+        graphs[-1].capture(function)
+    assert arena.nbytes >= max(graph.intermediate_bytes() for graph in graphs)
+    assert arena.nbytes < sum(graph.intermediate_bytes() for graph in graphs)
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 2, 0]):
+        x.normal_()
+        with torch.no_grad():
+            for function in functions:
+                function()
+        wanted = [out.clone() for out in outs]
+        for index in order:
+            outs[index].zero_()
+            graphs[index].replay()
+            assert torch.equal(outs[index], wanted[index])
+
+
+def test_a_result_that_is_kept_is_that_of_the_last_replay() -> None:
+    """What a function hands out lies in the arena too: views of it, and other dtypes."""
+    x, kept = torch.ones(6), []
+    graph = captured(lambda: kept.extend([(x * 2), (x * 2).view(2, 3)[1], x.bfloat16() + 1]))
+    x.fill_(4.0)
+    graph.replay()
+    assert [each.tolist() for each in kept] == [[8.0] * 6, [8.0] * 3, [5.0] * 6]
+
+
+def test_a_graph_beyond_the_limit_of_its_arena_is_refused_and_takes_nothing() -> None:
+    arena, x = Arena(limit_bytes=100), torch.ones(20)
+    graph = RecordedGraph(poison=False, arena=arena)
+    wanted = (
+        "bytes of a recorded graph's intermediates must be at most 100, got 160 and more; run the "
+        "step without a graph"
+    )
+    with pytest.raises(GraphTooLarge, match=re.escape(wanted)):
+        graph.capture(lambda: (x * 2).exp())
+    assert arena.nbytes == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64])
 def test_poison_makes_a_value_carried_over_from_an_earlier_replay_visible(
     dtype: torch.dtype,
@@ -131,6 +182,7 @@ def test_poison_makes_a_value_carried_over_from_an_earlier_replay_visible(
         scratch.copy_(x)
 
     clean = captured(carries, poison=False)
+    clean.replay()
     x.fill_(5)
     clean.replay()
     assert (out == 1).all()

@@ -28,6 +28,7 @@ from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
 from paceline.runner.build import RunnerConfig, build_runner
+from paceline.runner.graphs import AHEAD, CapturePolicy
 from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.proposer import Proposer
 from paceline.runner.staging import RING_DEPTH
@@ -128,6 +129,8 @@ class Driver:
         sanitize: bool = True,
         boot: bool = True,
         max_running: int = MAX_RUNNING,
+        capture_policy: CapturePolicy = AHEAD,
+        recorded_bytes: int | None = None,
         taps: tuple[str, ...] = (),
         draft: DraftShape | None = None,
         make_proposer: Callable[[RunnerConfig], Proposer] | None = None,
@@ -145,6 +148,8 @@ class Driver:
             num_pages=(num_pages,) * len(groups),
             graph_max_reqs=MAX_RUNNING if graph_max_reqs is None else graph_max_reqs,
             capture=graph_max_reqs is not None,
+            capture_policy=capture_policy,
+            recorded_bytes=recorded_bytes,
             graph_max_tokens=graph_max_tokens,
             poison_graphs=poison,
             sanitize=sanitize,

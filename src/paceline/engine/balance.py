@@ -172,7 +172,6 @@ def graph_demand(
     """What graphs of up to `rows` requests of `length` tokens may hold."""
     drafts = None if drafter is None else drafter.shape
     element, tokens = ELEMENT_BYTES[known(options.dtype)], options.cuda_graph_max_tokens or 0
-    reserve = RESERVE_FACTOR[device_type]
     held = graph_bytes(
         config,
         element,
@@ -180,8 +179,8 @@ def graph_demand(
         tokens=tokens,
         length=length + tokens_in_flight(drafts),
         device_type=device_type,
-        reserve=reserve,
+        reserve=RESERVE_FACTOR,
     )
     return held + draft_graph_bytes(
-        drafter, element, rows=rows, tokens=tokens, device_type=device_type, reserve=reserve
+        drafter, element, rows=rows, tokens=tokens, device_type=device_type, reserve=RESERVE_FACTOR
     )

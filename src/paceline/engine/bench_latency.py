@@ -143,7 +143,7 @@ class LatencyBench:
 
     def _time(self, llm: Any, batch_size: int) -> LatencyResult:
         shape = self._shape
-        for _ in range(2):  # a graph is captured when its shape comes for the second time
+        for _ in range(2):  # by then its shape has a graph, where it gets one
             self._generate(llm, batch_size=batch_size, output_len=shape.output_len, salt=2)
         first_s, rates, outputs = [], [], list[RequestOutput]()
         for repeat in range(REPEATS):

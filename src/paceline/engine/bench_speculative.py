@@ -110,7 +110,7 @@ def _compare(plain: LLM, speculative: LLM, shape: SpeculativeShape) -> dict[str,
     params = SamplingParams(temperature=0.0, max_tokens=shape.output_len, ignore_eos=True, seed=0)
     inputs = inputs_of(plain, shape.prompts)
     for llm in (plain, speculative):
-        for _ in range(2):  # a graph is captured when its shape comes for the second time
+        for _ in range(2):  # by then its shape has a graph, where it gets one
             llm.generate([inputs[0]], params, use_tqdm=False)
     runs = (in_turns(plain, speculative, each, params, repeats=shape.repeats) for each in inputs)
     pairs, is_cut = collect("prompts", runs, total=len(inputs), unit="prompt")

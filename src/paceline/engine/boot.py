@@ -40,11 +40,13 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource
 from paceline.runner.build import RunnerConfig, build_runner, tokens_in_flight
+from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import Stream, make_stream
 
 _LOG = logging.getLogger("paceline")
+_USUAL_CAPTURE = {"cpu": ONCE_IT_PAYS, "cuda": AHEAD}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,8 +56,12 @@ class Booted:
     prepared: "Prepared"
     engine: Engine
     runner: ModelRunner
-    measured: Mapping[str, int]  # bytes by the names of fit.budget_lines
     boot_s: float
+
+    @property
+    def measured(self) -> Mapping[str, int]:
+        """Bytes held now, by the names of budget_table.budget_lines."""
+        return measured_bytes(self.runner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +69,7 @@ class Knobs:
     """What tests turn and users do not."""
 
     stream: Stream | None = None  # where steps run; None takes the device's own
+    capture: CapturePolicy | None = None  # None takes the device's usual
     poison_graphs: bool = False  # fill intermediates of recorded graphs before each replay
     staging_depth: int = RING_DEPTH
     reserve_ahead: int | None = None  # tokens; None takes the scheduler's default
@@ -156,8 +163,7 @@ def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
     model = _load(prepared, notify)
     runner = _build(model, prepared, knobs, notify)
     runner.boot()
-    measured = measured_bytes(model, runner)
-    _LOG.debug("memory, planned and measured\n%s", compare(prepared.fit, measured))
+    _LOG.debug("memory, planned and measured\n%s", compare(prepared.fit, measured_bytes(runner)))
     tokenizer = prepared.admission.tokenizer
     engine = Engine(
         _scheduler(prepared, knobs, notify),
@@ -169,7 +175,7 @@ def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
     _test_drafter(engine, tokenizer, prepared, notify)
     boot_s = prepared.prepare_s + time.perf_counter() - began
     _LOG.info("%s; ready in %.1f s", prepared.resolution.line(), boot_s)
-    return Booted(prepared=prepared, engine=engine, runner=runner, measured=measured, boot_s=boot_s)
+    return Booted(prepared=prepared, engine=engine, runner=runner, boot_s=boot_s)
 
 
 def _test_drafter(
@@ -268,6 +274,8 @@ def _runner_config(prepared: Prepared, knobs: Knobs, num_pages: tuple[int, ...])
         graph_max_reqs=known(options.cuda_graph_max_bs),
         graph_max_tokens=known(options.cuda_graph_max_tokens),
         capture=not options.enforce_eager,
+        capture_policy=knobs.capture or _USUAL_CAPTURE[prepared.device.device_type],
+        recorded_bytes=prepared.fit.graphs_bytes,
         poison_graphs=knobs.poison_graphs,
         sanitize=options.sanitize,
         staging_depth=knobs.staging_depth,

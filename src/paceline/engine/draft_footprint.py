@@ -16,11 +16,9 @@ from paceline.engine.speculation import Speculation
 
 _ROW_BYTES = 64  # allowance, per row of a draft pass: ids, positions, slots, parents, sequences
 _CANDIDATE_BYTES = 16  # token, score and parent
-# What draft_topk allocates on a CPU per logit: at its peak; in all, without and with noise.
-DRAFT_PEAK, DRAFT_TOTAL, NOISY_TOTAL = 48, 72, 216
-# What rejection allocates per draft and vocabulary entry: at its peak, q and what it is made of; in
-# all, beside what the sampler does.
-_Q_PEAK, Q_TOTAL = 8, 48
+# What draft_topk allocates on a CPU per logit: at its peak; in all, without noise.
+DRAFT_PEAK, DRAFT_TOTAL = 48, 72
+_Q_PEAK = 8  # what rejection allocates per draft and vocabulary entry: q and what it is made of
 
 
 def draft_workspace_bytes(speculation: Speculation | None, limits: StepLimits, element: int) -> int:
@@ -74,8 +72,7 @@ def draft_graph_bytes(
     computed = speculation.passes * rows * speculation.pass_rows + tokens
     forward = 2 * model.num_layers * _layers_bytes(speculation, model, computed, element)
     greedy = shape.num_steps * _logits_bytes(speculation, rows, DRAFT_TOTAL)
-    noisy = shape.num_steps * _logits_bytes(speculation, rows, NOISY_TOTAL)
-    return reserve * (forward + greedy) + forward + noisy + _q_bytes(speculation, rows, Q_TOTAL)
+    return forward + greedy
 
 
 def _layers_bytes(speculation: Speculation, model: ModelConfig, tokens: int, element: int) -> int:

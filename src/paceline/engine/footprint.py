@@ -36,10 +36,8 @@ class SamplerCost:
         return rows * self.per_entry * vocab_size + (rows + 1) * self.per_token * length
 
 
-# What layers.sampling allocates at its peak, and 16 per entry for the scratch of a GPU's sort; and
-# all it ever allocates, which a recorded graph keeps.
+# What layers.sampling allocates at its peak, and 16 per entry for the scratch of a GPU's sort.
 SAMPLER_PEAK = SamplerCost(per_entry=56, per_token=24)
-SAMPLER_TOTAL = SamplerCost(per_entry=272, per_token=48)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +126,13 @@ def graph_bytes(
     device_type: str,
     reserve: int,
 ) -> int:
-    """What captured graphs may hold: `reserve` times the largest greedy graphs, of a decode and of
-    a ragged step, which size the reserve, and one graph of the widest sampler that may pass its
-    end.  rows: of the decode step, of a round those it verifies; tokens: of the ragged step, 0 for
-    none.
+    """What captured graphs may hold.  rows: of the decode step, of a round those it verifies;
+    tokens: of the ragged step, 0 for none.
 
     CUDA graphs share one pool, which is as large as the largest step, and reuse storage between
-    operations; a recorded graph does neither.
+    operations: `reserve` times the largest greedy graphs, of a decode and of a ragged step, and one
+    graph of the widest sampler that may pass its end.  Recorded graphs share an arena, which is as
+    large as all that the largest greedy one allocates; what needs more runs without a graph.
     """
     shapes = 2 if tokens else 1
     logits = rows * config.vocab_size * LOGITS_BYTES
@@ -145,8 +143,7 @@ def graph_bytes(
         widest = nodes + sampler_bytes(config, rows, length, cost=SAMPLER_PEAK)
         return reserve * (shared + shapes * nodes) + widest
     forward = config.num_layers * 2 * activation_bytes(config, rows + tokens, element)
-    widest = forward + sampler_bytes(config, rows, length, cost=SAMPLER_TOTAL)
-    return reserve * (forward + shapes * logits) + widest
+    return forward + shapes * logits
 
 
 def workspace_bytes(

@@ -2,13 +2,13 @@
 
 import torch
 
-from paceline.models.causal_lm import CausalLM
 from paceline.runner.model_runner import ModelRunner
 
 
-def measured_bytes(model: CausalLM, runner: ModelRunner) -> dict[str, int]:
-    """Bytes that are held now, by the names of `fit.compare`; graphs: the largest ones."""
-    held, proposer = runner.named_bytes(), runner.parts.proposer
+def measured_bytes(runner: ModelRunner) -> dict[str, int]:
+    """Bytes that are held now, by the names of `fit.compare`."""
+    model, proposer = runner.parts.model, runner.parts.proposer
+    held = runner.named_bytes()
     drafter = None if proposer is None else proposer.model
     found = {
         "weights": _weights_bytes(model),

@@ -21,7 +21,7 @@ from paceline.engine.speculation import Speculation, all_groups
 CPU_KV_LIMIT = 4 * GIB
 GPU_GRAPH_TOKENS = 1024  # longer steps keep the GPU busy while the next operations are launched
 WITHOUT_GRAPHS = "no graphs; steps are padded as with them, so that answers are the same"
-CPU_GRAPH_ROWS = 64  # requests; recorded graphs share no memory, and calls are cheap beside rows
+CPU_GRAPH_ROWS = 64  # requests; calls are cheap beside so many rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _choose_device(resolution: Resolution, config: ModelConfig, device: DeviceFa
         "kv_cache_dtype", known(resolution.options.dtype), "the format of the activations"
     )
     if device.cores is not None:
-        resolution = resolution.choose("threads", device.cores, "physical cores")
+        resolution = resolution.choose("threads", device.cores, "physical cores that are free")
     return resolution
 
 

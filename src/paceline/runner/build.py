@@ -17,9 +17,10 @@ from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import (
+    AHEAD,
     RESERVE_FACTOR,
+    CapturePolicy,
     CudaGraphFactory,
-    GraphFactory,
     GraphStore,
     RecordedGraphFactory,
 )
@@ -52,6 +53,8 @@ class RunnerConfig:
     graph_max_tokens: int = 0  # of a prefill or mixed step that is; 0: none
     sizes: GraphSizes | None = None  # padded sizes; None: the usual ones up to these two
     capture: bool = True  # False: every step eager, padded all the same
+    capture_policy: CapturePolicy = AHEAD
+    recorded_bytes: int | None = None  # intermediates of recorded graphs at most; None: any number
     poison_graphs: bool = False
     sanitize: bool = False  # run every step twice, over poison
     staging_depth: int = RING_DEPTH
@@ -233,9 +236,14 @@ def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:
 def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> GraphStore | None:
     if not limits.capture:
         return None
-    factory: GraphFactory
     if device.type == "cuda":
-        factory = CudaGraphFactory()
-    else:
-        factory = RecordedGraphFactory(poison=limits.poison_graphs or limits.sanitize)
-    return GraphStore(factory, reserve_factor=RESERVE_FACTOR[device.type], notify=notify)
+        return GraphStore(
+            CudaGraphFactory(),
+            reserve_factor=RESERVE_FACTOR,
+            notify=notify,
+            policy=limits.capture_policy,
+        )
+    factory = RecordedGraphFactory(
+        poison=limits.poison_graphs or limits.sanitize, limit_bytes=limits.recorded_bytes
+    )
+    return GraphStore(factory, reserve_factor=None, notify=notify, policy=limits.capture_policy)

@@ -11,9 +11,10 @@ import torch
 from paceline.core.events import Event, Notify
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
+from paceline.runner.arena import Arena
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.host_reads import refuse_host_reads
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recorded import GraphTooLarge, RecordedGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,42 +116,63 @@ class CudaGraphFactory:
 
 
 class RecordedGraphFactory:
-    """Recorded graphs for the CPU."""
+    """Recorded graphs for the CPU, over one arena.
+
+    limit_bytes: what the arena may hold; None: what the largest graph needs.
+    """
 
     needs_warm_up = False
-    shares_memory = False
+    shares_memory = True
 
-    def __init__(self, *, poison: bool) -> None:
+    def __init__(self, *, poison: bool, limit_bytes: int | None) -> None:
         self._poison = poison
-        self._made: list[RecordedGraph] = []
+        self._arena = Arena(limit_bytes=limit_bytes)
 
     def make(self) -> Graph:
-        graph = RecordedGraph(poison=self._poison)
-        self._made.append(graph)
-        return graph
+        return RecordedGraph(poison=self._poison, arena=self._arena)
 
     def bytes_held(self) -> int:
-        """Bytes of the intermediates of all graphs made."""
-        return sum(graph.intermediate_bytes() for graph in self._made)
+        """Bytes of the arena."""
+        return self._arena.nbytes
 
 
-# The reserve, as a multiple of the largest graphs.  CUDA graphs share the storage of these; once
-# more is for what does not fit into its pieces.  Recorded graphs share nothing.
-RESERVE_FACTOR = {"cpu": 32, "cuda": 2}
+@dataclass(frozen=True, slots=True)
+class CapturePolicy:
+    """When keys get their graphs."""
+
+    at_boot: bool  # the largest of each shape; they size the reserve
+    on_use: int  # any other key: eager before
+
+
+AHEAD = CapturePolicy(at_boot=True, on_use=2)
+# A recording costs as much as 8 to 15 of its replays save: decision 035.
+ONCE_IT_PAYS = CapturePolicy(at_boot=False, on_use=8)
+# The reserve of CUDA graphs, as a multiple of the largest, whose storage the others share: once
+# more is for what does not fit into its pieces.
+RESERVE_FACTOR = 2
 
 
 class GraphStore:
     """Owns the captured graphs of an engine and decides what is captured when.
 
-    The largest key of each shape is captured at boot and sizes the reserve.  Any other key runs
-    eagerly first and is captured on its second use, unless it needs storage of its own and the
-    reserve is short: then it stays eager, with an event.
+    A key that needs storage of its own stays eager when the reserve is short, with an event.
+    reserve_factor: the reserve, as a multiple of the graphs captured at boot; None: the factory
+    knows its limit, and a graph that would pass it is not kept.
     """
 
-    def __init__(self, factory: GraphFactory, *, reserve_factor: int, notify: Notify) -> None:
+    def __init__(
+        self,
+        factory: GraphFactory,
+        *,
+        reserve_factor: int | None,
+        notify: Notify,
+        policy: CapturePolicy = AHEAD,
+    ) -> None:
         self.factory = factory
+        self.policy = policy
         self._reserve_factor = reserve_factor
         self._notify = notify
+        self._too_large: set[GraphKey] = set()
         self._graphs: dict[GraphKey, Graph] = {}
         self._uses: dict[GraphKey, int] = {}
         self._largest: dict[bool, tuple[int, int]] = {}  # is ragged: padded tokens, bytes
@@ -167,8 +189,8 @@ class GraphStore:
 
     @property
     def bytes_reserved(self) -> int:
-        """What graphs may hold in all; 0 before the first capture."""
-        return self._reserve_factor * sum(size for _, size in self._largest.values())
+        """What graphs may hold in all; 0 before the first capture, and without a factor."""
+        return (self._reserve_factor or 0) * sum(size for _, size in self._largest.values())
 
     def find(self, key: GraphKey) -> Graph | None:
         """The captured graph of a key."""
@@ -177,33 +199,41 @@ class GraphStore:
     def wants(self, key: GraphKey) -> bool:
         """Count a use of a key that is not captured; True when it should be captured now."""
         self._uses[key] = self._uses.get(key, 0) + 1
-        if self._uses[key] < 2:
+        if self._uses[key] < self.policy.on_use or key in self._too_large:
             return False
-        if self._is_covered(key):
+        if self._reserve_factor is None or self._is_covered(key):
             return True
         estimate = self._estimate(key)
         if self._bytes + estimate > self.bytes_reserved:
-            self._notify(
-                Event(
-                    "graph_reserve_short",
-                    f"{key.phase.value} x {key.padded_reqs}, {key.size.tokens} tokens, stays "
-                    f"eager: needs about {estimate} bytes, {self.bytes_reserved - self._bytes} "
-                    f"of {self.bytes_reserved} left",
-                )
+            left = self.bytes_reserved - self._bytes
+            self._stays_eager(
+                key, f"needs about {estimate} bytes, {left} of {self.bytes_reserved} left"
             )
             return False
         return True
 
-    def capture(self, key: GraphKey, function: Callable[[], None]) -> Graph:
-        """Capture `function` and keep its graph.  The caller has padded the buffers."""
+    def capture(self, key: GraphKey, function: Callable[[], None]) -> Graph | None:
+        """Capture `function` and keep its graph; None when it is too large to keep.
+
+        The caller has padded the buffers.
+        """
         before = self.factory.bytes_held()
         graph = self.factory.make()
-        graph.capture(function)
+        try:
+            graph.capture(function)
+        except GraphTooLarge as error:
+            self._too_large.add(key)
+            self._stays_eager(key, str(error))
+            return None
         grown = self.factory.bytes_held() - before
         self._bytes += grown
         self._largest.setdefault(key.extend_len is None, (key.size.tokens, max(grown, 1)))
         self._graphs[key] = graph
         return graph
+
+    def _stays_eager(self, key: GraphKey, why: str) -> None:
+        what = f"{key.phase.value} x {key.padded_reqs}, {key.size.tokens} tokens"
+        self._notify(Event("graph_reserve_short", f"{what}, stays eager: {why}"))
 
     def _is_covered(self, key: GraphKey) -> bool:
         """Whether captured graphs of as many tokens, and as many rows of the same sampler, share

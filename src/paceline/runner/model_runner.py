@@ -55,8 +55,8 @@ class ModelRunner:
         self._captured: dict[GraphKey, Program] = {}  # what graphs leave; with a sanitizer
 
     def boot(self) -> None:
-        """Capture the largest graph of each shape, largest first; they size the graph reserve."""
-        if self._graphs is None:
+        """Capture the largest graph of each shape, largest first, unless none is captured ahead."""
+        if self._graphs is None or not self._graphs.policy.at_boot:
             return
         keys = [self._keys.longest_extend(), self._keys.largest_decode()]
         wanted = [key for key in keys if key is not None]
@@ -210,8 +210,11 @@ class ModelRunner:
             found = self._capture(key)
         return found
 
-    def _capture(self, key: GraphKey) -> Graph:
-        """Capture a key over padded rows alone, which are harmless to execute."""
+    def _capture(self, key: GraphKey) -> Graph | None:
+        """Capture a key over padded rows alone, which are harmless to execute.
+
+        None: its graph is too large to keep.
+        """
         assert self._graphs is not None
         size = key.size
         make = self._round_program if key.is_round else self._program
@@ -225,7 +228,7 @@ class ModelRunner:
             self._stream.run(_without_autograd(program))
         self._stream.synchronize()
         graphs = self._graphs
-        captured: list[Graph] = []
+        captured: list[Graph | None] = []
         self._stream.run(lambda: captured.append(graphs.capture(key, program.run)))
         self._stream.synchronize()
         if self._sanitizer is not None:

@@ -2,16 +2,19 @@
 
 Capture executes a function once and records every operator it dispatches, with its arguments.
 Replay executes the same operators on the same storages: Python does not run, host numbers are
-frozen, addresses are reused, exactly as in a CUDA graph.
+frozen, addresses are reused, exactly as in a CUDA graph.  Graphs share an arena, as CUDA graphs do
+a pool.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.core.errors import GraphError, message
 from paceline.kernels.custom_op import cpu_kernel
+from paceline.runner.arena import Arena
 from paceline.runner.host_reads import refuse_host_reads
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -31,61 +34,102 @@ _DIRECT: dict[Any, Callable[..., Any]] = {
 _POISON_INT = 0x3FFF_FFFF  # an index no buffer has
 
 
+class GraphTooLarge(GraphError):
+    """A graph whose intermediates outgrow the limit of its arena."""
+
+
 class RecordedGraph:
     """One captured function.
 
     poison: fill intermediates with NaN (integers: an impossible index) before each replay, so that
-    a value carried over from an earlier replay shows.
+    a value carried over from an earlier replay, or from another graph, shows.
+    arena: where intermediates lie, shared with graphs that run before or after; None: its own.
     """
 
-    def __init__(self, *, poison: bool) -> None:
+    def __init__(self, *, poison: bool, arena: Arena | None = None) -> None:
         self._poison = poison
+        self._arena = Arena() if arena is None else arena
         self._calls: list[Call] = []
-        self._intermediates: dict[int, Tensor] = {}  # storage address -> a tensor that owns it
+        self._pieces: list[Tensor] = []  # the intermediates' storages, flat
 
     def capture(self, function: Callable[[], None]) -> None:
-        """Execute and record `function`.  Raises HostReadError for what a graph cannot hold."""
-        with torch.no_grad(), refuse_host_reads(self._record):
-            function()
+        """Execute and record `function`; the tensors it makes move into the arena.
+
+        Raises HostReadError for what a graph cannot hold, GraphTooLarge beyond the arena's limit.
+        """
+        recording = _Recording(self._arena.limit_bytes)
+        with torch.no_grad():
+            with refuse_host_reads(recording.record):
+                function()
+            self._pieces = self._arena.lay(recording.owners, recording.seen.values())
+        self._calls = recording.calls
 
     def replay(self) -> None:
         """Execute what was recorded."""
         with torch.inference_mode():
             if self._poison:
-                for tensor in self._intermediates.values():
-                    _poison(tensor)
+                for piece in self._pieces:
+                    _poison(piece)
             for operator, args, kwargs in self._calls:
                 operator(*args, **kwargs)
 
     def intermediate_bytes(self) -> int:
         """Bytes of all storages the capture allocated."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._intermediates.values())
+        return sum(piece.nbytes for piece in self._pieces)
 
-    def _record(
+
+class _Recording:
+    """What one capture has seen so far.  Keeps every tensor alive, so that no address returns."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.calls: list[Call] = []
+        self.owners: dict[int, Tensor] = {}  # storage address -> a tensor of an intermediate
+        self.seen: dict[int, Tensor] = {}  # id -> every tensor given to or made by an operator
+        self._limit_bytes = limit_bytes
+        self._bytes = 0
+
+    def record(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
+        """Take in one operator that was executed."""
+        given = list(_tensors((*args, *kwargs.values())))
+        self.seen.update((id(tensor), tensor) for tensor in given)
         if func._schema.is_mutable:
-            self._calls.append((cpu_kernel(func) or func, tuple(args), dict(kwargs)))
+            self.calls.append((cpu_kernel(func) or func, tuple(args), dict(kwargs)))
             return
         outputs = [result] if isinstance(result, Tensor) else list(result)
-        inputs = _storages(args) | _storages(kwargs.values())
+        self.seen.update((id(tensor), tensor) for tensor in outputs)
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in given}
         if all(output.untyped_storage().data_ptr() in inputs for output in outputs):
             return  # a view of a storage that is replayed already
         for output in outputs:
-            self._intermediates[output.untyped_storage().data_ptr()] = output
+            self._own(output)
         if func._schema.name not in _EMPTY_FACTORIES:
-            self._calls.append(_refill(func, tuple(args), dict(kwargs), outputs))
+            self.calls.append(_refill(func, tuple(args), dict(kwargs), outputs))
+
+    def _own(self, output: Tensor) -> None:
+        storage = output.untyped_storage()
+        if storage.data_ptr() not in self.owners:
+            self._bytes += storage.nbytes()
+        self.owners[storage.data_ptr()] = output
+        if self._limit_bytes is not None and self._bytes > self._limit_bytes:
+            raise GraphTooLarge(
+                message(
+                    "bytes of a recorded graph's intermediates",
+                    expected=f"at most {self._limit_bytes}",
+                    got=f"{self._bytes} and more",
+                    remedy="run the step without a graph",
+                )
+            )
 
 
-def _storages(values: Any) -> set[int]:
-    """Addresses of the storages of `values` and of tensors in lists among them."""
-    found: set[int] = set()
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among `values` and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
-            found.add(value.untyped_storage().data_ptr())
+            yield value
         elif isinstance(value, list | tuple):
-            found |= _storages(value)
-    return found
+            yield from _tensors(value)
 
 
 def _refill(
@@ -137,8 +181,7 @@ def _same_types(func: Any, candidate: Any) -> bool:
     )
 
 
-def _poison(tensor: Tensor) -> None:
-    flat = tensor.new_empty(0).set_(tensor.untyped_storage())
+def _poison(flat: Tensor) -> None:
     if flat.is_floating_point():
         flat.fill_(float("nan"))
     elif flat.dtype is torch.bool:
