@@ -59,7 +59,9 @@ class Tokenizer:
                 message(
                     "tokenizer",
                     expected="tokenizer.json in the model folder",
-                    got=f"{folder} without it",
+                    got="tokenizer.model alone"
+                    if (folder / "tokenizer.model").is_file()
+                    else f"{folder} without it",
                     remedy="save the model with a fast tokenizer, or pass token ids",
                 )
             )
