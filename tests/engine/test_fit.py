@@ -323,6 +323,21 @@ def test_without_graphs_no_reason_speaks_of_their_memory_or_time(model, device):
             )
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "dtype"),
+    [
+        (H200, {}, "bfloat16"),
+        (replace(H200, native_bf16=False), {}, "float16"),
+        (H200, {"dtype": "float32"}, "float32"),
+        (CPU, {}, "float32"),
+    ],
+)
+def test_float32_weights_are_served_in_half_on_a_gpu_unless_asked(device, asked, dtype):
+    wide = replace(parse_config(locate("llama-3.2-1b").config), dtype="float32")
+    resolution, _ = resolve(asked, config=wide, device=device)
+    assert resolution.options.dtype == dtype
+
+
 def test_a_cpu_without_bfloat16_computes_in_float32():
     resolution, _ = plan("llama-3.2-1b", replace(CPU, native_bf16=False))
     assert resolution.options.dtype == "float32"

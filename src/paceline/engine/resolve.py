@@ -102,7 +102,10 @@ def _choose_drafter(resolution: Resolution, speculation: Speculation | None) -> 
 
 def _choose_device(resolution: Resolution, config: ModelConfig, device: DeviceFacts) -> Resolution:
     resolution = resolution.choose("device", device.device_type, device.name)
-    if device.native_bf16 or config.dtype == "float32":
+    if device.device_type == "cuda" and config.dtype == "float32":
+        dtype = "bfloat16" if device.native_bf16 else "float16"
+        why = "float32 weights cost a GPU half its speed and memory; ask with --dtype float32"
+    elif device.native_bf16 or config.dtype == "float32":
         dtype, why = config.dtype, "as stored in the checkpoint"
     elif device.device_type == "cuda":
         dtype, why = "float16", "this GPU has no bfloat16 instructions"
