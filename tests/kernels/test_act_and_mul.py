@@ -8,7 +8,7 @@ from transformers.activations import ACT2FN
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels.act_and_mul import ACTIVATIONS, act_and_mul, act_and_mul_reference
 
-NAMES = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 
 
 def run_triton(x: Tensor, kind: str) -> Tensor:
@@ -37,7 +37,9 @@ def test_gated_activation_equals_transformers(run: object, dtype: torch.dtype, k
 
 
 def test_bad_argument_is_named_with_what_was_expected() -> None:
-    with pytest.raises(KernelArgumentError, match="kind must be one of gelu_tanh, silu, got 'relu"):
-        act_and_mul(torch.ones(2, 8), "relu")
+    with pytest.raises(
+        KernelArgumentError, match="kind must be one of gelu, gelu_tanh, relu, silu, got"
+    ):
+        act_and_mul(torch.ones(2, 8), "swish")
     with pytest.raises(KernelArgumentError, match=r"x must be \[tokens, 2 \* inter\].*\[2, 7\]"):
         act_and_mul(torch.ones(2, 7), "silu")

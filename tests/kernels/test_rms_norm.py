@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from paceline.core.errors import KernelArgumentError
@@ -36,11 +37,13 @@ def operands(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
     return x.to(dtype), torch.randn(dim, generator=generator).to(dtype)
 
 
-def run_triton(x: Tensor, residual: Tensor | None, weight: Tensor, unit_offset: bool) -> Tensor:
+def run_triton(
+    x: Tensor, residual: Tensor | None, weight: Tensor, unit_offset: bool, *, wide: bool = False
+) -> Tensor:
     from paceline.kernels._triton.rms_norm import launch_rms_norm
 
     out = torch.full_like(x, float("nan"))
-    launch_rms_norm(x, residual, weight, eps=EPS, unit_offset=unit_offset, out=out)
+    launch_rms_norm(x, residual, weight, eps=EPS, unit_offset=unit_offset, wide=wide, out=out)
     return out
 
 
@@ -68,6 +71,23 @@ def test_triton_rounds_as_transformers(dtype: torch.dtype, unit_offset: bool) ->
     actual = run_triton(x, None, weight, unit_offset)
     assert_within_ulps(actual, theirs(weight, unit_offset)(x), 4)
     assert not torch.allclose(actual.float(), theirs(weight, not unit_offset)(x).float(), atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_wide_product_rounds_as_gpt_oss(dtype: torch.dtype) -> None:
+    x, weight = operands(dtype, 200)
+    module = GptOssRMSNorm(200, eps=EPS).to(dtype)
+    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    expected, narrow = module(x), theirs(weight, False)(x)
+    reference = rms_norm_reference(x, weight, EPS, wide=True)
+    torch.testing.assert_close(reference, expected, rtol=0.0, atol=0.0)
+    actual = rms_norm(x, weight, EPS, wide=True)
+    assert (actual != expected).float().mean().item() < (0.5 if dtype == torch.float32 else 0.01)
+    assert_within_ulps(run_triton(x, None, weight, False, wide=True), expected, 4)
+    total, residual = add_rms_norm_reference(x, x, weight, EPS, wide=True), x.clone()
+    assert_within_ulps(add_rms_norm(x, residual, weight, EPS, wide=True), total[0], 2)
+    if dtype != torch.float32:
+        assert (narrow != expected).float().mean().item() > 0.1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,7 +120,7 @@ def test_strided_heads_are_normalised_in_place() -> None:
 def launch_in_place(view: Tensor, weight: Tensor) -> None:
     from paceline.kernels._triton.rms_norm import launch_rms_norm
 
-    launch_rms_norm(view, None, weight, eps=EPS, unit_offset=False, out=view)
+    launch_rms_norm(view, None, weight, eps=EPS, unit_offset=False, wide=False, out=view)
 
 
 def test_step_without_tokens_is_empty() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from paceline.core.errors import KernelArgumentError
+from paceline.kernels.act_and_mul import ACTIVATIONS
 from paceline.kernels.skinny_linear import (
     arrival_counters,
     fits_skinny,
@@ -23,7 +24,7 @@ def operands(tokens: int, rows: int, inner: int, *, dtype: torch.dtype) -> list[
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 384), (3, 384), (3, 512), (33, 128)])
 def test_skinny_linear_equals_its_definition(
     tokens: int, inner: int, activation: str | None, dtype: torch.dtype
@@ -69,8 +70,8 @@ def test_operands_that_do_not_fit_are_named(change, text: str) -> None:
 
 def test_an_activation_needs_a_known_name_and_two_rows_a_feature() -> None:
     x, weight, bias = operands(2, 65, 256, dtype=torch.bfloat16)
-    with pytest.raises(KernelArgumentError, match="activation must be one of gelu_tanh, silu"):
-        skinny_linear(x, weight, bias, activation="relu")
+    with pytest.raises(KernelArgumentError, match="activation must be one of gelu, gelu_tanh, rel"):
+        skinny_linear(x, weight, bias, activation="swish")
     with pytest.raises(KernelArgumentError, match=r"weight must be .*\[2 \* out, 256\]"):
         skinny_linear(x, weight, bias, activation="silu")
 

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.model_config import MoEConfig
+from paceline.core.model_config import MoEConfig, NormKind
 from paceline.core.parallel import Parallel
-from paceline.layers.embedding import Embedding, LMHead
+from paceline.layers.embedding import Embedding, LMHead, root_scale
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SparseMLP
@@ -75,7 +75,14 @@ def test_fused_qkv_equals_three_products(bias: bool) -> None:
 
 @pytest.mark.parametrize(
     ("activation", "formula"),
-    [("silu", F.silu), ("gelu_pytorch_tanh", lambda g: F.gelu(g, approximate="tanh"))],
+    [
+        ("silu", F.silu),
+        ("swish", F.silu),
+        ("gelu", F.gelu),
+        ("gelu_new", lambda g: F.gelu(g, approximate="tanh")),
+        ("gelu_pytorch_tanh", lambda g: F.gelu(g, approximate="tanh")),
+        ("relu", F.relu),
+    ],
 )
 def test_mlp_gates_up_with_the_named_activation(activation: str, formula: object) -> None:
     layer = filled(
@@ -92,8 +99,8 @@ def test_mlp_gates_up_with_the_named_activation(activation: str, formula: object
 
 
 def test_norm_adds_into_the_residual_and_neutral_is_the_identity_factor() -> None:
-    for unit_offset in (False, True):
-        norm = RMSNorm(16, 1e-6, placement=CPU, unit_offset=unit_offset)
+    for kind in NormKind:
+        norm = RMSNorm(16, 1e-6, placement=CPU, kind=kind)
         norm.neutral_()
         delta, residual = torch.randn(3, 16), torch.randn(3, 16)
         total = delta + residual
@@ -102,11 +109,11 @@ def test_norm_adds_into_the_residual_and_neutral_is_the_identity_factor() -> Non
         torch.testing.assert_close(out, F.rms_norm(total, (16,), None, 1e-6))
 
 
-def test_embedding_scale_is_rounded_to_the_dtype_of_the_table() -> None:
+def test_gemmas_embedding_scale_is_rounded_to_the_dtype_of_the_table() -> None:
     placement = Placement(torch.device("cpu"), torch.bfloat16)
-    embedding = filled(Embedding(9, 8, scale=3072**0.5, parallel=PARALLEL, placement=placement))
-    scale = torch.tensor(3072**0.5, dtype=torch.bfloat16)
-    assert scale.item() == 55.5
+    scale = root_scale(3072, torch.bfloat16)
+    assert scale == 55.5
+    embedding = filled(Embedding(9, 8, scale=scale, parallel=PARALLEL, placement=placement))
     ids = torch.tensor([3, 0, 8])
     assert torch.equal(embedding(ids), embedding.weight[ids] * scale)
 

@@ -18,10 +18,10 @@ from paceline.core.errors import WeightsError
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
-from paceline.models.checkpoint import INDEX_NAME
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
+from paceline.models.weight_files import INDEX_NAME
 
 CASE = "llama-gqa2-untied"
 CPU = torch.device("cpu")
@@ -173,6 +173,26 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
         load(folder)
 
 
+def test_a_folder_of_gguf_files_is_refused_with_what_to_name(folder: Path) -> None:
+    for path in [*shards(folder), folder / INDEX_NAME]:
+        path.unlink()
+    (folder / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
+    text = r"files, got model\.Q4_K_M\.gguf, which is GGUF; name the model it was converted from"
+    with pytest.raises(WeightsError, match=text):
+        load(folder)
+    file = str(folder / "model.Q4_K_M.gguf")
+    with pytest.raises(WeightsError, match=r"model must be \*\.safetensors files, got .* is GGUF"):
+        locate(file)
+
+
+def test_a_git_lfs_pointer_is_told_from_a_damaged_file(folder: Path) -> None:
+    victim = shards(folder)[0]
+    victim.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    text = f"{victim.name} must be .*got a Git LFS pointer.*; run git lfs pull there"
+    with pytest.raises(WeightsError, match=text):
+        load(folder)
+
+
 def test_a_shape_has_no_weights_to_load() -> None:
     source = locate("gemma-3-1b")
     with pytest.raises(WeightsError, match=r"'gemma-3-1b' must be .*--load-format dummy"):
@@ -185,16 +205,109 @@ def test_a_shape_has_no_weights_to_load() -> None:
         )
 
 
-def test_stored_rope_frequencies_and_a_copy_of_a_tied_head_are_not_unexpected(
-    tmp_path: Path,
-) -> None:
+def test_stored_tensors_that_are_computed_are_not_unexpected(folder: Path) -> None:
+    layer = "model.layers.0.self_attn"
+    junk = (f"{layer}.rotary_emb.inv_freq", f"{layer}.masked_bias", f"{layer}.bias")
+    junk += ("rotary_emb.inv_freq", f"{layer}.rotary_emb.cos_cached")
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(8) for name in junk}))
+    load(folder)
+
+
+def test_names_without_the_models_prefix_are_read(folder: Path) -> None:
+    def shorten(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    before = load(folder)
+    rewrite(folder, shorten)
+    assert all(map(torch.equal, before.parameters(), load(folder).parameters()))
+
+
+def test_a_tensor_under_two_names_is_refused(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({"norm.weight": torch.zeros(64)}))
+    with pytest.raises(
+        WeightsError, match=r"one tensor for model\.norm\.weight, got (model\.)?norm"
+    ):
+        load(folder)
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> Path:
     tiny_checkpoints.save("llama-gqa7-tied", tmp_path)
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    extra["lm_head.weight"] = torch.zeros(160, 112)
-    rewrite(tmp_path, lambda tensors: tensors.update(extra))
-    model = load(tmp_path)
+    return tmp_path
+
+
+def test_a_copy_of_a_tied_head_is_read_as_the_embedding(tied: Path) -> None:
+    table = "model.embed_tokens.weight"
+    rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": tensors[table].clone()}))
+    model = load(tied)
     assert model.head.weight is model.decoder.embedding.weight
-    assert model.head.weight.abs().max() > 0
+
+
+def test_a_tied_model_that_stores_its_head_alone_is_read(tied: Path) -> None:
+    before = load(tied).head.weight
+    table = "model.embed_tokens.weight"
+    rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": tensors.pop(table)}))
+    assert torch.equal(load(tied).decoder.embedding.weight, before)
+
+
+def test_a_tied_head_of_other_numbers_is_refused_and_untied_it_is_read(tied: Path) -> None:
+    head = torch.randn(160, 112)
+    rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": head}))
+    with pytest.raises(WeightsError) as caught:
+        load(tied)
+    assert str(caught.value) == (
+        "tensor 'lm_head.weight' must be equal to model.embed_tokens.weight, which config.json "
+        'ties it to, got other numbers; write "tie_word_embeddings": false into config.json to '
+        "use both"
+    )
+    untied = replace(read_config(tied), tie_word_embeddings=False)
+    assert torch.equal(load(tied, untied).head.weight, head)
+
+
+def test_other_files_beside_the_weights_are_not_read(folder: Path) -> None:
+    before = load(folder)
+    rewrite(folder, lambda tensors: None)
+    zeros = {name: torch.zeros(2) for name in ("model.norm.weight", "lora_A")}
+    for name in ("adapter_model", "optimizer", "another"):
+        save_file(zeros, folder / f"{name}.safetensors")
+    assert all(map(torch.equal, before.parameters(), load(folder).parameters()))
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    (folder / "another.safetensors").unlink()
+    assert all(map(torch.equal, before.parameters(), load(folder).parameters()))
+
+
+def test_a_tensor_in_two_files_is_named_with_both(folder: Path) -> None:
+    rewrite(folder, lambda tensors: None)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    save_file({"model.norm.weight": torch.zeros(64)}, folder / "extra.safetensors")
+    with pytest.raises(WeightsError) as caught:
+        load(folder)
+    assert str(caught.value) == (
+        "tensor 'model.norm.weight' must be in one of the weight files, got in extra.safetensors "
+        "and in weights.safetensors; remove the file that is not part of the model"
+    )
+
+
+def test_shards_are_read_without_their_index_and_a_missing_one_is_named(folder: Path) -> None:
+    before = load(folder)
+    (folder / INDEX_NAME).unlink()
+    assert all(map(torch.equal, before.parameters(), load(folder).parameters()))
+    victim = folder / f"model-00002-of-{len(shards(folder)):05}.safetensors"
+    victim.unlink()
+    with pytest.raises(WeightsError, match=f"must be every shard.*got no {victim.name}"):
+        load(folder)
+
+
+def test_one_whole_file_comes_before_an_index_that_does_not_name_it(folder: Path) -> None:
+    """As in transformers: someone saved again into the folder of a sharded model."""
+    tensors: dict[str, Tensor] = {}
+    for path in shards(folder):
+        tensors |= load_file(path)
+    tensors["model.norm.weight"] = torch.full((64,), 0.5)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(load(folder).decoder.norm.weight, theirs.model.norm.weight)
 
 
 def test_the_language_part_of_a_multimodal_gemma_is_loaded(tmp_path: Path) -> None:
@@ -213,6 +326,34 @@ def test_the_language_part_of_a_multimodal_gemma_is_loaded(tmp_path: Path) -> No
     )
     config._attn_implementation = "eager"
     theirs = transformers.Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
+    theirs.save_pretrained(tmp_path)
+    ours_config = read_config(tmp_path)
+    ours = load(tmp_path, ours_config)
+    tokens = torch.arange(4, 40)
+    hidden = ours(tokens, torch.arange(36), FakeContext(ours_config)).hidden
+    expected = theirs(input_ids=tokens[None]).logits[0]
+    error = (ours.logits(hidden) - expected).abs().max() / expected.abs().max()
+    assert error < 1e-5
+
+
+def test_the_language_part_of_a_mistral_3_is_loaded(tmp_path: Path) -> None:
+    sizes = tiny_checkpoints.CASES["mistral-window-odd-heads"][1]
+    config = transformers.Mistral3Config(
+        text_config=sizes | {"model_type": "mistral"},
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 8,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "head_dim": 8,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        tie_word_embeddings=False,
+    )
+    config._attn_implementation = "eager"
+    theirs = transformers.Mistral3ForConditionalGeneration(config).eval().requires_grad_(False)
     theirs.save_pretrained(tmp_path)
     ours_config = read_config(tmp_path)
     ours = load(tmp_path, ours_config)

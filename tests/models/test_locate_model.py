@@ -68,6 +68,21 @@ def test_shapes_of_draft_heads_are_named_to_those_who_look_for_one() -> None:
         assert (head in str(caught.value)) is is_draft
 
 
+def test_the_address_of_a_hub_page_is_told_from_its_id() -> None:
+    with pytest.raises(ModelError) as caught:
+        locate("https://huggingface.co/Qwen/Qwen3-8B/tree/main")
+    assert str(caught.value) == (
+        "model must be a hub id, not the address of its page, got "
+        "'https://huggingface.co/Qwen/Qwen3-8B/tree/main'; pass --model Qwen/Qwen3-8B"
+    )
+
+
+def test_a_home_folder_that_is_not_there_is_named_in_full() -> None:
+    where = Path("~/no-such-model").expanduser()
+    with pytest.raises(ModelError, match=rf"got '~/no-such-model', and there is no {where}; check"):
+        locate("~/no-such-model")
+
+
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"must be a folder with config\.json, got .* without it"):
         locate(str(tmp_path))

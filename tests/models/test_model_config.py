@@ -176,6 +176,33 @@ def test_yarn_extends_the_context_of_an_unchanged_config() -> None:
     assert parse_config(QWEN | {"rope_scaling": yarn}).max_position == 1024
 
 
+def test_dynamic_rope_is_plain_within_the_context_that_is_served() -> None:
+    dynamic = parse_config(LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}})
+    assert dynamic == parse_config(LLAMA)
+
+
+def test_factors_of_yarn_that_change_nothing_are_read() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    extra = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "finetuned": True}
+    assert parse_config(LLAMA | {"rope_scaling": yarn | extra}) == parse_config(
+        LLAMA | {"rope_scaling": yarn}
+    )
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_dtype_may_be_spelled_as_torch_prints_it(name: str) -> None:
+    assert parse_config(LLAMA | {name: "torch.bfloat16"}).dtype == "bfloat16"
+
+
+def test_the_language_part_of_a_mistral_3_is_read() -> None:
+    text = {key: value for key, value in MISTRAL.items() if key != "model_type"}
+    outer = {"model_type": "mistral3", "text_config": text, "torch_dtype": "bfloat16"}
+    expected = parse_config(MISTRAL | {"torch_dtype": "bfloat16"})
+    assert parse_config(outer) == expected
+    named = outer | {"text_config": text | {"model_type": "mistral"}}
+    assert parse_config(named) == expected
+
+
 def test_unused_fields_of_a_config_are_harmless() -> None:
     extra = {"transformers_version": "4.40.0", "attention_dropout": 0.0, "pretraining_tp": 1}
     assert parse_config(LLAMA | extra) == parse_config(LLAMA)
@@ -184,7 +211,11 @@ def test_unused_fields_of_a_config_are_harmless() -> None:
 @pytest.mark.parametrize("model_type", sorted(CLASS_DEFAULTS))
 def test_what_a_file_leaves_out_is_what_its_class_takes(model_type: str) -> None:
     theirs = transformers.AutoConfig.for_model(model_type)
-    taken = {name: getattr(theirs, name) for name in CLASS_DEFAULTS[model_type]}
+    ropes = theirs.rope_parameters
+    taken = {
+        name: ropes[name] if name == "rope_theta" else getattr(theirs, name)
+        for name in CLASS_DEFAULTS[model_type]
+    }
     if "sliding_window" in taken and model_type.startswith("qwen"):
         taken["sliding_window"] = 4096  # the class sets it to None unless it is switched on
         switched = transformers.AutoConfig.for_model(model_type, use_sliding_window=True)
@@ -261,15 +292,15 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_f
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown architecture": (
         {"model_type": "mamba"},
-        "model_type must be one of gemma2, gemma3, gemma3_text, .*llama, .*qwen3.*, got 'mamba'",
+        "model_type must be one of gemma, gemma2, gemma3, .*llama, .*mixtral, .*, got 'mamba'",
     ),
     "architecture in a list": (
         LLAMA | {"model_type": ["llama"]},
-        r"model_type must be one of gemma2, .*, got \['llama'\]",
+        r"model_type must be one of gemma, .*, got \['llama'\]",
     ),
     "architecture in an object": (
         LLAMA | {"model_type": {"llama": 1}},
-        "model_type must be one of gemma2, .*, got {'llama': 1}",
+        "model_type must be one of gemma, .*, got {'llama': 1}",
     ),
     "no architecture": ({"vocab_size": 3}, "model_type must be one of .* got None"),
     "absurd layers": (
@@ -281,8 +312,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "quantization_config must be absent, got .*fp8.*; use an unquantised checkpoint",
     ),
     "activation": (
-        LLAMA | {"hidden_act": "relu"},
-        "hidden_act must be one of silu, gelu_pytorch_tanh, got 'relu'",
+        LLAMA | {"hidden_act": "quick_gelu"},
+        "hidden_act must be one of silu, swish, gelu, .*relu, got 'quick_gelu'",
     ),
     "heads of nothing": (
         LLAMA | {"num_attention_heads": 65},
@@ -312,7 +343,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": (LLAMA | {"torch_dtype": "int8"}, "torch_dtype must be one of bfloat16, .*'int8'"),
     "rope kind": (
         LLAMA | {"rope_scaling": {"rope_type": "proportional", "factor": 4}},
-        "rope_type must be one of default, linear, llama3, yarn, longrope, got 'proportional'",
+        "rope_type must be one of default, linear, llama3, yarn, longrope, dynamic, got 'propo",
     ),
     "longrope without its trained context": (
         LLAMA | {"rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
@@ -371,9 +402,40 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "gemma2", "sliding_window": None},
         "sliding_window must be set for sliding_attention layers, got nothing",
     ),
-    "old rope kind": (
-        LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4}},
-        "rope_parameters: type must be one of .*, got 'dynamic'",
+    "dynamic rope without factor": (
+        LLAMA | {"rope_scaling": {"type": "dynamic"}},
+        "rope_parameters: factor must be a positive number, got nothing",
+    ),
+    "yarn of another engine": (
+        LLAMA | {"rope_scaling": {"type": "yarn", "factor": 4, "attn_factor": 1.5}},
+        "attn_factor must be absent, got 1.5; this rope is not supported",
+    ),
+    "a cap that Gemma 3 has not": (
+        GEMMA | {"attn_logit_softcapping": 50.0},
+        "attn_logit_softcapping must be absent, got 50.0; Gemma 3 was trained without a cap on "
+        "scores, and transformers applies none: remove it",
+    ),
+    "two activations of gemma": (
+        LLAMA
+        | {"model_type": "gemma", "num_key_value_heads": 1, "hidden_act": "gelu"}
+        | {"hidden_activation": "relu"},
+        "hidden_activation must be hidden_act, gelu_pytorch_tanh, got 'relu'",
+    ),
+    "rope switches of smollm3": (
+        QWEN | {"model_type": "smollm3", "no_rope_layers": [1, 2, 1]},
+        r"no_rope_layers must be a list of 3 times 0 or 1, got \[1, 2, 1\]",
+    ),
+    "clipped olmo2": (
+        LLAMA | {"model_type": "olmo2", "clip_qkv": 8.0},
+        "clip_qkv must be absent, got 8.0; OLMo 2 has norms of Q and K in its place",
+    ),
+    "layer kinds of mixtral": (
+        MISTRAL | {"model_type": "mixtral", "layer_types": ["full_attention"] * 3},
+        "layer_types must be absent, got .*; mixtral has one kind of layer",
+    ),
+    "language part of another model": (
+        {"model_type": "mistral3", "text_config": {"model_type": "llama"}},
+        "text_config.model_type must be mistral, in a file of mistral3, got 'llama'",
     ),
     "rope without factor": (
         LLAMA | {"rope_scaling": LINEAR},

@@ -170,7 +170,15 @@ def test_every_special_feature_matters(pair: Pair) -> None:
         changes["attention factor"] = {"rope": replace(rope, attention_factor=1.0)}
     elif pair.config.rotary_dim != pair.config.head_dim:
         changes["share of rope"] = {"rotary_dim": pair.config.head_dim}
-    if pair.config.moe is not None:
+    if pair.config.unrotated_layers:
+        changes["layers without rope"] = {"unrotated_layers": ()}
+    for name in ("embedding", "residual", "logit_divisor") if pair.config.multipliers else ():
+        factor = 1.01 * getattr(pair.config.multipliers, name)
+        changes[name] = {"multipliers": replace(pair.config.multipliers, **{name: factor})}
+    if pair.config.moe is None:
+        other = "silu" if pair.config.hidden_act == "relu" else "relu"
+        changes["activation"] = {"hidden_act": other}
+    else:
         changes |= {name: {"moe": moe} for name, moe in other_experts(pair.config.moe).items()}
     changes["scale"] = {"attention_scale": pair.config.attention_scale * 1.01}
     exact = pair.theirs(pair.prompt[None]).logits[0]

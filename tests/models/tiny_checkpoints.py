@@ -177,6 +177,48 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 17, "tie_word_embeddings": True}
         | {"rope_parameters": _DEFAULT | {"partial_rotary_factor": 0.5}},
     ),
+    "mixtral-window-rope-dynamic": (
+        "Mixtral",
+        _SIZES
+        | _LLAMA
+        | {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28}
+        | {"sliding_window": 11, "head_dim": 16}
+        | {"rope_parameters": _DEFAULT | {"rope_type": "dynamic", "factor": 4.0}},
+    ),
+    "qwen2_moe-shared-expert-dense-layer": (
+        "Qwen2Moe",
+        _SIZES
+        | _LLAMA
+        | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28}
+        | {"shared_expert_intermediate_size": 36, "mlp_only_layers": [1], "num_hidden_layers": 3}
+        | {"use_sliding_window": True, "sliding_window": 11, "rope_parameters": _DEFAULT},
+    ),
+    "gemma-one-kv-head": (
+        "Gemma",
+        _SIZES
+        | {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16}
+        | {"rope_parameters": _DEFAULT},
+    ),
+    "smollm3-windows-without-rope": (
+        "SmolLM3",
+        _SIZES
+        | _LLAMA
+        | {"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3, "hidden_act": "relu"}
+        | {"use_sliding_window": True, "sliding_window": 11, "rope_parameters": _DEFAULT},
+    ),
+    "granite-multipliers": (
+        "Granite",
+        _SIZES
+        | _LLAMA
+        | {"embedding_multiplier": 3.1, "residual_multiplier": 0.37, "logits_scaling": 1.7}
+        | {"attention_multiplier": 0.3, "hidden_act": "gelu", "rope_parameters": _DEFAULT},
+    ),
+    "olmo2-norms-behind": (
+        "Olmo2",
+        _SIZES
+        | {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20}
+        | {"rope_parameters": _DEFAULT},
+    ),
     "phi3-longrope-long": ("Phi3", longrope(8)),
     "phi3-longrope-short": ("Phi3", longrope(CONTEXT, factor=4.0)),
 }

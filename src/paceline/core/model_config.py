@@ -40,6 +40,14 @@ class RopeConfig:
         return self.original_max_position if self.kind is RopeKind.LONGROPE else None
 
 
+class NormKind(Enum):
+    """How RMS norms take their weight."""
+
+    ROUNDED = "rounded"  # times weight, once the normalised row is rounded (Llama)
+    WIDE = "wide"  # times weight in float32, rounded once (gpt-oss)
+    UNIT_OFFSET = "unit_offset"  # times 1 + weight in float32, rounded once (Gemma)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
     """The routed experts of a model: gated feed-forward blocks of which each token takes a few.
@@ -54,9 +62,19 @@ class MoEConfig:
     intermediate_size: int  # of one expert
     renormalize: bool  # the weights of a token's experts sum to 1
     bias: bool  # biases on the router and on the experts' projections
+    shared_size: int | None = None  # intermediate size of the expert every token takes, by a gate
     swiglu_alpha: float = 1.0
     swiglu_limit: float | None = None
     swiglu_up_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Multipliers:
+    """Constants of a model that scales more than its attention scores (Granite)."""
+
+    embedding: float
+    residual: float  # of what a block adds to the stream
+    logit_divisor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +108,9 @@ class ModelConfig:
     dtype: str  # as stored: "bfloat16", "float16", "float32"
     attention_sinks: bool = False  # one more score per head, which adds no value
     moe: MoEConfig | None = None
+    norm: NormKind = NormKind.ROUNDED
+    unrotated_layers: tuple[int, ...] = ()  # whose Q and K no rope turns
+    multipliers: Multipliers | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

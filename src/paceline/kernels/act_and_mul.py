@@ -1,9 +1,12 @@
 """Gated activation: act(gate) * up, from one fused [gate | up] row.
 
-silu(g) = g * sigmoid(g); gelu_tanh(g) = g/2 * (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and
-Gimpel 2016, arXiv:1606.08415).  As in transformers the activation is rounded to the model's dtype
-before the product.
+silu(g) = g * sigmoid(g); gelu(g) = g/2 * (1 + erf(g/√2)), which gelu_tanh approximates by
+g/2 * (1 + tanh(√(2/π) (g + 0.044715 g³))) (Hendrycks and Gimpel 2016, arXiv:1606.08415); relu(g) =
+max(g, 0).  As in transformers the activation is rounded to the model's dtype before the product.
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +17,7 @@ from paceline.core.errors import KernelArgumentError, message
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 
-ACTIVATIONS = tuple(sorted(activations.ACTIVATIONS.values()))
+ACTIVATIONS = tuple(sorted(set(activations.ACTIVATIONS.values())))
 
 
 def check_activation(name: str, kind: str) -> None:
@@ -33,18 +36,32 @@ def check_activation(name: str, kind: str) -> None:
 def act_and_mul_reference(x: Tensor, kind: str) -> Tensor:
     """The definition.  x: [tokens, 2 * inter]; returns [tokens, inter] in x's dtype."""
     gate, up = x.float().chunk(2, dim=-1)
-    if kind == "silu":
-        activated = gate * torch.sigmoid(gate)
-    else:
-        inner = (2.0 / torch.pi) ** 0.5 * (gate + 0.044715 * gate.pow(3))
-        activated = 0.5 * gate * (1.0 + torch.tanh(inner))
+    match kind:
+        case "silu":
+            activated = gate * torch.sigmoid(gate)
+        case "gelu":
+            activated = 0.5 * gate * (1.0 + torch.erf(gate / 2.0**0.5))
+        case "gelu_tanh":
+            inner = (2.0 / torch.pi) ** 0.5 * (gate + 0.044715 * gate.pow(3))
+            activated = 0.5 * gate * (1.0 + torch.tanh(inner))
+        case "relu":
+            activated = gate.clamp(min=0.0)
+        case _:
+            raise AssertionError(kind)
     return (activated.to(x.dtype).float() * up).to(x.dtype)
+
+
+_ON_CPU: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 def _act_and_mul_cpu(x: Tensor, kind: str, out: Tensor) -> None:
     gate, up = x.chunk(2, dim=-1)
-    activated = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")
-    torch.mul(activated, up, out=out)
+    torch.mul(_ON_CPU[kind](gate), up, out=out)
 
 
 def _act_and_mul_cuda(x: Tensor, kind: str, out: Tensor) -> None:

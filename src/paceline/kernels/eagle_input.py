@@ -42,8 +42,8 @@ def _eagle_input_cpu(
     out: Tensor,
 ) -> None:
     left, right = torch.chunk(out, 2, dim=1)
-    rms_norm_cpu(F.embedding(input_ids, table), embedding_norm, eps, False, left)
-    rms_norm_cpu(features, feature_norm, eps, False, right)
+    rms_norm_cpu(F.embedding(input_ids, table), embedding_norm, eps, False, False, left)
+    rms_norm_cpu(features, feature_norm, eps, False, False, right)
 
 
 def _eagle_input_cuda(

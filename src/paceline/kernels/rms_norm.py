@@ -2,8 +2,8 @@
 
 out = x / sqrt(mean(x²) + eps) * weight (Zhang and Sennrich 2019, arXiv:1910.07467).  The rounding
 follows transformers: with a plain weight the normalised row is rounded to the model's dtype before
-the product (Llama, Qwen); with `unit_offset` the factor is 1 + weight and the product is taken in
-float32 and rounded once (Gemma).
+the product (Llama, Qwen); with `wide` the product is taken in float32 and rounded once (gpt-oss,
+OLMo 2); with `unit_offset` it is so too, and the factor is 1 + weight (Gemma).
 """
 
 import torch
@@ -14,69 +14,103 @@ from paceline.kernels.custom_op import define_op
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
+    x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False, wide: bool = False
 ) -> Tensor:
     """The definition.  x: [..., dim]; weight: [dim]; returns [..., dim] in x's dtype."""
     row = x.float()
     normed = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + eps)
     if unit_offset:
         return (normed * (1.0 + weight.float())).to(x.dtype)
+    if wide:
+        return (normed * weight.float()).to(x.dtype)
     return weight * normed.to(x.dtype)
 
 
 def add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    unit_offset: bool = False,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The definition.  Returns (normalised sum, sum), both in x's dtype; mutates nothing."""
     total = residual + x
-    return rms_norm_reference(total, weight, eps, unit_offset=unit_offset), total
+    normed = rms_norm_reference(total, weight, eps, unit_offset=unit_offset, wide=wide)
+    return normed, total
 
 
-def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor) -> None:
+def rms_norm_cpu(
+    x: Tensor, weight: Tensor, eps: float, unit_offset: bool, wide: bool, out: Tensor
+) -> None:
     dim = (x.shape[-1],)
     if unit_offset:
         out.copy_(torch.rms_norm(x.float(), dim, weight.float() + 1.0, eps))
     elif x.dtype == torch.float32:
         out.copy_(torch.rms_norm(x, dim, weight, eps))  # nothing is rounded in between
+    elif wide:
+        out.copy_(torch.rms_norm(x.float(), dim, weight.float(), eps))
     else:
         torch.mul(torch.rms_norm(x, dim, None, eps), weight, out=out)
 
 
 def _add_rms_norm_cpu(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    unit_offset: bool,
+    wide: bool,
+    out: Tensor,
 ) -> None:
-    rms_norm_cpu(residual.add_(x), weight, eps, unit_offset, out)
+    rms_norm_cpu(residual.add_(x), weight, eps, unit_offset, wide, out)
 
 
-def _rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor) -> None:
+def _rms_norm_cuda(
+    x: Tensor, weight: Tensor, eps: float, unit_offset: bool, wide: bool, out: Tensor
+) -> None:
     from paceline.kernels._triton.rms_norm import launch_rms_norm
 
-    launch_rms_norm(x, None, weight, eps=eps, unit_offset=unit_offset, out=out)
+    launch_rms_norm(x, None, weight, eps=eps, unit_offset=unit_offset, wide=wide, out=out)
 
 
 def _add_rms_norm_cuda(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool, out: Tensor
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    unit_offset: bool,
+    wide: bool,
+    out: Tensor,
 ) -> None:
     from paceline.kernels._triton.rms_norm import launch_rms_norm
 
-    launch_rms_norm(x, residual, weight, eps=eps, unit_offset=unit_offset, out=out)
+    launch_rms_norm(x, residual, weight, eps=eps, unit_offset=unit_offset, wide=wide, out=out)
 
 
 _RMS_NORM = define_op(
-    "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset, Tensor(a!) out) -> ()",
+    "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset, bool wide, "
+    "Tensor(a!) out) -> ()",
     cpu=rms_norm_cpu,
     cuda=_rms_norm_cuda,
 )
 _ADD_RMS_NORM = define_op(
     "add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, bool unit_offset, "
-    "Tensor(b!) out) -> ()",
+    "bool wide, Tensor(b!) out) -> ()",
     cpu=_add_rms_norm_cpu,
     cuda=_add_rms_norm_cuda,
 )
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    unit_offset: bool = False,
+    wide: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Normalise the last dimension of x.
 
@@ -89,12 +123,18 @@ def rms_norm(
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     else:
         _check_like("out", out, x)
-    _RMS_NORM(x, weight, eps, unit_offset, out)
+    _RMS_NORM(x, weight, eps, unit_offset, wide, out)
     return out
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    unit_offset: bool = False,
+    wide: bool = False,
 ) -> Tensor:
     """residual += x in the model's dtype, then normalise the sum into a new tensor.
 
@@ -104,7 +144,7 @@ def add_rms_norm(
     _check_rows(x, weight)
     _check_like("residual", residual, x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _ADD_RMS_NORM(x, residual, weight, eps, unit_offset, out)
+    _ADD_RMS_NORM(x, residual, weight, eps, unit_offset, wide, out)
     return out
 
 

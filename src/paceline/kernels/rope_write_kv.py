@@ -65,8 +65,8 @@ def _rope_write_kv_cpu(
     v_scale: Tensor | None,
 ) -> None:
     if q_norm is not None and k_norm is not None:
-        rms_norm_cpu(q, q_norm, eps, unit_offset, q)
-        rms_norm_cpu(k, k_norm, eps, unit_offset, k)
+        rms_norm_cpu(q, q_norm, eps, unit_offset, False, q)
+        rms_norm_cpu(k, k_norm, eps, unit_offset, False, k)
     if cos_sin is not None and positions is not None:
         rope_cpu(q, k, cos_sin, positions)
     write_kv_cpu(k, k_cache, loc, k_scale)

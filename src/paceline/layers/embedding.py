@@ -10,7 +10,7 @@ from paceline.layers.parameter import Placement, empty_matrix, empty_parameter
 
 
 class Embedding(nn.Module):
-    """Rows of the token table, times `scale`, which is rounded to the table's dtype first."""
+    """Rows of the token table, times `scale`."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Embedding(nn.Module):
         super().__init__()
         rows = parallel.share(vocab_size, "vocab_size")
         self.weight = empty_parameter(rows, hidden_size, placement=placement)  # [vocab, hidden]
-        self.scale = None if scale is None else float(torch.tensor(scale, dtype=placement.dtype))
+        self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [tokens] -> a new tensor [tokens, hidden]."""
@@ -34,6 +34,11 @@ class Embedding(nn.Module):
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
         return {f"{prefix}.weight": self.weight}
+
+
+def root_scale(hidden_size: int, dtype: torch.dtype) -> float:
+    """Gemma's embedding scale: the root of hidden_size, rounded to the table's dtype."""
+    return float(torch.tensor(hidden_size**0.5, dtype=dtype))
 
 
 class LMHead(nn.Module):
@@ -46,11 +51,13 @@ class LMHead(nn.Module):
         *,
         tied: Embedding | None,
         soft_cap: float | None,
+        divisor: float = 1.0,
         parallel: Parallel,
         placement: Placement,
     ) -> None:
         super().__init__()
         self.soft_cap = soft_cap
+        self.divisor = divisor
         self.vocab_size = vocab_size
         self.is_tied = tied is not None
         if tied is not None:
@@ -60,10 +67,12 @@ class LMHead(nn.Module):
             self.weight = empty_matrix(rows, hidden_size, placement=placement)  # [vocab, hidden]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] -> a new tensor [rows, vocab] in hidden's dtype; where capped,
-        cap * tanh(x / cap) in float32.
+        """hidden [rows, hidden] -> a new tensor [rows, vocab] in hidden's dtype, over the divisor;
+        where capped, cap * tanh(x / cap) in float32.
         """
         logits = linear(hidden, self.weight, None)
+        if self.divisor != 1.0:
+            logits.div_(self.divisor)
         if self.soft_cap is None:
             return logits
         return logits.float().div_(self.soft_cap).tanh_().mul_(self.soft_cap)

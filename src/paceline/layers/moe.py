@@ -11,6 +11,32 @@ from paceline.layers.mlp import GatedMLP
 from paceline.layers.parameter import Placement, empty_matrices, empty_parameter
 
 
+class SharedExpert(nn.Module):
+    """An expert that every token takes, times the sigmoid of a gate of its own."""
+
+    def __init__(
+        self, hidden_size: int, inter_size: int, *, parallel: Parallel, placement: Placement
+    ) -> None:
+        super().__init__()
+        self.mlp = GatedMLP(
+            hidden_size,
+            inter_size,
+            activation="silu",
+            bias=False,
+            parallel=parallel,
+            placement=placement,
+        )
+        self.gate = Linear(hidden_size, 1, bias=False, parallel=Parallel(), placement=placement)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]."""
+        return self.gate(x).sigmoid_() * self.mlp(x)
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills."""
+        return self.mlp.destinations(prefix) | self.gate.destinations(f"{prefix}_gate")
+
+
 class SparseMLP(nn.Module):
     """Router and experts of one layer.  Under tensor parallelism each rank holds a share of every
     expert's intermediate columns; the router is everywhere."""
@@ -33,6 +59,11 @@ class SparseMLP(nn.Module):
         self.gate_up_bias = (
             empty_parameter(experts, 2 * inter, placement=placement) if bias else None
         )
+        self.shared: SharedExpert | None = None
+        if moe.shared_size is not None:
+            self.shared = SharedExpert(
+                hidden_size, moe.shared_size, parallel=parallel, placement=placement
+            )
         self.down_bias = (
             empty_parameter(experts, hidden_size, placement=placement) if bias else None
         )
@@ -41,7 +72,8 @@ class SparseMLP(nn.Module):
         """x [tokens, hidden] -> [tokens, hidden]."""
         routing = moe_route(self.router(x), self.experts_per_token, renormalize=self.renormalize)
         weights = ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias)
-        return moe_experts(x, routing, weights, self.gate)
+        out = moe_experts(x, routing, weights, self.gate)
+        return out if self.shared is None else out.add_(self.shared(x))
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills, where each expert has its own names."""
@@ -51,6 +83,8 @@ class SparseMLP(nn.Module):
             named[f"{own}.gate_proj.weight"] = self.gate_up[expert, ::2]
             named[f"{own}.up_proj.weight"] = self.gate_up[expert, 1::2]
             named[f"{own}.down_proj.weight"] = self.down[expert]
+        if self.shared is not None:
+            named |= self.shared.destinations(f"{prefix}.shared_expert")
         return named
 
 

@@ -7,7 +7,7 @@ from paceline.core.parallel import Parallel
 from paceline.layers.attention import AttentionContext
 from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
-from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.self_attention import SelfAttention
 
 
@@ -24,8 +24,8 @@ class PreNormLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention = attention
-        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
+        self.input_norm = hidden_norm(config, placement)
+        self.mlp_norm = hidden_norm(config, placement)
         self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
 
     def forward(

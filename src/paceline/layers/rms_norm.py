@@ -2,32 +2,47 @@
 
 from torch import Tensor, nn
 
+from paceline.core.model_config import ModelConfig, NormKind
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm
 from paceline.layers.parameter import Placement, empty_parameter
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
-
-    With `unit_offset` the factor is 1 + weight, as in Gemma.
-    """
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019)."""
 
     def __init__(
-        self, size: int, eps: float, *, placement: Placement, unit_offset: bool = False
+        self, size: int, eps: float, *, placement: Placement, kind: NormKind = NormKind.ROUNDED
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.unit_offset = unit_offset
+        self.unit_offset = kind is NormKind.UNIT_OFFSET
+        self.wide = kind is NormKind.WIDE
         self.weight = empty_parameter(size, placement=placement)  # [size]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> a new tensor of the same shape."""
-        return rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
+        return rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset, wide=self.wide)
+
+    def in_place_(self, x: Tensor) -> None:
+        """Normalise x [tokens, size], whose rows may be strided."""
+        rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset, wide=self.wide, out=x)
 
     def add(self, delta: Tensor, residual: Tensor) -> Tensor:
         """residual += delta, in place; returns the norm of the sum.  Both [tokens, size]."""
-        return add_rms_norm(delta, residual, self.weight, self.eps, unit_offset=self.unit_offset)
+        return add_rms_norm(
+            delta,
+            residual,
+            self.weight,
+            self.eps,
+            unit_offset=self.unit_offset,
+            wide=self.wide,
+        )
 
     def neutral_(self) -> None:
         """Make the factor 1, for weights that were not read from a checkpoint."""
         self.weight.fill_(0.0 if self.unit_offset else 1.0)
+
+
+def hidden_norm(config: ModelConfig, placement: Placement) -> RMSNorm:
+    """A norm over the hidden states of a model."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, kind=config.norm, placement=placement)

@@ -12,7 +12,7 @@ from paceline.layers.self_attention import SelfAttention
 
 
 class SandwichLayer(nn.Module):
-    """x += norm(attention(norm(x))); x += norm(mlp(norm(x))); every norm's factor is 1 + weight."""
+    """x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class SandwichLayer(nn.Module):
         super().__init__()
 
         def norm(size: int) -> RMSNorm:
-            return RMSNorm(size, config.rms_norm_eps, placement=placement, unit_offset=True)
+            return RMSNorm(size, config.rms_norm_eps, placement=placement, kind=config.norm)
 
         self.attention = SelfAttention(
             config,

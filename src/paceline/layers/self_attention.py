@@ -17,15 +17,15 @@ from paceline.layers.rms_norm import RMSNorm
 
 
 class SelfAttention(nn.Module):
-    """One layer.  `qk_norms` are the per-head norms of Q and K, applied before rope; `in_features`
-    is the width of its input where that is not the hidden size."""
+    """One layer.  `qk_norms` are the norms of Q and K, applied before rope to each head;
+    `in_features` is the width of its input where that is not the hidden size."""
 
     def __init__(
         self,
         config: ModelConfig,
         layer_id: int,
         *,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         qk_norms: tuple[RMSNorm, RMSNorm] | None,
         parallel: Parallel,
         placement: Placement,
@@ -55,17 +55,26 @@ class SelfAttention(nn.Module):
         heads = parallel.share(config.num_heads, "num_heads")
         # [num_heads]  one more score per head
         self.sinks = empty_parameter(heads, placement=placement) if config.attention_sinks else None
-        self.cos_sin = cos_sin  # [max_positions, rotary_dim]  float32, shared by layers
+        # [max_positions, rotary_dim]  float32, shared by layers; None: nothing is rotated
+        self.cos_sin = cos_sin
 
     def forward(self, x: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
         """x [tokens, in_features], positions [tokens] int64 -> [tokens, hidden]."""
-        q, k, v = self.qkv(x)
-        norms: HeadNorms | None = None
-        if self.q_norm is not None and self.k_norm is not None:
-            weights = self.q_norm.weight, self.k_norm.weight
-            norms = HeadNorms(*weights, self.q_norm.eps, self.q_norm.unit_offset)
-        rope = Rope(self.cos_sin, positions)
+        q, k, v = self.project(x)
+        norms = self.head_norms()
+        rope = None if self.cos_sin is None else Rope(self.cos_sin, positions)
         return self.out(ctx.attend(self.layer_id, q, k, v, rope=rope, norms=norms).flatten(1))
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """x [tokens, in_features] -> q, k, v, each [tokens, its heads, head_dim]."""
+        return self.qkv(x)
+
+    def head_norms(self) -> HeadNorms | None:
+        """Norms that are left to where K and V are written."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        weights = self.q_norm.weight, self.k_norm.weight
+        return HeadNorms(*weights, self.q_norm.eps, self.q_norm.unit_offset)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
@@ -76,3 +85,19 @@ class SelfAttention(nn.Module):
         if self.sinks is not None:
             named[f"{prefix}.sinks"] = self.sinks
         return named
+
+
+class RowNormedAttention(SelfAttention):
+    """One layer whose norms of Q and K are each over all heads of a token."""
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """As of `SelfAttention`, with q and k normalised."""
+        q, k, v = self.qkv(x)
+        assert self.q_norm is not None, "it has norms"
+        assert self.k_norm is not None, "it has norms"
+        self.q_norm.in_place_(q.flatten(1))
+        self.k_norm.in_place_(k.flatten(1))
+        return [q, k, v]
+
+    def head_norms(self) -> None:
+        """None: `project` has applied them."""

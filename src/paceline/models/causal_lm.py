@@ -24,6 +24,7 @@ class CausalLM(nn.Module):
             config.hidden_size,
             tied=decoder.embedding if config.tie_word_embeddings else None,
             soft_cap=config.logit_soft_cap,
+            divisor=1.0 if config.multipliers is None else config.multipliers.logit_divisor,
             parallel=parallel,
             placement=placement,
         )

@@ -1,6 +1,5 @@
 """The safetensors files of a folder as one lazily read set of named tensors."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,8 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.core.errors import WeightsError, message
-
-INDEX_NAME = "model.safetensors.index.json"
+from paceline.models.weight_files import is_lfs_pointer, weight_files
 
 
 class StoredTensors(Protocol):
@@ -35,9 +33,15 @@ class Checkpoint:
     """Names, shapes and, one at a time, contents.  Tensors are views of the mapped files."""
 
     def __init__(self, shards: dict[str, Any]) -> None:
+        """`shards`: open files by name.  Raises WeightsError for a tensor that two of them hold."""
         self._shard_of: dict[str, Any] = {}
-        for shard in shards.values():
-            self._shard_of |= dict.fromkeys(shard.keys(), shard)
+        holder: dict[str, str] = {}
+        for file, shard in shards.items():
+            for name in shard.keys():  # noqa: SIM118 - a shard has keys and is no mapping
+                if name in holder:
+                    raise _duplicate(name, holder[name], file)
+                holder[name] = file
+                self._shard_of[name] = shard
 
     @property
     def names(self) -> list[str]:
@@ -62,55 +66,29 @@ class Checkpoint:
 def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
     """All shards of `folder`, with headers read and lengths checked; closed on exit.
 
-    Raises WeightsError naming the file that is absent, truncated or not safetensors.
+    Raises WeightsError naming the file that is absent, truncated or not safetensors, or the tensor
+    that two files hold.
     """
     with ExitStack() as stack:
         shards = {}
-        for path in shard_paths(folder):
+        for path in weight_files(folder):
             shards[path.name] = stack.enter_context(_open_shard(path))
         yield Checkpoint(shards)
-
-
-def shard_paths(folder: Path) -> list[Path]:
-    """The files that hold the weights: those of the index, else every safetensors file."""
-    index = folder / INDEX_NAME
-    if index.is_file():
-        paths = [folder / name for name in _indexed_files(index)]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
-        paths = [path for path in paths if not path.name.startswith("consolidated")]
-    absent = [path.name for path in paths if not path.is_file()]
-    if not paths or absent:
-        raise WeightsError(
-            message(
-                f"weights in {folder}",
-                expected="every shard of the checkpoint" if absent else "*.safetensors files",
-                got=f"no {', '.join(absent[:10])}" if absent else "none",
-                remedy="download the model again" if absent else "convert it to safetensors",
-            )
-        )
-    return paths
-
-
-def _indexed_files(index: Path) -> list[str]:
-    try:
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightsError(
-            message(
-                str(index),
-                expected="an index with a weight_map",
-                got=f"{type(error).__name__}: {error}",
-                remedy="download the model again",
-            )
-        ) from error
-    return files
 
 
 def _open_shard(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
+        if is_lfs_pointer(path):
+            raise WeightsError(
+                message(
+                    str(path),
+                    expected="a complete safetensors file",
+                    got="a Git LFS pointer: the repository was cloned without its large files",
+                    remedy="run git lfs pull there, or name the hub id",
+                )
+            ) from error
         raise WeightsError(
             message(
                 str(path),
@@ -119,3 +97,14 @@ def _open_shard(path: Path) -> Any:
                 remedy="the file is truncated or damaged; download it again",
             )
         ) from error
+
+
+def _duplicate(name: str, first: str, second: str) -> WeightsError:
+    return WeightsError(
+        message(
+            f"tensor '{name}'",
+            expected="in one of the weight files",
+            got=f"in {first} and in {second}",
+            remedy="remove the file that is not part of the model",
+        )
+    )

@@ -11,18 +11,31 @@ from paceline.core.errors import ModelError, message
 from paceline.core.model_config import ModelConfig, RopeKind
 from paceline.core.options import DTYPES
 from paceline.models.class_defaults import CLASS_DEFAULTS
-from paceline.models.config_gemma import read_gemma2, read_gemma3
-from paceline.models.config_moe import read_gpt_oss, read_qwen3_moe, refuse_mxfp4
+from paceline.models.config_gemma import read_gemma, read_gemma2, read_gemma3
+from paceline.models.config_moe import (
+    read_gpt_oss,
+    read_mixtral,
+    read_qwen2_moe,
+    read_qwen3_moe,
+    refuse_mxfp4,
+)
 from paceline.models.config_prenorm import (
+    read_granite,
     read_llama,
     read_mistral,
+    read_olmo2,
     read_phi3,
     read_qwen2,
     read_qwen3,
+    read_smollm3,
 )
 from paceline.models.fields import Fields
 from paceline.models.registry import ARCHITECTURES
 
+MULTIMODAL = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+}  # model_type -> that of its text_config
 MOST_LAYERS = 10_000  # a list per layer is built from the number before anything else is known
 
 
@@ -42,7 +55,7 @@ def parse_config(
     fields.refuse("use_bidirectional_attention", "only causal language models are supported")
     model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
-        known = ", ".join(sorted({*_READERS, "gemma3"}))
+        known = ", ".join(sorted({*_READERS, *MULTIMODAL}))
         raise ModelError(
             message(
                 "config.json: model_type",
@@ -74,12 +87,17 @@ def _quantizes_cache_only(quantization: object) -> bool:
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part; outer fields of a multimodal file count where it is silent."""
-    if config.get("model_type") != "gemma3":
+    outer_type = config.get("model_type")
+    if not isinstance(outer_type, str) or outer_type not in MULTIMODAL:
         return config
     inner = Fields(config).nested("text_config")
     shared = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
     outer = {name: config[name] for name in shared if config.get(name) is not None}
-    return {**inner, **outer, "model_type": "gemma3_text"}
+    model_type = MULTIMODAL[outer_type]
+    if inner.get("model_type", model_type) != model_type:
+        expected = f"{model_type}, in a file of {outer_type}"
+        Fields(config).fail("text_config.model_type", expected, inner["model_type"])
+    return {**inner, **outer, "model_type": model_type}
 
 
 def _eos_token_ids(*files: Mapping[str, Any]) -> tuple[int, ...]:
@@ -95,6 +113,9 @@ def _eos_token_ids(*files: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _dtype(fields: Fields) -> str:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    stored = fields.get(name)
+    if isinstance(stored, str) and stored.removeprefix("torch.") in DTYPES:
+        return stored.removeprefix("torch.")
     return fields.choice(name, DTYPES, "float32")
 
 
@@ -113,14 +134,20 @@ def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
 
 
 _READERS: dict[str, Callable[[Fields], dict[str, Any]]] = {
+    "gemma": read_gemma,
     "gemma2": read_gemma2,
     "gemma3_text": read_gemma3,
     "gpt_oss": read_gpt_oss,
+    "granite": read_granite,
     "llama": read_llama,
     "mistral": read_mistral,
+    "mixtral": read_mixtral,
+    "olmo2": read_olmo2,
     "phi3": read_phi3,
     "qwen2": read_qwen2,
+    "qwen2_moe": read_qwen2_moe,
     "qwen3": read_qwen3,
     "qwen3_moe": read_qwen3_moe,
+    "smollm3": read_smollm3,
 }
 assert _READERS.keys() == ARCHITECTURES.keys() == CLASS_DEFAULTS.keys()

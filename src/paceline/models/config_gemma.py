@@ -1,11 +1,30 @@
-"""config.json of Gemma 2 and 3 (text): fields that both spell alike, and what tells them apart."""
+"""config.json of Gemma 1, 2 and 3 (text)."""
 
 from typing import Any
 
 from paceline.core.activations import ACTIVATIONS
+from paceline.core.model_config import NormKind
+from paceline.models.config_prenorm import read_prenorm
 from paceline.models.config_rope import context_limit, read_dual_rope, read_rope
-from paceline.models.config_windows import read_windows
+from paceline.models.config_windows import read_windows, uniform_windows
 from paceline.models.fields import Fields
+
+
+def read_gemma(fields: Fields) -> dict[str, Any]:
+    """Gemma 1: a pre-norm decoder.  Its "gelu" always meant the approximation by tanh."""
+    shared = read_prenorm(fields)
+    act = "gelu_pytorch_tanh" if shared["hidden_act"] == "gelu" else shared["hidden_act"]
+    if fields.get("hidden_activation") not in (None, act):
+        fields.fail("hidden_activation", f"hidden_act, {act}", fields.get("hidden_activation"))
+    bias = fields.flag("attention_bias", False)
+    return shared | {
+        "hidden_act": act,
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": False,
+        "layer_windows": uniform_windows(shared, None),
+        "norm": NormKind.UNIT_OFFSET,
+    }
 
 
 def read_gemma2(fields: Fields) -> dict[str, Any]:
@@ -27,6 +46,8 @@ def read_gemma2(fields: Fields) -> dict[str, Any]:
 
 def read_gemma3(fields: Fields) -> dict[str, Any]:
     """A rope of their own for windowed layers, which are all but each sixth."""
+    remedy = "Gemma 3 was trained without a cap on scores, and transformers applies none: remove it"
+    fields.refuse("attn_logit_softcapping", remedy)
     pattern = fields.integer("sliding_window_pattern", 6)
     windows = read_windows(
         fields,
@@ -40,7 +61,7 @@ def read_gemma3(fields: Fields) -> dict[str, Any]:
         "rope": full,
         "rope_local": sliding if differs else None,
         "layer_windows": windows,
-        "attention_soft_cap": fields.number("attn_logit_softcapping", None),
+        "attention_soft_cap": None,
         "logit_soft_cap": fields.number("final_logit_softcapping", None),
     }
 
@@ -64,6 +85,7 @@ def _gemma(fields: Fields) -> dict[str, Any]:
         "attention_bias": bias,
         "attention_out_bias": bias,
         "mlp_bias": False,
+        "norm": NormKind.UNIT_OFFSET,
         "hidden_act": fields.choice("hidden_activation", tuple(ACTIVATIONS)),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
     }

@@ -1,13 +1,14 @@
 """config.json of models with routed experts, and what only those models spell."""
 
+from dataclasses import replace
 from typing import Any
 
-from paceline.core.model_config import MoEConfig
-from paceline.models.config_prenorm import read_prenorm
+from paceline.core.model_config import MoEConfig, NormKind
+from paceline.models.config_prenorm import no_biases, read_prenorm
 from paceline.models.config_windows import read_windows, switched_window, uniform_windows
 from paceline.models.fields import Fields
 
-_SILU = ("silu",)
+_SILU = ("silu", "swish")
 _GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -31,6 +32,50 @@ def read_qwen3_moe(fields: Fields) -> dict[str, Any]:
     }
 
 
+def read_qwen2_moe(fields: Fields) -> dict[str, Any]:
+    """Qwen 2 with experts; a switched-on window is in every other lower layer, the first too."""
+    first_full = fields.integer("max_window_layers", minimum=0)
+    is_used = fields.flag("use_sliding_window", False)
+    experts = _qwen_experts(fields)
+    if experts is not None:
+        shared_size = fields.integer("shared_expert_intermediate_size")
+        experts = replace(experts, shared_size=shared_size)
+    return read_prenorm(fields) | {
+        "attention_bias": fields.flag("qkv_bias", True),
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "layer_windows": read_windows(
+            fields,
+            window=switched_window(fields),
+            default=lambda layer: is_used and layer % 2 == 0 and layer < first_full,
+        ),
+        "moe": experts,
+    }
+
+
+def read_mixtral(fields: Fields) -> dict[str, Any]:
+    """Mistral with experts in every layer; one window for all layers."""
+    fields.refuse("layer_types", "mixtral has one kind of layer; use a model of another type")
+    shared, window = read_prenorm(fields), fields.integer("sliding_window", None)
+    fields.choice("hidden_act", _SILU, "silu")
+    experts = MoEConfig(
+        layers=(True,) * shared["num_layers"],
+        num_experts=_num_experts(fields),
+        experts_per_token=_experts_per_token(fields),
+        intermediate_size=shared["intermediate_size"],
+        renormalize=True,
+        bias=False,
+    )
+    return (
+        shared
+        | no_biases()
+        | {
+            "layer_windows": uniform_windows(shared, window),
+            "moe": experts,
+        }
+    )
+
+
 def read_gpt_oss(fields: Fields) -> dict[str, Any]:
     """Experts in every layer, sinks, and a window in every other layer, the first too."""
     # Where the file has no rope, its class takes this one.
@@ -43,6 +88,7 @@ def read_gpt_oss(fields: Fields) -> dict[str, Any]:
         "mlp_bias": False,
         "layer_windows": read_windows(fields, window=window, default=lambda layer: layer % 2 == 0),
         "attention_sinks": True,
+        "norm": NormKind.WIDE,
         "moe": _gpt_oss_experts(fields),
     }
 
@@ -97,8 +143,9 @@ def _gpt_oss_experts(fields: Fields) -> MoEConfig:
 
 
 def _num_experts(fields: Fields) -> int:
-    """Under either of its two names: a class default of one would hide the other."""
-    count: int = fields.integer("num_experts", fields.integer("num_local_experts", 128))
+    """Under either of its two names; the class default is behind one of them."""
+    name = "num_local_experts" if fields.get("num_experts") is None else "num_experts"
+    count: int = fields.integer(name)
     return count
 
 

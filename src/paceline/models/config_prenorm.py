@@ -3,9 +3,11 @@
 from typing import Any
 
 from paceline.core.activations import ACTIVATIONS
+from paceline.core.model_config import Multipliers, NormKind
 from paceline.models.config_rope import context_limit, read_phi3_rope, read_rope
 from paceline.models.config_windows import (
     read_windows,
+    switched_window,
     uniform_windows,
     unless_reaching_all,
     upper_windows,
@@ -59,6 +61,49 @@ def read_qwen3(fields: Fields) -> dict[str, Any]:
         "attention_out_bias": bias,
         "mlp_bias": False,
         "layer_windows": upper_windows(fields),
+    }
+
+
+def read_granite(fields: Fields) -> dict[str, Any]:
+    """Llama with multipliers."""
+    return read_llama(fields) | {
+        "attention_scale": fields.number("attention_multiplier", 1.0),
+        "multipliers": Multipliers(
+            embedding=fields.number("embedding_multiplier", 1.0),
+            residual=fields.number("residual_multiplier", 1.0),
+            logit_divisor=fields.number("logits_scaling", 1.0),
+        ),
+    }
+
+
+def read_smollm3(fields: Fields) -> dict[str, Any]:
+    """Llama with layers that have no rope, which have the window where one is switched on."""
+    shared = read_llama(fields.without("layer_types"))
+    num_layers, every = shared["num_layers"], fields.integer("no_rope_layer_interval", 4)
+    rotated = fields.get("no_rope_layers")  # 1: the layer has rope
+    if rotated is None:
+        rotated = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if not isinstance(rotated, list) or len(rotated) < num_layers or not {*rotated} <= {0, 1}:
+        fields.fail("no_rope_layers", f"a list of {num_layers} times 0 or 1", rotated)
+    plain = tuple(layer for layer in range(num_layers) if not rotated[layer])
+    window = switched_window(fields)
+    windows = read_windows(
+        fields, window=window, default=lambda layer: window is not None and layer in plain
+    )
+    return shared | {"unrotated_layers": plain, "layer_windows": windows}
+
+
+def read_olmo2(fields: Fields) -> dict[str, Any]:
+    """Norms whose product is taken in float32."""
+    fields.refuse("clip_qkv", "OLMo 2 has norms of Q and K in its place")
+    bias = fields.flag("attention_bias", False)
+    shared = read_prenorm(fields)
+    return shared | {
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "mlp_bias": False,
+        "layer_windows": uniform_windows(shared, None),
+        "norm": NormKind.WIDE,
     }
 
 

@@ -1,5 +1,6 @@
 """Rope parameters of a config.json, in both spellings, as RopeConfig.
 
+`dynamic` is the plain rope up to max_position_embeddings, which is as far as we serve it.
 transformers 5 writes `rope_parameters`, flat or per attention type; older files have `rope_theta`
 and `rope_scaling` (whose type is under `rope_type` or `type`), and Gemma 3 `rope_local_base_freq`.
 Phi-3 has called longrope "su" and "yarn" too.
@@ -19,6 +20,11 @@ _KNOWN_KEYS = {
     *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"),
     *("partial_rotary_factor", "finetuned", "short_factor", "long_factor"),
 }
+_NEUTRAL_AT_ONE = (
+    "attn_factor",
+    "extrapolation_factor",
+)  # other engines' yarn, as they are released
+_DYNAMIC = "dynamic"
 _PARTIAL = "partial_rotary_factor"
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -98,13 +104,19 @@ def _refuse_partial(fields: Fields, params: Mapping[str, Any], *, where: str) ->
 
 def _rope(fields: Fields, params: Mapping[str, Any], *, theta: float, where: str) -> RopeConfig:
     own = Fields(params, f"config.json: {where}")
-    unknown = sorted(set(params) - _KNOWN_KEYS)
+    neutral = {name for name in _NEUTRAL_AT_ONE if params.get(name) == 1.0}
+    unknown = sorted(set(params) - _KNOWN_KEYS - neutral)
     if unknown:
         own.fail(unknown[0], "absent", params[unknown[0]], remedy="this rope is not supported")
-    kinds = tuple(kind.value for kind in RopeKind)
+    kinds = (*(kind.value for kind in RopeKind), _DYNAMIC)
     spelling = "rope_type" if own.get("rope_type") is not None else "type"
-    kind = RopeKind(own.choice(spelling, kinds, default="default"))
+    name = own.choice(spelling, kinds, default="default")
     theta = own.number("rope_theta", theta)
+    if name == _DYNAMIC:
+        # Longer requests turn at another rate: max_position_embeddings is the limit we serve.
+        own.number("factor")
+        return RopeConfig(theta=theta)
+    kind = RopeKind(name)
     match kind:
         case RopeKind.DEFAULT:
             return RopeConfig(theta=theta)

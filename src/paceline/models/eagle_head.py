@@ -21,7 +21,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import rope_tables
 from paceline.models.eagle_config import EagleConfig
 from paceline.models.eagle_layers import Eagle1Layer, Eagle3Layer, Fusion, Stream, head_attention
-from paceline.models.registry import architecture
+from paceline.models.registry import QKNorm, architecture
 
 
 class EagleHead(nn.Module):
@@ -152,7 +152,7 @@ def build_eagle_head(
     placement = Placement(device, dtype)
     layer = config.layer
     tables = rope_tables(layer, max_positions=max_positions, device=device)
-    qk_norm = architecture(layer.model_type).qk_norm
+    qk_norm = architecture(layer.model_type).qk_norm is QKNorm.HEAD
 
     def attention(index: int) -> SelfAttention:
         return head_attention(

@@ -17,15 +17,15 @@ from paceline.core.progress import Progress
 from paceline.layers.rms_norm import RMSNorm
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import StoredTensors, open_checkpoint
-from paceline.models.kv_scales import kv_scale_name
+from paceline.models.checkpoint_names import canonical_names
 from paceline.models.locate import ModelSource
-from paceline.models.registry import builder
+from paceline.models.registry import architecture, builder
 from paceline.models.stacked_experts import UnstackedExperts
 
 DUMMY_STD = 0.02  # the initializer_range of most released configurations
 _MAX_LISTED = 10
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def load_model(
@@ -56,16 +56,14 @@ def load_model(
         return model
     with open_checkpoint(weights_folder(source)) as stored:
         checkpoint: StoredTensors = stored
-        if config.model_type == "qwen3_moe":
+        if architecture(config.model_type).names_experts:
             checkpoint = UnstackedExperts(stored)
         model = build(
             config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
         )
-        names = {
-            canonical: name
-            for name in checkpoint.names
-            if (canonical := canonical_name(name, config)) is not None
-        }
+        names = canonical_names(checkpoint.names, source.name)
+        if config.tie_word_embeddings:
+            names = _tie(checkpoint, names)
         copy_weights(checkpoint, names, model.destinations(), model=source.name, progress=progress)
     return model
 
@@ -102,24 +100,27 @@ def copy_weights(
     _copy(checkpoint, names, destinations, progress)
 
 
-def canonical_name(name: str, config: ModelConfig) -> str | None:
-    """A checkpoint tensor's name as text-only checkpoints spell it; None when we need it not.
+def _tie(checkpoint: StoredTensors, names: dict[str, str]) -> dict[str, str]:
+    """The names of a model whose head is its embedding: either of the two, or both if equal."""
+    if _HEAD not in names:
+        return names
+    others = {canonical: name for canonical, name in names.items() if canonical != _HEAD}
+    if _EMBEDDING not in names:
+        return others | {_EMBEDDING: names[_HEAD]}
+    if not _equal(checkpoint.tensor(names[_EMBEDDING]), checkpoint.tensor(names[_HEAD])):
+        raise WeightsError(
+            message(
+                f"tensor '{names[_HEAD]}'",
+                expected=f"equal to {names[_EMBEDDING]}, which config.json ties it to",
+                got="other numbers",
+                remedy='write "tie_word_embeddings": false into config.json to use both',
+            )
+        )
+    return others
 
-    Not needed are stored rope frequencies, the scales of an 8-bit KV cache (`models.kv_scales`
-    reads them), the head of a tied model (it equals the embedding), and the vision part of a
-    multimodal Gemma 3, whose language part is below `language_model`.
-    """
-    if config.model_type == "gemma3_text":
-        if name.removeprefix("model.").startswith(_VISION_PREFIXES):
-            return None
-        if name.startswith("model.language_model."):
-            name = "model." + name.removeprefix("model.language_model.")
-        name = name.removeprefix("language_model.")
-    if name.endswith(".rotary_emb.inv_freq") or kv_scale_name(name) is not None:
-        return None
-    if name == "lm_head.weight" and config.tie_word_embeddings:
-        return None
-    return name
+
+def _equal(table: Tensor, head: Tensor) -> bool:
+    return table.shape == head.shape and torch.equal(table, head.to(table.dtype))
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, ModelError, message
 from paceline.core.near import did_you_mean
+from paceline.models.weight_files import gguf_refusal
 
 _HERE = Path(__file__).parent
 BUNDLED_FOLDER = _HERE / "bundled"
@@ -22,6 +23,7 @@ _SMALL_FILES = [
     "chat_template.json",
 ]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
+_HUB_PAGE = "https://huggingface.co/"
 _HEAD_SHAPES = "eagle"  # names of draft heads' shapes start so
 _DRAFT_FILES = [*_WEIGHT_FILES, "pytorch_model.bin"]  # the form that many draft heads come in
 
@@ -78,6 +80,8 @@ def locate(
     if path.is_dir():
         _refuse_revision(model, "a local folder", revision)
         return _from_folder(model, SourceKind.FOLDER, path)
+    if path.suffix == ".gguf" and path.is_file():
+        raise gguf_refusal("model", model)
     if model in _shapes():
         _refuse_revision(model, "a shape shipped in the package", revision)
         config = _read_json(SHAPES_FOLDER / f"{model}.json")
@@ -89,7 +93,26 @@ def locate(
             generation_config={},
             tokenizer=None,
         )
-    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+    if model.startswith(_HUB_PAGE):
+        hub_id = "/".join(model.removeprefix(_HUB_PAGE).split("/")[:2])
+        raise ModelError(
+            message(
+                "model",
+                expected="a hub id, not the address of its page",
+                got=repr(model),
+                remedy=f"pass --model {hub_id}",
+            )
+        )
+    if model.startswith("~"):
+        raise ModelError(
+            message(
+                "model",
+                expected="an existing folder",
+                got=f"{model!r}, and there is no {path}",
+                remedy="check the path; a hub id has the form owner/name",
+            )
+        )
+    if model.count("/") != 1 or model.startswith((".", "/")):
         raise ModelError(
             message(
                 "model",

@@ -1,18 +1,20 @@
-"""The pre-norm decoder that Llama, Mistral, Phi and the Qwens are."""
+"""The decoder that all but Gemma 2 and 3 are: pre-norm layers, or layers given in their place."""
+
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.embedding import Embedding
 from paceline.layers.parameter import Placement
 from paceline.layers.prenorm_layer import PreNormLayer
-from paceline.layers.rms_norm import RMSNorm
-from paceline.layers.self_attention import SelfAttention
+from paceline.layers.rms_norm import RMSNorm, hidden_norm
+from paceline.layers.self_attention import RowNormedAttention, SelfAttention
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, rope_tables
-from paceline.models.registry import architecture
+from paceline.models.registry import QKNorm, architecture
 
 
 def build_prenorm(
@@ -22,45 +24,54 @@ def build_prenorm(
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int | None = None,
-    layer: type[PreNormLayer] = PreNormLayer,
+    layer: Callable[..., nn.Module] = PreNormLayer,
+    embedding_scale: float | None = None,
 ) -> CausalLM:
     """The model with uninitialised weights; `max_positions` as in `rope_tables`.
 
-    `layer` differs where a checkpoint names its tensors otherwise.  Whether Q and K have per-head
-    norms is a fact of the architecture's registry entry.
+    `layer` differs where a checkpoint names its tensors otherwise, or adds otherwise to the stream.
+    Which norms Q and K have is a fact of the architecture's registry entry.
     """
     placement = Placement(device, dtype)
     tables = rope_tables(config, max_positions=max_positions, device=device)
-    decoder = _stack(config, parallel, placement, cos_sin=tables[config.rope], layer=layer)
+    embedding = Embedding(
+        config.vocab_size,
+        config.hidden_size,
+        scale=embedding_scale,
+        parallel=parallel,
+        placement=placement,
+    )
+    layers = _layers(config, parallel, placement, cos_sin=tables[config.rope], layer=layer)
+    decoder = Decoder(embedding, layers, hidden_norm(config, placement))
     return CausalLM(config, decoder, parallel=parallel, placement=placement)
 
 
-def _stack(
+def _layers(
     config: ModelConfig,
     parallel: Parallel,
     placement: Placement,
     *,
     cos_sin: Tensor,
-    layer: type[PreNormLayer],
-) -> Decoder:
+    layer: Callable[..., nn.Module],
+) -> list[nn.Module]:
     qk_norm = architecture(config.model_type).qk_norm
+    by_row = qk_norm is QKNorm.ROW
+    attention_type = RowNormedAttention if by_row else SelfAttention
 
-    def head_norm() -> RMSNorm:
-        return RMSNorm(config.head_dim, config.rms_norm_eps, placement=placement)
+    def norm(heads: int) -> RMSNorm:
+        size = heads * config.head_dim if by_row else config.head_dim
+        return RMSNorm(size, config.rms_norm_eps, kind=config.norm, placement=placement)
 
-    def make_layer(layer_id: int) -> PreNormLayer:
-        attention = SelfAttention(
+    def make_layer(layer_id: int) -> nn.Module:
+        norms = norm(config.num_heads), norm(config.num_kv_heads)
+        attention = attention_type(
             config,
             layer_id,
-            cos_sin=cos_sin,
-            qk_norms=(head_norm(), head_norm()) if qk_norm else None,
+            cos_sin=None if layer_id in config.unrotated_layers else cos_sin,
+            qk_norms=None if qk_norm is QKNorm.NONE else norms,
             parallel=parallel,
             placement=placement,
         )
         return layer(config, attention, parallel=parallel, placement=placement)
 
-    embedding = Embedding(
-        config.vocab_size, config.hidden_size, scale=None, parallel=parallel, placement=placement
-    )
-    norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement)
-    return Decoder(embedding, [make_layer(i) for i in range(config.num_layers)], norm)
+    return [make_layer(index) for index in range(config.num_layers)]

@@ -5,8 +5,9 @@ Imports no torch; the architecture's file is imported when it is asked for.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ModelError, message
 
@@ -14,25 +15,44 @@ if TYPE_CHECKING:
     from paceline.models.causal_lm import CausalLM
 
 
+class QKNorm(Enum):
+    """Norms of Q and K before rope."""
+
+    NONE = "none"
+    HEAD = "head"  # over each head
+    ROW = "row"  # over all heads of a token
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """One supported model_type."""
 
     module: str  # holds build(config, *, parallel, device, dtype, max_positions)
-    qk_norm: bool  # per-head norms of Q and K
-    layer_norms: int  # hidden-sized norms per layer
+    qk_norm: QKNorm = QKNorm.NONE
+    layer_norms: int = 2  # hidden-sized norms per layer
+    names_experts: bool = False  # its checkpoints name each expert's tensors, or stack them
+
+
+def _entry(name: str, **facts: Any) -> Architecture:
+    return Architecture(module=f"paceline.models.{name}", **facts)
 
 
 ARCHITECTURES = {
-    "gemma2": Architecture(module="paceline.models.gemma2", qk_norm=False, layer_norms=4),
-    "gemma3_text": Architecture(module="paceline.models.gemma3_text", qk_norm=True, layer_norms=4),
-    "gpt_oss": Architecture(module="paceline.models.gpt_oss", qk_norm=False, layer_norms=2),
-    "llama": Architecture(module="paceline.models.llama", qk_norm=False, layer_norms=2),
-    "mistral": Architecture(module="paceline.models.mistral", qk_norm=False, layer_norms=2),
-    "phi3": Architecture(module="paceline.models.phi3", qk_norm=False, layer_norms=2),
-    "qwen2": Architecture(module="paceline.models.qwen2", qk_norm=False, layer_norms=2),
-    "qwen3": Architecture(module="paceline.models.qwen3", qk_norm=True, layer_norms=2),
-    "qwen3_moe": Architecture(module="paceline.models.qwen3_moe", qk_norm=True, layer_norms=2),
+    "gemma": _entry("gemma"),
+    "gemma2": _entry("gemma2", layer_norms=4),
+    "gemma3_text": _entry("gemma3_text", qk_norm=QKNorm.HEAD, layer_norms=4),
+    "gpt_oss": _entry("gpt_oss"),
+    "granite": _entry("granite"),
+    "llama": _entry("llama"),
+    "mistral": _entry("mistral"),
+    "mixtral": _entry("mixtral", names_experts=True),
+    "olmo2": _entry("olmo2", qk_norm=QKNorm.ROW),
+    "phi3": _entry("phi3"),
+    "qwen2": _entry("qwen2"),
+    "qwen2_moe": _entry("qwen2_moe", names_experts=True),
+    "qwen3": _entry("qwen3", qk_norm=QKNorm.HEAD),
+    "qwen3_moe": _entry("qwen3_moe", qk_norm=QKNorm.HEAD, names_experts=True),
+    "smollm3": _entry("smollm3"),
 }
 
 

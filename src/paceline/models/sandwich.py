@@ -4,13 +4,13 @@ import torch
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
-from paceline.layers.embedding import Embedding
+from paceline.layers.embedding import Embedding, root_scale
 from paceline.layers.parameter import Placement
-from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.sandwich_layer import SandwichLayer
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, rope_tables
-from paceline.models.registry import architecture
+from paceline.models.registry import QKNorm, architecture
 
 
 def build_sandwich(
@@ -33,7 +33,7 @@ def build_sandwich(
             config,
             layer_id,
             cos_sin=tables[config.rope if window is None else local],
-            qk_norm=architecture(config.model_type).qk_norm,
+            qk_norm=architecture(config.model_type).qk_norm is QKNorm.HEAD,
             parallel=parallel,
             placement=placement,
         )
@@ -42,10 +42,9 @@ def build_sandwich(
     embedding = Embedding(
         config.vocab_size,
         config.hidden_size,
-        scale=config.hidden_size**0.5,
+        scale=root_scale(config.hidden_size, dtype),
         parallel=parallel,
         placement=placement,
     )
-    norm = RMSNorm(config.hidden_size, config.rms_norm_eps, placement=placement, unit_offset=True)
-    decoder = Decoder(embedding, layers, norm)
+    decoder = Decoder(embedding, layers, hidden_norm(config, placement))
     return CausalLM(config, decoder, parallel=parallel, placement=placement)

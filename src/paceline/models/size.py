@@ -4,7 +4,7 @@ from paceline.core.errors import ModelError, message
 from paceline.core.model_config import ModelConfig, MoEConfig
 from paceline.core.options import ELEMENT_BYTES
 from paceline.models.eagle_config import EagleConfig
-from paceline.models.registry import architecture
+from paceline.models.registry import QKNorm, architecture
 
 
 def weights_bytes(config: ModelConfig, dtype: str) -> int:
@@ -68,7 +68,10 @@ def _attention_parameters(config: ModelConfig) -> int:
     out_columns = config.num_heads * config.v_head_dim
     weights = (q_rows + kv_rows + out_columns) * hidden
     biases = config.attention_bias * (q_rows + kv_rows) + config.attention_out_bias * hidden
-    norms = facts.layer_norms * hidden + facts.qk_norm * 2 * config.head_dim
+    norms = facts.layer_norms * hidden
+    if facts.qk_norm is not QKNorm.NONE:
+        heads = config.num_heads + config.num_kv_heads if facts.qk_norm is QKNorm.ROW else 2
+        norms += heads * config.head_dim
     return weights + biases + norms + config.attention_sinks * config.num_heads
 
 
@@ -78,8 +81,9 @@ def _dense_parameters(config: ModelConfig) -> int:
 
 
 def _sparse_parameters(hidden: int, moe: MoEConfig) -> int:
-    """Router and experts of a layer."""
+    """Router and experts of a layer, the shared one and its gate included."""
     inner = moe.intermediate_size
     router = hidden + moe.bias
     expert = 3 * inner * hidden + moe.bias * (2 * inner + hidden)
-    return moe.num_experts * (router + expert)
+    shared = 0 if moe.shared_size is None else 3 * moe.shared_size * hidden + hidden
+    return moe.num_experts * (router + expert) + shared

@@ -16,13 +16,18 @@ def tanh(x):
 def gated_activation(
     gate,
     up,  # like gate
-    ACTIVATION: tl.constexpr,  # "silu" or "gelu_tanh"
+    ACTIVATION: tl.constexpr,  # one of kernels.act_and_mul.ACTIVATIONS
 ):
     """act(gate) * up in float32; as in transformers, act is rounded to gate's dtype before."""
     g = gate.to(tl.float32)
     if ACTIVATION == "silu":
         activated = g * tl.sigmoid(g)
+    elif ACTIVATION == "relu":
+        activated = tl.where(g < 0.0, 0.0, g)  # NaN stays
+    elif ACTIVATION == "gelu":
+        activated = 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
     else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
         activated = 0.5 * g * (1.0 + tanh(0.7978845608028654 * (g + 0.044715 * g * g * g)))
     return activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
 

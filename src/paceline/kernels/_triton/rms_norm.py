@@ -25,6 +25,7 @@ def _rms_norm_kernel(
     DIM: tl.constexpr,
     ADD: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -51,6 +52,8 @@ def _rms_norm_kernel(
     normed = row * (1.0 / tl.sqrt(mean_square + eps))[:, None]
     if UNIT_OFFSET:
         result = normed * (1.0 + weight)
+    elif WIDE:
+        result = normed * weight
     else:
         result = normed.to(x.dtype).to(tl.float32) * weight
     out_offset = token * stride_out_token + head * stride_out_head
@@ -64,6 +67,7 @@ def launch_rms_norm(
     *,
     eps: float,
     unit_offset: bool,
+    wide: bool,
     out: Tensor,
 ) -> None:
     """One program per block of rows; arguments as checked by kernels/rms_norm.py."""
@@ -92,6 +96,7 @@ def launch_rms_norm(
         DIM=dim,
         ADD=residual is not None,
         UNIT_OFFSET=unit_offset,
+        WIDE=wide,
         BLOCK_ROWS=block_rows,
         BLOCK_DIM=block_dim,
         num_warps=min(max(block_rows * block_dim // 512, 1), 16),

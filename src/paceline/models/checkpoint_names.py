@@ -1,0 +1,59 @@
+"""Names of a checkpoint's tensors, as text-only checkpoints of its architecture spell them."""
+
+import re
+
+from paceline.core.errors import WeightsError, message
+from paceline.models.kv_scales import kv_scale_name
+
+_VISION = ("vision_tower.", "multi_modal_projector.")
+_BODY = ("embed_tokens.", "layers.", "norm.")  # of checkpoints of the model without its head
+_MIXTRAL = (
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.weight", ".gate_proj.weight"),
+    (".w2.weight", ".down_proj.weight"),
+    (".w3.weight", ".up_proj.weight"),
+)
+_UNUSED = re.compile(
+    r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\w*attn\.(masked_bias|bias))$"
+)
+
+
+def canonical_names(stored: list[str], model: str) -> dict[str, str]:
+    """Canonical name -> stored name, of the tensors that are needed.
+
+    Raises WeightsError where two stored tensors have one canonical name; `model` is the name it
+    speaks of.
+    """
+    names: dict[str, str] = {}
+    for name in stored:
+        canonical = canonical_name(name)
+        if canonical is None:
+            continue
+        if canonical in names:
+            raise WeightsError(
+                message(
+                    f"weights of '{model}'",
+                    expected=f"one tensor for {canonical}",
+                    got=f"{names[canonical]} and {name}",
+                    remedy="remove one of them, or download the model again",
+                )
+            )
+        names[canonical] = name
+    return names
+
+
+def canonical_name(name: str) -> str | None:
+    """None for a tensor that is not needed: stored rope tables and causal masks, the scales of an
+    8-bit KV cache (`models.kv_scales` reads them), and the vision part of a multimodal model, whose
+    language part is below `language_model`."""
+    if name.removeprefix("model.").startswith(_VISION):
+        return None
+    if _UNUSED.search(name) is not None or kv_scale_name(name) is not None:
+        return None
+    if name.startswith("model.language_model."):
+        name = "model." + name.removeprefix("model.language_model.")
+    name = name.removeprefix("language_model.")
+    if ".block_sparse_moe." in name:
+        for stored, ours in _MIXTRAL:
+            name = name.replace(stored, ours)
+    return f"model.{name}" if name.startswith(_BODY) else name
