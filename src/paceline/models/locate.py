@@ -80,8 +80,6 @@ def locate(
     if path.is_dir():
         _refuse_revision(model, "a local folder", revision)
         return _from_folder(model, SourceKind.FOLDER, path)
-    if path.suffix == ".gguf" and path.is_file():
-        raise gguf_refusal("model", model)
     if model in _shapes():
         _refuse_revision(model, "a shape shipped in the package", revision)
         config = _read_json(SHAPES_FOLDER / f"{model}.json")
@@ -93,6 +91,30 @@ def locate(
             generation_config={},
             tokenizer=None,
         )
+    _refuse_near_misses(model, path)
+    if model.count("/") != 1 or model.startswith((".", "/")):
+        raise ModelError(
+            message(
+                "model",
+                expected=f"a hub id, an existing folder, 'bundled' or one of "
+                f"{', '.join(_shapes() if is_draft else shape_names())}",
+                got=repr(model),
+                remedy=did_you_mean(
+                    model,
+                    ("bundled", *_shapes()),
+                    otherwise="check the spelling; a hub id has the form owner/name",
+                ),
+            )
+        )
+    files = _DRAFT_FILES if is_draft else _WEIGHT_FILES
+    folder = _download(model, revision, _SMALL_FILES + (files if weights else []))
+    return _from_folder(model, SourceKind.HUB, folder)
+
+
+def _refuse_near_misses(model: str, path: Path) -> None:
+    """Raise for what is told by its look: a GGUF file, a page of the hub, a folder below home."""
+    if path.suffix == ".gguf" and path.is_file():
+        raise gguf_refusal("model", model)
     if model.startswith(_HUB_PAGE):
         hub_id = "/".join(model.removeprefix(_HUB_PAGE).split("/")[:2])
         raise ModelError(
@@ -112,23 +134,6 @@ def locate(
                 remedy="check the path; a hub id has the form owner/name",
             )
         )
-    if model.count("/") != 1 or model.startswith((".", "/")):
-        raise ModelError(
-            message(
-                "model",
-                expected=f"a hub id, an existing folder, 'bundled' or one of "
-                f"{', '.join(_shapes() if is_draft else shape_names())}",
-                got=repr(model),
-                remedy=did_you_mean(
-                    model,
-                    ("bundled", *_shapes()),
-                    otherwise="check the spelling; a hub id has the form owner/name",
-                ),
-            )
-        )
-    files = _DRAFT_FILES if is_draft else _WEIGHT_FILES
-    folder = _download(model, revision, _SMALL_FILES + (files if weights else []))
-    return _from_folder(model, SourceKind.HUB, folder)
 
 
 def _refuse_revision(model: str, what: str, revision: str | None) -> None:
