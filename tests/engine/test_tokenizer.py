@@ -1,6 +1,9 @@
 """The tokenizer adds special tokens once and renders chat as transformers does."""
 
 import json
+import sys
+import threading
+import time
 
 import pytest
 import tokenizers
@@ -208,3 +211,28 @@ def test_jinja2_is_only_needed_for_chat(tmp_path, monkeypatch):
     assert tokenizer.encode("text")
     with pytest.raises(ModelError, match="chat template must be the jinja2 package, got an insta"):
         tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_other_threads_run_while_a_text_is_tokenized(tmp_path):
+    tokenizer = Tokenizer.from_folder(_folder(tmp_path))
+    beats: list[None] = []
+    is_done = threading.Event()
+
+    def beat() -> None:
+        while not is_done.is_set():
+            beats.append(None)
+            time.sleep(0)
+
+    other = threading.Thread(target=beat)
+    other.start()
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody is made to give way
+    try:
+        before = len(beats)
+        tokenizer.encode("a text of many words " * 5_000)
+        between = len(beats) - before
+    finally:
+        sys.setswitchinterval(switch_s)
+        is_done.set()
+        other.join()
+    assert between > 10

@@ -194,9 +194,9 @@ def test_a_model_without_a_tokenizer_takes_ids_only():
     llm = small_llm()
     try:
         service = replace(Service.of(llm, model="tiny"), tokenizer=None)
-        assert asyncio.run(service.encode([[1, 2]])) == [[1, 2]]
+        assert asyncio.run(service.encode([[1, 2]], 1)) == [[1, 2]]
         with pytest.raises(ModelError, match="text must be sent to a model with tokenizer"):
-            asyncio.run(service.encode(["x"]))
+            asyncio.run(service.encode(["x"], 1))
         assert TokenNames(None).name(5) == "token_id:5"
     finally:
         llm.close()

@@ -97,6 +97,35 @@ def test_values_out_of_all_bounds_are_refused_in_few_words(client, more, text):
     assert len(found) < 700
 
 
+def only_x(text, **how):
+    return {"x": [5]}[text]
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(client, server, monkeypatch):
+    text = "hello " * 100_000
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": text}]}
+    for path, body, param in (
+        ("completions", GOOD | {"prompt": ["x", text]}, "prompt"),
+        ("chat/completions", chat, "messages"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(server.llm.tokenizer, "encode", only_x)
+            answer = client.post(f"/v1/{path}", json=body)
+        found = message_of(answer, 400)
+        assert found.startswith(f"{param} must be within the context of 256 tokens, got at least ")
+        assert answer.json()["error"]["param"] == param
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_prompts_beyond_the_queue_are_refused_before_they_are_tokenized(
+    client, server, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.delattr(type(server.llm.tokenizer), "encode")
+        answer = client.post("/v1/completions", json=GOOD | {"prompt": ["x"] * 21})
+    assert message_of(answer, 400).startswith("n must be at most 20 completions at once, of all")
+
+
 def test_the_command_line_has_these_limits():
     from paceline.cli.serve import serve
 

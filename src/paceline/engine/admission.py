@@ -22,6 +22,7 @@ from paceline.engine.processors import Processors, check_extra_args
 from paceline.engine.tokenizer import Tokenizer
 
 MAX_TOKENS_CUT = "max_tokens_cut"  # reason code
+_SHORTEN = "shorten the prompt, or raise --max-model-len if the model allows it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +99,11 @@ class Admission:
                 add_generation_prompt=prompt.add_generation_prompt,
                 **prompt.variables,
             )
+            self._check_fits(text)
             # The template alone decides on special tokens.
             ids = tokenizer.encode(text, add_special_tokens=False)
         elif isinstance(prompt, str):
+            self._check_fits(prompt)
             text, ids = prompt, self.require_tokenizer().encode(prompt)
         else:
             ids = prompt
@@ -122,19 +125,22 @@ class Admission:
             message(f"prompt token id {place}", expected=expected, got=got, remedy=remedy)
         )
 
+    def _check_fits(self, text: str) -> None:
+        """Before a text is tokenized, which may take seconds."""
+        fewest = self.require_tokenizer().fewest_tokens(text)
+        if fewest >= self.context_len:
+            raise self._length_error(f"a text of at least {fewest} tokens", _SHORTEN)
+
+    def _length_error(self, got: str, remedy: str) -> RequestError:
+        context_len = self.context_len
+        expected = f"1 to {context_len - 1} tokens (context {context_len}, 1 generated)"
+        return RequestError(message("prompt", expected=expected, got=got, remedy=remedy))
+
     def _check_length(self, num_prompt: int, params: SamplingParams) -> None:
         context_len = self.context_len
         if not 0 < num_prompt < context_len:
-            raise RequestError(
-                message(
-                    "prompt",
-                    expected=f"1 to {context_len - 1} tokens (context {context_len}, 1 generated)",
-                    got=f"{num_prompt} tokens",
-                    remedy="shorten the prompt, or raise --max-model-len if the model allows it"
-                    if num_prompt
-                    else "pass at least one token, for example the begin-of-text token",
-                )
-            )
+            empty = "pass at least one token, for example the begin-of-text token"
+            raise self._length_error(f"{num_prompt} tokens", _SHORTEN if num_prompt else empty)
         if params.max_tokens is not None and num_prompt + params.max_tokens > context_len:
             detail = (
                 f"max_tokens {params.max_tokens} reaches beyond the context of {context_len} "

@@ -99,7 +99,7 @@ class AsyncEngine:
         if self._failure is not None:
             raise PacelineError(self._failure)
         num_completions = sum(each.params.n for each in admitted)
-        self._require_room(num_completions)
+        self.require_room(num_completions)
         ticket = Ticket(
             len(admitted),
             num_completions=num_completions,
@@ -117,7 +117,7 @@ class AsyncEngine:
             raise
         return ticket
 
-    def _require_room(self, num_completions: int) -> None:
+    def require_room(self, num_completions: int) -> None:
         """Raise RequestError for what never has room, BusyError for what has none now."""
         if num_completions > self._max_open:
             raise RequestError(

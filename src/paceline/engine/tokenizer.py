@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import tokenizers
 from paceline.core.errors import ConfigError, ModelError, RequestError, message
 from paceline.core.events import Event, Notify
 from paceline.engine.chat_template import ChatTemplate
+from paceline.engine.fewest_tokens import longest_token_bytes
 from paceline.models.locate import ModelSource
 
 UNUSABLE_TEMPLATE = "chat_template_unusable"  # reason code
@@ -127,14 +129,28 @@ class Tokenizer:
         """
         _check_text(text)
         if not add_special_tokens or self._add_bos is False:
-            return list(self._core.encode(text, add_special_tokens=False).ids)
-        ids = list(self._core.encode(text, add_special_tokens=True).ids)
+            return self._ids(text, add_special_tokens=False)
+        ids = self._ids(text, add_special_tokens=True)
         bos = self.bos_token_id
         if bos is None:
             return ids
         if ids[:2] == [bos, bos]:
             return ids[1:]
         return [bos, *ids] if self._add_bos and ids[:1] != [bos] else ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, without reading it; 0 where nothing is known."""
+        most = self._longest_token_bytes
+        return 0 if most is None else -(-len(text.encode(errors="replace")) // most)
+
+    @cached_property
+    def _longest_token_bytes(self) -> int | None:
+        return longest_token_bytes(self._core)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """As a batch of one: `encode` would keep other threads from running meanwhile."""
+        (found,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return list(found.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token_ids; ids without a token have none."""

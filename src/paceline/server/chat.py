@@ -18,8 +18,8 @@ async def chat_job(service: Service, body: ChatRequest) -> Job:
     params = body.sampling(
         max_tokens=max_tokens, **({} if logprobs is None else {"logprobs": logprobs})
     )
-    prompt = await service.render([message.for_template() for message in body.messages])
-    service.check_lengths([prompt], max_tokens, param="messages")
+    messages = [message.for_template() for message in body.messages]
+    prompt = await service.render(messages, max_tokens)
     return Job(
         prompts=[prompt],
         params=params,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from paceline.engine.inputs import as_batch
 from paceline.engine.outputs import CompletionGrowth, RequestGrowth
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.answer import Document, Job, Writer, check_request
@@ -19,9 +18,9 @@ async def completion_job(service: Service, body: CompletionRequest) -> Job:
     if body.echo:
         asked["prompt_logprobs"] = body.logprobs
     params = body.sampling(**{name: value for name, value in asked.items() if value is not None})
-    prompts = as_batch(body.prompt)
-    ids = await service.encode(prompts)
-    service.check_lengths(ids, body.max_tokens, param="prompt")
+    prompts = body.prompts
+    service.engine.require_room(len(prompts) * params.n)
+    ids = await service.encode(prompts, body.max_tokens)
     echoed = []
     if body.echo:
         echoed = [p if isinstance(p, str) else await service.decode(p) for p in prompts]

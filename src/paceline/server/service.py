@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from paceline.core.errors import ModelError, message
@@ -74,11 +75,23 @@ class Service:
         """Prompts that share their parameters, checked.  Raises RequestError."""
         return await asyncio.to_thread(self.admission.admit, prompts, params)
 
-    async def encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        """Token ids of texts; ids stay what they are.  Raises RequestError, ModelError."""
+    async def encode(
+        self, prompts: Sequence[str | Sequence[int]], max_tokens: int | None
+    ) -> list[list[int]]:
+        """Token ids of prompts that leave room for their answers; ids stay what they are.
+
+        Raises RequestError, ModelError, and ApiError for one that does not fit.
+        """
+        room = partial(self._require_room, max_tokens=max_tokens, param="prompt")
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                room(len(prompt))
         if not any(isinstance(prompt, str) for prompt in prompts):
             return [list(prompt) for prompt in prompts]  # type: ignore[arg-type]
-        return await asyncio.to_thread(self._encode, prompts)
+        encode = partial(self._encode, room=room)
+        return await asyncio.to_thread(
+            lambda: [encode(each) if isinstance(each, str) else list(each) for each in prompts]
+        )
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt, special tokens included.  Raises ModelError.
@@ -89,28 +102,48 @@ class Service:
         decode = self._tokenizer.decode
         return await asyncio.to_thread(decode, known, skip_special_tokens=False)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation.  Raises RequestError, ModelError."""
-        return await asyncio.to_thread(self._tokenizer.apply_chat_template, messages)
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None
+    ) -> list[int]:
+        """Token ids of a conversation that leaves room for its answer.  Raises as `encode` does."""
+        room = partial(self._require_room, max_tokens=max_tokens, param="messages")
+        return await asyncio.to_thread(self._render, messages, room)
 
-    def check_lengths(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int | None, *, param: str
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], room: Callable[..., None]
+    ) -> list[int]:
+        text = self._tokenizer.render_chat(messages)
+        # The template alone decides on special tokens.
+        return self._encode(text, room, add_special_tokens=False)
+
+    def _encode(
+        self, text: str, room: Callable[..., None], *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """room: raises unless so many tokens leave some; asked before what may take seconds."""
+        fewest = self._tokenizer.fewest_tokens(text)
+        if fewest:
+            room(fewest, got=f"at least {fewest}")
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        room(len(ids))
+        return ids
+
+    def _require_room(
+        self, num_tokens: int, *, max_tokens: int | None, param: str, got: str | None = None
     ) -> None:
-        """Raise 400 unless every prompt leaves room for its answer, and has a token."""
-        for prompt in prompts:
-            if not prompt:
-                remedy = "send at least one token, for example the begin-of-text token"
-                text = message(param, expected="at least one token", got="none", remedy=remedy)
-                raise ApiError(400, text, param=param)
-            if len(prompt) + (max_tokens or 1) > self.context_len:
-                asked = f"and {max_tokens} to generate" if max_tokens else "and at least 1 more"
-                text = message(
-                    param,
-                    expected=f"within the context of {self.context_len} tokens",
-                    got=f"{len(prompt)} {asked}",
-                    remedy="shorten it or ask for fewer tokens",
-                )
-                raise ApiError(400, text, param=param, code="context_length_exceeded")
+        """Raise 400 unless a prompt has a token and leaves room for its answer."""
+        if not num_tokens:
+            remedy = "send at least one token, for example the begin-of-text token"
+            text = message(param, expected="at least one token", got="none", remedy=remedy)
+            raise ApiError(400, text, param=param)
+        if num_tokens + (max_tokens or 1) > self.context_len:
+            asked = f"and {max_tokens} to generate" if max_tokens else "and at least 1 more"
+            text = message(
+                param,
+                expected=f"within the context of {self.context_len} tokens",
+                got=f"{got or num_tokens} {asked}",
+                remedy="shorten it or ask for fewer tokens",
+            )
+            raise ApiError(400, text, param=param, code="context_length_exceeded")
 
     @property
     def _tokenizer(self) -> Tokenizer:
@@ -119,10 +152,6 @@ class Service:
             expected = "sent to a model with tokenizer.json"
             raise ModelError(message("text", expected=expected, got="one without", remedy=remedy))
         return self.tokenizer
-
-    def _encode(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
-        encode: Callable[[str], list[int]] = self._tokenizer.encode
-        return [encode(each) if isinstance(each, str) else list(each) for each in prompts]
 
 
 def _fingerprint(report: Mapping[str, Any]) -> str:

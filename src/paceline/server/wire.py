@@ -5,6 +5,7 @@ Types are strict and unknown fields are refused.  null means the same as leaving
 answer: they are accepted and not kept.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -136,6 +137,12 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     suffix: Annotated[Unserved, Refusal(("",), "this server continues a text, it fills no gap")] = (
         UNSET
     )
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """One or several."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else self.prompt  # type: ignore[return-value, list-item]
 
     def check(self, place: Place) -> None:
         GenerationRequest.check(self, place)
