@@ -29,9 +29,9 @@ def trackers(server, monkeypatch):
     """Every request the engine takes in; it is held behind their first words."""
     taken = []
     monkeypatch.setattr(
-        server.llm, "submit", lambda *asked: taken.extend(found := submit(*asked)) or found
+        server.llm, "enqueue", lambda admitted: taken.extend(found := enqueue(admitted)) or found
     )
-    submit = type(server.llm).submit.__get__(server.llm)
+    enqueue = type(server.llm).enqueue.__get__(server.llm)
     server.turns.hold(after=FIRST_WORDS)
     yield taken
     server.turns.go()

@@ -118,7 +118,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(client, server
         raise CapacityError("KV pages of request 'r' must be at most [1], got [2]; shorten it")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.llm, "submit", full)
+        patch.setattr(server.llm, "enqueue", full)
         for stream in (False, True):
             error = refused(client.post("/v1/completions", json=GOOD | {"stream": stream}), 400)
             assert error["code"] == "capacity_exceeded"
@@ -169,7 +169,7 @@ def test_ids_that_are_no_tokens_are_refused_when_they_are_echoed_too(client, tok
 
 
 def test_a_bug_is_a_server_error_and_others_go_on(client, server, monkeypatch):
-    def broken(*values):
+    def broken(*values, **how):
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patch:
@@ -185,7 +185,7 @@ def test_what_the_engine_refuses_otherwise_is_a_server_error_and_others_go_on(
         raise ConfigError("columns packed by X must be ['a'], got []; pack every column")
 
     with monkeypatch.context() as patch:
-        patch.setattr(server.llm, "submit", broken)
+        patch.setattr(server.llm, "enqueue", broken)
         error = refused(client.post("/v1/completions", json=GOOD), 500)
     assert error["message"].startswith("columns packed by X must be")
 
