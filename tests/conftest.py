@@ -5,14 +5,25 @@ import os
 # Triton decides when it is imported whether kernels are compiled or interpreted.  On a CUDA machine
 # run with TRITON_INTERPRET=0 to test the compiled ones.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-# Tensors are small and pytest-xdist has several workers: one thread each, and where a test boots an
-# engine with more they sleep while they wait, since on busy cores they would spin for seconds.
+# Tensors are small and pytest-xdist has several workers: one thread of torch each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import sys
+from collections.abc import Iterator
 
 import pytest
 
 import paceline  # noqa: F401  it says how long threads spin, before torch is imported
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """An engine sets torch's threads for its process: the tests behind it get theirs back."""
+    yield
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
