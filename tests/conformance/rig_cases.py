@@ -50,8 +50,8 @@ def sum_of(tensor):
 
 
 class Exact(TorchBackend):
-    """Attention as it is written down, without windows and caps: masks before every product, reads
-    no dead slot into one, and returns its log-sum-exp with either part."""
+    """Attention as it is written down: masks before every product, reads no dead slot into one, and
+    returns its log-sum-exp with either part.  Each method is a part that can be got wrong."""
 
     name = "exact"
     capabilities = replace(TorchBackend.capabilities, loads_dead_slots=False)
@@ -64,23 +64,77 @@ class Exact(TorchBackend):
 
     def forward(self, q, k, v, layer, plan, part):
         spec = layer.spec
-        seen, slots = _seen(plan, part, layer), _slots(plan, layer)
-        hidden = ~seen[:, :, None, None]
-        group = spec.num_heads // spec.num_kv_heads
+        seen = self.seen(plan, part, layer)  # [tokens, keys]
+        hidden, owner = ~seen[:, :, None, None], self.owner(spec)
+        slots = _slots(plan, layer)
         keys, values = (
             (cache.flatten(0, 1)[slots].float() * (1.0 if scale is None else scale))
             .masked_fill(hidden, 0.0)
-            .repeat_interleave(group, 2)
+            .index_select(2, owner)
             for cache, scale in ((layer.k_cache, layer.k_scale), (layer.v_cache, layer.v_scale))
         )
-        scores = torch.einsum("thd,tshd->ths", q.float(), keys) * spec.scale
-        scores = scores.masked_fill(~seen.unsqueeze(1), -torch.inf)
+        scores = torch.einsum("thd,tshd->ths", q.float(), keys) * self.scale(spec)
+        scores = self.capped(scores, spec).masked_fill(~seen.unsqueeze(1), -torch.inf)
         lse = torch.logsumexp(scores, 2)
-        total = lse
-        if layer.sinks is not None and part is Part.ALL:
-            total = torch.logaddexp(lse, layer.sinks)
-        weights = (scores - total.unsqueeze(2)).exp().nan_to_num(0.0)
-        return torch.einsum("ths,tshd->thd", weights, values).to(q.dtype), lse
+        sinks = None if layer.sinks is None else self.sinks(layer.sinks, part)
+        total = lse if sinks is None else torch.logaddexp(lse, sinks)
+        out = torch.einsum("ths,tshd->thd", self.weights(scores, total), values)
+        return out.to(q.dtype), self.lse(lse)
+
+    def owner(self, spec):
+        """[num_heads] the KV head of each query head."""
+        return torch.arange(spec.num_heads) // (spec.num_heads // spec.num_kv_heads)
+
+    def scale(self, spec):
+        return spec.scale
+
+    def capped(self, scores, spec):
+        return scores if spec.soft_cap is None else spec.soft_cap * (scores / spec.soft_cap).tanh()
+
+    def sinks(self, sinks, part):
+        return sinks if part is Part.ALL else None
+
+    def weights(self, scores, total):
+        return (scores - total.unsqueeze(2)).exp().nan_to_num(0.0)
+
+    def lse(self, lse):
+        return lse
+
+    def seen(self, view, part, layer):
+        """[padded_tokens, keys] bool."""
+        prefix, start = _begins(view)
+        row = torch.arange(view.padded_tokens).unsqueeze(1) - start
+        column = torch.arange(_slots(view, layer).shape[1]) - prefix
+        if part is Part.PREFIX:
+            seen = column < 0
+        elif view.tree_mask is None:
+            seen = column <= row
+        else:
+            inside = (column >= 0) & (column < view.max_extend_len)
+            last = view.max_extend_len - 1
+            seen = (column < 0) | (inside & view.tree_mask.gather(1, column.clamp(0, last).long()))
+        window = layer.spec.window
+        if window is None:
+            return seen
+        edge = self.query_positions(view, part).unsqueeze(1) - window
+        return seen & (self.key_positions(view, layer) > edge)
+
+    def query_positions(self, view, part):
+        """[padded_tokens]"""
+        return view.positions
+
+    def key_positions(self, view, layer):
+        """[padded_tokens, keys]"""
+        index = torch.arange(_slots(view, layer).shape[1])
+        prefix, start = _begins(view)
+        step = (start + index - prefix).clamp(0, view.padded_tokens - 1)
+        return torch.where(index < prefix, index, view.positions[step.long()])
+
+
+def _begins(view):
+    """([padded_tokens, 1] keys before the step, likewise tokens before the request)"""
+    prefix = view.prefix_lens.index_select(0, view.req_ids).unsqueeze(1)
+    return prefix, view.cu_seqlens_q.index_select(0, view.req_ids).unsqueeze(1)
 
 
 def _slots(view, layer):
@@ -88,18 +142,3 @@ def _slots(view, layer):
     page_size = layer.k_cache.shape[1]
     table = view.groups[layer.spec.group].page_table.index_select(0, view.req_ids).long()
     return (table.unsqueeze(2) * page_size + torch.arange(page_size)).flatten(1)
-
-
-def _seen(view, part, layer):
-    """[padded_tokens, keys] bool."""
-    prefix = view.prefix_lens.index_select(0, view.req_ids).unsqueeze(1)
-    start = view.cu_seqlens_q.index_select(0, view.req_ids).unsqueeze(1)
-    row = torch.arange(view.padded_tokens).unsqueeze(1) - start
-    column = torch.arange(_slots(view, layer).shape[1]) - prefix
-    if part is Part.PREFIX:
-        return column < 0
-    if view.tree_mask is None:
-        return column <= row
-    inside = (column >= 0) & (column < view.max_extend_len)
-    is_ancestor = view.tree_mask.gather(1, column.clamp(0, view.max_extend_len - 1).long())
-    return (column < 0) | (inside & is_ancestor)

@@ -6,6 +6,8 @@ from collections import Counter
 import pytest
 
 from paceline.conformance.case import PageLayout
+from paceline.conformance.oracle import visible_keys
+from paceline.conformance.placement import place
 from paceline.conformance.suite import cases
 from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
 
@@ -97,7 +99,8 @@ def test_lengths_are_of_a_cache():
     for case in CASES:
         for batch in case.batches:
             assert all(extend >= 1 for extend in batch.extend_lens)
-            least = 1 if case.mode.facts.extend is not ExtendShape.RAGGED else 0
+            is_ragged = case.mode.facts.extend is ExtendShape.RAGGED
+            least = 0 if is_ragged or case.prefix_only else 1
             assert all(prefix >= least for prefix in batch.prefix_lens), title(case)
 
 
@@ -147,8 +150,9 @@ def test_requests_of_a_shared_prefix_share_a_page_at_capture():
 
 
 def test_quick_cases_are_few_and_short():
-    assert 60 <= len(QUICK) <= 100
-    assert which(lambda case: case.max_kv_len > 260, QUICK) == []
+    assert 60 <= len(QUICK) <= 105
+    assert which(lambda case: case.max_kv_len > 260 and case.num_heads > 2, QUICK) == []
+    assert which(lambda case: case.max_kv_len > 650, QUICK) == []
 
 
 def test_interpreted_cases_are_tiny():
@@ -181,6 +185,34 @@ def test_quick_cases_reach_every_option():
     assert any(case.prefix_only for case in QUICK)
     assert any(case.sinks and any(batch.parents for batch in case.batches) for case in QUICK)
     assert any(len({layer.window for layer in case.layers}) > 2 for case in QUICK)
+
+
+def test_quick_cases_hold_what_only_long_runs_held():
+    assert any(case.prefix_only and case.sinks for case in QUICK)
+    assert any(case.v_head_dim != case.head_dim for case in QUICK)
+    assert any(case.max_kv_len > 512 for case in QUICK)
+
+
+def test_some_steps_go_on_in_the_same_layout():
+    steady = [case for case in QUICK if any(batch.goes_on for batch in case.batches)]
+    assert {case.mode for case in steady} == {ForwardMode.DECODE}
+    for case in steady:
+        places = [place(case, index) for index in range(len(case.batches))]
+        for index, batch in enumerate(case.batches):
+            assert (index > 0 and places[index].rows == places[index - 1].rows) == batch.goes_on
+            assert not batch.goes_on or batch.extend_lens == case.batches[index - 1].extend_lens
+
+
+def test_some_rows_see_nothing_of_the_prefix():
+    def has_none(case, layer):
+        return case.prefix_only and any(
+            not visible_keys(case, batch, layer, request, extend - 1)
+            for batch in case.batches
+            for request, extend in enumerate(batch.extend_lens)
+        )
+
+    found = [case for case in QUICK if any(has_none(case, n) for n in range(len(case.layers)))]
+    assert {case.method for case in found} == {"dense", "swa"}
 
 
 def test_quick_cases_have_two_layers_with_sinks_and_with_cache_scales_of_their_own():

@@ -40,7 +40,7 @@ FAULTS = [
     ("ScribblesOnThePool", DECODE, r"V of layer 0: slots \[\d+\] do not hold what the step was"),
     ("ScribblesOnTheStep", DECODE, "kv_lens must be .*, got"),
     ("ScribblesOnThePageTable", DECODE, "page table row 1 of group 0 must be .*, got"),
-    ("PlansOnce", DECODE, "error .* is allowed, at"),
+    ("PlansOnce", DECODE, r"error .* is allowed, at|got moved: backend.first.torch.Size\("),
     ("ForgetsHostPlan", DECODE, "rogue declares no host plan"),
     ("ForgetsPlan", DECODE, "abstract.* plan"),
     ("Zeros", DECODE, "error .* is allowed, at"),

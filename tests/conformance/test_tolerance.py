@@ -122,16 +122,19 @@ def test_a_comparison_that_would_take_a_mistake_says_which() -> None:
     [
         (
             PLAIN,
-            "all zero,KV heads striped,first page another's,middle page another's,"
+            "all zero,no scale,head_dim ** -0.5 for the scale,"
+            "KV heads striped (h % kv_heads),first page another's,middle page another's,"
             "last page another's,key behind the end,first key dropped,last key dropped,"
             "prefix only,next row visible,full mask,top-left causal",
         ),
         (
             replace(TREE, layers=(Layer(6),)),
-            "all zero,KV heads striped,first page another's,last page another's,"
+            "all zero,no scale,head_dim ** -0.5 for the scale,"
+            "KV heads striped (h % kv_heads),first page another's,last page another's,"
             "key behind the end,first key dropped,last key dropped,"
             "window one wider,window one narrower,no window,prefix only,next row visible,"
-            "full mask,a chain,siblings visible,window by row",
+            "full mask,a chain,siblings visible,window by row,"
+            "window by row of keys and depth of queries,window by depth of keys and row of queries",
         ),
         (
             replace(
@@ -144,7 +147,8 @@ def test_a_comparison_that_would_take_a_mistake_says_which() -> None:
             replace(
                 PLAIN, prefix_only=True, dtype="bfloat16", kv_dtype="float8_e4m3fn", num_kv_heads=1
             ),
-            "all zero,K scale ignored,V scale ignored,K scale used for V,first page another's,"
+            "all zero,no scale,head_dim ** -0.5 for the scale,K scale ignored,V scale ignored,"
+            "K scale used for V,first page another's,"
             "middle page another's,last page another's,first key dropped,last key dropped,"
             "the step too",
         ),

@@ -7,13 +7,14 @@ key, and its result is replaced by out 0, lse −inf.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part, StepView
+from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.errors import KernelArgumentError, message
 from paceline.core.modes import MaskKind
@@ -25,7 +26,7 @@ LibraryT = TypeVar("LibraryT")
 class FlashAttentionBuffers(Generic[LibraryT]):
     """The library, and what a step writes beside its page tables."""
 
-    library: LibraryT
+    library: LibraryT = field(metadata=OPAQUE)
     prefix_used: Tensor  # [max_reqs]  int32
     lacks_prefix: Tensor  # [max_tokens]  bool
 

@@ -1,26 +1,94 @@
-"""What a backend holds: the tensors among its buffers, and their bytes."""
+"""What a backend holds: the tensors among its buffers, and their bytes.
 
+One walk for all who ask: the guard, the sanitizer and the memory budget.  It sees every tensor or
+raises, so that a buffer in a container of another kind is not silently unguarded.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from paceline.core.errors import ConfigError, message
+
+# Metadata of a dataclass field that the walk passes over: a library's own objects, whose memory
+# the backend counts in its buffer_bytes and keeps in place itself.
+OPAQUE: Mapping[str, bool] = {"opaque": True}
+_NUMBERS = (int, float, complex, str, bytes, Enum)
+_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE of a type's flags
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_CONSTANTS = (*_NUMBERS, *_OF_TORCH, type, ModuleType)
 
 
 def tensors_in(name: str, buffers: object) -> dict[str, Tensor]:
-    """The tensors of a backend's buffers by name: dataclass fields, and items of tuples."""
-    if isinstance(buffers, Tensor):
-        return {name: buffers}
-    parts: dict[str, object] = {}
-    if isinstance(buffers, tuple):
-        parts = {f"{name}.{index}": item for index, item in enumerate(buffers)}
-    elif is_dataclass(buffers):
-        parts = {f"{name}.{item.name}": getattr(buffers, item.name) for item in fields(buffers)}
-    return {
-        found: tensor
-        for part, value in parts.items()
-        for found, tensor in tensors_in(part, value).items()
-    }
+    """The tensors of a backend's buffers, each by the path of fields, keys and indices to it.
+
+    Raises ConfigError where something cannot be looked into.
+    """
+    return dict(_walk(name, buffers, ()))
 
 
 def tensor_bytes(buffers: object) -> int:
-    """Bytes of the tensors of a backend's buffers."""
-    return sum(tensor.nbytes for tensor in tensors_in("backend", buffers).values())
+    """Bytes of the tensors of a backend's buffers; one with two names counts once."""
+    found = {id(tensor): tensor.nbytes for tensor in tensors_in("backend", buffers).values()}
+    return sum(found.values())
+
+
+def _walk(name: str, held: object, above: tuple[int, ...]) -> Iterator[tuple[str, Tensor]]:
+    """above: ids of the containers that hold this one, so that a cycle ends."""
+    if isinstance(held, Tensor):
+        yield name, held
+    elif not _is_constant(held):
+        for part, value in _parts(name, held).items():
+            if id(value) not in above:
+                yield from _walk(f"{name}.{part}", value, (*above, id(held)))
+
+
+def _is_constant(held: object) -> bool:
+    """Whether nothing can be in it, as in a number or a set of texts."""
+    if isinstance(held, set | frozenset):
+        return all(map(_is_constant, held))
+    return held is None or isinstance(held, _CONSTANTS)
+
+
+def _parts(name: str, held: Any) -> dict[str, object]:
+    """What a container holds, by the last part of its name."""
+    if isinstance(held, tuple | list):
+        return {str(index): item for index, item in enumerate(held)}
+    if isinstance(held, dict):
+        return {str(key): item for key, item in held.items()}
+    if is_dataclass(held):
+        seen = [each.name for each in fields(held) if not each.metadata.get("opaque")]
+        return {each: getattr(held, each) for each in seen}
+    if not isinstance(held, SimpleNamespace) and not _is_plain(held):
+        raise ConfigError(
+            message(
+                f"{name}, of what make_buffers returned",
+                expected="a tensor, number or text, or a dataclass, tuple, list, dict or plain "
+                "object of such",
+                got=f"a {type(held).__module__}.{type(held).__name__}",
+                remedy="hold tensors in one of these; a library's own object goes into a dataclass "
+                "field with metadata=paceline.attention.held.OPAQUE, and its bytes into "
+                "buffer_bytes",
+            )
+        )
+    slots = [slot for kind in type(held).__mro__ for slot in _slots(kind)]
+    found = {slot: getattr(held, slot) for slot in slots if hasattr(held, slot)}
+    return found | dict(getattr(held, "__dict__", {}))
+
+
+def _is_plain(held: object) -> bool:
+    """Whether an object's attributes are all it holds: not so of functions and classes in C."""
+    kinds = type(held).__mro__[:-1]
+    has_attributes = hasattr(held, "__dict__") or any(map(_slots, kinds))
+    is_called = callable(held) and not isinstance(held, torch.nn.Module)
+    return has_attributes and not is_called and all(kind.__flags__ & _IN_PYTHON for kind in kinds)
+
+
+def _slots(kind: type) -> list[str]:
+    named = kind.__dict__.get("__slots__", ())
+    return [named] if isinstance(named, str) else list(named)

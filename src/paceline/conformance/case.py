@@ -26,6 +26,7 @@ class Inputs(Enum):
 
     NEEDLE = "needle"  # each query has an exact small set of winners; a wrong key dominates
     RANDOM = "random"  # normal
+    UNEVEN = "uneven"  # as NEEDLE, but every other row and head scores many times higher
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Batch:
     # request a node hangs on, -1: the prefix.  None: a chain, or the mode's own mask.
     frozen: tuple[int, ...] = ()  # requests that the device has finished, unknown to the host: the
     # step carries them, and drops what comes of them
+    goes_on: bool = False  # in the rows of the batch before, with as many requests
 
     @property
     def num_reqs(self) -> int:

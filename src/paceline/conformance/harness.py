@@ -15,6 +15,7 @@ import torch
 from paceline.conformance.case import Case
 from paceline.conformance.cell import CellResult, Runner, Status
 from paceline.conformance.contenders import Contender, contender, for_case, refusals
+from paceline.conformance.likeness import likely_lse_mistakes, likely_mistakes
 from paceline.conformance.prepared import Prepared, prepare_case
 from paceline.conformance.rig import Rig
 from paceline.conformance.suite import cases
@@ -102,21 +103,26 @@ def _judge(expectation: Expectation, rig: Rig) -> Finding:
     """The worst layer, or the first wrong one."""
     worst = Finding(0.0, 1.0, None)
     for layer in range(len(expectation.case.layers)):
-        judged = expectation.judge(layer, rig.answer(layer))
+        out = rig.answer(layer)
+        judged = expectation.judge(layer, out)
         found = Finding(judged.error, judged.tolerance, None)
         lse = rig.lse(layer)
         judged_lse = None if lse is None else expectation.judge_lse(layer, lse)
-        faults = [] if judged.is_right else [_off("error", judged)]
-        if judged_lse is not None and not judged_lse.is_right:
-            faults.append(_off("lse", judged_lse))
+        faults = []
+        if not judged.is_right:
+            faults.append(_off("error", judged, likely_mistakes(expectation, layer, out)))
+        if lse is not None and judged_lse is not None and not judged_lse.is_right:
+            likely = likely_lse_mistakes(expectation, layer, lse)
+            faults.append(_off("lse", judged_lse, likely))
         if faults:
             return replace(found, fault=f"layer {layer}: {' and '.join(faults)}")
         worst = max(worst, found, key=lambda finding: finding.error / finding.tolerance)
     return worst
 
 
-def _off(what: str, judged: Judgement) -> str:
-    return f"{what} {judged.error:.3g} where {judged.tolerance:.3g} is allowed, at {judged.where}"
+def _off(what: str, judged: Judgement, likely: list[str]) -> str:
+    sizes = f"{what} {judged.error:.3g} where {judged.tolerance:.3g} is allowed, at {judged.where}"
+    return f"{sizes} (looks like: {', or '.join(likely)})" if likely else sizes
 
 
 def _cut(reason: str | None) -> str | None:

@@ -2,7 +2,8 @@
 
 NEEDLE: keys are random signs; a long request's keys that no query wants share a few directions,
 to which queries are blind.  RANDOM: all is normal, and the wanted keys share the softmax with the
-bulk of all others.
+bulk of all others.  UNEVEN: as NEEDLE, but every other row and head asks so loudly that the rest
+would vanish beside it.
 """
 
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ HUSH = 4.0  # a key that nobody chose may come this near to the winners
 CODES = 4  # directions that unwanted keys of a long request share
 K_SCALES = (0.25, 2.0, 0.5)  # of an fp8 cache, layer by layer
 V_SCALES = (0.5, 0.25, 4.0)
+LOUDER = 16.0  # times the scores of a loud row: e to their difference is no float32
 SINK_STEPS = (0.5, -0.5, 1.25, 0.0, 0.75)  # a head's sink above the best winner
 
 
@@ -181,7 +183,7 @@ def _make_queries(
             start *= BULK / (scale * case.head_dim**0.5)
         index, targets = _constraints(wanted, heads, keys, aims)
         queries = find_queries(table, index, targets, start, scale)
-        if case.inputs is Inputs.NEEDLE:
+        if case.inputs is not Inputs.RANDOM:
             limit = aims.uncapped(aims.winner - HUSH) / scale
             for _ in range(2):
                 near = _near_by_chance(batch, table, keys.starts, queries, index, limit)
@@ -189,7 +191,11 @@ def _make_queries(
                 targets = torch.cat((targets, torch.zeros(near.shape, dtype=torch.float64)), 2)
                 queries = find_queries(table, index, targets, start, scale)
         found.append(queries)
-    return torch.cat(found).transpose(0, 1).to(_dtype(case)).double()
+    made = torch.cat(found).transpose(0, 1).to(_dtype(case)).double()
+    if case.inputs is Inputs.UNEVEN:
+        token, head = (torch.arange(size) for size in made.shape[:2])
+        made[(token.unsqueeze(1) + head) % 2 == 0] *= LOUDER
+    return made
 
 
 def _constraints(

@@ -74,10 +74,18 @@ def _touches(
 
 def _number_mistakes(case: Case, data: BatchData, layer: int) -> list[_Found]:
     """Right keys, wrong numbers."""
-    meanings = {"all zero": replace(TRUE, value_factor=0.0)}
+    meanings = {
+        "all zero": replace(TRUE, value_factor=0.0),
+        "no scale": replace(TRUE, key_factor=1 / data.scale),
+        "head_dim ** -0.5 for the scale": replace(
+            TRUE, key_factor=case.head_dim**-0.5 / data.scale
+        ),
+    }
     if case.soft_cap is not None:
         meanings["no soft cap"] = replace(TRUE, is_capped=False)
-    if data.sinks is not None and not case.prefix_only:
+    if data.sinks is not None and case.prefix_only:
+        meanings["sinks applied to the prefix alone"] = replace(TRUE, num_sinks=2)
+    elif data.sinks is not None:
         meanings["no sinks"] = replace(TRUE, num_sinks=0)
         meanings["sinks counted twice"] = replace(TRUE, num_sinks=2)
     if data.k_scales is not None and data.v_scales is not None:
@@ -86,7 +94,7 @@ def _number_mistakes(case: Case, data: BatchData, layer: int) -> list[_Found]:
         meanings["V scale ignored"] = replace(TRUE, value_factor=1 / v_scale)
         meanings["K scale used for V"] = replace(TRUE, value_factor=k_scale / v_scale)
     if 1 < case.num_kv_heads < case.num_heads:
-        meanings["KV heads striped"] = replace(TRUE, is_striped=True)
+        meanings["KV heads striped (h % kv_heads)"] = replace(TRUE, is_striped=True)
     return [(name, meaning, data, None) for name, meaning in meanings.items()]
 
 

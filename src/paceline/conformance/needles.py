@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from paceline.conformance.case import Batch, Case, Inputs
-from paceline.conformance.oracle import visible_keys
+from paceline.conformance.oracle import ancestors, visible_keys
 from paceline.conformance.placement import shared_pages
 
 STEPS = (0.0, 0.75, 0.25, 1.0, 0.5)  # a winner's score below the best: a cap changes their ratios
 # What a forbidden key leads the winners by; more would make random keys loud as well.
-LEAD = {Inputs.NEEDLE: 5.0, Inputs.RANDOM: 2.5}
+LEAD = {Inputs.NEEDLE: 5.0, Inputs.UNEVEN: 5.0, Inputs.RANDOM: 2.5}
 
 Item = TypeVar("Item")
 
@@ -56,7 +56,7 @@ class Levels:
 
 def levels(case: Case) -> Levels:
     """Winners stand far above the sum of a case's other keys; of random keys, near that sum."""
-    margin = 7.0 if case.inputs is Inputs.NEEDLE else 2.0
+    margin = 2.0 if case.inputs is Inputs.RANDOM else 7.0
     winner = margin + math.log(case.max_kv_len)
     winner = round(4 * winner) / 4
     lead, cap = LEAD[case.inputs], case.soft_cap
@@ -84,7 +84,7 @@ def _row_wishes(
     rows of a long step do, a query wants less, so that it does not find by chance what it does not
     want.
     """
-    many = batch.extend_lens if case.inputs is Inputs.NEEDLE else batch.kv_lens
+    many = batch.kv_lens if case.inputs is Inputs.RANDOM else batch.extend_lens
     is_crowded = many[request] > case.head_dim // 4
     most_winners = 3 if is_crowded else max(3, min(6, case.head_dim // 10))
     most_forbidden = max(2, min(4, case.head_dim // 16))
@@ -135,6 +135,7 @@ def _forbidden(case: Case, batch: Batch, request: int, row: int, seen: list[int]
     near = [first - 1, prefix + row + 1, prefix + row, kv_len - 1]
     if batch.parents is not None:
         tree = batch.parents[request]
+        near[:0] = [prefix + other for other in ancestors(tree, row)]  # a window may hide them
         near += [prefix + other for other, parent in enumerate(tree) if parent == tree[row]]
         near += [prefix + other for other in range(len(tree))]
     near = [index for index in near if 0 <= index < kv_len and index not in visible]

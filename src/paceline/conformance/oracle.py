@@ -66,7 +66,7 @@ class Meaning:
 
     keys: VisibleKeys = visible_keys
     is_capped: bool = True
-    num_sinks: int = 1  # times that a sink is counted
+    num_sinks: int = 1  # times that a sink is counted; in the prefix alone, one time less
     key_factor: float = 1.0  # on every key: a wrong scale of the cache
     value_factor: float = 1.0
     is_striped: bool = False  # head h reads KV head h % kv_heads
@@ -136,8 +136,9 @@ def _attend_row(
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         lse = torch.logsumexp(scores, 0)
         total = lse
-        if data.sinks is not None and not case.prefix_only and meaning.num_sinks:
-            sink = data.sinks[layer, head] + math.log(meaning.num_sinks)
+        times = meaning.num_sinks - case.prefix_only
+        if data.sinks is not None and times:
+            sink = data.sinks[layer, head] + math.log(times)
             total = torch.logaddexp(lse, sink)
         outs.append((scores - total).exp() @ values[:, owner[head]])
         lses.append(lse)

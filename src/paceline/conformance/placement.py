@@ -42,7 +42,10 @@ def groups(case: Case) -> tuple[int | None, ...]:
 def place(case: Case, index: int) -> Placement:
     """The place of batch `index`.  Raises AssertionError where a layout would be contiguous."""
     batch = case.batches[index]
-    random = Random(f"{case.name} {case.seed} {index} rows")
+    first = index
+    while case.batches[first].goes_on:
+        first -= 1
+    random = Random(f"{case.name} {case.seed} {first} rows")
     num_rows = 1 + SPARE_ROWS + max(case.captured_reqs, *(b.num_reqs for b in case.batches))
     windows = groups(case)
     return Placement(

@@ -1,5 +1,6 @@
 """Other readings of masks and windows than the right one: which keys each shows a row."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.conformance.case import Batch, Case
@@ -11,6 +12,8 @@ from paceline.conformance.oracle import (
     with_window,
 )
 from paceline.core.modes import MaskKind
+
+Position = Callable[[Batch, int, int], int]  # of (request, row)
 
 
 def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
@@ -24,6 +27,7 @@ def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
     }
     if case.prefix_only:
         found["the step too"] = _unless_prefix_only
+        found["window counted from the prefix's end"] = _window_of_first_row
         return found
     found["prefix only"] = _prefix_only
     mask = case.mask(batch)
@@ -36,7 +40,9 @@ def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
         found["a chain"] = _chain
     if mask is MaskKind.TREE:
         found["siblings visible"] = _with_siblings
-        found["window by row"] = _window_by_row
+        found["window by row"] = _window_by(_row_of, _row_of)
+        found["window by row of keys and depth of queries"] = _window_by(position, _row_of)
+        found["window by depth of keys and row of queries"] = _window_by(_row_of, position)
     return found
 
 
@@ -88,12 +94,28 @@ def _with_siblings(case: Case, batch: Batch, layer: int, request: int, row: int)
     return _in_window(case, batch, layer, request, row, rows)
 
 
-def _window_by_row(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
-    """The window counts slots instead of positions."""
-    window = case.layers[layer].window
-    seen = with_window(lambda window: None)(case, batch, layer, request, row)
-    last = batch.prefix_lens[request] + row
-    return [index for index in seen if window is None or index > last - window]
+def _row_of(batch: Batch, request: int, row: int) -> int:
+    """A row's place in the cache, whatever its depth."""
+    return batch.prefix_lens[request] + row
+
+
+def _window_by(of_query: Position, of_key: Position) -> VisibleKeys:
+    """The window counts places, of queries or keys or both, instead of positions."""
+
+    def keys(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+        window, prefix = case.layers[layer].window, batch.prefix_lens[request]
+        seen = with_window(lambda window: None)(case, batch, layer, request, row)
+        if window is None:
+            return seen
+        edge = of_query(batch, request, row) - window
+        places = (at if at < prefix else of_key(batch, request, at - prefix) for at in seen)
+        return [at for at, place in zip(seen, places, strict=True) if place > edge]
+
+    return keys
+
+
+def _window_of_first_row(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    return visible_keys(case, batch, layer, request, 0)
 
 
 def _top_left(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:

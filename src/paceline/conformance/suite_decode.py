@@ -9,6 +9,7 @@ from paceline.conformance.suite_build import (
     live_sizes_case,
     uniform_case,
     with_frozen,
+    with_prefixes,
 )
 from paceline.core.modes import ForwardMode
 
@@ -25,6 +26,7 @@ def decode_cases() -> tuple[Case, ...]:
 def _lengths() -> tuple[Case, ...]:
     two, eight = replace(_BASE, captured_reqs=2), replace(_BASE, captured_reqs=8)
     return (
+        _steady(),
         uniform_case(_BASE, "page-edges", _EDGES),
         uniform_case(two, "one", (37,)),
         uniform_case(eight, "long-and-short", (110, 1, 2, 3, 1)),
@@ -36,6 +38,17 @@ def _lengths() -> tuple[Case, ...]:
             uniform_case(eight, "quarter-bucket", (50, 17)),
         ),
     )
+
+
+def _steady() -> Case:
+    """The same requests in the same rows, a token longer each time: a layout that does not change.
+
+    Then one of them has ended, and all are a page longer.
+    """
+    lists = ((15, 30, 7), (16, 31, 8), (17, 32, 9), (18, 33, 10), (9, 20), (33, 49, 25))
+    case = with_prefixes(_BASE, "steady", lists, extend=1)
+    batches = [replace(each, goes_on=turn in (1, 2, 3)) for turn, each in enumerate(case.batches)]
+    return replace(case, batches=tuple(batches))
 
 
 def _layouts() -> tuple[Case, ...]:
@@ -88,6 +101,7 @@ def _options() -> tuple[Case, ...]:
         uniform_case(both, "sinks-soft-cap", prefixes),
         uniform_case(replace(two, kv_dtype="float8_e4m3fn"), "fp8-cache", prefixes),
         uniform_case(replace(_BASE, inputs=Inputs.RANDOM), "random", prefixes),
+        uniform_case(replace(_BASE, inputs=Inputs.UNEVEN), "uneven", prefixes),
         *full(
             uniform_case(replace(_BASE, soft_cap=20.0), "soft-cap", prefixes),
             uniform_case(replace(_BASE, sinks=True), "sinks", prefixes),

@@ -78,6 +78,7 @@ def _options() -> tuple[Case, ...]:
         ragged_case(replace(_BASE, soft_cap=20.0), "soft-cap", _EDGES),
         ragged_case(replace(_BASE, sinks=True), "sinks", _EDGES),
         ragged_case(replace(_BASE, kv_dtype="float8_e4m3fn"), "fp8-cache", _EDGES),
+        ragged_case(replace(_BASE, inputs=Inputs.UNEVEN), "uneven", _EDGES),
         *full(ragged_case(replace(_BASE, inputs=Inputs.RANDOM), "random", _EDGES)),
     )
 

@@ -1,4 +1,4 @@
-"""Cases of long contexts: about 1k, 8k and 64k keys, in every mode."""
+"""Cases of long contexts: about 600, 1k, 8k and 64k keys, in every mode."""
 
 from dataclasses import replace
 
@@ -12,21 +12,36 @@ _LENGTHS = (("1k", 1023), ("8k", 8192))  # name, prefix
 
 def long_cases() -> tuple[Case, ...]:
     """Lengths x modes, and the options that a long context stresses."""
-    return full(
-        *(
-            case
-            for name, prefix in _LENGTHS
-            for case in (*_causal(name, prefix), *_speculative(name, prefix))
+    return (
+        *_beyond_512(),
+        *full(
+            *(
+                case
+                for name, prefix in _LENGTHS
+                for case in (*_causal(name, prefix), *_speculative(name, prefix))
+            ),
+            *_longest(),
+            *_options(),
+            *_windows(),
         ),
-        *_longest(),
-        *_options(),
-        *_windows(),
     )
 
 
 def _base(mode: ForwardMode, *windows: int | None) -> Case:
     """Two captured requests."""
     return replace(base_case(mode, *windows), captured_reqs=2)
+
+
+def _few_heads(mode: ForwardMode) -> Case:
+    return replace(_base(mode), num_heads=2, num_kv_heads=1)
+
+
+def _beyond_512() -> tuple[Case, ...]:
+    """Quick: of a tile, a block or a buffer that ends at a power of two."""
+    return (
+        ragged_case(_few_heads(ForwardMode.EXTEND), "long-600", ((600, 3),)),
+        uniform_case(_few_heads(ForwardMode.DECODE), "long-600", (600, 3)),
+    )
 
 
 def _causal(name: str, prefix: int) -> tuple[Case, ...]:
@@ -50,15 +65,11 @@ def _speculative(name: str, prefix: int) -> tuple[Case, ...]:
 
 def _longest() -> tuple[Case, ...]:
     """64k keys, of few heads."""
-
-    def base(mode: ForwardMode) -> Case:
-        return replace(_base(mode), num_heads=2, num_kv_heads=1)
-
     prefixes = (65535, 20)
     return (
-        ragged_case(base(ForwardMode.EXTEND), "long-64k", ((65535, 3),)),
-        uniform_case(base(ForwardMode.DECODE), "long-64k", prefixes),
-        tree_case(base(ForwardMode.TARGET_VERIFY), "long-64k-topk2", prefixes, beam(2, 1)),
+        ragged_case(_few_heads(ForwardMode.EXTEND), "long-64k", ((65535, 3),)),
+        uniform_case(_few_heads(ForwardMode.DECODE), "long-64k", prefixes),
+        tree_case(_few_heads(ForwardMode.TARGET_VERIFY), "long-64k-topk2", prefixes, beam(2, 1)),
     )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from paceline.conformance.case import Case, Layer, PageLayout
+from paceline.conformance.case import Case, Inputs, Layer, PageLayout
 from paceline.conformance.suite_build import (
     base_case,
     full,
@@ -70,6 +70,7 @@ def _verify_options() -> tuple[Case, ...]:
             tree_case(replace(_VERIFY, soft_cap=20.0), "topk2-soft-cap", _EDGES, beam(2, 1)),
             tree_case(replace(_VERIFY, dtype="float32"), "topk4-float32", _EDGES, _TOPK4),
             tree_case(replace(_VERIFY, dtype="float16"), "topk4-float16", _EDGES, _TOPK4),
+            tree_case(replace(_VERIFY, inputs=Inputs.UNEVEN), "topk4-uneven", _EDGES, _TOPK4),
             tree_case(_VERIFY, "nodes65", (15, 40), irregular(65), beam(8, 8)),
             uniform_case(replace(_VERIFY, sinks=True), "chain3-sinks", _EDGES, extend=3),
             uniform_case(fp8, "chain3-fp8-cache", _EDGES, extend=3),
@@ -88,6 +89,8 @@ def draft_decode_cases() -> tuple[Case, ...]:
         tree_case(page1, "topk2-step3-page1", (3, 8, 1), step3),
         tree_case(_DRAFT, "topk8-step1", _EDGES, draft_step(beam(8, 2), 1)),
         uniform_case(frozen, "frozen-kv", _EDGES),
+        uniform_case(replace(frozen, sinks=True), "frozen-kv-sinks", _EDGES),
+        with_prefixes(frozen, "frozen-kv-no-prefix", ((0, 16, 31), (0, 7), (31, 0, 47)), extend=1),
         *full(
             uniform_case(_DRAFT, "chain-step0", _EDGES),
             tree_case(_DRAFT, "topk2-step0", _EDGES, forest(2)),
@@ -99,7 +102,6 @@ def draft_decode_cases() -> tuple[Case, ...]:
             tree_case(_DRAFT, "mixed-shapes", _EDGES, step3, forest(8), irregular(8)),
             uniform_case(frozen, "frozen-kv-rows2", _EDGES, extend=2),
             uniform_case(replace(frozen, page_size=1), "frozen-kv-page1", (1, 7, 12)),
-            uniform_case(replace(frozen, sinks=True), "frozen-kv-sinks", _EDGES),
             live_sizes_case(frozen, "frozen-kv-every-live-size", (15, 48, 7, 33)),
         ),
     )

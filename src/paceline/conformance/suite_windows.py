@@ -80,11 +80,13 @@ def _decode() -> tuple[Case, ...]:
 
 def _verify() -> tuple[Case, ...]:
     four = base_case(ForwardMode.TARGET_VERIFY, 4)
+    two = base_case(ForwardMode.TARGET_VERIFY, 2)  # less than the depth of a tree
     both = base_case(ForwardMode.TARGET_VERIFY, None, 5)
     page1, page64 = replace(four, page_size=1), replace(four, page_size=64)
     topk4 = VERIFY_TREES["topk4"]
     return (
         uniform_case(four, "window4-chain8-above", (15, 40), extend=8),
+        tree_case(two, "window2-topk2-deep", _EDGES, VERIFY_TREES["topk2-deep"]),
         tree_case(four, "window4-topk2", _EDGES, beam(2, 1)),
         tree_case(both, "window5-and-full-topk4", _EDGES, topk4),
         *full(
@@ -105,6 +107,8 @@ def _drafts() -> tuple[Case, ...]:
     return (
         tree_case(four, "window4-topk2-step3", _EDGES, step3),
         uniform_case(frozen, "window4-frozen-kv", _EDGES),
+        # Its last rows see nothing of the prefix.
+        uniform_case(frozen, "window4-frozen-kv-rows6", _EDGES, extend=6),
         *full(
             uniform_case(four, "window4-chain-step2", _EDGES, extend=3),
             tree_case(page1, "window4-topk2-step3-page1", _EDGES, step3),

@@ -69,8 +69,9 @@ def _answer_rows(
     hidden = hidden_keys(case, batch, layer, request, rows, keys.shape[1], meaning.keys)
     scores.masked_fill_(hidden, -math.inf)
     total = torch.logsumexp(scores, 2, keepdim=True)
-    if data.sinks is not None and not case.prefix_only and meaning.num_sinks:
-        sinks = data.sinks[layer] + math.log(meaning.num_sinks)
+    times = meaning.num_sinks - case.prefix_only
+    if data.sinks is not None and times:
+        sinks = data.sinks[layer] + math.log(times)
         total = torch.logaddexp(total, sinks[:, None, None])
     weights = (scores - total).exp().nan_to_num(0.0)  # a row without keys: -inf minus -inf
     return (weights @ values).transpose(0, 1) * meaning.value_factor

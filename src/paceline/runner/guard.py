@@ -1,6 +1,6 @@
 """The guard: what must be true before a padded step runs.  On by default; costs microseconds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -9,6 +9,18 @@ from paceline.core.step import Step
 from paceline.runner.graphs import GraphKey
 
 NamedTensors = Callable[[], dict[str, Tensor]]
+
+
+def addresses(named: Mapping[str, Tensor]) -> dict[str, int]:
+    """Where each tensor is."""
+    return {name: tensor.data_ptr() for name, tensor in named.items()}
+
+
+def moved_names(were: Mapping[str, int], are: Mapping[str, int]) -> list[str]:
+    """What has another address than before, or has come or gone, in order."""
+    if were == are:
+        return []
+    return sorted(name for name in were.keys() | are.keys() if were.get(name) != are.get(name))
 
 
 class Guard:
@@ -22,13 +34,8 @@ class Guard:
     def check(self, key: GraphKey, step: Step) -> None:
         """Raise GraphGuardError when `step` may not replay the graph of `key`."""
         self.check_shape(key, step)
-        current = self._current()
-        if current != self._addresses:
-            moved = sorted(
-                name
-                for name in self._addresses.keys() | current.keys()
-                if self._addresses.get(name) != current.get(name)
-            )
+        moved = moved_names(self._addresses, self._current())
+        if moved:
             raise self._error(
                 "buffer addresses",
                 "those of the capture",
@@ -54,7 +61,7 @@ class Guard:
 
     def _current(self) -> dict[str, int]:
         return {
-            name: tensor.data_ptr() for owner in self._owners for name, tensor in owner().items()
+            name: address for owner in self._owners for name, address in addresses(owner()).items()
         }
 
     @staticmethod

@@ -6,14 +6,22 @@ bytes is right while they happen to hold the right numbers.  Under the sanitizer
 report names the buffer, the field, the backend and the lines that read it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from paceline.core.errors import SanitizerError, message
+from paceline.runner.guard import addresses, moved_names
 from paceline.runner.journal import Entry, listen, readers, writers
 from paceline.runner.poison import Region
-from paceline.runner.poisoned_run import OVERWRITES, CheckedStep, PoisonedRuns, copies
+from paceline.runner.poisoned_run import (
+    OVERWRITES,
+    CheckedStep,
+    PoisonedRuns,
+    copies,
+    small_tensors,
+)
 from paceline.runner.program import Parts
 
 _WRITE_REMEDY = "write nothing but the step's own slots, rows and buffers"
@@ -31,15 +39,29 @@ class Sanitizer:
 
         Raises SanitizerError when the step reads or writes what is dead.
         """
-        with torch.no_grad():
-            before = copies(self._parts)
+        with torch.inference_mode():
+            before, were = copies(self._parts), addresses(small_tensors(self._parts))
             checked.run()
+            self._require_in_place(were)
             runs = PoisonedRuns(self._parts, checked, before)
             try:
                 if not _is_clean(runs):
                     raise SanitizerError(self._report(runs, checked))
             finally:
                 runs.finish()
+
+    def _require_in_place(self, were: Mapping[str, int]) -> None:
+        """A step writes in place: of a buffer that it replaces, a graph knows the old address."""
+        moved = moved_names(were, addresses(small_tensors(self._parts)))
+        if moved:
+            raise SanitizerError(
+                message(
+                    f"buffers of a step with attention backend '{self._parts.backend.name}'",
+                    expected="where they were allocated",
+                    got=f"moved: {', '.join(moved)}",
+                    remedy="allocate all of them in make_buffers, and write into them in place",
+                )
+            )
 
     def _report(self, runs: PoisonedRuns, checked: CheckedStep) -> str:
         step, size, proposer = checked.step, checked.size, self._parts.proposer

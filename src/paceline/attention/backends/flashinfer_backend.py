@@ -8,7 +8,7 @@ with one row.  A tree is its prefix and, under a mask of bits, its own rows, mer
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -38,7 +38,7 @@ from paceline.attention.contract import (
     Part,
     StepView,
 )
-from paceline.attention.held import tensor_bytes
+from paceline.attention.held import OPAQUE, tensor_bytes
 from paceline.attention.layouts.csr import (
     CsrBuffers,
     CsrPlan,
@@ -66,14 +66,15 @@ class Wrappers:
 class FlashInferBuffers:
     """Everything whose address a graph may hold, at its largest, and the wrappers bound to it."""
 
-    limits: Limits
-    library: Any
+    limits: Limits = field(metadata=OPAQUE)
+    library: Any = field(metadata=OPAQUE)
     workspace: Tensor  # [workspace_bytes]  uint8  partial results of one kernel
     qo_indptr: Tensor  # [max_reqs + 1]  int32  the library's copy of the step's cu_seqlens_q
     everything: CsrBuffers  # of Part.ALL
     prefix: CsrBuffers  # of Part.PREFIX
-    wrappers: dict[StepShape, Wrappers]  # made by a host plan, the longest unplanned first
-    recorded: set[StepShape]  # shapes whose wrappers a graph may hold
+    wrappers: dict[StepShape, Wrappers] = field(metadata=OPAQUE)  # made by a host plan, the
+    # longest unplanned first
+    recorded: set[StepShape] = field(metadata=OPAQUE)  # shapes whose wrappers a graph may hold
 
     def csr(self, part: Part) -> CsrBuffers:
         """The lists of one part's keys."""
