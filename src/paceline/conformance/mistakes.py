@@ -15,6 +15,8 @@ from paceline.conformance.case import Batch, Case
 from paceline.conformance.oracle import TRUE, Meaning, visible_keys
 from paceline.conformance.readings import other_readings
 
+_SCALES = ("no scale", "head_dim ** -0.5 for the scale")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Mistake:
@@ -24,6 +26,11 @@ class Mistake:
     meaning: Meaning
     data: BatchData
     touches: Callable[[int, int], bool]  # (request, row): its keys or numbers differ
+
+    @property
+    def must_show(self) -> bool:
+        """Whether each case that it touches must tell it from the truth; most tell a scale."""
+        return self.name not in _SCALES
 
 
 def mistakes(case: Case, batch: Batch, data: BatchData, layer: int) -> list[Mistake]:
@@ -74,13 +81,9 @@ def _touches(
 
 def _number_mistakes(case: Case, data: BatchData, layer: int) -> list[_Found]:
     """Right keys, wrong numbers."""
-    meanings = {
-        "all zero": replace(TRUE, value_factor=0.0),
-        "no scale": replace(TRUE, key_factor=1 / data.scale),
-        "head_dim ** -0.5 for the scale": replace(
-            TRUE, key_factor=case.head_dim**-0.5 / data.scale
-        ),
-    }
+    meanings = {"all zero": replace(TRUE, value_factor=0.0)}
+    for name, scale in zip(_SCALES, (1.0, case.head_dim**-0.5), strict=True):
+        meanings[name] = replace(TRUE, key_factor=scale / data.scale)
     if case.soft_cap is not None:
         meanings["no soft cap"] = replace(TRUE, is_capped=False)
     if data.sinks is not None and case.prefix_only:

@@ -97,7 +97,8 @@ class Expectation:
         """Names of the mistakes that the comparison could accept."""
         batch = self.case.batches[self.index]
         found = mistakes(self.case, batch, self.data, layer)
-        return [mistake.name for mistake in found if self._may_accept(layer, mistake)]
+        sharp = (mistake for mistake in found if mistake.must_show)
+        return [mistake.name for mistake in sharp if self._may_accept(layer, mistake)]
 
     def _may_accept(self, layer: int, mistake: Mistake) -> bool:
         """Whether a mistake touches rows and stays within the margin on all of them."""
