@@ -320,7 +320,7 @@ def test_bench_makes_room_for_its_largest_batch_and_refuses_less():
 
 def test_bench_refuses_a_wrong_count():
     engine = FakeEngine()
-    engine.generate = lambda prompts, params: [engine._output(0, 3, params) for _ in prompts]
+    engine.generate = lambda prompts, params, **_: [engine._output(0, 3, params) for _ in prompts]
     with pytest.raises(IntegrityError, match="output tokens per request must be 1"):
         bench(engine)
 

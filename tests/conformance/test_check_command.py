@@ -14,7 +14,8 @@ from paceline.conformance.check_flags import EPILOG, FLAGS
 
 def run(*words, names=("passes",)):
     given = {"suite": suite_of(*names), "harness": HARNESS}
-    return CliRunner().invoke(app, ["check", "--device", "cpu", *words], obj=given)
+    device = [] if "--device" in words else ["--device", "cpu"]
+    return CliRunner().invoke(app, ["check", *device, *words], obj=given)
 
 
 def test_a_passing_run_ends_with_its_counts_and_code_0(tmp_path):
