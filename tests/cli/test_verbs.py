@@ -277,6 +277,26 @@ def bench(engine, **asked):
     return bench_latency({"model": "fake", **asked}, shape, make_llm=engine)
 
 
+def test_a_bench_draws_its_document(tmp_path):
+    words = ["bench", "latency", "--batch-size", "1,2", "--input-len", "8", "--output-len", "3"]
+    path = tmp_path / "page.html"
+    done = CliRunner().invoke(app, [*words, "--html", str(path)], obj=FakeEngine())
+    assert done.exit_code == 0, done.output
+    assert path.read_text().startswith("<!doctype html>")
+    assert "<h1>paceline bench latency on " in path.read_text()
+    assert json.loads(done.stdout.splitlines()[-1])["results"]
+
+
+def test_a_page_that_cannot_be_written_is_told_before_the_bench_runs(tmp_path):
+    def never(**asked):
+        raise AssertionError("built")
+
+    path = tmp_path / "none" / "page.html"
+    done = CliRunner().invoke(app, ["bench", "latency", "--html", str(path)], obj=never)
+    assert done.exit_code == 2
+    assert "No such file or directory" in done.stderr
+
+
 def test_bench_document_fits_its_schema_and_its_prompts_are_exact():
     engine = FakeEngine()
     document = bench(engine)

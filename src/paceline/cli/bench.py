@@ -1,7 +1,7 @@
 """`paceline bench`: what this machine does, with its JSON document as the last line."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,13 @@ from paceline.cli.interrupts import end_of_run
 from paceline.cli.verb import Verbs, examples
 from paceline.engine.arguments import asked_arguments
 from paceline.engine.attention_shape import FLAGS
+from paceline.engine.bench_page import (
+    Bars,
+    attention_bars,
+    latency_bars,
+    page,
+    speculative_bars,
+)
 
 
 def attention_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -22,6 +29,37 @@ def attention_flags(command: Callable[..., None]) -> Callable[..., None]:
             flag.flag, type=kind, default=flag.default, show_default=True, help=flag.help
         )(command)
     return command
+
+
+def output_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the flags that say what is made of the document."""
+    as_json = click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
+    as_page = click.option(
+        "--html",
+        "page_file",
+        type=click.File("w", encoding="utf-8", lazy=False),  # fails before the bench runs
+        default=None,
+        help="Also draw the results, on a page of its own in this file.",
+    )
+    return as_json(as_page(command))
+
+
+def _show(
+    ctx: click.Context,
+    document: Mapping[str, Any],
+    values: Mapping[str, Any],
+    *,
+    table: Callable[[Mapping[str, Any]], str],
+    bars_of: Callable[[Mapping[str, Any]], Sequence[Bars]],
+) -> None:
+    """Print the document, draw it where that was asked, and end."""
+    if values["page_file"] is not None:
+        title = f"paceline bench {ctx.info_name}"
+        values["page_file"].write(page(title, document, bars_of(document)))
+    if not values["as_json"]:
+        click.echo(table(document))
+    click.echo(json.dumps(document))
+    end_of_run(ctx, document)
 
 
 @click.group(cls=Verbs)
@@ -48,7 +86,7 @@ def bench() -> None:
 @click.option(
     "--output-len", type=int, default=257, show_default=True, help="Output length.  [tokens]"
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
+@output_flags
 @log_flags
 @engine_flags
 @click.pass_context
@@ -68,10 +106,7 @@ def latency(ctx: click.Context, /, **values: Any) -> None:
         output_len=values["output_len"],
     )
     document = bench_latency(asked_arguments(values), shape, make_llm=ctx.obj)
-    if not values["as_json"]:
-        click.echo(table(document))
-    click.echo(json.dumps(document))
-    end_of_run(ctx, document)
+    _show(ctx, document, values, table=table, bars_of=latency_bars)
 
 
 @bench.command(
@@ -92,7 +127,7 @@ def latency(ctx: click.Context, /, **values: Any) -> None:
 @click.option(
     "--repeats", type=int, default=3, show_default=True, help="Timed runs of each prompt."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
+@output_flags
 @log_flags
 @engine_flags
 @click.pass_context
@@ -113,10 +148,7 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
         repeats=values["repeats"],
     )
     document = bench_speculative(asked_arguments(values), shape, make_llm=ctx.obj)
-    if not values["as_json"]:
-        click.echo(table(document))
-    click.echo(json.dumps(document))
-    end_of_run(ctx, document)
+    _show(ctx, document, values, table=table, bars_of=speculative_bars)
 
 
 @bench.command(
@@ -126,14 +158,11 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
     )
 )
 @attention_flags
-@click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
+@output_flags
 @click.pass_context
-def attention(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
+def attention(ctx: click.Context, /, **values: Any) -> None:
     """Attention alone, checked against its definition and timed beside a peer library."""
     from paceline.engine.bench_attention import bench_values, table
 
     document = bench_values(values)
-    if not as_json:
-        click.echo(table(document))
-    click.echo(json.dumps(document))
-    end_of_run(ctx, document)
+    _show(ctx, document, values, table=table, bars_of=attention_bars)

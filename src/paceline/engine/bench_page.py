@@ -1,0 +1,127 @@
+"""A bench's document as one self-contained page: bars in SVG, with the numbers beside them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+_BAR_HEIGHT, _ROW_HEIGHT = 18, 26  # pixels
+_LABEL_WIDTH, _BAR_WIDTH, _NUMBER_WIDTH = 220, 520, 120
+_STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem; color: #1c1c1e; background: #fff; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+svg { max-width: 100%; } text { font: 13px system-ui, sans-serif; fill: currentColor; }
+rect { fill: #4a7fd4; } pre { white-space: pre-wrap; }
+@media (prefers-color-scheme: dark) { body { color: #ececf0; background: #1c1c1e; } }
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """One drawing: a bar for each row, all to one scale that begins at 0."""
+
+    title: str  # with the unit
+    rows: Sequence[tuple[str, float]]  # what, how much
+    form: str = ",.1f"  # of a number
+
+
+def latency_bars(document: Mapping[str, Any]) -> list[Bars]:
+    """Of `bench latency`."""
+    results = [(f"batch {row['batch_size']}", row) for row in document["results"]]
+    return [
+        _bars("Time to first token [ms]", results, "ttft_ms"),
+        _bars("Decode rate of the whole batch [tokens/s]", results, "decode_tok_s"),
+        _bars("Tokens per round of one request", results, "mean_tokens_per_round", form=".2f"),
+    ]
+
+
+def speculative_bars(document: Mapping[str, Any]) -> list[Bars]:
+    """Of `bench speculative`; forced acceptance is said in every title."""
+    shares = enumerate(document["acceptance"]["accepted_by_position"], 1)
+    prompts = [(row["prompt"], row) for row in document["prompts"]]
+    drawn = [
+        Bars(
+            title="Drafts accepted, by position [%]",
+            rows=[(f"draft {place}", 100 * share) for place, share in shares],
+        ),
+        _bars("Speed-up over plain decoding", prompts, "speed_up", form=".2f"),
+        _bars("Plain decoding [tokens/s]", prompts, "plain_tok_s"),
+        _bars("With drafts [tokens/s]", prompts, "speculative_tok_s"),
+    ]
+    if document["forced"] is None:
+        return drawn
+    word = f"FORCED to {document['forced']:g} tokens per round: "
+    return [Bars(title=word + bars.title, rows=bars.rows, form=bars.form) for bars in drawn]
+
+
+def attention_bars(document: Mapping[str, Any]) -> list[Bars]:
+    """Of `bench attention`; with --backends, of each shape."""
+    if "rows" in document:
+        shapes: dict[str, list[tuple[str, float]]] = {}
+        for row in document["rows"]:
+            shape = "{phase}: {batch_size} requests of {kv_len} keys, {extend_len} new".format(
+                **row
+            )
+            shapes.setdefault(shape, []).append((row["backend"], row["us"]))
+        return [Bars(title=f"{shape} [µs]", rows=rows) for shape, rows in shapes.items()]
+    results = [(row["name"], row) for row in document["results"]]
+    return [
+        _bars("One layer's attention [µs]", results, "us"),
+        _bars("Keys and values read [GB/s]", results, "gb_s"),
+    ]
+
+
+def page(title: str, document: Mapping[str, Any], bars: Sequence[Bars]) -> str:
+    """The whole page, the document below its drawings."""
+    drawn = "".join(map(_svg, bars))
+    whole = escape(json.dumps(document, indent=1))
+    versions = ", ".join(f"{name} {found}" for name, found in document["versions"].items() if found)
+    cut = "<p>Interrupted: this is what there was.</p>\n" if "interrupted" in document else ""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        f"<title>{escape(title)}</title>\n<style>{_STYLE}</style></head><body>\n"
+        f"<h1>{escape(title)} on {escape(str(document['device']['name']))}</h1>\n"
+        f"<p>{escape(versions)}</p>\n{cut}{drawn}"
+        f"<details><summary>the whole document</summary><pre>{whole}</pre></details>\n"
+        "</body></html>\n"
+    )
+
+
+def _bars(
+    title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], key: str, *, form: str = ",.1f"
+) -> Bars:
+    """Of the rows that have a number there."""
+    found = [(name, row[key]) for name, row in rows if row.get(key) is not None]
+    return Bars(title=title, rows=found, form=form)
+
+
+def _svg(bars: Bars) -> str:
+    if not bars.rows:
+        return ""
+    longest = max(value for _, value in bars.rows) or 1.0
+    width = _LABEL_WIDTH + _BAR_WIDTH + _NUMBER_WIDTH
+    drawn = "".join(
+        _bar(
+            name,
+            f"{value:{bars.form}}",
+            top=index * _ROW_HEIGHT,
+            width=_BAR_WIDTH * value / longest,
+        )
+        for index, (name, value) in enumerate(bars.rows)
+    )
+    height = len(bars.rows) * _ROW_HEIGHT
+    return (
+        f"<h2>{escape(bars.title)}</h2>\n"
+        f'<svg role="img" width="{width}" height="{height}" viewBox="0 0 {width} {height}">\n'
+        f"{drawn}</svg>\n"
+    )
+
+
+def _bar(name: str, number: str, *, top: int, width: float) -> str:
+    line = top + _BAR_HEIGHT - 4  # of the text
+    return (
+        f'<text x="{_LABEL_WIDTH - 8}" y="{line}" text-anchor="end">{escape(name)}</text>'
+        f'<rect x="{_LABEL_WIDTH}" y="{top}" width="{width:.1f}" height="{_BAR_HEIGHT}"/>'
+        f'<text x="{_LABEL_WIDTH + width + 8:.1f}" y="{line}">{number}</text>\n'
+    )

@@ -1,0 +1,85 @@
+"""Benches as pages: every number is there, to one scale, and nothing is fetched."""
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from paceline.engine.bench_page import (
+    Bars,
+    attention_bars,
+    latency_bars,
+    page,
+    speculative_bars,
+)
+
+RESULTS = Path(__file__).parents[2] / "docs/results"
+RECORDS = [
+    ("h200-bench-latency-llama-3.1-8b.json", latency_bars),
+    ("h200-bench-latency-round-chain.json", latency_bars),
+    ("cpu-bench-speculative-chain.json", speculative_bars),
+    ("h200-bench-attention.json", attention_bars),
+    ("h200-bench-attention-backends.json", attention_bars),
+]
+DEVICE = {"device": {"name": "<gpu>"}, "versions": {"torch": "2", "triton": None}}
+
+
+def record(name):
+    return json.loads((RESULTS / name).read_text())
+
+
+def drawings(text):
+    """(texts, widths of bars) of each drawing."""
+    found = []
+    for piece in text.split("<svg")[1:]:
+        svg = ET.fromstring("<svg" + piece.partition("</svg>")[0] + "</svg>")
+        widths = [float(bar.get("width")) for bar in svg.iter("rect")]
+        found.append(([each.text for each in svg.iter("text")], widths))
+    return found
+
+
+@pytest.mark.parametrize(("name", "bars_of"), RECORDS)
+def test_every_number_of_a_record_is_drawn_and_written(name, bars_of):
+    document = record(name)
+    bars = [each for each in bars_of(document) if each.rows]
+    drawn = drawings(page("paceline bench", document, bars))
+    assert len(drawn) == len(bars) > 0
+    for each, (texts, widths) in zip(bars, drawn, strict=True):
+        numbers = [f"{value:{each.form}}" for _, value in each.rows]
+        assert texts[0::2] == [row for row, _ in each.rows]
+        assert texts[1::2] == numbers
+        scale = max(widths) / max(value for _, value in each.rows)
+        assert widths == pytest.approx([scale * value for _, value in each.rows], abs=0.06)
+
+
+def test_a_latency_page_shows_each_batch():
+    titles = {bars.title: dict(bars.rows) for bars in latency_bars(record(RECORDS[0][0]))}
+    assert titles["Decode rate of the whole batch [tokens/s]"]["batch 1"] == pytest.approx(257.8167)
+    assert titles["Tokens per round of one request"] == {}
+
+
+def test_an_acceptance_page_shows_each_position():
+    first = speculative_bars(record("cpu-bench-speculative-chain.json"))[0]
+    assert [name for name, _ in first.rows] == ["draft 1", "draft 2", "draft 3"]
+    assert first.rows[0][1] == pytest.approx(74.806, abs=0.001)
+
+
+def test_forced_acceptance_is_said_over_every_drawing():
+    document = record("cpu-bench-speculative-chain.json") | {"forced": 2.5}
+    bars = speculative_bars(document)
+    assert all(each.title.startswith("FORCED to 2.5 tokens per round: ") for each in bars)
+
+
+def test_a_page_is_whole_and_alone():
+    bars = [Bars(title="<b> [ms]", rows=[("a<b", 0.0)]), Bars(title="none", rows=[])]
+    text = page("paceline bench x", DEVICE | {"interrupted": True}, bars)
+    assert "<h1>paceline bench x on &lt;gpu&gt;</h1>" in text
+    assert "<h2>&lt;b&gt; [ms]</h2>" in text
+    assert "Interrupted: this is what there was." in text
+    assert "none" not in text.partition("<details>")[0].partition("<body>")[2]
+    assert "torch 2" in text
+    assert "triton None" not in text
+    assert drawings(text) == [(["a<b", "0.0"], [0.0])]
+    assert "http" not in text
+    assert "<script" not in text
