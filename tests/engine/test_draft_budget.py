@@ -269,3 +269,25 @@ def test_where_nothing_fits_no_draft_head_is_named_as_a_model():
     assert nearest is not None
     assert "h200" in nearest.devices or nearest.commands
     assert "eagle3-llama-3.1-8b" not in nearest.models
+
+
+def test_the_bundled_head_takes_no_requests_from_a_cpu():
+    """It drafts for one at a time; who names a drafter gets rounds for all, and rows for them."""
+    options = planned("bundled", CPU)[0].options
+    assert (options.max_num_seqs, options.speculative_max_batch) == (32, 1)
+    asked = planned("bundled", CPU, algorithm="EAGLE3")[0].options
+    assert (asked.max_num_seqs, asked.speculative_max_batch) == (8, None)
+    few = planned("bundled", CPU, algorithm="EAGLE3", speculative_max_batch=4)[0].options
+    assert (few.max_num_seqs, few.speculative_max_batch) == (32, 4)
+
+
+def test_graphs_are_planned_for_the_requests_that_draft():
+    sizes = [
+        planned("bundled", CPU, algorithm="EAGLE3", speculative_max_batch=n, max_num_seqs=32)[1]
+        for n in (1, 8, 32)
+    ]
+    plain = planned("bundled", CPU, algorithm="off", max_num_seqs=32)[1].graphs_bytes
+    graphs = [fit.graphs_bytes for fit in sizes]
+    assert plain < graphs[0] < graphs[1] < graphs[2]
+    assert graphs[0] < 1.25 * plain
+    assert sizes[0].activations_bytes < sizes[2].activations_bytes

@@ -36,6 +36,7 @@ DRAFTING = {
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
+    "speculative_max_batch",
     "speculative_ngram_min",
     "speculative_ngram_max",
     "force_accept_len",

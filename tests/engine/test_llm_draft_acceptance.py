@@ -96,6 +96,31 @@ def test_a_model_that_drafts_for_itself_is_right_to_the_end_of_the_context(
         assert_all_accepted(outputs)
 
 
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "twin"])
+def test_a_model_that_drafts_for_itself_is_right_behind_plain_steps(
+    twins: Checkpoint, overlap: bool
+) -> None:
+    """Alone by rounds, with another plainly, then by rounds again: both caches hold every token."""
+    long, short = random_prompts((9, 20))
+    options = {"speculative_max_batch": 1, "overlap": overlap, "sanitize": True}
+    with self_drafting(twins, **options) as llm, recorded_steps(llm) as steps:
+        (first,) = llm.submit([long], replace(GREEDY, max_tokens=60))
+        while first.num_tokens < 16:
+            llm.engine.step()
+        (second,) = llm.submit([short], replace(GREEDY, max_tokens=9))
+        while not (first.is_finished and second.is_finished):
+            llm.engine.step()
+        assert_idle(llm)
+    kinds = [step.mode for step in steps if step.mode is not ForwardMode.EXTEND]
+    changes = [kind for kind, _ in itertools.groupby(kinds)]
+    rounds, plain = ForwardMode.TARGET_VERIFY, ForwardMode.DECODE
+    assert changes == [rounds, plain, rounds]
+    metrics = first.snapshot().metrics
+    assert metrics.accepted_by_position[-1] >= metrics.rounds - 1 > 0
+    for tracker, prompt, length in ((first, long, 60), (second, short, 9)):
+        assert tokens_of([tracker.snapshot()])[0] == twins.generate(prompt, length)
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_a_resumed_request_is_drafted_for_as_well(twins: Checkpoint, page_size: int) -> None:
     groups = 2 if twins.theirs.config.model_type == "llama" else 4

@@ -105,6 +105,32 @@ def test_a_request_without_drafts_takes_part_in_the_rounds_of_others() -> None:
     assert drafted.rounds.rounds > 0
 
 
+def test_more_requests_than_may_draft_decode_plainly_until_few_are_left() -> None:
+    """And back: the texts are those of plain decoding, in both directions of the switch."""
+    loop = drafting(max_drafting=1, mix_prefill_and_decode=False)
+    loop.add("long", 5, LONG)
+    loop.turn()
+    assert extends(loop.turn()) == {1: 4}  # alone: a round
+    loop.add("short", 5, 6)
+    steps = loop.run()
+    with_both = [step for step in steps if step is not None and len(extends(step)) == 2]
+    assert with_both
+    assert not any(step.is_round for step in with_both)
+    after = steps[steps.index(with_both[-1]) + 1 :]
+    assert any(step.is_round for step in after if step is not None)
+    for name in ("long", "short"):
+        assert loop.requests[name].output_ids == tuple(loop.expected(name))
+
+
+def test_a_request_that_waits_for_its_round_still_counts_among_those_that_decode() -> None:
+    """A backend that plans on the host leaves some out of a step: no excuse for a round."""
+    loop = drafting(max_drafting=1, exact_lengths=True)
+    for name in "ab":
+        loop.add(name, 5, LONG)
+    steps = loop.run()
+    assert not any(step.is_round for step in steps if step is not None)
+
+
 def test_no_round_begins_that_could_emit_nothing() -> None:
     loop = drafting()
     loop.add("a", 5, max_tokens=2)

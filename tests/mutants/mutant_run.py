@@ -12,7 +12,6 @@ os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 import hypothesis
 import numpy  # noqa: F401
 import torch
-import torch._dynamo
 import transformers
 import triton.language  # noqa: F401
 from mutant_child import Killers, Verdict, collect, start

@@ -211,6 +211,15 @@ class EngineOptions:
         low=2,
         high=MOST_DRAFT_TOKENS,
     )
+    speculative_max_batch: int | None = _of_drafts(
+        None,
+        int,
+        "Requests that draft at the same time: while more decode, all take plain steps.",
+        "--speculative-max-batch",
+        "--speculative-disable-by-batch-size",
+        unit="requests",
+        low=1,
+    )
     speculative_acceptance: str = _of_drafts(
         SAMPLE_AND_MATCH,
         str,

@@ -15,8 +15,8 @@ from paceline.engine.draft_footprint import (
 )
 from paceline.engine.footprint import (
     StepLimits,
+    decode_rows,
     graph_bytes,
-    nodes_of,
     request_bytes,
     standing_bytes,
     step_bytes,
@@ -100,6 +100,7 @@ class Balance:
             length=length + tokens_in_flight(self.drafts),
             plug_ins=bool(options.logits_processors),
             drafts=self.drafts,
+            max_drafting=_max_drafting(options, here),
         )
         graphs, drafter = 0, self.speculation
         if not options.enforce_eager:
@@ -155,6 +156,11 @@ def balance_of(
     )
 
 
+def _max_drafting(options: EngineOptions, device_type: str) -> int | None:
+    """Requests of the largest round; on a GPU one of all is captured at boot."""
+    return options.speculative_max_batch if device_type == "cpu" else None
+
+
 def _at_length(limits: Limits, length: int) -> Limits:
     widths = tuple(-(-length // limits.page_size) for _ in limits.max_pages)
     return replace(limits, max_pages=widths)
@@ -172,15 +178,21 @@ def graph_demand(
     """What graphs of up to `rows` requests of `length` tokens may hold."""
     drafts = None if drafter is None else drafter.shape
     element, tokens = ELEMENT_BYTES[known(options.dtype)], options.cuda_graph_max_tokens or 0
+    most = _max_drafting(options, device_type)
     held = graph_bytes(
         config,
         element,
-        rows=rows * nodes_of(drafts),
+        rows=decode_rows(rows, most, drafts),
         tokens=tokens,
         length=length + tokens_in_flight(drafts),
         device_type=device_type,
         reserve=RESERVE_FACTOR,
     )
     return held + draft_graph_bytes(
-        drafter, element, rows=rows, tokens=tokens, device_type=device_type, reserve=RESERVE_FACTOR
+        drafter,
+        element,
+        rows=min(rows, most or rows),
+        tokens=tokens,
+        device_type=device_type,
+        reserve=RESERVE_FACTOR,
     )

@@ -190,7 +190,15 @@ def _test_drafter(
         return
     band, context_len = read_band(folder), known(options.max_model_len)
     if band is not None:
-        check_drafter(engine, tokenizer, band, speculation.shape, notify, context_len=context_len)
+        check_drafter(
+            engine,
+            tokenizer,
+            band,
+            speculation.shape,
+            notify,
+            context_len=context_len,
+            max_batch=options.speculative_max_batch,
+        )
 
 
 def _load(prepared: Prepared, notify: Notify) -> CausalLM:
@@ -301,6 +309,7 @@ def _scheduler(prepared: Prepared, knobs: Knobs, notify: Notify) -> Scheduler:
         chunked_prefill_size=known(options.chunked_prefill_size),
         max_join_tokens=_join_tokens(options),
         draft=draft,
+        max_drafting=options.speculative_max_batch,
         exact_lengths=load_backend(prepared.attention.name).capabilities.host_plan,
     )
     if knobs.reserve_ahead is not None:

@@ -22,16 +22,19 @@ def check_drafter(
     notify: Notify,
     *,
     context_len: int,
+    max_batch: int | None,
 ) -> None:
     """Run the band's prompts; below the band, say so and go on without drafts.
 
     Tells nothing where drafts are shallower than the band's, or where its answers do not fit into
-    context_len tokens.  Leaves nothing behind but what the prefix cache holds.
+    context_len tokens.  All prompts draft at once, whatever max_batch; requests behind them draft
+    while at most max_batch decode.  Leaves nothing behind but what the prefix cache holds.
     """
     prompts = [tokenizer.encode(prompt) for prompt in band.prompts]
     longest = max(map(len, prompts)) + band.max_tokens
     if not band.holds_for(shape.num_steps) or longest > context_len:
         return
+    engine.scheduler.limit_drafting(None)
     params = SamplingParams(temperature=0.0, max_tokens=band.max_tokens, seed=0)
     trackers = [
         engine.add(f"draft-self-test-{index}", prompt, params)
@@ -43,8 +46,9 @@ def check_drafter(
     found = Acceptance.of(output.metrics for output in outputs if output.metrics is not None)
     reached = found.mean_tokens_per_round or 0.0
     if reached >= band.least_tokens_per_round:
+        engine.scheduler.limit_drafting(max_batch)
         return
-    engine.scheduler.stop_drafting()
+    engine.scheduler.limit_drafting(0)
     detail = (
         f"the drafter reaches {reached:.2f} tokens per round on its own test, expected "
         f"{band.tokens_per_round:.2f} and at least {band.least_tokens_per_round:.2f}: it goes on "

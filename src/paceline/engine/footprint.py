@@ -49,16 +49,23 @@ class StepLimits:
     length: int  # tokens of one request, those in flight behind its limit included
     plug_ins: bool = False  # logits processors beside the built-in ones
     drafts: DraftShape | None = None  # of a round; None: no rounds
+    max_drafting: int | None = None  # requests of a round; None: all
 
     @property
     def sampled(self) -> int:
         """Rows of logits that one step samples at."""
-        return self.rows * nodes_of(self.drafts)
+        return decode_rows(self.rows, self.max_drafting, self.drafts)
 
 
 def nodes_of(drafts: DraftShape | None) -> int:
     """Rows that a request brings to a step that is no prefill."""
     return 1 if drafts is None else drafts.num_draft_tokens
+
+
+def decode_rows(requests: int, max_drafting: int | None, drafts: DraftShape | None) -> int:
+    """Rows of the largest step that is no prefill: plain, or a round of at most `max_drafting`."""
+    drafting = requests if max_drafting is None else min(requests, max_drafting)
+    return max(requests, drafting * nodes_of(drafts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

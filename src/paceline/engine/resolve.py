@@ -33,6 +33,7 @@ class StepSize:
 
 
 USUAL_ON_CPU = StepSize(32, 1024)
+CPU_DRAFTING = 1  # request; with more, the bundled head costs more than it gains: decision 036
 # By total memory, the largest first: buffers, graphs and samplers grow with both numbers.
 USUAL_ON_GPU = ((60 * GIB, StepSize(256, 8192)), (35 * GIB, StepSize(128, 4096)))
 USUAL_ON_SMALL_GPU = StepSize(64, 2048)
@@ -178,11 +179,12 @@ def _choose_step(
     With drafts every request brings several rows: as many rows in all as without keeps logits,
     samplers and graphs as large, and products where more rows still cost little.
     """
+    resolution = _choose_drafting(resolution, device, speculation)
     options, (usual, why) = resolution.options, _usual(device)
     nodes = nodes_of(None if speculation is None else speculation.shape)
     each = "one token" if speculation is None else f"{nodes} tokens"
     rows, why_rows = usual.requests, why
-    if speculation is not None:
+    if speculation is not None and options.speculative_max_batch is None:
         rows, why_rows = max(1, rows // nodes), f"{each} of each, in all the rows {why}"
     if options.max_num_batched_tokens is not None:
         most = max(1, options.max_num_batched_tokens // nodes)
@@ -196,6 +198,18 @@ def _choose_step(
     if options.chunked_prefill_size is not None and options.chunked_prefill_size > tokens:
         tokens, why_tokens = options.chunked_prefill_size, "one chunk of --chunked-prefill-size"
     return resolution.choose("max_num_batched_tokens", tokens, why_tokens)
+
+
+def _choose_drafting(
+    resolution: Resolution, device: DeviceFacts, speculation: Speculation | None
+) -> Resolution:
+    """How many requests draft at a time where nobody asked for drafts; None: all."""
+    asked = ("speculative_algorithm", "speculative_draft_model_path")
+    is_asked = any(resolution.origins[name] == "asked" for name in asked)
+    if speculation is None or is_asked or device.device_type != "cpu":
+        return resolution
+    why = "with more, the bundled model is faster without drafts on a CPU"
+    return resolution.choose("speculative_max_batch", CPU_DRAFTING, why)
 
 
 def _usual(device: DeviceFacts) -> tuple[StepSize, str]:

@@ -49,7 +49,7 @@ class Scheduler:
         self._roster = Roster(config.max_running)
         self._in_flight = StepsInFlight()
         self._last_had_prefill = False
-        self._drafts = config.draft is not None
+        self._max_drafting = config.max_drafting
 
     @property
     def has_work(self) -> bool:
@@ -103,9 +103,9 @@ class Scheduler:
         self._finish(request, FinishReason.STOP)
         return True
 
-    def stop_drafting(self) -> None:
-        """From the next step on bring requests forward by plain decode steps."""
-        self._drafts = False
+    def limit_drafting(self, most: int | None) -> None:
+        """From the next step on draft while at most so many requests decode; None: always."""
+        self._max_drafting = most
 
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""
@@ -145,14 +145,21 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan) -> None:
         """One token of every request that can, or a round where one of them takes drafts."""
         ready = [request for request in self._roster.running if self._can_decode(request)]
-        if any(request.params.speculative for request in ready):
-            plan.draft = self._config.draft if self._drafts else None
+        most = self._max_drafting
+        is_allowed = most is None or self._num_decoding() <= most
+        if is_allowed and any(request.params.speculative for request in ready):
+            plan.draft = self._config.draft
         extend_len = 1 if plan.draft is None else plan.draft.num_draft_tokens
         for request in ready:
             if request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, extend_len)
         if not plan.rows:
             plan.draft = None
+
+    def _num_decoding(self) -> int:
+        """Requests behind their prompts, those that must wait for outputs too."""
+        running = self._roster.running
+        return sum(not (each.is_prefilling or each.is_complete) for each in running)
 
     def _can_decode(self, request: Request) -> bool:
         if request.is_prefilling or request.is_complete:

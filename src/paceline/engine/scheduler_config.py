@@ -21,6 +21,7 @@ class SchedulerConfig:
     admission_margin: int = 32  # tokens of room behind a prompt that admission asks for
     mix_prefill_and_decode: bool = True  # False: steps alternate between the two; so with a drafter
     draft: DraftShape | None = None  # of every round; None: nobody drafts
+    max_drafting: int | None = None  # requests of a round; while more decode: plain.  None: all
     exact_lengths: bool = False  # a backend plans on the host: rounds of a request do not overlap
 
     @property
