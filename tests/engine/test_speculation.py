@@ -9,6 +9,7 @@ from draft_models import HEAD, TARGET, WORDS, drafted, folder, planned
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.options import engine_options
 from paceline.engine import draft_choice
+from paceline.engine.drafting import with_drafter
 from paceline.engine.explain import explain_model
 from paceline.engine.speculation import plan_speculation, without_speculation
 from paceline.models.config import parse_config
@@ -338,6 +339,13 @@ def test_without_speculation_the_rest_stays(target):
     source = locate(target)
     options = engine_options(plain)
     assert plan_speculation(options, parse_config(source.config), source, weights=False) is None
+
+
+def test_tools_that_compare_drafters_have_them_draft_for_every_request():
+    """Unasked, the bundled head drafts for one at a time on a CPU: its band would not be reached."""
+    drafting = with_drafter({"model": "bundled", "max_num_seqs": 3})
+    assert drafting == {"model": "bundled", "max_num_seqs": 3, "speculative_algorithm": "EAGLE3"}
+    assert with_drafter({"model": "bundled", "speculative_algorithm": "off"}) is None
 
 
 @pytest.mark.parametrize("draft", ["eagle3-llama-3.1-8b", "llama-3.2-1b"])

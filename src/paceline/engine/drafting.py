@@ -18,9 +18,11 @@ def speculation_of(asked: Mapping[str, object]) -> Speculation | None:
 
 
 def with_drafter(asked: Mapping[str, object]) -> dict[str, object] | None:
-    """What was asked, and prompt lookup where nobody would draft; None: drafting is off."""
+    """What was asked, with its drafter by name: one that is named drafts for every request.
+
+    Prompt lookup where nobody would draft; None: drafting is off.
+    """
     if engine_options(asked).speculative_algorithm == OFF:
         return None
-    if speculation_of(asked) is not None:
-        return dict(asked)
-    return {**asked, "speculative_algorithm": ALWAYS}
+    drafter = speculation_of(asked)
+    return {**asked, "speculative_algorithm": ALWAYS if drafter is None else drafter.algorithm}
