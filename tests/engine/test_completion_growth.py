@@ -66,3 +66,21 @@ def test_the_scheduler_is_told_of_a_stop_that_it_has_not_seen(finish: FinishReas
     assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", "bc")
     assert completion.apply(update(request, "e")) is None
     assert completion.snapshot() == output
+
+
+class ByteTokenizer:
+    """A token is a byte."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode("utf-8", errors="replace")
+
+
+def test_a_stop_string_that_the_end_completes_is_the_reason() -> None:
+    """The byte of a character that never became whole is shown, and found, at the end alone."""
+    wanted = SamplingParams(temperature=0.0, stop="\ufffd")
+    request = Request.make("r", [65], wanted, context_len=32)
+    completion = Completion(request, tokenizer=ByteTokenizer())
+    assert completion.apply(RequestUpdate(request, (97,), (), None)) is None
+    assert completion.apply(RequestUpdate(request, (0xE2,), (), FinishReason.LENGTH)) is None
+    output = completion.snapshot()
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", "\ufffd")

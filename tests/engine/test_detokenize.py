@@ -292,3 +292,12 @@ def test_flush_releases_what_was_held():
     assert detokenizer.push(ids) == Released("")
     assert detokenizer.flush() == Released("EN\ufffd")
     assert detokenizer.flush() == Released("")
+
+
+@pytest.mark.parametrize("stop", [("N", "EN", "D"), ("EN", "N")])
+def test_of_stop_strings_that_end_together_the_longest_ends_the_text(stop):
+    tokenizer = byte_level()
+    x, e, n = (tokenizer._core.token_to_id(letter) for letter in "xEN")
+    detokenizer = Detokenizer(tokenizer, (), stop=stop)
+    detokenizer.push([x, e, n])
+    assert (detokenizer.text, detokenizer.stop) == ("x", StopMatch("EN", 3))

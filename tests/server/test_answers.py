@@ -16,11 +16,13 @@ from paceline.engine.request import FinishReason
 from paceline.engine.round_counts import RoundCounts
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.answer import Job, answer
+from paceline.server.body import decoded
 from paceline.server.chat import ChatWriter
-from paceline.server.completions import CompletionWriter
+from paceline.server.completions import CompletionWriter, completion_job
 from paceline.server.errors import ApiError
 from paceline.server.logprobs import completion_logprobs
 from paceline.server.token_names import TokenNames
+from paceline.server.wire import CompletionRequest
 
 PROMPTS = [[1, 2], [3, 4, 5]]
 
@@ -308,3 +310,29 @@ class Bytes:
 def test_text_offsets_count_whole_characters(tokens: list[int], offsets: list[int]) -> None:
     found = completion_logprobs(TokenNames(Bytes()), tokens, [None] * len(tokens), offset=3)
     assert found["text_offset"] == offsets
+
+
+class AskedService(FakeService):
+    """What a job asks before it runs, of prompts that are token ids."""
+
+    def check_model(self, name: str) -> None:
+        assert name == self.model
+
+    def require_room(self, num_completions: int) -> None:
+        assert num_completions == 4
+
+    async def encode(self, prompts, max_tokens) -> list[list[int]]:
+        return prompts
+
+    async def decode(self, token_ids) -> str:
+        return Letters().added_text(*token_ids)
+
+
+def test_every_choice_echoes_its_own_prompt() -> None:
+    body = {"model": "tiny", "prompt": PROMPTS, "n": 2, "echo": True, "logprobs": 1}
+    asked = decoded(CompletionRequest, json.dumps(body).encode())
+    job = asyncio.run(completion_job(AskedService([]), asked))
+    assert (job.params.n, job.params.logprobs, job.params.prompt_logprobs) == (2, 1, 1)
+    growth = growth_of(0, [25])
+    found = [job.writer.whole(index, growth, growth.outputs[0]) for index in range(4)]
+    assert [choice["text"] for choice in found] == ["bcz", "bcz", "defz", "defz"]

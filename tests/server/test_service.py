@@ -1,5 +1,6 @@
 """What a service refuses before a request reaches the engine."""
 
+import asyncio
 from dataclasses import fields
 
 import pytest
@@ -14,22 +15,27 @@ def make_service() -> Service:
     return Service(**parts | {"model": "tiny", "context_len": 8})
 
 
+def encode(prompts: list[list[int]], max_tokens: int | None) -> list[list[int]]:
+    return asyncio.run(make_service().encode(prompts, max_tokens))
+
+
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(7, None), (7, 1), (4, 4), (1, 7)])
 def test_a_context_may_be_filled_to_its_last_token(num_prompt: int, max_tokens: int | None) -> None:
-    make_service().check_lengths([[5] * num_prompt], max_tokens, param="prompt")
+    prompts = [[5], [5] * num_prompt]
+    assert encode(prompts, max_tokens) == prompts
 
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(8, None), (8, 1), (4, 5), (1, 8)])
 def test_one_token_more_is_refused_in_whatever_prompt(num_prompt: int, max_tokens) -> None:
     for prompts in ([[5] * num_prompt], [[5], [5] * num_prompt]):
         with pytest.raises(ApiError, match="prompt must be within the context of 8 tokens") as got:
-            make_service().check_lengths(prompts, max_tokens, param="prompt")
+            encode(prompts, max_tokens)
         assert (got.value.status, got.value.code) == (400, "context_length_exceeded")
 
 
 def test_an_empty_prompt_among_others_is_refused() -> None:
     with pytest.raises(ApiError, match="prompt must be at least one token, got none"):
-        make_service().check_lengths([[5], []], None, param="prompt")
+        encode([[5], []], None)
 
 
 def test_another_model_is_not_found() -> None:
