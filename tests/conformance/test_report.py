@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 from fake_harness import HARNESS, suite_of
 
+from paceline.conformance import check as check_module
 from paceline.conformance import report
 from paceline.conformance.check import main, run_check
 from paceline.conformance.check_flags import FLAGS
@@ -236,3 +237,29 @@ def test_a_flag_cut_short_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--back", "torch"])
     assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_the_cells_that_were_done(monkeypatch, tmp_path):
+    """And the code of a program that was interrupted."""
+    whole = check_module.run_cells
+
+    def interrupted(cells, **how):
+        yield next(iter(whole(cells, **how)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check_module, "run_cells", interrupted)
+    code, out, err = check("passes", "refused", json=str(tmp_path / "out.json"))
+    document = json.loads((tmp_path / "out.json").read_text())
+    jsonschema.validate(document, SCHEMA)
+    assert (code, len(document["cells"]), document["interrupted"]) == (130, 1, True)
+    assert json.loads(out.splitlines()[-1])["counts"] == document["counts"]
+    assert err.endswith("stopped\n")
+
+
+def test_ctrl_c_before_the_first_cell_leaves_nothing(monkeypatch):
+    def interrupted(cells, **how):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check_module, "run_cells", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        check("passes")

@@ -192,6 +192,41 @@ def test_a_bad_option_is_refused_by_name(checkpoint: Checkpoint, case: str) -> N
         make_llm(checkpoint, **options)
 
 
+def test_options_go_by_the_names_and_words_of_other_engines(
+    checkpoint: Checkpoint, answers: list[Tokens]
+) -> None:
+    names: dict[str, object] = {
+        "dtype": torch.float32,
+        "context_length": "0.125k",
+        "max_running_requests": 8,
+        "tensor_parallel_size": 1,
+        "disable_radix_cache": True,
+        "disable_cuda_graph": True,
+    }
+    with LLM(checkpoint.folder, threads=1, **names) as llm:
+        told = llm.report()["options"]
+        assert tokens_of(llm.generate(shared_prompts()[:3], GREEDY)) == answers
+    asked = {name: each["value"] for name, each in told.items() if each["origin"] == "asked"}
+    assert asked == {
+        "model": str(checkpoint.folder),
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "enable_prefix_cache": False,
+        "enforce_eager": True,
+        "threads": 1,
+    }
+
+
+@pytest.mark.parametrize("name", ["model", "model_path"])
+def test_a_model_goes_by_both_of_its_names_and_once(checkpoint: Checkpoint, name: str) -> None:
+    with pytest.raises(ConfigError, match="max_model_len must be at most 128"):
+        LLM(**{name: checkpoint.folder, "max_model_len": 129})
+    if name == "model_path":
+        with pytest.raises(ConfigError, match="model must be given once, got also as model_path"):
+            LLM("bundled", model_path=checkpoint.folder)
+
+
 def test_a_page_size_the_backend_cannot_take_is_refused(checkpoint: Checkpoint) -> None:
     name = "llm_cases:PagesOf64"
     with pytest.raises(BackendUnsupported) as caught:

@@ -29,12 +29,12 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | Path = "bundled",
+        model: str | Path | None = None,
         *,
         max_queued_requests: int = MAX_QUEUED,
         **options: Any,
     ) -> None:
-        self._prepared = prepare({"model": model, **options})
+        self._prepared = prepare(options if model is None else {"model": model, **options})
         self._max_queued = max_queued_requests
         self._started: tuple[LLM, AsyncEngine] | None = None
 
