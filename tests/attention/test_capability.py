@@ -78,7 +78,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "graph": (
         {"graph": GraphSupport.UNIFORM},
-        "graph support must be at most DECODE, got UNIFORM",
+        "graph support must be at least UNIFORM, got DECODE",
     ),
 }
 

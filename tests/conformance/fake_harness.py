@@ -64,6 +64,14 @@ def execute(cell: Cell, device_type):
             ctypes.string_at(0)
         case "hangs":
             time.sleep(600)
+        case "spins":
+            while True:
+                pass
+        case "waits":
+            time.sleep(0.5)
+            return cell.result(Status.PROVEN)
+        case "composed":
+            return replace(cell.result(Status.PROVEN), ran_as="cascade(torch)")
         case "last":
             raise LastResult(cell.result(Status.FAILING, f"pid {os.getpid()}"))
         case "pid":

@@ -130,6 +130,19 @@ class ForgetsCapabilities(AttentionBackend):
         return torch.zeros_like(q), None
 
 
+class ForgetsName(AttentionBackend):
+    """Is complete but for what messages call it."""
+
+    capabilities: ClassVar[Capabilities] = TorchBackend.capabilities
+    make_buffers = TorchBackend.make_buffers
+    plan = TorchBackend.plan
+    forward = TorchBackend.forward
+
+
+class ForgetsAll(AttentionBackend):
+    """Has nothing."""
+
+
 class Zeros(Faultless):
     """Answers nothing."""
 

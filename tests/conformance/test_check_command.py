@@ -30,6 +30,8 @@ def test_a_failing_cell_is_code_1():
     done = run("--backend", "a", names=("passes", "fails"))
     assert done.exit_code == 1
     assert "FAILING dense/a/decode/recorded/fails\n  row 3 is wrong" in done.stdout
+    again = "--full --backend a --filter dense/a/decode/recorded/fails"
+    assert f"  again: paceline check {again}\n" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_refused_reasons_are_grouped_and_counted(tmp_path):
 
 def test_counts_are_by_backend_and_mode(tmp_path):
     text = page(tmp_path, gpu=[cell("mha", "proven"), cell("gqa4", "not_run", reason="why")])
-    assert row_of(text, "fa4 | decode") == ["fa4", "decode", "1", "", "", "", "1"]
+    assert row_of(text, "fa4 | decode") == ["fa4", "decode", "1", "", "", "", "", "1"]
 
 
 def test_the_command_writes_the_page_where_docs_is(tmp_path, capsys):

@@ -1,12 +1,16 @@
 """Which cells a selection has, and that a run outlives whatever a cell does to its process."""
 
+import itertools
+import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
 from fake_harness import HARNESS, case
 
+from paceline.conformance import workers
 from paceline.conformance.cell import Runner, Status
 from paceline.conformance.filters import parse_filter
 from paceline.conformance.matrix import (
@@ -18,7 +22,7 @@ from paceline.conformance.matrix import (
     execute,
     run_cells,
 )
-from paceline.conformance.workers import LastResult
+from paceline.conformance.workers import LastResult, Usage, usage_of
 from paceline.core.errors import ConfigError
 from paceline.core.modes import ForwardMode
 
@@ -115,8 +119,42 @@ def test_every_outcome_of_a_cell_is_reported_and_the_run_goes_on():
 def test_a_segmentation_fault_and_a_hang_lose_their_own_cells_only():
     found = run("segfaults", "hangs", "passes-1", "passes-2", limit_s=3.0)
     assert found["segfaults"].reason == "its process ended: killed by SIGSEGV"
-    assert found["hangs"].reason == "took longer than 3 s"
+    assert found["hangs"].status is Status.TIMED_OUT
+    assert found["hangs"].reason == "did nothing for 3 s"
     assert found["passes-1"].status is found["passes-2"].status is Status.PROVEN
+
+
+def test_a_cell_that_computes_for_ever_is_ended_by_its_cpu_time():
+    found = run("spins", limit_s=1.0)
+    assert found["spins"].status is Status.TIMED_OUT
+    assert found["spins"].reason == "took more than 1 s of CPU time"
+
+
+def test_a_cell_that_gets_no_core_is_not_idle(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(workers, "usage_of", lambda pid: Usage(1e-9 * next(clock), False))
+    assert run("waits", limit_s=0.1)["waits"].status is Status.PROVEN
+
+
+def test_a_cell_that_others_keep_from_its_cpu_time_gets_it(monkeypatch):
+    clock = itertools.count()  # a hundredth of the limit more at each look
+    monkeypatch.setattr(workers, "usage_of", lambda pid: Usage(0.002 * next(clock), True))
+    assert run("waits", limit_s=0.1)["waits"].status is Status.PROVEN
+
+
+def test_a_system_that_tells_no_cpu_time_goes_by_the_clock(monkeypatch):
+    monkeypatch.setattr(workers, "usage_of", lambda pid: None)
+    assert run("hangs", limit_s=0.2)["hangs"].reason == "took longer than 0.2 s"
+
+
+def test_the_cpu_time_of_a_process_grows_with_its_work():
+    before, used = usage_of(os.getpid()), time.process_time()
+    while time.process_time() - used < 0.05:
+        pass
+    after = usage_of(os.getpid())
+    assert after.seconds > before.seconds
+    assert not after.is_asleep
+    assert usage_of(None) is None
 
 
 def test_a_backend_that_keeps_ending_its_process_is_left_out():
@@ -174,13 +212,16 @@ def test_workers_are_told_to_interpret_triton_and_to_use_one_core_each():
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("unheard-of", "got 'unheard-of' .ValueError: no such backend.; check the spelling"),
+        (
+            "unheard-of",
+            "got 'unheard-of' .ValueError: no such backend.; mend that, or check the spelling",
+        ),
         ("ends-the-process", "got 'ends-the-process' .its process ended: exit code 3."),
     ],
 )
 def test_a_backend_without_a_class_is_refused_before_the_first_cell(name, text):
     with pytest.raises(
-        ConfigError, match="--backend must be a backend that can be imported, " + text
+        ConfigError, match="--backend must be a backend that can be loaded, " + text
     ):
         run("passes", backends=("torch", name))
 

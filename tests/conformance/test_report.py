@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +16,8 @@ from paceline.conformance import check as check_module
 from paceline.conformance import report
 from paceline.conformance.check import main, run_check
 from paceline.conformance.check_flags import FLAGS
-from paceline.conformance.html import page
+from paceline.conformance.filters import parse_filter
+from paceline.conformance.html import LEGEND, cell_id, page
 from paceline.core.errors import ConfigError
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "check.json").read_text())
@@ -58,6 +60,7 @@ def test_the_json_file_fits_its_schema_and_counts_its_cells(everything):
         "emulated": 1,
         "refused": 1,
         "failing": 2,
+        "timed_out": 0,
         "not_run": 0,
     }
 
@@ -89,10 +92,11 @@ def test_stdout_holds_the_table_then_failing_cells_then_one_json_line(everything
     code, out, _, document, _ = everything
     assert code == 1
     table, _, rest = out.partition("FAILING ")
-    head, row, total = (" ".join(line.split()) for line in table.splitlines())
-    assert head == "method backend mode failing proven emulated refused not run"
-    assert row == "dense torch decode 2 1 1 1 -"
-    assert total == "all 2 1 1 1 -"
+    head, row, total, *why = (" ".join(line.split()) for line in table.splitlines())
+    assert head == "method backend mode failing timed out proven emulated refused not run"
+    assert row == "dense torch decode 2 - 1 1 1 -"
+    assert total == "all 2 - 1 1 1 -"
+    assert why == ["refused torch, 1 cell: no <window>", "refused torch, 1 cell: no sinks"]
     assert "dense/torch/decode/eager/exits\n  its process ended: exit code 7" in rest
     assert "dense/torch/decode/eager/fails\n  row 3 is wrong" in rest
     assert json.loads(out.splitlines()[-1]) == {
@@ -107,6 +111,28 @@ def test_failing_cells_are_said_as_they_happen_and_progress_counts_them(everythi
         ("dense/torch/decode/eager/exits", "its process ended: exit code 7"),
     ]
     assert re.search(r"^5 of 5 cells, 2 failing, \d+\.\d s$", err, re.MULTILINE)
+
+
+def test_a_cell_out_of_time_is_no_failing_one_and_fails_the_run():
+    code, out, err = check("hangs", limit_s=0.2)
+    assert code == 1
+    assert "TIMED OUT dense/torch/decode/eager/hangs\n  did nothing for 0.2 s\n  again: " in out
+    assert "TIMED OUT dense/torch/decode/eager/hangs: did nothing" in err
+    counts = json.loads(out.splitlines()[-1])["counts"]
+    assert (counts["failing"], counts["timed_out"]) == (0, 1)
+
+
+def test_cells_that_ran_by_another_composition_say_so():
+    code, out, _ = check("composed")
+    assert code == 0
+    assert "ran torch, 1 cell: as cascade(torch)\n" in out
+
+
+def test_the_command_of_a_cell_selects_it_alone():
+    backend = "cascade(module:Class)"
+    names = [f"dense/{backend}/decode/eager/{name}" for name in ("one", "one-more")]
+    *_, pattern = shlex.split(report.rerun_command(names[0], backend))
+    assert [name for name in names if parse_filter(pattern)(name)] == names[:1]
 
 
 def test_nothing_failing_is_exit_code_0():
@@ -140,7 +166,7 @@ def test_the_page_is_whole_and_loads_nothing(everything):
     assert not parser.open
     assert not parser.loads
     assert "http" not in everything[4]
-    assert "error 0.25 of 1 allowed" in "\n".join(parser.titles)
+    assert "error 0.25 of 1 allowed\n0.50 s of CPU time" in "\n".join(parser.titles)
 
 
 def test_the_page_shows_failing_cells_first_and_escapes_reasons(everything):
@@ -148,6 +174,33 @@ def test_the_page_shows_failing_cells_first_and_escapes_reasons(everything):
     assert text.index("row 3 is wrong") < text.index("<h2>dense</h2>")
     assert "no &lt;window&gt;; no sinks" in text
     assert "no <window>" not in text
+
+
+def test_the_page_has_a_legend_durations_and_the_command_of_each_cell(everything):
+    text, cells = everything[4], everything[3]["cells"]
+    for status, (_, meaning) in LEGEND.items():
+        assert f"{status.replace('_', ' ')}</dt><dd>{meaning}</dd>" in text
+    assert ".50 s of CPU time</p>" in text
+    for cell in cells:
+        again = f"paceline check --full --backend torch --filter {cell_id(cell)}"
+        assert f'data-again="{again}"' in text
+    failing = [cell for cell in cells if cell["status"] == "failing"]
+    assert text.count("<td><code>paceline check --full ") == len(failing) == 2
+
+
+def test_a_count_of_nothing_is_not_painted(everything):
+    text = everything[4]
+    assert '<span class="chip failing">✗ 2 failing</span>' in text
+    assert '<span class="chip">⧗ 0 timed out</span>' in text
+
+
+def test_the_page_uses_the_width(everything):
+    assert "table { border-collapse: collapse; width: 100%; }" in everything[4]
+
+
+def test_the_page_says_which_composition_ran(everything):
+    cells = [everything[3]["cells"][0] | {"ran_as": "cascade(torch)"}]
+    assert "ran as cascade(torch)" in page(everything[3] | {"cells": cells})
 
 
 def test_a_page_without_failing_cells_says_so(everything):
@@ -219,7 +272,7 @@ def test_the_test_of_an_output_leaves_it_as_it_was(tmp_path):
         ({"filter": "a and"}, "--filter must be an expression"),
         ({"json": "same", "html": "./same"}, "--html must be another file than --json"),
         ({"method": ["mla"]}, "--method must be one of dense"),
-        ({"backend": ["unheard-of"]}, "--backend must be a backend that can be imported"),
+        ({"backend": ["unheard-of"]}, "--backend must be a backend that can be loaded"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(monkeypatch, tmp_path, values, text):

@@ -14,6 +14,7 @@ from paceline.conformance.check_flags import FLAGS
 from paceline.conformance.contenders import contender
 from paceline.conformance.harness import run_cell
 from paceline.conformance.suite import cases
+from paceline.core.errors import ConfigError
 
 CASES = {f"{case.method}/{case.mode.value}/{case.name}": case for case in cases()}
 DECODE = "dense/decode/tiny-page16"
@@ -41,8 +42,6 @@ FAULTS = [
     ("ScribblesOnTheStep", DECODE, "kv_lens must be .*, got"),
     ("ScribblesOnThePageTable", DECODE, "page table row 1 of group 0 must be .*, got"),
     ("PlansOnce", DECODE, r"error .* is allowed, at|got moved: backend.first.torch.Size\("),
-    ("ForgetsHostPlan", DECODE, "rogue declares no host plan"),
-    ("ForgetsPlan", DECODE, "abstract.* plan"),
     ("Zeros", DECODE, "error .* is allowed, at"),
     ("Raises", DECODE, "raised MemoryError: no room for a workspace"),
 ]
@@ -79,19 +78,37 @@ def check(*names, path, limit_s):
 
 
 def test_a_run_outlives_classes_that_end_their_process(tmp_path):
-    names = ["Exits", "Leaves", "ForgetsCapabilities", "Faultless"]
+    names = ["Exits", "Leaves", "Faultless"]
     code, found = check(*names, path=tmp_path / "out.json", limit_s=60.0)
     assert code == 1
     assert found["Exits"]["reason"] == "its process ended: exit code 9"
     assert found["Leaves"]["reason"] == "SystemExit: 4"
-    assert "has no attribute 'capabilities'" in found["ForgetsCapabilities"]["reason"]
     assert found["Faultless"]["status"] == "proven", found["Faultless"]
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("ForgetsName", "no name"),
+        ("ForgetsCapabilities", "no capabilities"),
+        ("ForgetsPlan", "no plan"),
+        ("ForgetsHostPlan", "no host_plan, which its capabilities declare"),
+        ("ForgetsAll", "no name, no capabilities, no forward, no make_buffers, no plan"),
+    ],
+)
+def test_an_incomplete_class_is_refused_once_before_any_cell(tmp_path, name, missing):
+    with pytest.raises(ConfigError) as caught:
+        check(name, path=tmp_path / "out.json", limit_s=60.0)
+    assert f"backend rogue_backends:{name} must be complete, got {missing}; define" in str(
+        caught.value
+    )
 
 
 def test_a_run_outlives_a_class_that_stops_its_process(tmp_path):
     code, found = check("Hangs", path=tmp_path / "out.json", limit_s=1.0)
     assert code == 1
-    assert found["Hangs"]["reason"] == "took longer than 1 s"
+    assert found["Hangs"]["status"] == "timed_out"
+    assert found["Hangs"]["reason"] == "did nothing for 1 s"
 
 
 @pytest.mark.parametrize("runner", [Runner.EAGER, Runner.RECORDED], ids=lambda r: r.value)

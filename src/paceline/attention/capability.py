@@ -52,5 +52,5 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
         sorted(kind.value for kind in can.masks),
         sorted(kind.value for kind in want.masks),
     )
-    need(can.graph >= want.graph, "graph support", f"at most {can.graph.name}", want.graph.name)
+    need(can.graph >= want.graph, "graph support", f"at least {want.graph.name}", can.graph.name)
     return reasons

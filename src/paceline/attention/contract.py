@@ -62,7 +62,8 @@ class Capabilities:
     returns_lse: bool
     graph: GraphSupport
     host_plan: bool  # plans on the host, from exact lengths, before every run
-    loads_dead_slots: bool = False  # multiplies slots it masks by 0: they must hold finite numbers
+    loads_dead_slots: bool = True  # multiplies slots it masks by 0: they must hold finite numbers;
+    # False claims that it never does, and is held to it by NaN in every dead slot
     tree_windows: bool = True  # masks windows in a tree too, where they follow the branch
 
 
@@ -104,15 +105,18 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """The largest step the engine will ever build; `make_buffers` allocates for it."""
+    """The largest step the engine will ever build; `make_buffers` allocates for it.
+
+    Padded rows and tokens count.  Of a drafter's passes the limits are its own.
+    """
 
     device: torch.device
     dtype: torch.dtype  # of q, k and v
     kv_dtype: torch.dtype  # of the cache
-    layers: tuple[AttentionSpec, ...]  # [num_layers]
+    layers: tuple[AttentionSpec, ...]  # [num_layers]; group: the index into max_pages and windows
     max_reqs: int  # padded requests of a step
     max_tokens: int  # padded tokens of a step
-    max_pages: tuple[int, ...]  # [num_groups] page-table width
+    max_pages: tuple[int, ...]  # [num_groups] page-table width: what kv_len_bound takes
     windows: tuple[int | None, ...]  # [num_groups] keys visible, itself included; None = all
     num_heads: int
     num_kv_heads: int
@@ -131,7 +135,10 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepView:
-    """The padded device view of one step.  Addresses are fixed; derive writes the contents."""
+    """The padded device view of one step.  Addresses are fixed; derive writes the contents.
+
+    Sizes are host facts: shapes, mask, max_extend_len, kv_len_bound.  Lengths are on the device.
+    """
 
     row_ids: Tensor  # [padded_reqs]  int64  request-table rows; padded and frozen rows: PAD_ROW
     prefix_lens: Tensor  # [padded_reqs]  int32  tokens in the cache before the step; padding: 1
@@ -146,7 +153,8 @@ class StepView:
     mask: MaskKind
     tree_mask: Tensor | None  # [padded_tokens, max_extend_len]  bool  column j: row j of the same
     # request in this step is the token itself or an ancestor.  Only with MaskKind.TREE.
-    max_extend_len: int  # exact; part of the graph key (ragged steps: their maximum)
+    max_extend_len: int  # no row extends further; part of the graph key.  Exact but for a ragged
+    # step that is padded: there it is padded_tokens, since its graph serves any split of them
     kv_len_bound: int  # no kv_len exceeds it; the same for every step of an engine
 
     @property
@@ -191,7 +199,11 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def make_buffers(self, limits: Limits) -> Any:
-        """Allocate once everything whose address a graph may hold."""
+        """Allocate once everything whose address a graph may hold.
+
+        In dataclasses, tuples, lists, dicts or plain objects: guard, sanitizer and memory budget
+        walk them (attention/held.py).  plan and host_plan write in place and replace none.
+        """
 
     @classmethod
     def buffer_bytes(cls, limits: Limits) -> int:
@@ -218,7 +230,10 @@ class AttentionBackend(ABC):
     def plan(self, view: StepView, buffers: Any) -> Any:
         """Derive the frozen plan: device-only, static shapes, in place in `buffers`.
 
-        The same call in eager, capture and replay.  Recordable.  A backend that returns_lse and has
+        The same call in eager, capture and replay.  Recordable.  A grid or loop is bounded by the
+        view's sizes, and ends early by the lengths on the device.  A backend that is never captured
+        (GraphSupport.NEVER) may read the device here and in forward; each read waits for the
+        steps before.  A backend that returns_lse and has
         no TREE may be given tree steps all the same: it plans them, and host_plans them, for
         Part.PREFIX, and its forward is then called with Part.PREFIX alone.
         """
@@ -226,10 +241,12 @@ class AttentionBackend(ABC):
     def host_plan(self, step: Step, buffers: Any) -> None:
         """Plan on the host, before every run of any kind; only with capabilities.host_plan.
 
-        `step` has its padded rows spelled out.  Its lengths are exact but for a row that the device
-        froze since: there they are too long, and the row's page table holds PAD_PAGE alone.  So a
-        backend that plans on the host attends by the lengths it planned, not by the view's.
-        Queued before derive, on the step's stream.
+        `step` has its padded rows spelled out.  Its prefix_lens_bound and kv_lens_bound are exact
+        but for a row that the device froze since: there they are too long, and the row's page table
+        holds PAD_PAGE alone.  (For such a backend the engine waits for a round's outputs before it
+        plans the next.)  So a backend that plans on the host attends by the lengths it planned, not
+        by the view's, and bounds its work by them.  An equal layout is no equal plan: in steady
+        decode the layout stays and the lengths grow.  Queued before derive, on the step's stream.
         """
         raise NotImplementedError(f"{self.name} declares no host plan")
 

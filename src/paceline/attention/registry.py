@@ -4,7 +4,7 @@ import importlib.metadata
 from dataclasses import dataclass
 
 from paceline.attention.cascade import cascade, needs_cascade
-from paceline.attention.contract import AttentionBackend, AttentionConfig
+from paceline.attention.contract import AttentionBackend, AttentionConfig, Capabilities
 from paceline.attention.hybrid import hybrid
 from paceline.attention.measurements import LayerShape, Phase, Table, package_table
 from paceline.attention.preference import prefer
@@ -43,7 +43,7 @@ def load_backend(name: str) -> type[AttentionBackend]:
     """The backend class of a short name or of `package.module:Class`, or composed of such:
     `prefill+decode` (attention/hybrid.py) and `cascade(name)` (attention/cascade.py).
 
-    Raises ConfigError when there is none.
+    Raises ConfigError when there is none, or one that lacks a part of the contract.
     """
     pair = halves(name)
     if pair is not None:
@@ -65,7 +65,29 @@ def load_backend(name: str) -> type[AttentionBackend]:
                 ),
             )
         )
-    return load_class("attention backend", target, AttentionBackend)  # type: ignore[type-abstract]
+    found = load_class("attention backend", target, AttentionBackend)  # type: ignore[type-abstract]
+    _require_complete(target, found)
+    return found
+
+
+def _require_complete(target: str, backend: type[AttentionBackend]) -> None:
+    """Raises ConfigError with everything that a class has yet to define."""
+    missing = [name for name in ("name", "capabilities") if not hasattr(backend, name)]
+    missing += sorted(getattr(backend, "__abstractmethods__", ()))
+    can = getattr(backend, "capabilities", None)
+    is_planned = isinstance(can, Capabilities) and can.host_plan
+    if is_planned and backend.host_plan is AttentionBackend.host_plan:
+        missing.append("host_plan, which its capabilities declare")
+    if missing:
+        raise ConfigError(
+            message(
+                f"attention backend {target}",
+                expected="complete",
+                got=f"no {', no '.join(missing)}",
+                remedy="define what is missing; docs/architecture.md, 'The attention contract', "
+                "has a whole one",
+            )
+        )
 
 
 def halves(name: str) -> tuple[str, str] | None:

@@ -19,6 +19,7 @@ class Status(Enum):
     EMULATED = "emulated"  # the same, on a contract emulator of the library
     REFUSED = "refused"  # the backend says that it cannot, and why
     FAILING = "failing"
+    TIMED_OUT = "timed_out"  # its process was ended at the limit: nothing is known of the backend
     NOT_RUN = "not_run"  # nothing here can run it, and why
 
 
@@ -35,7 +36,8 @@ class CellResult:
     reason: str | None = None  # of every status but proven and emulated
     error: float | None = None  # the worst relative error of a (token, head)
     tolerance: float | None = None  # what was allowed there
-    seconds: float = 0.0
+    seconds: float = 0.0  # of CPU time, so that other load does not count
+    ran_as: str | None = None  # the composition that ran, where it is not the backend alone
 
     @property
     def id(self) -> str:

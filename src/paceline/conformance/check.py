@@ -43,7 +43,8 @@ def run_check(
     """Run what the flags in `values` select; returns the exit code.  After Ctrl-C the tables
     show the cells that were done.
 
-    suite: the cases, for tests.  limit_s: of a cell; None is the suite's.  out, err: where tables
+    suite: the cases, for tests.  limit_s: CPU time of a cell; None:
+    the suite's.  out, err: where tables
     and progress go; None is the process's own.  Raises ConfigError before any cell runs;
     after the tables only for a file that can no longer be written.
     """
@@ -62,7 +63,8 @@ def run_check(
     results, is_cut = _run(cells, selection.device_type, values, harness, limit_s, err)
     results.sort(key=lambda result: result.id)
     failing = report.failing_text(results)
-    print("\n".join(filter(None, [report.table(results), failing])), file=out, flush=True)
+    texts = [report.table(results), report.reasons_text(results), failing]
+    print("\n".join(filter(None, texts)), file=out, flush=True)
     document = report.document(results, device) | cut_mark(is_cut)
     print(report.summary_line(document), file=out, flush=True)
     if "--json" in paths:

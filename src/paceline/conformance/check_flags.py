@@ -14,7 +14,7 @@ dense/triton/target_verify/cuda_graph/topk4.  Examples:
   paceline check --filter "verify and not triton"    words: part of the cell, or a glob of all of it
   paceline check --filter "dense/*/decode/* and (page1 or page64)"
 
-Exit code: 0 when no cell fails, 1 when one does, 2 for flags that cannot work."""
+Exit code: 0 when no cell fails, 1 when one does or takes too long, 2 for flags that cannot work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ class Finding:
 
 def run_cell(case: Case, who: Contender, runner: Runner, device: torch.device) -> CellResult:
     """Run one cell.  A fault of the backend makes it failing; nothing is raised for one."""
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         reasons = refusals(case, who, runner, device)
         if reasons:
@@ -132,6 +132,12 @@ def _cut(reason: str | None) -> str | None:
     return f"{reason[:_LONGEST_REASON]} ... and {left} more characters"
 
 
+def _composition(case: Case, who: Contender) -> str | None:
+    """cascade(...) where a case is more than the backend alone can mask."""
+    composed = for_case(who, case)
+    return None if composed is who.backend else composed.name
+
+
 def _result(
     case: Case,
     who: Contender,
@@ -151,5 +157,6 @@ def _result(
         reason=_cut(reason),
         error=None if finding is None else finding.error,
         tolerance=None if finding is None else finding.tolerance,
-        seconds=time.perf_counter() - began,
+        ran_as=_composition(case, who),
+        seconds=time.process_time() - began,
     )

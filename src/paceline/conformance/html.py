@@ -5,18 +5,29 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from typing import Any
 
-STATUSES = ("failing", "proven", "emulated", "refused", "not_run")
-SIGNS = {"failing": "✗", "proven": "✓", "emulated": "e", "refused": "–", "not_run": "·"}
+from paceline.conformance.report import rerun_command
+
+LEGEND = {
+    "failing": ("✗", "ran, and its answer, its writes or its plan are wrong"),
+    "timed_out": ("⧗", "ended at the limit of its CPU time, or idle"),
+    "proven": ("✓", "ran on the real library, equals the oracle, and the comparison is sharp"),
+    "emulated": ("e", "the same, on an emulator of the library"),
+    "refused": ("–", "the backend says that it cannot, and why"),
+    "not_run": ("·", "nothing here can run it"),
+}
+WRONG = ("failing", "timed_out")
 STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem; color: #1c1c1e; background: #fff; }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 1.5rem; color: #1c1c1e; background: #fff; }
 h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; } th { text-align: left; font-weight: 600; }
+table { border-collapse: collapse; width: 100%; } th { text-align: left; font-weight: 600; }
 thead th { position: sticky; top: 0; background: #fff; }
 td, th { padding: 1px 8px; border: 1px solid #e3e3e6; }
-td.cell { text-align: center; cursor: help; }
+td.cell { text-align: center; cursor: pointer; } td.time { text-align: right; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 12px; } dd { margin: 0; }
+code { user-select: all; }
 .proven { background: #d6f0dc; } .emulated { background: #dbe7fb; }
 .refused { background: #f1f1f3; color: #66666b; } .not_run { color: #a0a0a6; }
-.failing { background: #f8cfcb; font-weight: 700; }
+.failing { background: #f8cfcb; font-weight: 700; } .timed_out { background: #fbe6c2; }
 .chip { padding: 2px 10px; margin-right: 6px; border-radius: 10px; }
 input { font: inherit; width: 24rem; padding: 4px 8px; }
 #failing td { vertical-align: top; white-space: pre-wrap; }
@@ -24,6 +35,7 @@ input { font: inherit; width: 24rem; padding: 4px 8px; }
   body, thead th { background: #1c1c1e; color: #ececf0; } td, th { border-color: #3a3a3e; }
   .proven { background: #1f4a2b; } .emulated { background: #213a63; }
   .refused { background: #2c2c30; color: #a0a0a6; } .failing { background: #6d2520; }
+  .timed_out { background: #5c4514; }
 }
 """
 SCRIPT = """
@@ -32,6 +44,10 @@ box.addEventListener("input", () => {
   const words = box.value.toLowerCase().split(/\\s+/).filter(Boolean);
   for (const row of document.querySelectorAll("tr[data-text]"))
     row.hidden = !words.every(word => row.dataset.text.includes(word));
+});
+document.addEventListener("click", event => {
+  const again = event.target.dataset.again;
+  if (again) document.getElementById("again").textContent = again;
 });
 """
 
@@ -52,15 +68,23 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def _summary(document: Mapping[str, Any]) -> str:
+    counts = document["counts"]
     chips = "".join(
-        f'<span class="chip {status}">{SIGNS[status]} '
-        f"{document['counts'][status]} {status.replace('_', ' ')}</span>"
-        for status in STATUSES
+        f'<span class="chip{f" {status}" if counts[status] else ""}">{sign} '
+        f"{counts[status]} {_words(status)}</span>"
+        for status, (sign, _) in LEGEND.items()
     )
+    legend = "".join(
+        f'<dt><span class="chip {status}">{sign}</span> {_words(status)}</dt><dd>{meaning}</dd>'
+        for status, (sign, meaning) in LEGEND.items()
+    )
+    seconds = sum(cell["seconds"] for cell in document["cells"])
     versions = ", ".join(f"{name} {found}" for name, found in document["versions"].items() if found)
     return (
         f"<h1>paceline check on {escape(document['device']['name'])}</h1>\n"
-        f"<p>{escape(document['date'])}<br>{escape(versions)}</p>\n<p>{chips}</p>\n"
+        f"<p>{escape(document['date'])}<br>{escape(versions)}</p>\n"
+        f"<p>{chips} {_time(seconds)} of CPU time</p>\n<dl>{legend}</dl>\n"
+        '<p>Run a cell again: <code id="again">click one for its command</code></p>\n'
         '<p><input id="filter" placeholder="words of a mode, variant or status" autofocus></p>\n'
     )
 
@@ -68,14 +92,17 @@ def _summary(document: Mapping[str, Any]) -> str:
 def _failing(cells: Iterable[Mapping[str, Any]]) -> str:
     rows = "".join(
         f'<tr data-text="{escape(cell_id(cell).lower())}"><td>{escape(cell_id(cell))}</td>'
-        f"<td>{escape(str(cell['reason']))}</td></tr>\n"
+        f"<td>{_words(cell['status'])}</td><td>{escape(str(cell['reason']))}</td>"
+        f'<td class="time">{_time(cell["seconds"])}</td><td><code>{escape(_again(cell))}</code>'
+        "</td></tr>\n"
         for cell in cells
-        if cell["status"] == "failing"
+        if cell["status"] in WRONG
     )
     if not rows:
         return "<h2>No cell fails</h2>\n"
     return (
-        '<h2>Failing</h2>\n<table id="failing"><thead><tr><th>cell</th><th>why</th></tr></thead>\n'
+        '<h2>Failing</h2>\n<table id="failing"><thead><tr><th>cell</th><th>status</th><th>why</th>'
+        "<th>CPU time</th><th>again</th></tr></thead>\n"
         f"<tbody>{rows}</tbody></table>\n"
     )
 
@@ -112,10 +139,12 @@ def _matrix(method: str, cells: list[Mapping[str, Any]]) -> str:
         text = " ".join((method, *row, *sorted(statuses))).lower()
         rows.append(
             f'<tr data-text="{escape(text)}"><th>{escape(row[0])}</th><th>{escape(row[1])}</th>'
-            f"{''.join(map(_square, here))}</tr>\n"
+            f"{''.join(map(_square, here))}"
+            f'<td class="time">{_time(sum(cell["seconds"] for cell in here if cell))}</td></tr>\n'
         )
     return (
-        f"<h2>{escape(method)}</h2>\n<table><thead><tr><th>mode</th><th>variant</th>{head}</tr>"
+        f"<h2>{escape(method)}</h2>\n<table><thead><tr><th>mode</th><th>variant</th>{head}"
+        "<th>CPU time</th></tr>"
         f"</thead>\n<tbody>{''.join(rows)}</tbody></table>\n"
     )
 
@@ -124,14 +153,29 @@ def _square(cell: Mapping[str, Any] | None) -> str:
     if cell is None:
         return "<td></td>"
     status = cell["status"]
-    said = [status.replace("_", " ")]
+    said = [_words(status)]
+    if cell.get("ran_as"):
+        said.append(f"ran as {cell['ran_as']}")
     if cell["reason"]:
         said.append(str(cell["reason"]))
     if cell["error"] is not None and cell["tolerance"] is not None:
         said.append(f"error {cell['error']:.3g} of {cell['tolerance']:.3g} allowed")
-    said.append(f"{cell['seconds']:.3f} s")
-    title = escape("\n".join(said))
-    return f'<td class="cell {status}" title="{title}">{SIGNS[status]}</td>'
+    said.append(f"{_time(cell['seconds'])} of CPU time")
+    title, again = escape("\n".join(said)), escape(_again(cell))
+    sign = LEGEND[status][0]
+    return f'<td class="cell {status}" title="{title}" data-again="{again}">{sign}</td>'
+
+
+def _again(cell: Mapping[str, Any]) -> str:
+    return rerun_command(cell_id(cell), cell["backend"])
+
+
+def _words(status: str) -> str:
+    return status.replace("_", " ")
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s"
 
 
 def cell_id(cell: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ BACKENDS = {
     "cuda": ("triton", "triton+flashinfer", "flashinfer", "fa4", "fa3"),
 }
 LIBRARIES = {"flashinfer": "flashinfer", "fa4": "flash_attn.cute", "fa3": "flash_attn_interface"}
-QUICK_LIMIT_S = 60.0  # of a cell of the quick suite on a CPU
+QUICK_LIMIT_S = 60.0  # of CPU time, of a cell of the quick suite on a CPU
 LIMIT_S = 300.0  # of any other: long contexts, and on a GPU what is compiled first
 MOST_LOST = 3  # processes a backend may end before the rest of its cells are left out
 
@@ -111,7 +111,9 @@ def run_cells(
 ) -> Iterator[CellResult]:
     """The result of every cell as it comes.
 
-    limit_s: of one cell.  Raises ConfigError before the first cell when a backend's name cannot be
+    limit_s: CPU time of one cell.
+
+    Raises ConfigError before the first cell when a backend's name cannot be
     resolved; whatever a backend does later is a failing cell.
     """
     pool: Workers[int, CellResult | None] = Workers(
@@ -134,7 +136,8 @@ def run_cells(
             cell = cells[index]
             if isinstance(outcome, Lost):
                 queue.lost[cell.backend] += outcome.with_process
-                yield cell.result(Status.FAILING, outcome.reason)
+                status = Status.TIMED_OUT if outcome.is_late else Status.FAILING
+                yield cell.result(status, outcome.reason)
             elif outcome is not None:
                 yield outcome
         yield from queue.left_out
@@ -261,9 +264,9 @@ def _require_resolved(
             raise ConfigError(
                 message(
                     "--backend",
-                    expected="a backend that can be imported",
+                    expected="a backend that can be loaded",
                     got=f"{names[index]!r} ({outcome.reason})",
-                    remedy="check the spelling and PYTHONPATH",
+                    remedy="mend that, or check the spelling and PYTHONPATH",
                 )
             )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 from paceline.conformance.cell import CellResult
-from paceline.conformance.report import is_failing
+from paceline.conformance.report import is_failing, said
 
 QUIET_S = 10.0  # between two lines where the stream is not a terminal
 MOST_REASON = 160  # characters of a reason on one line; the report has all
@@ -29,9 +29,10 @@ class Progress:
         is_live = self.stream.isatty()
         if is_failing(result):
             self.failing += 1
+            word = said(result.status).upper()
             reason = (result.reason or "").partition("\n")[0][:MOST_REASON]
             start = CLEAR if is_live else ""
-            print(f"{start}FAILING {result.id}: {reason}", file=self.stream, flush=True)
+            print(f"{start}{word} {result.id}: {reason}", file=self.stream, flush=True)
         now = time.monotonic()
         if is_live:
             print(f"{CLEAR}{self.line()}", end="", file=self.stream, flush=True)

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -16,7 +18,15 @@ from paceline.core.gpus import DeviceFacts
 from paceline.engine.machine import versions
 
 VENDORS = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn")
-ORDER = (Status.FAILING, Status.PROVEN, Status.EMULATED, Status.REFUSED, Status.NOT_RUN)
+ORDER = (
+    Status.FAILING,
+    Status.TIMED_OUT,
+    Status.PROVEN,
+    Status.EMULATED,
+    Status.REFUSED,
+    Status.NOT_RUN,
+)
+UNRUN = (Status.REFUSED, Status.NOT_RUN)
 
 
 def document(
@@ -76,7 +86,7 @@ def table(results: Sequence[CellResult]) -> str:
     for result in results:
         key = (result.method, result.backend, result.mode)
         groups.setdefault(key, Counter())[result.status] += 1
-    head = ("method", "backend", "mode", *(status.value.replace("_", " ") for status in ORDER))
+    head = ("method", "backend", "mode", *map(said, ORDER))
     rows = [
         (*key, *(str(found[status] or "-") for status in ORDER))
         for key, found in sorted(groups.items())
@@ -88,14 +98,49 @@ def table(results: Sequence[CellResult]) -> str:
 
 
 def failing_text(results: Iterable[CellResult]) -> str:
-    """Every failing cell and why, one after the other; empty when there is none."""
-    lines = [f"FAILING {result.id}\n  {result.reason}" for result in results if is_failing(result)]
-    return "\n".join(lines)
+    """Every cell that failed or ran out of time, why, and how to run it again."""
+    return "\n".join(
+        f"{said(result.status).upper()} {result.id}{_as(result)}\n  {result.reason}\n"
+        f"  again: {rerun_command(result.id, result.backend)}"
+        for result in results
+        if is_failing(result)
+    )
+
+
+def reasons_text(results: Iterable[CellResult]) -> str:
+    """Each reason of what did not run once per backend, and what ran by another composition."""
+    found: Counter[tuple[str, str, str]] = Counter()
+    for result in results:
+        if result.status in UNRUN and result.reason:
+            reasons = result.reason.split("; ")
+            found.update((said(result.status), result.backend, each) for each in reasons)
+        elif result.ran_as is not None:
+            found["ran", result.backend, f"as {result.ran_as}"] += 1
+    return "\n".join(
+        f"{status} {backend}, {count} cell{'s' * (count > 1)}: {reason}"
+        for (status, backend, reason), count in sorted(found.items())
+    )
 
 
 def is_failing(result: CellResult) -> bool:
     """Whether the cell makes the run fail."""
-    return result.status is Status.FAILING
+    return result.status in (Status.FAILING, Status.TIMED_OUT)
+
+
+def said(status: Status) -> str:
+    """A status in words."""
+    return status.value.replace("_", " ")
+
+
+def rerun_command(cell_id: str, backend: str) -> str:
+    """The command that runs one cell again, for a shell."""
+    pattern = re.sub(r"[()]", "?", cell_id)  # brackets belong to the language of --filter
+    words = ["paceline", "check", "--full", "--backend", backend, "--filter", pattern]
+    return " ".join(map(shlex.quote, words))
+
+
+def _as(result: CellResult) -> str:
+    return f" (as {result.ran_as})" if result.ran_as else ""
 
 
 def require_writable(flag: str, path: Path) -> None:

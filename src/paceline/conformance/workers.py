@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -21,6 +22,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 BOOT_LIMIT_S = 120.0  # of `prepare`: imports on a slow disk
 JOIN_S = 5.0  # a dead process is collected within it
+IDLE = 0.01  # of a limit: a process with less CPU time than this in all of it waits for nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Lost:
 
     reason: str
     with_process: bool  # the process is lost too
+    is_late: bool = False  # it was ended at the limit
 
 
 class LastResult(Exception):
@@ -58,6 +61,14 @@ class _Worker(Generic[Key]):
     job: Key | None = None
     last: Key | None = None  # the job before
     deadline: float = field(default_factory=lambda: time.monotonic() + BOOT_LIMIT_S)
+    began: float = 0.0  # CPU seconds of the process when the job began, where they are known
+    seen: float = 0.0  # and when its deadline was set last
+
+    def begin(self, limit_s: float) -> None:
+        """Its job begins now."""
+        self.deadline = time.monotonic() + limit_s
+        usage = usage_of(self.process.pid)
+        self.began = self.seen = 0.0 if usage is None else usage.seconds
 
 
 class Workers(Generic[Key, Value]):
@@ -74,7 +85,10 @@ class Workers(Generic[Key, Value]):
         prepare: Callable[[], None],
         environment: Mapping[str, str],
     ) -> None:
-        """limit_s: of one job.  prepare: runs first in each process, e.g. its slow imports."""
+        """limit_s: CPU time of one job; one that idles so long is ended too.
+
+        prepare: runs first in each process, e.g. its slow imports.
+        """
         self._limit_s = limit_s
         self._prepare = prepare
         self._environment = dict(environment)
@@ -128,7 +142,7 @@ class Workers(Generic[Key, Value]):
             worker = idle.pop() if idle else self._spawn()
             worker.job = worker.last = job.key
             if not worker.is_booting:
-                worker.deadline = time.monotonic() + self._limit_s
+                worker.begin(self._limit_s)
             with suppress(OSError):  # it died between two jobs: the next read says so
                 worker.connection.send((job.function, job.arguments))
 
@@ -141,22 +155,37 @@ class Workers(Generic[Key, Value]):
             return self._remove(worker, f"its process did not start: {value.reason}")
         if worker.is_booting:
             worker.is_booting = False
-            worker.deadline = time.monotonic() + self._limit_s
+            worker.begin(self._limit_s)
             return []
         assert worker.job is not None
         found, worker.job = [(worker.job, value)], None
         return found + self._remove(worker, "") if is_last else found
 
     def _give_up(self, worker: _Worker[Key]) -> list[tuple[Key, Value | Lost]]:
+        """End a worker behind its deadline, unless others kept it from its CPU time."""
         limit_s = BOOT_LIMIT_S if worker.is_booting else self._limit_s
-        return self._remove(worker, f"took longer than {limit_s:g} s")
+        usage = usage_of(worker.process.pid)
+        if usage is None:
+            return self._remove(worker, f"took longer than {limit_s:g} s", is_late=True)
+        spent, lately = usage.seconds - worker.began, usage.seconds - worker.seen
+        if usage.is_asleep and lately < IDLE * limit_s:
+            return self._remove(worker, f"did nothing for {limit_s:g} s", is_late=True)
+        if spent >= limit_s:
+            reason = f"took more than {limit_s:g} s of CPU time"
+            return self._remove(worker, reason, is_late=True)
+        worker.seen = usage.seconds
+        worker.deadline = time.monotonic() + max(limit_s - spent, limit_s / 20)
+        return []
 
-    def _remove(self, worker: _Worker[Key], reason: str) -> list[tuple[Key, Value | Lost]]:
+    def _remove(
+        self, worker: _Worker[Key], reason: str, *, is_late: bool = False
+    ) -> list[tuple[Key, Value | Lost]]:
         """End the worker; the job it holds is lost for `reason`."""
         _end(worker.process)
         worker.connection.close()
         self._workers.remove(worker)
-        return [] if worker.job is None else [(worker.job, Lost(reason, with_process=True))]
+        lost = Lost(reason, with_process=True, is_late=is_late)
+        return [] if worker.job is None else [(worker.job, lost)]
 
     def _spawn(self) -> _Worker[Key]:
         context = multiprocessing.get_context("spawn")
@@ -187,6 +216,25 @@ def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
         except (Exception, SystemExit) as error:  # noqa: BLE001  a job may raise anything
             value = Lost(f"{type(error).__name__}: {error}", with_process=False)
         connection.send((value, is_last))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process does with its CPU."""
+
+    seconds: float  # of it and of the children it waited for
+    is_asleep: bool  # it waits for something else than a core
+
+
+def usage_of(pid: int | None) -> Usage | None:
+    """None where nothing tells it: on another system, or of a process that is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    fields = stat.rpartition(b")")[2].split()  # behind the name, which may hold anything
+    seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return Usage(seconds, is_asleep=fields[0] == b"S")
 
 
 def _ending(process: SpawnProcess) -> str:

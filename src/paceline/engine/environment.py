@@ -54,21 +54,20 @@ def show(document: Mapping[str, Any]) -> str:
     """The document for people."""
     cpu, memory, cache = document["cpu"], document["memory"], document["kernel_cache"]
     bf16 = "native bfloat16" if cpu["native_bf16"] else "no native bfloat16"
-    rows = [f"{'platform':<18}{document['platform']}"]
-    rows += [f"{name:<18}{found or 'absent'}" for name, found in document["versions"].items()]
-    rows.append(
-        f"{'cpu':<18}{cpu['name']}, {cpu['physical_cores']} cores, "
-        f"{cpu['logical_cpus']} threads, {bf16}"
-    )
+    rows = [("platform", document["platform"])]
+    rows += [(name, found or "absent") for name, found in document["versions"].items()]
+    cores = f"{cpu['physical_cores']} cores, {cpu['logical_cpus']} threads"
+    rows.append(("cpu", f"{cpu['name']}, {cores}, {bf16}"))
     total, free = gib(memory["total_bytes"]), gib(memory["available_bytes"])
-    rows.append(f"{'memory':<18}{total}, {free} available")
+    rows.append(("memory", f"{total}, {free} available"))
     for gpu in document["gpus"]:
         arch = ".".join(map(str, gpu["cuda_arch"]))
-        rows.append(f"{'gpu':<18}{gpu['name']}, {gib(gpu['total_bytes'])}, arch {arch}")
+        rows.append(("gpu", f"{gpu['name']}, {gib(gpu['total_bytes'])}, arch {arch}"))
     if not document["gpus"]:
-        rows.append(f"{'gpu':<18}none")
+        rows.append(("gpu", "none"))
     for backend in document["backends"]:
         state = "live" if backend["live"] else "not live: " + "; ".join(backend["reasons"])
-        rows.append(f"{'backend ' + backend['name']:<18}{state}")
-    rows.append(f"{'kernel cache':<18}{cache['folder']}, {cache['entries']} entries")
-    return "\n".join(rows)
+        rows.append((f"backend {backend['name']}", state))
+    rows.append(("kernel cache", f"{cache['folder']}, {cache['entries']} entries"))
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n".join(f"{name:<{width}}{said}" for name, said in rows)

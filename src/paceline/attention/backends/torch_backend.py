@@ -59,6 +59,7 @@ class TorchBackend(AttentionBackend):
         returns_lse=True,
         graph=GraphSupport.ALWAYS,
         host_plan=False,
+        loads_dead_slots=False,
     )
 
     def make_buffers(self, limits: Limits) -> tuple[GroupSlots, ...]:

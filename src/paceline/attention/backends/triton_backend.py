@@ -59,6 +59,7 @@ class TritonBackend(AttentionBackend):
         returns_lse=True,
         graph=GraphSupport.ALWAYS,
         host_plan=False,
+        loads_dead_slots=False,
     )
     kept_fields: ClassVar[frozenset[str]] = frozenset({"finished"})
 

@@ -19,7 +19,7 @@ class PageTablePlan:
     page_tables: tuple[Tensor, ...]  # [num_groups] of [padded_reqs, max_pages]  int32
     tree_mask: Tensor | None  # [padded_tokens, max_extend_len]  bool
     mask: MaskKind
-    max_extend_len: int  # exact, part of the graph key
+    max_extend_len: int  # as the view's: an upper bound in a padded ragged step
     kv_len_bound: int  # upper bound, the same for every step
 
 
