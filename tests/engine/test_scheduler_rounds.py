@@ -265,7 +265,7 @@ def test_who_stops_drafting_decodes_plainly_from_the_next_step_on() -> None:
     loop = drafting()
     loop.add("a", 5, LONG)
     assert modes([loop.turn(), loop.turn()]) == {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}
-    loop.scheduler.stop_drafting()
+    loop.scheduler.limit_drafting(0)
     while loop.in_flight:
         loop.process()
     assert modes(loop.run()) == {ForwardMode.DECODE}

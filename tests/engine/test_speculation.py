@@ -342,7 +342,7 @@ def test_without_speculation_the_rest_stays(target):
 
 
 def test_tools_that_compare_drafters_have_them_draft_for_every_request():
-    """Unasked, the bundled head drafts for one at a time on a CPU: its band would not be reached."""
+    """Unasked, the bundled head drafts for one at a time on a CPU: its band is not reached."""
     drafting = with_drafter({"model": "bundled", "max_num_seqs": 3})
     assert drafting == {"model": "bundled", "max_num_seqs": 3, "speculative_algorithm": "EAGLE3"}
     assert with_drafter({"model": "bundled", "speculative_algorithm": "off"}) is None
