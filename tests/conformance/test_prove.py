@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from llm_cases import Checkpoint, make_checkpoint
 
 from paceline.cli.app import app
+from paceline.conformance import prove as prove_module
 from paceline.conformance.contest import Contender, contenders_of
 from paceline.conformance.proof import Outcome, Proof
 from paceline.conformance.proof_report import document, table
@@ -150,3 +151,22 @@ def test_a_drafter_and_a_backend_are_compared_apart_and_together(model):
     labels = ["speculation", "attention torch", "speculation, attention torch"]
     assert [each.label for each in found] == labels
     assert [each.speculation is None for each in found] == [False, True, False]
+
+
+def test_ctrl_c_leaves_the_contenders_that_were_judged(model, monkeypatch):
+    contenders = [
+        Contender(label=label, options=asked(model), speculation=None) for label in ("one", "two")
+    ]
+    judge = prove_module._compare
+
+    def interrupted(standing, *facts):
+        if standing.contender.label == "two":
+            raise KeyboardInterrupt
+        judge(standing, *facts)
+
+    monkeypatch.setattr(prove_module, "_compare", interrupted)
+    proof = prove(asked(model), contenders, TRIAL)
+    told = document(proof)
+    jsonschema.validate(told, SCHEMA)
+    assert [contest["label"] for contest in told["contests"]] == ["one"]
+    assert told["interrupted"]

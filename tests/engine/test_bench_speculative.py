@@ -10,6 +10,7 @@ from llm_cases import Checkpoint
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine import bench_latency
+from paceline.engine import bench_speculative as bench_module
 from paceline.engine.bench_speculative import SpeculativeShape, bench_speculative, main, table
 from paceline.engine.llm import LLM
 from paceline.engine.paired_runs import speed_up
@@ -178,3 +179,20 @@ def test_a_file_without_prompts_is_refused(tmp_path, text, got):
     with pytest.raises(ConfigError) as caught:
         read_prompts(path)
     assert f"got {got}" in str(caught.value)
+
+
+def test_ctrl_c_leaves_the_prompts_that_were_timed(checkpoint, monkeypatch):
+    timed, whole = [], bench_module.in_turns
+
+    def interrupted(*engines, **how):
+        if timed:
+            raise KeyboardInterrupt
+        timed.append(whole(*engines, **how))
+        return timed[0]
+
+    monkeypatch.setattr(bench_module, "in_turns", interrupted)
+    told = bench_module.bench_speculative(asked(checkpoint), SHAPE)
+    validate(told, "bench_speculative")
+    assert [row["prompt"] for row in told["prompts"]] == [SHAPE.prompts[0].name]
+    assert told["texts"] == {"equal": 1, "tie": 0}
+    assert told["interrupted"]
