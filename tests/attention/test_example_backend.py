@@ -46,7 +46,7 @@ def test_it_generates_what_the_torch_backend_does(page_size, enforce_eager, expe
 def test_the_command_line_takes_it_by_module_and_class():
     words = ["generate", "--prompt", "def f(", "--max-tokens", "4", "--dtype", "float32"]
     words += ["--max-num-seqs", "1", "--max-model-len", "48", "--threads", "1"]
-    done = CliRunner().invoke(app, [*words, "--attention-backend", NAME])
+    done = CliRunner().invoke(app, [*words, "--attention-backend", NAME, "--verbose"])
     assert done.exit_code == 0, done.output
     assert done.stdout == CliRunner().invoke(app, words).stdout
     assert re.search(rf"attention-backend +{NAME} *\(asked\)", done.stderr)

@@ -105,14 +105,21 @@ def test_auto_on_an_unknown_device_says_so() -> None:
         choose(replace(ON_CPU, device_type="tpu"))
 
 
-@pytest.mark.parametrize("name", ["flashfoo", "", "TORCH"])
-def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("xyzzy", "name one of these, or auto where an engine is to choose"),
+        ("", "name one of these, or auto where an engine is to choose"),
+        ("TORCH", "did you mean torch?"),
+        ("flashinfr", "did you mean flashinfer?"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         choose(ON_CPU, name)
     assert str(caught.value) == (
         f"attention backend must be {', '.join(BACKENDS)}, package.module:Class, prefill+decode of "
-        f"two, or cascade(one), got {name!r}; name one of these, or auto where an engine is to "
-        "choose"
+        f"two, or cascade(one), got {name!r}; {remedy}"
     )
 
 

@@ -152,6 +152,6 @@ def test_graphs_of_every_sampler_stay_within_the_plan():
 
 
 def test_the_table_is_logged_after_loading(caplog):
-    with caplog.at_level("INFO", "paceline"), LLM("bundled", threads=1):
+    with caplog.at_level("DEBUG", "paceline"), LLM("bundled", threads=1):
         assert "memory, planned and measured" in caplog.text
         assert "measured" in caplog.text

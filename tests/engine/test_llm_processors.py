@@ -118,7 +118,7 @@ def test_the_command_on_the_page_runs() -> None:
         r"^    paceline (generate .*?)\n\n", PAGE.read_text(), re.MULTILINE | re.DOTALL
     )
     words = shlex.split(text.replace("\\\n", ""))
-    small = ["--max-num-seqs", "1", "--max-model-len", "64", "--threads", "1", "--json"]
+    small = ["--max-num-seqs", "1", "--max-model-len", "64", "--threads", "1", "--json", "-v"]
     done = CliRunner().invoke(app, [*words, *small, "--max-tokens", "30"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["finish_reason"] in ("stop", "length")
