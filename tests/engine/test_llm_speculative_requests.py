@@ -1,6 +1,8 @@
 """What a request can ask for, and what can go wrong in it, is the same with a drafter."""
 
+import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +128,35 @@ def test_non_finite_logits_fail_their_request_and_no_other(
             assert [each.outputs[0].finish_reason for each in found[6:]] == ["error"] * 2
             assert tokens_of(found[6:]) == [(), (POISON,)]
             assert tokens_of(found[:6]) == answers
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize("rows", [150, 170])
+def test_a_draft_model_with_a_vocabulary_padded_otherwise_drafts(
+    truth: Truth, tmp_path: Path, rows: int
+) -> None:
+    """The target itself, its tables cut or padded: what both know is accepted."""
+    draft = Path(shutil.copytree(truth.checkpoint.folder, tmp_path / "draft"))
+    config = json.loads((draft / "config.json").read_text()) | {"vocab_size": rows}
+    (draft / "config.json").write_text(json.dumps(config))
+    for path in draft.glob("*.safetensors"):
+        named = load_file(path)
+        for name in named.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
+            table = named[name]
+            named[name] = torch.cat((table, table[-10:]))[:rows].contiguous()
+        save_file(named, path)
+    options: dict[str, Any] = {
+        "speculative_algorithm": "STANDALONE",
+        "speculative_draft_model_path": str(draft),
+    }
+    prompts = shared_prompts()
+    with make_llm(truth.checkpoint) as plain, make_llm(truth.checkpoint, **options) as llm:
+        found = llm.generate(prompts, GREEDY)
+        assert tokens_of(found) == tokens_of(plain.generate(prompts, GREEDY))
+        assert sum(each.metrics.rounds for each in found) < 0.7 * GREEDY.max_tokens * len(prompts)
+    with make_llm(truth.checkpoint, speculative_acceptance="rejection", **options) as llm:
+        found = llm.generate(prompts, NOISY)
+        assert {each.outputs[0].finish_reason for each in found} <= {"length", "stop"}
         assert_idle(llm)
 
 

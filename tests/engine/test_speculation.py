@@ -288,14 +288,24 @@ def test_a_head_of_another_algorithm_is_refused_with_the_right_one(target, head)
     assert "speculative_algorithm must be EAGLE3, which the draft head's config.json" in text
 
 
+def test_a_vocabulary_of_another_size_is_refused_where_there_is_no_tokenizer(tmp_path):
+    target = folder(tmp_path / "target", TARGET, None)
+    draft = folder(tmp_path / "draft", TARGET | {"vocab_size": 41}, None)
+    text = f"must be 40, that of '{target}', got 41; name a smaller model of the same family"
+    assert text in refusal(target, algorithm="STANDALONE", path=draft)
+
+
+@pytest.mark.parametrize("rows", [38, 41])
+def test_a_vocabulary_padded_otherwise_is_seen_as_the_targets(target, tmp_path, rows):
+    draft = folder(tmp_path / "draft", TARGET | {"vocab_size": rows}, WORDS)
+    plan = drafted(target, algorithm="STANDALONE", path=draft)
+    assert plan.model.vocab_size == plan.vocab_size == 40
+    assert plan.model.stored_vocab_size == rows
+
+
 @pytest.mark.parametrize(
     ("changes", "words", "text"),
     [
-        (
-            {"vocab_size": 41},
-            WORDS,
-            "must be 40, that of '{target}', got 41; name a smaller model of the same family",
-        ),
         (
             {},
             WORDS | {"a": 1, "b": 0},

@@ -111,6 +111,7 @@ class ModelConfig:
     norm: NormKind = NormKind.ROUNDED
     unrotated_layers: tuple[int, ...] = ()  # whose Q and K no rope turns
     multipliers: Multipliers | None = None
+    stored_vocab_size: int | None = None  # rows of the checkpoint's tables; None: vocab_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ options -> who drafts (named, or told from the draft model, or the bundled head)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ModelError
@@ -205,4 +205,7 @@ def _read(
     except ModelError as error:
         raise ModelError(f"draft model '{drafter.source.name}': {error}") from error
     refuse_standalone(options, draft, drafter.source, target=target, of=source)
+    if draft.vocab_size != target.vocab_size:
+        rows = target.vocab_size
+        draft = replace(draft, vocab_size=rows, stored_vocab_size=draft.vocab_size)
     return None, draft

@@ -19,6 +19,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import StoredTensors, open_checkpoint
 from paceline.models.checkpoint_names import canonical_names
 from paceline.models.locate import ModelSource
+from paceline.models.padded_tables import PaddedTables
 from paceline.models.registry import architecture, builder
 from paceline.models.stacked_experts import UnstackedExperts
 
@@ -58,6 +59,9 @@ def load_model(
         checkpoint: StoredTensors = stored
         if architecture(config.model_type).names_experts:
             checkpoint = UnstackedExperts(stored)
+        rows = config.stored_vocab_size
+        if rows is not None:
+            checkpoint = PaddedTables(checkpoint, stored=rows, rows=config.vocab_size)
         model = build(
             config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
         )
