@@ -1,8 +1,8 @@
 """Checkpoints of a draft model whose tables have other rows than its target's.
 
 Models of one family pad their vocabulary differently (Qwen 2.5: 151,936 rows at 0.5B, 152,064 at
-7B).  Rows that no token of the shared tokenizer has are cut off, or are copies of the last row: such
-an id is hardly ever proposed, and the target decides about what is.
+7B).  Rows that no token of the shared tokenizer has are cut off, or copies of the last row: such
+an id is hardly ever proposed, and the target decides.
 """
 
 import torch
