@@ -122,15 +122,6 @@ def test_more_requests_than_may_draft_decode_plainly_until_few_are_left() -> Non
         assert loop.requests[name].output_ids == tuple(loop.expected(name))
 
 
-def test_a_request_that_waits_for_its_round_still_counts_among_those_that_decode() -> None:
-    """A backend that plans on the host leaves some out of a step: no excuse for a round."""
-    loop = drafting(max_drafting=1, exact_lengths=True)
-    for name in "ab":
-        loop.add(name, 5, LONG)
-    steps = loop.run()
-    assert not any(step.is_round for step in steps if step is not None)
-
-
 def test_no_round_begins_that_could_emit_nothing() -> None:
     loop = drafting()
     loop.add("a", 5, max_tokens=2)

@@ -146,7 +146,7 @@ class Scheduler:
         """One token of every request that can, or a round where one of them takes drafts."""
         ready = [request for request in self._roster.running if self._can_decode(request)]
         most = self._max_drafting
-        is_allowed = most is None or self._num_decoding() <= most
+        is_allowed = most is None or len(ready) <= most
         if is_allowed and any(request.params.speculative for request in ready):
             plan.draft = self._config.draft
         extend_len = 1 if plan.draft is None else plan.draft.num_draft_tokens
@@ -155,11 +155,6 @@ class Scheduler:
                 self._plan_row(plan, request, extend_len)
         if not plan.rows:
             plan.draft = None
-
-    def _num_decoding(self) -> int:
-        """Requests behind their prompts, those that must wait for outputs too."""
-        running = self._roster.running
-        return sum(not (each.is_prefilling or each.is_complete) for each in running)
 
     def _can_decode(self, request: Request) -> bool:
         if request.is_prefilling or request.is_complete:
