@@ -176,6 +176,12 @@ def test_the_torch_backend_serves_any_model_on_a_cpu() -> None:
     assert TorchBackend.unsupported_reasons(FITS) == ["device must be cpu, got cuda"]
 
 
+def test_a_backend_that_says_nothing_of_dead_slots_is_taken_to_load_them() -> None:
+    assert NARROW.loads_dead_slots
+    assert not TorchBackend.capabilities.loads_dead_slots
+    assert not TritonBackend.capabilities.loads_dead_slots
+
+
 def test_the_triton_backend_refuses_what_its_kernels_cannot_do() -> None:
     wanted = replace(FITS, head_dim=20, v_head_dim=20, dtype=torch.float64)
     reasons = TritonBackend.unsupported_reasons(wanted)

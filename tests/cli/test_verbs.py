@@ -1,6 +1,7 @@
 """The verbs, on an engine that is scripted."""
 
 import json
+import re
 import os
 import signal
 from pathlib import Path
@@ -388,6 +389,8 @@ def test_env_for_people_names_every_backend():
     assert "backend torch" in done.stdout
     assert "backend triton" in done.stdout
     assert "kernel cache" in done.stdout
+    begins = {re.match(r"(?:\w+ )?\S+ {2,}", line).end() for line in done.stdout.splitlines()}
+    assert len(begins) == 1  # blanks between a name and what is said of it, in one column
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "gemma-3-1b"])
