@@ -1,8 +1,8 @@
 """The verbs, on an engine that is scripted."""
 
 import json
-import re
 import os
+import re
 import signal
 from pathlib import Path
 
