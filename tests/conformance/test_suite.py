@@ -212,7 +212,7 @@ def test_some_rows_see_nothing_of_the_prefix():
         )
 
     found = [case for case in QUICK if any(has_none(case, n) for n in range(len(case.layers)))]
-    assert {case.method for case in found} == {"dense", "swa"}
+    assert {case.method for case in found} == {"dense"}
 
 
 def test_quick_cases_have_two_layers_with_sinks_and_with_cache_scales_of_their_own():

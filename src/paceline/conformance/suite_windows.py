@@ -107,8 +107,7 @@ def _drafts() -> tuple[Case, ...]:
     return (
         tree_case(four, "window4-topk2-step3", _EDGES, step3),
         uniform_case(frozen, "window4-frozen-kv", _EDGES),
-        # Its last rows see nothing of the prefix.
-        uniform_case(frozen, "window4-frozen-kv-rows6", _EDGES, extend=6),
+        uniform_case(frozen, "window4-frozen-kv-rows3", _EDGES, extend=3),
         *full(
             uniform_case(four, "window4-chain-step2", _EDGES, extend=3),
             tree_case(page1, "window4-topk2-step3-page1", _EDGES, step3),

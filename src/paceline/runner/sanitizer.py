@@ -39,7 +39,7 @@ class Sanitizer:
 
         Raises SanitizerError when the step reads or writes what is dead.
         """
-        with torch.inference_mode():
+        with torch.no_grad():
             before, were = copies(self._parts), addresses(small_tensors(self._parts))
             checked.run()
             self._require_in_place(were)
