@@ -3,7 +3,9 @@
 import pytest
 from test_scheduler import CONTEXT_LEN, Loop, extends
 
-from paceline.engine.request import RequestState
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.request import Request, RequestState
+from paceline.engine.roster import Roster
 from paceline.engine.step_plan import StepPlan
 
 
@@ -42,12 +44,13 @@ def test_a_request_preempted_within_its_prompt_scores_the_rest_alone() -> None:
 
 def test_cached_tokens_are_those_of_the_first_admission() -> None:
     """What it finds when it joins again is its own."""
-    loop = Loop(num_pages=9, reserve_ahead=0)
-    loop.add("a", 8, max_tokens=24)
-    request = loop.add("b", 12, max_tokens=20)
-    loop.run()
-    assert request.num_preemptions
-    assert request.num_cached == 0
+    roster = Roster(2)
+    request = Request.make("a", [5] * 12, SamplingParams(), context_len=CONTEXT_LEN)
+    roster.add(request)
+    roster.join(request, 4)
+    roster.preempt(request)
+    roster.join(request, 8)
+    assert (request.num_cached, request.kv_known, request.num_joins) == (4, 8, 2)
 
 
 def test_spans_count_the_rows_before_them_that_score_nothing() -> None:
