@@ -11,6 +11,7 @@ time the device idles within a step and between two, and one JSON document as th
 import argparse
 import json
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.core.errors import IntegrityError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.bench_latency import random_prompts
+from paceline.engine.bench_page import page, profile_bars
 from paceline.engine.llm import LLM
 from paceline.engine.machine import local_device, versions
 from paceline.models.config import parse_config
@@ -52,6 +54,9 @@ def main() -> None:
         steps = split_steps(events, DECODE_STEPS)
     document = report(llm, args, steps, kv_len=kv_len)
     llm.close()
+    if args.html is not None:
+        title = f"{document['benchmark']} on {document['device']}"
+        args.html.write_text(page(title, document, profile_bars(document)), encoding="utf-8")
     print(json.dumps(document))
 
 
@@ -63,6 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", default=None)
     parser.add_argument("--batch-size", type=int, default=None, help="64, or 1 for prefill")
     parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--html", type=Path, default=None, help="draw the result on this page")
     args = parser.parse_args()
     args.batch_size = args.batch_size or (64 if args.phase == "decode" else 1)
     return args

@@ -16,6 +16,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.bench_latency import random_prompts
+from paceline.engine.bench_page import page, profile_bars
 from paceline.engine.llm import LLM
 from paceline.engine.machine import local_device, versions
 from profile_decode import idle_line, kernel_rows, kernels_of, require_steady
@@ -60,6 +62,9 @@ def main() -> None:
     events, launches = profile_rounds(llm, args)
     document = report(llm, args, split_rounds(events), launches=launches)
     llm.close()
+    if args.html is not None:
+        title = f"{document['benchmark']} on {document['device']}"
+        args.html.write_text(page(title, document, profile_bars(document)), encoding="utf-8")
     print(json.dumps(document))
 
 
@@ -76,6 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--html", type=Path, default=None, help="draw the result on this page")
     return parser.parse_args()
 
 

@@ -11,6 +11,7 @@ from paceline.engine.bench_page import (
     attention_bars,
     latency_bars,
     page,
+    profile_bars,
     speculative_bars,
 )
 
@@ -21,8 +22,10 @@ RECORDS = [
     ("cpu-bench-speculative-chain.json", speculative_bars),
     ("h200-bench-attention.json", attention_bars),
     ("h200-bench-attention-backends.json", attention_bars),
+    ("h200-profile-decode-batch-1.json", profile_bars),
+    ("h200-profile-round-chain-batch-1.json", profile_bars),
 ]
-DEVICE = {"device": {"name": "<gpu>"}, "versions": {"torch": "2", "triton": None}}
+DOCUMENT = {"versions": {"torch": "2", "triton": None}}
 
 
 def record(name):
@@ -65,6 +68,14 @@ def test_an_acceptance_page_shows_each_position():
     assert first.rows[0][1] == pytest.approx(74.806, abs=0.001)
 
 
+def test_a_profile_page_shows_the_whole_step():
+    (steps,) = profile_bars(record("h200-profile-decode-batch-1.json"))
+    assert {"attention", "idle within", "idle between"} < dict(steps.rows).keys()
+    (rounds,) = profile_bars(record("h200-profile-round-chain-batch-1.json"))
+    assert rounds.title.startswith("FORCED to 3 tokens per round: ")
+    assert [name for name, _ in rounds.rows][:3] == ["derive", "propose", "verify"]
+
+
 def test_forced_acceptance_is_said_over_every_drawing():
     document = record("cpu-bench-speculative-chain.json") | {"forced": 2.5}
     bars = speculative_bars(document)
@@ -73,7 +84,7 @@ def test_forced_acceptance_is_said_over_every_drawing():
 
 def test_a_page_is_whole_and_alone():
     bars = [Bars(title="<b> [ms]", rows=[("a<b", 0.0)]), Bars(title="none", rows=[])]
-    text = page("paceline bench x", DEVICE | {"interrupted": True}, bars)
+    text = page("paceline bench x on <gpu>", DOCUMENT | {"interrupted": True}, bars)
     assert "<h1>paceline bench x on &lt;gpu&gt;</h1>" in text
     assert "<h2>&lt;b&gt; [ms]</h2>" in text
     assert "Interrupted: this is what there was." in text

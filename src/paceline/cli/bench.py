@@ -54,7 +54,7 @@ def _show(
 ) -> None:
     """Print the document, draw it where that was asked, and end."""
     if values["page_file"] is not None:
-        title = f"paceline bench {ctx.info_name}"
+        title = f"paceline bench {ctx.info_name} on {document['device']['name']}"
         values["page_file"].write(page(title, document, bars_of(document)))
     if not values["as_json"]:
         click.echo(table(document))

@@ -72,8 +72,19 @@ def attention_bars(document: Mapping[str, Any]) -> list[Bars]:
     ]
 
 
+def profile_bars(document: Mapping[str, Any]) -> list[Bars]:
+    """Of a profile of steps, by role, or of rounds, by segment; what the device waits is a part."""
+    forced = document.get("forced_tokens_per_round")
+    word = "" if forced is None else f"FORCED to {forced:g} tokens per round: "
+    rows = [(row["role"], row["us_per_step"]) for row in document.get("roles", ())]
+    rows += [(row["segment"], row["us_per_round"]) for row in document.get("segments", ())]
+    waits = [(f"idle {where}", document[f"idle_{where}_us"]) for where in ("within", "between")]
+    rows += [(name, wait) for name, wait in waits if wait is not None]
+    return [Bars(title=f"{word}Where a step's time goes [µs]", rows=rows)]
+
+
 def page(title: str, document: Mapping[str, Any], bars: Sequence[Bars]) -> str:
-    """The whole page, the document below its drawings."""
+    """The whole page, the document below its drawings.  title: with the device."""
     drawn = "".join(map(_svg, bars))
     whole = escape(json.dumps(document, indent=1))
     versions = ", ".join(f"{name} {found}" for name, found in document["versions"].items() if found)
@@ -81,7 +92,7 @@ def page(title: str, document: Mapping[str, Any], bars: Sequence[Bars]) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f"<title>{escape(title)}</title>\n<style>{_STYLE}</style></head><body>\n"
-        f"<h1>{escape(title)} on {escape(str(document['device']['name']))}</h1>\n"
+        f"<h1>{escape(title)}</h1>\n"
         f"<p>{escape(versions)}</p>\n{cut}{drawn}"
         f"<details><summary>the whole document</summary><pre>{whole}</pre></details>\n"
         "</body></html>\n"
