@@ -376,3 +376,19 @@ def test_a_weight_rebound_after_capture_is_not_seen_and_one_written_in_place_is(
     norm.weight.data.mul_(2)
     graph.replay()
     assert torch.allclose(out, before * 2)
+
+
+def test_intermediates_made_in_inference_mode_move_into_the_arena():
+    """A library may plan in that mode; its tensors take no write outside of it."""
+    given, result = torch.arange(4.0), torch.empty(4)
+
+    def function():
+        with torch.inference_mode():
+            doubled = given * 2
+        result.copy_(doubled + 1)
+
+    graph = RecordedGraph(poison=True)
+    graph.capture(function)
+    given.add_(1)
+    graph.replay()
+    assert result.tolist() == [3.0, 5.0, 7.0, 9.0]

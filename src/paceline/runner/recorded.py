@@ -58,9 +58,9 @@ class RecordedGraph:
         Raises HostReadError for what a graph cannot hold, GraphTooLarge beyond the arena's limit.
         """
         recording = _Recording(self._arena.limit_bytes)
-        with torch.no_grad():
-            with refuse_host_reads(recording.record):
-                function()
+        with torch.no_grad(), refuse_host_reads(recording.record):
+            function()
+        with torch.inference_mode():  # some may be tensors of that mode
             self._pieces = self._arena.lay(recording.owners, recording.seen.values())
         self._calls = recording.calls
 
