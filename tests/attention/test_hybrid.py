@@ -304,7 +304,11 @@ COMMON: list[tuple[str, object, object, object]] = [  # field, of prefill, of de
 ]
 
 
-@pytest.mark.parametrize(("field", "prefill", "decode", "common"), COMMON, ids=str)
+@pytest.mark.parametrize(
+    ("field", "prefill", "decode", "common"),
+    COMMON,
+    ids=[f"{row[0]}-{index}" for index, row in enumerate(COMMON)],  # a set has no order
+)
 def test_what_both_can_do_together(
     field: str, prefill: object, decode: object, common: object
 ) -> None:
