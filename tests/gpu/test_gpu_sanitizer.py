@@ -51,3 +51,14 @@ def test_a_backend_that_reads_the_reserved_page_is_named(algorithm: str) -> None
     assert "attention backend 'reads-behind-end'" in str(caught.value)
     assert "page 0" in str(caught.value)
     assert "test_gpu_sanitizer.py:" in str(caught.value)
+
+
+def test_an_engine_that_failed_to_boot_leaves_the_next_one_its_memory() -> None:
+    for _ in range(2):
+        with pytest.raises(SanitizerError):
+            answers(
+                attention_backend=f"{__name__}:{ReadsBehindEnd.__name__}",
+                speculative_algorithm="EAGLE3",
+                sanitize=True,
+            )
+    assert answers()

@@ -6,13 +6,10 @@ llm = LLM("bundled")
 print(llm.generate("def fibonacci(n):", SamplingParams(temperature=0.0))[0].outputs[0].text)
 """
 
-import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
-
-import torch
 
 from paceline.core.errors import PacelineError, RequestError, message
 from paceline.core.options import known
@@ -24,7 +21,7 @@ from paceline.engine.budget_table import compare
 from paceline.engine.engine import Engine
 from paceline.engine.inputs import Params, Prompt, as_conversations
 from paceline.engine.label_scores import Text, label_prompts, label_scores
-from paceline.engine.machine import versions
+from paceline.engine.machine import release_memory, versions
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import Stream
 from paceline.engine.teacher import Teacher
@@ -255,10 +252,7 @@ class LLM:
         if self._booted is not None:
             self._booted.engine.drain()
             self._booted = None
-            # Graphs, programs and buffers refer to each other; free them before the next engine.
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            release_memory()
 
     def __enter__(self) -> "LLM":
         return self

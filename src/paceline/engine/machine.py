@@ -3,6 +3,7 @@
 Reads /proc and package metadata; only `local_device` and `gpus` import torch.
 """
 
+import gc
 import os
 import platform
 import sys
@@ -199,9 +200,21 @@ def _allowed_cpus() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
+def release_memory() -> None:
+    """Give back what dead engines of this process hold: their graphs, programs and buffers refer to
+    each other, and torch keeps the blocks it freed.
+    """
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def _gpu_facts(index: int) -> DeviceFacts:
     import torch
 
+    release_memory()  # of an engine whose boot failed, for example
     free, total = torch.cuda.mem_get_info(index)
     arch = torch.cuda.get_device_capability(index)
     name = torch.cuda.get_device_name(index)
