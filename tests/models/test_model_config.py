@@ -223,6 +223,16 @@ def test_what_a_file_leaves_out_is_what_its_class_takes(model_type: str) -> None
     assert taken == dict(CLASS_DEFAULTS[model_type])
 
 
+@pytest.mark.parametrize("model_type", sorted(CLASS_DEFAULTS))
+def test_what_its_class_saves_is_read(model_type: str, tmp_path: Path) -> None:
+    """A class writes more than a released file has: Qwen2MoeConfig a window of 0, switched off."""
+    theirs = transformers.AutoConfig.for_model(model_type)
+    theirs.save_pretrained(tmp_path)
+    config = parse_config(json.loads((tmp_path / "config.json").read_text()))
+    sizes = (theirs.num_hidden_layers, theirs.num_key_value_heads, theirs.max_position_embeddings)
+    assert (config.num_layers, config.num_kv_heads, config.max_position) == sizes
+
+
 def test_absent_kv_heads_mean_those_of_the_class_and_null_one_per_head() -> None:
     assert parse_config(LLAMA).num_kv_heads == 4
     eight = LLAMA | {"model_type": "mistral", "num_attention_heads": 16}

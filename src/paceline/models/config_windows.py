@@ -28,10 +28,12 @@ def upper_windows(fields: Fields) -> tuple[int | None, ...]:
 
 
 def switched_window(fields: Fields) -> int | None:
-    """Qwen: sliding_window, unless null, where use_sliding_window switches it on."""
-    used = fields.flag("use_sliding_window", False)
+    """Qwen: sliding_window, unless null, where use_sliding_window switches it on; elsewhere files
+    hold any number, 0 too."""
+    if not fields.flag("use_sliding_window", False):
+        return None
     window: int | None = fields.integer("sliding_window", None)
-    return window if used else None
+    return window
 
 
 def read_windows(
