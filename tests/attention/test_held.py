@@ -45,6 +45,31 @@ class SlottedBelow(Slotted):
     __slots__ = ("more",)
 
 
+class Private:
+    __slots__ = ("__prefix",)
+
+    def __init__(self, prefix: Tensor) -> None:
+        self.__prefix = prefix
+
+
+@dataclass
+class Derived:
+    size: int = 4
+
+    def __post_init__(self) -> None:
+        self.prefix = PREFIX  # no field
+
+
+class Items(dict):  # type: ignore[type-arg]
+    prefix = None
+
+
+def items_and_more() -> Items:
+    items = Items(size=4)
+    items.prefix = PREFIX
+    return items
+
+
 class Module(torch.nn.Module):
     def __init__(self, prefix: Tensor) -> None:
         super().__init__()
@@ -63,6 +88,9 @@ FORMS: dict[str, tuple[object, str]] = {
     "namespace": (SimpleNamespace(prefix=PREFIX), "backend.prefix"),
     "slots": (Slotted(PREFIX), "backend.prefix"),
     "slots of a base": (SlottedBelow(PREFIX), "backend.prefix"),
+    "private slots": (Private(PREFIX), "backend._Private__prefix"),
+    "dataclass, of no field": (Derived(), "backend.prefix"),
+    "attribute of a dict": (items_and_more(), "backend.prefix"),
     "nested": ({"a": [Plain((Frozen(PREFIX),))]}, "backend.a.0.prefix.0.prefix"),
 }
 
@@ -95,6 +123,13 @@ def test_a_tensor_with_two_names_has_both_and_counts_once() -> None:
     held = {"one": PREFIX, "other": Plain(PREFIX)}
     assert list(tensors_in("backend", held)) == ["backend.one", "backend.other.prefix"]
     assert tensor_bytes(held) == 12
+
+
+def test_tensors_whose_paths_read_the_same_are_both_found() -> None:
+    other = PREFIX.clone()
+    for held in ({1: PREFIX, "1": other}, {"1": {"2": PREFIX}, "1.2": other}):
+        found = list(tensors_in("backend", held).values())
+        assert found[0] is PREFIX and found[1] is other
 
 
 class PythonDeque(deque):  # type: ignore[type-arg]

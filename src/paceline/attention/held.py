@@ -7,7 +7,7 @@ raises, so that a buffer in a container of another kind is not silently unguarde
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from types import ModuleType, SimpleNamespace
+from types import MemberDescriptorType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +29,12 @@ def tensors_in(name: str, buffers: object) -> dict[str, Tensor]:
 
     Raises ConfigError where something cannot be looked into.
     """
-    return dict(_walk(name, buffers, ()))
+    found: dict[str, Tensor] = {}
+    for path, tensor in _walk(name, buffers, ()):
+        while path in found:  # keys 1 and "1" of one dict
+            path += "'"
+        found[path] = tensor
+    return found
 
 
 def tensor_bytes(buffers: object) -> int:
@@ -43,7 +48,7 @@ def _walk(name: str, held: object, above: tuple[int, ...]) -> Iterator[tuple[str
     if isinstance(held, Tensor):
         yield name, held
     elif not _is_constant(held):
-        for part, value in _parts(name, held).items():
+        for part, value in _parts(name, held):
             if id(value) not in above:
                 yield from _walk(f"{name}.{part}", value, (*above, id(held)))
 
@@ -55,30 +60,34 @@ def _is_constant(held: object) -> bool:
     return held is None or isinstance(held, _CONSTANTS)
 
 
-def _parts(name: str, held: Any) -> dict[str, object]:
-    """What a container holds, by the last part of its name."""
-    if isinstance(held, tuple | list):
-        return {str(index): item for index, item in enumerate(held)}
-    if isinstance(held, dict):
-        return {str(key): item for key, item in held.items()}
-    if is_dataclass(held):
-        seen = [each.name for each in fields(held) if not each.metadata.get("opaque")]
-        return {each: getattr(held, each) for each in seen}
-    if not isinstance(held, SimpleNamespace) and not _is_plain(held):
-        raise ConfigError(
-            message(
-                f"{name}, of what make_buffers returned",
-                expected="a tensor, number or text, or a dataclass, tuple, list, dict or plain "
-                "object of such",
-                got=f"a {type(held).__module__}.{type(held).__name__}",
-                remedy="hold tensors in one of these; a library's own object goes into a dataclass "
-                "field with metadata=paceline.attention.held.OPAQUE, and its bytes into "
-                "buffer_bytes",
-            )
-        )
+def _parts(name: str, held: Any) -> Iterator[tuple[str, object]]:
+    """What an object holds, by the last part of its name: items and attributes."""
+    if isinstance(held, tuple | list | dict):
+        pairs = held.items() if isinstance(held, dict) else enumerate(held)
+        yield from ((str(key), item) for key, item in pairs)
+    elif not (is_dataclass(held) or isinstance(held, SimpleNamespace) or _is_plain(held)):
+        raise _refusal(name, held)
+    declared = fields(held) if is_dataclass(held) else ()
+    opaque = {each.name for each in declared if each.metadata.get("opaque")}
     slots = [slot for kind in type(held).__mro__ for slot in _slots(kind)]
     found = {slot: getattr(held, slot) for slot in slots if hasattr(held, slot)}
-    return found | dict(getattr(held, "__dict__", {}))
+    for each, value in (found | dict(getattr(held, "__dict__", {}))).items():
+        if each not in opaque:
+            yield each, value
+
+
+def _refusal(name: str, held: object) -> ConfigError:
+    return ConfigError(
+        message(
+            f"{name}, of what make_buffers returned",
+            expected="a tensor, number or text, or a dataclass, tuple, list, dict or plain "
+            "object of such",
+            got=f"a {type(held).__module__}.{type(held).__name__}",
+            remedy="hold tensors in one of these; a library's own object goes into a dataclass "
+            "field with metadata=paceline.attention.held.OPAQUE, and its bytes into "
+            "buffer_bytes",
+        )
+    )
 
 
 def _is_plain(held: object) -> bool:
@@ -90,5 +99,6 @@ def _is_plain(held: object) -> bool:
 
 
 def _slots(kind: type) -> list[str]:
-    named = kind.__dict__.get("__slots__", ())
-    return [named] if isinstance(named, str) else list(named)
+    """Attributes of a class in Python that are in no __dict__, private ones by their real name."""
+    named = vars(kind).items() if kind.__flags__ & _IN_PYTHON else ()
+    return [name for name, at in named if isinstance(at, MemberDescriptorType)]
