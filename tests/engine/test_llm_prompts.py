@@ -226,6 +226,47 @@ def test_what_is_no_conversation_is_refused(llm: LLM, messages: object, got: str
         llm.chat(messages, SHORT)
 
 
+def test_text_parts_are_read_as_the_text_they_make(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "cd"}]
+    [output] = llm.chat([{"role": "user", "content": parts}], SHORT)
+    assert output.prompt == "uab\ncdzz"
+    call = {"role": "assistant", "content": None, "tool_calls": [{}]}  # the template's to write
+    [output] = llm.chat([{"role": "user"}, call], SHORT)
+    assert output.prompt.startswith("ua")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, 5, {"type": "text", "text": "ab"}, [5], [{"type": "image"}], [{"type": "text"}]],
+    ids=repr,
+)
+def test_content_that_is_no_text_is_refused(llm: LLM, content: object) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat([{"role": "user", "content": content}], SHORT)
+    assert str(caught.value) == (
+        f"content of user must be a text or a list of text parts, got {content!r}; "
+        "send it as text: other content is not read"
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "got"),
+    [
+        ({"add_generation_prompt": False}, "'add_generation_prompt'"),
+        ({"messages": []}, "'messages'"),
+        ({1: 2}, "1"),
+        (["tail"], "list"),
+    ],
+)
+def test_what_no_template_can_be_given_is_refused(llm: LLM, variables: object, got: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.chat(TALK, SHORT, chat_template_kwargs=variables)
+    assert str(caught.value) == (
+        "chat_template_kwargs must be {name: value}, of names other than messages and "
+        f"add_generation_prompt, got {got}; pass these two as arguments of chat"
+    )
+
+
 def test_a_wrong_conversation_names_its_index(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"^prompt\[1\]: messages must be"):
         llm.chat([TALK, [{"content": "ab"}]], SHORT)
@@ -253,15 +294,34 @@ def test_the_item_may_come_first(llm: LLM) -> None:
     assert llm.score("ab", ["cd"], [5], item_first=True) != llm.score("ab", ["cd"], [5])
 
 
-def test_what_cannot_be_scored_is_refused(llm: LLM) -> None:
-    rule = "query and items must be all texts or all token ids, got some of each"
-    for query, items in (("ab", [[4]]), ([4], ["ab"]), ("ab", "cd")):
-        with pytest.raises(RequestError, match=rule):
-            llm.score(query, items, [5])
-    with pytest.raises(RequestError, match="label_token_ids must be at least one token id, got no"):
-        llm.score("ab", ["cd"], [])
-    with pytest.raises(RequestError, match=f"must be an integer from 0 to .* got {VOCAB}"):
-        llm.score("ab", ["cd"], [VOCAB])
+def test_what_is_scored_comes_in_any_form_that_prompts_have(llm: LLM) -> None:
+    wanted = llm.score([4, 5], [[6], [7]], [8, 9])
+    assert llm.score(np.array([4, 5]), iter([np.array([6]), [7]]), torch.tensor([8, 9])) == wanted
+    assert llm.score("ab", iter(["cd"]), [5]) == llm.score("ab", ["cd"], [5])
+    assert llm.score("ab", [], [5]) == []
+
+
+@pytest.mark.parametrize(
+    ("query", "items", "labels", "text"),
+    [
+        ("ab", [[4]], [5], "query and items must be all texts or all token ids, got some of each"),
+        ([4], ["ab"], [5], "query and items must be all texts or all token ids, got some of each"),
+        ("ab", "cd", [5], "items must be several texts, or several lists of token ids, got str"),
+        ("ab", 4, [5], "items must be several texts, or several lists of token ids, got int"),
+        ([], [[4], []], [5], "query and item must be at least one token together, got none"),
+        ("ab", ["cd"], [], "label_token_ids must be at least one token id, got none"),
+        ("ab", ["cd"], "a", "label_token_ids must be at least one token id, got str"),
+        ("ab", ["cd"], [4, VOCAB], f"a label token id must be an integer from 0 to {VOCAB - 1}, "),
+        ("ab", ["cd"], [True], f"a label token id must be an integer from 0 to {VOCAB - 1}, got T"),
+        ("ab", ["cd"], 5, "prompt must be text, token ids or a mapping with one of them, got int"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(
+    llm: LLM, query: object, items: object, labels: object, text: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        llm.score(query, items, labels)
+    assert str(caught.value).startswith(text)
 
 
 def test_log_probabilities_carry_texts_and_add_up(llm: LLM, talker: Checkpoint) -> None:

@@ -1,7 +1,7 @@
 """What callers pass to `generate`, in all the forms they may write it."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ Params = SamplingParams | Mapping[str, Any]
 
 _FORMS = "text, token ids or a mapping with one of them"
 _KEYS = ("prompt", "prompt_token_ids")
+_OWN_VARIABLES = ("messages", "add_generation_prompt")  # of a template: arguments of their own
 
 
 def as_batch(prompts: object) -> list[Any]:
@@ -47,6 +48,7 @@ def as_conversations(
     """One list of messages or several, unread.  Raises RequestError."""
     if not isinstance(messages, Iterable) or isinstance(messages, str | bytes | Mapping):
         raise _messages_error(type(messages).__name__)
+    _check_variables(variables)
     items = list(messages)
     if items and all(isinstance(each, Mapping) for each in items):
         items = [items]
@@ -63,8 +65,8 @@ def as_prompt(item: object) -> str | list[object] | Conversation:
     if isinstance(item, Mapping):
         item = _of_mapping(item)
     if isinstance(item, Conversation):
-        _check_messages(item.messages)
-    if isinstance(item, str | Conversation):
+        return replace(item, messages=_messages_of(item.messages))
+    if isinstance(item, str):
         return item
     if isinstance(item, Array):
         if item.ndim != 1:
@@ -114,12 +116,44 @@ def _of_mapping(item: Mapping[Any, Any]) -> object:
     return value
 
 
-def _check_messages(messages: object) -> None:
+def _messages_of(messages: object) -> list[Mapping[str, Any]]:
+    """As chat templates read them: every content is a text."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise _messages_error(type(messages).__name__ if messages else "none")
-    for each in messages:
-        if not isinstance(each, Mapping) or not isinstance(each.get("role"), str):
-            raise _messages_error(f"{each!r:.80}")
+    return [_message_of(each) for each in messages]
+
+
+def _message_of(sent: object) -> Mapping[str, Any]:
+    """With its text parts joined by line ends.  Other content a template would write as repr."""
+    if not isinstance(sent, Mapping) or not isinstance(sent.get("role"), str):
+        raise _messages_error(f"{sent!r:.80}")
+    content = sent.get("content", "")
+    if isinstance(content, str) or (content is None and sent.get("tool_calls")):
+        return sent
+    texts = [_text_of(part) for part in content] if isinstance(content, list | tuple) else [None]
+    if None in texts:
+        remedy = "send it as text: other content is not read"
+        name, expected = f"content of {sent['role']}", "a text or a list of text parts"
+        raise RequestError(message(name, expected=expected, got=f"{content!r:.80}", remedy=remedy))
+    return {**sent, "content": "\n".join(text for text in texts if text is not None)}
+
+
+def _text_of(part: object) -> str | None:
+    text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+    return text if isinstance(text, str) else None
+
+
+def _check_variables(variables: object) -> None:
+    """Raises RequestError for what cannot be variables of a template."""
+    got = type(variables).__name__
+    if isinstance(variables, Mapping):
+        wrong = [name for name in variables if type(name) is not str or name in _OWN_VARIABLES]
+        if not wrong:
+            return
+        got = repr(wrong[0])
+    expected = f"{{name: value}}, of names other than {' and '.join(_OWN_VARIABLES)}"
+    remedy = "pass these two as arguments of chat"
+    raise RequestError(message("chat_template_kwargs", expected=expected, got=got, remedy=remedy))
 
 
 def _is_integer(value: object) -> bool:

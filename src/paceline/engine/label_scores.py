@@ -5,40 +5,57 @@ the model finds likely there.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from paceline.core.errors import RequestError, message
 from paceline.engine.admission import Admission
+from paceline.engine.inputs import Conversation, Ids, as_prompt
 from paceline.engine.outputs import RequestOutput
 
-Text = str | Sequence[int]
+Text = str | Ids
 
 
 def label_prompts(
     admission: Admission,
     query: Text,
-    items: Sequence[Text],
-    label_token_ids: Sequence[int],
+    items: Iterable[Text],
+    label_token_ids: Ids,
     *,
     item_first: bool,
 ) -> list[list[int]]:
     """[num_items * num_labels] token ids, the labels of an item together.  Raises RequestError."""
-    kinds = {isinstance(text, str) for text in (query, *items)}
-    if isinstance(items, str) or len(kinds) != 1:
+    if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
+        raise _error("items", "several texts, or several lists of token ids", type(items).__name__)
+    asked, *texts = [as_prompt(text) for text in (query, *items)]
+    if len({isinstance(text, str) for text in (asked, *texts)}) != 1:
         raise _error("query and items", "all texts or all token ids", "some of each")
-    if not label_token_ids:
-        raise _error("label_token_ids", "at least one token id", "none")
+    labels = _labels(admission, label_token_ids)
     prompts = []
-    for item in items:
-        first, second = (item, query) if item_first else (query, item)
+    for text in texts:
+        first, second = (text, asked) if item_first else (asked, text)
         if isinstance(first, str) and isinstance(second, str):
             ids = admission.require_tokenizer().encode(first + second)
         else:
-            ids = [*first, *second]
-        prompts += [[*ids, label] for label in label_token_ids]
+            ids = [*first, *second]  # type: ignore[misc]
+        if not ids:
+            raise _error("query and item", "at least one token together", "none")
+        prompts += [[*ids, label] for label in labels]
     return prompts
+
+
+def _labels(admission: Admission, label_token_ids: object) -> list[int]:
+    """Checked here, where they are known to be labels."""
+    labels = as_prompt(label_token_ids)
+    if isinstance(labels, str | Conversation) or not labels:
+        got = "none" if not labels else type(label_token_ids).__name__
+        raise _error("label_token_ids", "at least one token id", got)
+    vocab_size = admission.config.vocab_size
+    for label in labels:
+        if type(label) is not int or not 0 <= label < vocab_size:
+            raise _error("a label token id", f"an integer from 0 to {vocab_size - 1}", repr(label))
+    return labels  # type: ignore[return-value]
 
 
 def label_scores(

@@ -19,7 +19,7 @@ from paceline.engine.admission import Admission, Admitted, indexed, require_admi
 from paceline.engine.boot import Booted, Knobs, Prepared, boot, prepare
 from paceline.engine.budget_table import compare
 from paceline.engine.engine import Engine
-from paceline.engine.inputs import Params, Prompt, as_conversations
+from paceline.engine.inputs import Ids, Params, Prompt, as_conversations
 from paceline.engine.label_scores import Text, label_prompts, label_scores
 from paceline.engine.machine import release_memory, versions
 from paceline.engine.outputs import RequestOutput
@@ -147,7 +147,8 @@ class LLM:
     ) -> list[RequestOutput] | Stream:
         """Answer one conversation or many, in the words of the model's chat template.
 
-        messages: [{"role": "user", "content": "..."}, ...], or several of these lists.
+        messages: [{"role": "user", "content": "..."}, ...], or several of these lists; text parts
+        as content are joined by line ends.
         sampling_params: as of `generate`; None answers to the end of the context at most.
         chat_template_kwargs: variables of the template, by name.
         The rest, and what is returned, as of `generate`.  Raises ModelError for a model without a
@@ -167,8 +168,8 @@ class LLM:
     def score(
         self,
         query: Text,
-        items: Sequence[Text],
-        label_token_ids: Sequence[int],
+        items: Iterable[Text],
+        label_token_ids: Ids,
         *,
         apply_softmax: bool = False,
         item_first: bool = False,
@@ -177,7 +178,7 @@ class LLM:
 
         query, items: all texts, which are joined and then encoded, or all token ids.
         item_first: the query follows the item.
-        Returns [num_items][num_labels] probabilities; with apply_softmax those of a label add up
+        Returns [num_items][num_labels] probabilities; with apply_softmax those of an item add up
         to 1.  Every label costs a pass over its item's prompt.  Raises RequestError.
         """
         prompts = label_prompts(
