@@ -44,3 +44,6 @@ def test_another_model_is_not_found() -> None:
     with pytest.raises(ApiError, match="model must be 'tiny', got 'Tiny'") as refused:
         service.check_model("Tiny")
     assert (refused.value.status, refused.value.code) == (404, "model_not_found")
+    with pytest.raises(ApiError) as refused:
+        service.check_model("k" * 10**5)
+    assert len(str(refused.value)) < 200

@@ -229,12 +229,38 @@ def test_what_a_wrong_body_costs_does_not_grow_with_its_items(name):
             {"metadata": {str(key): "" for key in range(17)}},
             'metadata must be an object of at most 16, got {"0"',
         ),
-        ({"extra_args": {"a": "x" * 2**20}}, "extra_args must be at most 1048576 bytes, got 104"),
+        ({"extra_args": {"a": "x" * 2**17}}, "extra_args must be at most 131072 bytes, got 1310"),
         ({"extra_args": [1]}, "extra_args must be an object, got [1]; pass {name: value}"),
     ],
 )
 def test_counts_are_bounded(more, text):
     assert str(fault(ChatRequest, CHAT | more)).startswith(text)
+
+
+LONG = "k" * 10**5
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {LONG: 1},
+        {"messages": [{"role": "user", "content": "", LONG: 1}]},
+        {"metadata": {LONG[:5000]: 1}},
+        {"messages": [{"role": LONG, "content": ""}]},
+        {"model": [LONG]},
+    ],
+    ids=["field", "field of a message", "key", "choice", "value"],
+)
+def test_a_refusal_does_not_say_again_what_is_long(more):
+    refused = fault(ChatRequest, CHAT | more)
+    assert len(str(refused)) < 400
+    assert len(refused.param) <= 80
+
+
+def test_a_long_field_of_a_message_is_told_with_its_place():
+    refused = fault(ChatRequest, CHAT | {"messages": [{"role": "user", "content": "", LONG: 1}]})
+    assert refused.param == f"messages[0].{'k' * 65}..."
+    assert refused.code == "unknown_parameter"
 
 
 def test_counts_of_sampling_fields_are_told_before_their_items():

@@ -10,6 +10,7 @@ from paceline.server.errors import ApiError
 from paceline.server.places import ANY_KEY, Place, find, shortened, written
 
 REMEDY = "send a JSON object in UTF-8, with Content-Type: application/json"
+_MAX_TOLD = 500  # characters; no place that msgspec writes is longer
 _WANTED = {
     "array": "a list",
     "bool": "true or false",
@@ -33,7 +34,7 @@ def not_json(error: Exception) -> ApiError:
 
 def fault_of(error: msgspec.ValidationError, kind: type[msgspec.Struct], body: bytes) -> ApiError:
     """Of a body that is JSON and no `kind`."""
-    told = _ERROR.fullmatch(str(error))
+    told = _ERROR.fullmatch(_cut(str(error)))
     assert told is not None, error
     what, place = told["what"], _place(told["path"] or "")
     field = _FIELD.fullmatch(what)
@@ -46,20 +47,25 @@ def fault_of(error: msgspec.ValidationError, kind: type[msgspec.Struct], body: b
     return _of_value(_expected(what, kind, place), place, body)
 
 
+def _cut(told: str) -> str:
+    """Without the middle of a name that a client made long; the place stands at the end."""
+    return told if len(told) <= 2 * _MAX_TOLD else told[:_MAX_TOLD] + told[-_MAX_TOLD:]
+
+
 def _of_name(how: str, param: str) -> ApiError:
     if how == "missing required":
         text = message(param, expected="present", got="nothing", remedy="add it")
         return ApiError(400, text, param=param, code="missing_required_parameter")
     remedy = "remove it; /openapi.json lists the fields of every endpoint"
-    expected, got = "a field of this endpoint", "an unknown one"
-    text = message(shortened(param), expected=expected, got=got, remedy=remedy)
+    expected, got, param = "a field of this endpoint", "an unknown one", shortened(param)
+    text = message(param, expected=expected, got=got, remedy=remedy)
     return ApiError(400, text, param=param, code="unknown_parameter")
 
 
 def _of_value(expected: str, place: Place, body: bytes) -> ApiError:
     found = find(body, place, _is_no_number if expected == "a number" else _is_no_text)
     place, got = (place, "another value") if found is None else found
-    param = written(tuple(part for part in place if part != ANY_KEY))
+    param = shortened(written(tuple(part for part in place if part != ANY_KEY)))
     name = f"a value of {param}" if ANY_KEY in place else param
     remedy = "types are strict: nothing is converted"
     return ApiError(400, message(name, expected=expected, got=got, remedy=remedy), param=param)

@@ -17,6 +17,7 @@ from paceline.engine.llm import LLM
 from paceline.engine.tokenizer import Tokenizer
 from paceline.server.errors import ApiError
 from paceline.server.limits import LIMITS
+from paceline.server.places import shortened
 from paceline.server.token_names import TokenNames
 
 
@@ -54,9 +55,8 @@ class Service:
     def check_model(self, name: str) -> None:
         """Raise 404 for a model that is not served."""
         if name != self.model:
-            text = message(
-                "model", expected=repr(self.model), got=repr(name), remedy="ask GET /v1/models"
-            )
+            got, remedy = shortened(repr(name)), "ask GET /v1/models"
+            text = message("model", expected=repr(self.model), got=got, remedy=remedy)
             raise ApiError(404, text, param="model", code="model_not_found")
 
     def describe(self) -> dict[str, Any]:

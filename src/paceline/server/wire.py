@@ -23,7 +23,7 @@ MAX_METADATA = 16  # the OpenAI API's limit
 _NO_TOOLS = "this server calls no tools; describe them in a message instead"
 _TEXT_ONLY = "this server reads and writes text"
 
-_MAX_EXTRA_ARGS = 1 << 20  # bytes: the one field whose content is not known here
+_MAX_EXTRA_ARGS = 1 << 17  # bytes: the one field whose content is not known here, and built
 _OBJECT = {"type": ["object", "null"], "description": "of the server's logits processors"}
 
 TokenIds = Annotated[list[int], Meta(min_length=1)]
