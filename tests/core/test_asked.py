@@ -34,6 +34,7 @@ def test_every_flag_is_a_name_in_python_too():
         ({"model_path": "x"}, {"model": "x"}),
         ({"tensor_parallel_size": 1, "tp": 1, "tp_size": 1}, {}),
         ({"model": Path("a/b")}, {"model": "a/b"}),
+        ({"device": "gpu"}, {"device": "cuda"}),
         ({"dtype": "half"}, {"dtype": "float16"}),
         ({"dtype": "bf16"}, {"dtype": "bfloat16"}),
         ({"dtype": "float"}, {"dtype": "float32"}),
@@ -68,6 +69,10 @@ def test_other_names_and_words_mean_the_engines_own(asked, meant):
         ({"trust_remote_code": True}, "got trust_remote_code; see paceline generate --help"),
         (
             {"max_model_len": 1, "context_length": 2},
+            "max_model_len must be given once, got also as context_length; keep one of the two",
+        ),
+        (
+            {"context_length": 2, "max_model_len": 1},
             "max_model_len must be given once, got also as context_length; keep one of the two",
         ),
         ({"tensor_parallel_size": 2}, "several GPUs for one model: not yet; run one process"),

@@ -139,8 +139,12 @@ def test_from_dict_refuses_an_unknown_field_and_names_the_closest():
 
 
 def test_from_dict_refuses_a_field_given_under_two_names():
-    with pytest.raises(RequestError, match="max_tokens must be given once, got also as max_new"):
-        SamplingParams.from_dict({"max_tokens": 3, "max_new_tokens": 3})
+    both = {"max_tokens": 3, "max_new_tokens": 3}
+    for given in (both, dict(reversed(both.items()))):
+        with pytest.raises(
+            RequestError, match="max_tokens must be given once, got also as max_new"
+        ):
+            SamplingParams.from_dict(given)
 
 
 def test_from_dict_refuses_a_bias_key_that_is_no_token_id():

@@ -86,6 +86,12 @@ def test_one_pool_needs_no_words_about_its_split():
         assert row["requests"] == min(row["by_bytes"], 256)
 
 
+def test_pools_that_grow_alike_need_no_words_either():
+    fit = explain_model({"model": "bundled", "device": "cpu"}, gpu=None).fit
+    assert [group.name for group in fit.groups] == ["full", "draft-full"]
+    assert "are balanced for" not in table(fit)
+
+
 spreads = st.lists(
     st.tuples(st.integers(1, 60), st.sampled_from([None, 16, 100, 1024])), min_size=1, max_size=4
 )

@@ -173,6 +173,19 @@ def test_a_folder_without_weights_is_refused(folder: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "consolidated.safetensors"])
+def test_a_folder_with_other_weights_alone_names_them(folder: Path, name: str) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file({"w": torch.zeros(2)}, folder / name)
+    with pytest.raises(WeightsError) as caught:
+        load(folder)
+    assert str(caught.value) == (
+        f"weights in {folder} must be *.safetensors files, got {name} alone; "
+        "add the model's own: these are not read"
+    )
+
+
 def test_a_folder_of_gguf_files_is_refused_with_what_to_name(folder: Path) -> None:
     for path in [*shards(folder), folder / INDEX_NAME]:
         path.unlink()
@@ -261,6 +274,10 @@ def test_a_tied_head_of_other_numbers_is_refused_and_untied_it_is_read(tied: Pat
         'ties it to, got other numbers; write "tie_word_embeddings": false into config.json to '
         "use both"
     )
+    rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": head[:8].clone()}))
+    with pytest.raises(WeightsError, match=r"ties it to, got \[8, 112\], not \[160, 112\];"):
+        load(tied)
+    rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": head}))
     untied = replace(read_config(tied), tie_word_embeddings=False)
     assert torch.equal(load(tied, untied).head.weight, head)
 

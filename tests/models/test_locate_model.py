@@ -68,19 +68,41 @@ def test_shapes_of_draft_heads_are_named_to_those_who_look_for_one() -> None:
         assert (head in str(caught.value)) is is_draft
 
 
-def test_the_address_of_a_hub_page_is_told_from_its_id() -> None:
+def test_only_those_who_look_for_a_draft_head_are_led_to_one() -> None:
+    head = head_shape_names()[0]
+    for is_draft in (False, True):
+        with pytest.raises(ModelError, match="did you mean") as caught:
+            locate("llama", is_draft=is_draft)
+        assert (head in str(caught.value).partition("did you mean")[2]) is is_draft
+
+
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [
+        ("https://huggingface.co/Qwen/Qwen3-8B/tree/main", "pass Qwen/Qwen3-8B"),
+        ("http://www.huggingface.co/Qwen/Qwen3-8B?library=x", "pass Qwen/Qwen3-8B"),
+        ("huggingface.co/Qwen/Qwen3-8B#files", "pass Qwen/Qwen3-8B"),
+        ("https://hf.co/Qwen/Qwen3-8B/", "pass Qwen/Qwen3-8B"),
+        ("https://huggingface.co/gpt2", "a hub id has the form owner/name"),
+        ("https://huggingface.co", "a hub id has the form owner/name"),
+    ],
+)
+def test_the_address_of_a_hub_page_is_told_from_its_id(address: str, remedy: str) -> None:
     with pytest.raises(ModelError) as caught:
-        locate("https://huggingface.co/Qwen/Qwen3-8B/tree/main")
-    assert str(caught.value) == (
-        "model must be a hub id, not the address of its page, got "
-        "'https://huggingface.co/Qwen/Qwen3-8B/tree/main'; pass --model Qwen/Qwen3-8B"
-    )
+        locate(address)
+    expected = "model must be a hub id, not the address of its page"
+    assert str(caught.value) == f"{expected}, got '{address}'; {remedy}"
 
 
 def test_a_home_folder_that_is_not_there_is_named_in_full() -> None:
     where = Path("~/no-such-model").expanduser()
     with pytest.raises(ModelError, match=rf"got '~/no-such-model', and there is no {where}; check"):
         locate("~/no-such-model")
+
+
+def test_the_home_of_nobody_is_no_folder() -> None:
+    with pytest.raises(ModelError, match="got '~no-such-user/x', and there is no ~no-such-user/x;"):
+        locate("~no-such-user/x")
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:

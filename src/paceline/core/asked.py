@@ -25,6 +25,7 @@ def by_field(options: Sequence[Field[Any]], asked: Mapping[str, object]) -> dict
     """
     places = _places(options)
     found: dict[str, object] = {}
+    said: dict[str, str] = {}  # field -> the name that was used
     for name, value in asked.items():
         if name in _PARALLEL_NAMES:
             _require_alone(name, value)
@@ -35,7 +36,9 @@ def by_field(options: Sequence[Field[Any]], asked: Mapping[str, object]) -> dict
             raise _error("engine option", f"one of {names}", name, remedy)
         option, is_opposite = places[name]
         if option.name in found:
-            raise _error(option.name, "given once", f"also as {name}", "keep one of the two")
+            other = said[option.name] if name == option.name else name
+            raise _error(option.name, "given once", f"also as {other}", "keep one of the two")
+        said[option.name] = name
         found[option.name] = not value if is_opposite and value in (True, False) else value
     known = {option.name: spec_of(option) for option in options}
     return {name: read_value(name, known[name], value) for name, value in found.items()}

@@ -52,7 +52,12 @@ class EngineOptions:
     )
     revision: str | None = _of_model(None, str, "Branch, tag or commit of a hub id.", "--revision")
     device: str | None = _of_model(
-        None, str, "Where the model runs.", "--device", choices=("cpu", "cuda")
+        None,
+        str,
+        "Where the model runs.",
+        "--device",
+        choices=("cpu", "cuda"),
+        aliases=(("gpu", "cuda"),),
     )
     dtype: str | None = _of_model(
         None,

@@ -105,7 +105,9 @@ class SamplingParams:
             if not isinstance(key, str) or name not in known:
                 raise _unknown_field(key, known)
             if name in named:
-                raise _error(name, "given once", f"also as {key}", "keep one of the two")
+                # Of two names one is the alias, whichever came first.
+                other = next(alias for alias, field in _ALIASES.items() if field == name)
+                raise _error(name, "given once", f"also as {other}", "keep one of the two")
             named[name] = value
         bias = named.get("logit_bias")
         if isinstance(bias, Mapping) and len(bias) <= MAX_LOGIT_BIAS:  # more are refused below

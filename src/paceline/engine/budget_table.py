@@ -31,7 +31,7 @@ def table(fit: Fit) -> str:
         rows.append(f"  does not fit: short by {gib(fit.short_by_bytes)}")
         return "\n".join(rows)
     rows.append(f"KV holds {fit.kv_tokens} tokens; longest request {fit.max_model_len} tokens")
-    if len(fit.groups) > 1:
+    if len({group.window for group in fit.groups}) > 1:
         rows.append(_split(fit))
     rows += [
         f"  {row.requests:>6} requests of {row.context_len} tokens{_why(row)}"

@@ -111,12 +111,14 @@ def _tie(checkpoint: StoredTensors, names: dict[str, str]) -> dict[str, str]:
     others = {canonical: name for canonical, name in names.items() if canonical != _HEAD}
     if _EMBEDDING not in names:
         return others | {_EMBEDDING: names[_HEAD]}
-    if not _equal(checkpoint.tensor(names[_EMBEDDING]), checkpoint.tensor(names[_HEAD])):
+    table, head = checkpoint.tensor(names[_EMBEDDING]), checkpoint.tensor(names[_HEAD])
+    if not _equal(table, head):
+        is_alike = table.shape == head.shape
         raise WeightsError(
             message(
                 f"tensor '{names[_HEAD]}'",
                 expected=f"equal to {names[_EMBEDDING]}, which config.json ties it to",
-                got="other numbers",
+                got="other numbers" if is_alike else f"{list(head.shape)}, not {list(table.shape)}",
                 remedy='write "tie_word_embeddings": false into config.json to use both',
             )
         )

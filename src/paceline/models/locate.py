@@ -1,6 +1,7 @@
 """Finding a model by name: bundled, a local folder, a shipped shape, or a hub id, in this order."""
 
 import json
+import re
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -23,7 +24,7 @@ _SMALL_FILES = [
     "chat_template.json",
 ]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
-_HUB_PAGE = "https://huggingface.co/"
+_HUB_PAGE = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)(?=/|$)/*")
 _HEAD_SHAPES = "eagle"  # names of draft heads' shapes start so
 _DRAFT_FILES = [*_WEIGHT_FILES, "pytorch_model.bin"]  # the form that many draft heads come in
 
@@ -76,7 +77,7 @@ def locate(
     if model == "bundled":
         _refuse_revision(model, "the bundled model", revision)
         return _from_folder(model, SourceKind.BUNDLED, BUNDLED_FOLDER)
-    path = Path(model).expanduser()
+    path = _expanded(model)
     if path.is_dir():
         _refuse_revision(model, "a local folder", revision)
         return _from_folder(model, SourceKind.FOLDER, path)
@@ -93,15 +94,15 @@ def locate(
         )
     _refuse_near_misses(model, path)
     if model.count("/") != 1 or model.startswith((".", "/")):
+        shapes = _shapes() if is_draft else shape_names()
         raise ModelError(
             message(
                 "model",
-                expected=f"a hub id, an existing folder, 'bundled' or one of "
-                f"{', '.join(_shapes() if is_draft else shape_names())}",
+                expected=f"a hub id, an existing folder, 'bundled' or one of {', '.join(shapes)}",
                 got=repr(model),
                 remedy=did_you_mean(
                     model,
-                    ("bundled", *_shapes()),
+                    ("bundled", *shapes),
                     otherwise="check the spelling; a hub id has the form owner/name",
                 ),
             )
@@ -111,18 +112,30 @@ def locate(
     return _from_folder(model, SourceKind.HUB, folder)
 
 
+def _expanded(model: str) -> Path:
+    """With the home folder in place of ~; as it is where nobody has that home."""
+    try:
+        return Path(model).expanduser()
+    except RuntimeError:
+        return Path(model)
+
+
 def _refuse_near_misses(model: str, path: Path) -> None:
     """Raise for what is told by its look: a GGUF file, a page of the hub, a folder below home."""
     if path.suffix == ".gguf" and path.is_file():
         raise gguf_refusal("model", model)
-    if model.startswith(_HUB_PAGE):
-        hub_id = "/".join(model.removeprefix(_HUB_PAGE).split("/")[:2])
+    page = _HUB_PAGE.match(model)
+    if page is not None:
+        parts = [part for part in re.split(r"[/?#]", model[page.end() :])[:2] if part]
+        remedy = (
+            f"pass {'/'.join(parts)}" if len(parts) == 2 else "a hub id has the form owner/name"
+        )
         raise ModelError(
             message(
                 "model",
                 expected="a hub id, not the address of its page",
                 got=repr(model),
-                remedy=f"pass --model {hub_id}",
+                remedy=remedy,
             )
         )
     if model.startswith("~"):

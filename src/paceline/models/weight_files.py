@@ -30,14 +30,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not paths and other is not None:
         raise gguf_refusal(f"weights in {folder}", other.name)
     if not paths or absent:
-        raise WeightsError(
-            message(
-                f"weights in {folder}",
-                expected="every shard of the checkpoint" if absent else "*.safetensors files",
-                got=f"no {', '.join(absent[:10])}" if absent else "none",
-                remedy="download the model again" if absent else "convert it to safetensors",
-            )
-        )
+        raise _incomplete(folder, absent)
     return paths
 
 
@@ -57,6 +50,17 @@ def is_lfs_pointer(path: Path) -> bool:
     """Whether Git LFS left a note in place of the file's content."""
     with path.open("rb") as file:
         return file.read(len(_LFS)) == _LFS
+
+
+def _incomplete(folder: Path, absent: list[str]) -> WeightsError:
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    got, remedy = "none", "convert it to safetensors"
+    if absent:
+        got, remedy = f"no {', '.join(absent[:10])}", "download the model again"
+    elif others:
+        got, remedy = f"{', '.join(others)} alone", "add the model's own: these are not read"
+    expected = "every shard of the checkpoint" if absent else "*.safetensors files"
+    return WeightsError(message(f"weights in {folder}", expected=expected, got=got, remedy=remedy))
 
 
 def _numbered_shards(folder: Path) -> list[Path]:
