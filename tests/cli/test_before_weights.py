@@ -47,6 +47,12 @@ CASES = {
         "logits processor must be an importable",
     ),
     "a backend": ((*PROMPT, "--attention-backend", "flash9"), "got 'flash9'"),
+    "of a bench, a shape": (
+        ("bench", "latency", "--input-len", "2000", "--output-len", "49"),
+        "input_len and output_len must be at most 2048 tokens together, the context, got 2049; "
+        "lower one, or raise --max-model-len",
+    ),
+    "of prove, a mass": (("prove", "--top-p", "5"), "top_p must be a finite number in 0..1"),
     "of chat, a temperature": (("chat", "--temperature", "-1"), "temperature must be a finite"),
 }
 

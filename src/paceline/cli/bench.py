@@ -92,12 +92,8 @@ def bench() -> None:
 @click.pass_context
 def latency(ctx: click.Context, /, **values: Any) -> None:
     """Time to first token and decode rate of one batch at a time."""
-    from paceline.engine.bench_latency import (
-        LatencyShape,
-        bench_latency,
-        parse_batch_sizes,
-        table,
-    )
+    from paceline.engine.bench_latency import LatencyShape, bench_latency, parse_batch_sizes
+    from paceline.engine.latency_table import table
 
     log_to_stderr(values)
     shape = LatencyShape(

@@ -28,13 +28,16 @@ MakeLLM = Callable[..., LLM]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What every engine is asked."""
+    """What every engine is asked.  Raises RequestError for what no engine can be."""
 
     prompts: tuple[NamedPrompt, ...]
     max_tokens: int = 64
     temperature: float = 0.8  # of the seeded answers
     top_p: float = 0.95
     seed: int = 0  # of the first prompt; each has its own
+
+    def __post_init__(self) -> None:
+        self.params()
 
     def params(self) -> dict[str, list[SamplingParams]]:
         """Way of sampling -> [num_prompts]."""

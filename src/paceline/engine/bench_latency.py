@@ -17,13 +17,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from paceline.core.errors import ConfigError, IntegrityError, PacelineError, message
 from paceline.core.progress import INTERRUPTED, collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.acceptance import Acceptance, drafter_words
+from paceline.engine.acceptance import Acceptance
 from paceline.engine.arguments import add_engine_arguments, add_flag, asked_arguments
+from paceline.engine.latency_table import table
 from paceline.engine.machine import cache_state, kernel_cache, seconds_since_process_start
 from paceline.engine.outputs import RequestOutput
 
@@ -197,11 +199,26 @@ def bench_latency(
     make_llm: Callable[..., Any] | None = None,
 ) -> dict[str, object]:
     """Run the benchmark on the engine (or on `make_llm`'s) and return its document."""
-    if make_llm is None:
-        from paceline.engine.llm import LLM
+    return LatencyBench(asked, shape, make_llm=make_llm or partial(_load, shape)).run()
 
-        make_llm = LLM
-    return LatencyBench(asked, shape, make_llm=make_llm).run()
+
+def _load(shape: LatencyShape, **asked: object) -> Any:
+    """The engine.  Raises ConfigError for a shape beyond its context, before weights are read."""
+    from paceline.engine.boot import prepare
+    from paceline.engine.llm import LLM
+
+    prepared = prepare(asked)
+    needed, context_len = shape.input_len + shape.output_len, prepared.admission.context_len
+    if needed > context_len:
+        raise ConfigError(
+            message(
+                "input_len and output_len",
+                expected=f"at most {context_len} tokens together, the context",
+                got=needed,
+                remedy="lower one, or raise --max-model-len if the model allows it",
+            )
+        )
+    return LLM(prepared)
 
 
 def random_prompts(
@@ -210,24 +227,6 @@ def random_prompts(
     """`batch_size` prompts of exactly `input_len` uniform random ids, the same for a seed."""
     source = random.Random(seed)
     return [[source.randrange(vocab_size) for _ in range(input_len)] for _ in range(batch_size)]
-
-
-def table(document: Mapping[str, Any]) -> str:
-    """The document for people."""
-    rows = [
-        f"{document['model']} on {document['device']['name']}",
-        f"boot {document['boot_s']:.2f} s, first token {_seconds(document['first_token_s'])} "
-        f"after process start, kernel cache {document['kernel_cache']}",
-        f"attention {document['attention']['name']} ({document['attention']['why']})",
-        *_speculation_rows(document),
-        f"{'batch':>6}{'input':>8}{'output':>8}{'ttft ms':>12}{'decode tok/s':>16}{'spread':>9}",
-    ]
-    rows += [
-        f"{r['batch_size']:>6}{r['input_len']:>8}{r['output_len']:>8}"
-        f"{r['ttft_ms']:>12.2f}{r['decode_tok_s']:>16.1f}{r['spread']:>9.1%}"
-        for r in document["results"]
-    ]
-    return "\n".join(rows)
 
 
 def parse_batch_sizes(text: str) -> tuple[int, ...]:
@@ -293,22 +292,6 @@ def _count_error(name: str, expected: object, got: object) -> IntegrityError:
 def _tokens(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     """[num_requests] token ids."""
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def _speculation_rows(document: Mapping[str, Any]) -> list[str]:
-    """Who drafts, and how many tokens a round gave; nothing where nobody does."""
-    plan = document["speculation"]
-    if plan is None:
-        return []
-    means = [result["mean_tokens_per_round"] for result in document["results"]]
-    forced = plan["forced_tokens_per_round"]
-    word = "" if forced is None else f"; FORCED to {forced:g} tokens per round, the texts are wrong"
-    per_round = ", ".join("-" if mean is None else f"{mean:.2f}" for mean in means)
-    return [f"speculation {drafter_words(plan)}: {per_round} tokens per round{word}"]
-
-
-def _seconds(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2f} s"
 
 
 if __name__ == "__main__":
