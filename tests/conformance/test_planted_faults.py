@@ -37,6 +37,16 @@ class PlansNewLayouts(HostPlanned):
         buffers.layout = step.layout
 
 
+class PlansNewTotals(HostPlanned):
+    """Takes a step of as many keys for one that it has planned."""
+
+    def host_plan(self, step, buffers):
+        total = step.layout.num_reqs, sum(step.prefix_lens_bound)
+        if total != buffers.layout:
+            super().host_plan(step, buffers)
+        buffers.layout = total
+
+
 class WindowByRowOfKeys(Exact):
     def key_positions(self, view, layer):
         return torch.arange(super().key_positions(view, layer).shape[1])
@@ -131,6 +141,11 @@ class NoCap(Exact):
         return scores
 
 
+class CapBeforeScale(Exact):
+    def capped(self, scores, spec):
+        return super().capped(scores / spec.scale, spec) * spec.scale
+
+
 class Chain(Exact):
     """Takes every tree for a chain."""
 
@@ -164,6 +179,7 @@ WINDOW = "swa/decode/window12-page-edges"
 EDGES = "dense/decode/page-edges"
 FAULTS = [
     (PlansNewLayouts, "dense/decode/steady", "looks like: last key dropped"),
+    (PlansNewTotals, "dense/decode/steady", "batch 4: "),
     (WindowByRowOfKeys, TREE, "looks like: window by row of keys and depth of queries"),
     (WindowByRowOfQueries, TREE, "looks like: window by depth of keys and row of queries"),
     (WindowFromThePrefixEnd, ROWS3, "looks like: window counted from the prefix's end"),
@@ -215,6 +231,12 @@ def test_the_backend_they_are_planted_in_is_right(case):
 def test_a_plan_kept_for_its_layout_is_missed_where_no_layout_comes_twice():
     result = cell(PlansNewLayouts, CASES[EDGES], Runner.EAGER)
     assert result.status is Status.PROVEN, result.reason
+
+
+def test_an_lse_of_wrong_scores_is_not_named_after_what_it_happens_to_be():
+    result = cell(CapBeforeScale, CASES["dense/extend/soft-cap"], Runner.EAGER)
+    assert " and lse " in result.reason
+    assert "looks like: logarithm" not in result.reason
 
 
 def test_a_plan_kept_for_its_layout_fails_in_a_graph_too():

@@ -112,7 +112,8 @@ def _judge(expectation: Expectation, rig: Rig) -> Finding:
         if not judged.is_right:
             faults.append(_off("error", judged, likely_mistakes(expectation, layer, out)))
         if lse is not None and judged_lse is not None and not judged_lse.is_right:
-            likely = likely_lse_mistakes(expectation, layer, lse)
+            # Wrong scores make a wrong lse, which says nothing of its own.
+            likely = likely_lse_mistakes(expectation, layer, lse) if judged.is_right else []
             faults.append(_off("lse", judged_lse, likely))
         if faults:
             return replace(found, fault=f"layer {layer}: {' and '.join(faults)}")

@@ -43,10 +43,10 @@ def _lengths() -> tuple[Case, ...]:
 def _steady() -> Case:
     """The same requests in the same rows, a token longer each time: a layout that does not change.
 
-    Then one of them has ended, and all are a page longer.
+    Then others of the same lengths in other rows, then one has ended, and all are a page longer.
     """
-    lists = ((15, 30, 7), (16, 31, 8), (17, 32, 9), (18, 33, 10), (9, 20), (33, 49, 25))
-    case = with_prefixes(_BASE, "steady", lists, extend=1)
+    steady = ((15, 30, 7), (16, 31, 8), (17, 32, 9), (18, 33, 10))
+    case = with_prefixes(_BASE, "steady", (*steady, (10, 18, 33), (9, 20), (33, 49, 25)), extend=1)
     batches = [replace(each, goes_on=turn in (1, 2, 3)) for turn, each in enumerate(case.batches)]
     return replace(case, batches=tuple(batches))
 
