@@ -90,6 +90,7 @@ def test_names_of_processors_are_collected_without_click_too():
         (["--n", "0"], "RequestError: n must be an integer in 1..128, got 0"),
         (["--n", "129"], "RequestError: n must be an integer in 1..128, got 129"),
         (["--prompt-logprobs", "3"], "--prompt-logprobs shows in the JSON document only: add --j"),
+        (["--echo", "--json"], "--echo shows beside the text only: drop --json or --echo"),
         (["--extra-args", "{x"], "Invalid value for '--extra-args': '{x' is not JSON"),
         (["--extra-args", "[1]"], "RequestError: extra_args must be a mapping from names to JSON"),
     ],

@@ -183,6 +183,17 @@ def test_a_missing_tokenizer_is_named(tmp_path):
         Tokenizer.from_folder(tmp_path)
 
 
+def test_a_git_lfs_pointer_is_told_from_a_damaged_file(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid x")
+    with pytest.raises(ModelError) as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / 'tokenizer.json'} must be a tokenizer in the tokenizers format, got a Git "
+        "LFS pointer: the repository was cloned without its large files; run git lfs pull there, "
+        "or name the hub id"
+    )
+
+
 def test_unreadable_files_are_named(tmp_path):
     folder = _folder(tmp_path)
     (folder / "tokenizer_config.json").write_text("{")

@@ -21,7 +21,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
-from paceline.models.weight_files import INDEX_NAME
+from paceline.models.weight_files import INDEX_NAME, is_lfs_pointer
 
 CASE = "llama-gqa2-untied"
 CPU = torch.device("cpu")
@@ -204,6 +204,11 @@ def test_a_git_lfs_pointer_is_told_from_a_damaged_file(folder: Path) -> None:
     text = f"{victim.name} must be .*got a Git LFS pointer.*; run git lfs pull there"
     with pytest.raises(WeightsError, match=text):
         load(folder)
+
+
+def test_what_cannot_be_read_is_no_git_lfs_pointer(folder: Path) -> None:
+    assert not is_lfs_pointer(folder)
+    assert not is_lfs_pointer(folder / "absent")
 
 
 def test_a_shape_has_no_weights_to_load() -> None:

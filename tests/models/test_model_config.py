@@ -121,6 +121,13 @@ def test_a_window_as_long_as_the_context_is_none() -> None:
         assert config.layer_windows == (expected,) * 3
 
 
+def test_gelu_of_the_first_gemma_is_the_approximation_it_was_trained_with() -> None:
+    first = LLAMA | {"model_type": "gemma", "num_key_value_heads": 1}
+    for named in ({"hidden_act": "gelu"}, {}):
+        assert parse_config(first | named).hidden_act == "gelu_pytorch_tanh"
+    assert parse_config(LLAMA | {"hidden_act": "gelu"}).hidden_act == "gelu"
+
+
 def test_gemma2_is_read_with_the_defaults_of_transformers() -> None:
     config, theirs = parse_config({"model_type": "gemma2"}), transformers.Gemma2Config()
     assert config.attention_soft_cap == theirs.attn_logit_softcapping

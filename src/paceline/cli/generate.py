@@ -73,6 +73,8 @@ def _refuse_unseen(values: dict[str, Any]) -> None:
         if values[name] is not None and not values["as_json"]:
             flag = f"--{name.replace('_', '-')}"
             raise click.UsageError(f"{flag} shows in the JSON document only: add --json")
+    if values["echo"] and values["as_json"]:
+        raise click.UsageError("--echo shows beside the text only: drop --json or --echo")
     if values["show_draft"] and (values["as_json"] or (values["n"] or 1) > 1):
         raise click.UsageError("--show-draft streams one completion: drop --json and --n")
 

@@ -14,6 +14,7 @@ from paceline.core.events import Event, Notify
 from paceline.engine.chat_template import ChatTemplate
 from paceline.engine.fewest_tokens import longest_token_bytes
 from paceline.models.locate import ModelSource
+from paceline.models.weight_files import LFS_POINTER, LFS_REMEDY, is_lfs_pointer
 
 UNUSABLE_TEMPLATE = "chat_template_unusable"  # reason code
 _REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a character
@@ -268,4 +269,6 @@ def _read_text(path: Path) -> str:
 
 def _unreadable(path: Path, expected: str, got: object) -> ModelError:
     remedy = "restore the file from the model's source"
+    if is_lfs_pointer(path):
+        got, remedy = LFS_POINTER, LFS_REMEDY
     return ModelError(message(str(path), expected=expected, got=got, remedy=remedy))

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.core.errors import WeightsError, message
-from paceline.models.weight_files import is_lfs_pointer, weight_files
+from paceline.models.weight_files import LFS_POINTER, LFS_REMEDY, is_lfs_pointer, weight_files
 
 
 class StoredTensors(Protocol):
@@ -85,8 +85,8 @@ def _open_shard(path: Path) -> Any:
                 message(
                     str(path),
                     expected="a complete safetensors file",
-                    got="a Git LFS pointer: the repository was cloned without its large files",
-                    remedy="run git lfs pull there, or name the hub id",
+                    got=LFS_POINTER,
+                    remedy=LFS_REMEDY,
                 )
             ) from error
         raise WeightsError(
