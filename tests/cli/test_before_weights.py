@@ -84,6 +84,22 @@ def test_a_tokenizer_that_cannot_be_read_is_told_first(
     assert "tokenizer.json must be a tokenizer in the tokenizers format" in done.stderr
 
 
+def test_a_tokenizer_in_another_form_alone_is_told(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "model" / "tokenizer.model")
+    text = (
+        "tokenizer must be tokenizer.json in the model folder, got tokenizer.model alone; save the "
+        "model with a fast tokenizer, or pass token ids\n"
+    )
+    for verb in (PROMPT, ("chat",)):
+        done = run(*verb, "--model", str(tmp_path / "model"), stdin="")
+        assert done.exit_code == 2
+        assert done.stderr == f"ModelError: {text}"
+    done = run("explain", str(tmp_path / "model"))
+    assert done.exit_code == 0, "token ids can be served"
+    assert f"text: {text}" in done.stdout
+
+
 def template_folder(source: Path, folder: Path) -> Path:
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("eagle*", "head*"))
     (folder / "chat_template.jinja").write_text(BROKEN_TEMPLATE)

@@ -43,6 +43,7 @@ class Admission:
     processors: Processors
     context_len: int  # tokens of a request, prompt and output
     notify: Notify
+    tokenizer_fault: str | None = None  # why there is none, where the model brings one
 
     def admit(self, prompts: object, params: object = None) -> list[Admitted]:
         """Every prompt with its parameters, in any form that `LLM.generate` takes.
@@ -77,7 +78,8 @@ class Admission:
         """Raises ModelError for a model that brought none."""
         if self.tokenizer is None:
             raise ModelError(
-                message(
+                self.tokenizer_fault
+                or message(
                     "tokenizer",
                     expected="a model with tokenizer.json",
                     got="one without",

@@ -34,7 +34,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.speculation import Speculation, all_groups, plan_speculation
 from paceline.engine.target import find_target
-from paceline.engine.tokenizer import Tokenizer, find_tokenizer
+from paceline.engine.tokenizer import Tokenizer, find_tokenizer, missing_tokenizer
 from paceline.kvcache.manager import CacheManager
 from paceline.models.causal_lm import CausalLM
 from paceline.models.loader import load_model
@@ -135,6 +135,7 @@ def prepare(asked: Mapping[str, object]) -> Prepared:
         processors=load_processors(resolution.options.logits_processors),
         context_len=known(resolution.options.max_model_len),
         notify=events,
+        tokenizer_fault=missing_tokenizer(target.source),
     )
     attention = one_backend(phase_choices(config, resolution.options, facts, speculation))
     resolution = resolution.choose("attention_backend", attention.name, attention.why)

@@ -20,7 +20,7 @@ from paceline.engine.resolve import resolve
 from paceline.engine.speculation import Speculation, plan_speculation
 from paceline.engine.suggestion import Nearest
 from paceline.engine.target import find_target
-from paceline.engine.tokenizer import find_tokenizer
+from paceline.engine.tokenizer import find_tokenizer, missing_tokenizer
 from paceline.models.locate import ModelSource
 
 
@@ -30,8 +30,8 @@ class TextPlan:
 
     tokens: int | None  # of the tokenizer; None: the model takes token ids, or it cannot be read
     chat_template: bool  # there is one that can be used
-    fault: str | None  # of a chat template, which only chats need, or of files that all need
-    error: ModelError | None  # the latter
+    fault: str | None  # of a chat template, which only chats need, or of the tokenizer
+    error: ModelError | None  # of files that cannot be read
 
     @classmethod
     def of(cls, source: ModelSource) -> "TextPlan":
@@ -41,7 +41,8 @@ class TextPlan:
         except ModelError as error:
             return cls(tokens=None, chat_template=False, fault=str(error), error=error)
         if tokenizer is None:
-            return cls(tokens=None, chat_template=False, fault=None, error=None)
+            fault = missing_tokenizer(source)
+            return cls(tokens=None, chat_template=False, fault=fault, error=None)
         fault = tokenizer.chat_template_fault
         has_template = tokenizer.has_chat_template
         return cls(tokens=tokenizer.vocab_size, chat_template=has_template, fault=fault, error=None)

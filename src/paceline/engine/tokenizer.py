@@ -62,9 +62,7 @@ class Tokenizer:
                 message(
                     "tokenizer",
                     expected="tokenizer.json in the model folder",
-                    got="tokenizer.model alone"
-                    if (folder / "tokenizer.model").is_file()
-                    else f"{folder} without it",
+                    got=f"{folder} without it",
                     remedy="save the model with a fast tokenizer, or pass token ids",
                 )
             )
@@ -210,6 +208,21 @@ def find_tokenizer(source: ModelSource, notify: Notify) -> Tokenizer | None:
     if tokenizer.chat_template_fault is not None:
         notify(Event(UNUSABLE_TEMPLATE, tokenizer.chat_template_fault))
     return tokenizer
+
+
+def missing_tokenizer(source: ModelSource) -> str | None:
+    """Why a model that brings a tokenizer has none here; None for one that brings none."""
+    folder = source.folder
+    if source.tokenizer is not None or folder is None:
+        return None
+    if not (folder / "tokenizer.model").is_file():
+        return None
+    return message(
+        "tokenizer",
+        expected="tokenizer.json in the model folder",
+        got="tokenizer.model alone",
+        remedy="save the model with a fast tokenizer, or pass token ids",
+    )
 
 
 def _token_text(value: object) -> str | None:
