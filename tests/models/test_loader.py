@@ -287,6 +287,24 @@ def test_a_tied_head_of_other_numbers_is_refused_and_untied_it_is_read(tied: Pat
     assert torch.equal(load(tied, untied).head.weight, head)
 
 
+@pytest.mark.parametrize("case", ["llama-gqa7-tied", CASE])
+@pytest.mark.parametrize("rows", [150, 160, 170])
+def test_tables_of_another_padding_are_cut_or_end_in_copies_of_their_last_row(
+    tmp_path: Path, case: str, rows: int
+) -> None:
+    tiny_checkpoints.save(case, tmp_path)
+    plain = load(tmp_path)
+    seen = load(tmp_path, replace(read_config(tmp_path), vocab_size=rows, stored_vocab_size=160))
+    shared = min(rows, 160)
+    for ours, stored in (
+        (seen.head.weight, plain.head.weight),
+        (seen.decoder.embedding.weight, plain.decoder.embedding.weight),
+    ):
+        assert ours.shape[0] == rows
+        assert torch.equal(ours[:shared], stored[:shared])
+        assert all(torch.equal(row, stored[-1]) for row in ours[160:])
+
+
 def test_other_files_beside_the_weights_are_not_read(folder: Path) -> None:
     before = load(folder)
     rewrite(folder, lambda tensors: None)

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import RopeKind
+from paceline.core.model_config import NormKind, RopeKind
 from paceline.layers.rope import rope_frequencies
 from paceline.models.class_defaults import CLASS_DEFAULTS
 from paceline.models.config import parse_config
@@ -170,6 +170,18 @@ def test_biases_follow_the_architecture() -> None:
     assert biases(LLAMA | {"attention_bias": True, "mlp_bias": True}) == (True, True, True)
     assert biases(QWEN) == (True, False, False)
     assert biases(QWEN | {"model_type": "qwen3"}) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("gpt-oss-20b", NormKind.WIDE),
+        ("llama-3.1-8b", NormKind.ROUNDED),
+        ("gemma-2-9b", NormKind.UNIT_OFFSET),
+    ],
+)
+def test_norms_round_where_the_architecture_does(name: str, kind: NormKind) -> None:
+    assert parse_config(locate(name).config).norm is kind
 
 
 def test_end_tokens_of_both_files_count_once() -> None:
