@@ -20,6 +20,8 @@ WORKERS ?= auto
 VENV ?= .venv
 BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
+# Workers and the processes they start would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 # A file goes to one worker whole: what its tests share is made once.
 pytest = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
 
