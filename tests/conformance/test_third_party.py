@@ -89,11 +89,15 @@ def test_a_run_outlives_classes_that_end_their_process(tmp_path):
 @pytest.mark.parametrize(
     ("name", "missing"),
     [
-        ("ForgetsName", "no name"),
-        ("ForgetsCapabilities", "no capabilities"),
+        ("ForgetsName", "no name of type str"),
+        ("ForgetsCapabilities", "no capabilities of type Capabilities"),
         ("ForgetsPlan", "no plan"),
         ("ForgetsHostPlan", "no host_plan, which its capabilities declare"),
-        ("ForgetsAll", "no name, no capabilities, no forward, no make_buffers, no plan"),
+        (
+            "ForgetsAll",
+            "no name of type str, no capabilities of type Capabilities, no forward, "
+            "no make_buffers, no plan",
+        ),
     ],
 )
 def test_an_incomplete_class_is_refused_once_before_any_cell(tmp_path, name, missing):

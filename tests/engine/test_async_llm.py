@@ -100,9 +100,24 @@ def test_a_wrong_request_is_refused_and_others_go_on(answers):
 def test_options_are_checked_before_it_starts():
     with pytest.raises(ConfigError, match="max_num_seqs"):
         AsyncLLM("bundled", max_num_seqs=0)
+    for wrong in (-1, "x", 1.5, True):
+        with pytest.raises(ConfigError, match="max_queued_requests must be an integer of at leas"):
+            AsyncLLM("bundled", max_queued_requests=wrong)
     llm = AsyncLLM("bundled", **SMALL)
     with pytest.raises(PacelineError, match="AsyncLLM must be started, got new or closed; start"):
         asyncio.run(llm.complete("x"))
+
+
+def test_two_that_start_it_at_once_boot_it_once():
+    async def play():
+        llm = AsyncLLM("bundled", **SMALL)
+        outcomes = await asyncio.gather(llm.start(), llm.start(), return_exceptions=True)
+        await llm.close()
+        return outcomes
+
+    first, second = asyncio.run(play())
+    assert first is None
+    assert "AsyncLLM must be new, got started" in str(second)
 
 
 def test_it_starts_once_and_closes_twice():

@@ -72,7 +72,12 @@ def load_backend(name: str) -> type[AttentionBackend]:
 
 def _require_complete(target: str, backend: type[AttentionBackend]) -> None:
     """Raises ConfigError with everything that a class has yet to define."""
-    missing = [name for name in ("name", "capabilities") if not hasattr(backend, name)]
+    kinds = {"name": str, "capabilities": Capabilities}
+    missing = [
+        f"{name} of type {kind.__name__}"
+        for name, kind in kinds.items()
+        if not isinstance(getattr(backend, name, None), kind)
+    ]
     missing += sorted(getattr(backend, "__abstractmethods__", ()))
     can = getattr(backend, "capabilities", None)
     is_planned = isinstance(can, Capabilities) and can.host_plan

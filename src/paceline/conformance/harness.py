@@ -9,6 +9,7 @@ to be written is compared after.
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -37,17 +38,20 @@ class Finding:
 def run_cell(case: Case, who: Contender, runner: Runner, device: torch.device) -> CellResult:
     """Run one cell.  A fault of the backend makes it failing; nothing is raised for one."""
     began = time.process_time()
+    told = partial(_result, case, who, runner, began)
+    ran_as = None  # not known of a class that cannot say what it can
     try:
+        ran_as = _composition(case, who)
         reasons = refusals(case, who, runner, device)
         if reasons:
-            return _result(case, who, runner, Status.REFUSED, began, "; ".join(reasons))
+            return told(Status.REFUSED, "; ".join(reasons), ran_as=ran_as)
         finding = examine(prepare_case(case), who, runner, device)
     except Exception as error:  # noqa: BLE001  a backend may raise anything; the run goes on
         reason = f"raised {type(error).__name__}: {error}"
-        return _result(case, who, runner, Status.FAILING, began, reason)
+        return told(Status.FAILING, reason, ran_as=ran_as)
     passed = Status.EMULATED if who.is_emulated else Status.PROVEN
     status = passed if finding.fault is None else Status.FAILING
-    return _result(case, who, runner, status, began, finding.fault, finding)
+    return told(status, finding.fault, ran_as=ran_as, finding=finding)
 
 
 def run_named(cell_id: str) -> CellResult:
@@ -143,9 +147,11 @@ def _result(
     case: Case,
     who: Contender,
     runner: Runner,
-    status: Status,
     began: float,
+    status: Status,
     reason: str | None,
+    *,
+    ran_as: str | None,
     finding: Finding | None = None,
 ) -> CellResult:
     return CellResult(
@@ -158,6 +164,6 @@ def _result(
         reason=_cut(reason),
         error=None if finding is None else finding.error,
         tolerance=None if finding is None else finding.tolerance,
-        ran_as=_composition(case, who),
+        ran_as=ran_as,
         seconds=time.process_time() - began,
     )

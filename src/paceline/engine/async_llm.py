@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import PacelineError, RequestError, message
+from paceline.core.errors import ConfigError, PacelineError, RequestError, message
 from paceline.core.options import MAX_QUEUED
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.boot import prepare
@@ -34,17 +34,32 @@ class AsyncLLM:
         max_queued_requests: int = MAX_QUEUED,
         **options: Any,
     ) -> None:
+        if type(max_queued_requests) is not int or max_queued_requests < 0:
+            raise ConfigError(
+                message(
+                    "max_queued_requests",
+                    expected="an integer of at least 0",
+                    got=repr(max_queued_requests),
+                    remedy=f"leave it out for {MAX_QUEUED}",
+                )
+            )
         self._prepared = prepare(options if model is None else {"model": model, **options})
         self._max_queued = max_queued_requests
+        self._is_new = True
         self._started: tuple[LLM, AsyncEngine] | None = None
 
     async def start(self) -> None:
         """Boot beside the running loop and serve it; `async with` starts and closes."""
-        if self._started is not None:
+        if not self._is_new:
             raise PacelineError(
                 message("AsyncLLM", expected="new", got="started", remedy="start it once")
             )
-        llm = await asyncio.to_thread(LLM, self._prepared)
+        self._is_new = False
+        try:
+            llm = await asyncio.to_thread(LLM, self._prepared)
+        except PacelineError:
+            self._is_new = True
+            raise
         engine = AsyncEngine(llm, max_queued=self._max_queued)
         engine.start()
         self._started = llm, engine
@@ -56,6 +71,7 @@ class AsyncLLM:
             llm, engine = started
             await engine.stop()
             llm.close()
+            self._is_new = True
 
     async def __aenter__(self) -> "AsyncLLM":
         await self.start()
