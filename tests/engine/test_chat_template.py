@@ -1,5 +1,6 @@
 """Chat templates are other people's programs: they end, they reach nothing, they fail in words."""
 
+import gc
 import threading
 
 import pytest
@@ -74,11 +75,15 @@ def test_an_interrupted_thread_goes_on():
     """A limit that passes just as its block ends reaches nobody: neither code behind nor others."""
     template = ChatTemplate("{% for i in range(3000) %}{{ i }}{% endfor %}", limit_s=0.0008)
     ends = {True: 0, False: 0}
-    for _ in range(300):
-        try:
-            ends[len(template.render([], {})) > 3000] += 1
-        except RequestError:
-            ends[False] += 1
+    gc.disable()  # Python warns of what is raised in a callback of the collector
+    try:
+        for _ in range(300):
+            try:
+                ends[len(template.render([], {})) > 3000] += 1
+            except RequestError:
+                ends[False] += 1
+    finally:
+        gc.enable()
     assert sum(ends.values()) == 300
     assert ChatTemplate("{{ messages[0].content }}").render(MESSAGES, {}) == "x"
 
