@@ -102,6 +102,8 @@ def test_progress_is_drawn_when_asked_for(llm: LLM, capsys: pytest.CaptureFixtur
     llm.generate(IDS, SHORT)
     assert capsys.readouterr().err == ""
     llm.generate(IDS, SHORT, use_tqdm=True)
+    with pytest.raises(RequestError, match="use_tqdm must be left out of a stream, got True; cou"):
+        llm.generate(IDS, SHORT, stream=True, use_tqdm=True)
     assert "prompts: 100%" in (shown := capsys.readouterr().err)
     assert "2/2" in shown
 

@@ -101,6 +101,11 @@ class LLM:
         among several.  With return_errors=True a wrong one has an output whose finish_reason is
         "error" instead, and the others run.
         """
+        if stream and use_tqdm:
+            remedy = "count the snapshots that are finished"
+            raise RequestError(
+                message("use_tqdm", expected="left out of a stream", got="True", remedy=remedy)
+            )
         queued = self._queue(prompts, sampling_params, return_errors=return_errors)
         if stream:
             return Stream(
