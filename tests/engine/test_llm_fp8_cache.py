@@ -160,7 +160,7 @@ AXES = {
 }
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma"])
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.slow), "gemma"])
 @pytest.mark.parametrize("cell", pairwise(AXES), ids=cell_name)
 def test_greedy_tokens_do_not_depend_on_how_they_are_computed(
     model: str, cell: Cell, request: pytest.FixtureRequest
