@@ -82,12 +82,7 @@ def _refuse_unseen(values: dict[str, Any]) -> None:
 def _conversations(prompts: Sequence[str]) -> list[Any]:
     from paceline.engine.inputs import Conversation
 
-    return [
-        Conversation(
-            messages=[{"role": "user", "content": prompt}], add_generation_prompt=True, variables={}
-        )
-        for prompt in prompts
-    ]
+    return [Conversation(messages=[{"role": "user", "content": prompt}]) for prompt in prompts]
 
 
 def _generate(
