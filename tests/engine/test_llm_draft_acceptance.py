@@ -26,6 +26,7 @@ from speculative_cases import (
 
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import Step
 from paceline.engine.boot import Knobs
 from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
@@ -100,9 +101,34 @@ def test_a_model_that_drafts_for_itself_is_right_to_the_end_of_the_context(
 def test_a_model_that_drafts_for_itself_is_right_behind_plain_steps(
     twins: Checkpoint, overlap: bool
 ) -> None:
-    """Alone by rounds, with another plainly, then by rounds again: both caches hold every token."""
+    """Alone by rounds, with others plainly, then by rounds again: both caches hold every token."""
+    long, *short = random_prompts((9, 20, 12))
+    options = {"speculative_max_batch": 2, "overlap": overlap, "sanitize": True}
+    with self_drafting(twins, **options) as llm, recorded_steps(llm) as steps:
+        (first,) = llm.submit([long], replace(GREEDY, max_tokens=60))
+        while first.num_tokens < 16:
+            llm.engine.step()
+        others = llm.submit(short, replace(GREEDY, max_tokens=9))
+        while not all(tracker.is_finished for tracker in (first, *others)):
+            llm.engine.step()
+        assert_idle(llm)
+    rounds, plain = ForwardMode.TARGET_VERIFY, ForwardMode.DECODE
+    assert _changes(steps) == [rounds, plain, rounds]
+    assert all(step.observed for step in steps)
+    metrics = first.snapshot().metrics
+    assert metrics.accepted_by_position[-1] >= metrics.rounds - 1 > 0
+    for tracker, prompt, length in zip((first, *others), (long, *short), (60, 9, 9), strict=True):
+        assert tokens_of([tracker.snapshot()])[0] == twins.generate(prompt, length)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "twin"])
+def test_who_met_company_where_one_may_draft_is_followed_no_more(
+    twins: Checkpoint, overlap: bool
+) -> None:
+    """By rounds alone, plainly from then on; who goes on from its text drafts as rightly as ever:
+    what the drafter has not seen, it does not find in the cache."""
     long, short = random_prompts((9, 20))
-    options = {"speculative_max_batch": 1, "overlap": overlap, "sanitize": True}
+    options = {"speculative_max_batch": 1, "overlap": overlap, "sanitize": True, "page_size": 4}
     with self_drafting(twins, **options) as llm, recorded_steps(llm) as steps:
         (first,) = llm.submit([long], replace(GREEDY, max_tokens=60))
         while first.num_tokens < 16:
@@ -110,15 +136,23 @@ def test_a_model_that_drafts_for_itself_is_right_behind_plain_steps(
         (second,) = llm.submit([short], replace(GREEDY, max_tokens=9))
         while not (first.is_finished and second.is_finished):
             llm.engine.step()
+        decodes = [step for step in steps if step.mode is not ForwardMode.EXTEND]
+        assert _changes(steps) == [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE]
+        assert [step.observed for step in decodes] == [step.is_round for step in decodes]
+        told = first.snapshot()
+        for tracker, prompt, length in ((first, long, 60), (second, short, 9)):
+            assert tokens_of([tracker.snapshot()])[0] == twins.generate(prompt, length)
+        (again,) = llm.generate([[*long, *tokens_of([told])[0]]], replace(GREEDY, max_tokens=24))
+        assert_all_accepted([again])
+        # Its prompt and what its rounds brought, but nothing of its plain steps.
+        assert 0 < again.metrics.cached_tokens <= len(long) + 16 + 2 * STEPS
         assert_idle(llm)
+
+
+def _changes(steps: list[Step]) -> list[ForwardMode]:
+    """Kinds of decode steps, each once per change."""
     kinds = [step.mode for step in steps if step.mode is not ForwardMode.EXTEND]
-    changes = [kind for kind, _ in itertools.groupby(kinds)]
-    rounds, plain = ForwardMode.TARGET_VERIFY, ForwardMode.DECODE
-    assert changes == [rounds, plain, rounds]
-    metrics = first.snapshot().metrics
-    assert metrics.accepted_by_position[-1] >= metrics.rounds - 1 > 0
-    for tracker, prompt, length in ((first, long, 60), (second, short, 9)):
-        assert tokens_of([tracker.snapshot()])[0] == twins.generate(prompt, length)
+    return [kind for kind, _ in itertools.groupby(kinds)]
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

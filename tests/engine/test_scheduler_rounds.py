@@ -105,20 +105,25 @@ def test_a_request_without_drafts_takes_part_in_the_rounds_of_others() -> None:
     assert drafted.rounds.rounds > 0
 
 
-def test_more_requests_than_may_draft_decode_plainly_until_few_are_left() -> None:
-    """And back: the texts are those of plain decoding, in both directions of the switch."""
-    loop = drafting(max_drafting=1, mix_prefill_and_decode=False)
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_more_requests_than_may_draft_decode_plainly_until_few_are_left(most: int) -> None:
+    """And back, where more than one may draft: the texts are those of plain decoding, in both
+    directions of the switch."""
+    loop = drafting(max_drafting=most, mix_prefill_and_decode=False)
     loop.add("long", 5, LONG)
     loop.turn()
-    assert extends(loop.turn()) == {1: 4}  # alone: a round
-    loop.add("short", 5, 6)
-    steps = loop.run()
-    with_both = [step for step in steps if step is not None and len(extends(step)) == 2]
-    assert with_both
-    assert not any(step.is_round for step in with_both)
-    after = steps[steps.index(with_both[-1]) + 1 :]
-    assert any(step.is_round for step in after if step is not None)
-    for name in ("long", "short"):
+    assert extends(loop.turn()) == {1: 4 if most else 1}  # alone
+    for name in ("short", "shorter")[:most]:
+        loop.add(name, 5, 6)
+    steps = [step for step in loop.run() if step is not None]
+    decodes = [step for step in steps if step.mode is not ForwardMode.EXTEND]
+    crowded = [step for step in decodes if len(extends(step)) > most]
+    assert crowded
+    assert not any(step.is_round for step in crowded)
+    after = decodes[decodes.index(crowded[-1]) + 1 :]
+    assert any(step.is_round for step in after) == (most > 1)
+    assert any(step.observed for step in crowded + after) == (most > 1)
+    for name in ("long", "short", "shorter")[: most + 1]:
         assert loop.requests[name].output_ids == tuple(loop.expected(name))
 
 

@@ -219,7 +219,8 @@ class EngineOptions:
     speculative_max_batch: int | None = _of_drafts(
         None,
         int,
-        "Requests that draft at the same time: while more decode, all take plain steps.",
+        "Requests that draft at the same time: while more decode, all take plain steps.  1: who "
+        "met company drafts no more, and larger batches do not pay for the drafter.",
         "--speculative-max-batch",
         "--speculative-disable-by-batch-size",
         unit="requests",

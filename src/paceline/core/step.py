@@ -110,6 +110,7 @@ class Step:
     logprobs: bool  # some row asked for log-probabilities
     deltas: tuple[Delta, ...]  # applied to the request table before this step, in order
     prompt_spans: tuple[PromptSpan, ...] = ()  # in the order of the rows, at most one each
+    observed: bool = True  # by the drafter, where there is one; False: no row drafts again
 
     @property
     def mask(self) -> MaskKind:

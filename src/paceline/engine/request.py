@@ -65,6 +65,7 @@ class Request:
     num_cached: int = 0  # tokens of the first admission found in the cache
     num_joins: int = 0
     num_preemptions: int = 0
+    is_followed: bool = True  # by the drafter, since it (re)joined
     rounds: RoundCounts = field(default_factory=RoundCounts)
     finish: FinishReason | None = None
     error: str | None = None

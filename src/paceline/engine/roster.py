@@ -64,6 +64,7 @@ class Roster:
         request.row = row
         request.state = RequestState.RUNNING
         request.join_len = request.num_known
+        request.is_followed = True
         request.kv_known = prefix_len
         request.score_from = request.num_scored
         if not request.num_joins:

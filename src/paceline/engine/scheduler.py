@@ -11,6 +11,7 @@ A request that runs out of pages waits while pages are on their way back; otherw
 request that arrived last is preempted and computed again later, from the tokens it has by then.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.core.errors import CapacityError, IntegrityError, message
@@ -147,14 +148,25 @@ class Scheduler:
         ready = [request for request in self._roster.running if self._can_decode(request)]
         most = self._max_drafting
         is_allowed = most is None or len(ready) <= most
-        if is_allowed and any(request.params.speculative for request in ready):
+        if not is_allowed and most is not None and most <= 1:
+            self._stop_following(ready)
+        plan.observed = all(request.is_followed for request in ready)
+        if is_allowed and plan.observed and any(r.params.speculative for r in ready):
             plan.draft = self._config.draft
         extend_len = 1 if plan.draft is None else plan.draft.num_draft_tokens
         for request in ready:
             if request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, extend_len)
         if not plan.rows:
-            plan.draft = None
+            plan.draft, plan.observed = None, True
+
+    def _stop_following(self, requests: Sequence[Request]) -> None:
+        """The drafter follows them no further: they draft no more, and what it lacks of them
+        nobody finds in the cache."""
+        for request in requests:
+            if request.is_followed:
+                request.is_followed = False
+                self._cache.stop_following(request.request_id, request.kv_least)
 
     def _can_decode(self, request: Request) -> bool:
         if request.is_prefilling or request.is_complete:

@@ -73,6 +73,7 @@ class StepPlan:
     joined_tokens: int = 0  # known tokens of the requests admitted so far
     is_stalled: bool = False  # a running request waits for pages: admit nobody
     draft: DraftShape | None = None  # the step is a round; None: a plain step
+    observed: bool = True  # False: no row of it drafts again
 
     def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:
         """Give a running request its place in the step."""
@@ -127,6 +128,7 @@ class StepPlan:
             logprobs=any(params.logprobs is not None for params in emitting),
             deltas=tuple(delta for row in self.rows for delta in row.deltas),
             prompt_spans=tuple(self._prompt_spans()),
+            observed=self.observed,
         )
 
     def _prompt_spans(self) -> Iterator[PromptSpan]:

@@ -42,6 +42,7 @@ class Holding:
     first: int = 0
     pages: list[int] = field(default_factory=list)  # by page index; PAD_PAGE where returned
     nodes: list[Node | None] = field(default_factory=list)  # by page index; None: private
+    most_shared: int | None = None  # pages that may ever be offered to the tree; None: all
 
     def reserved(self, page_size: int) -> int:
         """Tokens the held pages have room for."""
@@ -74,6 +75,11 @@ class PagedGroup:
     @property
     def name(self) -> str:
         return self._spec.name
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether a drafter's layers use it."""
+        return self._spec.draft
 
     def first_visible_page(self, position: int) -> int:
         """The first page that holds a key visible to a query at `position` or later."""
@@ -175,6 +181,8 @@ class PagedGroup:
         """
         if not holding.first <= index < len(holding.pages) or holding.nodes[index] is not None:
             return
+        if holding.most_shared is not None and index >= holding.most_shared:
+            return
         if self._window is None and index and holding.nodes[index - 1] is not parent:
             return
         page = holding.pages[index]
@@ -187,6 +195,10 @@ class PagedGroup:
             holding.pages[index] = self._tree.lock(node, self._index)
             self.pool.free([page], adopt)
         holding.nodes[index] = node
+
+    def keep_private(self, holding: Holding, kv_len: int) -> None:
+        """Pages that are not full with the first `kv_len` tokens stay this holding's alone."""
+        holding.most_shared = kv_len // self._page_size
 
     def advance(self, holding: Holding, lowest_query: int, epoch: int) -> None:
         """Return pages no query at `lowest_query` or later sees, once `epoch` has retired."""

@@ -171,6 +171,13 @@ class CacheManager:
         self._commit(entry, kv_len, epoch)
         self._offer(entry, tokens, self._num_shareable(tokens, kv_len), adopt=None)
 
+    def stop_following(self, request_id: str, kv_len: int) -> None:
+        """The drafter's groups lack the KV of this request behind `kv_len` tokens: what they hold
+        there is not offered to the prefix tree."""
+        for group, holding in self._holdings(request_id):
+            if group.is_draft:
+                group.keep_private(holding, kv_len)
+
     def advance_window(self, request_id: str, lowest_query: int, *, epoch: int) -> None:
         """No launched or future step queries below `lowest_query`; `epoch` is the last that did."""
         if self._windowed:

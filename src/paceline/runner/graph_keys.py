@@ -53,6 +53,7 @@ class GraphKeys:
             is_round=step.is_round,
             sampler=step.sampler,
             logprobs=step.logprobs,
+            observed=step.observed,
         )
 
     def _supports(self, mode: ForwardMode) -> bool:
@@ -71,6 +72,7 @@ class GraphKeys:
         is_round: bool = False,
         sampler: SamplerTier = SamplerTier.GREEDY,
         logprobs: bool = False,
+        observed: bool = True,
     ) -> GraphKey:
         is_ragged = phase.facts.extend is ExtendShape.RAGGED
         return GraphKey(
@@ -84,6 +86,7 @@ class GraphKeys:
             sampler=sampler,
             logprobs=logprobs,
             taps=self._parts.taps,
+            observed=observed,
         )
 
 
@@ -103,4 +106,5 @@ def empty_step(key: GraphKey) -> Step:
         sampler=key.sampler,
         logprobs=key.logprobs,
         deltas=(),
+        observed=key.observed,
     )

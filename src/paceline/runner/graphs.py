@@ -31,6 +31,7 @@ class GraphKey:
     sampler: SamplerTier
     logprobs: bool
     taps: tuple[str, ...]
+    observed: bool = True  # by the drafter, where there is one
 
     @property
     def size(self) -> PaddedSize:

@@ -35,7 +35,7 @@ class LiveRows:
     """The live rows of a step that has run once, in the order of the step."""
 
     target: tuple[LiveRow, ...]
-    draft: tuple[LiveRow, ...]  # the same, in the drafter's cache groups
+    draft: tuple[LiveRow, ...]  # the same, in the drafter's cache groups; none: not observed
     target_padding: int  # slots of page 0 that padded rows read
     draft_padding: int
 
@@ -58,7 +58,7 @@ def live_rows(parts: Parts, step: Step, size: PaddedSize) -> LiveRows:
             padding = max(padding, kv_len)
             continue
         first = prefix_len + 1 if step.is_round else kv_len
-        follows = parts.proposer is not None and not step.layout.emits[index]
+        follows = _is_followed(parts, step) and not step.layout.emits[index]
         target.append(
             LiveRow(
                 index=index,
@@ -71,10 +71,15 @@ def live_rows(parts: Parts, step: Step, size: PaddedSize) -> LiveRows:
                 num_emitted=num_emitted,
             )
         )
-    draft = tuple(_in_draft_cache(parts, step, row) for row in target)
+    follow = target if _is_followed(parts, step) else []
+    draft = tuple(_in_draft_cache(parts, step, row) for row in follow)
     is_padded = padding > 0 and step.is_round
     draft_padding = max(padding, PAD_PREFIX_LEN + _reach(parts)) if is_padded else padding
     return LiveRows(tuple(target), draft, padding, draft_padding)
+
+
+def _is_followed(parts: Parts, step: Step) -> bool:
+    return parts.proposer is not None and step.observed
 
 
 def _reach(parts: Parts) -> int:

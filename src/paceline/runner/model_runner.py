@@ -5,10 +5,8 @@ from collections.abc import Callable
 import torch
 
 from paceline.attention.held import tensors_in
-from paceline.core.modes import MaskKind
 from paceline.core.progress import Progress
-from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import PromptSpan, Step, padded_step
+from paceline.core.step import Step, padded_step
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_keys import GraphKeys, empty_step
 from paceline.runner.graph_sizes import GraphSizes
@@ -165,42 +163,21 @@ class ModelRunner:
         return plan
 
     def _program_of(self, step: Step, size: PaddedSize) -> Program:
+        parts = self._parts
+        view = parts.buffers.view(size, step.mask)
         if step.is_round:
-            return self._round_program(
-                step.mask, size, sampler=step.sampler, logprobs=step.logprobs
+            assert parts.proposer is not None, "a round needs a proposer"
+            return RoundProgram(
+                parts, parts.proposer, view, sampler=step.sampler, logprobs=step.logprobs
             )
-        return self._program(
-            step.mask,
-            size,
+        return StepProgram(
+            parts,
+            view,
             sampler=step.sampler,
             logprobs=step.logprobs,
             prompt_spans=step.prompt_spans,
+            observed=step.observed,
         )
-
-    def _program(
-        self,
-        mask: MaskKind,
-        size: PaddedSize,
-        *,
-        sampler: SamplerTier,
-        logprobs: bool,
-        prompt_spans: tuple[PromptSpan, ...] = (),
-    ) -> StepProgram:
-        return StepProgram(
-            self._parts,
-            self._parts.buffers.view(size, mask),
-            sampler=sampler,
-            logprobs=logprobs,
-            prompt_spans=prompt_spans,
-        )
-
-    def _round_program(
-        self, mask: MaskKind, size: PaddedSize, *, sampler: SamplerTier, logprobs: bool
-    ) -> RoundProgram:
-        parts = self._parts
-        assert parts.proposer is not None, "a round needs a proposer"
-        view = parts.buffers.view(size, mask)
-        return RoundProgram(parts, parts.proposer, view, sampler=sampler, logprobs=logprobs)
 
     def _find_or_capture(self, key: GraphKey) -> Graph | None:
         if self._graphs is None:
@@ -217,10 +194,10 @@ class ModelRunner:
         """
         assert self._graphs is not None
         size = key.size
-        make = self._round_program if key.is_round else self._program
-        program = make(key.mask, size, sampler=key.sampler, logprobs=key.logprobs)
+        empty = empty_step(key)
+        program = self._program_of(empty, size)
         self._stream.run(lambda: self._parts.buffers.pad(size))
-        host_plan = self._host_plan(empty_step(key), size)
+        host_plan = self._host_plan(empty, size)
         if host_plan is not None:
             self._stream.synchronize()  # its epoch's pinned memory may be a running step's
             self._stream.run(host_plan)

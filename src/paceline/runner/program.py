@@ -92,12 +92,15 @@ class StepProgram:
         sampler: SamplerTier,
         logprobs: bool,
         prompt_spans: tuple[PromptSpan, ...] = (),
+        observed: bool = True,
     ) -> None:
+        """observed: the drafter, where there is one, follows."""
         self._parts = parts
         self._view = view
         self._sampler = sampler
         self._top_logprobs = MAX_LOGPROBS if logprobs else 0
         self._prompt_spans = prompt_spans
+        self._observed = observed
         self.prompt_logprobs: TokenLogprobs | None = None  # [num_scored]  after forward
         self.logits: Tensor | None = None  # [padded_reqs, vocab]  after forward; the head's dtype
 
@@ -108,7 +111,8 @@ class StepProgram:
         output = target_forward(parts, view)
         self._score(output.hidden)
         self._sample()
-        observe(parts, view, taps_of(parts, output))
+        if self._observed:
+            observe(parts, view, taps_of(parts, output))
 
     def _score(self, hidden: Tensor) -> None:
         """Logits of each request's last token; of the prompt's tokens, where asked for."""
