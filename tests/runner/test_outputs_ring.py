@@ -5,7 +5,7 @@ import torch
 
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import FinishCode, Step, StepLayout, StepOutputs
+from paceline.core.step import FinishCode, RunKind, Step, StepLayout, StepOutputs, StepRun
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
 from paceline.runner.streams import InlineStream
@@ -56,7 +56,8 @@ def received(num_reqs: int, *, is_round: bool, logprobs: bool) -> StepOutputs:
     slot = OutputsRing(MAX_REQS, 16, max_path=MAX_PATH, pinned=False).slot(step.epoch)
     source = buffers()
     stream.run(lambda: slot.receive(source, num_reqs, logprobs=logprobs, is_round=is_round))
-    return LaunchedStep(step, stream.record(), slot).wait()
+    run = StepRun(RunKind.EAGER, num_reqs, num_reqs * extend)
+    return LaunchedStep(step, run, stream.record(), slot).wait()
 
 
 def test_a_plain_step_brings_one_token_or_none() -> None:

@@ -6,7 +6,7 @@ on the device, by `runner.derive`.  Pure Python; imports no torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
@@ -158,6 +158,23 @@ def padded_parents(
     if layout.parents is None:
         return None
     return layout.parents + tuple((-1,) * extend for extend in pad_lens)
+
+
+class RunKind(Enum):
+    """How a step was executed."""
+
+    GRAPH = "graph"  # replayed
+    CAPTURE = "capture"  # replayed, and captured just before
+    EAGER = "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """How a step was executed, and what it computed, padding included."""
+
+    kind: RunKind
+    padded_reqs: int
+    padded_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.explain import nearest_if_short
 from paceline.engine.fit import Fit, require_fit
 from paceline.engine.kv_format import kv_format
-from paceline.engine.loop import overlapped_turn, twin_turn
+from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
 from paceline.engine.measured import measured_bytes
 from paceline.engine.processors import load_processors
 from paceline.engine.resolution import Resolution
@@ -66,7 +66,7 @@ class Booted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Knobs:
-    """What tests turn and users do not."""
+    """What tests and benches turn and users do not."""
 
     stream: Stream | None = None  # where steps run; None takes the device's own
     capture: CapturePolicy | None = None  # None takes the device's usual
@@ -75,6 +75,7 @@ class Knobs:
     reserve_ahead: int | None = None  # tokens; None takes the scheduler's default
     admission_margin: int | None = None  # tokens; None takes the scheduler's default
     num_pages: tuple[int, ...] | None = None  # [num_groups]; None takes the budget's
+    around_turn: Callable[[TurnFunction], TurnFunction] | None = None  # TurnLog's, say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -166,11 +167,12 @@ def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
     runner.boot()
     _LOG.debug("memory, planned and measured\n%s", compare(prepared.fit, measured_bytes(runner)))
     tokenizer = prepared.admission.tokenizer
+    turn: TurnFunction = overlapped_turn if options.overlap else twin_turn
     engine = Engine(
         _scheduler(prepared, knobs, notify),
         runner,
         tokenizer,
-        turn=overlapped_turn if options.overlap else twin_turn,
+        turn=turn if knobs.around_turn is None else knobs.around_turn(turn),
         context_len=known(options.max_model_len),
     )
     _test_drafter(engine, tokenizer, prepared, notify)

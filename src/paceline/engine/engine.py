@@ -1,22 +1,20 @@
 """Engine: requests in, snapshots out; owns the loop's state between turns."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 from paceline.core.errors import PacelineError, RequestError, message
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.loop import Launched, Runner, Turn
+from paceline.engine.loop import Launched, Runner, TurnFunction
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.tracker import Tracker
 
-TurnFunction = Callable[[Scheduler, Runner, int, Launched | None], Turn]
-
 
 class Engine:
     """One scheduler, one runner, one loop.  Not thread-safe.
 
-    turn: `overlapped_turn` or `twin_turn`.
+    turn: `overlapped_turn` or `twin_turn`, or one of them as `TurnLog.around` has it.
     """
 
     def __init__(

@@ -5,10 +5,11 @@ works while the device computes.  Its twin makes the same decisions with the sam
 waits for each step at once; it is the specification: both give the same tokens, bit for bit.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from paceline.core.step import Step, StepOutputs
-from paceline.engine.scheduler import RequestUpdate, Scheduler
+from paceline.core.step import Step, StepOutputs, StepRun
+from paceline.engine.scheduler import RequestUpdate
 
 
 class Launched(Protocol):
@@ -17,7 +18,20 @@ class Launched(Protocol):
     @property
     def step(self) -> Step: ...
 
+    @property
+    def run(self) -> StepRun: ...
+
+    def synchronize(self) -> None: ...
+
     def wait(self) -> StepOutputs: ...
+
+
+class Schedules(Protocol):
+    """What a loop needs of engine.scheduler.Scheduler."""
+
+    def schedule(self, epoch: int) -> Step | None: ...
+
+    def process(self, step: Step, outputs: StepOutputs) -> list[RequestUpdate]: ...
 
 
 class Runner(Protocol):
@@ -33,8 +47,11 @@ class Turn(NamedTuple):
     updates: list[RequestUpdate]
 
 
+TurnFunction = Callable[[Schedules, Runner, int, Launched | None], Turn]
+
+
 def overlapped_turn(
-    scheduler: Scheduler, runner: Runner, epoch: int, in_flight: Launched | None
+    scheduler: Schedules, runner: Runner, epoch: int, in_flight: Launched | None
 ) -> Turn:
     """Launch the next step, then process the one in flight."""
     step = scheduler.schedule(epoch)
@@ -42,16 +59,16 @@ def overlapped_turn(
     return Turn(launched, _process(scheduler, in_flight))
 
 
-def twin_turn(scheduler: Scheduler, runner: Runner, epoch: int, in_flight: Launched | None) -> Turn:
+def twin_turn(scheduler: Schedules, runner: Runner, epoch: int, in_flight: Launched | None) -> Turn:
     """The same decisions, executed synchronously."""
     step = scheduler.schedule(epoch)
     launched = runner.launch(step) if step is not None else None
     if launched is not None:
-        launched.wait()
+        launched.synchronize()
     return Turn(launched, _process(scheduler, in_flight))
 
 
-def _process(scheduler: Scheduler, in_flight: Launched | None) -> list[RequestUpdate]:
+def _process(scheduler: Schedules, in_flight: Launched | None) -> list[RequestUpdate]:
     if in_flight is None:
         return []
     return scheduler.process(in_flight.step, in_flight.wait())

@@ -6,7 +6,7 @@ import torch
 
 from paceline.attention.held import tensors_in
 from paceline.core.progress import Progress
-from paceline.core.step import Step, padded_step
+from paceline.core.step import RunKind, Step, StepRun, padded_step
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_keys import GraphKeys, empty_step
 from paceline.runner.graph_sizes import GraphSizes
@@ -93,7 +93,7 @@ class ModelRunner:
         """Queue one step; returns at once on an asynchronous device."""
         slot = self._staging.slot(step.epoch)
         copies = self._parts.table.stage(step.deltas, slot)
-        key = self._keys.of(step)
+        key, num_graphs = self._keys.of(step), self.graphs_captured
         graph = self._find_or_capture(key) if key is not None else None
         if key is None:
             size = PaddedSize.exact(step.layout)
@@ -109,22 +109,24 @@ class ModelRunner:
             self._stream.run(lambda: _execute(copies))
         if graph is not None:
             assert key is not None
+            is_new = self.graphs_captured > num_graphs
             self._queue(step, size, graph.replay, self._captured.get(key))
-            return self._receive(step)
+            return self._receive(step, size, RunKind.CAPTURE if is_new else RunKind.GRAPH)
         program = self._program_of(step, size)
         self._queue(step, size, _without_autograd(program), program)
         if step.prompt_spans:
             outputs = self._outputs.slot(step.epoch)
             self._stream.run(lambda: outputs.receive_prompt(program.prompt_logprobs))
-        return self._receive(step)
+        return self._receive(step, size, RunKind.EAGER)
 
-    def _receive(self, step: Step) -> LaunchedStep:
+    def _receive(self, step: Step, size: PaddedSize, kind: RunKind) -> LaunchedStep:
         slot = self._outputs.slot(step.epoch)
         buffers, num_reqs = self._parts.buffers, step.layout.num_reqs
         self._stream.run(
             lambda: slot.receive(buffers, num_reqs, logprobs=step.logprobs, is_round=step.is_round)
         )
-        return LaunchedStep(step, self._stream.record(), slot)
+        run = StepRun(kind, size.reqs, size.tokens)
+        return LaunchedStep(step, run, self._stream.record(), slot)
 
     def _queue(self, step: Step, size: PaddedSize, run: Work, program: Program | None) -> None:
         """Queue a step's work; program: the functions behind `run`, where they are known."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling_params import MAX_LOGPROBS
-from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs
+from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs, StepRun
 from paceline.layers.sampling import TokenLogprobs
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.staging import RING_DEPTH
@@ -104,12 +104,17 @@ class LaunchedStep:
     """A step whose work is queued; a value that the loop hands to its next turn."""
 
     step: Step
+    run: StepRun
     _done: Event
     _slot: OutputsSlot
 
+    def synchronize(self) -> None:
+        """Block until the step has executed."""
+        self._done.wait()
+
     def wait(self) -> StepOutputs:
         """Block until the step has executed; its outputs as host values."""
-        self._done.wait()
+        self.synchronize()
         token_ids, finish = self._round_tokens() if self.step.is_round else self._tokens()
         return StepOutputs(
             epoch=self.step.epoch,
