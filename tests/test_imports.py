@@ -205,6 +205,7 @@ BLOCKED = f"""
         "paceline.engine.bench_attention",
         "paceline.engine.bench_latency",
         "paceline.engine.bench_speculative",
+        "paceline.engine.bench_throughput",
     ],
 )
 def test_the_engine_path_needs_no_optional_library(module):

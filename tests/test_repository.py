@@ -90,6 +90,7 @@ def test_every_document_has_a_schema():
         "bench_attention_backends",
         "bench_latency",
         "bench_speculative",
+        "bench_throughput",
         "check",
         "debug_fixes",
         "env",

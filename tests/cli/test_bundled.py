@@ -41,6 +41,17 @@ def test_bench_latency_ends_with_its_document():
     assert "decode tok/s" in done.stdout
 
 
+def test_bench_throughput_ends_with_its_document(tmp_path):
+    words = ["--num-requests", "3", "--input-len", "4:9:16", "--output-len", "4", "--repeats", "1"]
+    path = tmp_path / "page.html"
+    done = run("bench", "throughput", *words, "--html", str(path))
+    document = last_document(done, "bench_throughput")
+    assert document["check"]["equal"] == 3
+    assert len(document["passes"]) == 1
+    assert "output tok/s" in done.stdout
+    assert "<h1>paceline bench throughput on " in path.read_text()
+
+
 def test_chat_answers_every_line():
     done = run(
         "chat", "--max-tokens", "4", "--enforce-eager", stdin="x = 1\n/reset\ny = 2\n/exit\n"

@@ -10,25 +10,33 @@ import click
 from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
 from paceline.cli.interrupts import end_of_run
 from paceline.cli.verb import Verbs, examples
-from paceline.engine.arguments import asked_arguments
-from paceline.engine.attention_shape import FLAGS
+from paceline.engine.arguments import Flag, asked_arguments
+from paceline.engine.attention_shape import FLAGS as ATTENTION_FLAGS
 from paceline.engine.bench_page import (
-    Bars,
+    Drawing,
     attention_bars,
     latency_bars,
     page,
     speculative_bars,
 )
+from paceline.engine.traffic_shape import FLAGS as TRAFFIC_FLAGS
+from paceline.engine.traffic_shape import TrafficShape
+
+Command = Callable[..., None]
 
 
-def attention_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the flags of `bench attention`."""
-    for flag in reversed(FLAGS):
-        kind = flag.kind if flag.choices is None else click.Choice(flag.choices)
-        command = click.option(
-            flag.flag, type=kind, default=flag.default, show_default=True, help=flag.help
-        )(command)
-    return command
+def shape_flags(flags: Sequence[Flag]) -> Callable[[Command], Command]:
+    """Add the flags that say what is timed."""
+
+    def add(command: Command) -> Command:
+        for flag in reversed(flags):
+            kind = flag.kind if flag.choices is None else click.Choice(flag.choices)
+            command = click.option(
+                flag.flag, type=kind, default=flag.default, show_default=True, help=flag.help
+            )(command)
+        return command
+
+    return add
 
 
 def output_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -50,12 +58,12 @@ def _show(
     values: Mapping[str, Any],
     *,
     table: Callable[[Mapping[str, Any]], str],
-    bars_of: Callable[[Mapping[str, Any]], Sequence[Bars]],
+    drawings_of: Callable[[Mapping[str, Any]], Sequence[Drawing]],
 ) -> None:
     """Print the document, draw it where that was asked, and end."""
     if values["page_file"] is not None:
         title = f"paceline bench {ctx.info_name} on {document['device']['name']}"
-        values["page_file"].write(page(title, document, bars_of(document)))
+        values["page_file"].write(page(title, document, drawings_of(document)))
     if not values["as_json"]:
         click.echo(table(document))
     click.echo(json.dumps(document))
@@ -102,7 +110,7 @@ def latency(ctx: click.Context, /, **values: Any) -> None:
         output_len=values["output_len"],
     )
     document = bench_latency(asked_arguments(values), shape, make_llm=ctx.obj)
-    _show(ctx, document, values, table=table, bars_of=latency_bars)
+    _show(ctx, document, values, table=table, drawings_of=latency_bars)
 
 
 @bench.command(
@@ -144,7 +152,34 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
         repeats=values["repeats"],
     )
     document = bench_speculative(asked_arguments(values), shape, make_llm=ctx.obj)
-    _show(ctx, document, values, table=table, bars_of=speculative_bars)
+    _show(ctx, document, values, table=table, drawings_of=speculative_bars)
+
+
+@bench.command(
+    epilog=examples(
+        "paceline bench throughput --num-requests 16 --repeats 1",
+        "paceline bench throughput --model llama-3.1-8b --load-format dummy --html page.html",
+        "paceline bench throughput --num-requests 8 --input-len 64 --output-len 16 --json",
+    )
+)
+@shape_flags(TRAFFIC_FLAGS)
+@output_flags
+@log_flags
+@engine_flags
+@click.pass_context
+def throughput(ctx: click.Context, /, **values: Any) -> None:
+    """Tokens per second and waits under traffic, and where the time of turns goes.
+
+    One pass right behind boot, the same requests again, whose tokens must be the same, and
+    --repeats steady ones.  --seed is also that of lengths, tokens and arrivals.
+    """
+    from paceline.engine.bench_throughput import bench_throughput
+    from paceline.engine.throughput_page import throughput_drawings
+    from paceline.engine.throughput_table import table
+
+    log_to_stderr(values)
+    document = bench_throughput(asked_arguments(values), TrafficShape.of(values))
+    _show(ctx, document, values, table=table, drawings_of=throughput_drawings)
 
 
 @bench.command(
@@ -153,7 +188,7 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
         "paceline bench attention --backends triton,flashinfer --json",
     )
 )
-@attention_flags
+@shape_flags(ATTENTION_FLAGS)
 @output_flags
 @click.pass_context
 def attention(ctx: click.Context, /, **values: Any) -> None:
@@ -161,4 +196,4 @@ def attention(ctx: click.Context, /, **values: Any) -> None:
     from paceline.engine.bench_attention import bench_values, table
 
     document = bench_values(values)
-    _show(ctx, document, values, table=table, bars_of=attention_bars)
+    _show(ctx, document, values, table=table, drawings_of=attention_bars)

@@ -6,7 +6,7 @@ these programs agree: the positional model, and the parallel size of which only 
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.core.asked import SIZES
@@ -16,6 +16,21 @@ from paceline.core.options import EngineOptions, engine_options, named
 from paceline.core.parallel import PARALLEL_FLAGS, Parallel
 
 PARALLEL_HELP = "GPUs that share one model; only 1 is served."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A flag of a bench, for both command lines, named after the field or argument it sets."""
+
+    name: str
+    kind: type
+    default: object
+    help: str
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +106,19 @@ def add_flag(parser: argparse._ActionsContainer, *flags: str, **settings: Any) -
         f"--{flag.removeprefix('--').replace('-', '_')}" for flag in flags if flag.startswith("--")
     ]
     parser.add_argument(*dict.fromkeys([*flags, *spelled]), **settings)
+
+
+def add_flags(parser: argparse._ActionsContainer, flags: Sequence[Flag]) -> None:
+    """Give `parser` a bench's flags."""
+    for flag in flags:
+        add_flag(
+            parser,
+            flag.flag,
+            type=flag.kind,
+            default=flag.default,
+            choices=flag.choices,
+            help=flag.help,
+        )
 
 
 def asked_arguments(values: Mapping[str, Any]) -> dict[str, object]:

@@ -6,26 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from paceline.attention.measurements import LayerShape, Phase
 from paceline.core.errors import ConfigError, message
 from paceline.core.options import DTYPES
+from paceline.engine.arguments import Flag
 
 PEERS = ("auto", "flashinfer", "none")
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """One flag, named after its field of AttentionShape or its argument of `bench_attention`."""
-
-    name: str
-    kind: type
-    default: object
-    help: str
-    choices: tuple[str, ...] | None = None
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-
+# Named after fields of AttentionShape or arguments of `bench_attention`.
 FLAGS = (
     Flag(name="batch_size", kind=int, default=64, help="Requests of the step."),
     Flag(name="kv_len", kind=int, default=4096, help="Keys of each request, new ones included."),

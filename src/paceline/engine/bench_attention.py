@@ -23,7 +23,7 @@ from paceline.core.errors import ConfigError, PacelineError, message
 from paceline.core.gpus import DeviceFacts
 from paceline.core.progress import INTERRUPTED
 from paceline.engine import bench_backends, flashinfer_peer
-from paceline.engine.arguments import add_flag
+from paceline.engine.arguments import add_flags
 from paceline.engine.attention_contenders import (
     Make,
     attention_config,
@@ -162,15 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    for flag in FLAGS:
-        add_flag(
-            parser,
-            flag.flag,
-            type=flag.kind,
-            default=flag.default,
-            choices=flag.choices,
-            help=flag.help,
-        )
+    add_flags(parser, FLAGS)
     parser.add_argument("--json", action="store_true", help="Print the JSON line only.")
     values = vars(parser.parse_args(argv))
     try:

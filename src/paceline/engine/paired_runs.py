@@ -6,16 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
-import torch
-
 from paceline.core.errors import IntegrityError, message
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.inputs import Prompt
+from paceline.engine.judge import Judge
 from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestMetrics, RequestOutput
 from paceline.engine.prompt_set import NamedPrompt
-from paceline.engine.teacher import Form
-from paceline.engine.verdicts import Verdict, part
+from paceline.engine.verdicts import Verdict
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -64,28 +62,13 @@ def count_verdicts(
 
     plain: the engine that decoded plainly; it must be idle.
     """
-    teacher = plain.teacher()
-    dtype: torch.dtype = getattr(torch, str(plain.report()["options"]["dtype"]["value"]))
+    judge = Judge(plain)
     counts = {verdict.value: 0 for verdict in (Verdict.EQUAL, Verdict.TIE)}
     for prompt, (one, other) in zip(prompts, pairs, strict=True):
-        known = one.output.prompt_token_ids
-
-        def logits_behind(generated: Sequence[int], known: tuple[int, ...] = known) -> torch.Tensor:
-            tokens = (*known, *generated)
-            return teacher.read(tokens, Form.plain(len(tokens))).logits
-
-        parting = part(
-            one.tokens,
-            other.tokens,
-            logits_behind,
-            params=params,
-            num_known=len(known),
-            dtype=dtype,
-        )
-        if parting is None:
-            counts[Verdict.EQUAL.value] += 1
-        elif parting.verdict(dtype) is Verdict.TIE:
-            counts[Verdict.TIE.value] += 1
+        parting = judge.part(one.output.prompt_token_ids, one.tokens, other.tokens, params)
+        verdict = judge.verdict(parting)
+        if parting is None or verdict is not Verdict.BUG:
+            counts[verdict.value] += 1
         else:
             raise IntegrityError(
                 message(

@@ -56,6 +56,7 @@ class TimedTurn:
     process_s: float = 0.0
     receivers: list[str] = field(default_factory=list)  # ids of requests that got tokens
     num_tokens: int = 0  # they got, in all
+    num_finished: int = 0  # of them, by this
 
     @property
     def ended_s(self) -> float:
@@ -96,6 +97,7 @@ class TurnLog:
             got = [update for update in done.updates if update.new_token_ids]
             now.receivers = [update.request.parent_id for update in got]
             now.num_tokens = sum(len(update.new_token_ids) for update in got)
+            now.num_finished = sum(update.finish is not None for update in got)
             return Turn(launched, done.updates)
 
         return timed

@@ -1,0 +1,220 @@
+"""What a model serves under traffic: tokens per second, waits, and where the time of turns goes.
+
+    python -m paceline.engine.bench_throughput --model llama-3.1-8b --load-format dummy \
+        --attention-backend triton --max-num-seqs 256 --max-model-len 20480
+
+One engine, as it is served: prefix cache on unless it is asked otherwise.  Its passes:
+
+    first     right behind boot: what is not compiled, not captured, not warm shows here
+    check     the same requests, nothing of them cached: every token is compared with the first's
+    steady    --repeats passes, new tokens each
+
+End tokens are ignored, so every request gets exactly the tokens it asked for, which is verified in
+each pass.  No number is told when a check fails.  Needs nothing beyond what the engine needs.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline.core.errors import IntegrityError, PacelineError, message
+from paceline.core.events import Event
+from paceline.core.progress import INTERRUPTED, cut_mark
+from paceline.engine.arguments import add_engine_arguments, add_flags, asked_arguments
+from paceline.engine.boot import Knobs, prepare
+from paceline.engine.judge import Judge
+from paceline.engine.llm import LLM
+from paceline.engine.machine import cache_state, kernel_cache, seconds_since_process_start
+from paceline.engine.throughput_report import (
+    details,
+    median_pass,
+    outside_s,
+    over_passes,
+    summary,
+)
+from paceline.engine.throughput_table import table
+from paceline.engine.traffic import Traffic, plan_traffic
+from paceline.engine.traffic_pass import TrafficPass, run_pass
+from paceline.engine.traffic_shape import FLAGS, TrafficShape
+from paceline.engine.turn_log import TurnLog
+from paceline.engine.verdicts import Verdict
+
+SUMMARY = "Tokens per second and waits under traffic, and where the time of turns goes."
+TRAFFIC_SCALED = "traffic_scaled"  # reason code
+MOST_JUDGED = 8  # answers that differ, of which it is asked why
+OPTIONS = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "chunked_prefill_size",
+    "max_model_len",
+    "enable_prefix_cache",
+    "enforce_eager",
+    "overlap",
+)
+
+
+class ThroughputBench:
+    """Builds one engine, sends it the passes, and tells."""
+
+    def __init__(self, asked: Mapping[str, object], shape: TrafficShape) -> None:
+        """Decides everything; no weight is read.  Raises ConfigError, ModelError."""
+        self._prepared = prepare(asked)
+        self._traffic = plan_traffic(shape, self._prepared)
+        if self._traffic.scaled_by is not None:
+            context_len = self._prepared.admission.context_len
+            detail = (
+                f"the usual lengths are scaled by {self._traffic.scaled_by:.3f}, to fit the "
+                f"context of {context_len} tokens"
+            )
+            self._prepared.events(Event(TRAFFIC_SCALED, detail))
+        self._log = TurnLog()
+
+    def run(self) -> dict[str, Any]:
+        """Boot, send, check; returns the JSON document.  Raises IntegrityError from a check."""
+        entries_before, began = kernel_cache()["entries"], time.perf_counter()
+        llm = LLM(self._prepared, knobs=Knobs(around_turn=self._log.around))
+        ready = {
+            "boot_s": time.perf_counter() - began,
+            "ready_s": seconds_since_process_start(),
+        }
+        passes: list[TrafficPass] = []
+        check: dict[str, Any] | None = None
+        is_cut = False
+        try:
+            try:
+                for done in self._passes(llm):
+                    passes.append(done)
+                    if len(passes) == 2:
+                        check = compare(llm, self._traffic, *passes)
+            except KeyboardInterrupt:
+                if check is None:  # nothing that is checked
+                    raise
+                is_cut = True
+            report = llm.report()
+        finally:
+            llm.close()
+        here = str(report["options"]["device"]["value"])
+        return {
+            "device": {
+                "name": report["device"],
+                "type": here,
+                "total_bytes": report["memory"]["planned"]["total_bytes"],
+            },
+            "versions": report["versions"],
+            "model": report["options"]["model"]["value"],
+            "dtype": report["options"]["dtype"]["value"],
+            **ready,
+            "kernel_cache": cache_state(here, entries_before),
+            "attention": report["attention"],
+            "speculation": report["speculation"],
+            "options": {name: report["options"][name]["value"] for name in OPTIONS},
+            "traffic": self._traffic.to_json(),
+            "check": check,
+            **_results(passes[0], passes[2:]),
+            **cut_mark(is_cut),
+        }
+
+    def _passes(self, llm: LLM) -> Iterator[TrafficPass]:
+        traffic = self._traffic
+        yield run_pass(llm, self._log, traffic.arrivals(0), name="first")
+        yield run_pass(llm, self._log, traffic.arrivals(0, check=True), name="check")
+        for number in range(1, traffic.shape.repeats + 1):
+            yield run_pass(llm, self._log, traffic.arrivals(number), name=f"steady {number}")
+
+
+def compare(llm: LLM, traffic: Traffic, first: TrafficPass, second: TrafficPass) -> dict[str, Any]:
+    """How many answers of two passes of the same requests differ, and why.
+
+    Steps of other shapes round otherwise, so an answer may differ where tokens tie; of the first
+    MOST_JUDGED that differ each is judged.  Raises IntegrityError for one that is no tie.
+    """
+    differing = [
+        index
+        for index, (one, other) in enumerate(zip(first.tokens, second.tokens, strict=True))
+        if one != other
+    ]
+    judged = differing[:MOST_JUDGED]
+    judge = Judge(llm) if judged else None
+    for index in judged:
+        assert judge is not None
+        prompt = first.outputs[index].prompt_token_ids
+        params = traffic.arrivals(0)[index].params
+        parting = judge.part(prompt, first.tokens[index], second.tokens[index], params)
+        assert parting is not None, "they differ"
+        if judge.verdict(parting) is Verdict.BUG:
+            raise IntegrityError(
+                message(
+                    f"tokens of request {index}, sent twice",
+                    expected="the same, up to ties",
+                    got=f"token {parting.got} for {parting.wanted} at output {parting.index}, "
+                    f"{parting.gap_ulps} ulps apart",
+                    remedy="do not trust a timing of this configuration; try --enforce-eager",
+                )
+            )
+    return {
+        "counts_exact": True,
+        "repeat_seconds": second.seconds,
+        "equal": len(first.tokens) - len(differing),
+        "differ": len(differing),
+        "judged_ties": len(judged),
+        "same_steps": _steps(first) == _steps(second),
+    }
+
+
+def _steps(done: TrafficPass) -> list[tuple[int, int]]:
+    """What was computed together, turn by turn."""
+    steps = (turn.launched for turn in done.turns)
+    return [(step.rows, step.tokens) for step in steps if step is not None]
+
+
+def _results(first: TrafficPass, steady: Sequence[TrafficPass]) -> dict[str, Any]:
+    rows, middle = [summary(done) for done in steady], median_pass(steady)
+    told = over_passes(rows)
+    return {
+        "first": {
+            **summary(first),
+            "outside_s": outside_s(first),
+            "to_steady": None if told is None else first.seconds / told["seconds"]["median"],
+            "details": details(first, steady),
+        },
+        "steady": told,
+        "passes": rows,
+        "median_pass": None
+        if middle is None
+        else {"outside_s": outside_s(middle), "details": details(middle, steady)},
+    }
+
+
+def bench_throughput(asked: Mapping[str, object], shape: TrafficShape) -> dict[str, Any]:
+    """Run the benchmark; returns its document.  Raises ConfigError, ModelError, IntegrityError."""
+    return ThroughputBench(asked, shape).run()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line without click; prints a table and then the JSON document as last line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m paceline.engine.bench_throughput",
+        description=SUMMARY,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flags(parser, FLAGS)
+    parser.add_argument("--json", action="store_true", help="Print the JSON line only.")
+    add_engine_arguments(parser)
+    values = vars(parser.parse_args(argv))
+    try:
+        document = bench_throughput(asked_arguments(values), TrafficShape.of(values))
+    except PacelineError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    if not values["json"]:
+        print(table(document))
+    print(json.dumps(document))
+    return INTERRUPTED if "interrupted" in document else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

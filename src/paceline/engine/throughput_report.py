@@ -1,0 +1,229 @@
+"""What passes of traffic come to: rates, percentiles, the excess of turns, time by kind of step."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from paceline.core.step import RunKind
+from paceline.engine.traffic_pass import TrafficPass
+from paceline.engine.turn_log import StepFacts, StepKind, TimedTurn
+
+NUM_LONGEST = 10  # turns told one by one
+NUM_SLICES = 40  # of a pass's time line
+PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+QUANTILES = [index / 20 for index in range(21)]  # of a distribution that is drawn
+IDLE = "idle"  # the kind of a turn that had no step
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """The least of ascending values that is no smaller than `share` of them."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def percentiles_ms(seconds: Iterable[float]) -> dict[str, float] | None:
+    """{p50, p90, p99, max} in ms; None of nothing."""
+    ordered = sorted(seconds)
+    if not ordered:
+        return None
+    return {name: 1e3 * percentile(ordered, share) for name, share in PERCENTILES.items()}
+
+
+def summary(done: TrafficPass) -> dict[str, Any]:
+    """One pass in numbers."""
+    output, prompt = done.num_output_tokens, done.num_prompt_tokens
+    return {
+        "seconds": done.seconds,
+        "output_tok_s": output / done.seconds,
+        "total_tok_s": (output + prompt) / done.seconds,
+        "decode_tok_s": _decode_rate(done),
+        "ttft_ms": percentiles_ms(done.ttft_s),
+        "inter_token_ms": percentiles_ms(done.gaps_s),
+        "turns": len(done.turns),
+        "cached_tokens": done.num_cached_tokens,
+        "preemptions": done.num_preemptions,
+    }
+
+
+def over_passes(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Median and spread, (largest - least) / median, of each number of passes; None of none."""
+    if not rows:
+        return None
+    found: dict[str, Any] = {}
+    for name, value in rows[0].items():
+        values = [row[name] for row in rows]
+        if isinstance(value, dict):
+            found[name] = over_passes(values)
+        elif None in values:
+            found[name] = None
+        else:
+            middle = median(values)
+            spread = (max(values) - min(values)) / middle if middle else 0.0
+            found[name] = {"median": middle, "spread": spread}
+    return found
+
+
+def median_pass(passes: Sequence[TrafficPass]) -> TrafficPass | None:
+    """The one of middle length, the quicker of two; None of none."""
+    ordered = sorted(passes, key=lambda done: done.seconds)
+    return ordered[(len(ordered) - 1) // 2] if ordered else None
+
+
+def details(done: TrafficPass, steady: Sequence[TrafficPass]) -> dict[str, Any]:
+    """One pass from within; steady: those by which the excess of its turns is told."""
+    excess_s = Steady(steady).excess_s(done.turns) if steady else None
+    told = sorted(range(len(done.turns)), key=lambda index: -done.turns[index].seconds)
+    return {
+        "kinds": time_by_kind(done),
+        "excess_ms": None if excess_s is None else percentiles_ms(excess_s),
+        "longest": [
+            _turn(done.turns[index], None if excess_s is None else excess_s[index])
+            for index in told[:NUM_LONGEST]
+        ],
+        "timeline": _timeline(done),
+        "ttft_ms": _quantiles_ms(done.ttft_s),
+        "inter_token_ms": _quantiles_ms(done.gaps_s),
+    }
+
+
+class _Shape(NamedTuple):
+    """What a step costs by: two of one shape take one time, whatever runs them."""
+
+    kind: StepKind
+    padded_rows: int
+    padded_tokens: int
+
+    @classmethod
+    def of(cls, step: StepFacts | None) -> "_Shape | None":
+        return None if step is None else cls(step.kind, step.padded_rows, step.padded_tokens)
+
+
+_Pair = tuple[_Shape | None, _Shape | None]  # of the steps a turn receives and launches
+
+
+class Steady:
+    """How long turns take once nothing is new: the median of those with the same steps, of which
+    none was captured; where there is none, of those nearest in tokens.
+    """
+
+    def __init__(self, passes: Sequence[TrafficPass]) -> None:
+        """passes: at least one."""
+        turns = [turn for done in passes for turn in done.turns]
+        calm = [turn for turn in turns if not _is_capture(turn)]
+        found: dict[_Pair, list[float]] = defaultdict(list)
+        for turn in calm or turns:
+            found[_pair(turn)].append(turn.seconds)
+        self._seconds = {pair: median(values) for pair, values in found.items()}
+
+    def excess_s(self, turns: Sequence[TimedTurn]) -> list[float]:
+        """[num_turns] how much longer each took; never below 0."""
+        return [max(0.0, turn.seconds - self._expected(_pair(turn))) for turn in turns]
+
+    def _expected(self, pair: _Pair) -> float:
+        if pair not in self._seconds:
+            nearest = min(self._seconds, key=lambda other: _distance(pair, other))
+            self._seconds[pair] = self._seconds[nearest]
+        return self._seconds[pair]
+
+
+def _pair(turn: TimedTurn) -> _Pair:
+    return _Shape.of(turn.landed), _Shape.of(turn.launched)
+
+
+def _is_capture(turn: TimedTurn) -> bool:
+    return turn.launched is not None and turn.launched.run is RunKind.CAPTURE
+
+
+def _distance(one: _Pair, other: _Pair) -> tuple[int, int]:
+    """(steps of another kind, tokens apart)."""
+    steps = list(zip(one, other, strict=True))
+    kinds = sum((a and a.kind) != (b and b.kind) for a, b in steps)
+    tokens = [((a.padded_tokens if a else 0), (b.padded_tokens if b else 0)) for a, b in steps]
+    return kinds, sum(abs(a - b) for a, b in tokens)
+
+
+def time_by_kind(done: TrafficPass) -> list[dict[str, Any]]:
+    """A row per kind of step and how it ran, the most time first; their seconds and `outside` (the
+    sender's own, and waiting for requests) add up to the pass.
+
+    Each part of a turn counts for the step it served: schedule and launch for the one launched,
+    wait, process and text for the one received.
+    """
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def row(step: StepFacts | None) -> dict[str, Any]:
+        kind, run = (IDLE, IDLE) if step is None else (step.kind.value, step.run.value)
+        counts = dict.fromkeys(("steps", "rows", "tokens", "padded_tokens"), 0)
+        parts = dict.fromkeys(("schedule_s", "launch_s", "wait_s", "process_s", "text_s"), 0.0)
+        return rows.setdefault((kind, run), {"kind": kind, "run": run, **counts, **parts})
+
+    for turn in done.turns:
+        launched, landed = row(turn.launched or turn.landed), row(turn.landed or turn.launched)
+        if turn.launched is not None:
+            launched["steps"] += 1
+            launched["rows"] += turn.launched.rows
+            launched["tokens"] += turn.launched.tokens
+            launched["padded_tokens"] += turn.launched.padded_tokens
+        launched["schedule_s"] += turn.schedule_s
+        launched["launch_s"] += turn.launch_s
+        landed["wait_s"] += turn.wait_s
+        landed["process_s"] += turn.process_s
+        landed["text_s"] += turn.text_s
+    for each in rows.values():
+        each["seconds"] = sum(value for name, value in each.items() if name.endswith("_s"))
+    return sorted(rows.values(), key=lambda each: -each["seconds"])
+
+
+def outside_s(done: TrafficPass) -> float:
+    """What of a pass was not in a turn."""
+    return max(0.0, done.turns[-1].ended_s - sum(turn.seconds for turn in done.turns))
+
+
+def _decode_rate(done: TrafficPass) -> float | None:
+    """Tokens per second while every request decodes: behind the last first token, until the first
+    request ends.  None where that time is empty.
+    """
+    has_first = {name: turn.ended_s for turn in reversed(done.turns) for name in turn.receivers}
+    begin = max(has_first.values())
+    end = next(turn.ended_s for turn in done.turns if turn.num_finished)
+    if end <= begin:
+        return None
+    tokens = sum(turn.num_tokens for turn in done.turns if begin < turn.ended_s <= end)
+    return tokens / (end - begin)
+
+
+def _turn(turn: TimedTurn, excess_s: float | None) -> dict[str, Any]:
+    return {
+        "began_s": turn.began_s,
+        "ms": 1e3 * turn.seconds,
+        "excess_ms": None if excess_s is None else 1e3 * excess_s,
+        **{
+            f"{part}_ms": 1e3 * getattr(turn, f"{part}_s")
+            for part in ("schedule", "launch", "wait", "process", "text")
+        },
+        "launched": _step(turn.launched),
+        "received": _step(turn.landed),
+    }
+
+
+def _step(step: StepFacts | None) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    return {**step._asdict(), "kind": step.kind.value, "run": step.run.value}
+
+
+def _timeline(done: TrafficPass) -> dict[str, Any]:
+    """Output tokens per second of each slice of the pass's time."""
+    slice_s = done.seconds / NUM_SLICES
+    tokens = [0] * NUM_SLICES
+    for turn in done.turns:
+        if turn.num_tokens:
+            tokens[min(NUM_SLICES - 1, int(turn.ended_s / slice_s))] += turn.num_tokens
+    return {"slice_s": slice_s, "output_tok_s": [count / slice_s for count in tokens]}
+
+
+def _quantiles_ms(seconds: Iterable[float]) -> list[float]:
+    """Of QUANTILES; empty of nothing."""
+    ordered = sorted(seconds)
+    return [1e3 * percentile(ordered, share) for share in QUANTILES] if ordered else []
