@@ -56,6 +56,27 @@ def test_steady_steps_replay_and_never_wait_for_the_device(
     assert [len(output.outputs[0].token_ids) for output in outputs] == [200] * len(PROMPTS)
 
 
+@pytest.mark.parametrize("algorithm", ["off", "EAGLE3"])
+def test_nothing_is_compiled_once_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """Prompts of many lengths, batches of many sizes: no request waits for a compiler."""
+    triton = pytest.importorskip("triton")
+    compiled: list[str] = []
+    with LLM("bundled", device="cuda", max_num_seqs=40, speculative_algorithm=algorithm) as llm:
+        monkeypatch.setattr(
+            triton.knobs.compilation,
+            "listener",
+            lambda *, src, **_: compiled.append(src.fn.__name__),
+        )
+        for count in (1, 2, 3, 7, 16, 25, 33, 40):
+            prompts = [[5 + row, *range(6, 7 + 9 * count)] for row in range(count)]
+            for temperature in (0.0, 0.7):
+                params = SamplingParams(temperature=temperature, max_tokens=6, ignore_eos=True)
+                llm.generate(prompts, params)
+    assert compiled == []
+
+
 def test_graphs_of_every_sampler_and_size_stay_within_the_plan() -> None:
     """A capture frees other memory of the allocator, so the pool is measured by itself."""
     with LLM("bundled", device="cuda", max_num_seqs=len(PROMPTS)) as llm:

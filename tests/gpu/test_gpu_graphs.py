@@ -31,7 +31,7 @@ REFUSED_OPERATORS = (
 def captured(function: Callable[[], Any]) -> tuple[Graph, CudaStream]:
     """A graph of `function`, and the stream it was captured on."""
     device = torch.device("cuda")
-    stream, graph = CudaStream(device), CudaGraphFactory().make()
+    stream, graph = CudaStream(device), CudaGraphFactory().make(checked=True)
     stream.run(lambda: graph.capture(function))
     return graph, stream
 

@@ -54,6 +54,10 @@ def start(driver: Driver, rows: range = range(1, 9)) -> dict[int, list[int]]:
         (16, (1, 2, 3, 4, 6, 8, 12, 16)),
         (40, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40)),
         (41, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 41)),
+        (
+            200,
+            (1, 2, 3, 4, 6, 8, 12, *range(16, 64, 8), *range(64, 128, 16), 128, 160, 192, 200),
+        ),
     ],
 )
 def test_graph_sizes_ascend_to_the_largest(max_reqs: int, sizes: tuple[int, ...]) -> None:
@@ -77,8 +81,10 @@ class SizedFactory:
     def __init__(self, *, shares_memory: bool = False) -> None:
         self.shares_memory = shares_memory
         self.captured = 0
+        self.checked: list[bool] = []
 
-    def make(self) -> Graph:
+    def make(self, *, checked: bool) -> Graph:
+        self.checked.append(checked)
         factory = self
 
         class Sized:
@@ -92,6 +98,14 @@ class SizedFactory:
 
     def bytes_held(self) -> int:
         return 10 * self.captured
+
+
+def test_one_size_of_each_program_is_checked_for_host_reads() -> None:
+    factory = SizedFactory()
+    store = GraphStore(factory, reserve_factor=3, notify=EventLog())
+    for each in (key(8), key(4), key(4, logprobs=True), key(2, logprobs=True), key(2)):
+        store.capture(each, lambda: None)
+    assert factory.checked == [True, False, True, False, False]
 
 
 def test_a_key_is_wanted_at_its_second_use() -> None:

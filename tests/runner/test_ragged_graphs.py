@@ -29,10 +29,10 @@ def test_token_sizes_grow_by_at_most_half() -> None:
     ("reqs", "tokens", "padded"),
     [
         (1, 64, (1, 64)),  # nothing is left over
-        (1, 63, (2, 64)),  # one token is left, in a row of its own
+        (1, 63, (4, 64)),  # one token is left, in a row of its own
         (3, 40, (4, 48)),
-        (4, 40, (8, 48)),
-        (8, 64, (8, 64)),
+        (4, 40, (9, 48)),  # a power of four, or all
+        (8, 64, (9, 64)),
         (8, 63, (9, 64)),  # its row comes on top of the largest size
         (9, 63, None),
         (2, 65, None),

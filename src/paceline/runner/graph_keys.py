@@ -1,5 +1,8 @@
 """GraphKeys: under which key a step is captured and replayed."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from paceline.attention.contract import NEEDED_SUPPORT
 from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
@@ -25,13 +28,33 @@ class GraphKeys:
 
     def largest_decode(self) -> GraphKey:
         """What brings requests forward: a round where there is a drafter, else one token each."""
-        reqs, proposer = self._sizes.sizes[-1], self._parts.proposer
-        if proposer is None:
-            return self._key(ForwardMode.DECODE, PaddedSize.uniform(reqs, 1))
-        shape = proposer.shape
+        reqs = self._sizes.sizes[-1]
+        return self._decode(reqs) if self._parts.proposer is None else self._round(reqs)
+
+    def ahead(self) -> list[GraphKey]:
+        """Keys whose steps launch every variant of every kernel between them.
+
+        Tiles are powers of two, so a size of each; every sampler with one of them.
+        """
+        sizes, longest = self._sizes.sizes, self._parts.buffers.input_ids.shape[0]
+        makers = [self._decode] if self._parts.proposer is None else [self._decode, self._round]
+        keys = [make(reqs) for make in makers for reqs in _one_per_power(sizes)]
+        keys += [replace(makers[-1](sizes[-1]), sampler=sampler) for sampler in SamplerTier]
+        if self._sizes.tokens and self._supports(ForwardMode.EXTEND):
+            few = [(1, tokens) for tokens in (*_one_per_power(self._sizes.tokens), longest)]
+            many = [(sizes[-1] + 1, self._sizes.tokens[index]) for index in (0, -1)]
+            shapes = [PaddedSize.ragged(reqs, tokens) for reqs, tokens in few + many]
+            keys += [self._key(ForwardMode.EXTEND, shape) for shape in shapes]
+        return keys
+
+    def _decode(self, reqs: int) -> GraphKey:
+        return self._key(ForwardMode.DECODE, PaddedSize.uniform(reqs, 1))
+
+    def _round(self, reqs: int) -> GraphKey:
+        assert self._parts.proposer is not None, "a round needs a proposer"
+        shape = self._parts.proposer.shape
         size = PaddedSize.uniform(reqs, shape.num_draft_tokens)
-        mode = ForwardMode.TARGET_VERIFY
-        return self._key(mode, size, mask=shape.mask, is_round=True)
+        return self._key(ForwardMode.TARGET_VERIFY, size, mask=shape.mask, is_round=True)
 
     def of(self, step: Step) -> GraphKey | None:
         """The key a step replays under, or would; None when it can be no graph."""
@@ -88,6 +111,11 @@ class GraphKeys:
             taps=self._parts.taps,
             observed=observed,
         )
+
+
+def _one_per_power(sizes: Sequence[int]) -> list[int]:
+    """The largest of the sizes that are rounded up to the same power of two, ascending."""
+    return list({(size - 1).bit_length(): size for size in sorted(sizes)}.values())
 
 
 def empty_step(key: GraphKey) -> Step:

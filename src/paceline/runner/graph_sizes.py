@@ -17,12 +17,12 @@ class GraphSizes:
 
     @staticmethod
     def up_to(max_reqs: int, *, every: int = 4, max_tokens: int = 0) -> "GraphSizes":
-        """Requests: every size up to `every`, then 6, 8, 12, 16, then each 8 up to max_reqs, which
-        is in.  Tokens: from 16 on each power of two and the middle to the next, up to max_tokens,
-        which is in unless it is 0.
+        """Requests: every size up to `every`, then 6, 8, 12, 16, then each 8 to 64, each 16 to 128
+        and each 32 up to max_reqs, which is in.  Tokens: from 16 on each power of two and the
+        middle to the next, up to max_tokens, which is in unless it is 0.
         """
         fine = set(range(1, every + 1))
-        coarse = {6, 8, 12, *range(16, max_reqs, 8)}
+        coarse = {6, 8, 12, *range(16, 64, 8), *range(64, 128, 16), *range(128, max_reqs, 32)}
         powers = [1 << bit for bit in range(max_tokens.bit_length())]
         tokens = {n for power in powers for n in (power, power * 3 // 2) if n >= _FEWEST_TOKENS}
         return GraphSizes(
@@ -40,8 +40,8 @@ class GraphSizes:
     def pad_ragged(self, num_reqs: int, num_tokens: int) -> PaddedSize | None:
         """What holds a ragged step, tokens left over in a row of their own.
 
-        Requests are a power of two, or one more than the largest size: the row of what is left over
-        comes on top.  None when nothing holds it.
+        Requests are a power of four, or one more than the largest size: the row of what is left
+        over comes on top.  None when nothing holds it.
         """
         index = bisect_left(self.tokens, num_tokens)
         if index == len(self.tokens):
@@ -49,5 +49,5 @@ class GraphSizes:
         rows, most = num_reqs + (self.tokens[index] > num_tokens), self.sizes[-1] + 1
         if rows > most:
             return None
-        reqs = min(1 << (rows - 1).bit_length(), most)
+        reqs = min(4 ** (((rows - 1).bit_length() + 1) // 2), most)
         return PaddedSize.ragged(reqs, self.tokens[index])

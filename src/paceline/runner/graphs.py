@@ -2,8 +2,8 @@
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,13 @@ class GraphKey:
     observed: bool = True  # by the drafter, where there is one
 
     @property
+    def program(self) -> "GraphKey":
+        """The same for all sizes of one program."""
+        ragged = self.extend_len is None
+        one = 1 if ragged else None
+        return replace(self, padded_reqs=1, extend_len=None if ragged else 1, ragged_tokens=one)
+
+    @property
     def size(self) -> PaddedSize:
         """The padded shape of its steps."""
         if self.extend_len is not None:
@@ -51,21 +58,33 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """A CUDA graph.  All graphs of an engine share one memory pool, captured largest first."""
+    """A CUDA graph.  All graphs of an engine share one memory pool, captured largest first.
 
-    def __init__(self, pool: Any) -> None:
+    checked: refuse host reads by name; it doubles the time of a capture.
+    """
+
+    def __init__(self, pool: Any, *, checked: bool) -> None:
         self._pool = pool
+        self._checked = checked
         self._graph = torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], None]) -> None:
-        """Record `function` without executing it.  Raises HostReadError, as RecordedGraph does."""
-        with (
-            _no_collection(),
-            torch.no_grad(),
-            refuse_host_reads(lambda *_: None),
-            torch.cuda.graph(self._graph, pool=self._pool, stream=torch.cuda.current_stream()),
-        ):
+        """Record `function` without executing it, on the current stream.
+
+        Raises HostReadError, as RecordedGraph does, where it is checked.
+        """
+        net = refuse_host_reads(lambda *_: None) if self._checked else nullcontext()
+        with _no_collection(), torch.no_grad(), net, self._recording():
             function()
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """As torch.cuda.graph, which also gives back what the allocator keeps for the next step."""
+        self._graph.capture_begin(pool=self._pool)
+        try:
+            yield
+        finally:
+            self._graph.capture_end()
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -87,10 +106,10 @@ def _no_collection() -> Iterator[None]:
 class GraphFactory(Protocol):
     """Makes graphs for a device and tells how many bytes they hold."""
 
-    needs_warm_up: bool  # capture does not execute, so kernels must be compiled before
+    needs_warm_up: bool  # capture does not execute, so what it launches must be loaded before
     shares_memory: bool  # a graph takes the storage of those captured before it
 
-    def make(self) -> Graph: ...
+    def make(self, *, checked: bool) -> Graph: ...
 
     def bytes_held(self) -> int: ...
 
@@ -104,8 +123,9 @@ class CudaGraphFactory:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def make(self) -> Graph:
-        return CudaGraph(self._pool)
+    def make(self, *, checked: bool) -> Graph:
+        """checked: see CudaGraph."""
+        return CudaGraph(self._pool, checked=checked)
 
     def bytes_held(self) -> int:
         """Device bytes of the pool.
@@ -129,7 +149,8 @@ class RecordedGraphFactory:
         self._poison = poison
         self._arena = Arena(limit_bytes=limit_bytes)
 
-    def make(self) -> Graph:
+    def make(self, *, checked: bool) -> Graph:
+        """Every recording is checked: it follows each operator anyway."""
         return RecordedGraph(poison=self._poison, arena=self._arena)
 
     def bytes_held(self) -> int:
@@ -142,7 +163,7 @@ class CapturePolicy:
     """When keys get their graphs."""
 
     at_boot: bool  # the largest of each shape; they size the reserve
-    on_use: int  # any other key: eager before
+    on_use: int  # any other key, at least 2: eager before, which loads what a capture launches
 
 
 AHEAD = CapturePolicy(at_boot=True, on_use=2)
@@ -178,6 +199,7 @@ class GraphStore:
         self._uses: dict[GraphKey, int] = {}
         self._largest: dict[bool, tuple[int, int]] = {}  # is ragged: padded tokens, bytes
         self._bytes = 0
+        self._programs: set[GraphKey] = set()  # of which one size has been captured and checked
 
     @property
     def graphs(self) -> Mapping[GraphKey, Graph]:
@@ -216,16 +238,18 @@ class GraphStore:
     def capture(self, key: GraphKey, function: Callable[[], None]) -> Graph | None:
         """Capture `function` and keep its graph; None when it is too large to keep.
 
-        The caller has padded the buffers.
+        The caller has padded the buffers.  The first of each program is checked for host reads.
         """
         before = self.factory.bytes_held()
-        graph = self.factory.make()
+        program = key.program
+        graph = self.factory.make(checked=program not in self._programs)
         try:
             graph.capture(function)
         except GraphTooLarge as error:
             self._too_large.add(key)
             self._stays_eager(key, str(error))
             return None
+        self._programs.add(program)
         grown = self.factory.bytes_held() - before
         self._bytes += grown
         self._largest.setdefault(key.extend_len is None, (key.size.tokens, max(grown, 1)))

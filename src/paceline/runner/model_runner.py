@@ -7,6 +7,7 @@ import torch
 from paceline.attention.held import tensors_in
 from paceline.core.progress import Progress
 from paceline.core.step import RunKind, Step, StepRun, padded_step
+from paceline.kernels.compile_ahead import compile_ahead
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_keys import GraphKeys, empty_step
 from paceline.runner.graph_sizes import GraphSizes
@@ -53,15 +54,28 @@ class ModelRunner:
         self._captured: dict[GraphKey, Program] = {}  # what graphs leave; with a sanitizer
 
     def boot(self) -> None:
-        """Capture the largest graph of each shape, largest first, unless none is captured ahead."""
+        """Unless nothing is captured ahead: load what steps launch, and capture the largest graph
+        of each shape, largest first."""
         if self._graphs is None or not self._graphs.policy.at_boot:
             return
+        if self._graphs.factory.needs_warm_up:
+            self._compile_ahead()
         keys = [self._keys.longest_extend(), self._keys.largest_decode()]
         wanted = [key for key in keys if key is not None]
         with Progress("recording graphs", len(wanted), unit="graph") as bar:
             for key in wanted:
-                self._capture(key)
+                self._capture(key, warm_up=self._graphs.factory.needs_warm_up)
                 bar.advance()
+
+    def _compile_ahead(self) -> None:
+        """Compile every kernel that steps of this engine launch, side by side."""
+        keys = self._keys.ahead()
+        device = self._parts.buffers.row_ids.device
+        with Progress("loading kernels", len(keys), unit="step") as bar, compile_ahead(device):
+            for key in keys:
+                self._stream.run(_without_autograd(self._empty_program(key)))
+                bar.advance()
+        self._stream.synchronize()
 
     @property
     def parts(self) -> Parts:
@@ -186,24 +200,27 @@ class ModelRunner:
             return None
         found = self._graphs.find(key)
         if found is None and self._graphs.wants(key):
-            found = self._capture(key)
+            found = self._capture(key, warm_up=False)
         return found
 
-    def _capture(self, key: GraphKey) -> Graph | None:
-        """Capture a key over padded rows alone, which are harmless to execute.
-
-        None: its graph is too large to keep.
-        """
-        assert self._graphs is not None
-        size = key.size
-        empty = empty_step(key)
-        program = self._program_of(empty, size)
+    def _empty_program(self, key: GraphKey) -> Program:
+        """The functions of a key's step, over padded rows alone: harmless to execute."""
+        size, empty = key.size, empty_step(key)
         self._stream.run(lambda: self._parts.buffers.pad(size))
         host_plan = self._host_plan(empty, size)
         if host_plan is not None:
             self._stream.synchronize()  # its epoch's pinned memory may be a running step's
             self._stream.run(host_plan)
-        if self._graphs.factory.needs_warm_up:
+        return self._program_of(empty, size)
+
+    def _capture(self, key: GraphKey, *, warm_up: bool) -> Graph | None:
+        """Capture a key, behind an eager run where it had none.
+
+        None: its graph is too large to keep.
+        """
+        assert self._graphs is not None
+        program = self._empty_program(key)
+        if warm_up:
             self._stream.run(_without_autograd(program))
         self._stream.synchronize()
         graphs = self._graphs

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import GraphError, message
+from paceline.kernels.compile_ahead import EMPTY_FACTORIES
 from paceline.kernels.custom_op import cpu_kernel
 from paceline.runner.arena import Arena
 from paceline.runner.host_reads import refuse_host_reads
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
-# Contents undefined until written: nothing to replay.
-_EMPTY_FACTORIES = frozenset(
-    {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"}
-)
 # The same function by a shorter way than the operator's own: a step calls these most.
 _DIRECT: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.add.out: torch.add,
@@ -104,7 +101,7 @@ class _Recording:
             return  # a view of a storage that is replayed already
         for output in outputs:
             self._own(output)
-        if func._schema.name not in _EMPTY_FACTORIES:
+        if func._schema.name not in EMPTY_FACTORIES:  # there is nothing to replay
             self.calls.append(_refill(func, tuple(args), dict(kwargs), outputs))
 
     def _own(self, output: Tensor) -> None:

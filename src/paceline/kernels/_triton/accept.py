@@ -6,7 +6,7 @@ import triton.language as tl
 
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import FinishCode
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels.accept import FORCED_BITS, FORCED_SPREAD, Accepted, Drafts
 from paceline.kernels.commit import CommittedRows, EndRules
 
@@ -187,7 +187,9 @@ def launch_accept(
     """One program per request."""
     (reqs, n), max_stop_ids = drafts.tokens.shape, ends.stop_ids.shape[1]
     block = triton.next_power_of_2(n)
-    _accept_kernel[(reqs,)](
+    launch(
+        _accept_kernel,
+        (reqs,),
         *rows,
         *ends,
         *drafts._replace(

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import gated_activation
 
 _BLOCK = 1024
@@ -38,7 +38,9 @@ def launch_act_and_mul(x: Tensor, kind: str, out: Tensor) -> None:
     tokens, inter = out.shape
     if tokens == 0:
         return
-    _act_and_mul_kernel[(tokens, triton.cdiv(inter, _BLOCK))](
+    launch(
+        _act_and_mul_kernel,
+        (tokens, triton.cdiv(inter, _BLOCK)),
         x,
         out,
         x.stride(0),

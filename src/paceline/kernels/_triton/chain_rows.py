@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels.chain_rows import ChainRows, StepRows
 
 _BLOCK = 128  # tokens of a program
@@ -55,7 +55,9 @@ def launch_chain_rows(
     num_tokens = rows.positions.shape[0]
     stand_in = rows.row_ids  # of a step without a path: never read
     reqs, max_path = (1, 1) if path is None else path.shape
-    _chain_rows_kernel[(triton.cdiv(num_tokens, _BLOCK),)](
+    launch(
+        _chain_rows_kernel,
+        (triton.cdiv(num_tokens, _BLOCK),),
         history,
         kv_committed,
         *rows,

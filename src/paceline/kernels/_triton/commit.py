@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import FinishCode
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels.commit import CommittedRows, EndRules, StepTokens
 
 
@@ -70,7 +70,9 @@ def _commit_kernel(
 def launch_commit(rows: CommittedRows, ends: EndRules, step: StepTokens, results: Tensor) -> None:
     """One program per request."""
     max_stop_ids = ends.stop_ids.shape[1]
-    _commit_kernel[(step.row_ids.shape[0],)](
+    launch(
+        _commit_kernel,
+        (step.row_ids.shape[0],),
         *rows,
         *ends,
         *step._replace(finite=step.finite.view(torch.uint8)),

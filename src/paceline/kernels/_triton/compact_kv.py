@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 
 _BLOCK_COLUMNS = 256  # numbers of a slot that one program moves
 _UNITS = (torch.int64, torch.int32, torch.int16)  # what a slot is moved in, the widest that fits
@@ -87,7 +87,9 @@ def launch_compact_kv(pools: Sequence[Tensor], loc: Tensor, path: Tensor) -> Non
         pair = views[first : first + 2]
         a, b = pair[0], pair[-1]
         chunks = triton.cdiv(max(a.shape[2], b.shape[2]), _BLOCK_COLUMNS) * len(pair)
-        _compact_kv_kernel[(loc.shape[0], a.shape[0], chunks)](
+        launch(
+            _compact_kv_kernel,
+            (loc.shape[0], a.shape[0], chunks),
             a,
             b,
             loc,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.core.padding import PAD_ROW, PAD_SLOT
 from paceline.core.step import FinishCode
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels.derive import DerivedStep, RequestRows
 
 _BLOCK = 1024  # requests summed at once, and page-table entries copied by a program
@@ -185,7 +185,9 @@ def launch_derive(
     groups = [*zip(rows.page_tables, out.page_tables, out.out_cache_locs, page_sizes, strict=True)]
     for first in range(0, len(groups), 2):
         a, b = groups[first], groups[min(first + 1, len(groups) - 1)]
-        _derive_kernel[(out.row_ids.shape[0], chunks)](
+        launch(
+            _derive_kernel,
+            (out.row_ids.shape[0], chunks),
             facts,
             *columns,
             *out[:9],

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW, PAD_SLOT
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels.derive_draft import DraftBase, DraftRows
 
 _ONE_WARP = 32  # rows of a tree whose mask one warp holds in registers
@@ -137,7 +137,9 @@ def launch_derive_draft(
     groups = [*zip(base.page_tables, out.out_cache_locs, page_sizes, strict=True)]
     for first in range(0, len(groups), 2):
         a, b = groups[first], groups[min(first + 1, len(groups) - 1)]
-        _derive_draft_kernel[(reqs,)](
+        launch(
+            _derive_draft_kernel,
+            (reqs,),
             base.row_ids,
             base.prefix_lens,
             parents,

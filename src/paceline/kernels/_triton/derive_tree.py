@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 
 
 @triton.jit
@@ -43,7 +43,9 @@ def launch_derive_tree(
 ) -> None:
     """One program per node."""
     rows = tree_mask.shape[1]
-    _derive_tree_kernel[(parents.shape[0],)](
+    launch(
+        _derive_tree_kernel,
+        (parents.shape[0],),
         parents,
         prefix_lens,
         positions,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.gumbel import gumbel_at
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.ranks import TAKEN, index_of, rank_of, take_best, value_of
 from paceline.kernels.draft_topk import DraftNoise, TopDrafts
 
@@ -127,7 +127,9 @@ def launch_draft_topk(
     highest = torch.empty(rows, num_blocks, dtype=torch.float32, device=device)
     sums = torch.empty_like(highest)
     block_k, block_ranks = triton.next_power_of_2(k), triton.next_power_of_2(num_blocks * k)
-    _draft_topk_blocks_kernel[(num_blocks, rows)](
+    launch(
+        _draft_topk_blocks_kernel,
+        (num_blocks, rows),
         logits,
         *(noise or (logits, logits, logits)),
         logits if d2t is None else d2t,
@@ -144,7 +146,9 @@ def launch_draft_topk(
         num_warps=min(max(block_vocab // 512, 1), 8),
         **overlap_options(device, _draft_topk_blocks_kernel),
     )
-    _draft_topk_rows_kernel[(rows,)](
+    launch(
+        _draft_topk_rows_kernel,
+        (rows,),
         ranks,
         highest,
         sums,

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 
 if TYPE_CHECKING:
     from paceline.kernels.eagle_input import HalfNorms
@@ -57,7 +57,9 @@ def launch_eagle_input(
     if tokens == 0:
         return
     block_dim = triton.next_power_of_2(dim)
-    _eagle_input_norm_kernel[(tokens, 2)](
+    launch(
+        _eagle_input_norm_kernel,
+        (tokens, 2),
         input_ids,
         table,
         features,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 
 _BLOCK_VOCAB = 2048  # 63 programs for a row of 128,000
 
@@ -73,7 +73,9 @@ def launch_greedy(
     num_blocks = triton.cdiv(vocab, block_vocab)
     best = torch.empty(rows, num_blocks, dtype=torch.float32, device=logits.device)
     block_token_ids = torch.empty(rows, num_blocks, dtype=torch.int32, device=logits.device)
-    _greedy_blocks_kernel[(num_blocks, rows)](
+    launch(
+        _greedy_blocks_kernel,
+        (num_blocks, rows),
         logits,
         best,
         block_token_ids,
@@ -83,7 +85,9 @@ def launch_greedy(
         num_warps=min(max(block_vocab // 512, 1), 8),
         **overlap_options(logits.device, _greedy_blocks_kernel),
     )
-    _greedy_rows_kernel[(rows,)](
+    launch(
+        _greedy_rows_kernel,
+        (rows,),
         best,
         block_token_ids,
         token_ids,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.ranks import TAKEN, index_of, rank_of, take_best, value_of
 from paceline.kernels.draft_topk import TopDrafts
 from paceline.kernels.grow_tree import Candidates, Frontier
@@ -120,7 +120,9 @@ def launch_grow_tree(
     if reqs == 0:
         return
     num_children = children.tokens.numel() // reqs
-    _grow_tree_kernel[(reqs,)](
+    launch(
+        _grow_tree_kernel,
+        (reqs,),
         *children,
         *(above or (out.ids, out.scores)),
         *candidates,
@@ -145,7 +147,9 @@ def launch_select_tree(
     if reqs == 0:
         return
     block = triton.next_power_of_2(num_candidates)
-    _select_tree_kernel[(reqs,)](
+    launch(
+        _select_tree_kernel,
+        (reqs,),
         *candidates,
         roots,
         tokens,

@@ -1,4 +1,6 @@
-"""Programmatic dependent launch: a kernel may start while the one before it drains.
+"""How our Triton kernels are launched, or only compiled.
+
+Programmatic dependent launch: a kernel may start while the one before it drains.
 
 Every program of a kernel launched so must call `wait_for_inputs`, before it reads what an earlier
 kernel wrote and before it writes anything at all; weights may be read before.  The wait is for the
@@ -9,6 +11,10 @@ this one start.  A program that ended without waiting would break the chain.
 take the place of working ones.  (PTX ISA, griddepcontrol; Hopper and later.)
 """
 
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,6 +24,40 @@ import triton.language as tl
 from paceline.kernels._triton.runtime import interpreted
 
 _FIRST_CAPABILITY = (9, 0)
+_ALIGNMENT = 16  # bytes, of a pointer: Triton compiles for it
+# Launches that `compile_only` has seen; None: outside of it.
+_SEEN: ContextVar[set[Hashable] | None] = ContextVar("_SEEN", default=None)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch a jitted kernel on the current stream; within `compile_only` compile it instead."""
+    seen = _SEEN.get()
+    if seen is None or interpreted(kernel):
+        kernel[grid](*args, **options)
+        return
+    # Layers repeat launches, and Triton takes half a millisecond to find out which.
+    key = (kernel, tuple(map(_specialised, args)), tuple(options.items()))
+    if key not in seen:
+        seen.add(key)
+        kernel.warmup(*args, grid=grid, **options)
+
+
+def _specialised(argument: object) -> Hashable:
+    """All of a launch's argument that a compiled kernel may depend on, and more."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % _ALIGNMENT
+    assert isinstance(argument, Hashable), argument
+    return argument
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Within the block `launch` starts nothing: outputs keep what they hold."""
+    token = _SEEN.set(set())
+    try:
+        yield
+    finally:
+        _SEEN.reset(token)
 
 
 @triton.jit
@@ -36,6 +76,11 @@ def let_next_start(OVERLAPPED: tl.constexpr):
 
 def overlap_options(device: torch.device, kernel: object) -> dict[str, Any]:
     """Launch arguments of a kernel that has the OVERLAPPED constant."""
-    if interpreted(kernel) or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+    if interpreted(kernel) or not _overlaps(device):
         return {"OVERLAPPED": False}
     return {"OVERLAPPED": True, "launch_pdl": True}
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _FIRST_CAPABILITY

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import require_runnable
 
 
@@ -104,7 +104,9 @@ def launch_merge_partials(
     tokens, heads, dim = out.shape
     block_dim = triton.next_power_of_2(dim)
     block_rows = max(1, 2048 // block_dim)
-    _merge_partials_kernel[(triton.cdiv(tokens * heads, block_rows),)](
+    launch(
+        _merge_partials_kernel,
+        (triton.cdiv(tokens * heads, block_rows),),
         out_a,
         lse_a,
         out_b,

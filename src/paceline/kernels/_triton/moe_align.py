@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels._triton.launch import launch
 from paceline.kernels.moe_align import Alignment, max_blocks
 
 # (pairs up to which it serves, pairs that one program places, pairs counted at a time).  Few sizes,
@@ -83,7 +84,9 @@ def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> A
         torch.empty(blocks, 3, dtype=torch.int32, device=expert_ids.device),
     )
     chunk, tile = next((chunk, tile) for most, chunk, tile in _SIZES if num_pairs <= most)
-    _moe_align_kernel[(triton.cdiv(num_pairs, chunk),)](
+    launch(
+        _moe_align_kernel,
+        (triton.cdiv(num_pairs, chunk),),
         expert_ids,
         *made,
         num_pairs,

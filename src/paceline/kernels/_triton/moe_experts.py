@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels._triton.launch import launch
 from paceline.kernels._triton.moe_align import launch_moe_align
 from paceline.kernels._triton.moe_tiles import ExpertTiles, expert_tiles
 from paceline.kernels._triton.runtime import interpreted
@@ -220,7 +221,9 @@ def launch_moe_experts(
     _launch_gate_up(x, weights, aligned, gate=gate, tiles=tiles, out=gated)
     _launch_down(gated, routing, weights, aligned=aligned, tiles=tiles, out=parts)
     block = min(1024, triton.next_power_of_2(x.shape[1]))
-    _sum_kernel[(x.shape[0], triton.cdiv(x.shape[1], block))](
+    launch(
+        _sum_kernel,
+        (x.shape[0], triton.cdiv(x.shape[1], block)),
         parts,
         out,
         EXPERTS_PER_TOKEN=routing.expert_ids.shape[1],
@@ -241,7 +244,9 @@ def _launch_gate_up(
 ) -> None:
     num_pairs, inter = out.shape
     tile = tiles.gate_up
-    _gate_up_kernel[(triton.cdiv(2 * inter, tile.cols), aligned.blocks.shape[0])](
+    launch(
+        _gate_up_kernel,
+        (triton.cdiv(2 * inter, tile.cols), aligned.blocks.shape[0]),
         x,
         weights.gate_up,
         weights.gate_up_bias,
@@ -275,7 +280,9 @@ def _launch_down(
     out: Tensor,
 ) -> None:
     tile = tiles.down
-    _down_kernel[(triton.cdiv(out.shape[1], tile.cols), aligned.blocks.shape[0])](
+    launch(
+        _down_kernel,
+        (triton.cdiv(out.shape[1], tile.cols), aligned.blocks.shape[0]),
         gated,
         weights.down,
         weights.down_bias,

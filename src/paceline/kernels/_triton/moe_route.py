@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels._triton.launch import launch
+
 
 @triton.jit
 def _moe_route_kernel(
@@ -53,7 +55,9 @@ def launch_moe_route(
     if tokens == 0:
         return
     block_experts = triton.next_power_of_2(num_experts)
-    _moe_route_kernel[(tokens,)](
+    launch(
+        _moe_route_kernel,
+        (tokens,),
         logits,
         weights,
         expert_ids,

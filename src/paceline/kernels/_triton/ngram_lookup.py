@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels.ngram_lookup import NgramDrafts
 
 _BLOCK_TOKENS = 2048
@@ -117,7 +117,9 @@ def launch_ngram_lookup(
     reqs, num_draft_tokens = out.tokens.shape
     if reqs == 0:
         return
-    _ngram_lookup_kernel[(reqs,)](
+    launch(
+        _ngram_lookup_kernel,
+        (reqs,),
         history,
         row_ids,
         known,

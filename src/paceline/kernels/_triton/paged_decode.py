@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import (
     apply_sinks,
     dot,
@@ -273,7 +273,9 @@ def launch_paged_decode(
         config = decode_config(group, head_dim, v_head_dim, kv_dtype=k_cache.dtype)
     head_tiles = triton.cdiv(group, config.block_rows)
     merge_rows = min(config.block_rows, triton.next_power_of_2(group))
-    _decode_kernel[(kv_heads * head_tiles, splits, num_reqs)](
+    launch(
+        _decode_kernel,
+        (kv_heads * head_tiles, splits, num_reqs),
         q,
         k_cache,
         v_cache,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import (
     apply_sinks,
     dot,
@@ -404,7 +404,9 @@ def launch_paged_extend(
             is_split=splits > 1,
         )
     grid = (triton.cdiv(max_rows, config.block_rows), kv_heads * page_table.shape[0], splits)
-    _extend_kernel[grid](
+    launch(
+        _extend_kernel,
+        grid,
         q,
         k_cache,
         v_cache,

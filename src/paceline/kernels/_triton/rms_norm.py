@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -79,7 +79,9 @@ def launch_rms_norm(
     block_dim = triton.next_power_of_2(dim)
     block_rows = max(1, 1024 // block_dim)
     added = x if residual is None else residual
-    _rms_norm_kernel[(triton.cdiv(num_rows, block_rows),)](
+    launch(
+        _rms_norm_kernel,
+        (triton.cdiv(num_rows, block_rows),),
         x,
         added,
         weight,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 
 _BLOCK_HEADS = 8  # heads of one program
 
@@ -269,7 +269,9 @@ def launch_rope_write_kv(
     kv_heads, dim_v = k.shape[1], v.shape[2]
     q_blocks = triton.cdiv(heads, block_heads) if half or q_norm is not None else 0
     kv_blocks = triton.cdiv(kv_heads, block_heads)
-    _rope_write_kv_kernel[(tokens, q_blocks + 2 * kv_blocks)](
+    launch(
+        _rope_write_kv_kernel,
+        (tokens, q_blocks + 2 * kv_blocks),
         q,
         k,
         v,

@@ -1,6 +1,7 @@
 """Where Triton kernels may run, and how large their tiles may be there."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -50,6 +51,7 @@ def require_runnable(what: str, tensor: Tensor, kernel: object, *, otherwise: st
         )
 
 
+@cache
 def shared_memory_bytes(device: torch.device) -> int:
     """The most shared memory one program may use."""
     if device.type != "cuda":

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import dot, gated_activation
 from paceline.kernels._triton.runtime import (
     interpreted,
@@ -87,7 +87,7 @@ def _one_token_kernel(
     tl.store(out_ptr + features, result, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _few_tokens_kernel(
     x_ptr,  # [tokens, inner]
     weight_ptr,  # [out_features, inner], with ACTIVATION [2 * out_features, inner]
@@ -177,7 +177,9 @@ def launch_skinny_linear(
     if tokens == 1:
         block_cols = triton.next_power_of_2(inner)
         block_rows = max(1, _ROW_ELEMENTS // block_cols)
-        _one_token_kernel[(triton.cdiv(out_features, block_rows),)](
+        launch(
+            _one_token_kernel,
+            (triton.cdiv(out_features, block_rows),),
             x,
             weight,
             bias,
@@ -194,7 +196,9 @@ def launch_skinny_linear(
         return
     weight_rows = tile.features if activation is None else 2 * tile.features
     stage_bytes = (weight_rows + tile.tokens) * tile.inner * x.element_size()
-    _few_tokens_kernel[(triton.cdiv(out_features, tile.features), splits)](
+    launch(
+        _few_tokens_kernel,
+        (triton.cdiv(out_features, tile.features), splits),
         x,
         weight,
         bias,

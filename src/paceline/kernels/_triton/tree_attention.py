@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import (
     dot,
     load_rows,
@@ -144,7 +144,9 @@ def launch_tree_attention(
     group = heads // kv_heads
     config = tree_config(extend_len, group, head_dim=head_dim, v_head_dim=v_head_dim, dtype=q.dtype)
     tiles = triton.cdiv(extend_len * group, config.block_rows)
-    _tree_attention_kernel[(tiles, kv_heads, tokens // extend_len)](
+    launch(
+        _tree_attention_kernel,
+        (tiles, kv_heads, tokens // extend_len),
         q,
         k,
         v,
