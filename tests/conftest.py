@@ -26,6 +26,24 @@ def threads_as_before() -> Iterator[None]:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+@pytest.fixture(autouse=True)
+def books_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine of a test checks its books whenever nothing is left to do."""
+    if "torch" not in sys.modules:  # no test of the engine, which imports it
+        return
+    from paceline.engine.engine import Engine
+
+    step = Engine.step
+
+    def checked(engine: Engine) -> object:
+        grown = step(engine)
+        if not engine.has_work:
+            engine.scheduler.check_integrity()
+        return grown
+
+    monkeypatch.setattr(Engine, "step", checked)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked gpu where there is no CUDA device."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]

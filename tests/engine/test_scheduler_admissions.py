@@ -72,6 +72,23 @@ def test_whatever_is_asked_generation_ends_with_the_context(max_tokens: int | No
     assert (request.num_known, request.finish) == (CONTEXT_LEN, "length")
 
 
+@pytest.mark.parametrize("turns", [0, 1])
+def test_who_waits_for_a_leader_that_ends_waits_no_longer(turns: int) -> None:
+    loop = Loop()
+    leader = loop.add("a", 40, seed=-1)
+    sibling, gone = leader.sibling(1), leader.sibling(2)
+    for each in (sibling, gone):
+        loop.scheduler.add(each)
+        loop.requests[each.request_id] = each
+    for _ in range(turns):
+        loop.turn()
+    assert loop.scheduler.abort(gone.request_id)
+    assert loop.scheduler.num_waiting == 2 - turns
+    assert loop.scheduler.abort("a")
+    loop.run()
+    assert list(sibling.output_ids) == loop.expected(sibling.request_id)
+
+
 def test_a_preempted_request_comes_before_those_that_arrived_after_it() -> None:
     loop = Loop(num_pages=9, max_running=2)
     loop.add("a", 8, max_tokens=24)
@@ -81,7 +98,7 @@ def test_a_preempted_request_comes_before_those_that_arrived_after_it() -> None:
         loop.turn()
     while second.state is not RequestState.WAITING:
         loop.turn()
-    assert loop.scheduler._roster.waiting == [second, third]
+    assert list(loop.scheduler._roster.waiting) == [second, third]
 
 
 def test_a_request_that_is_preempted_leaves_the_step_it_was_planned_for() -> None:

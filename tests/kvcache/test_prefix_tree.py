@@ -92,14 +92,15 @@ def test_a_detached_subtree_is_found_no_more_and_its_pages_come_back(tree):
     assert list(tree.nodes()) == []
 
 
-def test_the_candidate_heap_does_not_grow_with_use(tree):
+def test_the_eviction_order_does_not_grow_with_use(tree):
     path = stored_path(tree, TOKENS, 1)
     for _ in range(1000):
         for node in path:
             tree.lock(node, FULL)
         for node in path:
             tree.unlock(node, FULL)
-    assert len(tree._heaps[FULL]) < 200
+    assert len(tree._orders[FULL]) == 1
+    assert not tree._orders[FULL]._heap
     assert tree.evict(FULL, 9) == [6, 5, 4, 3, 2, 1]
 
 

@@ -266,8 +266,8 @@ class EngineOptions:
     sanitize: bool = _of_kernels(
         False,
         bool,
-        "Run every step again over poison where it may not read; stop where that shows.  For "
-        "debugging: tens of times slower.",
+        "Run every step again over poison where it may not read, and check the books of the cache "
+        "when nothing runs; stop where that shows.  For debugging: tens of times slower.",
         "--sanitize",
     )
     seed: int = _of_model(

@@ -51,6 +51,7 @@ class AsyncEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-engine")
         # Of the thread:
         self._running: dict[str, _Running] = {}  # by request id
+        self._names: dict[Ticket[Any], set[str]] = {}  # of these, by their ticket
         self._is_ending = False
         # Of the loop:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -170,7 +171,7 @@ class AsyncEngine:
             if running is None:
                 continue
             if tracker.is_finished:
-                del self._running[tracker.request.request_id]
+                self._forget(running)
             if tracker.is_finished or running.ticket.stream:
                 news.append(running.news())
         if news:
@@ -183,13 +184,23 @@ class AsyncEngine:
             self._tell(ticket.fail, error)
             return
         for index, tracker in enumerate(trackers):
-            self._running[tracker.request.request_id] = _Running(ticket, index, tracker)
+            name = tracker.request.request_id
+            self._running[name] = _Running(ticket, index, tracker)
+            self._names.setdefault(ticket, set()).add(name)
         self._tell(ticket.accept)
 
     def _cancel(self, ticket: Ticket[Any]) -> None:
-        for name in [n for n, running in self._running.items() if running.ticket is ticket]:
+        for name in self._names.pop(ticket, ()):
             del self._running[name]
             self._llm.abort(name)
+
+    def _forget(self, running: _Running) -> None:
+        """A prompt has ended."""
+        name, names = running.tracker.request.request_id, self._names[running.ticket]
+        del self._running[name]
+        names.remove(name)
+        if not names:
+            del self._names[running.ticket]
 
     def _abort_running(self) -> None:
         news = []
@@ -197,6 +208,7 @@ class AsyncEngine:
             self._llm.abort(name)
             news.append(running.news())
         self._running.clear()
+        self._names.clear()
         self._tell(_deliver, news)
 
     def _end(self) -> None:

@@ -15,6 +15,8 @@ class Engine:
     """One scheduler, one runner, one loop.  Not thread-safe.
 
     turn: `overlapped_turn` or `twin_turn`, or one of them as `TurnLog.around` has it.
+    sanitize: whenever nothing is left to do, see that rows, pages and the prefix tree agree; it
+        looks at every page.
     """
 
     def __init__(
@@ -25,12 +27,14 @@ class Engine:
         *,
         turn: TurnFunction,
         context_len: int,
+        sanitize: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
         self._tokenizer = tokenizer
         self._turn = turn
         self._context_len = context_len
+        self._sanitize = sanitize
         self._trackers: dict[str, Tracker] = {}
         self._in_flight: Launched | None = None
         self._failure: BaseException | None = None  # what ended a turn half-way
@@ -78,7 +82,7 @@ class Engine:
         return True
 
     def step(self) -> list[Tracker]:
-        """One turn of the loop; returns the requests it brought something to.
+        """One turn of the loop; returns the requests it brought something to.  Costs what changed.
 
         An exception in the middle of a turn, Ctrl-C included, leaves device and books apart: it is
         raised, and the engine refuses to go on.
@@ -102,7 +106,7 @@ class Engine:
             if tracker.is_finished:
                 del self._trackers[update.request.parent_id]
             touched[tracker] = None
-        if not self.has_work:
+        if self._sanitize and not self.has_work:
             self.scheduler.check_integrity()
         return list(touched)
 

@@ -331,14 +331,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run them to their end."""
         trackers = [each for each in queued if isinstance(each, Tracker)]
-        left = len(trackers)
+        left = set(trackers)
         try:
-            with Progress("prompts", left, unit="prompt", shown=shown) as bar:
-                while left:
-                    self._live.engine.step()
-                    num_done = left - sum(not tracker.is_finished for tracker in trackers)
-                    left -= num_done
-                    bar.advance(num_done)
+            with Progress("prompts", len(left), unit="prompt", shown=shown) as bar:
+                while left and self._live.engine.has_work:
+                    grown = self._live.engine.step()
+                    done = left.intersection(each for each in grown if each.is_finished)
+                    left -= done
+                    bar.advance(len(done))
         finally:
             self._abort_all(trackers)
         return [each.snapshot() if isinstance(each, Tracker) else each for each in queued]

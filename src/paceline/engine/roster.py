@@ -8,13 +8,14 @@
 A row returns when the last step in flight that contains it has been processed.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from paceline.core.errors import IntegrityError, RequestError, message
 from paceline.core.padding import PAD_ROW
 from paceline.engine.request import FinishReason, Request, RequestState
+from paceline.engine.waiting import WaitingQueue
 
 
 class Roster:
@@ -25,7 +26,7 @@ class Roster:
         self._requests: dict[str, Request] = {}  # not finished
         self._free_rows = list(range(1, max_running + 1))  # a heap
         self._num_arrived = 0
-        self.waiting: list[Request] = []  # by arrival; others only read
+        self.waiting = WaitingQueue()  # others only read
         self.running: list[Request] = []  # by arrival; others only read
         self.num_draining = 0
 
@@ -40,8 +41,11 @@ class Roster:
         """An unfinished request, or None."""
         return self._requests.get(request_id)
 
-    def add(self, request: Request) -> None:
-        """Queue a request; RequestError when its id is in use."""
+    def add(self, request: Request, *, leader: Request | None = None) -> None:
+        """Queue a request; RequestError when its id is in use.
+
+        leader: waits until this one is released, or ends.
+        """
         if request.request_id in self._requests:
             raise RequestError(
                 message(
@@ -54,7 +58,14 @@ class Roster:
         self._num_arrived += 1
         request.arrival = self._num_arrived
         self._requests[request.request_id] = request
-        self.waiting.append(request)
+        if leader is None:
+            self.waiting.add(request)
+        else:
+            self.waiting.add_aside(request, leader)
+
+    def release(self, leader: Request) -> None:
+        """Who waits for `leader` waits for it no longer."""
+        self.waiting.release(leader)
 
     def join(self, request: Request, prefix_len: int) -> int:
         """A waiting request runs from `prefix_len` tokens on; returns its row."""
@@ -74,7 +85,7 @@ class Roster:
 
     def preempt(self, request: Request) -> None:
         """A running request waits again, once its in-flight outputs have arrived."""
-        self.running.remove(request)
+        self._stop_running(request)
         request.state = RequestState.DRAINING
         request.num_preemptions += 1
         self.num_draining += 1
@@ -83,7 +94,7 @@ class Roster:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """A request ends; its row returns once nothing of it is in flight."""
         if request.state is RequestState.RUNNING:
-            self.running.remove(request)
+            self._stop_running(request)
         elif request.state is RequestState.WAITING:
             self.waiting.remove(request)
         else:
@@ -91,6 +102,7 @@ class Roster:
         request.state = RequestState.FINISHED
         request.finish = reason
         del self._requests[request.request_id]
+        self.waiting.release(request)
         self.settle(request)
 
     def settle(self, request: Request) -> None:
@@ -103,7 +115,7 @@ class Roster:
         if request.state is RequestState.DRAINING:
             self.num_draining -= 1
             request.state = RequestState.WAITING
-            insort(self.waiting, request, key=_arrival)
+            self.waiting.add(request)
 
     def check_integrity(self, in_flight: Iterable[Request]) -> None:
         """Raise IntegrityError unless rows, states and steps in flight agree.
@@ -131,6 +143,11 @@ class Roster:
                         remedy="find the transition that changed one side only",
                     )
                 )
+
+    def _stop_running(self, request: Request) -> None:
+        index = bisect_left(self.running, request.arrival, key=_arrival)
+        assert self.running[index] is request, f"{request.request_id} does not run"
+        del self.running[index]
 
 
 def _arrival(request: Request) -> int:

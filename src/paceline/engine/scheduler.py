@@ -81,7 +81,7 @@ class Scheduler:
                     remedy="lower max_tokens, shorten the prompt, or give the KV cache more memory",
                 )
             )
-        self._roster.add(request)
+        self._roster.add(request, leader=self._leader_to_await(request))
 
     def abort(self, request_id: str) -> bool:
         """End a request now; False when it is unknown or has ended already."""
@@ -189,7 +189,7 @@ class Scheduler:
         Only a request whose leader is computing the prompt that it will share lets others pass.
         """
         while self._roster.has_free_row and plan.budget:
-            request = next((r for r in self._roster.waiting if self._is_ready(r)), None)
+            request = self._roster.waiting.first
             if request is None or plan.is_stalled or self._roster.num_draining:
                 return
             joined = plan.joined_tokens + request.num_known
@@ -213,10 +213,12 @@ class Scheduler:
             plan.joined_tokens = joined
             plan.add(request, self._chunk(plan, request), deltas)
 
-    def _is_ready(self, request: Request) -> bool:
-        """Whether a waiting request would gain nothing by waiting for its leader's prompt."""
+    def _leader_to_await(self, request: Request) -> Request | None:
+        """Who computes the prompt that a request will share; None where waiting gains nothing."""
         leader = request.leader
-        return leader is None or leader.has_prompt_kv or not self._cache.shares(request.prompt_len)
+        if leader is None or leader.has_prompt_kv or not self._cache.shares(request.prompt_len):
+            return None
+        return leader
 
     def _chunk(self, plan: StepPlan, request: Request) -> int:
         num_left = request.join_len - request.kv_least
@@ -269,6 +271,8 @@ class Scheduler:
             return None
         tokens = outputs.token_ids[index]
         request.token_ids.extend(tokens)
+        if row.is_prefill and tokens:
+            self._roster.release(request)
         if request.state is RequestState.RUNNING:
             request.kv_known = request.num_known - 1 if row.emits else row.kv_len
         if row.has_drafts:

@@ -4,19 +4,18 @@ A node holds, per cache group, the page with that group's KV (None: never stored
 count of locks: requests whose page tables name the page.  A *leaf-first* group (full attention)
 needs every page of a prefix, so its pages are stored from the root down, locked as whole paths and
 evicted from the leaves up.  A windowed group needs only the last pages, so its pages come and go
-anywhere.  Eviction takes the least recently used unlocked page from a heap of candidates; stale
-heap entries are skipped.
+anywhere.  Eviction takes the least recently used page that may go (`EvictionOrder`).
 
 Where the KV of a token depends on the token behind it (an EAGLE head's), a node's key is the tokens
 of its page and the one behind them, its `draft_next_token`: another continuation is another node.
 So a hit with it ends one page earlier, and what it computes can be found again.
 """
 
-import heapq
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import count
 
 from paceline.core.errors import IntegrityError, message
+from paceline.kvcache.eviction_order import EvictionOrder
 
 
 class Node:
@@ -51,7 +50,7 @@ class PrefixTree:
         groups = len(self._leaf_first)
         self._roots: dict[Hashable, Node] = {}
         self._detached: set[Node] = set()
-        self._heaps: list[list[tuple[int, int, Node]]] = [[] for _ in range(groups)]
+        self._orders = tuple(EvictionOrder[Node]() for _ in range(groups))
         self._evictable = [0] * groups
         self._clock = count(1)
         self.num_evicted = 0
@@ -95,6 +94,8 @@ class PrefixTree:
         node.locks[group] = 1
         if node.parent is not None:
             node.parent.held_children[group] += 1
+            if self._leaf_first[group]:
+                self._orders[group].discard(node.parent)
 
     def lock(self, node: Node, group: int) -> int:
         """Keep a node's page from eviction; returns the page."""
@@ -102,6 +103,7 @@ class PrefixTree:
         assert page is not None, "only a stored page can be locked"
         if node.locks[group] == 0:
             self._evictable[group] -= 1
+            self._orders[group].discard(node)
         node.locks[group] += 1
         return page
 
@@ -112,7 +114,8 @@ class PrefixTree:
         if node.locks[group] == 0:
             self._evictable[group] += 1
             node.stamps[group] = next(self._clock)
-            self._offer(node, group)
+            if self._may_go(node, group):
+                self._orders[group].add_youngest(node, node.stamps[group])
 
     def num_evictable(self, group: int) -> int:
         """Pages `evict` could return: locks of leaf-first groups cover whole paths."""
@@ -120,20 +123,19 @@ class PrefixTree:
 
     def evict(self, group: int, num_pages: int) -> list[int]:
         """Give up to `num_pages` pages, least recently used first; the caller frees them."""
-        heap = self._heaps[group]
         pages: list[int] = []
-        while heap and len(pages) < num_pages:
-            stamp, _, node = heapq.heappop(heap)
+        while len(pages) < num_pages:
+            node = self._orders[group].pop()
+            if node is None:
+                break
             page = node.pages[group]
-            if page is None or node.stamps[group] != stamp or not self._is_candidate(node, group):
-                continue
+            assert page is not None, "a node without a page cannot give one"
             node.pages[group] = None
             self._evictable[group] -= 1
             self.num_evicted += 1
             pages.append(page)
             if node.parent is not None:
-                node.parent.held_children[group] -= 1
-                self._offer(node.parent, group)
+                self._lost_child(node.parent, group)
             self.prune(node)
         return pages
 
@@ -158,8 +160,7 @@ class PrefixTree:
         self._detached.add(node)
         for group, page in enumerate(node.pages):
             if page is not None:
-                parent.held_children[group] -= 1
-                self._offer(parent, group)
+                self._lost_child(parent, group)
         self.prune(parent)
 
     def nodes(self) -> Iterator[Node]:
@@ -185,6 +186,10 @@ class PrefixTree:
                     whole = whole and (is_root or node.parent.pages[group] is not None)
                     self._compare("whole leaf-first paths", True, whole)
         self._compare("evictable pages", evictable, self._evictable)
+        for group, order in enumerate(self._orders):
+            may_go = [node for node in self.nodes() if self._may_go(node, group)]
+            self._compare("pages in the eviction order", len(may_go), len(order))
+            self._compare("the eviction order", True, all(node in order for node in may_go))
 
     def _check_behind(self, node: Node) -> None:
         """The token behind a node's page is known, and the first of its children's pages."""
@@ -197,20 +202,17 @@ class PrefixTree:
             assert isinstance(child.key, tuple), "token ids"
             self._compare("the token behind a page", behind, child.key[: self._num_behind])
 
-    def _is_candidate(self, node: Node, group: int) -> bool:
+    def _may_go(self, node: Node, group: int) -> bool:
+        """Whether a node has a page that may be evicted."""
         if node.pages[group] is None or node.locks[group]:
             return False
         return not (self._leaf_first[group] and node.held_children[group])
 
-    def _offer(self, node: Node, group: int) -> None:
-        if not self._is_candidate(node, group):
-            return
-        heap = self._heaps[group]
-        heapq.heappush(heap, (node.stamps[group], next(self._clock), node))
-        if len(heap) > 4 * self._evictable[group] + 64:
-            live = {e[2]: e for e in heap if e[2].stamps[group] == e[0]}
-            heap[:] = [e for e in live.values() if self._is_candidate(e[2], group)]
-            heapq.heapify(heap)
+    def _lost_child(self, node: Node, group: int) -> None:
+        """A child of the node holds its page no longer, or is its child no longer."""
+        node.held_children[group] -= 1
+        if self._leaf_first[group] and self._may_go(node, group):
+            self._orders[group].add(node, node.stamps[group])
 
     def _compare(self, name: str, expected: object, got: object) -> None:
         if expected != got:
