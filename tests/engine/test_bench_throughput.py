@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from paceline.core.step import RunKind
 from paceline.engine import bench_throughput as bench_module
 from paceline.engine.bench_page import page
 from paceline.engine.bench_throughput import bench_throughput, main, table
-from paceline.engine.boot import prepare
+from paceline.engine.boot import Knobs, prepare
+from paceline.engine.llm import LLM
 from paceline.engine.throughput_page import throughput_drawings
-from paceline.engine.throughput_report import Steady, over_passes, percentile
+from paceline.engine.throughput_report import Steady, over_passes, percentile, time_by_kind
 from paceline.engine.traffic import plan_traffic
 from paceline.engine.traffic_pass import TrafficPass, run_pass
 from paceline.engine.traffic_shape import USUAL_OUTPUT, Lengths, TrafficShape
-from paceline.engine.turn_log import StepFacts, StepKind, TimedTurn
+from paceline.engine.turn_log import StepFacts, StepKind, TimedTurn, TurnLog
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench_throughput.json"
 SHAPE = TrafficShape(
@@ -134,6 +136,30 @@ def test_requests_arrive_at_their_rate(checkpoint):
     document = told(checkpoint, shape)
     assert document["first"]["seconds"] > due_s[-1]
     assert document["traffic"]["request_rate"] == 200.0
+
+
+def test_a_pass_counts_from_its_begin_and_waits_from_when_a_request_was_due(checkpoint):
+    arrivals = plan(checkpoint, replace(SHAPE, request_rate=100.0)).arrivals(0)
+    log = TurnLog()
+    with LLM(knobs=Knobs(around_turn=log.around), **asked(checkpoint)) as llm:
+        (left,) = llm.submit([[5, 6]])
+        llm.engine.step()
+        llm.abort(left.request.request_id)
+        assert llm.engine.has_work, "what is in flight is not received by the pass"
+        began = time.perf_counter()
+        done = run_pass(llm, log, arrivals, name="a")
+        wall_s = time.perf_counter() - began
+    assert done.turns[0].landed is None
+    assert arrivals[0].due_s <= done.turns[0].began_s <= done.seconds <= wall_s
+    ttft_s, waited_s = [], 0.0
+    for index, arrival in enumerate(arrivals):
+        came_s = [turn.ended_s for turn in done.turns if f"a-{index}" in turn.receivers]
+        ttft_s.append(came_s[0] - arrival.due_s)
+        waited_s += came_s[-1] - came_s[0]
+    assert done.ttft_s == pytest.approx(ttft_s)
+    assert sum(done.gaps_s) == pytest.approx(waited_s)
+    told_s = sum(row["seconds"] for row in time_by_kind(done))
+    assert told_s == pytest.approx(sum(turn.seconds for turn in done.turns), rel=1e-6)
 
 
 def test_sampled_answers_repeat(checkpoint):
