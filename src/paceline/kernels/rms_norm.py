@@ -6,6 +6,8 @@ the product (Llama, Qwen); with `wide` the product is taken in float32 and round
 OLMo 2); with `unit_offset` it is so too, and the factor is 1 + weight (Gemma).
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -44,15 +46,27 @@ def add_rms_norm_reference(
 def rms_norm_cpu(
     x: Tensor, weight: Tensor, eps: float, unit_offset: bool, wide: bool, out: Tensor
 ) -> None:
-    dim = (x.shape[-1],)
-    if unit_offset:
-        out.copy_(torch.rms_norm(x.float(), dim, weight.float() + 1.0, eps))
+    if unit_offset or (wide and x.dtype != torch.float32):
+        scale = weight.float() + 1.0 if unit_offset else weight.float()
+        out.copy_(_normed(x.float(), eps).mul_(scale))
     elif x.dtype == torch.float32:
-        out.copy_(torch.rms_norm(x, dim, weight, eps))  # nothing is rounded in between
-    elif wide:
-        out.copy_(torch.rms_norm(x.float(), dim, weight.float(), eps))
+        _normed(x, eps, out=out).mul_(weight)  # nothing is rounded in between
     else:
-        torch.mul(torch.rms_norm(x, dim, None, eps), weight, out=out)
+        torch.mul(torch.rms_norm(x, x.shape[-1:], None, eps), weight, out=out)
+
+
+def _normed(x: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """float32 x / sqrt(mean(x^2) + eps), in `out`: half the time of torch.rms_norm, whose operators
+    are many and take numbers, each of which becomes a tensor on its way."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean = torch.addcmul(_constant(eps), norm, norm, value=1.0 / x.shape[-1])
+    return torch.mul(x, mean.rsqrt_(), out=out)
+
+
+@cache
+def _constant(value: float) -> Tensor:
+    """[] float32"""
+    return torch.tensor(value)
 
 
 def _add_rms_norm_cpu(
