@@ -1,5 +1,6 @@
 """Settings every test shares; nothing here may import torch or triton before the first line."""
 
+import gc
 import os
 
 # Triton decides when it is imported whether kernels are compiled or interpreted.  On a CUDA machine
@@ -55,3 +56,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Every engine that is closed looks for garbage: let it not look through all tests and modules
+    each time, which takes longer than most tests."""
+    gc.collect()
+    gc.freeze()
