@@ -63,3 +63,8 @@ def pytest_collection_finish() -> None:
     each time, which takes longer than most tests."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """What is frozen when Python ends would be told as leaked."""
+    gc.unfreeze()

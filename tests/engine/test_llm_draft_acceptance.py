@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 from llm_cases import (
+    Cell,
     Checkpoint,
+    all_with_a_cover,
     assert_idle,
+    cell_name,
+    every_cell,
     make_checkpoint,
     make_llm,
     random_prompts,
@@ -33,7 +37,9 @@ from paceline.engine.outputs import RequestOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=26, ignore_eos=True)
 NOISY = SamplingParams(temperature=0.8, max_tokens=26, ignore_eos=True, seed=3)
+KINDS = {"greedy": GREEDY, "noisy": NOISY}
 WINDOWED = "gemma3-untied-full-rope-linear"
+DRAFTED = {"drafter": MODEL_DRAFTERS, "topk": (1, 4)}
 Depths = list[tuple[int, ...]]  # of each request: rounds that went so deep
 
 
@@ -42,10 +48,17 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
     return llama_truth(tmp_path_factory.mktemp("llama"), kinds=())
 
 
-@pytest.fixture(scope="module", params=[LLAMA, WINDOWED])
-def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """A target that drafts for itself."""
-    return make_checkpoint(request.param, tmp_path_factory.mktemp("twins"))
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    """Targets that draft for themselves."""
+    return {
+        case: make_checkpoint(case, tmp_path_factory.mktemp("twins")) for case in (LLAMA, WINDOWED)
+    }
+
+
+@pytest.fixture(params=[LLAMA, WINDOWED])
+def twins(request: pytest.FixtureRequest, targets: dict[str, Checkpoint]) -> Checkpoint:
+    return targets[request.param]
 
 
 def self_drafting(target: Checkpoint, **options: Any) -> LLM:
@@ -69,15 +82,17 @@ def assert_all_accepted(outputs: list[RequestOutput]) -> None:
         assert metrics.accepted_by_position[-1] >= metrics.rounds - 1, metrics
 
 
-@pytest.mark.parametrize("params", [GREEDY, NOISY], ids=["greedy", "noisy"])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+SELF = {"model": (LLAMA, WINDOWED), "page_size": (1, 16, 64), "params": ("greedy", "noisy")}
+
+
+@pytest.mark.parametrize("cell", all_with_a_cover(SELF))
 def test_a_model_that_drafts_for_itself_is_always_right(
-    twins: Checkpoint, page_size: int, params: SamplingParams
+    targets: dict[str, Checkpoint], cell: Cell
 ) -> None:
     """In chunks, with joins, behind prefix hits; with temperature both draw the same noise."""
-    prompts = random_prompts((1, 70, 9, 33))
-    options = {"chunked_prefill_size": 7, "max_num_seqs": 2, "page_size": page_size}
-    with self_drafting(twins, **options) as llm:
+    prompts, params = random_prompts((1, 70, 9, 33)), KINDS[cell["params"]]
+    options = {"chunked_prefill_size": 7, "max_num_seqs": 2, "page_size": cell["page_size"]}
+    with self_drafting(targets[cell["model"]], **options) as llm:
         first = llm.generate(prompts, params)
         assert_all_accepted(first)
         told = [[*p, *tokens, 4] for p, tokens in zip(prompts, tokens_of(first), strict=True)]
@@ -191,18 +206,20 @@ class Drafted:
         return [self.known[tuple(prompt)] for prompt in prompts]
 
 
-@pytest.fixture(
-    scope="module",
-    params=list(itertools.product(MODEL_DRAFTERS, (1, 4))),
-    ids=lambda pair: f"{pair[0]}-{pair[1]}",
-)
-def drafted(request: pytest.FixtureRequest, truth: Truth) -> Drafted:
-    return Drafted(truth, *request.param)
+@pytest.fixture(scope="module")
+def drafters(truth: Truth) -> dict[tuple[str, int], Drafted]:
+    """By name and width."""
+    pairs = itertools.product(*DRAFTED.values())
+    return {(name, topk): Drafted(truth, name, topk) for name, topk in pairs}
+
+
+def of_cell(drafters: dict[tuple[str, int], Drafted], cell: Cell) -> Drafted:
+    return drafters[cell["drafter"], cell["topk"]]
 
 
 @pytest.fixture
-def eagle3(truth: Truth) -> Drafted:
-    return Drafted(truth, "EAGLE3", 4)
+def eagle3(drafters: dict[tuple[str, int], Drafted]) -> Drafted:
+    return drafters["EAGLE3", 4]
 
 
 # Tokens per round, greedy and noisy, of drafters made from the target: a little less than measured.
@@ -216,7 +233,11 @@ FLOORS = {
 }
 
 
-def test_drafters_made_from_the_target_guess_well(drafted: Drafted) -> None:
+@pytest.mark.parametrize("cell", every_cell(DRAFTED), ids=cell_name)
+def test_drafters_made_from_the_target_guess_well(
+    drafters: dict[tuple[str, int], Drafted], cell: Cell
+) -> None:
+    drafted = of_cell(drafters, cell)
     prompts = random_prompts((3, 40, 22, 9, 60, 33))
     with drafted.llm() as llm:
         for params, floor in zip(
@@ -235,25 +256,31 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_acceptance_is_the_same_whatever_the_steps(drafted: Drafted, way: str) -> None:
-    prompts = random_prompts((3, 40, 1))
+@pytest.mark.parametrize("cell", all_with_a_cover(DRAFTED | {"way": tuple(WAYS)}))
+def test_acceptance_is_the_same_whatever_the_steps(
+    drafters: dict[tuple[str, int], Drafted], cell: Cell
+) -> None:
+    drafted, prompts = of_cell(drafters, cell), random_prompts((3, 40, 1))
     expected = drafted.cold(prompts)
     assert min(sum(each) for each in expected) > 0
-    with drafted.llm(**WAYS[way]) as llm:
+    with drafted.llm(**WAYS[cell["way"]]) as llm:
         assert depths(llm.generate(prompts, GREEDY)) == expected
 
 
-def test_acceptance_is_the_same_alone(drafted: Drafted) -> None:
-    prompts = random_prompts((3, 40, 1))
+@pytest.mark.parametrize("cell", every_cell(DRAFTED), ids=cell_name)
+def test_acceptance_is_the_same_alone(drafters: dict[tuple[str, int], Drafted], cell: Cell) -> None:
+    drafted, prompts = of_cell(drafters, cell), random_prompts((3, 40, 1))
     with drafted.llm() as llm:
         found = [depths(llm.generate([prompt], GREEDY))[0] for prompt in prompts]
     assert found == drafted.cold(prompts)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_a_prefix_hit_drafts_as_if_it_were_computed(drafted: Drafted, page_size: int) -> None:
+@pytest.mark.parametrize("cell", all_with_a_cover(DRAFTED | {"page_size": (1, 16)}))
+def test_a_prefix_hit_drafts_as_if_it_were_computed(
+    drafters: dict[tuple[str, int], Drafted], cell: Cell
+) -> None:
     """The same text again, its answer as part of the next prompt, and texts that part from it."""
+    drafted, page_size = of_cell(drafters, cell), cell["page_size"]
     prompt, other = random_prompts((50, 9))
     with drafted.llm(page_size=page_size) as llm:
         first = llm.generate([prompt], GREEDY)[0].outputs[0].token_ids
@@ -266,7 +293,11 @@ def test_a_prefix_hit_drafts_as_if_it_were_computed(drafted: Drafted, page_size:
     assert cached[1] >= 64 - page_size
 
 
-def test_what_was_decoded_without_drafts_is_known_to_the_drafter(drafted: Drafted) -> None:
+@pytest.mark.parametrize("cell", every_cell(DRAFTED), ids=cell_name)
+def test_what_was_decoded_without_drafts_is_known_to_the_drafter(
+    drafters: dict[tuple[str, int], Drafted], cell: Cell
+) -> None:
+    drafted = of_cell(drafters, cell)
     prompt, other = random_prompts((20, 5))
     with drafted.llm(page_size=1) as llm, recorded_steps(llm) as steps:
         plain = llm.generate([prompt], replace(GREEDY, speculative=False))[0]
