@@ -67,7 +67,7 @@ def test_the_widest_sampler_stays_within_its_bound(vocab_size, history):
             positions=torch.ones(rows, dtype=torch.int64),
             table=SamplingTable(rows + 1, torch.device("cpu")),
             token_ids=torch.zeros(rows + 1, history, dtype=torch.int32),
-            tier=SamplerTier.FULL,
+            tier=SamplerTier.PLUG_INS,
             top_logprobs=20,
         )
     bound = SAMPLER_PEAK.of(rows, vocab_size, history)

@@ -191,7 +191,7 @@ def test_only_steps_with_such_a_request_run_the_full_sampler(llm: LLM) -> None:
         llm.generate([5, 6, 7], replace(GREEDY, max_tokens=3))
         assert {step.sampler for step in steps} == {SamplerTier.GREEDY}
         llm.generate([5, 6, 7], replace(GREEDY, max_tokens=3, extra_args={"shift": [7, 1]}))
-        assert {step.sampler for step in steps} == {SamplerTier.GREEDY, SamplerTier.FULL}
+        assert {step.sampler for step in steps} == {SamplerTier.GREEDY, SamplerTier.PLUG_INS}
 
 
 @pytest.mark.parametrize(

@@ -400,7 +400,7 @@ def test_the_sampler_and_logprobs_follow_the_rows_that_emit():
     loop.add("b", 20, temperature=1.0, presence_penalty=1.0, logprobs=2)
     first, second = loop.turn(), loop.turn()
     assert (first.sampler, first.logprobs) == (SamplerTier.GREEDY, False)
-    assert (second.sampler, second.logprobs) == (SamplerTier.FULL, True)
+    assert (second.sampler, second.logprobs) == (SamplerTier.BY_ROW, True)
 
 
 def test_logprobs_reach_only_the_request_that_asked():

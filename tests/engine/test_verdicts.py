@@ -72,7 +72,7 @@ def sampled(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
         positions=torch.tensor([position]),
         table=table,
         token_ids=torch.zeros(2, 100, dtype=torch.int32),
-        tier=SamplerTier.FILTERED,
+        tier=SamplerTier.BY_ROW,
         top_logprobs=0,
     )
     return int(found.token_ids)

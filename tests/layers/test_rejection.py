@@ -8,7 +8,8 @@ import torch
 from laws import SIGNIFICANCE, law_of, p_value, table_of
 from torch import Tensor
 
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.sampling_params import Asks, SamplerTier, SamplingParams
+from paceline.kernels.edit_logits import NO_DRAFT
 from paceline.layers.sampling import DrawnDrafts, SamplingTable, rejection, sample
 from paceline.layers.sampling.noise import coins, draft_seeds, gumbel
 
@@ -16,7 +17,7 @@ VOCAB = 6
 DRAFT_IDS = torch.tensor([0, 2, 3, 5])  # of a draft vocabulary
 ROOT, PROMPT = 1, 4
 DRAWS = 100_000
-FEWER = 20_000  # where processors run
+FEWER = 20_000  # where logits are edited
 
 _generator = torch.Generator().manual_seed(0)
 TARGET = torch.randn(VOCAB, VOCAB, generator=_generator) * 1.5  # logits by the token before
@@ -61,20 +62,20 @@ class World:
     def verify(self, known: list[Tensor], drawn: DrawnDrafts) -> Tensor:
         """[draws, 3]: what is said behind the last of the `known` tokens and behind each draft."""
         nodes = torch.cat((known[-1].unsqueeze(1), drawn.tokens), dim=1)
-        before = torch.stack([torch.full_like(known[0], PROMPT), *known], 1)
-        history = torch.cat((before, drawn.tokens), 1).unsqueeze(1).repeat(1, 3, 1).int()
+        drafted = drawn.tokens.unsqueeze(1).repeat(1, 3, 1)
         for draft in range(2):
-            history[:, : draft + 1, before.shape[1] + draft] = -1
+            drafted[:, : draft + 1, draft] = NO_DRAFT
+        told = torch.stack(known, 1).unsqueeze(1).expand(-1, 3, -1)
         positions = torch.arange(self.draws).unsqueeze(1) * 8 + len(known) + torch.arange(3) + 8
         sampled = sample(
             TARGET[nodes.flatten()],
             rows=torch.ones(3 * self.draws, dtype=torch.int64),
             positions=positions.flatten(),
             table=self.table(),
-            token_ids=torch.zeros(2, 1, dtype=torch.int32),
+            token_ids=torch.full((2, 1), PROMPT, dtype=torch.int32),
             tier=self.params.sampler_tier,
             top_logprobs=0,
-            histories=history.flatten(0, 1),
+            drafts=torch.cat((told, drafted), 2).flatten(0, 1),
             drawn=drawn,
         )
         return sampled.token_ids.view(self.draws, 3)
@@ -115,8 +116,8 @@ def p_of_two_tokens(world: World) -> float:
 
 @pytest.mark.parametrize("params", CASES.values(), ids=CASES)
 def test_two_tokens_follow_the_joint_law_of_plain_sampling(params):
-    is_full = params.sampler_tier is SamplerTier.FULL
-    assert p_of_two_tokens(World(params, draws=FEWER if is_full else DRAWS)) > SIGNIFICANCE
+    has_edits = params.asks & ~(Asks.DRAW | Asks.FILTER)
+    assert p_of_two_tokens(World(params, draws=FEWER if has_edits else DRAWS)) > SIGNIFICANCE
 
 
 def test_a_draft_vocabulary_changes_no_law():
@@ -220,7 +221,7 @@ def mixed_rows(drawn: DrawnDrafts | None, **changes: object) -> object:
         "positions": torch.arange(5, 8).repeat(3),
         "table": table_of_rows(MIXED),
         "token_ids": torch.zeros(4, 1, dtype=torch.int32),
-        "tier": SamplerTier.FILTERED,
+        "tier": SamplerTier.BY_ROW,
         "top_logprobs": 2,
     } | changes
     return sample(arguments.pop("logits"), drawn=drawn, **arguments)

@@ -13,7 +13,8 @@ from transformers.generation.logits_process import (
 )
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.layers.sampling import SamplingTable, keep_mask, process_logits
+from paceline.kernels.keep_mask import keep_mask
+from paceline.layers.sampling import SamplingTable, process_logits
 
 VOCAB = 97
 MAX_TOKENS = 40

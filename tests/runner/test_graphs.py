@@ -151,7 +151,7 @@ def test_a_graph_that_shares_the_storage_of_larger_ones_needs_no_reserve() -> No
     larger = [
         key(16),  # more rows
         key(8, ragged_tokens=96, **ragged),
-        key(4, sampler=SamplerTier.FULL),
+        key(4, sampler=SamplerTier.PLUG_INS),
         key(4, logprobs=True),
     ]
     assert [store.wants(k) for k in larger + larger] == [False] * 8

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any, TypeGuard
 
 from paceline.core.errors import RequestError, message
@@ -26,12 +26,23 @@ _ALIASES = {"max_new_tokens": "max_tokens"}
 
 
 class SamplerTier(IntEnum):
-    """How much of the sampler a step needs; part of the graph key.  A wider tier gives the same
-    token for a request that needed a narrower one."""
+    """What program a step's sampler is; part of the graph key.  A wider tier gives the same token
+    for a request that needed a narrower one."""
 
-    GREEDY = 0  # argmax
-    FILTERED = 1  # temperature, top-k, top-p, min-p
-    FULL = 2  # also every logits processor: penalties, logit bias, min tokens, plug-ins
+    GREEDY = 0  # argmax of every row
+    BY_ROW = 1  # every row by its own parameters: all but plug-ins
+    PLUG_INS = 2  # also logits processors that were plugged in
+
+
+class Asks(IntFlag):
+    """What a request asks of the sampler beyond the argmax."""
+
+    NOTHING = 0
+    DRAW = 1  # a temperature
+    FILTER = 2  # top-k, top-p or min-p, of a row that draws
+    BIAS = 4
+    PENALISE = 8
+    MIN_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,16 +130,26 @@ class SamplingParams:
     @property
     def sampler_tier(self) -> SamplerTier:
         """The narrowest sampler that honours these parameters."""
-        if (
-            self.logit_bias
-            or self.extra_args
-            or self.min_tokens
-            or self.repetition_penalty != 1.0
-            or self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-        ):
-            return SamplerTier.FULL
-        return SamplerTier.GREEDY if self.temperature == 0.0 else SamplerTier.FILTERED
+        if self.extra_args:
+            return SamplerTier.PLUG_INS
+        return SamplerTier.BY_ROW if self.asks else SamplerTier.GREEDY
+
+    @property
+    def asks(self) -> Asks:
+        """What the sampler must look at; plug-ins apart."""
+        asks = Asks.NOTHING
+        if self.temperature != 0.0:
+            asks |= Asks.DRAW
+            if self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0:
+                asks |= Asks.FILTER
+        if self.logit_bias:
+            asks |= Asks.BIAS
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        if penalties != (1.0, 0.0, 0.0):
+            asks |= Asks.PENALISE
+        if self.min_tokens:
+            asks |= Asks.MIN_TOKENS
+        return asks
 
     def all_stop_ids(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
         """The ids that end this request: stop_token_ids, then end tokens unless ignored.

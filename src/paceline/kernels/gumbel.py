@@ -47,7 +47,12 @@ def gumbel_at(seeds: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """
     by_seed = splitmix64(seeds, torch.zeros_like(seeds))  # [num_rows]
     by_position = splitmix64(by_seed, positions)  # [num_rows]
-    bits = _shift_right(splitmix64(by_position[:, None], token_ids), 24)
+    return noise_of(_shift_right(splitmix64(by_position[:, None], token_ids), 24))
+
+
+def noise_of(bits: Tensor) -> Tensor:
+    """The noise of 40 random bits each: float32, of the same shape.  bits: int64; low bits are high
+    noise."""
     uniform = (bits.to(torch.float32) + 0.5) * 2.0**-40
     uniform = uniform.clamp_(max=1.0 - 2.0**-24)
     return uniform.neg_().log1p_().neg_().log_().neg_()

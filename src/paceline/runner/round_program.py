@@ -20,7 +20,7 @@ from paceline.kernels.derive_tree import derive_tree
 from paceline.layers.sampling import DrawnDrafts, Sampled, TokenLogprobs, sample
 from paceline.models.decoder import Hidden
 from paceline.runner.derive import derive
-from paceline.runner.node_histories import node_histories
+from paceline.runner.node_histories import node_drafts, node_histories
 from paceline.runner.program import Parts, taps_of, target_forward
 from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
 
@@ -102,7 +102,7 @@ class RoundProgram:
         assert self.logits is not None, "verify runs before sample"
         rows = view.row_ids.index_select(0, view.req_ids)
         token_ids = parts.table.token_ids
-        is_full = self._sampler is SamplerTier.FULL
+        by_definition = self._sampler > (SamplerTier.GREEDY if rows.is_cuda else SamplerTier.BY_ROW)
         return sample(
             self.logits,
             rows=rows,
@@ -111,7 +111,8 @@ class RoundProgram:
             token_ids=token_ids,
             tier=self._sampler,
             top_logprobs=self._top_logprobs,
-            histories=node_histories(token_ids, rows, view) if is_full else None,
+            drafts=None if self._sampler is SamplerTier.GREEDY else node_drafts(view),
+            histories=node_histories(token_ids, rows, view) if by_definition else None,
             drawn=drawn,
         )
 

@@ -7,7 +7,7 @@ request ends is the runner's and the engine's business.
 
 from paceline.layers.sampling.logprobs import TokenLogprobs, token_logprobs
 from paceline.layers.sampling.noise import child_seed, draft_seeds, gumbel
-from paceline.layers.sampling.process import keep_mask, process_logits
+from paceline.layers.sampling.process import process_logits
 from paceline.layers.sampling.processor import Column, LogitsProcessor, RowFacts, RowState, Values
 from paceline.layers.sampling.rejection import DrawnDrafts
 from paceline.layers.sampling.sample import Sampled, sample
@@ -27,7 +27,6 @@ __all__ = [
     "child_seed",
     "draft_seeds",
     "gumbel",
-    "keep_mask",
     "process_logits",
     "sample",
     "token_logprobs",

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError, message
 from paceline.core.sampling_params import SamplerTier
+from paceline.kernels.draw import draw, draw_reference, scores_reference
+from paceline.kernels.edit_logits import SampledRows, edit_logits
 from paceline.kernels.greedy import greedy
 from paceline.layers.sampling.logprobs import token_logprobs
-from paceline.layers.sampling.noise import coins, gumbel
-from paceline.layers.sampling.process import keep_mask, process_logits
+from paceline.layers.sampling.noise import coins
+from paceline.layers.sampling.process import process_logits
 from paceline.layers.sampling.rejection import DrawnDrafts, PlainRows, reject
 from paceline.layers.sampling.table import SamplingTable
 
@@ -38,6 +40,7 @@ def sample(
     token_ids: Tensor,
     tier: SamplerTier,
     top_logprobs: int,
+    drafts: Tensor | None = None,
     histories: Tensor | None = None,
     drawn: DrawnDrafts | None = None,
 ) -> Sampled:
@@ -47,10 +50,11 @@ def sample(
 
     logits: [num_rows, vocab] float32, bfloat16 or float16, raw; rows: [num_rows] int64 rows of the
     table; positions: [num_rows] integers, the index the sampled token will have, which is the
-    number of tokens known before it; token_ids: [table rows, max_tokens] int32 history, the first
-    positions[n] entries known; histories: [num_rows, max_tokens] int32, each row's own, where rows
-    of one request know different tokens, read by the full tier alone; drawn: of rows that are
-    chains behind each request's root, read unless the tier is greedy.  Python branches on `tier`,
+    number of tokens known before it; token_ids: [table rows, max_tokens] int32 history.  Where
+    rows of one request know different tokens: drafts, [num_rows, width] int64, those that each
+    row knows behind its request's history (SampledRows); and histories, [num_rows, max_tokens]
+    int32, each row's own, read where plug-ins run and on a GPU.  drawn: of rows that are chains
+    behind each request's root, read unless the tier is greedy.  Python branches on `tier`,
     `top_logprobs` (0 = none) and what is None; mutates nothing; no host reads; recordable.
     Raises KernelArgumentError.
     """
@@ -63,21 +67,15 @@ def sample(
     if tier is SamplerTier.GREEDY:
         chosen, finite = greedy(logits)
     else:
-        logits, positions = logits.float(), positions.long()
-        # One pass: a NaN or an infinity stays one in the sum, which no real logits can overflow.
-        finite = torch.isfinite(logits.sum(-1))
-        processed = logits
-        if tier is SamplerTier.FULL:
-            processed = process_logits(
-                logits,
-                rows=rows,
-                positions=positions,
-                table=table,
-                token_ids=token_ids,
-                histories=histories,
-            )
-        chosen = _draw(processed, rows, positions, table=table, drawn=drawn)
-        chosen = chosen.masked_fill(~finite, 0)
+        at = SampledRows(rows, positions.long(), token_ids, drafts)
+        by_definition = tier is SamplerTier.PLUG_INS or logits.device.type != "cpu"
+        if drawn is None and not by_definition:
+            chosen, finite = draw(logits, at, table.laws, table.edits)
+        else:
+            # A NaN or an infinity stays one in the sum, which no real logits can overflow.
+            finite = torch.isfinite(logits.float().sum(-1))
+            processed = _processed(logits, at, table, histories, plug_ins=by_definition)
+            chosen = _draw_or_reject(processed, at, table, drawn).masked_fill(~finite, 0)
     if not top_logprobs:
         return Sampled(
             token_ids=chosen, finite=finite, chosen_logprob=None, top_ids=None, top_values=None
@@ -92,30 +90,39 @@ def sample(
     )
 
 
-def _draw(
+def _processed(
     logits: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    *,
+    at: SampledRows,
     table: SamplingTable,
-    drawn: DrawnDrafts | None,
+    histories: Tensor | None,
+    *,
+    plug_ins: bool,
 ) -> Tensor:
-    """[num_rows] int64: a sample of each row; of rows of temperature 0, the argmax.
+    """[num_rows, vocab] float32: a copy of the logits as their requests want them."""
+    if plug_ins:
+        return process_logits(
+            logits.float(),
+            rows=at.rows,
+            positions=at.positions,
+            table=table,
+            token_ids=at.token_ids,
+            histories=histories,
+        )
+    copy = logits.to(torch.float32, copy=True)
+    edit_logits(copy, at, table.edits)
+    return copy
 
-    The maximum is subtracted before the division, so that no temperature can overflow.
+
+def _draw_or_reject(
+    logits: Tensor, at: SampledRows, table: SamplingTable, drawn: DrawnDrafts | None
+) -> Tensor:
+    """[num_rows] int64: a sample of each row, by the definition; of rows of temperature 0, the
+    argmax.  logits: [num_rows, vocab] float32, processed.
     """
-    temperature = table.temperature[rows][:, None]  # [num_rows, 1]
-    is_greedy = temperature == 0
-    scaled = logits - logits.amax(-1, keepdim=True)
-    scaled = scaled / temperature.masked_fill(is_greedy, 1.0)
-    keep = keep_mask(
-        scaled, top_k=table.top_k[rows], top_p=table.top_p[rows], min_p=table.min_p[rows]
-    )
-    scaled.masked_fill_(~keep, float("-inf"))
-    noise = gumbel(table.seed[rows], positions, logits.shape[-1])
-    scores = torch.where(is_greedy, logits, scaled + noise)
+    laws = table.laws.of(at.rows)
     if drawn is None:
-        return scores.argmax(-1)
-    drafts = ~is_greedy[:, 0] & (table.max_drafts[rows] > 0)
-    toss = coins(table.seed[rows], positions)
-    return reject(PlainRows(scores, scaled, noise, toss, drafts), drawn)
+        return draw_reference(logits, laws, at.positions)
+    plain = scores_reference(logits, laws, at.positions)
+    drafts = (laws.temperature > 0) & (table.max_drafts[at.rows] > 0)
+    toss = coins(laws.seed, at.positions)
+    return reject(PlainRows(*plain, toss, drafts), drawn)

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.sampling_params import MAX_STOP_IDS, SamplingParams
+from paceline.kernels.draw import Laws
+from paceline.kernels.edit_logits import Edits
 from paceline.layers.sampling.built_in import BUILT_IN, NO_TOKEN
 from paceline.layers.sampling.processor import (
     Column,
@@ -27,7 +29,7 @@ from paceline.layers.sampling.processor import (
 KEEP_ALL = 2**31 - 1  # top_k of a row that keeps every token; max_drafts of one that takes any
 
 _FLOATS = ("temperature", "top_p", "min_p")
-_INTS = ("top_k", "seed", "prompt_len", "max_len", "num_stop_ids", "max_drafts")
+_INTS = ("top_k", "seed", "prompt_len", "max_len", "num_stop_ids", "max_drafts", "asks")
 _STOP_IDS = slice(len(_INTS), len(_INTS) + MAX_STOP_IDS)
 
 
@@ -108,6 +110,9 @@ class SamplingTable:
         self.num_stop_ids = int_column["num_stop_ids"]  # [rows]  int64
         self.max_drafts = int_column["max_drafts"]  # [rows]  int64  a round accepts; 0 = none
         self.stop_ids = self.ints[:, _STOP_IDS]  # [rows, MAX_STOP_IDS]  int64  rest: NO_TOKEN
+        self.asks = int_column["asks"]  # [rows]  int64  Asks
+        self.laws = Laws(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        self.edits = self._edits()
 
     def pack(
         self,
@@ -135,6 +140,7 @@ class SamplingTable:
             max_len,
             len(stop_ids),
             KEEP_ALL if params.speculative else 0,
+            int(params.asks),
         )
         ints[_STOP_IDS][: len(stop_ids)] = stop_ids
         for processor, places in self._layout:
@@ -164,6 +170,23 @@ class SamplingTable:
             prompt_len=self.prompt_len[rows],
             stop_ids=self.stop_ids[rows],
             num_stop_ids=self.num_stop_ids[rows],
+        )
+
+    def _edits(self) -> Edits:
+        """What the built-in processors ask, as their kernel reads it."""
+        bias, penalties, min_tokens = (stage.columns for stage in self.stages[: len(BUILT_IN)])
+        return Edits(
+            asks=self.asks,
+            bias_ids=bias["ids"],
+            bias_values=bias["values"],
+            bias_count=bias["count"],
+            repetition=penalties["repetition"],
+            presence=penalties["presence"],
+            frequency=penalties["frequency"],
+            prompt_len=self.prompt_len,
+            min_len=min_tokens["min_len"],
+            stop_ids=self.stop_ids,
+            num_stop_ids=self.num_stop_ids,
         )
 
     def named_tensors(self) -> dict[str, Tensor]:

@@ -1,0 +1,124 @@
+"""draw: one token of each row by the row's own parameters: argmax, or a sample of its law.
+
+A row of temperature 0 takes the first of its largest logits.  Any other takes the largest of
+(logits - their maximum) / temperature + Gumbel noise, among the tokens that top-k, top-p and min-p
+keep.  `draw_reference` is the definition; the kernels skip, row by row, what cannot change the
+answer: filters that are off, noise of tokens that are filtered out or cannot win.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.core.sampling_params import Asks
+from paceline.kernels._check import reject
+from paceline.kernels.custom_op import define_op
+from paceline.kernels.draw_cpu import RowLaw, draw_row_cpu
+from paceline.kernels.edit_logits import EDITS_SCHEMA, ROWS_SCHEMA, Edits, SampledRows, edited
+from paceline.kernels.gumbel import gumbel_at
+from paceline.kernels.keep_mask import keep_mask
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SMALL_VOCAB = 8192  # below it the rows that sample go together through the definition
+
+
+class Laws(NamedTuple):
+    """Columns of the request table: what its rows draw from, by table row."""
+
+    temperature: Tensor  # [table rows]  float32  0 = greedy
+    top_k: Tensor  # [table rows]  int64
+    top_p: Tensor  # [table rows]  float32  1 = keep all
+    min_p: Tensor  # [table rows]  float32  0 = keep all
+    seed: Tensor  # [table rows]  int64
+
+    def of(self, rows: Tensor) -> "Laws":
+        """The columns of `rows` [num_rows] int64, in that order."""
+        return Laws(*(column[rows] for column in self))
+
+
+class Scores(NamedTuple):
+    """What the definition compares."""
+
+    scores: Tensor  # [num_rows, vocab]  float32  their argmax is the token
+    law: Tensor  # [num_rows, vocab]  float32  (logits - maximum) / temperature, -inf: filtered out
+    noise: Tensor  # [num_rows, vocab]  float32  standard Gumbel
+
+
+def scores_reference(logits: Tensor, laws: Laws, positions: Tensor) -> Scores:
+    """The definition, over rows that are finite.
+
+    logits: [num_rows, vocab] float32, edited; laws: of each row; positions: [num_rows] int64.  The
+    maximum is subtracted before the division, so that no temperature can overflow.
+    """
+    temperature = laws.temperature[:, None]
+    is_greedy = temperature == 0
+    scaled = logits - logits.amax(-1, keepdim=True)
+    scaled = scaled / temperature.masked_fill(is_greedy, 1.0)
+    keep = keep_mask(scaled, top_k=laws.top_k, top_p=laws.top_p, min_p=laws.min_p)
+    scaled.masked_fill_(~keep, float("-inf"))
+    token_ids = torch.arange(logits.shape[1], device=logits.device)
+    noise = gumbel_at(laws.seed, positions, token_ids)
+    return Scores(torch.where(is_greedy, logits, scaled + noise), scaled, noise)
+
+
+def draw_reference(logits: Tensor, laws: Laws, positions: Tensor) -> Tensor:
+    """[num_rows] int64: the definition's tokens; ties go to the lowest id.  Arguments as above."""
+    return scores_reference(logits, laws, positions).scores.argmax(-1)
+
+
+def _draw_cpu(logits: Tensor, *fields: Tensor | None) -> None:
+    at = SampledRows(*fields[:4])  # type: ignore[arg-type]
+    laws, edits = Laws(*fields[4:9]), Edits(*fields[9:-2])  # type: ignore[arg-type]
+    token_ids, finite = fields[-2:]
+    assert token_ids is not None
+    assert finite is not None
+    logits = logits.float()
+    # One pass: a NaN or an infinity stays one in the sum, which no real logits can overflow.
+    finite.copy_(torch.isfinite(logits.sum(-1)))
+    draws = (edits.asks.numpy()[at.rows.numpy()] & int(Asks.DRAW)) * finite.numpy()
+    with edited(logits, at, edits):
+        torch.argmax(logits, -1, out=token_ids)
+        if draws.any():
+            _draw_rows(logits, torch.from_numpy(draws.nonzero()[0]), at, laws, token_ids)
+    token_ids.masked_fill_(~finite, 0)
+
+
+def _draw_rows(logits: Tensor, ns: Tensor, at: SampledRows, laws: Laws, token_ids: Tensor) -> None:
+    """Put the samples of the rows `ns` [any] int64 over their argmax in `token_ids`."""
+    laws, positions = laws.of(at.rows[ns]), at.positions[ns]
+    if logits.shape[1] <= _SMALL_VOCAB:
+        token_ids.index_copy_(0, ns, draw_reference(logits[ns], laws, positions))
+        return
+    columns = (column.tolist() for column in (*laws, positions))
+    for n, *law in zip(ns.tolist(), *columns, strict=True):
+        token_ids[n] = draw_row_cpu(logits[n], int(token_ids[n]), RowLaw(*law))
+
+
+_LAWS_SCHEMA = ", ".join(f"Tensor {name}" for name in Laws._fields)
+_DRAW = define_op(
+    f"draw(Tensor logits, {ROWS_SCHEMA}, {_LAWS_SCHEMA}, {EDITS_SCHEMA}, "
+    "Tensor(a!) drawn, Tensor(b!) finite) -> ()",
+    cpu=_draw_cpu,
+)
+
+
+def draw(logits: Tensor, at: SampledRows, laws: Laws, edits: Edits) -> tuple[Tensor, Tensor]:
+    """(token_ids [num_rows] int64, finite [num_rows] bool); a row that is not finite gets token 0.
+
+    logits: [num_rows, vocab] float32, bfloat16 or float16, raw, the last dimension contiguous.
+    Every row costs what it asks for.  Mutates nothing: on a CPU float32 logits hold their edits
+    while the operator runs.  Recordable.  Raises KernelArgumentError.
+    """
+    if logits.ndim != 2 or logits.dtype not in _DTYPES or logits.stride(1) != 1:
+        reject(
+            "logits",
+            expected="float32, bfloat16 or float16 [num_rows, vocab], contiguous rows",
+            got=logits,
+            remedy="pass what the language-model head returned",
+        )
+    num_rows = logits.shape[:1]
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
+    _DRAW(logits, *at, *laws, *edits, token_ids, finite)
+    return token_ids, finite

@@ -1,0 +1,178 @@
+"""edit_logits: logit bias, penalties and min tokens, each on the few logits it names.
+
+The definition is the built-in processors of layers/sampling/built_in.py, in their order, which
+compute every logit of every row.  Here a row costs what it asks for: its biased ids, its own
+history, its stop ids.  A row that asks for nothing is not touched.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.core.sampling_params import Asks
+from paceline.kernels._check import reject
+from paceline.kernels.custom_op import define_op
+
+NO_DRAFT = -1
+_BIAS, _PENALISE, _MIN_TOKENS = int(Asks.BIAS), int(Asks.PENALISE), int(Asks.MIN_TOKENS)
+
+
+class SampledRows(NamedTuple):
+    """Where each row of logits stands, and what is known before it.
+
+    Known are the first positions[n] - (drafts of row n) tokens of token_ids[rows[n]], then the
+    drafts of row n.
+    """
+
+    rows: Tensor  # [num_rows]  int64  row of the request table
+    positions: Tensor  # [num_rows]  int64  tokens known before the one to sample
+    token_ids: Tensor  # [table rows, max_tokens]  int32
+    drafts: Tensor | None  # [num_rows, width]  int64  NO_DRAFT: none; None: no row has any
+
+
+class Edits(NamedTuple):
+    """Columns of the request table: what its rows ask, by table row."""
+
+    asks: Tensor  # [table rows]  int64  Asks
+    bias_ids: Tensor  # [table rows, MAX_LOGIT_BIAS]  int64
+    bias_values: Tensor  # [table rows, MAX_LOGIT_BIAS]  float32
+    bias_count: Tensor  # [table rows]  int64  the first so many count
+    repetition: Tensor  # [table rows]  float32  1 = none
+    presence: Tensor  # [table rows]  float32  0 = none
+    frequency: Tensor  # [table rows]  float32  0 = none
+    prompt_len: Tensor  # [table rows]  int64  tokens
+    min_len: Tensor  # [table rows]  int64  no stop while fewer tokens are known
+    stop_ids: Tensor  # [table rows, MAX_STOP_IDS]  int64
+    num_stop_ids: Tensor  # [table rows]  int64  the first so many count
+
+
+class _HostEdits(NamedTuple):
+    """`Edits` on a CPU."""
+
+    asks: NDArray[np.int64]
+    bias_ids: NDArray[np.int64]
+    bias_values: NDArray[np.float32]
+    bias_count: NDArray[np.int64]
+    repetition: NDArray[np.float32]
+    presence: NDArray[np.float32]
+    frequency: NDArray[np.float32]
+    prompt_len: NDArray[np.int64]
+    min_len: NDArray[np.int64]
+    stop_ids: NDArray[np.int64]
+    num_stop_ids: NDArray[np.int64]
+
+
+class Undo(NamedTuple):
+    """Logits of one row, before an edit."""
+
+    row: int  # of the logits
+    ids: NDArray[np.int64]
+    values: NDArray[np.float32]
+
+
+@contextmanager
+def edited(logits: Tensor, at: SampledRows, edits: Edits) -> Iterator[None]:
+    """`logits` [num_rows, vocab] float32 on a CPU: with their edits inside, as they were behind."""
+    undo = _edit_rows(logits, at, edits)
+    host = logits.numpy()
+    try:
+        yield
+    finally:
+        for row, ids, values in reversed(undo):
+            host[row, ids] = values
+
+
+def _edit_rows(logits: Tensor, at: SampledRows, edits: Edits) -> list[Undo]:
+    """Edit the rows that ask, in place; returns what to put back, last first."""
+    table_rows = at.rows.numpy()
+    asks = edits.asks.numpy()[table_rows] & (_BIAS | _PENALISE | _MIN_TOKENS)
+    if not asks.any():
+        return []
+    host = _HostEdits(*(column.numpy() for column in edits))
+    positions = at.positions.numpy()
+    counts = np.zeros(logits.shape[1], dtype=np.float32)  # of tokens; 0 again behind every row
+    undo: list[Undo] = []
+    all_values = logits.numpy()
+    for n in np.flatnonzero(asks).tolist():
+        row, values = table_rows[n], all_values[n]
+        if asks[n] & _BIAS:
+            ids = host.bias_ids[row, : host.bias_count[row]]
+            is_token = (ids >= 0) & (ids < len(values))
+            ids, bias = ids[is_token], host.bias_values[row, : len(ids)][is_token]
+            undo.append(Undo(n, ids, values[ids]))
+            values[ids] += bias  # each id is there once
+        if asks[n] & _PENALISE:
+            ids, num_prompt = _history(at, n, host.prompt_len[row], vocab=len(values))
+            undo.append(Undo(n, ids, values[ids]))
+            values[ids] = _penalised(values[ids], ids, ids[num_prompt:], counts, host, row)
+        if asks[n] & _MIN_TOKENS and positions[n] < host.min_len[row]:
+            ids = host.stop_ids[row, : host.num_stop_ids[row]]
+            ids = ids[(ids >= 0) & (ids < len(values))]
+            undo.append(Undo(n, ids, values[ids]))
+            values[ids] = -np.inf
+    return undo
+
+
+def _history(
+    at: SampledRows, n: int, prompt_len: np.int64, *, vocab: int
+) -> tuple[NDArray[np.int64], int]:
+    """The ids that row `n` knows, in order: [known]; and how many of them are prompt."""
+    drafts = at.rows[:0] if at.drafts is None else at.drafts[n]
+    drafts = drafts[drafts != NO_DRAFT]
+    num_old = int(at.positions[n]) - len(drafts)
+    ids = torch.cat((at.token_ids[int(at.rows[n]), :num_old].long(), drafts)).numpy()
+    is_token = (ids >= 0) & (ids < vocab)
+    return ids[is_token], int(np.count_nonzero(is_token[:prompt_len]))
+
+
+def _penalised(
+    values: NDArray[np.float32],
+    known: NDArray[np.int64],
+    said: NDArray[np.int64],
+    counts: NDArray[np.float32],
+    host: _HostEdits,
+    row: np.int64,
+) -> NDArray[np.float32]:
+    """The products and sums of `Penalties.apply`; an id known twice gets the same value twice.
+
+    values: [known], of the ids `known`, of which `said` are output; counts: [vocab] zeros.
+    """
+    np.add.at(counts, said, np.float32(1))
+    num_output = counts[known]
+    counts[said] = 0
+    repetition = host.repetition[row]
+    values = np.where(values < 0, values * repetition, values / repetition)
+    presence = host.presence[row] * (num_output > 0).astype(np.float32)
+    return values - presence - host.frequency[row] * num_output
+
+
+def _edit_logits_cpu(logits: Tensor, *fields: Tensor | None) -> None:
+    _edit_rows(logits, SampledRows(*fields[:4]), Edits(*fields[4:]))  # type: ignore[arg-type]
+
+
+ROWS_SCHEMA = "Tensor rows, Tensor positions, Tensor token_ids, Tensor? drafts"
+EDITS_SCHEMA = ", ".join(f"Tensor {name}" for name in Edits._fields)
+_EDIT_LOGITS = define_op(
+    f"edit_logits(Tensor(a!) logits, {ROWS_SCHEMA}, {EDITS_SCHEMA}) -> ()", cpu=_edit_logits_cpu
+)
+
+
+def edit_logits(logits: Tensor, at: SampledRows, edits: Edits) -> None:
+    """Apply what the rows ask, in place.
+
+    logits: [num_rows, vocab] float32, the last dimension contiguous.  Ids outside the vocabulary
+    touch nothing.  Mutates logits alone.  Recordable.  Raises KernelArgumentError.
+    """
+    if logits.ndim != 2 or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        reject(
+            "logits",
+            expected="float32 [num_rows, vocab], contiguous rows",
+            got=logits,
+            remedy="pass a copy in float32",
+        )
+    _EDIT_LOGITS(logits, *at, *edits)
