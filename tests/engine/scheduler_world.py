@@ -277,15 +277,17 @@ class FakeDevice:
         prefix = row.kv_len
         for group, spec in enumerate(self._specs):
             low = 0 if spec.window is None else max(0, prefix - spec.window + 1)
+            table, kv = row.tables[group], self._kv[group]
             for position in range(low, prefix + extend):
-                index, slot = divmod(position, spec.page_size)
-                page = row.tables[group].get(index)
+                page = table.get(position // spec.page_size)
                 assert page is not None, f"no page for visible key {position}"
-                stored = self._kv[group].get((page, slot))
+                stored = kv.get((page, position % spec.page_size))
                 assert stored is not None, f"key {position} was never written"
                 wanted = row.value(position, spec)
                 assert stored[0] == wanted, f"key {position} is of other tokens"
                 assert wanted != JUNK or position >= prefix, f"key {position} is junk"
+            first, last = low // spec.page_size, (prefix + extend - 1) // spec.page_size
+            for page in (table[index] for index in range(first, last + 1)):
                 writer, epoch = self._page_writer[group][page]
                 own = writer == row.serial
                 assert own or epoch <= self._retired, "shared before its step retired"
