@@ -64,7 +64,7 @@ class MadeUpGraphs:
     needs_warm_up = False
     shares_memory = True
 
-    def __init__(self, make: Callable[[], MadeUpGraph]) -> None:
+    def __init__(self, make: Callable[..., MadeUpGraph]) -> None:
         self.make = make
 
     def bytes_held(self) -> int:
@@ -107,7 +107,7 @@ class World:
             engine.step()  # prompts are computed: their steps are no graphs on a CPU
         results, tokens = runner.parts.buffers.results, iter(steps)
         runner._graphs = GraphStore(
-            MadeUpGraphs(lambda: MadeUpGraph(results[:rows], tokens)),
+            MadeUpGraphs(lambda **_: MadeUpGraph(results[:rows], tokens)),
             reserve_factor=None,
             notify=print,
             policy=CapturePolicy(at_boot=False, on_use=1),

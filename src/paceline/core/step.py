@@ -129,7 +129,7 @@ class Step:
     def kv_lens_bound(self) -> tuple[int, ...]:
         """[num_reqs] prefix + extend, always."""
         pairs = zip(self.prefix_lens_bound, self.layout.extend_lens, strict=True)
-        return tuple(prefix + extend for prefix, extend in pairs)
+        return tuple([prefix + extend for prefix, extend in pairs])
 
 
 def padded_step(step: Step, pad_lens: tuple[int, ...]) -> Step:

@@ -109,25 +109,25 @@ class Completion:
         )
 
     def _note_tokens(self, update: RequestUpdate) -> None:
-        self._token_ids.extend(update.new_token_ids)
-        drafted = update.num_drafted
-        self._is_drafted += [i < drafted for i in range(len(update.new_token_ids))]
-        wanted = self.request.params.logprobs or 0
-        self._logprobs += [
-            TokenLogprobs.of(token, row.best(wanted), self._tokenizer)
-            for token, row in zip(update.new_token_ids, update.logprobs, strict=False)  # or none
-        ]
+        tokens, drafted = update.new_token_ids, update.num_drafted
+        self._token_ids += tokens
+        self._is_drafted += (True,) * drafted + (False,) * (len(tokens) - drafted)
+        if update.logprobs:
+            wanted = self.request.params.logprobs or 0
+            self._logprobs += [
+                TokenLogprobs.of(token, row.best(wanted), self._tokenizer)
+                for token, row in zip(tokens, update.logprobs, strict=True)
+            ]
 
     def _find_stop(self, update: RequestUpdate) -> int | None:
         """Feed the detokeniser; the tokens to keep when it found a stop string."""
         if self._detokenizer is None:
             return None
-        tokens = update.new_token_ids
-        is_stop_token = update.finish is FinishReason.STOP
-        if is_stop_token and not self.request.params.include_stop_str_in_output:
+        tokens, finish = update.new_token_ids, update.finish
+        if finish is FinishReason.STOP and not self.request.params.include_stop_str_in_output:
             tokens = tokens[:-1]  # the token that stopped it is no part of the text
         self._detokenizer.push(tokens)
-        if update.finish is not None:
+        if finish is not None:
             self._detokenizer.flush()
         found = self._detokenizer.stop
         if found is None:

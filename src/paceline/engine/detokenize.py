@@ -7,7 +7,7 @@ a token's neighbours see them, and holds back what the next token may still chan
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 _CONTEXT_TOKENS = 6  # of the prompt: enough for decoders that treat a leading space specially
 _MAX_PENDING_TOKENS = 32  # tokens without whole text are not kept longer: work stays linear
@@ -30,8 +30,7 @@ class StopMatch:
     num_tokens: int  # output tokens up to and with the one that completed it
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(NamedTuple):
     """Newly stable text; after a stop there is no more."""
 
     text: str
@@ -83,22 +82,22 @@ class Detokenizer:
 
     def push(self, token_ids: Iterable[int]) -> Released:
         """Text that became stable.  Tokens after a stop are ignored."""
-        parts = []
+        text = ""
         for token in token_ids:
             if self._stop is not None:
                 break
             self._num_tokens += 1
-            parts.append(self._match(self._window.push(token)))
-        return self._release(parts)
+            text += self._match(self._window.push(token))
+        return self._release(text)
 
     def flush(self) -> Released:
         """The rest of the text, once no more tokens come."""
-        parts = []
+        text = ""
         if self._stop is None:
-            parts.append(self._match(self._window.flush()))
+            text += self._match(self._window.flush())
         if self._stop is None:
-            parts.append(self._matcher.flush())
-        return self._release(parts)
+            text += self._matcher.flush()
+        return self._release(text)
 
     def _match(self, text: str) -> str:
         enabled = self._num_tokens > self._min_tokens
@@ -107,8 +106,7 @@ class Detokenizer:
             self._stop = StopMatch(string, self._num_tokens)
         return released
 
-    def _release(self, parts: list[str]) -> Released:
-        text = "".join(parts)
+    def _release(self, text: str) -> Released:
         if text:
             self._released.append(text)
         return Released(text, self._stop)
@@ -127,6 +125,8 @@ class StopMatcher:
 
         Not `enabled`: a stop string completed in this text is text like any other.
         """
+        if not self._strings:
+            return text, None
         old_length = len(self._held)
         self._held += text
         found = _first_completed(self._held, old_length, self._strings) if enabled else None
@@ -190,12 +190,14 @@ class _TextWindow:
         """The characters that `token` made stable."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
+        if len(text) > self._shown and not text.endswith(_REPLACEMENT):
+            released = text[self._shown :]
+            self._move()
+            return released
         whole = _whole_part(text)
         released = whole[self._shown :]
         self._shown = max(self._shown, len(whole))
-        if whole == text and released:
-            self._move()
-        elif len(self._tokens) - self._read > _MAX_PENDING_TOKENS:
+        if len(self._tokens) - self._read > _MAX_PENDING_TOKENS:
             released += self._cut(text) if whole != text else self._drop_silent()
         return released
 

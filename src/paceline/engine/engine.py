@@ -103,7 +103,8 @@ class Engine:
             keep_tokens = tracker.apply(update)
             if keep_tokens is not None:
                 self.scheduler.finish_on_host(update.request.request_id, keep_tokens)
-            if tracker.is_finished:
+            has_ended = update.finish is not None or keep_tokens is not None
+            if has_ended and tracker.is_finished:
                 del self._trackers[update.request.parent_id]
             touched[tracker] = None
         if self._sanitize and not self.has_work:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
 from paceline.core.errors import message
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.engine.round_counts import RoundCounts
 from paceline.layers.sampling import child_seed
 
@@ -69,6 +69,10 @@ class Request:
     rounds: RoundCounts = field(default_factory=RoundCounts)
     finish: FinishReason | None = None
     error: str | None = None
+    tier: SamplerTier = field(init=False)  # of its parameters
+
+    def __post_init__(self) -> None:
+        self.tier = self.params.sampler_tier
 
     @classmethod
     def make(
@@ -156,12 +160,19 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """Whether the next step computes known tokens; otherwise it feeds on the device's own."""
-        return self.kv_least < self.join_len
+        return self.kv_known + self.least_in_flight < self.join_len
 
     @property
     def is_complete(self) -> bool:
         """Whether the launched steps already reach max_len: nothing is left to schedule."""
-        return not self.is_prefilling and self.kv_least + 1 >= self.max_len
+        kv_least = self.kv_known + self.least_in_flight
+        return kv_least >= self.join_len and kv_least + 1 >= self.max_len
+
+    @property
+    def can_decode(self) -> bool:
+        """Whether the next step feeds on the device's own token: neither prompt nor complete."""
+        kv_least = self.kv_known + self.least_in_flight
+        return kv_least >= self.join_len and kv_least + 1 < self.max_len
 
     def fail(self) -> None:
         """Say why it ends: its logits were not finite."""

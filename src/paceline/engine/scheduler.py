@@ -122,8 +122,9 @@ class Scheduler:
         if not plan.rows:
             self._require_progress()
             return None
-        self._in_flight.launch(epoch, plan.rows)
-        self._last_had_prefill = any(row.is_prefill for row in plan.rows)
+        rows = plan.rows.values()
+        self._in_flight.launch(epoch, rows)
+        self._last_had_prefill = any(row.is_prefill for row in rows)
         return plan.build(epoch)
 
     def process(self, step: Step, outputs: StepOutputs) -> list[RequestUpdate]:
@@ -135,7 +136,8 @@ class Scheduler:
             update = self._receive(row, outputs, index)
             if update is not None:
                 updates.append(update)
-            self._roster.settle(row.request)
+            if row.request.state is not RequestState.RUNNING:
+                self._roster.settle(row.request)
         return updates
 
     def check_integrity(self) -> None:
@@ -145,7 +147,20 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """One token of every request that can, or a round where one of them takes drafts."""
-        ready = [request for request in self._roster.running if self._can_decode(request)]
+        ready = [request for request in self._roster.running if request.can_decode]
+        if self._config.exact_lengths:
+            ready = [request for request in ready if self._has_exact_length(request)]
+        if self._config.draft is not None:
+            self._plan_drafts(plan, ready)
+        extend_len = 1 if plan.draft is None else plan.draft.num_draft_tokens
+        for request in ready:
+            if request.state is RequestState.RUNNING:
+                self._plan_row(plan, request, extend_len)
+        if not plan.rows:
+            plan.draft, plan.observed = None, True
+
+    def _plan_drafts(self, plan: StepPlan, ready: Sequence[Request]) -> None:
+        """Whether the step is a round, and whether the drafter observes it."""
         most = self._max_drafting
         is_allowed = most is None or len(ready) <= most
         if not is_allowed and most is not None and most <= 1:
@@ -153,12 +168,6 @@ class Scheduler:
         plan.observed = all(request.is_followed for request in ready)
         if is_allowed and plan.observed and any(r.params.speculative for r in ready):
             plan.draft = self._config.draft
-        extend_len = 1 if plan.draft is None else plan.draft.num_draft_tokens
-        for request in ready:
-            if request.state is RequestState.RUNNING:
-                self._plan_row(plan, request, extend_len)
-        if not plan.rows:
-            plan.draft, plan.observed = None, True
 
     def _stop_following(self, requests: Sequence[Request]) -> None:
         """The drafter follows them no further: they draft no more, and what it lacks of them
@@ -168,16 +177,13 @@ class Scheduler:
                 request.is_followed = False
                 self._cache.stop_following(request.request_id, request.kv_least)
 
-    def _can_decode(self, request: Request) -> bool:
-        if request.is_prefilling or request.is_complete:
-            return False
-        if self._config.exact_lengths and not request.is_exact:
+    def _has_exact_length(self, request: Request) -> bool:
+        if not request.is_exact:
             request.rounds.fallbacks.add(HOST_PLAN_SYNC)
-            return False
-        return True
+        return request.is_exact
 
     def _plan_prefills(self, plan: StepPlan) -> None:
-        for request in list(self._roster.running):
+        for request in [r for r in self._roster.running if r.is_prefilling]:
             chunk = self._chunk(plan, request)
             if chunk > 0 and request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, chunk)
@@ -227,6 +233,9 @@ class Scheduler:
     def _plan_row(self, plan: StepPlan, request: Request, extend_len: int) -> None:
         """Give a running request its place, if its pages can be had now or by preemption."""
         kv_bound = request.kv_bound + (extend_len if plan.draft is None else plan.draft.reach)
+        if self._cache.holds(request.request_id, kv_bound):
+            plan.add(request, extend_len, ())
+            return
         ahead = min(self._config.reserve_ahead, self._kv_limit(request) - kv_bound)
         while request.state is RequestState.RUNNING:
             runs = self._cache.reserve(request.request_id, kv_bound, ahead=ahead)
@@ -273,17 +282,21 @@ class Scheduler:
         request.token_ids.extend(tokens)
         if row.is_prefill and tokens:
             self._roster.release(request)
-        if request.state is RequestState.RUNNING:
+        is_running, has_drafts = request.state is RequestState.RUNNING, row.has_drafts
+        if is_running:
             request.kv_known = request.num_known - 1 if row.emits else row.kv_len
-        if row.has_drafts:
+        if has_drafts:
             request.rounds.note(
                 drafted=row.extend_len - 1, emitted=len(tokens), num_steps=row.most - 1
             )
-        reason = _FINISH_REASONS.get(outputs.finish[index])
-        if reason is not None:
+        code, reason = outputs.finish[index], None
+        if code is not FinishCode.RUNNING:
+            reason = _FINISH_REASONS[code]
             self._finish(request, reason)
-        elif request.state is RequestState.RUNNING:
-            self._note_written(request, outputs.epoch)
+        elif is_running:
+            name, kv_len = request.request_id, request.kv_known
+            self._cache.written(name, request.token_ids, kv_len, epoch=outputs.epoch)
+            self._cache.advance_window(name, kv_len, epoch=outputs.epoch)
         prompt_logprobs = outputs.prompt_logprobs.get(index, ())
         request.num_scored += len(prompt_logprobs)
         if not tokens and reason is None and not prompt_logprobs:
@@ -291,17 +304,12 @@ class Scheduler:
         logprobs: tuple[RowLogprobs, ...] = ()
         if tokens and request.params.logprobs is not None and outputs.logprobs is not None:
             logprobs = outputs.logprobs[index]
-        drafted = max(0, len(tokens) - 1) if row.has_drafts else 0
+        drafted = max(0, len(tokens) - 1) if has_drafts else 0
         return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs, drafted)
 
     def _kv_limit(self, request: Request) -> int:
         """Tokens a request ever has pages for."""
         return request.max_len - 1 + self._config.reach
-
-    def _note_written(self, request: Request, epoch: int) -> None:
-        kv_len = request.kv_known
-        self._cache.written(request.request_id, request.token_ids, kv_len, epoch=epoch)
-        self._cache.advance_window(request.request_id, kv_len, epoch=epoch)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request; its pages come back when the last step that holds it retires."""

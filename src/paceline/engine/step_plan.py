@@ -20,6 +20,7 @@ class PlannedRow(NamedTuple):
     extend_len: int
     deltas: tuple[Delta, ...]
     is_prefill: bool
+    emits: bool  # the last known token is in the step, so the row samples the next one
     least: int  # tokens it adds to the KV, if the row still runs
     most: int  # more than the least of a row whose drafts are verified
 
@@ -38,11 +39,6 @@ class PlannedRow(NamedTuple):
         return range(
             max(self.prefix_len, request.score_from), min(self.kv_len, request.num_to_score)
         )
-
-    @property
-    def emits(self) -> bool:
-        """The last known token is in the step, so the row samples the next one."""
-        return self.kv_len >= self.request.join_len
 
 
 def join_delta(request: Request) -> Delta:
@@ -69,71 +65,65 @@ class StepPlan:
     """Rows chosen so far, and what is left of the token budget."""
 
     budget: int  # tokens
-    rows: list[PlannedRow] = field(default_factory=list)
+    rows: dict[Request, PlannedRow] = field(default_factory=dict)  # in the order of the step
     joined_tokens: int = 0  # known tokens of the requests admitted so far
     is_stalled: bool = False  # a running request waits for pages: admit nobody
     draft: DraftShape | None = None  # the step is a round; None: a plain step
     observed: bool = True  # False: no row of it drafts again
 
     def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:
-        """Give a running request its place in the step."""
+        """Give a running request its place in the step: behind all others."""
         least = most = extend_len
         if self.draft is not None:
             least, most = 1, self.draft.max_path if request.params.speculative else 1
-        self.rows.append(
-            PlannedRow(
-                request,
-                request.kv_bound,
-                extend_len,
-                deltas,
-                is_prefill=request.is_prefilling,
-                least=least,
-                most=most,
-            )
+        prefix_len, is_prefill = request.kv_bound, request.is_prefilling
+        emits = prefix_len + extend_len >= request.join_len
+        self.rows[request] = PlannedRow(
+            request, prefix_len, extend_len, deltas, is_prefill, emits, least, most
         )
         self.budget -= extend_len
 
     def remove(self, request: Request) -> None:
-        """Take a preempted request out again."""
-        for row in self.rows:
-            if row.request is request:
-                self.budget += row.extend_len
-        self.rows = [row for row in self.rows if row.request is not request]
+        """Take a preempted request out again, if it is in."""
+        row = self.rows.pop(request, None)
+        if row is not None:
+            self.budget += row.extend_len
 
     @property
     def mode(self) -> ForwardMode:
         """From facts: a last prompt chunk of one token is computed as a decode step is."""
         if self.draft is not None:
             return ForwardMode.TARGET_VERIFY
-        if all(row.extend_len == 1 and row.emits for row in self.rows):
+        if all(row.extend_len == 1 and row.emits for row in self.rows.values()):
             return ForwardMode.DECODE
-        if all(row.is_prefill for row in self.rows):
+        if all(row.is_prefill for row in self.rows.values()):
             return ForwardMode.EXTEND
         return ForwardMode.MIXED
 
     def build(self, epoch: int) -> Step:
         """The frozen step."""
-        emitting = [row.request.params for row in self.rows if row.emits]
+        rows = list(self.rows.values())
+        emitting = [row.request for row in rows if row.emits]
         return Step(
             epoch=epoch,
             mode=self.mode,
             layout=StepLayout(
-                rows=tuple(_row_of(row.request) for row in self.rows),
-                extend_lens=tuple(row.extend_len for row in self.rows),
-                emits=tuple(row.emits for row in self.rows),
+                rows=tuple([_row_of(row.request) for row in rows]),
+                extend_lens=tuple([row.extend_len for row in rows]),
+                emits=tuple([row.emits for row in rows]),
                 drafts=None if self.draft is None else self.draft.mask,
             ),
-            prefix_lens_bound=tuple(row.prefix_len for row in self.rows),
-            sampler=max((params.sampler_tier for params in emitting), default=SamplerTier.GREEDY),
-            logprobs=any(params.logprobs is not None for params in emitting),
-            deltas=tuple(delta for row in self.rows for delta in row.deltas),
+            prefix_lens_bound=tuple([row.prefix_len for row in rows]),
+            sampler=max([request.tier for request in emitting], default=SamplerTier.GREEDY),
+            logprobs=any(request.params.logprobs is not None for request in emitting),
+            deltas=tuple([delta for row in rows for delta in row.deltas]),
             prompt_spans=tuple(self._prompt_spans()),
             observed=self.observed,
         )
 
     def _prompt_spans(self) -> Iterator[PromptSpan]:
         first_token = 0  # of the row, in the step
-        for index, row in enumerate(self.rows):
+        for index, row in enumerate(self.rows.values()):
             top = row.request.params.prompt_logprobs
             if top is not None and row.scored:
                 start = first_token + row.scored.start - row.prefix_len

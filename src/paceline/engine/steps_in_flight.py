@@ -1,7 +1,7 @@
 """StepsInFlight: launched steps whose outputs have not been processed, oldest first."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from paceline.core.errors import IntegrityError, message
@@ -26,14 +26,16 @@ class StepsInFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def launch(self, epoch: int, rows: Sequence[PlannedRow]) -> None:
+    def launch(self, epoch: int, rows: Iterable[PlannedRow]) -> None:
         """A step is on its way."""
-        for row in rows:
-            row.request.in_flight += 1
-            row.request.least_in_flight += row.least
-            row.request.most_in_flight += row.most
-            row.request.last_epoch = epoch
-        self._steps.append(_Launched(epoch, tuple(rows)))
+        launched = tuple(rows)
+        for row in launched:
+            request = row.request
+            request.in_flight += 1
+            request.least_in_flight += row.least
+            request.most_in_flight += row.most
+            request.last_epoch = epoch
+        self._steps.append(_Launched(epoch, launched))
 
     def land(self, step: Step, outputs: StepOutputs) -> tuple[PlannedRow, ...]:
         """The rows of the oldest step.  Raises IntegrityError when it is another one's outputs."""
@@ -48,9 +50,10 @@ class StepsInFlight:
                 )
             )
         for row in launched.rows:
-            row.request.in_flight -= 1
-            row.request.least_in_flight -= row.least
-            row.request.most_in_flight -= row.most
+            request = row.request
+            request.in_flight -= 1
+            request.least_in_flight -= row.least
+            request.most_in_flight -= row.most
         return launched.rows
 
     def requests(self) -> Iterator[Request]:

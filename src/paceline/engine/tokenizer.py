@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from paceline.models.locate import ModelSource
 from paceline.models.weight_files import LFS_POINTER, LFS_REMEDY, is_lfs_pointer
 
 UNUSABLE_TEMPLATE = "chat_template_unusable"  # reason code
+_MOST_KEPT = 1 << 16  # texts of single tokens
 _REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a character
 
 
@@ -38,6 +39,7 @@ class Tokenizer:
             if (token := _token_text(config.get(name))) is not None
         }
         self._add_bos: bool | None = config.get("add_bos_token")
+        self._decode_one = lru_cache(_MOST_KEPT)(self._decode_alone)
         # Decoders treat the first token of a text specially, so none is decoded alone.
         self._before = list(core.encode("a", add_special_tokens=False).ids)
         self._text_before = self.decode(self._before, skip_special_tokens=False)
@@ -153,7 +155,12 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token_ids; ids without a token have none."""
+        if len(token_ids) == 1:  # what text goes on behind: asked for every token of every request
+            return self._decode_one(token_ids[0], skip_special_tokens)
         return self._core.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def _decode_alone(self, token_id: int, skip_special_tokens: bool) -> str:
+        return self._core.decode([token_id], skip_special_tokens=skip_special_tokens)
 
     def added_text(self, *token_ids: int) -> str:
         """What tokens add to a text, special ones too; empty when that is no whole characters."""

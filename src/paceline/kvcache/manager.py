@@ -135,10 +135,14 @@ class CacheManager:
         runs = tuple(run for _, run in admitted if run.page_ids)
         return Admission(entry.committed, runs)
 
+    def holds(self, request_id: str, kv_bound: int) -> bool:
+        """Whether a request has pages for `kv_bound` tokens already, as in most decode steps."""
+        return kv_bound <= self._entries[request_id].reserved
+
     def reserve(self, request_id: str, kv_bound: int, *, ahead: int) -> list[PageRun] | None:
         """Hold pages for `kv_bound` tokens, and `ahead` more while pools are roomy.
 
-        Returns the new pages (none, in most decode steps), or None where pages are short.
+        Returns the new pages, or None where pages are short.
         """
         entry = self._entries[request_id]
         if kv_bound <= entry.reserved:
@@ -169,7 +173,8 @@ class CacheManager:
         entry = self._entries[request_id]
         self._require_retired(epoch)
         self._commit(entry, kv_len, epoch)
-        self._offer(entry, tokens, self._num_shareable(tokens, kv_len), adopt=None)
+        if kv_len // self._page_size > entry.num_offered:
+            self._offer(entry, tokens, self._num_shareable(tokens, kv_len), adopt=None)
 
     def stop_following(self, request_id: str, kv_len: int) -> None:
         """The drafter's groups lack the KV of this request behind `kv_len` tokens: what they hold
@@ -249,9 +254,12 @@ class CacheManager:
         return path[:length]
 
     def _commit(self, entry: _Entry, kv_len: int, epoch: int) -> None:
+        """Groups count whole pages: they hear of the others with the next that is full."""
         assert kv_len >= entry.committed, "KV that is written stays"
-        for group, holding in zip(self._groups, entry.holdings, strict=True):
-            group.commit(holding, kv_len, epoch)
+        is_same_page = kv_len // self._page_size == entry.committed // self._page_size
+        if not is_same_page or kv_len > entry.reserved:
+            for group, holding in zip(self._groups, entry.holdings, strict=True):
+                group.commit(holding, kv_len, epoch)
         entry.committed = kv_len
 
     def _offer(

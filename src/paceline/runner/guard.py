@@ -53,7 +53,7 @@ class Guard:
         room = key.padded_reqs - (is_ragged and layout.num_tokens < tokens)
         if layout.num_reqs > room:
             raise self._error("requests", f"at most {room}", layout.num_reqs)
-        if not is_ragged and any(extend != key.extend_len for extend in layout.extend_lens):
+        if not is_ragged and layout.extend_lens.count(key.extend_len) < layout.num_reqs:
             raise self._error("extend_lens", f"{key.extend_len} everywhere", layout.extend_lens)
         longest = max(step.kv_lens_bound)
         if longest > self._kv_len_bound:

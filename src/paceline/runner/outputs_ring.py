@@ -13,6 +13,8 @@ from paceline.runner.buffers import StepBuffers
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import Event
 
+_FINISH_CODES = tuple(FinishCode)  # by their value
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputsSlot:
@@ -127,14 +129,14 @@ class LaunchedStep:
     def _tokens(self) -> tuple[tuple[tuple[int, ...], ...], tuple[FinishCode, ...]]:
         """[num_reqs] emitted tokens, one or none, and how each row stands."""
         rows = self._slot.results[: self.step.layout.num_reqs].tolist()
-        token_ids = tuple((token,) if emitted else () for emitted, token, _ in rows)
-        return token_ids, tuple(FinishCode(code) for _, _, code in rows)
+        token_ids = tuple([(token,) if emitted else () for emitted, token, _ in rows])
+        return token_ids, tuple([_FINISH_CODES[code] for _, _, code in rows])
 
     def _round_tokens(self) -> tuple[tuple[tuple[int, ...], ...], tuple[FinishCode, ...]]:
         """The same of a round: as many tokens as it emitted."""
         rows = self._slot.round_results[: self.step.layout.num_reqs].tolist()
         token_ids = tuple(tuple(tokens[:emitted]) for emitted, _, *tokens in rows)
-        return token_ids, tuple(FinishCode(row[1]) for row in rows)
+        return token_ids, tuple([_FINISH_CODES[row[1]] for row in rows])
 
     def _logprobs(
         self, token_ids: tuple[tuple[int, ...], ...]
