@@ -100,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             reserve_ahead=ahead,
             admission_margin=page_size,
             mix_prefill_and_decode=mix,
+            padded_tokens=(4, 6, 8, 16) if ahead else (),
         )
         self.scheduler = Scheduler(config, self.cache)
         exact = self.shape is None or self.exact_lengths

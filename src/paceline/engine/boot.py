@@ -169,7 +169,7 @@ def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
     tokenizer = prepared.admission.tokenizer
     turn: TurnFunction = overlapped_turn if options.overlap else twin_turn
     engine = Engine(
-        _scheduler(prepared, knobs, notify),
+        _scheduler(prepared, knobs, notify, padded_tokens=runner.padded_tokens),
         runner,
         tokenizer,
         turn=turn if knobs.around_turn is None else knobs.around_turn(turn),
@@ -298,7 +298,9 @@ def _runner_config(prepared: Prepared, knobs: Knobs, num_pages: tuple[int, ...])
     )
 
 
-def _scheduler(prepared: Prepared, knobs: Knobs, notify: Notify) -> Scheduler:
+def _scheduler(
+    prepared: Prepared, knobs: Knobs, notify: Notify, *, padded_tokens: tuple[int, ...]
+) -> Scheduler:
     options, draft = prepared.resolution.options, prepared.draft
     longest_round = 0 if draft is None else draft.reach
     cache = CacheManager(
@@ -312,6 +314,7 @@ def _scheduler(prepared: Prepared, knobs: Knobs, notify: Notify) -> Scheduler:
         max_batched_tokens=known(options.max_num_batched_tokens),
         chunked_prefill_size=known(options.chunked_prefill_size),
         max_join_tokens=_join_tokens(options),
+        padded_tokens=padded_tokens,
         draft=draft,
         max_drafting=options.speculative_max_batch,
         exact_lengths=load_backend(prepared.attention.name).capabilities.host_plan,

@@ -122,6 +122,7 @@ class Scheduler:
         if not plan.rows:
             self._require_progress()
             return None
+        plan.end_on_size(self._config.padded_tokens, is_last=not self.num_waiting)
         rows = plan.rows.values()
         self._in_flight.launch(epoch, rows)
         self._last_had_prefill = any(row.is_prefill for row in rows)

@@ -17,6 +17,7 @@ class SchedulerConfig:
     max_batched_tokens: int  # tokens of one step, decode rows included; a round always holds all
     chunked_prefill_size: int  # prompt tokens of one request in one step
     max_join_tokens: int  # known tokens of the requests that join in one step; one may exceed it
+    padded_tokens: tuple[int, ...] = ()  # sizes of steps with prompts, ascending; (): not padded
     reserve_ahead: int = 256  # tokens a request grows by while the pool is roomy
     admission_margin: int = 32  # tokens of room behind a prompt that admission asks for
     mix_prefill_and_decode: bool = True  # False: steps alternate between the two; so with a drafter

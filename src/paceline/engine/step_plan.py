@@ -8,6 +8,7 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Delta, JoinDelta, PageDelta, PromptSpan, Step, StepLayout
+from paceline.engine.buckets import left_over
 from paceline.engine.request import Request
 from paceline.kvcache.groups import PageRun
 
@@ -88,6 +89,28 @@ class StepPlan:
         row = self.rows.pop(request, None)
         if row is not None:
             self.budget += row.extend_len
+
+    def end_on_size(self, padded: tuple[int, ...], *, is_last: bool) -> None:
+        """Leave to the next step what would pad this one, the tokens of its last prompts first.
+
+        padded: ascending sizes that steps with prompts are padded to.  is_last: nobody waits; where
+        nobody decodes either, a next step would come for what is left alone, so nothing is.
+        """
+        prompts = [row for row in reversed(self.rows.values()) if row.is_prefill] if padded else []
+        if not prompts or (is_last and len(prompts) == len(self.rows)):
+            return
+        num_tokens = sum(row.extend_len for row in prompts)
+        decoding = sum(row.extend_len for row in self.rows.values()) - num_tokens
+        left = left_over(padded, decoding=decoding, prompts=num_tokens)
+        if left > num_tokens - len(prompts):  # every row keeps a token
+            return
+        for row in prompts:
+            cut = min(left, row.extend_len - 1)
+            if cut:
+                kept, left = row.extend_len - cut, left - cut
+                shorter = row._replace(extend_len=kept, emits=False, least=kept, most=kept)
+                self.rows[row.request] = shorter
+                self.budget += cut
 
     @property
     def mode(self) -> ForwardMode:

@@ -20,6 +20,11 @@ class GraphKeys:
         self._parts = parts
         self._sizes = sizes
 
+    @property
+    def ragged_tokens(self) -> tuple[int, ...]:
+        """Ascending sizes that ragged steps are padded to, up to the last; (): they are not."""
+        return self._sizes.tokens if self._supports(ForwardMode.MIXED) else ()
+
     def longest_extend(self) -> GraphKey | None:
         """The key of the longest ragged step; None: these run eagerly."""
         if not self._sizes.tokens or not self._supports(ForwardMode.EXTEND):

@@ -83,6 +83,11 @@ class ModelRunner:
         return self._parts
 
     @property
+    def padded_tokens(self) -> tuple[int, ...]:
+        """Ascending sizes that steps with prompts are padded to, up to the last; (): none."""
+        return self._keys.ragged_tokens
+
+    @property
     def graphs_captured(self) -> int:
         """How many keys have a graph."""
         return 0 if self._graphs is None else len(self._graphs.graphs)
