@@ -1,6 +1,8 @@
 """The Triton attention kernels, interpreted on the CPU, against the paged definition."""
 
+import itertools
 import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +14,7 @@ from paged_runs import CPU, DECODE, RAGGED, assert_matches, run_decode, run_exte
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
+from paceline.kernels._triton import paged_extend as kernels
 from paceline.kernels.paged_attention import (
     decode_splits,
     paged_decode,
@@ -43,6 +46,56 @@ def test_decode_matches_reference_and_not_a_dropped_key(name: str) -> None:
 def test_extend_matches_reference_and_not_a_dropped_key(name: str) -> None:
     case = make_case(RAGGED, SHAPES[name], seed=12)
     assert_matches(case, run_extend(case))
+
+
+# Decodes, chunks, whole prompts and a request without rows; more requests than are counted at once.
+TRAFFIC = BatchSpec(prefix_lens=(45, 0, 17, 50, 3, 8), extend_lens=(1, 37, 3, 1, 0, 9))
+CROWD = BatchSpec(prefix_lens=(2,) * 130 + (5, 0), extend_lens=(1,) * 130 + (20, 9))
+
+
+@pytest.mark.parametrize(
+    ("batch", "name", "launches"),
+    [
+        (TRAFFIC, "gqa2-80-96-page16", 1),
+        (TRAFFIC, "window-above-page-capped", 1),
+        (TRAFFIC, "gqa2-80-96-page16", 2),
+        (TRAFFIC, "gqa4-128-bf16", 2),
+        (TRAFFIC, "mqa20-64", 2),
+        (TRAFFIC, "window-above-page-capped", 2),
+        (CROWD, "window-below-page", 2),
+    ],
+)
+def test_short_and_long_requests_of_a_step_match_reference(
+    monkeypatch: pytest.MonkeyPatch, batch: BatchSpec, name: str, launches: int
+) -> None:
+    started: list[object] = []
+    start = kernels._start
+
+    def note(*args: object, **kwargs: object) -> None:
+        started.append(kwargs)
+        start(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, "_start", note)
+    if batch is TRAFFIC and launches == 2:
+        monkeypatch.setattr(kernels, "_MANY_PROGRAMS", 1)
+    case = make_case(batch, SHAPES[name], seed=17)
+    assert_matches(case, run_extend(case))
+    assert len(started) == launches
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_every_tile_with_rows_has_a_slot(block: int, group: int) -> None:
+    """By the definition in the kernel's head, over many lengths."""
+    rng = random.Random(block * group)
+    for _ in range(300):
+        lens = [rng.choice((0, 1, 2, rng.randrange(300))) for _ in range(rng.randrange(1, 20))]
+        begins = [0, *itertools.accumulate(lens)]
+        slots = begins[-1] * group // block + len(lens)
+        first = [begin * group // block + req for req, begin in enumerate(begins)]
+        for req, length in enumerate(lens):
+            assert -(-length * group // block) <= first[req + 1] - first[req], lens
+        assert first[len(lens)] <= slots
 
 
 @pytest.mark.parametrize("name", ["gqa2-80-96-page16", "window-above-page-capped"])

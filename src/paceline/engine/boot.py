@@ -334,5 +334,9 @@ def _num_pages(fit: Fit, knobs: Knobs) -> tuple[int, ...]:
 
 
 def _join_tokens(options: EngineOptions) -> int:
-    """Known tokens that may join in one step: room for prefix hits beyond what is computed."""
-    return max(known(options.max_model_len), 4 * known(options.max_num_batched_tokens))
+    """Known tokens that may join in one step: room for prefix hits beyond what is computed.
+
+    They cost pinned host memory, 4 bytes each; fewer make many small steps of requests that share a
+    long prefix.
+    """
+    return max(known(options.max_model_len), 32 * known(options.max_num_batched_tokens))

@@ -19,7 +19,7 @@ from paceline.engine.resolution import Resolution
 from paceline.engine.speculation import Speculation, all_groups
 
 CPU_KV_LIMIT = 4 * GIB
-GPU_GRAPH_TOKENS = 1024  # longer steps keep the GPU busy while the next operations are launched
+GPU_GRAPH_TOKENS = 2048  # longer steps keep the GPU busy while the next operations are launched
 WITHOUT_GRAPHS = "no graphs; steps are padded as with them, so that answers are the same"
 CPU_GRAPH_ROWS = 64  # requests; calls are cheap beside so many rows
 

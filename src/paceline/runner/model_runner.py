@@ -221,17 +221,21 @@ class ModelRunner:
     def _capture(self, key: GraphKey, *, warm_up: bool) -> Graph | None:
         """Capture a key, behind an eager run where it had none.
 
+        A CUDA graph is captured while the device works on earlier steps: nothing is executed.
         None: its graph is too large to keep.
         """
         assert self._graphs is not None
-        program = self._empty_program(key)
+        program, graphs = self._empty_program(key), self._graphs
         if warm_up:
             self._stream.run(_without_autograd(program))
-        self._stream.synchronize()
-        graphs = self._graphs
+        executes = not graphs.factory.needs_warm_up
+        waits = warm_up or executes or self._parts.backend.capabilities.host_plan
+        if waits:
+            self._stream.synchronize()
         captured: list[Graph | None] = []
         self._stream.run(lambda: captured.append(graphs.capture(key, program.run)))
-        self._stream.synchronize()
+        if waits:
+            self._stream.synchronize()
         if self._sanitizer is not None:
             self._captured[key] = program
         return captured[0]

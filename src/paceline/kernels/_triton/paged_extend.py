@@ -4,7 +4,17 @@ Worked example, GROUP 4, BLOCK_ROWS 16, BLOCK_KEYS 8, prefix 10, extend 5, no wi
 (query, head) pairs, so tile 0 holds queries 0..3 at positions 10..13 and tile 1 query 4 at 14.
 Tile 0 sees keys [0, 14): [0, 8) lies before position 11 for every row and takes no mask, [8, 14)
 is masked row by row.
+
+In a ragged step only tiles that may hold rows get a program, in slots; and of many requests
+those of 16 rows or less, decodes in company of prompts, have small tiles, in a launch of their own:
+
+    BLOCK_ROWS 4, GROUP 1, cu_seqlens_q [0, 6, 7, 12]
+    request   0 0 0 1 2 2 2      first slot of r: cu_seqlens_q[r] * GROUP // BLOCK_ROWS + r, so the
+    tile      0 1 - 0 0 1 -      slots of a request are enough for its tiles, and at most one more
 """
+
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -43,6 +53,10 @@ from paceline.kernels._triton.visible_keys import (
     visible_keys,
 )
 from paceline.kernels.paged_attention.splits import FEW_ROWS, row_tile
+
+_SHORT_ROWS = 16  # of a request among longer ones: one small tile, as of a decode
+_ALL_ROWS = 1 << 30
+_MANY_PROGRAMS = 128  # fewer run in the shade of the longer requests, and alone would wait for keys
 
 
 @triton.jit
@@ -135,7 +149,27 @@ def _store_rows(
     tl.store(lse_ptr + token * heads + head, lse * 0.6931471805599453, mask=row_live)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
+def _request_of(
+    slot,
+    cu_seqlens_q_ptr,  # [reqs + 1] int32
+    num_reqs,
+    GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The last request whose first slot is not behind `slot`."""
+    before = 0
+    for start in range(0, num_reqs, AT_ONCE):
+        reqs = start + tl.arange(0, AT_ONCE)
+        is_req = reqs < num_reqs
+        begins = tl.load(cu_seqlens_q_ptr + reqs, mask=is_req, other=0)
+        is_before = is_req & (begins * GROUP // BLOCK_ROWS + reqs <= slot)
+        before += tl.sum(is_before.to(tl.int32), axis=0)
+    return before - 1
+
+
+@triton.jit(do_not_specialize=["splits", "num_reqs"])
 def _extend_kernel(
     q_ptr,  # [tokens, heads, head_dim]
     k_cache_ptr,  # [num_pages, page_size, kv_heads, head_dim]
@@ -169,11 +203,15 @@ def _extend_kernel(
     heads,
     scale,
     splits,
+    num_reqs,
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
     NODES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PREFIX_ONLY: tl.constexpr,
+    ABOVE: tl.constexpr,  # requests of so many rows or less are another launch's
+    MOST: tl.constexpr,  # and those of more
+    IN_SLOTS: tl.constexpr,  # the first axis counts slots, the second KV heads
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     DIM_K: tl.constexpr,
@@ -195,10 +233,15 @@ def _extend_kernel(
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_heads = heads // GROUP
     kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
-    req = (tl.program_id(1) // kv_heads).to(tl.int64)
+    if IN_SLOTS:
+        req = _request_of(tile, cu_seqlens_q_ptr, num_reqs, GROUP, BLOCK_ROWS, 128).to(tl.int64)
+    else:
+        req = (tl.program_id(1) // kv_heads).to(tl.int64)
     split = tl.program_id(2)  # slowest: the splits that leave at once start last
 
     token_begin = tl.load(cu_seqlens_q_ptr + req)
+    if IN_SLOTS:
+        tile -= token_begin * GROUP // BLOCK_ROWS + req.to(tl.int32)
     extend_len = tl.load(cu_seqlens_q_ptr + req + 1) - token_begin
     prefix_len = tl.load(prefix_lens_ptr + req)
     end = prefix_len
@@ -238,7 +281,7 @@ def _extend_kernel(
         other=0.0,
     )
     # Without a window nothing above but q waits for a length: the loads are in flight together.
-    if tile * BLOCK_ROWS >= num_rows:
+    if (tile * BLOCK_ROWS >= num_rows) | (num_rows <= ABOVE) | (num_rows > MOST):
         return
 
     # Keys [begin, full_end) are seen by every row, [full_end, end) are masked row by row.
@@ -387,26 +430,25 @@ def launch_paged_extend(
     require_runnable(
         "q of paged_extend", q, _extend_kernel, otherwise="choose the torch attention backend"
     )
-    _, heads, head_dim = q.shape
+    tokens, heads, head_dim = q.shape
     _, page_size, kv_heads, v_head_dim = v_cache.shape
-    group = heads // kv_heads
+    group, num_reqs = heads // kv_heads, page_table.shape[0]
     max_rows = max_extend_len * group
-    if config is None:
-        shared_bytes = shared_memory_bytes(q.device)
-        config = extend_config(
-            max_rows,
+
+    def tiles_of(rows: int, *, is_split: bool) -> SplitConfig:
+        return extend_config(
+            rows,
             head_dim,
             v_head_dim,
             dtype=q.dtype,
             kv_dtype=k_cache.dtype,
-            shared_bytes=shared_bytes,
-            row_tile=row_tile(page_table.shape[0], kv_heads, max_rows, dtype=q.dtype),
-            is_split=splits > 1,
+            shared_bytes=shared_memory_bytes(q.device),
+            row_tile=row_tile(num_reqs, kv_heads, rows, dtype=q.dtype),
+            is_split=is_split,
         )
-    grid = (triton.cdiv(max_rows, config.block_rows), kv_heads * page_table.shape[0], splits)
-    launch(
-        _extend_kernel,
-        grid,
+
+    config = config or tiles_of(max_rows, is_split=splits > 1)
+    arguments = (
         q,
         k_cache,
         v_cache,
@@ -433,28 +475,66 @@ def launch_paged_extend(
         heads,
         scale,
         splits,
-        MASK=mask,
-        WINDOW=window,
-        NODES=block_nodes(max_extend_len) if mask == "tree" else None,
-        SOFT_CAP=soft_cap,
-        PREFIX_ONLY=prefix_only,
-        GROUP=group,
-        PAGE_SIZE=page_size,
-        DIM_K=head_dim,
-        DIM_V=v_head_dim,
-        BLOCK_DIM_K=block_dim(head_dim),
-        BLOCK_DIM_V=block_dim(v_head_dim),
+        num_reqs,
+    )
+    constants = {
+        "MASK": mask,
+        "WINDOW": window,
+        "NODES": block_nodes(max_extend_len) if mask == "tree" else None,
+        "SOFT_CAP": soft_cap,
+        "PREFIX_ONLY": prefix_only,
+        "GROUP": group,
+        "PAGE_SIZE": page_size,
+        "DIM_K": head_dim,
+        "DIM_V": v_head_dim,
+        "BLOCK_DIM_K": block_dim(head_dim),
+        "BLOCK_DIM_V": block_dim(v_head_dim),
+        "SAME_STRIDES": k_cache.stride()[:2] == v_cache.stride()[:2],
+        "ONE_LOOP": window is not None or splits > 1,
+        "IS_SPLIT": splits > 1,
+        "WIDEN": q.dtype == torch.bfloat16 and interpreted(_extend_kernel),
+    }
+    start = partial(_start, q.device, arguments, constants)
+    tiles = triton.cdiv(max_rows, config.block_rows)
+    slots = tokens * group // config.block_rows + num_reqs
+    if splits > 1 or slots >= tiles * num_reqs:
+        start(config, (tiles, kv_heads * num_reqs, splits))
+        return
+    if kv_heads * num_reqs < _MANY_PROGRAMS:
+        start(config, (slots, kv_heads, 1), in_slots=True)
+        return
+    few = tiles_of(_SHORT_ROWS, is_split=True)
+    start(config, (slots, kv_heads, 1), above=_SHORT_ROWS, in_slots=True)
+    start(few, (_SHORT_ROWS // few.block_rows, kv_heads * num_reqs, 1), most=_SHORT_ROWS)
+
+
+def _start(
+    device: torch.device,
+    arguments: tuple[object, ...],
+    constants: dict[str, Any],
+    config: SplitConfig,
+    grid: tuple[int, int, int],
+    *,
+    above: int = 0,
+    most: int = _ALL_ROWS,
+    in_slots: bool = False,
+) -> None:
+    merged = splits_per_load(
+        config.block_rows, constants["BLOCK_DIM_V"], num_warps=config.num_warps
+    )
+    launch(
+        _extend_kernel,
+        grid,
+        *arguments,
+        ABOVE=above,
+        MOST=most,
+        IN_SLOTS=in_slots,
         BLOCK_ROWS=config.block_rows,
         BLOCK_KEYS=config.block_keys,
-        SAME_STRIDES=k_cache.stride()[:2] == v_cache.stride()[:2],
-        ONE_LOOP=window is not None or splits > 1,
-        IS_SPLIT=splits > 1,
         MIN_TILES=config.min_tiles,
-        MERGE_SPLITS=splits_per_load(
-            config.block_rows, block_dim(v_head_dim), num_warps=config.num_warps
-        ),
-        WIDEN=q.dtype == torch.bfloat16 and interpreted(_extend_kernel),
-        **overlap_options(q.device, _extend_kernel),
+        MERGE_SPLITS=merged,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **constants,
+        **overlap_options(device, _extend_kernel),
     )
