@@ -19,7 +19,9 @@ from paceline.engine.resolution import Resolution
 from paceline.engine.speculation import Speculation, all_groups
 
 CPU_KV_LIMIT = 4 * GIB
-GPU_GRAPH_TOKENS = 2048  # longer steps keep the GPU busy while the next operations are launched
+# Longer steps keep the GPU busy while the next operations are launched: a quarter of a full step,
+# from the first number to the second.
+GPU_GRAPH_TOKENS = (1024, 2048)
 WITHOUT_GRAPHS = "no graphs; steps are padded as with them, so that answers are the same"
 CPU_GRAPH_ROWS = 64  # requests; calls are cheap beside so many rows
 
@@ -166,7 +168,8 @@ def _choose_graph_tokens(
     if device.device_type == "cpu":
         return resolution.choose("cuda_graph_max_tokens", 0, "padding costs a CPU time")
     length = options.max_model_len or config.max_position
-    tokens = min(GPU_GRAPH_TOKENS, known(options.max_num_batched_tokens), length)
+    whole, (least, most) = known(options.max_num_batched_tokens), GPU_GRAPH_TOKENS
+    tokens = min(max(least, min(whole // 4, most)), whole, length)
     why = WITHOUT_GRAPHS if options.enforce_eager else "longer steps outlast their launches"
     return resolution.choose("cuda_graph_max_tokens", tokens, why)
 
