@@ -27,7 +27,12 @@ from paceline.engine.arguments import add_engine_arguments, add_flags, asked_arg
 from paceline.engine.boot import Knobs, prepare
 from paceline.engine.judge import Judge
 from paceline.engine.llm import LLM
-from paceline.engine.machine import cache_state, kernel_cache, seconds_since_process_start
+from paceline.engine.machine import (
+    cache_state,
+    kernel_cache,
+    seconds_since_process_start,
+    settled,
+)
 from paceline.engine.throughput_report import (
     details,
     median_pass,
@@ -85,10 +90,11 @@ class ThroughputBench:
         is_cut = False
         try:
             try:
-                for done in self._passes(llm):
-                    passes.append(done)
-                    if len(passes) == 2:
-                        check = compare(llm, self._traffic, *passes)
+                with settled():  # as a server is
+                    for done in self._passes(llm):
+                        passes.append(done)
+                        if len(passes) == 2:
+                            check = compare(llm, self._traffic, *passes)
             except KeyboardInterrupt:
                 if check is None:  # nothing that is checked
                     raise

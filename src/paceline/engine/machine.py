@@ -7,7 +7,8 @@ import gc
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -198,6 +199,20 @@ def _allowed_cpus() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Within the block collections walk what comes later alone: modules and the model stay.
+
+    For a process that serves: a whole collection took 105 to 213 ms, in which nothing is streamed.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def release_memory() -> None:

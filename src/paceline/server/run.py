@@ -1,7 +1,6 @@
 """Bind, load, serve, drain: the life of a server process."""
 
 import asyncio
-import gc
 import logging
 import math
 import signal
@@ -18,6 +17,7 @@ import uvicorn
 from paceline.core.errors import ConfigError, message
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.llm import LLM
+from paceline.engine.machine import settled
 from paceline.server.app import build_app
 from paceline.server.limits import LIMITS, Limits
 from paceline.server.service import Service
@@ -89,22 +89,8 @@ def serve(llm: LLM, bound: socket.socket, address: Address, *, tell: Callable[[s
     tell(banner(service, bound, needs_key=address.api_key is not None))
     # In a thread of its own: in the main thread uvicorn would take the signals, and raise them once
     # more behind its end.
-    with ThreadPoolExecutor(1, "paceline-http") as thread, _signals(server, hurry), _settled():
+    with ThreadPoolExecutor(1, "paceline-http") as thread, _signals(server, hurry), settled():
         thread.submit(asyncio.run, _serve(server, bound, service.engine, hurry, tell)).result()
-
-
-@contextmanager
-def _settled() -> Iterator[None]:
-    """Modules and the model live as long as the server: collections walk what comes later.
-
-    A whole collection took 105 ms, in which nothing is streamed.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 @contextmanager

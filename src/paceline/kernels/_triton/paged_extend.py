@@ -169,7 +169,7 @@ def _request_of(
     return before - 1
 
 
-@triton.jit(do_not_specialize=["splits", "num_reqs"])
+@triton.jit(do_not_specialize=["splits", "num_reqs", "above", "most"])
 def _extend_kernel(
     q_ptr,  # [tokens, heads, head_dim]
     k_cache_ptr,  # [num_pages, page_size, kv_heads, head_dim]
@@ -204,13 +204,13 @@ def _extend_kernel(
     scale,
     splits,
     num_reqs,
+    above,  # requests of so many rows or less are another launch's
+    most,  # and those of more
     MASK: tl.constexpr,
     WINDOW: tl.constexpr,
     NODES: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     PREFIX_ONLY: tl.constexpr,
-    ABOVE: tl.constexpr,  # requests of so many rows or less are another launch's
-    MOST: tl.constexpr,  # and those of more
     IN_SLOTS: tl.constexpr,  # the first axis counts slots, the second KV heads
     GROUP: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -281,7 +281,7 @@ def _extend_kernel(
         other=0.0,
     )
     # Without a window nothing above but q waits for a length: the loads are in flight together.
-    if (tile * BLOCK_ROWS >= num_rows) | (num_rows <= ABOVE) | (num_rows > MOST):
+    if (tile * BLOCK_ROWS >= num_rows) | (num_rows <= above) | (num_rows > most):
         return
 
     # Keys [begin, full_end) are seen by every row, [full_end, end) are masked row by row.
@@ -526,8 +526,8 @@ def _start(
         _extend_kernel,
         grid,
         *arguments,
-        ABOVE=above,
-        MOST=most,
+        above,
+        most,
         IN_SLOTS=in_slots,
         BLOCK_ROWS=config.block_rows,
         BLOCK_KEYS=config.block_keys,
