@@ -159,7 +159,7 @@ def traffic(*, fills: bool, max_running: int, num_requests: int) -> Traffic:
 
 
 def test_traffic_wastes_little_of_what_it_pays_for_and_nobody_overtakes() -> None:
-    """What decision 041 states, of a quarter of the requests; this file as a script: of all."""
+    """What decision 042 states, of a quarter of the requests; this file as a script: of all."""
     before = traffic(fills=False, max_running=64, num_requests=128)
     after = traffic(fills=True, max_running=64, num_requests=128)
     assert 1 - before.tokens / before.padded > 0.1

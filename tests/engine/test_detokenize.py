@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -254,6 +254,7 @@ def test_stop_strings_equal_an_offline_search(text, stop, cuts, include):
     min_tokens=st.integers(0, 20),
     cuts=cuts,
 )
+@example(text="aba", stop=["ab", "abb"], min_tokens=2, cuts=[])  # held: it may become the longer
 @settings(max_examples=200, deadline=None)
 def test_no_stop_string_completed_within_min_tokens_ends_the_text(text, stop, min_tokens, cuts):
     tokenizer = byte_level()

@@ -118,6 +118,7 @@ class StopMatcher:
     def __init__(self, strings: tuple[str, ...], include: bool) -> None:
         self._strings = strings
         self._include = include
+        self._first_characters = {string[0] for string in strings}
         self._held = ""  # the longest suffix of the text that begins a stop string
 
     def push(self, text: str, *, enabled: bool = True) -> tuple[str, str | None]:
@@ -125,7 +126,7 @@ class StopMatcher:
 
         Not `enabled`: a stop string completed in this text is text like any other.
         """
-        if not self._strings:
+        if not self._held and self._first_characters.isdisjoint(text):
             return text, None
         old_length = len(self._held)
         self._held += text
