@@ -11,7 +11,7 @@ from paceline.core.errors import KernelArgumentError
 from paceline.core.sampling_params import SamplingParams
 from paceline.kernels.draw import Laws, draw, draw_reference
 from paceline.kernels.draw_cpu import RowLaw, draw_row_cpu, kept_tokens
-from paceline.kernels.edit_logits import NO_DRAFT, SampledRows, edit_logits
+from paceline.kernels.edit_logits import NO_DRAFT, Edits, SampledRows, edit_logits
 from paceline.kernels.gumbel import gumbel_at
 from paceline.kernels.keep_mask import keep_mask
 from paceline.layers.sampling import SamplingTable, process_logits
@@ -29,6 +29,29 @@ KINDS = {
     "forbidden": lambda x: torch.where(x < -0.5, float("-inf"), x * 2),
     "two levels": lambda x: torch.where(x < 2.5, -9.0, 0.0),
 }
+
+
+def draw_triton(logits: Tensor, at: SampledRows, laws: Laws, edits: Edits) -> tuple[Tensor, Tensor]:
+    """Blocks of 64 tokens, so that small vocabularies have several."""
+    from paceline.kernels._triton.draw import launch_draw
+
+    token_ids = torch.full(logits.shape[:1], -77)
+    finite = torch.ones(logits.shape[0], dtype=torch.bool)
+    with np.errstate(all="ignore"):  # the interpreter computes with numpy
+        launch_draw(logits, at, laws, edits, token_ids, finite, block_vocab=64, block_members=64)
+    return token_ids, finite
+
+
+def edit_triton(logits: Tensor, at: SampledRows, edits: Edits) -> None:
+    from paceline.kernels._triton.edit_logits import launch_edit_logits, zero_counts
+
+    launch_edit_logits(logits, zero_counts(logits), at, edits)
+
+
+DRAWS = pytest.mark.parametrize("run", [draw, draw_triton], ids=["op", "triton"])
+BOTH = pytest.mark.parametrize(
+    ("run", "edit"), [(draw, edit_logits), (draw_triton, edit_triton)], ids=["op", "triton"]
+)
 
 
 def logits_of(kind: str, seed: int = 0) -> Tensor:
@@ -64,6 +87,25 @@ def test_a_rows_sample_is_that_of_the_definition(kind: str, temperature: float) 
             assert np.array_equal(kept_tokens(scaled[0].numpy(), law), keep[0].nonzero()[:, 0])
         wanted = draw_reference(logits, columns, torch.tensor([law.position]))
         assert draw_row_cpu(logits[0], int(logits.argmax()), law) == int(wanted), law
+
+
+FILTERS = ((5, 1.0, 0.0), (None, 0.7, 0.0), (None, 1.0, 0.2), (12, 0.6, 0.0), (90, 0.95, 0.01))
+
+
+@pytest.mark.parametrize("kind", ["flat", "ties"])
+def test_the_kernel_keeps_what_the_definition_keeps(kind: str) -> None:
+    """Few tokens are kept, each as likely as the next, so that each of them is drawn."""
+    params = tuple(
+        SamplingParams(temperature=4.0, top_k=top_k, top_p=top_p, min_p=min_p)
+        for top_k, top_p, min_p in FILTERS
+        for _ in range(2)
+    )
+    table, num = table_of(params), len(params)
+    logits = logits_of(kind)[:, :97].repeat(num, 1)
+    token_ids = torch.zeros(num + 1, 1, dtype=torch.int32)
+    at = SampledRows(torch.arange(1, num + 1), torch.arange(num), token_ids, None)
+    drawn, _ = draw_triton(logits, at, table.laws, table.edits)
+    assert torch.equal(drawn, draw_reference(logits, table.laws.of(at.rows), at.positions))
 
 
 def test_tokens_that_tie_for_the_best_score_go_to_the_lowest_id() -> None:
@@ -119,36 +161,44 @@ def defined(logits: Tensor, at: SampledRows, table: SamplingTable, **more: Tenso
     return process_logits(logits.float(), table=table, **rest, **more)
 
 
-@pytest.mark.parametrize("vocab", [97, VOCAB])
+@pytest.mark.parametrize(
+    ("run", "edit", "vocab"),
+    [(draw, edit_logits, VOCAB), (draw, edit_logits, 97), (draw_triton, edit_triton, 97)],
+    ids=["op", "small", "triton"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_batch_of_every_kind_says_what_the_definition_says(vocab: int, dtype: torch.dtype):
+def test_a_batch_of_every_kind_says_what_the_definition_says(
+    run: object, edit: object, vocab: int, dtype: torch.dtype
+) -> None:
     table, at = table_of(PARAMS), rows_at(vocab)
-    for seed in range(5):
+    for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         logits = (torch.randn(len(PARAMS), vocab, generator=generator) * 3).to(dtype)
         before = logits.clone()
-        token_ids, finite = draw(logits, at, table.laws, table.edits)
+        token_ids, finite = run(logits, at, table.laws, table.edits)
         processed = defined(before, at, table)
         wanted = draw_reference(processed, table.laws.of(at.rows), at.positions)
         assert torch.equal(token_ids, wanted)
         assert finite.all()
         assert torch.equal(logits, before), "the logits are not as they were"
         changed = before.float()
-        edit_logits(changed, at, table.edits)
+        edit(changed, at, table.edits)
         assert torch.equal(changed, processed)
 
 
+@DRAWS
 @pytest.mark.parametrize("known", [PROMPT, PROMPT + 3, PROMPT + 4])
-def test_a_stop_is_forbidden_until_its_limit_and_no_longer(known: int) -> None:
+def test_a_stop_is_forbidden_until_its_limit_and_no_longer(run: object, known: int) -> None:
     params = SamplingParams(temperature=0.0, min_tokens=4, stop_token_ids=(9,))
     table, logits = table_of((params,)), torch.zeros(1, 97)
     logits[0, 9] = 1.0
     at = SampledRows(torch.tensor([1]), torch.tensor([known]), torch.zeros(2, WIDTH).int(), None)
     wanted = 0 if known < PROMPT + 4 else 9
-    assert draw(logits, at, table.laws, table.edits)[0].tolist() == [wanted]
+    assert run(logits, at, table.laws, table.edits)[0].tolist() == [wanted]
 
 
-def test_drafts_count_as_tokens_known() -> None:
+@BOTH
+def test_drafts_count_as_tokens_known(run: object, edit: object) -> None:
     """Rows that know two of the tokens as drafts, one beside it on another path."""
     table, plain = table_of(PARAMS), rows_at(97)
     tail = plain.token_ids[1:, KNOWN - 2 : KNOWN].long()
@@ -158,19 +208,21 @@ def test_drafts_count_as_tokens_known() -> None:
     stale[:, KNOWN - 2 :] = 88
     logits = torch.randn(len(PARAMS), 97, generator=torch.Generator().manual_seed(1))
     changed = logits.clone()
-    edit_logits(changed, plain._replace(token_ids=stale, drafts=drafts), table.edits)
+    edit(changed, plain._replace(token_ids=stale, drafts=drafts), table.edits)
     assert torch.equal(changed, defined(logits, plain, table))
 
 
+@DRAWS
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
-    table, at = table_of(PARAMS), rows_at(VOCAB)
-    logits = torch.randn(len(PARAMS), VOCAB, generator=torch.Generator().manual_seed(2))
-    clean, _ = draw(logits, at, table.laws, table.edits)
-    for row in range(len(PARAMS)):
+def test_a_row_that_is_not_finite_fails_alone(run: object, bad: float) -> None:
+    vocab = VOCAB if run is draw else 97
+    table, at = table_of(PARAMS), rows_at(vocab)
+    logits = torch.randn(len(PARAMS), vocab, generator=torch.Generator().manual_seed(2))
+    clean, _ = run(logits, at, table.laws, table.edits)
+    for row in (0, 2, 7) if run is draw else (2,):
         broken = logits.clone()
         broken[row, 77] = bad
-        token_ids, finite = draw(broken, at, table.laws, table.edits)
+        token_ids, finite = run(broken, at, table.laws, table.edits)
         others = torch.arange(len(PARAMS)) != row
         assert torch.equal(finite, others)
         assert torch.equal(token_ids[others], clean[others])

@@ -95,11 +95,23 @@ def _draw_rows(logits: Tensor, ns: Tensor, at: SampledRows, laws: Laws, token_id
         token_ids[n] = draw_row_cpu(logits[n], int(token_ids[n]), RowLaw(*law))
 
 
+def _draw_cuda(logits: Tensor, *fields: Tensor | None) -> None:
+    from paceline.kernels._triton.draw import launch_draw
+
+    at = SampledRows(*fields[:4])  # type: ignore[arg-type]
+    laws, edits = Laws(*fields[4:9]), Edits(*fields[9:-2])  # type: ignore[arg-type]
+    token_ids, finite = fields[-2:]
+    assert token_ids is not None
+    assert finite is not None
+    launch_draw(logits, at, laws, edits, token_ids, finite)
+
+
 _LAWS_SCHEMA = ", ".join(f"Tensor {name}" for name in Laws._fields)
 _DRAW = define_op(
     f"draw(Tensor logits, {ROWS_SCHEMA}, {_LAWS_SCHEMA}, {EDITS_SCHEMA}, "
     "Tensor(a!) drawn, Tensor(b!) finite) -> ()",
     cpu=_draw_cpu,
+    cuda=_draw_cuda,
 )
 
 

@@ -155,10 +155,19 @@ def _edit_logits_cpu(logits: Tensor, *fields: Tensor | None) -> None:
     _edit_rows(logits, SampledRows(*fields[:4]), Edits(*fields[4:]))  # type: ignore[arg-type]
 
 
+def _edit_logits_cuda(logits: Tensor, *fields: Tensor | None) -> None:
+    from paceline.kernels._triton.edit_logits import launch_edit_logits, zero_counts
+
+    at, edits = SampledRows(*fields[:4]), Edits(*fields[4:])  # type: ignore[arg-type]
+    launch_edit_logits(logits, zero_counts(logits), at, edits)
+
+
 ROWS_SCHEMA = "Tensor rows, Tensor positions, Tensor token_ids, Tensor? drafts"
 EDITS_SCHEMA = ", ".join(f"Tensor {name}" for name in Edits._fields)
 _EDIT_LOGITS = define_op(
-    f"edit_logits(Tensor(a!) logits, {ROWS_SCHEMA}, {EDITS_SCHEMA}) -> ()", cpu=_edit_logits_cpu
+    f"edit_logits(Tensor(a!) logits, {ROWS_SCHEMA}, {EDITS_SCHEMA}) -> ()",
+    cpu=_edit_logits_cpu,
+    cuda=_edit_logits_cuda,
 )
 
 

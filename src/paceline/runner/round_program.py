@@ -102,7 +102,7 @@ class RoundProgram:
         assert self.logits is not None, "verify runs before sample"
         rows = view.row_ids.index_select(0, view.req_ids)
         token_ids = parts.table.token_ids
-        by_definition = self._sampler > (SamplerTier.GREEDY if rows.is_cuda else SamplerTier.BY_ROW)
+        plug_ins = self._sampler is SamplerTier.PLUG_INS
         return sample(
             self.logits,
             rows=rows,
@@ -112,7 +112,7 @@ class RoundProgram:
             tier=self._sampler,
             top_logprobs=self._top_logprobs,
             drafts=None if self._sampler is SamplerTier.GREEDY else node_drafts(view),
-            histories=node_histories(token_ids, rows, view) if by_definition else None,
+            histories=node_histories(token_ids, rows, view) if plug_ins else None,
             drawn=drawn,
         )
 

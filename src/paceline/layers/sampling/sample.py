@@ -53,7 +53,7 @@ def sample(
     number of tokens known before it; token_ids: [table rows, max_tokens] int32 history.  Where
     rows of one request know different tokens: drafts, [num_rows, width] int64, those that each
     row knows behind its request's history (SampledRows); and histories, [num_rows, max_tokens]
-    int32, each row's own, read where plug-ins run and on a GPU.  drawn: of rows that are chains
+    int32, each row's own, read where plug-ins run.  drawn: of rows that are chains
     behind each request's root, read unless the tier is greedy.  Python branches on `tier`,
     `top_logprobs` (0 = none) and what is None; mutates nothing; no host reads; recordable.
     Raises KernelArgumentError.
@@ -68,13 +68,13 @@ def sample(
         chosen, finite = greedy(logits)
     else:
         at = SampledRows(rows, positions.long(), token_ids, drafts)
-        by_definition = tier is SamplerTier.PLUG_INS or logits.device.type != "cpu"
-        if drawn is None and not by_definition:
+        if tier is SamplerTier.BY_ROW and drawn is None:
             chosen, finite = draw(logits, at, table.laws, table.edits)
         else:
             # A NaN or an infinity stays one in the sum, which no real logits can overflow.
             finite = torch.isfinite(logits.float().sum(-1))
-            processed = _processed(logits, at, table, histories, plug_ins=by_definition)
+            plug_ins = tier is SamplerTier.PLUG_INS
+            processed = _processed(logits, at, table, histories, plug_ins=plug_ins)
             chosen = _draw_or_reject(processed, at, table, drawn).masked_fill(~finite, 0)
     if not top_logprobs:
         return Sampled(
