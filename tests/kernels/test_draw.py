@@ -38,7 +38,7 @@ def draw_triton(logits: Tensor, at: SampledRows, laws: Laws, edits: Edits) -> tu
     token_ids = torch.full(logits.shape[:1], -77)
     finite = torch.ones(logits.shape[0], dtype=torch.bool)
     with np.errstate(all="ignore"):  # the interpreter computes with numpy
-        launch_draw(logits, at, laws, edits, token_ids, finite, block_vocab=64, block_members=64)
+        launch_draw(logits, at, laws, edits, token_ids, finite, block_vocab=64)
     return token_ids, finite
 
 
@@ -89,23 +89,27 @@ def test_a_rows_sample_is_that_of_the_definition(kind: str, temperature: float) 
         assert draw_row_cpu(logits[0], int(logits.argmax()), law) == int(wanted), law
 
 
-FILTERS = ((5, 1.0, 0.0), (None, 0.7, 0.0), (None, 1.0, 0.2), (12, 0.6, 0.0), (90, 0.95, 0.01))
+FILTERS = ((5, 1.0), (None, 0.7), (None, 0.97), (None, 1e-5), (12, 0.6), (90, 0.9), (1, 0.5))
 
 
-@pytest.mark.parametrize("kind", ["flat", "ties"])
-def test_the_kernel_keeps_what_the_definition_keeps(kind: str) -> None:
-    """Few tokens are kept, each as likely as the next, so that each of them is drawn."""
-    params = tuple(
-        SamplingParams(temperature=4.0, top_k=top_k, top_p=top_p, min_p=min_p)
-        for top_k, top_p, min_p in FILTERS
-        for _ in range(2)
-    )
-    table, num = table_of(params), len(params)
-    logits = logits_of(kind)[:, :97].repeat(num, 1)
+@pytest.mark.parametrize("kind", ["normal", "ties"])
+def test_the_cuts_of_the_kernel_keep_what_the_definition_keeps(kind: str) -> None:
+    from paceline.kernels._triton.draw import launch_best, launch_cuts
+
+    params = tuple(SamplingParams(temperature=2.5, top_k=k, top_p=p) for k, p in FILTERS)
+    table, num, vocab = table_of(params), len(params), 150
+    logits = torch.cat([logits_of(kind, seed)[:, :vocab] for seed in range(num)])
     token_ids = torch.zeros(num + 1, 1, dtype=torch.int32)
     at = SampledRows(torch.arange(1, num + 1), torch.arange(num), token_ids, None)
-    drawn, _ = draw_triton(logits, at, table.laws, table.edits)
-    assert torch.equal(drawn, draw_reference(logits, table.laws.of(at.rows), at.positions))
+    blocks = launch_best(logits, at, table.edits, block_vocab=64)
+    cuts = launch_cuts(
+        logits, at, table.laws, table.edits, blocks, block_vocab=64, block_members=32
+    )
+    scaled = (logits - logits.amax(1, keepdim=True)) / 2.5
+    kept = (0.0 - scaled).view(torch.int32) <= cuts.unsqueeze(1)
+    laws = table.laws.of(at.rows)
+    wanted = keep_mask(scaled, top_k=laws.top_k, top_p=laws.top_p, min_p=laws.min_p)
+    assert torch.equal(kept, wanted)
 
 
 def test_tokens_that_tie_for_the_best_score_go_to_the_lowest_id() -> None:

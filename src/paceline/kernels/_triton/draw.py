@@ -15,6 +15,8 @@ Keys are the bits of -scaled, which is not negative: they are ordered as the num
 of whole numbers, so that their order cannot matter.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -481,6 +483,16 @@ def _tokens_kernel(
     tl.store(finite_ptr + n, finite.to(tl.uint8))
 
 
+class RowBlocks(NamedTuple):
+    """What is known of every row's blocks before anything is drawn."""
+
+    edited: Tensor  # [num_rows, vocab]  float32  of rows with edits
+    best: Tensor  # [num_rows, blocks]  float32  inf: the block is not finite
+    tokens: Tensor  # [num_rows, blocks]  int32  of the best
+    lowest: Tensor  # [num_rows, blocks]  float32  of rows that filter
+    members: Tensor  # [num_rows]  int32  of rows that filter: 0
+
+
 def launch_draw(
     logits: Tensor,
     at: SampledRows,
@@ -490,49 +502,80 @@ def launch_draw(
     finite: Tensor,
     *,
     block_vocab: int = _BLOCK_VOCAB,
-    block_members: int = _BLOCK_MEMBERS,
 ) -> None:
     """Eight kernels; six of them leave rows alone that do not ask for what they do."""
-    num_rows, vocab = logits.shape
+    num_rows = logits.shape[0]
     if num_rows == 0:
         return
-    device, num_blocks = logits.device, triton.cdiv(vocab, block_vocab)
+    blocks = launch_best(logits, at, edits, block_vocab=block_vocab)
+    cuts = launch_cuts(logits, at, laws, edits, blocks, block_vocab=block_vocab)
+    score, num_blocks = torch.empty_like(blocks.best), blocks.best.shape[1]
+    launch(
+        _scores_kernel,
+        (num_blocks, num_rows),
+        logits,
+        blocks.edited,
+        at.rows,
+        at.positions,
+        edits.asks,
+        laws.temperature,
+        laws.min_p,
+        laws.seed,
+        cuts,
+        blocks.best,
+        score,
+        blocks.tokens,
+        LIBDEVICE=not interpreted(_scores_kernel),
+        **_sizes(logits, laws, edits, num_blocks),
+        **_tile(block_vocab),
+        **overlap_options(logits.device, _scores_kernel),
+    )
+    launch(
+        _tokens_kernel,
+        (num_rows,),
+        at.rows,
+        edits.asks,
+        blocks.best,
+        score,
+        blocks.tokens,
+        token_ids,
+        finite.view(torch.uint8),
+        edits.asks.stride(0),
+        num_blocks,
+        BLOCK=triton.next_power_of_2(num_blocks),
+        num_warps=1,
+        **overlap_options(logits.device, _tokens_kernel),
+    )
+
+
+def launch_best(
+    logits: Tensor, at: SampledRows, edits: Edits, *, block_vocab: int = _BLOCK_VOCAB
+) -> RowBlocks:
+    """Edit the rows that ask, and find the best of every block."""
+    (num_rows, vocab), device = logits.shape, logits.device
+    num_blocks = triton.cdiv(vocab, block_vocab)
     edited = torch.empty(num_rows, vocab, dtype=torch.float32, device=device)
     said = torch.empty(num_rows, vocab, dtype=torch.int32, device=device)
-    keys = torch.empty(num_rows, vocab, dtype=torch.int32, device=device)
-    best, lowest, score = torch.empty(3, num_rows, num_blocks, device=device).unbind(0)
+    best, lowest = torch.empty(2, num_rows, num_blocks, device=device).unbind(0)
     tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
-    shape = (num_rows, num_blocks, _BUCKETS)
-    masses = torch.empty(shape, dtype=torch.int64, device=device)
-    counts = torch.empty(shape, dtype=torch.int32, device=device)
-    members, cuts = torch.empty(2, num_rows, dtype=torch.int32, device=device).unbind(0)
-
-    grid = (num_blocks, num_rows)
-    strides = {"stride_ints": edits.asks.stride(0), "num_blocks": num_blocks}
-    both = {**strides, "stride_floats": laws.temperature.stride(0), "vocab": vocab}
-    over_blocks = {"BLOCK": triton.next_power_of_2(num_blocks)}
-    tile = {"BLOCK_VOCAB": block_vocab, "num_warps": min(max(block_vocab // 512, 1), 8)}
-    has_libdevice = {"LIBDEVICE": not interpreted(_masses_kernel)}
-    stride = {"stride_logits_row": logits.stride(0)}
-
+    members = torch.empty(num_rows, dtype=torch.int32, device=device)
+    strides = (logits.stride(0), edits.asks.stride(0), vocab)
     launch(
         _copy_edited_kernel,
-        grid,
+        (num_blocks, num_rows),
         logits,
         at.rows,
         edits.asks,
         edited,
         said,
-        logits.stride(0),
-        edits.asks.stride(0),
-        vocab,
-        **tile,
+        *strides,
+        **_tile(block_vocab),
         **overlap_options(device, _copy_edited_kernel),
     )
     launch_edit_logits(edited, said, at, edits)
     launch(
         _best_kernel,
-        grid,
+        (num_blocks, num_rows),
         logits,
         edited,
         at.rows,
@@ -541,55 +584,73 @@ def launch_draw(
         tokens,
         lowest,
         members,
-        vocab=vocab,
-        **stride,
-        **strides,
-        **tile,
+        *strides,
+        num_blocks,
+        **_tile(block_vocab),
         **overlap_options(device, _best_kernel),
     )
+    return RowBlocks(edited, best, tokens, lowest, members)
+
+
+def launch_cuts(
+    logits: Tensor,
+    at: SampledRows,
+    laws: Laws,
+    edits: Edits,
+    blocks: RowBlocks,
+    *,
+    block_vocab: int = _BLOCK_VOCAB,
+    block_members: int = _BLOCK_MEMBERS,
+) -> Tensor:
+    """[num_rows] int32, of rows that filter: tokens with keys up to it pass top-k and top-p."""
+    (num_rows, vocab), device = logits.shape, logits.device
+    num_blocks = blocks.best.shape[1]
+    shape = (num_rows, num_blocks, _BUCKETS)
+    masses = torch.empty(shape, dtype=torch.int64, device=device)
+    counts = torch.empty(shape, dtype=torch.int32, device=device)
+    keys = torch.empty(num_rows, vocab, dtype=torch.int32, device=device)
+    cuts = torch.empty(num_rows, dtype=torch.int32, device=device)
+    sizes = _sizes(logits, laws, edits, num_blocks)
     launch(
         _masses_kernel,
-        grid,
+        (num_blocks, num_rows),
         logits,
-        edited,
+        blocks.edited,
         at.rows,
         edits.asks,
         laws.temperature,
-        best,
-        lowest,
+        blocks.best,
+        blocks.lowest,
         masses,
         counts,
         BUCKETS=_BUCKETS,
-        **stride,
-        **both,
-        **over_blocks,
-        **has_libdevice,
-        **tile,
+        LIBDEVICE=not interpreted(_masses_kernel),
+        **sizes,
+        **_tile(block_vocab),
         **overlap_options(device, _masses_kernel),
     )
     launch(
         _members_kernel,
-        grid,
+        (num_blocks, num_rows),
         logits,
-        edited,
+        blocks.edited,
         at.rows,
         edits.asks,
         laws.temperature,
         laws.top_k,
         laws.top_p,
-        best,
-        lowest,
+        blocks.best,
+        blocks.lowest,
         masses,
         counts,
-        members,
+        blocks.members,
         keys,
         BUCKETS=_BUCKETS,
-        **stride,
-        **both,
-        **over_blocks,
-        **tile,
+        **sizes,
+        **_tile(block_vocab),
         **overlap_options(device, _members_kernel),
     )
+    del sizes["stride_logits_row"]
     launch(
         _cuts_kernel,
         (num_rows,),
@@ -599,51 +660,29 @@ def launch_draw(
         laws.top_p,
         masses,
         counts,
-        members,
+        blocks.members,
         keys,
         cuts,
         BUCKETS=_BUCKETS,
         BLOCK_MEMBERS=block_members,
-        num_warps=16,
-        **both,
-        **over_blocks,
-        **has_libdevice,
+        LIBDEVICE=not interpreted(_cuts_kernel),
+        num_warps=min(max(block_members // 256, 1), 16),
+        **sizes,
         **overlap_options(device, _cuts_kernel),
     )
-    launch(
-        _scores_kernel,
-        grid,
-        logits,
-        edited,
-        at.rows,
-        at.positions,
-        edits.asks,
-        laws.temperature,
-        laws.min_p,
-        laws.seed,
-        cuts,
-        best,
-        score,
-        tokens,
-        **stride,
-        **both,
-        **over_blocks,
-        **has_libdevice,
-        **tile,
-        **overlap_options(device, _scores_kernel),
-    )
-    launch(
-        _tokens_kernel,
-        (num_rows,),
-        at.rows,
-        edits.asks,
-        best,
-        score,
-        tokens,
-        token_ids,
-        finite.view(torch.uint8),
-        num_warps=1,
-        **strides,
-        **over_blocks,
-        **overlap_options(device, _tokens_kernel),
-    )
+    return cuts
+
+
+def _sizes(logits: Tensor, laws: Laws, edits: Edits, num_blocks: int) -> dict[str, int]:
+    return {
+        "stride_logits_row": logits.stride(0),
+        "stride_ints": edits.asks.stride(0),
+        "stride_floats": laws.temperature.stride(0),
+        "vocab": logits.shape[1],
+        "num_blocks": num_blocks,
+        "BLOCK": triton.next_power_of_2(num_blocks),
+    }
+
+
+def _tile(block_vocab: int) -> dict[str, int]:
+    return {"BLOCK_VOCAB": block_vocab, "num_warps": min(max(block_vocab // 512, 1), 8)}
