@@ -30,7 +30,8 @@ NO_DECODE_STEP_HAS_IT = {
     "mask",
     "is_round",
     "ragged_tokens",
-}  # fix graph-key-without-mask, test_ragged_graphs
+    "observed",
+}  # fix graph-key-without-mask, test_ragged_graphs, test_llm_draft_acceptance
 
 
 def replayed_key(
