@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.kernels.custom_op import cpu_kernel, define_op
+from paceline.kernels.custom_op import cpu_kernel, define_op, host_array
 from paceline.runner.recorded import RecordedGraph
 
 
@@ -93,3 +93,24 @@ def test_an_unknown_operator_replays_through_the_dispatcher(foreign: Any) -> Non
     names, calls, out = replay_of(foreign)
     assert names == ["paceline_elsewhere::scale"]
     assert (calls, out.tolist()) == ([2.0], [8.0] * 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(12).view(3, 4),
+        lambda: torch.arange(12.0).view(3, 4)[:, 1:3],
+        lambda: torch.arange(12).view(3, 4)[1],
+        lambda: torch.tensor([True, False]),
+        lambda: torch.empty(0, 4),
+    ],
+)
+def test_an_array_over_a_tensor_is_its_memory_and_leaves_its_storage_resizable(make) -> None:
+    x = make()
+    array = host_array(x)
+    assert array.tolist() == x.tolist()
+    if x.numel():
+        array[...] = 0
+        assert not x.any()
+    storage = x.untyped_storage()
+    storage.resize_(storage.nbytes() + 64)  # raises behind Tensor.numpy

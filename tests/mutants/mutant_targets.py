@@ -128,7 +128,7 @@ TARGETS = (
     Target("runner/graphs.py", ("GraphKey",), Killers(_TORCH, _KEY_TESTS)),
     Target(
         "runner/model_runner.py",
-        (*("ModelRunner._host_plan", "ModelRunner._program_of", "ModelRunner._program"),),
+        ("ModelRunner._host_plan", "ModelRunner._program_of"),
         Killers(
             _TORCH + _cells("flashinfer", *_STEP),
             (*(*_KEY_TESTS, "runner/test_ragged_graphs.py", "runner/test_prompt_spans.py"),),

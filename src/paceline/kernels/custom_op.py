@@ -1,9 +1,13 @@
 """How an operation becomes a torch custom op, so that recorders, compilers and tests see it."""
 
 from collections.abc import Callable
+from ctypes import c_byte
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 Kernel = Callable[..., None]
 
@@ -26,6 +30,20 @@ def define_op(schema: str, *, cpu: Kernel | None, cuda: Kernel | None = None) ->
     if cuda is not None:
         _LIBRARY.impl(name, cuda, "CUDA")
     return operator
+
+
+def host_array(x: Tensor) -> NDArray[Any]:
+    """x, any shape and strides from 0 on, as an array over its memory; for while a CPU kernel runs.
+
+    `Tensor.numpy` would forbid for good that the storage is resized, which recorded graphs do.
+    """
+    strides = tuple(step * x.element_size() for step in x.stride())
+    last = sum((size - 1) * step for size, step in zip(x.shape, strides, strict=True))
+    dtype = x.new_empty(0).numpy().dtype
+    if not x.numel():
+        return np.empty(tuple(x.shape), dtype)
+    memory = (c_byte * (last + x.element_size())).from_address(x.data_ptr())
+    return np.ndarray(tuple(x.shape), dtype, buffer=memory, strides=strides)
 
 
 def cpu_kernel(operator: Any) -> Kernel | None:

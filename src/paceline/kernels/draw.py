@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.core.sampling_params import Asks
 from paceline.kernels._check import reject
-from paceline.kernels.custom_op import define_op
+from paceline.kernels.custom_op import define_op, host_array
 from paceline.kernels.draw_cpu import RowLaw, draw_row_cpu
 from paceline.kernels.edit_logits import EDITS_SCHEMA, ROWS_SCHEMA, Edits, SampledRows, edited
 from paceline.kernels.gumbel import gumbel_at
@@ -76,7 +76,7 @@ def _draw_cpu(logits: Tensor, *fields: Tensor | None) -> None:
     logits = logits.float()
     # One pass: a NaN or an infinity stays one in the sum, which no real logits can overflow.
     finite.copy_(torch.isfinite(logits.sum(-1)))
-    draws = (edits.asks.numpy()[at.rows.numpy()] & int(Asks.DRAW)) * finite.numpy()
+    draws = (edits.asks.numpy()[host_array(at.rows)] & int(Asks.DRAW)) * host_array(finite)
     with edited(logits, at, edits):
         torch.argmax(logits, -1, out=token_ids)
         if draws.any():

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.kernels.custom_op import host_array
 from paceline.kernels.gumbel import noise_of
 from paceline.kernels.keep_mask import WEIGHT_SCALE
 
@@ -58,7 +59,7 @@ def draw_row_cpu(logits: Tensor, best: int, law: RowLaw) -> int:
 
     logits: [vocab] float32, finite but for -inf; best: the id of the first of the largest.
     """
-    row = _Row(logits.numpy(), best, law)
+    row = _Row(host_array(logits), best, law)
     if law.top_k >= logits.shape[0] and law.top_p >= 1.0 and law.min_p <= 0.0:
         return row.winner(None)
     return row.winner(kept_tokens(row.scaled(), law))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.sampling_params import Asks
 from paceline.kernels._check import reject
-from paceline.kernels.custom_op import define_op
+from paceline.kernels.custom_op import define_op, host_array
 
 NO_DRAFT = -1
 _BIAS, _PENALISE, _MIN_TOKENS = int(Asks.BIAS), int(Asks.PENALISE), int(Asks.MIN_TOKENS)
@@ -79,7 +79,7 @@ class Undo(NamedTuple):
 def edited(logits: Tensor, at: SampledRows, edits: Edits) -> Iterator[None]:
     """`logits` [num_rows, vocab] float32 on a CPU: with their edits inside, as they were behind."""
     undo = _edit_rows(logits, at, edits)
-    host = logits.numpy()
+    host = host_array(logits)
     try:
         yield
     finally:
@@ -89,15 +89,15 @@ def edited(logits: Tensor, at: SampledRows, edits: Edits) -> Iterator[None]:
 
 def _edit_rows(logits: Tensor, at: SampledRows, edits: Edits) -> list[Undo]:
     """Edit the rows that ask, in place; returns what to put back, last first."""
-    table_rows = at.rows.numpy()
+    table_rows = host_array(at.rows)
     asks = edits.asks.numpy()[table_rows] & (_BIAS | _PENALISE | _MIN_TOKENS)
     if not asks.any():
         return []
     host = _HostEdits(*(column.numpy() for column in edits))
-    positions = at.positions.numpy()
+    positions = host_array(at.positions)
     counts = np.zeros(logits.shape[1], dtype=np.float32)  # of tokens; 0 again behind every row
     undo: list[Undo] = []
-    all_values = logits.numpy()
+    all_values = host_array(logits)
     for n in np.flatnonzero(asks).tolist():
         row, values = table_rows[n], all_values[n]
         if asks[n] & _BIAS:
