@@ -4,6 +4,7 @@ Work is counted in operations of the interpreter, and in comparisons of requests
 without it.  Each is done with `FEW` things around and with 8 times as many.
 """
 
+import gc
 import random
 import sys
 from collections.abc import Callable
@@ -58,11 +59,13 @@ def work(action: Callable[[], object]) -> int:
         return trace
 
     before, others = ComparedRequest.num_compared, sys.gettrace()
+    gc.disable()  # a collection would run, and count, what other tests left to be finalised
     sys.settrace(trace)
     try:
         action()
     finally:
         sys.settrace(others)
+        gc.enable()
     return count + ComparedRequest.num_compared - before
 
 
