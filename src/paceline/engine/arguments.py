@@ -5,15 +5,18 @@ these programs agree: the positional model, and the parallel size of which only 
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.core.asked import SIZES
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError, PacelineError, message
 from paceline.core.option_spec import OptionSpec, spec_of
 from paceline.core.options import EngineOptions, engine_options, named
 from paceline.core.parallel import PARALLEL_FLAGS, Parallel
+from paceline.core.progress import INTERRUPTED
 
 PARALLEL_HELP = "GPUs that share one model; only 1 is served."
 
@@ -119,6 +122,44 @@ def add_flags(parser: argparse._ActionsContainer, flags: Sequence[Flag]) -> None
             choices=flag.choices,
             help=flag.help,
         )
+
+
+def bench_main(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    run: Callable[[dict[str, Any]], Mapping[str, Any]],
+    table: Callable[[Mapping[str, Any]], str],
+    *,
+    engine: bool = True,
+) -> int:
+    """A bench's command line without click; its exit status.
+
+    Prints a table and then the JSON document as last line.  run: of what was parsed; engine: the
+    bench takes the engine's options.
+    """
+    parser.add_argument("--json", action="store_true", help="Print the JSON line only.")
+    if engine:
+        add_engine_arguments(parser)
+    values = vars(parser.parse_args(argv))
+    try:
+        document = run(values)
+    except PacelineError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    if not values["json"]:
+        print(table(document))
+    print(json.dumps(document))
+    return INTERRUPTED if "interrupted" in document else 0
+
+
+def bench_parser(name: str, summary: str) -> argparse.ArgumentParser:
+    """Of `python -m paceline.engine.<name>`, without a flag yet."""
+    return argparse.ArgumentParser(
+        prog=f"python -m paceline.engine.{name}",
+        description=summary,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def asked_arguments(values: Mapping[str, Any]) -> dict[str, object]:

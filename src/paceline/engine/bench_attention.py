@@ -9,8 +9,6 @@ those of K and V, which is all that decode must move.  With --backends several o
 instead, over a suite of shapes (`bench_backends`).
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,11 +17,10 @@ from typing import Any
 import torch
 
 from paceline.attention.registry import choose
-from paceline.core.errors import ConfigError, PacelineError, message
+from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import DeviceFacts
-from paceline.core.progress import INTERRUPTED
 from paceline.engine import bench_backends, flashinfer_peer
-from paceline.engine.arguments import add_flags
+from paceline.engine.arguments import add_flags, bench_main, bench_parser
 from paceline.engine.attention_contenders import (
     Make,
     attention_config,
@@ -156,24 +153,11 @@ def bench_values(values: Mapping[str, Any]) -> dict[str, object]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paceline.engine.bench_attention",
-        description="Attention alone, checked and timed beside a peer library.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+    parser = bench_parser(
+        "bench_attention", "Attention alone, checked and timed beside a peer library."
     )
     add_flags(parser, FLAGS)
-    parser.add_argument("--json", action="store_true", help="Print the JSON line only.")
-    values = vars(parser.parse_args(argv))
-    try:
-        document = bench_values(values)
-    except PacelineError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    if not values["json"]:
-        print(table(document))
-    print(json.dumps(document))
-    return INTERRUPTED if "interrupted" in document else 0
+    return bench_main(parser, argv, bench_values, table, engine=False)
 
 
 def _row(

@@ -10,8 +10,6 @@ t(1) is a run of its own on the same prompts, with the prefix cache off unless i
 Needs nothing beyond what the engine needs.
 """
 
-import argparse
-import json
 import random
 import sys
 import time
@@ -20,11 +18,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import ConfigError, IntegrityError, PacelineError, message
-from paceline.core.progress import INTERRUPTED, collect, cut_mark
+from paceline.core.errors import ConfigError, IntegrityError, message
+from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.arguments import add_engine_arguments, add_flag, asked_arguments
+from paceline.engine.arguments import add_flag, asked_arguments, bench_main, bench_parser
 from paceline.engine.latency_table import table
 from paceline.engine.machine import cache_state, kernel_cache, seconds_since_process_start
 from paceline.engine.outputs import RequestOutput
@@ -246,35 +244,25 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paceline.engine.bench_latency",
-        description="Time to first token and decode rate of one batch at a time.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+    parser = bench_parser(
+        "bench_latency", "Time to first token and decode rate of one batch at a time."
     )
     add_flag(
         parser, "--batch-size", default="1,8,64", help="Requests that run together, by commas."
     )
     add_flag(parser, "--input-len", type=int, default=1024, help="Prompt length.  [tokens]")
     add_flag(parser, "--output-len", type=int, default=257, help="Output length.  [tokens]")
-    parser.add_argument("--json", action="store_true", help="Print the JSON line only.")
-    add_engine_arguments(parser)
-    values = vars(parser.parse_args(argv))
-    try:
+
+    def run(values: dict[str, Any]) -> dict[str, Any]:
         asked = asked_arguments(values)
         shape = LatencyShape(
             batch_sizes=parse_batch_sizes(values["batch_size"]),
             input_len=values["input_len"],
             output_len=values["output_len"],
         )
-        document = bench_latency(asked, shape)
-    except PacelineError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    if not values["json"]:
-        print(table(document))
-    print(json.dumps(document))
-    return INTERRUPTED if "interrupted" in document else 0
+        return bench_latency(asked, shape)
+
+    return bench_main(parser, argv, run, table)
 
 
 def _at_least(name: str, value: int, least: int) -> None:

@@ -9,20 +9,18 @@ only of texts that are equal up to ties.  Forced acceptance compares hardware: i
 nobody compares them, and every line says so.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError, PacelineError, message
+from paceline.core.errors import ConfigError, message
 from paceline.core.options import engine_options
-from paceline.core.progress import INTERRUPTED, collect, cut_mark
+from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, drafter_words
-from paceline.engine.arguments import add_engine_arguments, add_flag, asked_arguments
+from paceline.engine.arguments import add_flag, asked_arguments, bench_main, bench_parser
 from paceline.engine.drafting import with_drafter
 from paceline.engine.llm import LLM
 from paceline.engine.machine import local_device
@@ -179,32 +177,20 @@ def table(document: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paceline.engine.bench_speculative",
-        description=SUMMARY,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser("bench_speculative", SUMMARY)
     add_flag(parser, "--prompts", type=Path, default=BUILT_IN, help="TOML file of prompts.")
     add_flag(parser, "--output-len", type=int, default=64, help="Output length.  [tokens]")
     add_flag(parser, "--repeats", type=int, default=3, help="Timed runs of each prompt.")
-    parser.add_argument("--json", action="store_true", help="Print the JSON line only.")
-    add_engine_arguments(parser)
-    values = vars(parser.parse_args(argv))
-    try:
+
+    def run(values: dict[str, Any]) -> dict[str, Any]:
         shape = SpeculativeShape(
             prompts=read_prompts(values["prompts"]),
             output_len=values["output_len"],
             repeats=values["repeats"],
         )
-        document = bench_speculative(asked_arguments(values), shape)
-    except PacelineError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    if not values["json"]:
-        print(table(document))
-    print(json.dumps(document))
-    return INTERRUPTED if "interrupted" in document else 0
+        return bench_speculative(asked_arguments(values), shape)
+
+    return bench_main(parser, argv, run, table)
 
 
 def _number(value: float | None) -> str:

@@ -13,17 +13,15 @@ End tokens are ignored, so every request gets exactly the tokens it asked for, w
 each pass.  No number is told when a check fails.  Needs nothing beyond what the engine needs.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.core.errors import IntegrityError, PacelineError, message
+from paceline.core.errors import IntegrityError, message
 from paceline.core.events import Event
-from paceline.core.progress import INTERRUPTED, cut_mark
-from paceline.engine.arguments import add_engine_arguments, add_flags, asked_arguments
+from paceline.core.progress import cut_mark
+from paceline.engine.arguments import add_flags, asked_arguments, bench_main, bench_parser
 from paceline.engine.boot import Knobs, prepare
 from paceline.engine.judge import Judge
 from paceline.engine.llm import LLM
@@ -201,25 +199,14 @@ def bench_throughput(asked: Mapping[str, object], shape: TrafficShape) -> dict[s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paceline.engine.bench_throughput",
-        description=SUMMARY,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = bench_parser("bench_throughput", SUMMARY)
     add_flags(parser, FLAGS)
-    parser.add_argument("--json", action="store_true", help="Print the JSON line only.")
-    add_engine_arguments(parser)
-    values = vars(parser.parse_args(argv))
-    try:
-        document = bench_throughput(asked_arguments(values), TrafficShape.of(values))
-    except PacelineError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    if not values["json"]:
-        print(table(document))
-    print(json.dumps(document))
-    return INTERRUPTED if "interrupted" in document else 0
+    return bench_main(
+        parser,
+        argv,
+        lambda values: bench_throughput(asked_arguments(values), TrafficShape.of(values)),
+        table,
+    )
 
 
 if __name__ == "__main__":
