@@ -94,7 +94,8 @@ FILTERS = ((5, 1.0), (None, 0.7), (None, 0.97), (None, 1e-5), (12, 0.6), (90, 0.
 
 @pytest.mark.parametrize("kind", ["normal", "ties"])
 def test_the_cuts_of_the_kernel_keep_what_the_definition_keeps(kind: str) -> None:
-    from paceline.kernels._triton.draw import launch_best, launch_cuts
+    from paceline.kernels._triton.draw_blocks import launch_best
+    from paceline.kernels._triton.draw_cuts import launch_cuts
 
     params = tuple(SamplingParams(temperature=2.5, top_k=k, top_p=p) for k, p in FILTERS)
     table, num, vocab = table_of(params), len(params), 150
