@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.kernels.custom_op import DispatchMode
 
 _MOST_THREADS = 16
 # Contents undefined until written.
@@ -54,13 +55,8 @@ def _load(compile: Callable[[], Any]) -> Any:
     return kernel
 
 
-class _Zeroed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Zeroed(DispatchMode):
     """Fills new tensors with zeros."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Leave `__torch_dispatch__` as it is: torch's wrapper imports all of torch._dynamo."""
-        return False
 
     def __torch_dispatch__(
         self,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Kernel = Callable[..., None]
 
@@ -30,6 +31,15 @@ def define_op(schema: str, *, cpu: Kernel | None, cuda: Kernel | None = None) ->
     if cuda is not None:
         _LIBRARY.impl(name, cuda, "CUDA")
     return operator
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operator; what subclasses say in `__torch_dispatch__` runs as they wrote it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave `__torch_dispatch__` as it is: torch's wrapper imports all of torch._dynamo."""
+        return False
 
 
 def host_array(x: Tensor) -> NDArray[Any]:

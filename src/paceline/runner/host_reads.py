@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import HostReadError
+from paceline.kernels.custom_op import DispatchMode
 
 # Sees every operator executed: (operator, args, kwargs, result).
 Record = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
@@ -104,17 +104,12 @@ def _is_mask(index: Any) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-class _OperatorNet(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorNet(DispatchMode):
     """Refuses dispatched operators; runs everything else, and reports each call to `record`."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._record = record
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Leave `__torch_dispatch__` as it is: torch's wrapper imports all of torch._dynamo."""
-        return False
 
     def __torch_dispatch__(
         self,
