@@ -39,12 +39,13 @@ class GraphKeys:
     def ahead(self) -> list[GraphKey]:
         """Keys whose steps launch every variant of every kernel between them.
 
-        Tiles are powers of two, so a size of each; every sampler with one of them.
+        Tiles are powers of two, so a size of each; every other sampler with one of them.
         """
         sizes, longest = self._sizes.sizes, self._parts.buffers.input_ids.shape[0]
         makers = [self._decode] if self._parts.proposer is None else [self._decode, self._round]
         keys = [make(reqs) for make in makers for reqs in _one_per_power(sizes)]
-        keys += [replace(makers[-1](sizes[-1]), sampler=sampler) for sampler in SamplerTier]
+        wider = [tier for tier in SamplerTier if tier is not SamplerTier.GREEDY]
+        keys += [replace(makers[-1](sizes[-1]), sampler=tier) for tier in wider]
         if self._sizes.tokens and self._supports(ForwardMode.EXTEND):
             few = [(1, tokens) for tokens in (*_one_per_power(self._sizes.tokens), longest)]
             many = [(sizes[-1] + 1, self._sizes.tokens[index]) for index in (0, -1)]
