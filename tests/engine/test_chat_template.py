@@ -1,6 +1,9 @@
 """Chat templates are other people's programs: they end, they reach nothing, they fail in words."""
 
+import ctypes
 import gc
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -86,6 +89,42 @@ def test_an_interrupted_thread_goes_on():
         gc.enable()
     assert sum(ends.values()) == 300
     assert ChatTemplate("{{ messages[0].content }}").render(MESSAGES, {}) == "x"
+
+
+def test_a_template_that_ends_in_time_asks_the_interpreter_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Even to take back what was never asked for raises a flag that nobody lowers."""
+    asked: list[object] = []
+    monkeypatch.setattr(
+        ctypes.pythonapi, "PyThreadState_SetAsyncExc", lambda *given: asked.append(given)
+    )
+    ChatTemplate("x", limit_s=3600.0).render([], {})
+    assert asked == []
+
+
+@pytest.mark.parametrize("limit_s", [3600.0, 0.0008], ids=["in-time", "interrupted"])
+def test_a_tracer_goes_on_behind_templates(limit_s: float):
+    """Python 3.11 never does where a flag for asynchronous exceptions was left up."""
+    source = f"""
+import gc, sys
+from paceline.core.errors import RequestError
+from paceline.engine.chat_template import ChatTemplate
+gc.disable()
+template = ChatTemplate("{{% for i in range(3000) %}}{{{{ i }}}}{{% endfor %}}", limit_s={limit_s})
+for _ in range(100):
+    try:
+        template.render([], {{}})
+    except RequestError:
+        pass
+def trace(frame, event, argument):
+    frame.f_trace_opcodes = True
+    return trace
+sys.settrace(trace)
+(lambda: sum([1, 2]))()
+sys.settrace(None)
+"""
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=300)
 
 
 def test_no_timer_is_left_behind():
