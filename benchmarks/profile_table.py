@@ -26,6 +26,7 @@ NAMES = (
     ("commit", r"_commit|commit_|_accept_kernel|_compact_kv|_chain_rows"),
     ("draft", r"_draft_topk|_grow_tree|_select_tree|_ngram_lookup"),
     ("sample", r"_greedy|argmax|ArgMax|_sample|softmax|MaxNan|MinNan|radix|[Ss]ort"),
+    ("sample", r"_edit(_rows|ed)_kernel|_(best|scores|masses|members|cuts|tokens)_kernel"),
     ("route", r"_moe_route|_moe_align"),
     ("experts", r"_gate_up_kernel|_down_kernel|_sum_kernel|_moe_"),
     ("attention", r"_decode_kernel|_extend_kernel|_merge_partials|[Aa]ttention|flash|fmha"),
