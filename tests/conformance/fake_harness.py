@@ -4,6 +4,7 @@ The functions are sent to worker processes by name.
 """
 
 import ctypes
+import hashlib
 import os
 import sys
 import time
@@ -47,7 +48,8 @@ def execute(cell: Cell, device_type):
     match cell.case.name.partition("-")[0]:
         case "passes":
             result = cell.result(Status.PROVEN)
-            return replace(result, error=0.25, tolerance=1.0, seconds=0.5)
+            digest = hashlib.sha256(cell.id.encode()).hexdigest()
+            return replace(result, error=0.25, tolerance=1.0, seconds=0.5, digest=digest)
         case "emulated":
             return cell.result(Status.EMULATED)
         case "refused":

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rig_cases import BOTH, CPU, DECODE, TREE, cell
+from rig_cases import BOTH, CPU, DECODE, TREE, Exact, cell
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
@@ -12,8 +12,10 @@ from paceline.conformance import harness
 from paceline.conformance.cell import Runner, Status
 from paceline.conformance.contenders import Contender
 from paceline.conformance.harness import examine, run_named
+from paceline.conformance.pools import Pools
 from paceline.conformance.prepared import prepare_case
 from paceline.core.errors import ConfigError
+from paceline.runner.poison import bits_of
 
 
 class ForCuda(TorchBackend):
@@ -190,3 +192,44 @@ def test_an_id_of_no_cell_is_refused_with_a_remedy(wrong):
 def test_an_id_of_no_backend_is_refused():
     with pytest.raises(ConfigError, match="no-such-backend"):
         run_named("dense/no-such-backend/decode/eager/tiny-page16")
+
+
+def test_a_digest_holds_every_bit_that_was_answered_and_written():
+    class LastBit(Exact):
+        def forward(self, q, k, v, layer, plan, part):
+            out, lse = super().forward(q, k, v, layer, plan, part)
+            return bits_of(out).bitwise_xor(1).view(out.dtype), lse
+
+    class OtherLse(Exact):
+        def forward(self, q, k, v, layer, plan, part):
+            out, lse = super().forward(q, k, v, layer, plan, part)
+            return out, None if lse is None else bits_of(lse).bitwise_xor(1).view(lse.dtype)
+
+    one, again, bit, lse = (cell(each) for each in (Exact, Exact, LastBit, OtherLse))
+    assert [result.reason for result in (one, again, bit, lse)] == [None] * 4
+    assert one.digest == again.digest
+    assert len({one.digest, bit.digest, lse.digest}) == 3
+    assert cell(Exact, replace(DECODE, seed=1)).digest != one.digest
+
+
+def test_a_digest_holds_what_the_step_wrote_not_dead_rows(monkeypatch):
+    class DeadRows(Exact):
+        """Answers of a frozen request's tokens are anybody's."""
+
+        def forward(self, q, k, v, layer, plan, part):
+            out, lse = super().forward(q, k, v, layer, plan, part)
+            return torch.where(out.isnan(), torch.zeros_like(out), out), lse
+
+    assert cell(DeadRows, TREE).digest == cell(Exact, TREE).digest
+    wanted = cell(Exact).digest
+    monkeypatch.setattr(Pools, "written", lambda pools, index: iter(()))
+    assert cell(Exact).digest != wanted
+
+
+def test_a_faulty_cell_has_no_digest():
+    class Wrong(Exact):
+        def forward(self, q, k, v, layer, plan, part):
+            out, lse = super().forward(q, k, v, layer, plan, part)
+            return out + 1.0, lse
+
+    assert cell(Wrong).digest is None

@@ -38,6 +38,7 @@ class CellResult:
     tolerance: float | None = None  # what was allowed there
     seconds: float = 0.0  # of CPU time, so that other load does not count
     ran_as: str | None = None  # the composition that ran, where it is not the backend alone
+    digest: str | None = None  # SHA-256 of what every batch answered and wrote; None: a fault
 
     @property
     def id(self) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.conformance.baseline import Baseline, read_cells
 from paceline.conformance.case import Case
 from paceline.conformance.cell import CellResult
 from paceline.conformance.check_flags import EPILOG, FLAGS, SUMMARY
@@ -54,6 +55,7 @@ def run_check(
 
     device = local_device(None if values["device"] == "auto" else values["device"])
     paths = output_paths(values)
+    baseline = None if values["against"] is None else Baseline.read(Path(values["against"]))
     selection = selection_of(values, device.device_type)
     cells = cells_of(selection, (suite or _suite)())
     out, err = out or sys.stdout, err or sys.stderr
@@ -66,6 +68,11 @@ def run_check(
     texts = [report.table(results), report.reasons_text(results), failing]
     print("\n".join(filter(None, texts)), file=out, flush=True)
     document = report.document(results, device) | cut_mark(is_cut)
+    is_as_before = True
+    if baseline is not None:
+        compared = baseline.compare(results)
+        is_as_before = compared.is_equal
+        print(baseline.said(compared, document), file=out, flush=True)
     print(report.summary_line(document), file=out, flush=True)
     if "--json" in paths:
         report.write("--json", paths["--json"], report.json_text(document))
@@ -74,7 +81,7 @@ def run_check(
     if is_cut:
         print("stopped", file=err, flush=True)
         return INTERRUPTED
-    return 1 if failing else 0
+    return 1 if failing or not is_as_before else 0
 
 
 def selection_of(values: Mapping[str, Any], device_type: str) -> Selection:
@@ -94,6 +101,7 @@ def selection_of(values: Mapping[str, Any], device_type: str) -> Selection:
         methods=tuple(values["method"] or ()),
         modes=tuple(values["mode"] or ()),
         wanted=None if values["filter"] is None else parse_filter(values["filter"]),
+        names=None if values["cells"] is None else read_cells(Path(values["cells"])),
         is_full=values["full"],
     )
 

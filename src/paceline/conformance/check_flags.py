@@ -13,8 +13,10 @@ dense/triton/target_verify/cuda_graph/topk4.  Examples:
   paceline check --backend my_package.mod:MyBackend  a backend of your own
   paceline check --filter "verify and not triton"    words: part of the cell, or a glob of all of it
   paceline check --filter "dense/*/decode/* and (page1 or page64)"
+  paceline check --full --against old.json           is every bit as it was before a change?
 
-Exit code: 0 when no cell fails, 1 when one does or takes too long, 2 for flags that cannot work."""
+Exit code: 0 when no cell fails, 1 when one does, differs or takes too long, 2 for flags that cannot
+work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +59,16 @@ FLAGS = (
         help="A forward mode, such as decode or target_verify.  May be repeated.",
     ),
     Flag(flag="--filter", metavar="EXPR", help="Cells whose name fits; see below."),
+    Flag(flag="--cells", metavar="FILE", help="Cells by their names, one a line, quick or not."),
     Flag(flag="--quick", kind=bool, help="The small suite (the default)."),
     Flag(flag="--full", kind=bool, help="Every case: long contexts, all layouts, dims, dtypes."),
     Flag(flag="--json", metavar="FILE", help="Write every cell as JSON."),
+    Flag(
+        flag="--against",
+        metavar="FILE",
+        help="An earlier --json of this machine: fail where answers or written KV (the digest of a "
+        "cell) differ by a bit.",
+    ),
     Flag(flag="--html", metavar="FILE", help="Write one page for people."),
     Flag(
         flag="--workers",

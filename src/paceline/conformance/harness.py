@@ -33,6 +33,7 @@ class Finding:
     error: float
     tolerance: float
     fault: str | None
+    digest: str | None = None  # of every batch; None while not all have run
 
 
 def run_cell(case: Case, who: Contender, runner: Runner, device: torch.device) -> CellResult:
@@ -90,7 +91,7 @@ def examine(prepared: Prepared, who: Contender, runner: Runner, device: torch.de
             again = " again" if repeat else ""
             return replace(found, fault=f"batch {index}{again}: {'; '.join(faults)}")
         worst = max(worst, found, key=lambda finding: finding.error / finding.tolerance)
-    return replace(worst, fault=rig.unproven())
+    return replace(worst, fault=rig.unproven(), digest=rig.digest())
 
 
 def _launches(case: Case, runner: Runner) -> Iterator[tuple[int, bool]]:
@@ -165,5 +166,6 @@ def _result(
         error=None if finding is None else finding.error,
         tolerance=None if finding is None else finding.tolerance,
         ran_as=ran_as,
+        digest=None if finding is None or finding.fault is not None else finding.digest,
         seconds=time.process_time() - began,
     )

@@ -61,6 +61,7 @@ class Selection:
     methods: tuple[str, ...] = ()  # empty: all
     modes: tuple[str, ...] = ()  # empty: all
     wanted: Filter | None = None
+    names: frozenset[str] | None = None  # ids, of cases that are not quick too
     is_full: bool = False
 
 
@@ -83,10 +84,12 @@ def cells_of(selection: Selection, cases: Iterable[Case]) -> list[Cell]:
         for case in listed
         for backend in selection.backends
         for runner in RUNNERS[selection.device_type]
-        if (selection.is_full or case.is_quick)
+        if (selection.is_full or selection.names is not None or case.is_quick)
         and case.method in (selection.methods or (case.method,))
         and case.mode.value in (selection.modes or (case.mode.value,))
     ]
+    if selection.names is not None:
+        cells = _named(cells, selection.names)
     chosen = [cell for cell in cells if selection.wanted is None or selection.wanted(cell.id)]
     if not chosen:
         example = f", such as {cells[0].id}" if cells else ""
@@ -269,6 +272,21 @@ def _require_resolved(
                     remedy="mend that, or check the spelling and PYTHONPATH",
                 )
             )
+
+
+def _named(cells: Sequence[Cell], names: frozenset[str]) -> list[Cell]:
+    """Raises ConfigError for a name that no cell has."""
+    unknown = sorted(names - {cell.id for cell in cells})
+    if unknown:
+        raise ConfigError(
+            message(
+                "--cells",
+                expected="names of cells of this device's backends, methods and modes",
+                got=f"{len(unknown)} others, such as {unknown[0]!r}",
+                remedy="take them out, or name their backend with --backend",
+            )
+        )
+    return [cell for cell in cells if cell.id in names]
 
 
 def _require_known(flag: str, asked: tuple[str, ...], known: set[str]) -> None:

@@ -79,6 +79,14 @@ class Pools:
                     )
         return faults
 
+    def written(self, index: int) -> Iterator[Tensor]:
+        """[new tokens, num_kv_heads, head_dim] each: what the caches hold where a batch's live
+        requests have their new tokens."""
+        for layer in self._layers:
+            for loc, _, _ in self._stored(index, layer, is_prefix=False):
+                yield layer.k_cache.flatten(0, 1)[loc]
+                yield layer.v_cache.flatten(0, 1)[loc]
+
     def _stored(
         self, index: int, layer: LayerCache, *, is_prefix: bool
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

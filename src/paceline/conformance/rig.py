@@ -1,5 +1,6 @@
 """The rig: one runner for one case, and one launch after another on it."""
 
+import hashlib
 from typing import cast
 
 import torch
@@ -28,6 +29,7 @@ from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import RunnerConfig, build_runner
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.model_runner import ModelRunner
+from paceline.runner.poison import bits_of
 from paceline.runner.streams import make_stream
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, seed=0)
@@ -62,6 +64,7 @@ class Rig:
         self._epoch = 0
         self._events = EventLog()
         self._tokens = 0  # of the batch launched last, without padding
+        self._digest = hashlib.sha256()
         sinks = self._data[0].sinks
         self._probe = ProbeModel(
             case,
@@ -87,6 +90,12 @@ class Rig:
         if layer not in self._watched.layers_with_lse:
             return None
         return self._watched.lses[layer][: self._tokens].double().cpu()
+
+    def digest(self) -> str:
+        """SHA-256 of what all launches answered (the tokens of live requests; lse where forward
+        returned one) and wrote to the caches, as bits: the same for two programs that compute the
+        same on one machine."""
+        return self._digest.hexdigest()
 
     def unproven(self) -> str | None:
         """Why the batches did not show what the runner was to show; None when they did."""
@@ -119,8 +128,20 @@ class Rig:
             if not broken:
                 raise
             return [*broken, f"raised {type(error).__name__}: {error}"]
+        self._add_to_digest(index)
         faults = self._broken(index, ids) + self._watched.changed_arguments()
         return faults + self._pools.wrong_writes(index, before) + poisoned
+
+    def _add_to_digest(self, index: int) -> None:
+        batch = self._case.batches[index]
+        live = ~torch.tensor(batch.is_dropped)
+        tensors = list(self._pools.written(index))
+        for layer in range(len(self._case.layers)):
+            tensors.append(self._probe.outs[layer, : self._tokens].cpu()[live])
+            if layer in self._watched.layers_with_lse:
+                tensors.append(self._watched.lses[layer][: self._tokens].cpu()[live])
+        for tensor in tensors:
+            self._digest.update(bits_of(tensor.contiguous()).cpu().numpy().tobytes())
 
     def _broken(self, index: int, ids: list[list[int]]) -> list[str]:
         return broken_invariants(
