@@ -10,9 +10,7 @@ use, wall time is theirs too.  The last line is JSON.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 import zlib
@@ -22,9 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sides import SOURCES, Side
+
 PROMPT_TOKENS = 16
 PARTS = ("schedule", "launch", "wait", "process", "text")
-SOURCES = Path(__file__).parents[1] / "src"
 
 
 class Clock:
@@ -162,51 +161,19 @@ def serve(args: argparse.Namespace) -> None:
         print(json.dumps({"texts": world.texts(), "ns": dict(spent)}), flush=True)
 
 
-class Side:
-    """One checkout's process."""
-
-    def __init__(self, sources: Path, args: argparse.Namespace) -> None:
-        command = [sys.executable, __file__, "--child", f"--rows={args.rows}"]
-        command += [f"--turns={args.turns}", f"--repeats={args.repeats}"]
-        command += [f"--stop={string}" for string in args.stop]
-        self._process = subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONPATH": str(sources), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._read()
-
-    def run(self, num_turns: int) -> dict[str, Any]:
-        """What that many turns cost."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_turns}\n")
-        self._process.stdin.flush()
-        return self._read()
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        found: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return found
-
-
 def compare(args: argparse.Namespace) -> None:
     """Time both sides in turns and print a table."""
-    sides = {"new": Side(SOURCES, args)}
+    command = [__file__, "--child", f"--rows={args.rows}"]
+    command += [f"--turns={args.turns}", f"--repeats={args.repeats}"]
+    command += [f"--stop={string}" for string in args.stop]
+    sides = {"new": Side(SOURCES, command, OMP_NUM_THREADS="1")}
     if args.against is not None:
-        sides["old"] = Side(args.against, args)
+        sides["old"] = Side(args.against, command, OMP_NUM_THREADS="1")
     for side in sides.values():
-        side.run(args.turns)  # warm
+        side.ask(str(args.turns))  # warm
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     for _ in range(args.repeats):
-        runs = {name: side.run(args.turns) for name, side in sides.items()}
+        runs = {name: side.ask(str(args.turns)) for name, side in sides.items()}
         assert len({run["texts"] for run in runs.values()}) == 1, "the sides say different texts"
         for name, run in runs.items():
             scale = 1e3 * args.turns
