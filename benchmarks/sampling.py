@@ -28,7 +28,6 @@ HISTORY = 2048  # tokens of the request table
 KNOWN = 1500
 PROMPT = 500
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
-WARM = SamplingParams(temperature=0.8, max_tokens=None)
 REPLAYS = 20
 
 Case = tuple[SamplingParams, SamplingParams]  # of the first row; of the others

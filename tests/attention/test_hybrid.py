@@ -97,8 +97,6 @@ def sizes(step: Step) -> Iterator[PaddedSize]:
 def every_step() -> Iterator[Step]:
     lengths = (1, 2, 5, MAX_DECODE_ROWS, MAX_DECODE_ROWS + 1)
     for mode in ForwardMode:
-        if mode.facts.extend is ExtendShape.EMPTY:
-            continue
         for reqs in (1, 2, 3):
             for extends in itertools.product(lengths, repeat=reqs):
                 is_alike = len(set(extends)) == 1

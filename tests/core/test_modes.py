@@ -3,13 +3,10 @@
 import re
 from pathlib import Path
 
-import pytest
-
-from paceline.core.modes import MODE_FACTS, ExtendShape, ForwardMode, KVWriter, MaskKind, ModeFacts
+from paceline.core.modes import MODE_FACTS, ExtendShape, ForwardMode, MaskKind, ModeFacts
 
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
-HEADER = ["mode", "mask", "extend", "writer", "emits", "graphable"]
-ANSWERS = {"yes": True, "no": False}
+HEADER = ["mode", "mask", "extend"]
 
 
 def forward_modes_section() -> str:
@@ -22,14 +19,8 @@ def documented_facts() -> dict[ForwardMode, ModeFacts]:
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert header == HEADER
     return {
-        ForwardMode[name]: ModeFacts(
-            MaskKind(mask),
-            ExtendShape(extend),
-            KVWriter(writer),
-            emits=ANSWERS[emits],
-            graphable=ANSWERS[graphable],
-        )
-        for name, mask, extend, writer, emits, graphable in rows
+        ForwardMode[name]: ModeFacts(MaskKind(mask), ExtendShape(extend))
+        for name, mask, extend in rows
     }
 
 
@@ -46,16 +37,6 @@ def test_every_mode_has_a_documented_source():
 def test_every_mode_has_facts():
     assert list(MODE_FACTS) == list(ForwardMode)
     assert all(mode.facts is MODE_FACTS[mode] for mode in ForwardMode)
-
-
-@pytest.mark.parametrize("mode", ForwardMode, ids=lambda mode: mode.value)
-def test_facts_of_a_mode_agree_with_each_other(mode):
-    facts = mode.facts
-    is_empty = facts.extend is ExtendShape.EMPTY
-    assert (facts.mask is MaskKind.NONE) == is_empty
-    assert (facts.writer is KVWriter.NOBODY) == is_empty
-    assert facts.graphable or facts.extend is ExtendShape.RAGGED
-    assert not (facts.emits and facts.writer is not KVWriter.TARGET)
 
 
 def test_causal_modes_of_one_token_need_no_tree():

@@ -18,6 +18,7 @@ from llm_cases import (
     tokens_of,
 )
 
+from cache_probe import num_shared_pages
 from paceline.core.errors import PacelineError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.boot import Knobs
@@ -143,7 +144,7 @@ def test_an_aborted_request_shows_a_last_snapshot(llm: LLM, answers: list[Tokens
         cache = llm.engine.scheduler._cache
         if output is not first and len(shown[first.request_id]) == 7 and not output.finished:
             if first.request_id in cache._entries:
-                assert cache.num_shared_pages(first.request_id) == 4
+                assert num_shared_pages(cache, first.request_id) == 4
             llm.abort(first.request_id)
     aborted, other = shown.values()
     assert [o.outputs[0].finish_reason for o in aborted] == [None] * (len(aborted) - 1) + ["abort"]

@@ -16,6 +16,7 @@ from llm_cases import (
     tokens_of,
 )
 
+from cache_probe import cached_len
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.boot import Knobs
 
@@ -65,7 +66,7 @@ def test_non_finite_logits_fail_their_request_and_no_other(
         )
         assert tokens_of(outputs) == answers
         assert_idle(llm)
-        cached = llm.engine.scheduler._cache.match([*sick, 7, 7])
+        cached = cached_len(llm.engine.scheduler._cache, [*sick, 7, 7])
         assert cached <= 12, "pages that hold NaN were kept"
         for _ in range(3):
             assert tokens_of(llm.generate(healthy, params)) == answers
@@ -86,7 +87,7 @@ def test_a_request_that_turns_non_finite_keeps_what_it_had(poisoned: Checkpoint)
         assert len(found.outputs[0].logprobs) == 1
         assert neighbour.outputs[0].finish_reason == "length"
         assert_idle(llm)
-        assert llm.engine.scheduler._cache.match([*prompt, POISON, 9, 9, 9]) <= len(prompt)
+        assert cached_len(llm.engine.scheduler._cache, [*prompt, POISON, 9, 9, 9]) <= len(prompt)
 
 
 def test_padding_may_read_a_poisoned_token(tmp_path, checkpoint: Checkpoint) -> None:

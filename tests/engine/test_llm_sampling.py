@@ -19,6 +19,7 @@ from llm_cases import (
     tokens_of,
 )
 
+from cache_probe import cached_len
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs
 from paceline.engine.completion import Completion
@@ -223,7 +224,7 @@ def test_a_stop_string_across_tokens_cuts_text_and_tokens(
         found = one(llm, prompt, params)
         assert_idle(llm)
         kept = [*prompt, *answer[: (start + 1) // 2 + 1]]
-        cached = llm.engine.scheduler._cache.match([*kept, *answer[(start + 1) // 2 + 1 :]])
+        cached = cached_len(llm.engine.scheduler._cache, [*kept, *answer[(start + 1) // 2 + 1 :]])
     assert found.text == text[: start + 2 * include]
     assert found.token_ids == answer[: (start + 1) // 2 + 1]
     assert len(found.logprobs) == len(found.token_ids)

@@ -5,6 +5,7 @@ from collections import deque
 import pytest
 from scheduler_world import FakeDevice, group_specs, run_alone
 
+from cache_probe import cached_len
 from paceline.core.errors import CapacityError, ConfigError, IntegrityError, RequestError
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier, SamplingParams
@@ -314,7 +315,7 @@ def test_kv_still_in_flight_at_a_preemption_is_not_shared():
     b = loop.requests["b"]
     assert (b.kv_known, b.kv_bound) == (16, 32)
     loop.scheduler._preempt(b, StepPlan(32))
-    assert loop.cache.match(b.token_ids) == 16
+    assert cached_len(loop.cache, b.token_ids) == 16
     loop.run()
     assert b.output_ids == tuple(loop.expected("b"))
 
@@ -390,8 +391,8 @@ def test_non_finite_logits_end_that_request_only_and_its_kv_is_forgotten():
     assert len(bad.output_ids) == 2
     assert good.error is None
     assert good.output_ids == tuple(loop.expected("b"))
-    assert loop.cache.match(bad.token_ids) == 0
-    assert loop.cache.match(good.token_ids) > 16
+    assert cached_len(loop.cache, bad.token_ids) == 0
+    assert cached_len(loop.cache, good.token_ids) > 16
 
 
 def test_the_sampler_and_logprobs_follow_the_rows_that_emit():

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 from scheduler_world import FakeDevice, group_specs, run_alone
 
+from cache_probe import num_shared_pages
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError
 from paceline.core.model_config import CacheGroupSpec
@@ -239,7 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def sharing(self):
         running = [n for n in self.live() if self.requests[n].state is RequestState.RUNNING]
-        return [name for name in running if self.cache.num_shared_pages(name)]
+        return [name for name in running if num_shared_pages(self.cache, name)]
 
     def turn(self):
         """One turn of the loop: launch, then take in the outputs of `delay` steps ago."""

@@ -131,7 +131,6 @@ def test_a_split_is_worth_its_keys_and_fits_the_workspace() -> None:
 
 
 BAD_MASKS = {
-    "no rows": (MaskKind.NONE, None, "mask must be causal, tree or full, got none"),
     "no tree": (MaskKind.TREE, None, r"tree_mask must be bool \[28, >= 21\].*got None"),
     "narrow": (MaskKind.TREE, (28, 20), r"tree_mask must be bool \[28, >= 21\]"),
     "unasked": (MaskKind.FULL, (28, 24), "tree_mask must be None, for a full mask"),

@@ -1,5 +1,6 @@
 import pytest
 
+from cache_probe import cached_len, num_shared_pages
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.model_config import CacheGroupSpec
 from paceline.kvcache.manager import CacheManager
@@ -46,8 +47,8 @@ def run_request(cache: CacheManager, name: str, tokens: list[int], epoch: int, s
 def test_a_fully_cached_prompt_leaves_a_token_to_compute():
     cache = make_cache(None)
     assert run_request(cache, "a", TOKENS[:16], 1) == 0
-    assert cache.match(TOKENS[:16]) == 12
-    assert cache.match(TOKENS[:17]) == 16
+    assert cached_len(cache, TOKENS[:16]) == 12
+    assert cached_len(cache, TOKENS[:17]) == 16
     assert run_request(cache, "b", TOKENS[:16], 2) == 12
     assert cache.stats().hit_tokens == 12
     assert cache.stats().queried_tokens == 32
@@ -56,11 +57,11 @@ def test_a_fully_cached_prompt_leaves_a_token_to_compute():
 def test_hit_is_the_longest_every_group_can_use():
     cache = make_cache(None, 6)
     run_request(cache, "a", TOKENS[:32], 1)
-    assert cache.match(TOKENS) == 32
+    assert cached_len(cache, TOKENS) == 32
     windowed = cache._groups[1]
     windowed.pool.free(cache._tree.evict(1, 6), 1)  # the oldest: pages 0..5 of 8
-    assert cache.match(TOKENS) == 32
-    assert cache.match(TOKENS[:28]) == 0
+    assert cached_len(cache, TOKENS) == 32
+    assert cached_len(cache, TOKENS[:28]) == 0
     cache.check_integrity()
 
 
@@ -93,7 +94,7 @@ def test_the_second_of_two_equal_requests_keeps_its_pages_private():
     cache.written("b", TOKENS[:10], 10, epoch=1)
     counts = cache.stats().groups[0]
     assert (counts.cached, counts.owned) == (2, 4)
-    assert cache.num_shared_pages("b") == 0
+    assert num_shared_pages(cache, "b") == 0
     cache.release("b", TOKENS[:10], 10, epoch=1)
     cache.release("a", TOKENS[:10], 10, epoch=1)
     counts = cache.stats().groups[0]
@@ -107,7 +108,7 @@ def test_pages_are_shared_before_their_owner_ends():
     cache.retire(1)
     cache.written("a", TOKENS[:10], 10, epoch=1)
     cache.admit("b", TOKENS[:10], reserve_to=10)
-    assert cache.num_shared_pages("a") == cache.num_shared_pages("b") == 2
+    assert num_shared_pages(cache, "a") == num_shared_pages(cache, "b") == 2
 
 
 @pytest.mark.parametrize("window", [None, 64])
@@ -124,7 +125,7 @@ def test_a_path_evicted_under_a_running_request_is_built_again(window):
     group.pool.free(cache._tree.evict(0, 9), 1)
     cache.written("b", TOKENS[:20], 16, epoch=1)
     cache.check_integrity()
-    assert cache.match(TOKENS) == 16
+    assert cached_len(cache, TOKENS) == 16
 
 
 def test_a_host_end_limits_what_enters_the_tree():
@@ -132,7 +133,7 @@ def test_a_host_end_limits_what_enters_the_tree():
     cache.admit("a", TOKENS[:4], reserve_to=16)
     cache.retire(1)
     cache.release("a", TOKENS[:9], 9, epoch=1)  # the tokens behind 9 were cut
-    assert cache.match(TOKENS[:16]) == 8
+    assert cached_len(cache, TOKENS[:16]) == 8
 
 
 def test_discarded_kv_is_found_no_more_but_the_hit_before_it_is():
@@ -141,12 +142,12 @@ def test_discarded_kv_is_found_no_more_but_the_hit_before_it_is():
     cache.admit("b", TOKENS[:20], reserve_to=20)
     cache.retire(2)
     cache.written("b", TOKENS[:20], 16, epoch=2)
-    assert cache.match(TOKENS[:20]) == 16
+    assert cached_len(cache, TOKENS[:20]) == 16
     cache.discard("b", TOKENS[:20], epoch=2)
-    assert cache.match(TOKENS[:20]) == 8
+    assert cached_len(cache, TOKENS[:20]) == 8
     cache.check_integrity()
     assert run_request(cache, "c", TOKENS[:20], 3) == 8
-    assert cache.match(TOKENS) == 20
+    assert cached_len(cache, TOKENS) == 20
 
 
 def test_eviction_spares_locked_pages_and_takes_the_rest():
@@ -155,7 +156,7 @@ def test_eviction_spares_locked_pages_and_takes_the_rest():
     run_request(cache, "b", [*TOKENS[20:36]], 2)
     cache.admit("c", TOKENS[:10], reserve_to=10)  # locks two pages of a
     assert cache.admit("d", [7] * 28, reserve_to=28) is not None
-    assert cache.match(TOKENS[:16]) == 8
+    assert cached_len(cache, TOKENS[:16]) == 8
     assert cache.stats().evicted_pages == 6
     assert cache.admit("e", [8], reserve_to=1) is None
 
@@ -205,8 +206,8 @@ def test_a_disabled_prefix_cache_stores_nothing():
 def test_salts_do_not_share():
     cache = make_cache(None)
     run_request(cache, "a", TOKENS[:16], 1, salt="x")
-    assert cache.match(TOKENS[:16]) == 0
-    assert cache.match(TOKENS[:16], "x") == 12
+    assert cached_len(cache, TOKENS[:16]) == 0
+    assert cached_len(cache, TOKENS[:16], "x") == 12
 
 
 def test_kv_of_an_unretired_epoch_is_refused():
@@ -272,7 +273,7 @@ def test_a_hit_that_one_group_shortens_is_asked_of_the_others_again():
                 cache._tree.unlock(node, group)
         cache._groups[group].pool.free(cache._tree.evict(group, 1), 1)
         assert path[lost].pages[group] is None
-    assert cache.match(TOKENS[:33]) == 16
+    assert cached_len(cache, TOKENS[:33]) == 16
 
 
 def test_a_group_that_is_short_keeps_all_from_growing():
@@ -310,7 +311,7 @@ def test_nothing_a_discarded_request_computed_is_found_whatever_its_length():
     cache.retire(1)
     cache.written("a", TOKENS[:12], 12, epoch=1)
     cache.discard("a", TOKENS[:12], epoch=1)
-    assert cache.match(TOKENS[:12]) == 0
+    assert cached_len(cache, TOKENS[:12]) == 0
     cache.check_integrity()
 
 
@@ -320,10 +321,10 @@ def test_salts_are_kept_through_written_and_release():
         cache.admit(name, TOKENS[:12], reserve_to=12, salt=salt)
         cache.retire(1)
         cache.written(name, TOKENS[:12], 8, epoch=1)
-        assert cache.match(TOKENS[:12], salt) == 8
+        assert cached_len(cache, TOKENS[:12], salt) == 8
         cache.release(name, TOKENS[:12], 12, epoch=1)
-        assert cache.match([*TOKENS[:12], 1], salt) == 12
-    assert cache.match(TOKENS[:12]) == 0
+        assert cached_len(cache, [*TOKENS[:12], 1], salt) == 12
+    assert cached_len(cache, TOKENS[:12]) == 0
 
 
 def test_no_page_is_shared_below_one_that_stayed_private():

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from cache_probe import cached_len
 from paceline.core.errors import IntegrityError
 from paceline.core.model_config import CacheGroupSpec
 from paceline.kvcache.manager import CacheManager
@@ -81,7 +82,7 @@ def test_a_hit_is_the_longest_prefix_computed_with_the_same_tokens(
     for number, (tokens, unwritten) in enumerate(requests):
         kv_len = max(0, len(tokens) - unwritten)  # 0 unwritten: the token behind is cut off
         wanted = oracle.hit(tokens)
-        assert cache.match(tokens) == wanted
+        assert cached_len(cache, tokens) == wanted
         got = run_request(cache, f"r{number}", tokens, kv_len=kv_len, epoch=number + 1)
         assert got == wanted
         oracle.note(tokens, max(kv_len, got))
@@ -94,22 +95,22 @@ def test_another_continuation_ends_one_page_earlier_and_can_be_found_again() -> 
     cache = make_cache(4, next_token=True)
     first, other = [*range(8), 50, 51], [*range(8), 60, 61]
     assert run_request(cache, "a", first, kv_len=9, epoch=1) == 0
-    assert cache.match([*range(8), 50]) == 8
+    assert cached_len(cache, [*range(8), 50]) == 8
     assert run_request(cache, "b", other, kv_len=9, epoch=2) == 4
-    assert cache.match([*range(8), 60]) == 8
-    assert cache.match([*range(8), 50]) == 8
+    assert cached_len(cache, [*range(8), 60]) == 8
+    assert cached_len(cache, [*range(8), 50]) == 8
 
 
 def test_without_such_a_group_the_token_behind_does_not_matter() -> None:
     cache = make_cache(4, next_token=False)
     run_request(cache, "a", [*range(8), 50], kv_len=8, epoch=1)
-    assert cache.match([*range(8), 60]) == 8
+    assert cached_len(cache, [*range(8), 60]) == 8
 
 
 def test_a_page_whose_next_token_was_cut_off_is_not_shared() -> None:
     cache = make_cache(4, next_token=True)
     run_request(cache, "a", list(range(8)), kv_len=8, epoch=1)
-    assert cache.match([*range(8), 8]) == 4
+    assert cached_len(cache, [*range(8), 8]) == 4
 
 
 def test_a_tree_whose_pages_do_not_continue_each_other_is_reported() -> None:

@@ -70,12 +70,3 @@ def test_a_step_that_differs_in_one_fact_replays_another_graph(
         if getattr(plain, field.name) != getattr(other, field.name)
     ]
     assert differ == [fact]
-
-
-@pytest.mark.parametrize("mode", [ForwardMode.IDLE, ForwardMode.SPLIT_PREFILL])
-def test_a_mode_without_graphs_has_no_key(tiny: TinyModel, mode: ForwardMode) -> None:
-    """Nothing to replay, or layers by parts."""
-    driver = Driver(tiny, boot=False)
-    driver.join(1, [5, 6])
-    assert driver.runner._keys.of(driver.make_step({1: 1}, mode=DECODE)) is not None
-    assert driver.runner._keys.of(driver.make_step({1: 1}, mode=mode)) is None

@@ -14,7 +14,6 @@ class MaskKind(Enum):
     CAUSAL = "causal"  # itself and earlier rows of the step
     TREE = "tree"  # itself and its ancestors among the rows of the step
     FULL = "full"  # every row of its request in the step
-    NONE = "none"  # the step has no rows
 
 
 class ExtendShape(Enum):
@@ -23,15 +22,6 @@ class ExtendShape(Enum):
     ONE = "one"  # exactly one
     UNIFORM = "uniform"  # the same number for every request, part of the graph key
     RAGGED = "ragged"  # each its own number
-    EMPTY = "empty"  # none
-
-
-class KVWriter(Enum):
-    """Who writes the new K and V, and into which cache."""
-
-    TARGET = "target"  # the target model, into the request's own pages
-    DRAFT = "draft"  # the draft model, into the draft group
-    NOBODY = "nobody"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +30,6 @@ class ModeFacts:
 
     mask: MaskKind
     extend: ExtendShape
-    writer: KVWriter
-    emits: bool  # the step samples tokens the user may see
-    graphable: bool  # may be captured; ragged steps padded to a number of tokens
 
 
 class ForwardMode(Enum):
@@ -51,12 +38,10 @@ class ForwardMode(Enum):
     EXTEND = "extend"
     DECODE = "decode"
     MIXED = "mixed"
-    IDLE = "idle"
     TARGET_VERIFY = "target_verify"
     DRAFT_DECODE = "draft_decode"
     DRAFT_EXTEND = "draft_extend"
     DRAFT_EXTEND_V2 = "draft_extend_v2"
-    SPLIT_PREFILL = "split_prefill"
     DLLM_EXTEND = "dllm_extend"
 
     @property
@@ -65,34 +50,12 @@ class ForwardMode(Enum):
 
 
 MODE_FACTS: dict[ForwardMode, ModeFacts] = {
-    ForwardMode.EXTEND: ModeFacts(
-        MaskKind.CAUSAL, ExtendShape.RAGGED, KVWriter.TARGET, emits=True, graphable=True
-    ),
-    ForwardMode.DECODE: ModeFacts(
-        MaskKind.CAUSAL, ExtendShape.ONE, KVWriter.TARGET, emits=True, graphable=True
-    ),
-    ForwardMode.MIXED: ModeFacts(
-        MaskKind.CAUSAL, ExtendShape.RAGGED, KVWriter.TARGET, emits=True, graphable=True
-    ),
-    ForwardMode.IDLE: ModeFacts(
-        MaskKind.NONE, ExtendShape.EMPTY, KVWriter.NOBODY, emits=False, graphable=True
-    ),
-    ForwardMode.TARGET_VERIFY: ModeFacts(
-        MaskKind.TREE, ExtendShape.UNIFORM, KVWriter.TARGET, emits=True, graphable=True
-    ),
-    ForwardMode.DRAFT_DECODE: ModeFacts(
-        MaskKind.TREE, ExtendShape.UNIFORM, KVWriter.DRAFT, emits=False, graphable=True
-    ),
-    ForwardMode.DRAFT_EXTEND: ModeFacts(
-        MaskKind.CAUSAL, ExtendShape.RAGGED, KVWriter.DRAFT, emits=False, graphable=True
-    ),
-    ForwardMode.DRAFT_EXTEND_V2: ModeFacts(
-        MaskKind.CAUSAL, ExtendShape.UNIFORM, KVWriter.DRAFT, emits=False, graphable=True
-    ),
-    ForwardMode.SPLIT_PREFILL: ModeFacts(
-        MaskKind.CAUSAL, ExtendShape.RAGGED, KVWriter.TARGET, emits=True, graphable=False
-    ),
-    ForwardMode.DLLM_EXTEND: ModeFacts(
-        MaskKind.FULL, ExtendShape.UNIFORM, KVWriter.TARGET, emits=False, graphable=True
-    ),
+    ForwardMode.EXTEND: ModeFacts(MaskKind.CAUSAL, ExtendShape.RAGGED),
+    ForwardMode.DECODE: ModeFacts(MaskKind.CAUSAL, ExtendShape.ONE),
+    ForwardMode.MIXED: ModeFacts(MaskKind.CAUSAL, ExtendShape.RAGGED),
+    ForwardMode.TARGET_VERIFY: ModeFacts(MaskKind.TREE, ExtendShape.UNIFORM),
+    ForwardMode.DRAFT_DECODE: ModeFacts(MaskKind.TREE, ExtendShape.UNIFORM),
+    ForwardMode.DRAFT_EXTEND: ModeFacts(MaskKind.CAUSAL, ExtendShape.RAGGED),
+    ForwardMode.DRAFT_EXTEND_V2: ModeFacts(MaskKind.CAUSAL, ExtendShape.UNIFORM),
+    ForwardMode.DLLM_EXTEND: ModeFacts(MaskKind.FULL, ExtendShape.UNIFORM),
 }

@@ -94,10 +94,6 @@ class CacheManager:
         """Whether a request of `num_tokens` could find anything in the cache."""
         return self._enabled and num_tokens > self._page_size
 
-    def match(self, tokens: Sequence[int], salt: Hashable = None) -> int:
-        """Tokens a request would find in the cache; at least one is left to compute."""
-        return len(self._hit(tokens, salt)) * self._page_size
-
     def admit(
         self,
         request_id: str,
@@ -225,14 +221,6 @@ class CacheManager:
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,
             evicted_pages=self._tree.num_evicted,
-        )
-
-    def num_shared_pages(self, request_id: str) -> int:
-        """Pages this request and another one both hold."""
-        return sum(
-            node is not None and node.locks[index] > 1
-            for index, (_, holding) in enumerate(self._holdings(request_id))
-            for node in holding.nodes
         )
 
     def check_integrity(self) -> None:

@@ -55,11 +55,6 @@ def shape_names() -> tuple[str, ...]:
     return tuple(name for name in _shapes() if not name.startswith(_HEAD_SHAPES))
 
 
-def head_shape_names() -> tuple[str, ...]:
-    """The shipped shapes of draft heads."""
-    return tuple(name for name in _shapes() if name.startswith(_HEAD_SHAPES))
-
-
 def _shapes() -> list[str]:
     return sorted(path.stem for path in SHAPES_FOLDER.glob("*.json"))
 

@@ -87,10 +87,7 @@ class GraphKeys:
 
     def _supports(self, mode: ForwardMode) -> bool:
         """Whether steps of this mode may be captured with this backend."""
-        needed = NEEDED_SUPPORT.get(mode.facts.extend)
-        if needed is None or not mode.facts.graphable:
-            return False
-        return self._parts.backend.capabilities.graph >= needed
+        return self._parts.backend.capabilities.graph >= NEEDED_SUPPORT[mode.facts.extend]
 
     def _key(
         self,

@@ -7,7 +7,6 @@ group.  The definition is paged_attention_reference.
 import torch
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError, message
 from paceline.core.modes import MaskKind
 from paceline.kernels._check import reject, require_triton
 from paceline.kernels.custom_op import define_op
@@ -139,15 +138,6 @@ def _shared(
 def _check_mask(
     mask: MaskKind, tree_mask: Tensor | None, *, tokens: int, max_extend_len: int
 ) -> None:
-    if mask is MaskKind.NONE:
-        raise KernelArgumentError(
-            message(
-                "mask",
-                expected="causal, tree or full",
-                got=mask.value,
-                remedy="a step without rows needs no attention",
-            )
-        )
     if mask is not MaskKind.TREE and tree_mask is None:
         return
     if mask is not MaskKind.TREE:

@@ -1,0 +1,19 @@
+"""What a cache holds, without touching it."""
+
+from collections.abc import Hashable, Sequence
+
+from paceline.kvcache.manager import CacheManager
+
+
+def cached_len(cache: CacheManager, tokens: Sequence[int], salt: Hashable = None) -> int:
+    """Tokens a request would find in the cache; at least one is left to compute."""
+    return len(cache._hit(tokens, salt)) * cache._page_size
+
+
+def num_shared_pages(cache: CacheManager, request_id: str) -> int:
+    """Pages this request and another one both hold."""
+    return sum(
+        node is not None and node.locks[index] > 1
+        for index, (_, holding) in enumerate(cache._holdings(request_id))
+        for node in holding.nodes
+    )
