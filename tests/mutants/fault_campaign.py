@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = [fault for fault in read_faults(FAULTS) if _is_wanted(fault, options)]
     if options.list:
         for fault in faults:
-            print(f"{fault.room:<12} {fault.file:<36} {fault.id}")
+            print(f"{fault.room:<12} {fault.module:<36} {fault.id}")
         return 0
     if not faults:
         print("no such room or id; --list names them", file=sys.stderr)

@@ -8,35 +8,35 @@ from pathlib import Path
 
 from mutant_child import Verdict
 
+from paceline.core.anchors import AnchorError, replaced
+
 ROOMS = ("engine", "cache", "runner", "sampling", "speculation", "text", "server")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One edit of one file."""
+    """One edit of one module."""
 
     id: str
     room: str  # one of ROOMS
-    file: str  # below the package
-    old: str  # occurs once in it
-    new: str
+    module: str  # dotted
+    symbol: str  # qualified name within it
+    find: str  # occurs once in the symbol
+    replace: str
     tests: tuple[str, ...]  # files below tests/, or ids of tests in them
     equivalent: str | None = None  # why nobody can see it; None: some test must
 
-    @property
-    def module(self) -> str:
-        return "paceline." + self.file.removesuffix(".py").replace("/", ".")
-
     def applied(self, package: Path) -> str:
-        """The edited source.  Raises ValueError where the text does not occur once."""
-        source = (package / self.file).read_text(encoding="utf-8")
-        if source.count(self.old) != 1:
-            times = source.count(self.old)
+        """The edited source.  Raises ValueError where the place is not there once."""
+        home = package.joinpath(*self.module.split(".")[1:])
+        path = home / "__init__.py" if home.is_dir() else home.with_suffix(".py")
+        try:
+            return replaced(path.read_text(encoding="utf-8"), self.symbol, self.find, self.replace)
+        except AnchorError as error:
             raise ValueError(
-                f"the text that fault '{self.id}' edits must occur once in {self.file}, got "
-                f"{times} times; write it for the source as it is now"
-            )
-        return source.replace(self.old, self.new)
+                f"what fault '{self.id}' edits must be once in {self.module}, got {error}; write "
+                "it for the source as it is now"
+            ) from error
 
 
 def read_faults(path: Path) -> list[Fault]:
@@ -99,10 +99,10 @@ def report(outcome: Outcome, *, seconds: float) -> dict[str, object]:
     for room in rooms:
         print(f"{room:<16}" + "".join(f"{counts[room, name]:>12}" for name in groups))
     for fault in outcome.survived:
-        print(f"survived: {fault.id} ({fault.file}); looked: {', '.join(fault.tests)}")
+        print(f"survived: {fault.id} ({fault.module}); looked: {', '.join(fault.tests)}")
     for fault in outcome.stale:
         killer = outcome.verdicts[fault.id].killer
-        print(f"called equivalent, noticed by {killer}: {fault.id} ({fault.file})")
+        print(f"called equivalent, noticed by {killer}: {fault.id} ({fault.module})")
     return {
         "faults": len(outcome.faults),
         **{name: len(found) for name, found in groups.items()},

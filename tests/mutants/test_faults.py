@@ -17,13 +17,14 @@ KILLED = Verdict("engine/test_x.py::test_y", "AssertionError")
 
 
 def fault(name: str, **changes: object) -> Fault:
-    fields = {"room": "cache", "file": "kvcache/pages.py", "old": "a", "new": "b"}
+    fields = {"room": "cache", "module": "paceline.kvcache.pages", "symbol": "PagePool"}
+    fields |= {"find": "a", "replace": "b"}
     return Fault(**{"id": name, "tests": ("kvcache/test_pages.py",), **fields, **changes})
 
 
 @pytest.mark.parametrize("each", FAULTS, ids=lambda each: each.id.replace(" ", "-"))
 def test_a_fault_applies_to_the_source_as_it_is_and_names_tests_there_are(each: Fault) -> None:
-    compile(each.applied(PACKAGE), each.file, "exec")
+    compile(each.applied(PACKAGE), each.module, "exec")
     for test in each.tests:
         file, _, function = test.partition("::")
         source = (ROOT / "tests" / file).read_text(encoding="utf-8")
@@ -38,8 +39,11 @@ def test_every_room_has_faults_and_there_are_enough() -> None:
 
 
 def test_text_that_is_gone_is_named_with_its_fault() -> None:
-    gone = fault("lost page", old="no such text")
-    with pytest.raises(ValueError, match="fault 'lost page' edits must occur once in kvcache/page"):
+    gone = fault("lost page", find="no_such + name")
+    text = (
+        r"fault 'lost page' edits must be once in paceline\.kvcache\.pages, got found 0 times in Pa"
+    )
+    with pytest.raises(ValueError, match=text):
         gone.applied(PACKAGE)
 
 
@@ -53,7 +57,8 @@ def test_text_that_is_gone_is_named_with_its_fault() -> None:
     ],
 )
 def test_an_entry_that_says_too_little_is_refused(tmp_path: Path, entry, text: str) -> None:
-    first = {"id": "first", "room": "cache", "file": "f", "old": "a", "new": "", "tests": ["t"]}
+    first = {"id": "first", "room": "cache", "module": "m", "symbol": "s", "tests": ["t"]}
+    first |= {"find": "a", "replace": ""}
     path = tmp_path / "faults.toml"
     lines = []
     for each in (first, {**first, "id": "second", **entry}):
@@ -75,7 +80,7 @@ def test_an_outcome_is_clean_when_what_is_silent_is_explained_and_nothing_else(c
     assert not alive.is_clean
     assert document["survivors"] == ["killed"]
     printed = capsys.readouterr().out
-    assert "survived: killed (kvcache/pages.py); looked: kvcache/test_pages.py" in printed
+    assert "survived: killed (paceline.kvcache.pages); looked: kvcache/test_pages.py" in printed
     assert f"called equivalent, noticed by {KILLED.killer}: equal" in printed
 
 

@@ -6,7 +6,7 @@ One TOML file per bug, named after its id.  Reading is strict: a key that is not
     symptom  what it looked like
     case     the cell of the conformance matrix, or the test, that fails while the bug is back
     expect   words of that failure's reason
-    edits    [{module, find, replace}]: `find` occurs in the module's source exactly once
+    edits    [{module, symbol, find, replace}]: `find` occurs once in the symbol, see anchors.py
 """
 
 import tomllib
@@ -19,11 +19,12 @@ from paceline.core.errors import ConfigError, message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """One replacement of source text."""
+    """One replacement of syntax; see `anchors.replaced`."""
 
     module: str  # dotted
-    find: str  # whole or part of lines
-    replace: str
+    symbol: str  # qualified name within it
+    find: str  # an expression or statements
+    replace: str  # likewise; empty: nothing in the place of statements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

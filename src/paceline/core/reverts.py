@@ -7,12 +7,12 @@ edited text is what `inspect` and tracebacks show, and what Triton compiles.
 import linecache
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from paceline.core.anchors import AnchorError, replaced
 from paceline.core.errors import ConfigError, message
 from paceline.core.fixes import Edit, Fix, read_fix
 
@@ -23,7 +23,7 @@ def revert(ids: Sequence[str], *, fixes: Path, package: Path) -> None:
     """Bring bugs back in every module of `package` imported from now on.
 
     fixes: the folder of their files; package: the folder of the package's own `__init__`.  Raises
-    ConfigError, before anything is changed: an unknown id, an edit whose text does not occur
+    ConfigError, before anything is changed: an unknown id, an edit whose place is not there
     exactly once, a module that is imported already.
     """
     listed = [read_fix(fixes, fix_id) for fix_id in dict.fromkeys(ids)]
@@ -105,23 +105,14 @@ def _read_source(fix: Fix, module: str, package: Path) -> str:
 
 
 def _edited(fix: Fix, edit: Edit, source: str) -> str:
-    found = source.count(edit.find)
-    if found != 1:
+    try:
+        return replaced(source, edit.symbol, edit.find, edit.replace)
+    except (AnchorError, SyntaxError) as error:
         raise ConfigError(
             message(
-                f"text that fix '{fix.id}' edits in {edit.module}",
-                expected="found exactly once",
-                got=f"found {found} times: {edit.find.strip()!r}; near it: {_near(edit, source)}",
+                f"what fix '{fix.id}' edits in {edit.module}",
+                expected=f"once in {edit.symbol}",
+                got=str(error),
                 remedy="write the edit for the source as it is now",
             )
-        )
-    return source.replace(edit.find, edit.replace)
-
-
-def _near(edit: Edit, source: str) -> str:
-    """Lines of `source` that are, or resemble, the first line of what is searched."""
-    lines = [line.strip() for line in source.splitlines()]
-    wanted = edit.find.strip().splitlines()[0]
-    near = {line for line in lines if wanted in line} or set(get_close_matches(wanted, lines, 3))
-    numbered = [f"line {number}: {line}" for number, line in enumerate(lines, 1) if line in near]
-    return "; ".join(numbered) or "nothing like it"
+        ) from error
