@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from paceline.bench.latency import random_prompts
+from paceline.bench.page import page, profile_bars
 from paceline.core.errors import IntegrityError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.bench_latency import random_prompts
-from paceline.engine.bench_page import page, profile_bars
 from paceline.engine.llm import LLM
 from paceline.engine.machine import local_device, versions
 from paceline.models.config import parse_config

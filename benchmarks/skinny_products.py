@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.engine.interleaved import Run, time_interleaved
+from paceline.bench.interleaved import Run, time_interleaved
 from paceline.engine.machine import local_device, versions
 from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.linear import gated_linear, linear

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.bench.attention_contenders import our_make
+from paceline.bench.attention_shape import AttentionShape
+from paceline.bench.attention_workload import Workload, make_workload
+from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.core.errors import PacelineError
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.step import Step
-from paceline.engine.attention_contenders import our_make
-from paceline.engine.attention_shape import AttentionShape
-from paceline.engine.attention_workload import Workload, make_workload
-from paceline.engine.interleaved import Timing, time_interleaved
 from paceline.engine.machine import local_device, versions
 from paceline.kernels.paged_attention import paged_attention_reference
 

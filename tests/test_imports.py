@@ -14,6 +14,7 @@ PACKAGE = SOURCE / "paceline"
 # A room imports itself and rooms of a lower level.  Rooms of one level do not know each other.
 LEVELS = {
     "cli": 9,
+    "bench": 8,
     "server": 8,
     "engine": 7,
     "speculate": 6,
@@ -202,10 +203,10 @@ BLOCKED = f"""
     "module",
     [
         "paceline.engine.llm",
-        "paceline.engine.bench_attention",
-        "paceline.engine.bench_latency",
-        "paceline.engine.bench_speculative",
-        "paceline.engine.bench_throughput",
+        "paceline.bench.attention",
+        "paceline.bench.latency",
+        "paceline.bench.speculative",
+        "paceline.bench.throughput",
     ],
 )
 def test_the_engine_path_needs_no_optional_library(module):

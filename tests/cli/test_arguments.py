@@ -8,8 +8,8 @@ import sys
 import pytest
 from test_verbs import ALIASES, TWICE
 
+from paceline.bench import latency as bench_latency
 from paceline.core.errors import ConfigError
-from paceline.engine import bench_latency
 from paceline.engine.arguments import add_engine_arguments, asked_arguments
 
 VERBS = [["generate"], ["chat"], ["bench", "latency"], ["explain"], ["env"], ["prove"]]

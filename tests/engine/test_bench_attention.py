@@ -14,15 +14,15 @@ from click.testing import CliRunner
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.measurements import parse_table
+from paceline.bench import attention_workload, flashinfer_peer, interleaved
+from paceline.bench.attention import bench_attention, choose_peer, main, table
+from paceline.bench.attention_contenders import check, our_make, ragged_lens, require_memory
+from paceline.bench.attention_shape import FLAGS, AttentionShape
+from paceline.bench.attention_workload import make_workload
+from paceline.bench.backends import bench_backends, plan_of
 from paceline.cli.app import app
 from paceline.core.errors import BackendUnsupported, ConfigError, IntegrityError
 from paceline.core.gpus import GPUS, published_row
-from paceline.engine import attention_workload, flashinfer_peer, interleaved
-from paceline.engine.attention_contenders import check, our_make, ragged_lens, require_memory
-from paceline.engine.attention_shape import FLAGS, AttentionShape
-from paceline.engine.attention_workload import make_workload
-from paceline.engine.bench_attention import bench_attention, choose_peer, main, table
-from paceline.engine.bench_backends import bench_backends, plan_of
 from paceline.engine.machine import cpu_facts
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench_attention.json"
@@ -37,7 +37,7 @@ def small(**changes):
 @pytest.fixture(autouse=True)
 def few_samples(monkeypatch):
     monkeypatch.setattr(interleaved, "ROUNDS", 3)
-    monkeypatch.setattr("paceline.engine.attention_contenders.CPU_SPAN_BYTES", 1)
+    monkeypatch.setattr("paceline.bench.attention_contenders.CPU_SPAN_BYTES", 1)
 
 
 @pytest.fixture

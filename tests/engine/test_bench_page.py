@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine.bench_page import (
+from paceline.bench.page import (
     Bars,
     attention_bars,
     latency_bars,

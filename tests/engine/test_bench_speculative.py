@@ -7,13 +7,13 @@ import jsonschema
 import pytest
 from llm_cases import Checkpoint
 
+from paceline.bench import latency as bench_latency
+from paceline.bench import speculative as bench_module
+from paceline.bench.paired_runs import speed_up
+from paceline.bench.speculative import SpeculativeShape, bench_speculative, main, table
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine import bench_latency
-from paceline.engine import bench_speculative as bench_module
-from paceline.engine.bench_speculative import SpeculativeShape, bench_speculative, main, table
 from paceline.engine.llm import LLM
-from paceline.engine.paired_runs import speed_up
 from paceline.engine.prompt_set import NamedPrompt, read_prompts
 from paceline.engine.speculation import FORCED
 from paceline.runner.round_program import RoundProgram

@@ -10,19 +10,19 @@ import jsonschema
 import pytest
 from llm_cases import Checkpoint, text_of
 
+from paceline.bench import throughput as bench_module
+from paceline.bench.page import page
+from paceline.bench.throughput import bench_throughput, main, table
+from paceline.bench.throughput_page import throughput_drawings
+from paceline.bench.throughput_report import Steady, over_passes, percentile, time_by_kind
+from paceline.bench.traffic import plan_traffic
+from paceline.bench.traffic_pass import TrafficPass, run_pass
+from paceline.bench.traffic_shape import USUAL_OUTPUT, Lengths, TrafficShape
+from paceline.bench.turn_log import StepFacts, StepKind, TimedTurn, TurnLog
 from paceline.core.errors import ConfigError, IntegrityError, RequestError
 from paceline.core.step import RunKind
-from paceline.engine import bench_throughput as bench_module
-from paceline.engine.bench_page import page
-from paceline.engine.bench_throughput import bench_throughput, main, table
 from paceline.engine.boot import Knobs, prepare
 from paceline.engine.llm import LLM
-from paceline.engine.throughput_page import throughput_drawings
-from paceline.engine.throughput_report import Steady, over_passes, percentile, time_by_kind
-from paceline.engine.traffic import plan_traffic
-from paceline.engine.traffic_pass import TrafficPass, run_pass
-from paceline.engine.traffic_shape import USUAL_OUTPUT, Lengths, TrafficShape
-from paceline.engine.turn_log import StepFacts, StepKind, TimedTurn, TurnLog
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench_throughput.json"
 SHAPE = TrafficShape(

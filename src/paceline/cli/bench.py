@@ -7,20 +7,20 @@ from typing import Any
 
 import click
 
-from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
-from paceline.cli.interrupts import end_of_run
-from paceline.cli.verb import Verbs, examples
-from paceline.engine.arguments import Flag, asked_arguments
-from paceline.engine.attention_shape import FLAGS as ATTENTION_FLAGS
-from paceline.engine.bench_page import (
+from paceline.bench.attention_shape import FLAGS as ATTENTION_FLAGS
+from paceline.bench.page import (
     Drawing,
     attention_bars,
     latency_bars,
     page,
     speculative_bars,
 )
-from paceline.engine.traffic_shape import FLAGS as TRAFFIC_FLAGS
-from paceline.engine.traffic_shape import TrafficShape
+from paceline.bench.traffic_shape import FLAGS as TRAFFIC_FLAGS
+from paceline.bench.traffic_shape import TrafficShape
+from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
+from paceline.cli.interrupts import end_of_run
+from paceline.cli.verb import Verbs, examples
+from paceline.engine.arguments import Flag, asked_arguments
 
 Command = Callable[..., None]
 
@@ -100,8 +100,8 @@ def bench() -> None:
 @click.pass_context
 def latency(ctx: click.Context, /, **values: Any) -> None:
     """Time to first token and decode rate of one batch at a time."""
-    from paceline.engine.bench_latency import LatencyShape, bench_latency, parse_batch_sizes
-    from paceline.engine.latency_table import table
+    from paceline.bench.latency import LatencyShape, bench_latency, parse_batch_sizes
+    from paceline.bench.latency_table import table
 
     log_to_stderr(values)
     shape = LatencyShape(
@@ -142,7 +142,7 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
     each.  Texts that differ beyond ties are an error.  With --force-accept-len hardware is
     compared, and every line says that it was forced.
     """
-    from paceline.engine.bench_speculative import SpeculativeShape, bench_speculative, table
+    from paceline.bench.speculative import SpeculativeShape, bench_speculative, table
     from paceline.engine.prompt_set import BUILT_IN, read_prompts
 
     log_to_stderr(values)
@@ -173,9 +173,9 @@ def throughput(ctx: click.Context, /, **values: Any) -> None:
     One pass right behind boot, the same requests again, whose tokens must be the same, and
     --repeats steady ones.  --seed is also that of lengths, tokens and arrivals.
     """
-    from paceline.engine.bench_throughput import bench_throughput
-    from paceline.engine.throughput_page import throughput_drawings
-    from paceline.engine.throughput_table import table
+    from paceline.bench.throughput import bench_throughput
+    from paceline.bench.throughput_page import throughput_drawings
+    from paceline.bench.throughput_table import table
 
     log_to_stderr(values)
     document = bench_throughput(asked_arguments(values), TrafficShape.of(values))
@@ -193,7 +193,7 @@ def throughput(ctx: click.Context, /, **values: Any) -> None:
 @click.pass_context
 def attention(ctx: click.Context, /, **values: Any) -> None:
     """Attention alone, checked against its definition and timed beside a peer library."""
-    from paceline.engine.bench_attention import bench_values, table
+    from paceline.bench.attention import bench_values, table
 
     document = bench_values(values)
     _show(ctx, document, values, table=table, drawings_of=attention_bars)

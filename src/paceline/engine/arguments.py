@@ -153,9 +153,9 @@ def bench_main(
 
 
 def bench_parser(name: str, summary: str) -> argparse.ArgumentParser:
-    """Of `python -m paceline.engine.<name>`, without a flag yet."""
+    """Of `python -m paceline.bench.<name>`, without a flag yet."""
     return argparse.ArgumentParser(
-        prog=f"python -m paceline.engine.{name}",
+        prog=f"python -m paceline.bench.{name}",
         description=summary,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,

@@ -1,6 +1,6 @@
 """Our attention backends against each other: the measurements by which auto chooses.
 
-    python -m paceline.engine.bench_attention --backends triton,fa4 --shapes suite --save FILE
+    python -m paceline.bench.attention --backends triton,fa4 --shapes suite --save FILE
 
 Each backend first meets the definition, then those that did are timed in turns.  One that cannot
 run a shape, or answers wrongly, has a note with the reasons and no row.
@@ -24,10 +24,7 @@ from paceline.attention.measurements import (
     write_table,
 )
 from paceline.attention.registry import choose, load_backend
-from paceline.core.errors import BackendUnsupported, ConfigError, message
-from paceline.core.gpus import DeviceFacts
-from paceline.core.progress import collect, cut_mark
-from paceline.engine.attention_contenders import (
+from paceline.bench.attention_contenders import (
     attention_config,
     check,
     num_layers,
@@ -35,9 +32,12 @@ from paceline.engine.attention_contenders import (
     require_memory,
     wants_finite,
 )
-from paceline.engine.attention_shape import AttentionShape, shape_of, suite
-from paceline.engine.attention_workload import make_workload
-from paceline.engine.interleaved import Timing, time_interleaved
+from paceline.bench.attention_shape import AttentionShape, shape_of, suite
+from paceline.bench.attention_workload import make_workload
+from paceline.bench.interleaved import Timing, time_interleaved
+from paceline.core.errors import BackendUnsupported, ConfigError, message
+from paceline.core.gpus import DeviceFacts
+from paceline.core.progress import collect, cut_mark
 from paceline.engine.machine import installed, versions
 
 NAME = "attention backends"

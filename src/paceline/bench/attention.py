@@ -1,6 +1,6 @@
 """Attention alone: our backend and a peer library, checked first and then timed side by side.
 
-    python -m paceline.engine.bench_attention --batch-size 64 --kv-len 4096 --peer flashinfer
+    python -m paceline.bench.attention --batch-size 64 --kv-len 4096 --peer flashinfer
 
 Every contender first meets the definition (kernels/paged_attention/reference.py) in float64 on a
 ragged batch over permuted pages in poisoned memory.  Then all are timed in one process, in turns,
@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from paceline.attention.registry import choose
-from paceline.core.errors import ConfigError, message
-from paceline.core.gpus import DeviceFacts
-from paceline.engine import bench_backends, flashinfer_peer
-from paceline.engine.arguments import add_flags, bench_main, bench_parser
-from paceline.engine.attention_contenders import (
+from paceline.bench import backends as bench_backends
+from paceline.bench import flashinfer_peer
+from paceline.bench.attention_contenders import (
     Make,
     attention_config,
     check,
@@ -30,9 +28,12 @@ from paceline.engine.attention_contenders import (
     require_memory,
     wants_finite,
 )
-from paceline.engine.attention_shape import FLAGS, AttentionShape, shape_of
-from paceline.engine.attention_workload import make_workload
-from paceline.engine.interleaved import Timing, time_interleaved
+from paceline.bench.attention_shape import FLAGS, AttentionShape, shape_of
+from paceline.bench.attention_workload import make_workload
+from paceline.bench.interleaved import Timing, time_interleaved
+from paceline.core.errors import ConfigError, message
+from paceline.core.gpus import DeviceFacts
+from paceline.engine.arguments import add_flags, bench_main, bench_parser
 from paceline.engine.machine import local_device, versions
 
 
@@ -154,7 +155,7 @@ def bench_values(values: Mapping[str, Any]) -> dict[str, object]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
     parser = bench_parser(
-        "bench_attention", "Attention alone, checked and timed beside a peer library."
+        "attention", "Attention alone, checked and timed beside a peer library."
     )
     add_flags(parser, FLAGS)
     return bench_main(parser, argv, bench_values, table, engine=False)

@@ -1,6 +1,6 @@
 """Latency of one model on this machine: time to first token and decode rate.
 
-    python -m paceline.engine.bench_latency --model llama-3.1-8b --load-format dummy \
+    python -m paceline.bench.latency --model llama-3.1-8b --load-format dummy \
         --batch-size 1,8,64 --input-len 1024 --output-len 257
 
 Checks first (the same prompt twice gives the same tokens; every count is exact; nobody was
@@ -18,12 +18,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from paceline.bench.latency_table import table
 from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.arguments import add_flag, asked_arguments, bench_main, bench_parser
-from paceline.engine.latency_table import table
 from paceline.engine.machine import cache_state, kernel_cache, seconds_since_process_start
 from paceline.engine.outputs import RequestOutput
 
@@ -245,7 +245,7 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
     parser = bench_parser(
-        "bench_latency", "Time to first token and decode rate of one batch at a time."
+        "latency", "Time to first token and decode rate of one batch at a time."
     )
     add_flag(
         parser, "--batch-size", default="1,8,64", help="Requests that run together, by commas."

@@ -1,6 +1,6 @@
 """What speculation gains: acceptance by position, tokens per round, and the speed-up.
 
-    python -m paceline.engine.bench_speculative --model bundled --speculative-algorithm NGRAM
+    python -m paceline.bench.speculative --model bundled --speculative-algorithm NGRAM
 
 Two engines of the same model stand side by side; prompts come one at a time, in turns, greedy, end
 tokens ignored.  A rate is that of the tokens behind the first.  The speed-up is the geometric mean
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.bench.paired_runs import count_verdicts, in_turns, speed_up, total_rate
 from paceline.core.errors import ConfigError, message
 from paceline.core.options import engine_options
 from paceline.core.progress import collect, cut_mark
@@ -24,7 +25,6 @@ from paceline.engine.arguments import add_flag, asked_arguments, bench_main, ben
 from paceline.engine.drafting import with_drafter
 from paceline.engine.llm import LLM
 from paceline.engine.machine import local_device
-from paceline.engine.paired_runs import count_verdicts, in_turns, speed_up, total_rate
 from paceline.engine.prompt_set import BUILT_IN, NamedPrompt, inputs_of, read_prompts
 from paceline.engine.speculation import without_speculation
 
@@ -177,7 +177,7 @@ def table(document: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
-    parser = bench_parser("bench_speculative", SUMMARY)
+    parser = bench_parser("speculative", SUMMARY)
     add_flag(parser, "--prompts", type=Path, default=BUILT_IN, help="TOML file of prompts.")
     add_flag(parser, "--output-len", type=int, default=64, help="Output length.  [tokens]")
     add_flag(parser, "--repeats", type=int, default=3, help="Timed runs of each prompt.")

@@ -18,10 +18,10 @@ from paceline.attention.contract import (
     Limits,
     StepView,
 )
+from paceline.bench.attention_shape import AttentionShape
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
-from paceline.engine.attention_shape import AttentionShape
 from paceline.kernels.paged_attention import paged_attention_reference
 
 FREE_PAGES = 8  # poisoned, besides page 0

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.engine.attention_shape import AttentionShape
-from paceline.engine.attention_workload import Workload
+from paceline.bench.attention_shape import AttentionShape
+from paceline.bench.attention_workload import Workload
 
 WORKSPACE_BYTES = 256 << 20
 MODULE = "flashinfer"

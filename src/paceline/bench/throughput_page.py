@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.engine.bench_page import Bars, Curves, Drawing
-from paceline.engine.throughput_report import QUANTILES
-from paceline.engine.throughput_table import PARTS, kind_name
+from paceline.bench.page import Bars, Curves, Drawing
+from paceline.bench.throughput_report import QUANTILES
+from paceline.bench.throughput_table import PARTS, kind_name
 
 
 def throughput_drawings(document: Mapping[str, Any]) -> list[Drawing]:

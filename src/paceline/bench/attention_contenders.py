@@ -7,11 +7,11 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.registry import load_backend
+from paceline.bench.attention_shape import AttentionShape
+from paceline.bench.attention_workload import Workload, kv_dtype_of, make_workload
 from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.modes import MaskKind
-from paceline.engine.attention_shape import AttentionShape
-from paceline.engine.attention_workload import Workload, kv_dtype_of, make_workload
 
 L2_TIMES = 8  # the KV of all layers is this many times the L2 cache
 CPU_SPAN_BYTES = 64 << 20

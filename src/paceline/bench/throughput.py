@@ -1,6 +1,6 @@
 """What a model serves under traffic: tokens per second, waits, and where the time of turns goes.
 
-    python -m paceline.engine.bench_throughput --model llama-3.1-8b --load-format dummy \
+    python -m paceline.bench.throughput --model llama-3.1-8b --load-format dummy \
         --attention-backend triton --max-num-seqs 256 --max-model-len 20480
 
 One engine, as it is served: prefix cache on unless it is asked otherwise.  Its passes:
@@ -18,6 +18,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from paceline.bench.throughput_report import (
+    details,
+    median_pass,
+    outside_s,
+    over_passes,
+    summary,
+)
+from paceline.bench.throughput_table import table
+from paceline.bench.traffic import Traffic, plan_traffic
+from paceline.bench.traffic_pass import TrafficPass, run_pass
+from paceline.bench.traffic_shape import FLAGS, TrafficShape
+from paceline.bench.turn_log import TurnLog
 from paceline.core.errors import IntegrityError, message
 from paceline.core.events import Event
 from paceline.core.progress import cut_mark
@@ -31,18 +43,6 @@ from paceline.engine.machine import (
     seconds_since_process_start,
     settled,
 )
-from paceline.engine.throughput_report import (
-    details,
-    median_pass,
-    outside_s,
-    over_passes,
-    summary,
-)
-from paceline.engine.throughput_table import table
-from paceline.engine.traffic import Traffic, plan_traffic
-from paceline.engine.traffic_pass import TrafficPass, run_pass
-from paceline.engine.traffic_shape import FLAGS, TrafficShape
-from paceline.engine.turn_log import TurnLog
 from paceline.engine.verdicts import Verdict
 
 SUMMARY = "Tokens per second and waits under traffic, and where the time of turns goes."
@@ -199,7 +199,7 @@ def bench_throughput(asked: Mapping[str, object], shape: TrafficShape) -> dict[s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
-    parser = bench_parser("bench_throughput", SUMMARY)
+    parser = bench_parser("throughput", SUMMARY)
     add_flags(parser, FLAGS)
     return bench_main(
         parser,

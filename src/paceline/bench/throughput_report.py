@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from paceline.bench.traffic_pass import TrafficPass
+from paceline.bench.turn_log import StepFacts, StepKind, TimedTurn
 from paceline.core.step import RunKind
-from paceline.engine.traffic_pass import TrafficPass
-from paceline.engine.turn_log import StepFacts, StepKind, TimedTurn
 
 NUM_LONGEST = 10  # turns told one by one
 NUM_SLICES = 40  # of a pass's time line

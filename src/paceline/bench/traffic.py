@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from paceline.core.sampling_params import SEED_LIMIT, SamplingParams
-from paceline.engine.boot import Prepared
-from paceline.engine.traffic_shape import (
+from paceline.bench.traffic_shape import (
     USUAL_INPUT,
     USUAL_OUTPUT,
     Lengths,
     TrafficShape,
     refused,
 )
+from paceline.core.sampling_params import SEED_LIMIT, SamplingParams
+from paceline.engine.boot import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
