@@ -48,7 +48,7 @@ def _revert_fixes(ids: str) -> None:
 
     package = Path(__file__).parent
     try:
-        revert(ids.split(","), fixes=package / "debug" / "fixes", package=package)
+        revert(ids.split(","), fixes=package / "proof" / "fixes", package=package)
     except ConfigError as error:
         print(f"ConfigError: PACELINE_REVERT_FIX: {error}", file=sys.stderr)
         raise SystemExit(2) from error

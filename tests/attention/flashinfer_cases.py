@@ -10,10 +10,10 @@ from torch import Tensor
 
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend, FlashInferBuffers
 from paceline.attention.contract import AttentionSpec, Limits, Part
-from paceline.conformance.emulators import flashinfer as emulator
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
+from paceline.proof.emulators import flashinfer as emulator
 
 DIM = 64
 CHAIN = Case(

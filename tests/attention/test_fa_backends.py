@@ -19,9 +19,9 @@ from paceline.attention.contract import (
     Limits,
     Part,
 )
-from paceline.conformance.emulators import flash_attn
 from paceline.core.errors import ConfigError, KernelArgumentError
 from paceline.core.modes import MaskKind
+from paceline.proof.emulators import flash_attn
 from paceline.runner.recorded import RecordedGraph
 
 TOLERANCE = {torch.float16: 0.15, torch.bfloat16: 0.7}  # of values of size 50

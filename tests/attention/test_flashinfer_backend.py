@@ -31,10 +31,10 @@ from paceline.attention.backends.flashinfer_backend import (
 from paceline.attention.backends.flashinfer_wrappers import RING, WrapperRing
 from paceline.attention.contract import AttentionConfig, AttentionSpec, GraphSupport, Part
 from paceline.attention.registry import load_backend
-from paceline.conformance.emulators import flashinfer as emulator
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.step import StepLayout
+from paceline.proof.emulators import flashinfer as emulator
 from paceline.runner.recorded import RecordedGraph
 
 

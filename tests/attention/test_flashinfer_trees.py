@@ -30,9 +30,9 @@ from paceline.attention.backends.flashinfer_wrappers import RING, StepShape
 from paceline.attention.cascade import cascade
 from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.registry import choose
-from paceline.conformance.emulators import flashinfer as emulator
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import ForwardMode, MaskKind
+from paceline.proof.emulators import flashinfer as emulator
 from paceline.runner.recorded import RecordedGraph
 
 VERIFY = ForwardMode.TARGET_VERIFY

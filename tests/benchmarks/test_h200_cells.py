@@ -3,10 +3,10 @@
 from itertools import product
 from pathlib import Path
 
-from paceline.conformance.baseline import read_cells
-from paceline.conformance.check import selection_of
-from paceline.conformance.matrix import RUNNERS, cells_of
-from paceline.conformance.suite import cases
+from paceline.proof.check.baseline import read_cells
+from paceline.proof.check.matrix import RUNNERS, cells_of
+from paceline.proof.check.run import selection_of
+from paceline.proof.suite.cases import cases
 
 LIST = Path(__file__).parents[2] / "benchmarks" / "h200_cells.txt"
 MOST = 250

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from random import Random
 
-from paceline.conformance.case import Batch, Case, Inputs, Layer, PageLayout
 from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
+from paceline.proof.suite.case import Batch, Case, Inputs, Layer, PageLayout
 
 PLAIN = Case(
     name="plain",

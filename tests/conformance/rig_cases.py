@@ -6,13 +6,13 @@ import torch
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import Part
-from paceline.conformance.case import Case
-from paceline.conformance.cell import CellResult, Runner
-from paceline.conformance.contenders import Contender
-from paceline.conformance.harness import run_cell
-from paceline.conformance.prepared import prepare_case
-from paceline.conformance.rig import Rig
-from paceline.conformance.suite import cases
+from paceline.proof.check.cell import CellResult, Runner
+from paceline.proof.rig.contenders import Contender
+from paceline.proof.rig.harness import run_cell
+from paceline.proof.rig.prepared import prepare_case
+from paceline.proof.rig.rig import Rig
+from paceline.proof.suite.case import Case
+from paceline.proof.suite.cases import cases
 
 CASES = {f"{case.method}/{case.mode.value}/{case.name}": case for case in cases()}
 DECODE = CASES["dense/decode/tiny-page16"]

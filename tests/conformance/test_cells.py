@@ -11,11 +11,11 @@ from itertools import combinations
 
 import pytest
 
-from paceline.conformance.case import Case
-from paceline.conformance.cell import Status
-from paceline.conformance.harness import run_named
-from paceline.conformance.matrix import BACKENDS, RUNNERS, Cell, absence
-from paceline.conformance.suite import cases
+from paceline.proof.check.cell import Status
+from paceline.proof.check.matrix import BACKENDS, RUNNERS, Cell, absence
+from paceline.proof.rig.harness import run_named
+from paceline.proof.suite.case import Case
+from paceline.proof.suite.cases import cases
 
 QUICK = [case for case in cases() if case.is_quick]
 RUN = {Status.PROVEN, Status.EMULATED}

@@ -8,8 +8,8 @@ from click.testing import CliRunner
 from fake_harness import HARNESS, suite_of
 
 from paceline.cli.app import app
-from paceline.conformance.check import main
-from paceline.conformance.check_flags import EPILOG, FLAGS
+from paceline.proof.check.flags import EPILOG, FLAGS
+from paceline.proof.check.run import main
 
 
 def run(*words, names=("passes",)):

@@ -9,10 +9,10 @@ from rig_cases import CASES, CPU, DECODE, EXTEND, FROZEN_KV, TREE
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
-from paceline.conformance.cell import Runner
-from paceline.conformance.contenders import EMULATORS, Contender, contender, for_case, refusals
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
+from paceline.proof.check.cell import Runner
+from paceline.proof.rig.contenders import EMULATORS, Contender, contender, for_case, refusals
 
 WINDOWS = CASES["swa/decode/tiny-window6-soft-cap"]
 FP8 = CASES["dense/decode/fp8-cache"]

@@ -6,8 +6,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from paceline.conformance.docs_matrix import RESULTS, main, matrix_page
-from paceline.conformance.field import FieldRow, field_rows
+from paceline.proof.check.docs_matrix import RESULTS, main, matrix_page
+from paceline.proof.check.field import FieldRow, field_rows
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROW = FieldRow(
@@ -56,7 +56,7 @@ def row_of(text, start):
 
 def test_the_page_in_the_repository_is_not_stale():
     assert (DOCS / "matrix.md").read_text() == matrix_page(DOCS), (
-        "run python -m paceline.conformance.docs_matrix"
+        "run python -m paceline.proof.check.docs_matrix"
     )
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.conformance.emulators.flash_attn import (
+from paceline.core.errors import KernelArgumentError
+from paceline.proof.emulators.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from paceline.core.errors import KernelArgumentError
 from paceline.runner.recorded import RecordedGraph
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 8, 4, 9

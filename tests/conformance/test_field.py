@@ -4,9 +4,9 @@ from collections import Counter
 
 import pytest
 
-from paceline.conformance.cell import Runner
-from paceline.conformance.field import field_rows
-from paceline.conformance.suite import cases
+from paceline.proof.check.cell import Runner
+from paceline.proof.check.field import field_rows
+from paceline.proof.suite.cases import cases
 
 ROWS = field_rows()
 PUBLIC = [row for row in ROWS if not row.is_area]

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from paceline.conformance.filters import parse_filter
 from paceline.core.errors import ConfigError
+from paceline.proof.check.filters import parse_filter
 
 CELL = "dense/fa4/target_verify/cuda_graph/tree_topk2_p16"
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.conformance.emulators.flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from paceline.core.errors import HostReadError, KernelArgumentError
+from paceline.proof.emulators.flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from paceline.runner.recorded import RecordedGraph
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 64, 4, 9

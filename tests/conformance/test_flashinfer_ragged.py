@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.conformance.emulators.flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 from paceline.core.errors import HostReadError, KernelArgumentError
+from paceline.proof.emulators.flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 from paceline.runner.recorded import RecordedGraph
 
 HEADS, KV_HEADS, DIM = 4, 2, 64

@@ -8,13 +8,13 @@ from rig_cases import BOTH, CPU, DECODE, TREE, Exact, cell
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
-from paceline.conformance import harness
-from paceline.conformance.cell import Runner, Status
-from paceline.conformance.contenders import Contender
-from paceline.conformance.harness import examine, run_named
-from paceline.conformance.pools import Pools
-from paceline.conformance.prepared import prepare_case
 from paceline.core.errors import ConfigError
+from paceline.proof.check.cell import Runner, Status
+from paceline.proof.rig import harness
+from paceline.proof.rig.contenders import Contender
+from paceline.proof.rig.harness import examine, run_named
+from paceline.proof.rig.pools import Pools
+from paceline.proof.rig.prepared import prepare_case
 from paceline.runner.poison import bits_of
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from oracle_cases import PLAIN, TREE, random_case
 
-from paceline.conformance.case import Batch, Case, Inputs, Layer, PageLayout
-from paceline.conformance.inputs import make_inputs
-from paceline.conformance.oracle import visible_keys
+from paceline.proof.oracle.inputs import make_inputs
+from paceline.proof.oracle.oracle import visible_keys
+from paceline.proof.suite.case import Batch, Case, Inputs, Layer, PageLayout
 
 FP8 = replace(PLAIN, dtype="bfloat16", kv_dtype="float8_e4m3fn", layers=(Layer(), Layer()))
 

@@ -8,8 +8,8 @@ from rig_cases import DECODE, EXTEND, TREE, rig_of
 
 from paceline.attention.layouts.csr import CsrPlan, csr_lens
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
-from paceline.conformance.invariants import broken_invariants, differences
 from paceline.core.padding import PAD_PAGE
+from paceline.proof.rig.invariants import broken_invariants, differences
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 from fake_harness import HARNESS, case
 
-from paceline.conformance import workers
-from paceline.conformance.cell import Runner, Status
-from paceline.conformance.filters import parse_filter
-from paceline.conformance.matrix import (
+from paceline.core.errors import ConfigError
+from paceline.core.modes import ForwardMode
+from paceline.proof.check import workers
+from paceline.proof.check.cell import Runner, Status
+from paceline.proof.check.filters import parse_filter
+from paceline.proof.check.matrix import (
     MOST_LOST,
     Cell,
     Selection,
@@ -22,9 +24,7 @@ from paceline.conformance.matrix import (
     execute,
     run_cells,
 )
-from paceline.conformance.workers import LastResult, Usage, usage_of
-from paceline.core.errors import ConfigError
-from paceline.core.modes import ForwardMode
+from paceline.proof.check.workers import LastResult, Usage, usage_of
 
 CASES = [
     case("short"),
@@ -188,7 +188,7 @@ def test_a_process_whose_gpu_is_lost_is_unfit(monkeypatch, is_sound):
 
     cell = Cell(case=case("x"), backend="torch", runner=Runner.EAGER)
     result = cell.result(Status.FAILING, "it wrote where it may not")
-    monkeypatch.setattr("paceline.conformance.harness.run_cell", lambda *_: result)
+    monkeypatch.setattr("paceline.proof.rig.harness.run_cell", lambda *_: result)
     monkeypatch.setattr("torch.cuda.synchronize", synchronize)
     if is_sound:
         assert execute(cell, "cuda") is result
@@ -241,8 +241,8 @@ def test_what_nothing_here_can_run_says_why():
 def test_choosing_cells_imports_no_torch():
     code = (
         "import sys\n"
-        "from paceline.conformance import check, matrix\n"
-        "from paceline.conformance.suite import cases\n"
+        "from paceline.proof.check import matrix, run\n"
+        "from paceline.proof.suite.cases import cases\n"
         "matrix.cells_of(matrix.Selection(device_type='cpu', backends=('torch',)), cases())\n"
         "assert 'torch' not in sys.modules\n"
     )

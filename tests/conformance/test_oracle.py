@@ -11,15 +11,15 @@ from oracle_cases import PLAIN, TREE, random_case
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-import paceline.conformance.oracle
-from paceline.conformance.batch_data import BatchData
-from paceline.conformance.case import Batch, Case, Layer
-from paceline.conformance.inputs import make_inputs
-from paceline.conformance.oracle import attend, attend_lse, visible_keys
-from paceline.conformance.wrong import answer
+import paceline.proof
 from paceline.core.modes import ForwardMode
+from paceline.proof.oracle.batch_data import BatchData
+from paceline.proof.oracle.inputs import make_inputs
+from paceline.proof.oracle.oracle import attend, attend_lse, visible_keys
+from paceline.proof.oracle.wrong import answer
+from paceline.proof.suite.case import Batch, Case, Layer
 
-ROOT = Path(paceline.conformance.oracle.__file__).parent
+ROOT = Path(paceline.proof.__file__).parent
 
 
 def torch_attention(case: Case, data: BatchData, request: int, allowed: Tensor) -> Tensor:
@@ -187,7 +187,9 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["oracle", "inputs", "wrong", "tolerance", "placement"])
+@pytest.mark.parametrize(
+    "name", ["oracle/oracle", "oracle/inputs", "oracle/wrong", "oracle/tolerance", "rig/placement"]
+)
 def test_the_oracle_shares_no_code_with_what_it_judges(name: str) -> None:
     seen, todo = set(), [name]
     while todo:
@@ -210,9 +212,10 @@ def test_the_oracle_shares_no_code_with_what_it_judges(name: str) -> None:
                     "enum",
                 }, f"{module} imports {imported}"
                 continue
-            assert room[1:2] in ([], ["core"], ["conformance"]), f"{module} imports {imported}"
-            if room[1:2] == ["conformance"] and len(room) > 2:
+            assert room[1:2] in ([], ["core"], ["proof"]), f"{module} imports {imported}"
+            if room[1:2] == ["proof"] and len(room) > 3:
                 assert room[2] != "emulators", f"{module} imports {imported}"
-                if (ROOT / f"{room[2]}.py").exists() and room[2] not in seen:
-                    todo.append(room[2])
-    assert "batch_data" in seen or name == "placement"
+                inner = f"{room[2]}/{room[3]}"
+                if (ROOT / f"{inner}.py").exists() and inner not in seen:
+                    todo.append(inner)
+    assert "oracle/batch_data" in seen or name == "rig/placement"

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from oracle_cases import PLAIN
 
-from paceline.conformance import placement as module
-from paceline.conformance.case import Batch, Layer, PageLayout
-from paceline.conformance.placement import RETURNED, groups, place, shared_pages, slots
+from paceline.proof.rig import placement as module
+from paceline.proof.rig.placement import RETURNED, groups, place, shared_pages, slots
+from paceline.proof.suite.case import Batch, Layer, PageLayout
 
 LONG = replace(
     PLAIN,

@@ -8,8 +8,8 @@ import torch
 from rig_cases import CASES, Exact, cell
 
 from paceline.attention.contract import Part
-from paceline.conformance.cell import Runner, Status
-from paceline.conformance.inputs import SCALE_FACTOR
+from paceline.proof.check.cell import Runner, Status
+from paceline.proof.oracle.inputs import SCALE_FACTOR
 
 
 class HostPlanned(Exact):

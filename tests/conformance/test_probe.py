@@ -21,11 +21,11 @@ from rig_cases import (
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import Part
-from paceline.conformance.case import Batch
-from paceline.conformance.cell import Runner, Status
-from paceline.conformance.inputs import make_inputs
-from paceline.conformance.oracle import attend_lse
-from paceline.conformance.tolerance import expect
+from paceline.proof.check.cell import Runner, Status
+from paceline.proof.oracle.inputs import make_inputs
+from paceline.proof.oracle.oracle import attend_lse
+from paceline.proof.oracle.tolerance import expect
+from paceline.proof.suite.case import Batch
 
 
 def with_lse(change):

@@ -9,14 +9,14 @@ from click.testing import CliRunner
 from llm_cases import Checkpoint, make_checkpoint
 
 from paceline.cli.app import app
-from paceline.conformance import prove as prove_module
-from paceline.conformance.contest import Contender, contenders_of
-from paceline.conformance.proof import Outcome, Proof
-from paceline.conformance.proof_report import document, table
-from paceline.conformance.prove import Trial, prove
 from paceline.core.errors import ConfigError
-from paceline.engine.prompt_set import NamedPrompt
 from paceline.engine.speculation import without_speculation
+from paceline.proof.lossless import prove as prove_module
+from paceline.proof.lossless.contest import Contender, contenders_of
+from paceline.proof.lossless.prompt_set import NamedPrompt
+from paceline.proof.lossless.proof import Outcome, Proof
+from paceline.proof.lossless.prove import Trial, prove
+from paceline.proof.lossless.report import document, table
 from paceline.runner.round_program import RoundProgram
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "prove.json").read_text())

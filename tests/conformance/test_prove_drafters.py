@@ -12,20 +12,20 @@ from draft_checkpoints import save_eagle3, soften
 from llm_cases import Checkpoint, make_checkpoint, random_prompts, text_of
 from safetensors.torch import load_file, save_file
 
-from paceline.conformance.contest import contenders_of
-from paceline.conformance.proof import Outcome, Proof
-from paceline.conformance.proof_report import document, table
-from paceline.conformance.prove import Trial, prove
 from paceline.core.errors import ModelError
 from paceline.core.fixes import read_fix
 from paceline.core.reverts import reverted_sources
 from paceline.core.sampling_params import SamplingParams
-from paceline.debug.registry import FOLDER
 from paceline.engine.acceptance import BAND_FILE, read_band
 from paceline.engine.draft_self_test import BELOW_BAND
 from paceline.engine.llm import LLM
-from paceline.engine.prompt_set import NamedPrompt
 from paceline.engine.speculation import without_speculation
+from paceline.proof.fixes.registry import FOLDER
+from paceline.proof.lossless.contest import contenders_of
+from paceline.proof.lossless.prompt_set import NamedPrompt
+from paceline.proof.lossless.proof import Outcome, Proof
+from paceline.proof.lossless.prove import Trial, prove
+from paceline.proof.lossless.report import document, table
 from paceline.speculate.draft_passes import DraftPasses
 
 PACKAGE = FOLDER.parents[1]

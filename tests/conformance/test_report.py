@@ -12,13 +12,13 @@ import jsonschema
 import pytest
 from fake_harness import HARNESS, suite_of
 
-from paceline.conformance import check as check_module
-from paceline.conformance import report
-from paceline.conformance.check import main, run_check
-from paceline.conformance.check_flags import FLAGS
-from paceline.conformance.filters import parse_filter
-from paceline.conformance.html import LEGEND, cell_id, page
 from paceline.core.errors import ConfigError
+from paceline.proof.check import report
+from paceline.proof.check import run as check_module
+from paceline.proof.check.filters import parse_filter
+from paceline.proof.check.flags import FLAGS
+from paceline.proof.check.html import LEGEND, cell_id, page
+from paceline.proof.check.run import main, run_check
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "check.json").read_text())
 EVERYTHING = ("passes", "emulated", "refused", "fails", "exits")

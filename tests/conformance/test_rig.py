@@ -7,11 +7,11 @@ import torch
 from rig_cases import BOTH, DECODE, EXTEND, FP8, FROZEN_KV, TREE, Exact, cell, free_page, rig_of
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.conformance import rig as rig_module
-from paceline.conformance.cell import Status
-from paceline.conformance.prepared import prepare_case
 from paceline.core.step import FinishCode
 from paceline.layers import attention as attention_layer
+from paceline.proof.check.cell import Status
+from paceline.proof.rig import rig as rig_module
+from paceline.proof.rig.prepared import prepare_case
 from paceline.runner.buffers import PaddedSize
 
 WRITES = "do not hold what the step was to leave there"

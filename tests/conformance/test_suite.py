@@ -5,11 +5,11 @@ from collections import Counter
 
 import pytest
 
-from paceline.conformance.case import PageLayout
-from paceline.conformance.oracle import visible_keys
-from paceline.conformance.placement import place
-from paceline.conformance.suite import cases
 from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
+from paceline.proof.oracle.oracle import visible_keys
+from paceline.proof.rig.placement import place
+from paceline.proof.suite.case import PageLayout
+from paceline.proof.suite.cases import cases
 
 CASES = cases()
 QUICK = [case for case in CASES if case.is_quick]

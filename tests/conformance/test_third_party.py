@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.conformance.cell import Runner, Status
-from paceline.conformance.check import run_check
-from paceline.conformance.check_flags import FLAGS
-from paceline.conformance.contenders import contender
-from paceline.conformance.harness import run_cell
-from paceline.conformance.suite import cases
 from paceline.core.errors import ConfigError
+from paceline.proof.check.cell import Runner, Status
+from paceline.proof.check.flags import FLAGS
+from paceline.proof.check.run import run_check
+from paceline.proof.rig.contenders import contender
+from paceline.proof.rig.harness import run_cell
+from paceline.proof.suite.cases import cases
 
 CASES = {f"{case.method}/{case.mode.value}/{case.name}": case for case in cases()}
 DECODE = "dense/decode/tiny-page16"

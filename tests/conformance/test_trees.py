@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.conformance.trees import (
+from paceline.proof.suite.trees import (
     VERIFY_TREES,
     beam,
     chain,

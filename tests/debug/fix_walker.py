@@ -75,7 +75,7 @@ def _results(fixes: str, cases: list[str]):
 
 def _checked(case: str) -> tuple[str, str]:
     """A cell of the conformance matrix."""
-    from paceline.conformance.harness import run_named
+    from paceline.proof.rig.harness import run_named
 
     result = run_named(case)
     return result.status.value, result.reason

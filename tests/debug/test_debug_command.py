@@ -9,7 +9,7 @@ import jsonschema
 from click.testing import CliRunner
 
 from paceline.cli.app import app
-from paceline.debug.registry import all_fixes
+from paceline.proof.fixes.registry import all_fixes
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "debug_fixes.json"
 

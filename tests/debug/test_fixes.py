@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.conformance.suite import cases
 from paceline.core.reverts import reverted_sources
-from paceline.debug.registry import all_fixes, show, to_json
+from paceline.proof.fixes.registry import all_fixes, show, to_json
+from paceline.proof.suite.cases import cases
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "paceline"

@@ -14,8 +14,8 @@ from paceline.bench.speculative import SpeculativeShape, bench_speculative, main
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.llm import LLM
-from paceline.engine.prompt_set import NamedPrompt, read_prompts
 from paceline.engine.speculation import FORCED
+from paceline.proof.lossless.prompt_set import NamedPrompt, read_prompts
 from paceline.runner.round_program import RoundProgram
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"

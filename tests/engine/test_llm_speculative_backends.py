@@ -21,7 +21,7 @@ from speculative_cases import (
 
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.contract import Capabilities
-from paceline.conformance.emulators import flashinfer, flashinfer_ragged
+from paceline.proof.emulators import flashinfer, flashinfer_ragged
 
 WINDOWED = "gemma3-untied-full-rope-linear"
 WINDOW_AXES: dict[str, tuple[Any, ...]] = {

@@ -8,8 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.sampling_params import SamplerTier, SamplingParams
-from paceline.engine.verdicts import TIE_ULPS, Parting, Verdict, first_difference, gap_ulps, part
 from paceline.layers.sampling import SamplingTable, sample
+from paceline.proof.lossless.verdicts import (
+    TIE_ULPS,
+    Parting,
+    Verdict,
+    first_difference,
+    gap_ulps,
+    part,
+)
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 CPU = torch.device("cpu")

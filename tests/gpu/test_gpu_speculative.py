@@ -4,12 +4,12 @@ import importlib.util
 
 import pytest
 
-from paceline.conformance.contest import contenders_of
-from paceline.conformance.proof import Outcome
-from paceline.conformance.proof_report import table
-from paceline.conformance.prove import Trial, prove
-from paceline.engine.prompt_set import BUILT_IN, read_prompts
 from paceline.engine.speculation import without_speculation
+from paceline.proof.lossless.contest import contenders_of
+from paceline.proof.lossless.prompt_set import BUILT_IN, read_prompts
+from paceline.proof.lossless.proof import Outcome
+from paceline.proof.lossless.prove import Trial, prove
+from paceline.proof.lossless.report import table
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

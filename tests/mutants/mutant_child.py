@@ -129,7 +129,7 @@ class _FirstFailure:
 
 
 def _run_cell(cell: str) -> Verdict:
-    from paceline.conformance.harness import run_named
+    from paceline.proof.rig.harness import run_named
 
     result = run_named(cell)
     if result.status.value in PASSING:

@@ -154,9 +154,7 @@ def bench_values(values: Mapping[str, Any]) -> dict[str, object]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
-    parser = bench_parser(
-        "attention", "Attention alone, checked and timed beside a peer library."
-    )
+    parser = bench_parser("attention", "Attention alone, checked and timed beside a peer library.")
     add_flags(parser, FLAGS)
     return bench_main(parser, argv, bench_values, table, engine=False)
 

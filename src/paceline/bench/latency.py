@@ -244,9 +244,7 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click; prints a table and then the JSON document as last line."""
-    parser = bench_parser(
-        "latency", "Time to first token and decode rate of one batch at a time."
-    )
+    parser = bench_parser("latency", "Time to first token and decode rate of one batch at a time.")
     add_flag(
         parser, "--batch-size", default="1,8,64", help="Requests that run together, by commas."
     )

@@ -9,11 +9,11 @@ from statistics import geometric_mean, median
 from paceline.core.errors import IntegrityError, message
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.inputs import Prompt
-from paceline.engine.judge import Judge
 from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestMetrics, RequestOutput
-from paceline.engine.prompt_set import NamedPrompt
-from paceline.engine.verdicts import Verdict
+from paceline.proof.lossless.judge import Judge
+from paceline.proof.lossless.prompt_set import NamedPrompt
+from paceline.proof.lossless.verdicts import Verdict
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000

@@ -22,11 +22,11 @@ from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, drafter_words
 from paceline.engine.arguments import add_flag, asked_arguments, bench_main, bench_parser
-from paceline.engine.drafting import with_drafter
 from paceline.engine.llm import LLM
 from paceline.engine.machine import local_device
-from paceline.engine.prompt_set import BUILT_IN, NamedPrompt, inputs_of, read_prompts
 from paceline.engine.speculation import without_speculation
+from paceline.proof.lossless.drafting import with_drafter
+from paceline.proof.lossless.prompt_set import BUILT_IN, NamedPrompt, inputs_of, read_prompts
 
 USUAL_SHARE = 0.9  # of a GPU's memory, for both engines together
 SUMMARY = "Acceptance by position, tokens per round, and the speed-up over plain decoding."

@@ -35,7 +35,6 @@ from paceline.core.events import Event
 from paceline.core.progress import cut_mark
 from paceline.engine.arguments import add_flags, asked_arguments, bench_main, bench_parser
 from paceline.engine.boot import Knobs, prepare
-from paceline.engine.judge import Judge
 from paceline.engine.llm import LLM
 from paceline.engine.machine import (
     cache_state,
@@ -43,7 +42,8 @@ from paceline.engine.machine import (
     seconds_since_process_start,
     settled,
 )
-from paceline.engine.verdicts import Verdict
+from paceline.proof.lossless.judge import Judge
+from paceline.proof.lossless.verdicts import Verdict
 
 SUMMARY = "Tokens per second and waits under traffic, and where the time of turns goes."
 TRAFFIC_SCALED = "traffic_scaled"  # reason code

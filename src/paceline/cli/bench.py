@@ -143,7 +143,7 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
     compared, and every line says that it was forced.
     """
     from paceline.bench.speculative import SpeculativeShape, bench_speculative, table
-    from paceline.engine.prompt_set import BUILT_IN, read_prompts
+    from paceline.proof.lossless.prompt_set import BUILT_IN, read_prompts
 
     log_to_stderr(values)
     shape = SpeculativeShape(

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from paceline.cli.verb import Verb
-from paceline.conformance.check_flags import EPILOG, FLAGS, SUMMARY
+from paceline.proof.check.flags import EPILOG, FLAGS, SUMMARY
 
 
 def check_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -33,6 +33,6 @@ def check_flags(command: Callable[..., None]) -> Callable[..., None]:
 @click.pass_context
 def check(ctx: click.Context, /, **values: Any) -> None:
     """Run the cells that the flags select."""
-    from paceline.conformance.check import run_check
+    from paceline.proof.check.run import run_check
 
     ctx.exit(run_check(values, **(ctx.obj or {})))

@@ -27,7 +27,7 @@ def fixes(as_json: bool) -> None:
     PACELINE_REVERT_FIX=ID paceline check --filter CASE     fails
     PACELINE_REVERT_FIX=ID pytest CASE                      a case tests/...::...
     """
-    from paceline.debug.registry import all_fixes, show, to_json
+    from paceline.proof.fixes.registry import all_fixes, show, to_json
 
     listed = all_fixes()
     if as_json:

@@ -60,12 +60,12 @@ def prove(ctx: click.Context, /, **values: Any) -> None:
     scores say whether rounding decided (a tie) or whether it is a bug; of a bug the first layer at
     fault is searched.  --seed seeds the answers.
     """
-    from paceline.conformance.contest import contenders_of
-    from paceline.conformance.proof_report import document, table
-    from paceline.conformance.prove import Trial
-    from paceline.conformance.prove import prove as compare
-    from paceline.engine.prompt_set import BUILT_IN, read_prompts
     from paceline.engine.speculation import without_speculation
+    from paceline.proof.lossless.contest import contenders_of
+    from paceline.proof.lossless.prompt_set import BUILT_IN, read_prompts
+    from paceline.proof.lossless.prove import Trial
+    from paceline.proof.lossless.prove import prove as compare
+    from paceline.proof.lossless.report import document, table
 
     log_to_stderr(values)
     asked = asked_arguments(values)

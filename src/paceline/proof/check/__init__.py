@@ -1,0 +1,1 @@
+"""Check: which cells a run has, who runs them, and what is told of them."""

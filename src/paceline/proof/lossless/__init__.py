@@ -1,0 +1,1 @@
+"""Lossless: speculation and its layers against plain decoding, prompt by prompt."""

@@ -1,0 +1,70 @@
+"""Who `paceline prove` compares with plain decoding: contenders, from what was asked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.core.errors import ConfigError, message
+from paceline.core.options import OFF, SAMPLE_AND_MATCH, engine_options
+from paceline.engine.speculation import Speculation, without_speculation
+from paceline.proof.lossless.drafting import speculation_of, with_drafter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """An engine that should give the text of the reference."""
+
+    label: str  # what is different about it
+    options: Mapping[str, object]
+    speculation: Speculation | None
+
+
+def contenders_of(asked: Mapping[str, object], against: str | None) -> list[Contender]:
+    """The drafter asked for, the backend `against`, and both at once where both are named.
+
+    With neither, the drafter the engine would choose for the model, or prompt lookup.  Raises
+    ConfigError where nothing is left to compare, and for what changes the text by design.
+    """
+    _refuse_other_text(asked)
+    plain = without_speculation(asked)
+    is_wanted = against is None or speculation_of(asked) is not None
+    drafting = with_drafter(asked) if is_wanted else None
+    found = []
+    if drafting is not None:
+        found.append(_contender("speculation", drafting))
+    if against is not None:
+        on = {"attention_backend": against}
+        found.append(_contender(f"attention {against}", plain | on))
+        if drafting is not None:
+            found.append(_contender(f"speculation, attention {against}", drafting | on))
+    if not found:
+        raise ConfigError(
+            message(
+                "what to compare",
+                expected="a drafter or another attention backend",
+                got=f"--speculative-algorithm {OFF} without --against",
+                remedy="leave the flag out, or add --against BACKEND",
+            )
+        )
+    return found
+
+
+def _contender(label: str, options: dict[str, object]) -> Contender:
+    return Contender(label=label, options=options, speculation=speculation_of(options))
+
+
+def _refuse_other_text(asked: Mapping[str, object]) -> None:
+    options = engine_options(asked)
+    changed = {
+        "--force-accept-len": (options.force_accept_len is not None, "left out"),
+        "--speculative-acceptance": (
+            options.speculative_acceptance != SAMPLE_AND_MATCH,
+            f"{SAMPLE_AND_MATCH}, which alone promises equal text",
+        ),
+    }
+    for flag, (is_set, expected) in changed.items():
+        if is_set:
+            name = flag.removeprefix("--").replace("-", "_")
+            got = getattr(options, name)
+            raise ConfigError(
+                message(flag, expected=expected, got=got, remedy="remove it from the command")
+            )

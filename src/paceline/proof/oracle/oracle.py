@@ -1,0 +1,156 @@
+"""The oracle: what attention means, in float64, one query token at a time over a list of keys.
+
+It imports nothing of attention, kernels or runner, so that no mistake is shared.  Formulas:
+docs/layouts.md, "Masks", "Windows" and "Scores".
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from paceline.core.modes import MaskKind
+from paceline.proof.oracle.batch_data import BatchData
+from paceline.proof.suite.case import Batch, Case
+
+VisibleKeys = Callable[[Case, Batch, int, int, int], list[int]]
+
+
+def ancestors(parents: tuple[int, ...], row: int) -> list[int]:
+    """The rows from `row` up to the one that hangs on the prefix, itself first."""
+    path = []
+    while row >= 0:
+        path.append(row)
+        row = parents[row]
+    return path
+
+
+def position(batch: Batch, request: int, row: int) -> int:
+    """A row's position: prefix + depth in a tree, prefix + row otherwise."""
+    prefix = batch.prefix_lens[request]
+    if batch.parents is None:
+        return prefix + row
+    return prefix + len(ancestors(batch.parents[request], row)) - 1
+
+
+def visible_keys(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    """Indices of the keys one row sees, ascending: key j of the prefix is j, row j of the step is
+    prefix + j.
+
+    Every key of the prefix, and of the step what the mask allows; of these a window of w shows
+    those whose position is more than the row's minus w.
+    """
+    prefix = batch.prefix_lens[request]
+    if case.prefix_only:
+        rows: list[int] = []
+    elif case.mask(batch) is MaskKind.TREE:
+        assert batch.parents is not None, "a tree has parents"
+        rows = sorted(ancestors(batch.parents[request], row))
+    elif case.mask(batch) is MaskKind.FULL:
+        rows = list(range(batch.extend_lens[request]))
+    else:
+        rows = list(range(row + 1))
+    window = case.layers[layer].window
+    if window is None:
+        return [*range(prefix), *(prefix + j for j in rows)]
+    edge = position(batch, request, row) - window  # the last position behind the window
+    in_step = (prefix + j for j in rows if position(batch, request, j) > edge)
+    return [*range(max(0, edge + 1), prefix), *in_step]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meaning:
+    """How a step is read; every other value than the default's is a mistake."""
+
+    keys: VisibleKeys = visible_keys
+    is_capped: bool = True
+    num_sinks: int = 1  # times that a sink is counted; in the prefix alone, one time less
+    key_factor: float = 1.0  # on every key: a wrong scale of the cache
+    value_factor: float = 1.0
+    is_striped: bool = False  # head h reads KV head h % kv_heads
+
+
+TRUE = Meaning()
+
+
+def attend(
+    case: Case, batch: Batch, data: BatchData, layer: int, *, meaning: Meaning = TRUE
+) -> Tensor:
+    """One layer's output: [num_tokens, heads, v_head_dim] float64, request after request.
+
+    softmax over the visible keys and the sink of cap * tanh(scale * q.k / cap); a sink has no
+    value, is neither scaled nor capped, and does not count in the prefix alone.  0 where a row
+    sees nothing.
+    """
+    return attend_both(case, batch, data, layer, meaning=meaning)[0]
+
+
+def attend_lse(
+    case: Case, batch: Batch, data: BatchData, layer: int, *, meaning: Meaning = TRUE
+) -> Tensor:
+    """[num_tokens, heads] float64 natural log of the sum of exponentials of the visible scores,
+    without sinks; -inf where a row sees nothing."""
+    return attend_both(case, batch, data, layer, meaning=meaning)[1]
+
+
+def attend_both(
+    case: Case, batch: Batch, data: BatchData, layer: int, *, meaning: Meaning = TRUE
+) -> tuple[Tensor, Tensor]:
+    """(`attend`, `attend_lse`) in one walk."""
+    outs, lses = [], []
+    for request, extend in enumerate(batch.extend_lens):
+        for row in range(extend):
+            seen = meaning.keys(case, batch, layer, request, row)
+            out, lse = _attend_row(case, data, layer, request, row, seen, meaning)
+            outs.append(out)
+            lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def _attend_row(
+    case: Case,
+    data: BatchData,
+    layer: int,
+    request: int,
+    row: int,
+    seen: list[int],
+    meaning: Meaning,
+) -> tuple[Tensor, Tensor]:
+    """([heads, v_head_dim], [heads]) of one query token over the keys `seen`."""
+    heads, kv_heads = case.num_heads, case.num_kv_heads
+    if not seen:
+        nothing = torch.full((heads,), -math.inf, dtype=torch.float64)
+        return torch.zeros(heads, case.v_head_dim, dtype=torch.float64), nothing
+    group = heads // kv_heads
+    owner = [h % kv_heads if meaning.is_striped else h // group for h in range(heads)]
+    index = torch.tensor(seen)
+    keys = data.keys[request][layer].index_select(0, index) * meaning.key_factor
+    values = data.values[request][layer].index_select(0, index) * meaning.value_factor
+    query = data.queries[request][layer, row]  # [heads, head_dim]
+    outs, lses = [], []
+    for head in range(heads):
+        scores = data.scale * (keys[:, owner[head]] @ query[head])  # [keys]
+        if case.soft_cap is not None and meaning.is_capped:
+            scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
+        lse = torch.logsumexp(scores, 0)
+        total = lse
+        times = meaning.num_sinks - case.prefix_only
+        if data.sinks is not None and times:
+            sink = data.sinks[layer, head] + math.log(times)
+            total = torch.logaddexp(lse, sink)
+        outs.append((scores - total).exp() @ values[:, owner[head]])
+        lses.append(lse)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def with_window(change: Callable[[int | None], int | None]) -> VisibleKeys:
+    """Visible keys under another window than the layer's."""
+
+    def keys(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+        other = replace(case.layers[layer], window=change(case.layers[layer].window))
+        layers = (*case.layers[:layer], other, *case.layers[layer + 1 :])
+        return visible_keys(replace(case, layers=layers), batch, layer, request, row)
+
+    return keys

@@ -1,0 +1,123 @@
+"""Other readings of masks and windows than the right one: which keys each shows a row."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from paceline.core.modes import MaskKind
+from paceline.proof.oracle.oracle import (
+    VisibleKeys,
+    ancestors,
+    position,
+    visible_keys,
+    with_window,
+)
+from paceline.proof.suite.case import Batch, Case
+
+Position = Callable[[Batch, int, int], int]  # of (request, row)
+
+
+def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
+    """[name] every wrong reading that means something in such a case."""
+    found: dict[str, VisibleKeys] = {
+        "first key dropped": lambda *at: visible_keys(*at)[1:],
+        "last key dropped": lambda *at: visible_keys(*at)[:-1],
+        "window one wider": with_window(lambda window: window and window + 1),
+        "window one narrower": with_window(lambda window: window and window - 1),
+        "no window": with_window(lambda window: None),
+    }
+    if case.prefix_only:
+        found["the step too"] = _unless_prefix_only
+        found["window counted from the prefix's end"] = _window_of_first_row
+        return found
+    found["prefix only"] = _prefix_only
+    mask = case.mask(batch)
+    if mask is not MaskKind.FULL:
+        found["next row visible"] = _with_next_row
+        found["full mask"] = _full
+    if mask is MaskKind.CAUSAL:
+        found["top-left causal"] = _top_left
+    else:
+        found["a chain"] = _chain
+    if mask is MaskKind.TREE:
+        found["siblings visible"] = _with_siblings
+        found["window by row"] = _window_by(_row_of, _row_of)
+        found["window by row of keys and depth of queries"] = _window_by(position, _row_of)
+        found["window by depth of keys and row of queries"] = _window_by(_row_of, position)
+    return found
+
+
+def _unless_prefix_only(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    return visible_keys(replace(case, prefix_only=False), batch, layer, request, row)
+
+
+def _prefix_only(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    return visible_keys(replace(case, prefix_only=True), batch, layer, request, row)
+
+
+def _in_window(
+    case: Case, batch: Batch, layer: int, request: int, row: int, rows: set[int]
+) -> list[int]:
+    """The prefix and `rows` of the step, as far as the window of `row` shows them."""
+    prefix = batch.prefix_lens[request]
+    window = case.layers[layer].window
+    edge = -1 if window is None else position(batch, request, row) - window
+    in_step = (prefix + j for j in sorted(rows) if position(batch, request, j) > edge)
+    return [*range(max(0, edge + 1), prefix), *in_step]
+
+
+def _rows_seen(case: Case, batch: Batch, layer: int, request: int, row: int) -> set[int]:
+    prefix = batch.prefix_lens[request]
+    seen = visible_keys(case, batch, layer, request, row)
+    return {index - prefix for index in seen if index >= prefix}
+
+
+def _with_next_row(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    rows = _rows_seen(case, batch, layer, request, row)
+    after = {row + 1} if row + 1 < batch.extend_lens[request] else set()
+    return _in_window(case, batch, layer, request, row, rows | after)
+
+
+def _full(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    rows = set(range(batch.extend_lens[request]))
+    return _in_window(case, batch, layer, request, row, rows)
+
+
+def _chain(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    return _in_window(case, batch, layer, request, row, set(range(row + 1)))
+
+
+def _with_siblings(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    assert batch.parents is not None, "a tree has parents"
+    tree = batch.parents[request]
+    siblings = {other for other, parent in enumerate(tree) if parent == tree[row]}
+    rows = siblings | set(ancestors(tree, row))
+    return _in_window(case, batch, layer, request, row, rows)
+
+
+def _row_of(batch: Batch, request: int, row: int) -> int:
+    """A row's place in the cache, whatever its depth."""
+    return batch.prefix_lens[request] + row
+
+
+def _window_by(of_query: Position, of_key: Position) -> VisibleKeys:
+    """The window counts places, of queries or keys or both, instead of positions."""
+
+    def keys(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+        window, prefix = case.layers[layer].window, batch.prefix_lens[request]
+        seen = with_window(lambda window: None)(case, batch, layer, request, row)
+        if window is None:
+            return seen
+        edge = of_query(batch, request, row) - window
+        places = (at if at < prefix else of_key(batch, request, at - prefix) for at in seen)
+        return [at for at, place in zip(seen, places, strict=True) if place > edge]
+
+    return keys
+
+
+def _window_of_first_row(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    return visible_keys(case, batch, layer, request, 0)
+
+
+def _top_left(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    """Row i sees keys 0..i, whatever the prefix."""
+    return [index for index in visible_keys(case, batch, layer, request, row) if index <= row]

@@ -1,0 +1,1 @@
+"""Rig: one cell run through the real runner, and judged."""

@@ -1,0 +1,119 @@
+"""Contenders: backends as the matrix runs them, on the real library or on its emulator."""
+
+from dataclasses import dataclass
+from importlib import import_module
+
+import torch
+
+from paceline.attention.cascade import cascade, needs_cascade
+from paceline.attention.contract import (
+    NEEDED_SUPPORT,
+    AttentionBackend,
+    AttentionConfig,
+    GraphSupport,
+)
+from paceline.attention.hybrid import hybrid
+from paceline.attention.registry import halves, is_cascade, load_backend
+from paceline.core.modes import MaskKind
+from paceline.proof.check.cell import Runner
+from paceline.proof.suite.case import Case
+
+# Vendor libraries by backend; on a CPU an emulator stands in.
+EMULATORS = {
+    "flashinfer": "paceline.proof.emulators.flashinfer",
+    "fa3": "paceline.proof.emulators.flash_attn",
+    "fa4": "paceline.proof.emulators.flash_attn",
+}
+_EMULATED_ARCH = (9, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One backend of the matrix."""
+
+    name: str
+    backend: type[AttentionBackend]
+    is_emulated: bool
+
+
+def contender(name: str, device_type: str) -> Contender:
+    """The backend of any name that `load_backend` takes, for cells on a device.
+
+    On a CPU a vendor's library is its emulator.  Raises ConfigError for an unknown name.
+    """
+    pair = halves(name)
+    if pair is not None:
+        one, other = (contender(half, device_type) for half in pair)
+        return Contender(
+            name=name,
+            backend=hybrid(one.backend, other.backend),
+            is_emulated=one.is_emulated or other.is_emulated,
+        )
+    if is_cascade(name):
+        inner = contender(name.removeprefix("cascade(").removesuffix(")"), device_type)
+        return Contender(name=name, backend=cascade(inner.backend), is_emulated=inner.is_emulated)
+    backend = load_backend(name)
+    if device_type == "cuda" or name not in EMULATORS:
+        return Contender(name=name, backend=backend, is_emulated=False)
+    return Contender(name=name, backend=_emulated(backend, EMULATORS[name]), is_emulated=True)
+
+
+def for_case(who: Contender, case: Case) -> type[AttentionBackend]:
+    """The class that runs a case: by cascade where a tree is more than the backend can mask."""
+    can = who.backend.capabilities
+    if needs_cascade(can, _masks(case), window=_has_window(case)):
+        return cascade(who.backend)
+    return who.backend
+
+
+def refusals(case: Case, who: Contender, runner: Runner, device: torch.device) -> list[str]:
+    """Every reason why a contender cannot run a case; empty when it can."""
+    is_local = not who.is_emulated
+    arch = _EMULATED_ARCH
+    if is_local and device.type == "cuda":
+        arch = torch.cuda.get_device_capability(device)
+    dtype: torch.dtype = getattr(torch, case.dtype)
+    graph = GraphSupport.NEVER
+    if runner is not Runner.EAGER:
+        graph = NEEDED_SUPPORT[case.mode.facts.extend]
+    config = AttentionConfig(
+        device_type=device.type if is_local else "cuda",
+        cuda_arch=arch if not is_local or device.type == "cuda" else None,
+        dtype=dtype,
+        kv_dtype=dtype if case.kv_dtype is None else getattr(torch, case.kv_dtype),
+        page_size=case.page_size,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        v_head_dim=case.v_head_dim,
+        window=_has_window(case),
+        soft_cap=case.soft_cap is not None,
+        sinks=case.sinks,
+        masks=_masks(case),
+        needs_lse=case.prefix_only,
+        graph=graph,
+    )
+    reasons: object = for_case(who, case).unsupported_reasons(config)
+    if not isinstance(reasons, list):
+        raise TypeError(f"unsupported_reasons must return a list of texts, got {reasons!r}")
+    return reasons
+
+
+def _masks(case: Case) -> frozenset[MaskKind]:
+    return frozenset(case.mask(batch) for batch in case.batches)
+
+
+def _has_window(case: Case) -> bool:
+    return any(layer.window is not None for layer in case.layers)
+
+
+def _emulated(backend: type[AttentionBackend], module: str) -> type[AttentionBackend]:
+    """`backend` on an emulator of its library."""
+    library = import_module(module)
+
+    class Emulated(backend):  # type: ignore[misc,valid-type]
+        def __init__(self) -> None:
+            super().__init__(library=library)
+
+    Emulated.__name__ = f"Emulated{backend.__name__}"
+    return Emulated

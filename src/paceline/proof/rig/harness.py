@@ -1,0 +1,171 @@
+"""The harness: runs one cell through the real runner and compares it with the oracle.
+
+Every batch of a case goes the way of a request in the engine: it joins rows of the request table,
+its pages are written there, its step is filled, derived, planned, run (eagerly, or as the replay of
+one graph for all batches) and committed.  What was not to be read is poisoned before; what was not
+to be written is compared after.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from paceline.core.errors import ConfigError, message
+from paceline.proof.check.cell import CellResult, Runner, Status
+from paceline.proof.oracle.likeness import likely_lse_mistakes, likely_mistakes
+from paceline.proof.oracle.tolerance import Expectation, Judgement
+from paceline.proof.rig.contenders import Contender, contender, for_case, refusals
+from paceline.proof.rig.prepared import Prepared, prepare_case
+from paceline.proof.rig.rig import Rig
+from paceline.proof.suite.case import Case
+from paceline.proof.suite.cases import cases
+
+_LONGEST_REASON = 2000  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a case came to: the worst answer, or the first fault."""
+
+    error: float
+    tolerance: float
+    fault: str | None
+    digest: str | None = None  # of every batch; None while not all have run
+
+
+def run_cell(case: Case, who: Contender, runner: Runner, device: torch.device) -> CellResult:
+    """Run one cell.  A fault of the backend makes it failing; nothing is raised for one."""
+    began = time.process_time()
+    told = partial(_result, case, who, runner, began)
+    ran_as = None  # not known of a class that cannot say what it can
+    try:
+        ran_as = _composition(case, who)
+        reasons = refusals(case, who, runner, device)
+        if reasons:
+            return told(Status.REFUSED, "; ".join(reasons), ran_as=ran_as)
+        finding = examine(prepare_case(case), who, runner, device)
+    except Exception as error:  # noqa: BLE001  a backend may raise anything; the run goes on
+        reason = f"raised {type(error).__name__}: {error}"
+        return told(Status.FAILING, reason, ran_as=ran_as)
+    passed = Status.EMULATED if who.is_emulated else Status.PROVEN
+    status = passed if finding.fault is None else Status.FAILING
+    return told(status, finding.fault, ran_as=ran_as, finding=finding)
+
+
+def run_named(cell_id: str) -> CellResult:
+    """Run the cell of an id on this machine's CPU.  Raises ConfigError when there is none."""
+    parts = cell_id.split("/")
+    found = [
+        case
+        for case in cases()
+        if len(parts) == 5 and [case.method, case.mode.value, case.name] == parts[0::2]
+    ]
+    if not found or parts[3] not in (Runner.EAGER.value, Runner.RECORDED.value):
+        raise ConfigError(
+            message(
+                "cell",
+                expected="method/backend/mode/runner/variant of the suite, on a CPU",
+                got=repr(cell_id),
+                remedy="`paceline check --json FILE` lists the ids",
+            )
+        )
+    who = contender(parts[1], "cpu")
+    return run_cell(found[0], who, Runner(parts[3]), torch.device("cpu"))
+
+
+def examine(prepared: Prepared, who: Contender, runner: Runner, device: torch.device) -> Finding:
+    """Launch every batch and judge every layer; stops at the first fault."""
+    worst = Finding(0.0, 1.0, None)
+    if prepared.blind:
+        return replace(worst, fault=f"the comparison would accept {', '.join(prepared.blind)}")
+    case = prepared.case
+    rig = Rig(prepared, for_case(who, case), runner, device)
+    for index, repeat in _launches(case, runner):
+        faults = rig.launch(index)
+        found = _judge(prepared.expectations[index], rig)
+        faults += [] if found.fault is None else [found.fault]
+        if faults:
+            again = " again" if repeat else ""
+            return replace(found, fault=f"batch {index}{again}: {'; '.join(faults)}")
+        worst = max(worst, found, key=lambda finding: finding.error / finding.tolerance)
+    return replace(worst, fault=rig.unproven(), digest=rig.digest())
+
+
+def _launches(case: Case, runner: Runner) -> Iterator[tuple[int, bool]]:
+    """(batch, whether it is launched a second time): a graph is captured at its key's second use,
+    so that the batches behind the first are all replays."""
+    yield 0, False
+    if runner is not Runner.EAGER:
+        yield 0, True
+    for index in range(1, len(case.batches)):
+        yield index, False
+
+
+def _judge(expectation: Expectation, rig: Rig) -> Finding:
+    """The worst layer, or the first wrong one."""
+    worst = Finding(0.0, 1.0, None)
+    for layer in range(len(expectation.case.layers)):
+        out = rig.answer(layer)
+        judged = expectation.judge(layer, out)
+        found = Finding(judged.error, judged.tolerance, None)
+        lse = rig.lse(layer)
+        judged_lse = None if lse is None else expectation.judge_lse(layer, lse)
+        faults = []
+        if not judged.is_right:
+            faults.append(_off("error", judged, likely_mistakes(expectation, layer, out)))
+        if lse is not None and judged_lse is not None and not judged_lse.is_right:
+            # Wrong scores make a wrong lse, which says nothing of its own.
+            likely = likely_lse_mistakes(expectation, layer, lse) if judged.is_right else []
+            faults.append(_off("lse", judged_lse, likely))
+        if faults:
+            return replace(found, fault=f"layer {layer}: {' and '.join(faults)}")
+        worst = max(worst, found, key=lambda finding: finding.error / finding.tolerance)
+    return worst
+
+
+def _off(what: str, judged: Judgement, likely: list[str]) -> str:
+    sizes = f"{what} {judged.error:.3g} where {judged.tolerance:.3g} is allowed, at {judged.where}"
+    return f"{sizes} (looks like: {', or '.join(likely)})" if likely else sizes
+
+
+def _cut(reason: str | None) -> str | None:
+    if reason is None or len(reason) <= _LONGEST_REASON:
+        return reason
+    left = len(reason) - _LONGEST_REASON
+    return f"{reason[:_LONGEST_REASON]} ... and {left} more characters"
+
+
+def _composition(case: Case, who: Contender) -> str | None:
+    """cascade(...) where a case is more than the backend alone can mask."""
+    composed = for_case(who, case)
+    return None if composed is who.backend else composed.name
+
+
+def _result(
+    case: Case,
+    who: Contender,
+    runner: Runner,
+    began: float,
+    status: Status,
+    reason: str | None,
+    *,
+    ran_as: str | None,
+    finding: Finding | None = None,
+) -> CellResult:
+    return CellResult(
+        method=case.method,
+        backend=who.name,
+        mode=case.mode.value,
+        runner=runner.value,
+        variant=case.name,
+        status=status,
+        reason=_cut(reason),
+        error=None if finding is None else finding.error,
+        tolerance=None if finding is None else finding.tolerance,
+        ran_as=ran_as,
+        digest=None if finding is None or finding.fault is not None else finding.digest,
+        seconds=time.process_time() - began,
+    )

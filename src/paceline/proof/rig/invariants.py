@@ -1,0 +1,189 @@
+"""What must hold after every plan, whatever the layout.
+
+The step view, what the model was given and each layout a plan holds are compared with lists of host
+integers (proof/rig/wanted.py).
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import StepView
+from paceline.attention.layouts.csr import CsrPlan
+from paceline.attention.layouts.page_table import PageTablePlan
+from paceline.core.padding import PAD_PAGE, PAD_ROW, PAD_SLOT
+from paceline.proof.rig.placement import Placement
+from paceline.proof.rig.wanted import Ids, Wanted, wanted_step
+from paceline.proof.rig.watched import Watched
+from paceline.proof.suite.case import Batch, Case
+
+_SHOWN = 12  # entries of a list that a reason spells out
+_BEFORE = 3  # of them before the first that differs
+
+
+def broken_invariants(
+    case: Case,
+    batch: Batch,
+    placement: Placement,
+    *,
+    ids: Ids,
+    watched: Watched,
+    positions: Tensor,
+) -> list[str]:
+    """Every invariant the last step broke, by name.
+
+    ids: [num_reqs] token ids of each request; positions: [at least padded_tokens] int64 as the
+    model was given them.
+    """
+    assert watched.planned is not None, "no step was planned"
+    view, plan = watched.planned
+    wanted = wanted_step(batch, placement, ids, view)
+    faults = list(_lens(wanted, view))
+    if faults:
+        return faults  # what follows is derived from the lengths
+    faults = [*_tokens(wanted, view), *_slots(case, wanted, view), *_tree(wanted, view)]
+    given = positions[: view.padded_tokens]
+    faults += differences("positions the model was given", given, wanted.positions)
+    for name, layout in _layouts("plan", plan):
+        if isinstance(layout, PageTablePlan):
+            faults += _page_table(name, case, wanted, layout)
+        else:
+            faults += _csr(name, case, wanted, layout)
+    return faults
+
+
+def differences(name: str, got: Tensor | list[int], wanted: list[int]) -> Iterator[str]:
+    """At most one: that two lists differ, and the entries around the first difference."""
+    found = got.tolist() if isinstance(got, Tensor) else got
+    if found == wanted:
+        return
+    if len(found) != len(wanted):
+        yield f"{name} must have {len(wanted)} entries, got {len(found)}"
+        return
+    begin, end = 0, len(wanted)
+    if end > _SHOWN:
+        first = next(i for i, pair in enumerate(zip(found, wanted, strict=True)) if _differ(pair))
+        begin = max(0, first - _BEFORE)
+        end = min(end, begin + _SHOWN)
+        name = f"{name}[{begin}:{end}]"
+    yield f"{name} must be {wanted[begin:end]}, got {found[begin:end]}"
+
+
+def _differ(pair: tuple[int, int]) -> bool:
+    return pair[0] != pair[1]
+
+
+def _lens(wanted: Wanted, view: StepView) -> Iterator[str]:
+    offsets = wanted.offsets
+    yield from differences("row_ids", view.row_ids, wanted.rows)
+    yield from differences("prefix_lens", view.prefix_lens, wanted.prefix_lens)
+    yield from differences("extend_lens", view.extend_lens, wanted.extend_lens)
+    yield from differences("kv_lens", view.kv_lens, wanted.kv_lens)
+    yield from differences("cu_seqlens_q", view.cu_seqlens_q, offsets)
+    if offsets[-1] != view.padded_tokens:
+        yield f"the step must have {offsets[-1]} tokens, got {view.padded_tokens}"
+    yield from _covers("max_extend_len", view.max_extend_len, wanted.extend_lens)
+    yield from _covers("kv_len_bound", view.kv_len_bound, wanted.kv_lens)
+
+
+def _covers(name: str, bound: int, lens: list[int]) -> Iterator[str]:
+    if max(lens) > bound:
+        yield f"{name} must be at least {max(lens)}, got {bound}"
+
+
+def _tokens(wanted: Wanted, view: StepView) -> Iterator[str]:
+    requests = [r for r, extend in enumerate(wanted.extend_lens) for _ in range(extend)]
+    yield from differences("req_ids", view.req_ids, requests)
+    yield from differences("positions", view.positions, wanted.positions)
+    yield from differences("input_ids", view.input_ids, wanted.input_ids)
+    yield from differences("logits_loc", view.logits_loc, [end - 1 for end in wanted.offsets[1:]])
+
+
+def _slots(case: Case, wanted: Wanted, view: StepView) -> Iterator[str]:
+    """Where each new token is written; live rows never share a slot."""
+    for number, group in enumerate(view.groups):
+        slots = wanted.slots(number, case.page_size)
+        live = [slot for slot in slots if slot is not None]
+        assert len(live) == len(set(live)), "the case itself writes a slot twice"
+        loc = [PAD_SLOT if slot is None else slot for slot in slots]
+        yield from differences(f"out_cache_loc of group {number}", group.out_cache_loc, loc)
+        yield from _pages(f"of group {number}", case, wanted, number, group.page_table)
+
+
+def _pages(name: str, case: Case, wanted: Wanted, group: int, table: Tensor) -> Iterator[str]:
+    """The entries of a page table up to each request's length; all of a padded row's are 0."""
+    width = table.shape[1]
+    for request, (row, kv_len) in enumerate(zip(wanted.rows, wanted.kv_lens, strict=True)):
+        pages = wanted.pages[group][request]
+        used = width if row == PAD_ROW else -(-kv_len // case.page_size)
+        if used > width:
+            yield f"page table {name} must be at least {used} wide, got {width}"
+            return
+        right = [*pages, *[PAD_PAGE] * (used - len(pages))][:used]
+        yield from differences(f"page table row {request} {name}", table[request, :used], right)
+
+
+def _tree(wanted: Wanted, view: StepView) -> Iterator[str]:
+    if (view.tree_mask is None) != (wanted.parents is None):
+        yield f"tree_mask must be {'absent' if wanted.parents is None else 'present'}"
+    if view.tree_mask is not None and wanted.parents is not None:
+        yield from _tree_rows("tree_mask", wanted, view.tree_mask)
+
+
+def _tree_rows(name: str, wanted: Wanted, mask: Tensor) -> Iterator[str]:
+    right = wanted.tree_rows(mask.shape[1])
+    for token, (got, row) in enumerate(zip(mask.int().tolist(), right, strict=True)):
+        yield from differences(f"{name} of token {token}", got, [int(seen) for seen in row])
+
+
+def _page_table(name: str, case: Case, wanted: Wanted, plan: PageTablePlan) -> Iterator[str]:
+    """A layout is held to the same, whoever made it."""
+    yield from differences(f"{name}.cu_seqlens_q", plan.cu_seqlens_q, wanted.offsets)
+    yield from differences(f"{name}.prefix_lens", plan.prefix_lens, wanted.prefix_lens)
+    yield from differences(f"{name}.extend_lens", plan.extend_lens, wanted.extend_lens)
+    yield from differences(f"{name}.kv_lens", plan.kv_lens, wanted.kv_lens)
+    yield from _covers(f"{name}.max_extend_len", plan.max_extend_len, wanted.extend_lens)
+    yield from _covers(f"{name}.kv_len_bound", plan.kv_len_bound, wanted.kv_lens)
+    if plan.tree_mask is not None and wanted.parents is not None:
+        yield from _tree_rows(f"{name}.tree_mask", wanted, plan.tree_mask)
+    for group, table in enumerate(plan.page_tables):
+        if table.dtype != torch.int32 or table.stride(1) != 1:
+            yield (
+                f"{name}.page_tables must be int32 with a last stride of 1, got {table.dtype} "
+                f"with {table.stride(1)}"
+            )
+        yield from _pages(f"{name}.{group}", case, wanted, group, table)
+
+
+def _csr(name: str, case: Case, wanted: Wanted, plan: CsrPlan) -> Iterator[str]:
+    """The pages of all requests in one list, by the lengths of the host plan."""
+    lens = wanted.host_prefix_lens if plan.is_prefix else wanted.host_kv_lens
+    counts = [-(-kv_len // case.page_size) for kv_len in lens]
+    indptr = [0]
+    for count in counts:
+        indptr.append(indptr[-1] + count)
+    yield from differences(f"{name}.kv_indptr", plan.kv_indptr, indptr)
+    last = [
+        kv_len - max(count - 1, 0) * case.page_size
+        for kv_len, count in zip(lens, counts, strict=True)
+    ]
+    yield from differences(f"{name}.last_page_len", plan.last_page_len, last)
+    pages: list[int] = []
+    for request, count in enumerate(counts):
+        row = wanted.pages[plan.group][request]
+        pages += row[:count] if wanted.rows[request] != PAD_ROW else [PAD_PAGE] * count
+    yield from differences(f"{name}.kv_indices", plan.kv_indices[: indptr[-1]], pages)
+
+
+def _layouts(name: str, plan: object) -> Iterator[tuple[str, PageTablePlan | CsrPlan]]:
+    """The layouts a plan holds, by the way to them."""
+    if isinstance(plan, PageTablePlan | CsrPlan):
+        yield name, plan
+    elif isinstance(plan, tuple):
+        for index, item in enumerate(plan):
+            yield from _layouts(f"{name}.{index}", item)
+    elif is_dataclass(plan):
+        for field in fields(plan):
+            yield from _layouts(f"{name}.{field.name}", getattr(plan, field.name))

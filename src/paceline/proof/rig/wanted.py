@@ -1,0 +1,125 @@
+"""A padded step in host integers, derived from the case alone.
+
+Nothing of the runner, the kernels or the layouts computes anything here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.attention.contract import StepView
+from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
+from paceline.proof.rig.placement import Placement
+from paceline.proof.suite.case import Batch
+from paceline.proof.suite.trees import depths
+
+Ids = Sequence[Sequence[int]]  # [num_reqs][kv_len] token ids
+_PAD_ID = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What every list of a step must hold; padded rows behind the live ones."""
+
+    rows: list[int]  # [padded_reqs] of the request table; frozen rows: PAD_ROW
+    prefix_lens: list[int]  # [padded_reqs]
+    extend_lens: list[int]  # [padded_reqs]
+    host_prefix_lens: list[int]  # [padded_reqs] a frozen row's as the host has it
+    parents: list[list[int]] | None  # [padded_reqs][extend]
+    input_ids: list[int]  # [padded_tokens]
+    pages: list[list[list[int]]]  # [num_groups][padded_reqs] page ids of kv_len
+
+    @property
+    def kv_lens(self) -> list[int]:
+        """[padded_reqs]"""
+        return [p + e for p, e in zip(self.prefix_lens, self.extend_lens, strict=True)]
+
+    @property
+    def host_kv_lens(self) -> list[int]:
+        """[padded_reqs] what a host plan attends by."""
+        return [p + e for p, e in zip(self.host_prefix_lens, self.extend_lens, strict=True)]
+
+    @property
+    def offsets(self) -> list[int]:
+        """[padded_reqs + 1] tokens before each request."""
+        found = [0]
+        for extend in self.extend_lens:
+            found.append(found[-1] + extend)
+        return found
+
+    @property
+    def positions(self) -> list[int]:
+        """[padded_tokens] prefix + depth in the tree, or place in the chain."""
+        return [
+            prefix + step
+            for request, prefix in enumerate(self.prefix_lens)
+            for step in self._depths(request)
+        ]
+
+    def slots(self, group: int, page_size: int) -> list[int | None]:
+        """[padded_tokens] slot of each new token; None: a padded or frozen row's."""
+        found: list[int | None] = []
+        for request, (prefix, kv_len) in enumerate(
+            zip(self.prefix_lens, self.kv_lens, strict=True)
+        ):
+            pages = self.pages[group][request]
+            for at in range(prefix, kv_len):
+                is_live = self.rows[request] != PAD_ROW
+                page = pages[at // page_size] if is_live else 0
+                found.append(page * page_size + at % page_size if is_live else None)
+        return found
+
+    def tree_rows(self, width: int) -> list[list[bool]]:
+        """[padded_tokens][width] whether a row of the request is the token or an ancestor."""
+        assert self.parents is not None, "a chain has no tree mask"
+        found = []
+        for tree in self.parents:
+            for node in range(len(tree)):
+                path = [node]
+                while tree[path[-1]] >= 0:
+                    path.append(tree[path[-1]])
+                found.append([column in path for column in range(width)])
+        return found
+
+    def _depths(self, request: int) -> list[int]:
+        if self.parents is None:
+            return list(range(self.extend_lens[request]))
+        return list(depths(tuple(self.parents[request])))
+
+
+def wanted_step(batch: Batch, placement: Placement, ids: Ids, view: StepView) -> Wanted:
+    """The live rows, then the padding rule: prefix 1 and the stride, or what is left over."""
+    num_pad = view.padded_reqs - batch.num_reqs
+    left = view.padded_tokens - batch.num_tokens
+    pad = [view.max_extend_len] * num_pad
+    if sum(pad) != left:
+        pad = [left] + [0] * (num_pad - 1) if num_pad else []
+    parents = None
+    if batch.parents is not None:
+        parents = [list(tree) for tree in batch.parents] + [[-1] * extend for extend in pad]
+    is_live = [request not in batch.frozen for request in range(batch.num_reqs)]
+    prefixes = zip(batch.prefix_lens, is_live, strict=True)
+    return Wanted(
+        rows=[row if live else PAD_ROW for row, live in zip(placement.rows, is_live, strict=True)]
+        + [PAD_ROW] * num_pad,
+        prefix_lens=[prefix if live else PAD_PREFIX_LEN for prefix, live in prefixes]
+        + [PAD_PREFIX_LEN] * num_pad,
+        extend_lens=[*batch.extend_lens, *pad],
+        host_prefix_lens=[*batch.prefix_lens, *[PAD_PREFIX_LEN] * num_pad],
+        parents=parents,
+        input_ids=_new_ids(batch, ids) + [_PAD_ID] * left,
+        pages=[
+            [list(row) if live else [] for row, live in zip(pages, is_live, strict=True)]
+            + [[] for _ in range(num_pad)]
+            for pages in placement.pages
+        ],
+    )
+
+
+def _new_ids(batch: Batch, ids: Ids) -> list[int]:
+    """[num_tokens] ids of the step's own tokens; a frozen row has none."""
+    found: list[int] = []
+    for request, prefix in enumerate(batch.prefix_lens):
+        is_frozen = request in batch.frozen
+        new = ids[request][prefix:]
+        found += [_PAD_ID] * len(new) if is_frozen else new
+    return found

@@ -1,0 +1,1 @@
+"""Suite: the cases of the matrix, as data.  Imports torch nowhere."""

@@ -1,0 +1,104 @@
+"""Cases of ragged causal steps: EXTEND, and MIXED, where some rows decode."""
+
+from dataclasses import replace
+
+from paceline.core.modes import ForwardMode
+from paceline.proof.suite.build import Rows, base_case, full, ragged_case, with_frozen
+from paceline.proof.suite.case import Case, Inputs, Layer, PageLayout
+
+_BASE = base_case(ForwardMode.EXTEND)
+_EDGES: Rows = ((15, 1), (16, 2), (0, 31))  # prefix and total on both sides of a page of 16
+_QUICK_LAYOUTS = frozenset({PageLayout.INTERLEAVED, PageLayout.SHARED_PREFIX})
+
+
+def extend_cases() -> tuple[Case, ...]:
+    """EXTEND, short."""
+    return (*_lengths(), *_layouts(), *_pages(), *_heads(), *_options())
+
+
+def _lengths() -> tuple[Case, ...]:
+    return (
+        ragged_case(_BASE, "one", ((37, 21),)),
+        ragged_case(_BASE, "zero-prefix-edges", ((0, 15), (0, 16), (0, 17))),
+        ragged_case(_BASE, "prefix-exact-page", ((16, 5), (32, 3), (16, 16))),
+        ragged_case(_BASE, "ragged-edges", ((15, 1), (16, 2), (17, 17), (0, 31))),
+        ragged_case(_BASE, "long-and-short", ((90, 24), (0, 2), (1, 1), (3, 2), (16, 1))),
+        *full(
+            ragged_case(_BASE, "zero-prefix-exact-page", ((0, 16), (0, 32))),
+            ragged_case(_BASE, "total-exact-page", ((7, 9), (20, 12), (0, 16))),
+            ragged_case(_BASE, "cross-page", ((10, 12), (30, 5))),
+        ),
+    )
+
+
+def _layouts() -> tuple[Case, ...]:
+    return tuple(
+        replace(
+            ragged_case(_BASE, f"layout-{layout.value}", ((33, 5), (35, 14), (47, 2))),
+            layout=layout,
+            is_quick=layout in _QUICK_LAYOUTS,
+        )
+        for layout in PageLayout
+    )
+
+
+def _pages() -> tuple[Case, ...]:
+    return (
+        ragged_case(replace(_BASE, page_size=1), "page1", ((5, 3), (0, 7), (9, 1))),
+        ragged_case(replace(_BASE, page_size=64), "page64", ((63, 1), (60, 8), (64, 3))),
+        *full(
+            ragged_case(
+                replace(_BASE, page_size=32), "page32-cross", ((30, 5), (10, 25), (32, 33))
+            ),
+            ragged_case(replace(_BASE, page_size=128), "page128", ((127, 2), (128, 1), (5, 9))),
+            ragged_case(replace(_BASE, page_size=256), "page256", ((250, 7), (256, 2), (3, 4))),
+        ),
+    )
+
+
+def _heads() -> tuple[Case, ...]:
+    mha, mqa = replace(_BASE, num_kv_heads=4), replace(_BASE, num_kv_heads=1)
+    gqa4, gqa7 = replace(_BASE, num_heads=8), replace(_BASE, num_heads=14)
+    return (
+        ragged_case(mqa, "mqa-total-exact-page", ((7, 9), (20, 12), (0, 16))),
+        ragged_case(gqa7, "gqa7", _EDGES),
+        ragged_case(replace(_BASE, head_dim=128, v_head_dim=128), "dim128", _EDGES),
+        ragged_case(replace(_BASE, dtype="float32"), "float32", _EDGES),
+        *full(
+            ragged_case(mha, "mha-ragged-edges", _EDGES),
+            ragged_case(gqa4, "gqa4-cross-page", ((10, 12), (30, 5))),
+            ragged_case(replace(_BASE, dtype="float16"), "float16", _EDGES),
+        ),
+    )
+
+
+def _options() -> tuple[Case, ...]:
+    return (
+        ragged_case(replace(_BASE, layers=(Layer(),) * 3), "layers3", _EDGES),
+        ragged_case(replace(_BASE, soft_cap=20.0), "soft-cap", _EDGES),
+        ragged_case(replace(_BASE, sinks=True), "sinks", _EDGES),
+        ragged_case(replace(_BASE, kv_dtype="float8_e4m3fn"), "fp8-cache", _EDGES),
+        ragged_case(replace(_BASE, inputs=Inputs.UNEVEN), "uneven", _EDGES),
+        *full(ragged_case(replace(_BASE, inputs=Inputs.RANDOM), "random", _EDGES)),
+    )
+
+
+def mixed_cases() -> tuple[Case, ...]:
+    """MIXED, short: decode rows first, last and between chunks of prompts."""
+    base = base_case(ForwardMode.MIXED)
+    rows: Rows = ((15, 1), (0, 17), (16, 1), (20, 5))
+    shared = replace(base, layout=PageLayout.SHARED_PREFIX)
+    spread = replace(base, layout=PageLayout.INTERLEAVED, num_kv_heads=1)
+    return (
+        ragged_case(base, "decode-and-chunks", rows),
+        ragged_case(replace(base, page_size=1), "page1", ((9, 1), (0, 6), (17, 1))),
+        ragged_case(shared, "shared-prefix", ((32, 1), (35, 9), (41, 1))),
+        with_frozen(ragged_case(base, "frozen-rows", rows), (), (1,), (0, 2)),
+        *full(
+            ragged_case(base, "chunks-first", ((16, 16), (0, 9), (31, 1), (40, 1))),
+            ragged_case(spread, "interleaved-mqa", rows),
+            ragged_case(replace(base, layers=(Layer(),) * 2, soft_cap=20.0), "soft-cap", rows),
+            ragged_case(replace(base, kv_dtype="float8_e4m3fn"), "fp8-cache", rows),
+            ragged_case(replace(base, sinks=True), "sinks", rows),
+        ),
+    )
