@@ -1,6 +1,7 @@
 """define_op: what a recorder sees of our operators, and what a replay calls in their place."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.kernels.custom_op import cpu_kernel, define_op, host_array
+from paceline.kernels.custom_op import Run, bind_of, define_op, host_array
+from paceline.runner.arena import Arena
 from paceline.runner.recorded import RecordedGraph
 
 
@@ -82,14 +84,51 @@ def test_a_defined_operator_is_dispatched_under_its_name(ours: Any) -> None:
 
 
 def test_a_replay_calls_the_cpu_kernel_without_the_dispatcher(ours: Any) -> None:
-    assert cpu_kernel(ours) is scale_into
+    assert bind_of(ours) is not None
     names, calls, out = replay_of(ours)
     assert names == ["aten::mul"]  # the kernel's own work, and no operator around it
     assert (calls, out.tolist()) == ([2.0], [8.0] * 3)
 
 
+def test_a_bound_kernel_is_bound_by_each_call_and_once_by_a_graph() -> None:
+    bound: list[Tensor] = []
+
+    def bind(x: Tensor, scale: float, out: Tensor) -> Run:
+        bound.append(x)
+        return partial(scale_into, x, scale, out)
+
+    operator = define_op("bound_of_a_test(Tensor x, float scale, Tensor(a!) out) -> ()", bind=bind)
+    x, out = torch.ones(3), torch.zeros(3)
+    operator(x, 2.0, out)
+    operator(x, 3.0, out)
+    assert (len(bound), CALLS, out.tolist()) == (2, [2.0, 3.0], [3.0] * 3)
+    bound.clear()
+    CALLS.clear()
+    names, calls, out = replay_of(operator)
+    assert names == ["aten::mul"]
+    assert (calls, out.tolist()) == ([2.0], [8.0] * 3)
+    assert len(bound) == 2, "once to execute the capture, once for its replays"
+
+
+def test_a_bound_kernel_reads_what_a_graph_moved() -> None:
+    """Its views are made when the graph's tensors lie where they stay, and move with the arena."""
+
+    def bind(x: Tensor, out: Tensor) -> Run:
+        first = x[0]
+        return lambda: out.copy_(first)
+
+    operator = define_op("first_of_a_test(Tensor x, Tensor(a!) out) -> ()", bind=bind)
+    x, out, arena = torch.ones(2, 3), torch.zeros(3), Arena()
+    graph = RecordedGraph(poison=True, arena=arena)
+    graph.capture(lambda: operator(x * 2.0, out))
+    RecordedGraph(poison=True, arena=arena).capture(lambda: x.repeat(99, 99).exp())
+    x.fill_(4.0)
+    graph.replay()
+    assert out.tolist() == [8.0] * 3
+
+
 def test_an_unknown_operator_replays_through_the_dispatcher(foreign: Any) -> None:
-    assert cpu_kernel(foreign) is None
+    assert bind_of(foreign) is None
     names, calls, out = replay_of(foreign)
     assert names == ["paceline_elsewhere::scale"]
     assert (calls, out.tolist()) == ([2.0], [8.0] * 3)

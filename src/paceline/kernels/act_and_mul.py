@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.core import activations
 from paceline.core.errors import KernelArgumentError, message
 from paceline.kernels._check import reject
-from paceline.kernels.custom_op import define_op
+from paceline.kernels.custom_op import Run, define_op
 
 ACTIVATIONS = tuple(sorted(set(activations.ACTIVATIONS.values())))
 
@@ -59,9 +59,14 @@ _ON_CPU: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _act_and_mul_cpu(x: Tensor, kind: str, out: Tensor) -> None:
+def _bind_act_and_mul(x: Tensor, kind: str, out: Tensor) -> Run:
     gate, up = x.chunk(2, dim=-1)
-    torch.mul(_ON_CPU[kind](gate), up, out=out)
+    activate = _ON_CPU[kind]
+
+    def run() -> None:
+        torch.mul(activate(gate), up, out=out)
+
+    return run
 
 
 def _act_and_mul_cuda(x: Tensor, kind: str, out: Tensor) -> None:
@@ -72,7 +77,7 @@ def _act_and_mul_cuda(x: Tensor, kind: str, out: Tensor) -> None:
 
 _ACT_AND_MUL = define_op(
     "act_and_mul(Tensor x, str kind, Tensor(a!) out) -> ()",
-    cpu=_act_and_mul_cpu,
+    bind=_bind_act_and_mul,
     cuda=_act_and_mul_cuda,
 )
 

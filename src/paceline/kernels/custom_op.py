@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from ctypes import c_byte
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,23 +12,33 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Kernel = Callable[..., None]
+Run = Callable[[], None]
+Bind = Callable[..., Run]  # an operator's arguments -> what computes it, now and again
 
 _LIBRARY = torch.library.Library("paceline", "FRAGMENT")
-_CPU_KERNELS: dict[Any, Kernel] = {}  # filled while kernel modules are imported
+_BINDS: dict[Any, Bind] = {}  # of CPU kernels; filled while kernel modules are imported
 
 
-def define_op(schema: str, *, cpu: Kernel | None, cuda: Kernel | None = None) -> Any:
+def define_op(
+    schema: str, *, cpu: Kernel | None = None, bind: Bind | None = None, cuda: Kernel | None = None
+) -> Any:
     """Define `paceline::<schema>` with its kernels; returns the operator.
 
     The schema returns nothing and marks what is mutated: outputs are the caller's.
-    cpu: None where the launcher runs torch's own operators on a CPU.
+    cpu, bind: the CPU's kernel, at most one.  bind makes it from its arguments, views and scratch
+    included, so that a replay pays for these once; a call binds and runs.  Neither: the launcher
+    runs torch's own operators on a CPU.
     """
+    assert cpu is None or bind is None, f"{schema} has two CPU kernels"
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     operator = getattr(torch.ops.paceline, name).default
     if cpu is not None:
         _LIBRARY.impl(name, cpu, "CPU")
-        _CPU_KERNELS[operator] = cpu
+        _BINDS[operator] = partial(partial, cpu)
+    if bind is not None:
+        _LIBRARY.impl(name, partial(_run, bind), "CPU")
+        _BINDS[operator] = bind
     if cuda is not None:
         _LIBRARY.impl(name, cuda, "CUDA")
     return operator
@@ -56,6 +67,11 @@ def host_array(x: Tensor) -> NDArray[Any]:
     return np.ndarray(tuple(x.shape), dtype, buffer=memory, strides=strides)
 
 
-def cpu_kernel(operator: Any) -> Kernel | None:
-    """The CPU kernel behind one of our operators: what a replay calls without the dispatcher."""
-    return _CPU_KERNELS.get(operator)
+def _run(bind: Bind, *args: Any) -> None:
+    bind(*args)()
+
+
+def bind_of(operator: Any) -> Bind | None:
+    """How one of our operators is bound to arguments on a CPU: a replay calls what comes of it,
+    without the dispatcher."""
+    return _BINDS.get(operator)

@@ -7,12 +7,11 @@ of Li et al. 2025, arXiv:2503.01840).  Norms round as kernels.rms_norm does.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels._check import reject, require_triton
-from paceline.kernels.custom_op import define_op
-from paceline.kernels.rms_norm import rms_norm_cpu, rms_norm_reference
+from paceline.kernels.custom_op import Run, define_op
+from paceline.kernels.rms_norm import bind_rms_norm, rms_norm_reference
 
 
 class HalfNorms(NamedTuple):
@@ -32,7 +31,7 @@ def eagle_input_reference(
     return torch.cat((left, rms_norm_reference(features, norms.feature, norms.eps)), dim=-1)
 
 
-def _eagle_input_cpu(
+def _bind_eagle_input(
     input_ids: Tensor,
     table: Tensor,
     features: Tensor,
@@ -40,10 +39,18 @@ def _eagle_input_cpu(
     feature_norm: Tensor,
     eps: float,
     out: Tensor,
-) -> None:
+) -> Run:
     left, right = torch.chunk(out, 2, dim=1)
-    rms_norm_cpu(F.embedding(input_ids, table), embedding_norm, eps, False, False, left)
-    rms_norm_cpu(features, feature_norm, eps, False, False, right)
+    rows = table.new_empty(input_ids.shape[0], table.shape[1])
+    normalise_left = bind_rms_norm(rows, embedding_norm, eps, False, False, left)
+    normalise_right = bind_rms_norm(features, feature_norm, eps, False, False, right)
+
+    def run() -> None:
+        torch.index_select(table, 0, input_ids, out=rows)
+        normalise_left()
+        normalise_right()
+
+    return run
 
 
 def _eagle_input_cuda(
@@ -65,7 +72,7 @@ def _eagle_input_cuda(
 _EAGLE_INPUT = define_op(
     "eagle_input(Tensor input_ids, Tensor table, Tensor features, Tensor embedding_norm, "
     "Tensor feature_norm, float eps, Tensor(a!) out) -> ()",
-    cpu=_eagle_input_cpu,
+    bind=_bind_eagle_input,
     cuda=_eagle_input_cuda,
 )
 

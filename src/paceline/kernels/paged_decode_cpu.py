@@ -14,13 +14,15 @@ A single request whose slots are neighbours is read in place: extent holds its f
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.padding import PAD_PAGE
-from paceline.kernels.custom_op import define_op
+from paceline.kernels.custom_op import Run, define_op
 
 
 def decode_slots_cpu(
@@ -108,7 +110,7 @@ def _single_run(
     return kv_len - first, pages[0] * page_size + first % page_size
 
 
-def _paged_decode(
+def _bind_paged_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -120,28 +122,43 @@ def _paged_decode(
     sinks: Tensor | None,
     scale: float,
     out: Tensor,
-) -> None:
+) -> Run:
     reqs, heads, _ = q.shape
     kv_heads = k_cache.shape[2]
-    longest, run = extent.tolist()
     blocks = (reqs, kv_heads, heads // kv_heads, -1)
-    if run:
-        k, v, mask = _in_place(k_cache, run, longest), _in_place(v_cache, run, longest), None
-    else:
-        index, shape = slots[: reqs * longest], (reqs, longest)
-        k, v = _gather(k_cache, index, shape), _gather(v_cache, index, shape)
-        mask = bias[: reqs * longest].view(reqs, 1, 1, longest)
-    k, v = k.to(q.dtype), v.to(q.dtype)
-    if k_scale is not None:
-        scale *= k_scale.item()
-    queries = q.view(blocks)
-    if sinks is None:
-        mixed = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
-    else:
-        mixed = _with_sinks(queries, k, v, mask, sinks.view(1, kv_heads, -1, 1), scale=scale)
-    if v_scale is not None:
-        mixed = mixed * v_scale
-    out.view(blocks).copy_(mixed)
+    queries, mixes = q.view(blocks), out.view(blocks)
+    slots_of_k, slots_of_v = _bind_slots(k_cache), _bind_slots(v_cache)
+    all_sinks = None if sinks is None else sinks.view(1, kv_heads, -1, 1)
+
+    def run() -> None:
+        longest, first = extent.tolist()
+        all_k, all_v, mask = slots_of_k(), slots_of_v(), None
+        if first:
+            k, v = all_k[first : first + longest], all_v[first : first + longest]
+        else:
+            index = slots[: reqs * longest]
+            k, v = all_k.index_select(0, index), all_v.index_select(0, index)
+            mask = bias[: reqs * longest].view(reqs, 1, 1, longest)
+        k, v = (x.view(reqs, longest, kv_heads, -1).transpose(1, 2) for x in (k, v))
+        if k.dtype != q.dtype:
+            k, v = k.to(q.dtype), v.to(q.dtype)
+        factor = scale if k_scale is None else scale * k_scale.item()
+        if all_sinks is None:
+            mixed = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=factor)
+        else:
+            mixed = _with_sinks(queries, k, v, mask, all_sinks, scale=factor)
+        mixes.copy_(mixed if v_scale is None else mixed * v_scale)
+
+    return run
+
+
+def _bind_slots(cache: Tensor) -> Callable[[], Tensor]:
+    """[slots, kv_heads, dim] of one side of the cache: a view made once, or, where its pages do not
+    follow one another, a copy each time."""
+    if cache.stride(0) != cache.shape[1] * cache.stride(1):
+        return partial(cache.flatten, 0, 1)
+    slots = cache.flatten(0, 1)
+    return lambda: slots
 
 
 def _with_sinks(
@@ -162,16 +179,6 @@ def _with_sinks(
     return weights[..., :-1] @ v.float()
 
 
-def _in_place(cache: Tensor, first: int, length: int) -> Tensor:
-    """[1, kv_heads, length, dim]: neighbouring slots of one side of the cache, as they lie."""
-    return cache.flatten(0, 1).narrow(0, first, length).transpose(0, 1).unsqueeze(0)
-
-
-def _gather(cache: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[reqs, kv_heads, extent, dim] of one side of the cache."""
-    return cache.flatten(0, 1).index_select(0, index).unflatten(0, shape).transpose(1, 2)
-
-
 _DECODE_SLOTS = define_op(
     "decode_slots_cpu(Tensor page_table, Tensor kv_lens, int page_size, int? window, "
     "Tensor(a!) extent, Tensor(b!) slots, Tensor(c!) bias) -> ()",
@@ -181,5 +188,5 @@ _PAGED_DECODE = define_op(
     "paged_decode_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor extent, Tensor slots, "
     "Tensor bias, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, float scale, "
     "Tensor(a!) out) -> ()",
-    cpu=_paged_decode,
+    bind=_bind_paged_decode,
 )

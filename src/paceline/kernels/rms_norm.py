@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
-from paceline.kernels.custom_op import define_op
+from paceline.kernels.custom_op import Run, define_op
 
 
 def rms_norm_reference(
@@ -43,24 +43,26 @@ def add_rms_norm_reference(
     return normed, total
 
 
-def rms_norm_cpu(
+def bind_rms_norm(
     x: Tensor, weight: Tensor, eps: float, unit_offset: bool, wide: bool, out: Tensor
-) -> None:
-    if unit_offset or (wide and x.dtype != torch.float32):
-        scale = weight.float() + 1.0 if unit_offset else weight.float()
-        out.copy_(_normed(x.float(), eps).mul_(scale))
-    elif x.dtype == torch.float32:
-        _normed(x, eps, out=out).mul_(weight)  # nothing is rounded in between
-    else:
-        torch.mul(torch.rms_norm(x, x.shape[-1:], None, eps), weight, out=out)
+) -> Run:
+    """The CPU's kernel, in few operators, of which each costs more than the arithmetic of a row."""
+    row = x if x.dtype == torch.float32 else torch.empty(x.shape, dtype=torch.float32)
+    norm = row.new_empty(*x.shape[:-1], 1)
+    share = 1.0 / x.shape[-1]
+    in_float32 = unit_offset or wide or row is x  # nothing is rounded before the product
+    normed = row if in_float32 and row is not x else out
 
+    def run() -> None:
+        if row is not x:
+            row.copy_(x)
+        torch.linalg.vector_norm(row, dim=-1, keepdim=True, out=norm)
+        torch.addcmul(_constant(eps), norm, norm, value=share, out=norm)
+        norm.rsqrt_()
+        torch.mul(row, norm, out=normed)
+        torch.mul(normed, weight.float() + 1.0 if unit_offset else weight, out=out)
 
-def _normed(x: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
-    """float32 x / sqrt(mean(x^2) + eps), in `out`: half the time of torch.rms_norm, whose operators
-    are many and take numbers, each of which becomes a tensor on its way."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    mean = torch.addcmul(_constant(eps), norm, norm, value=1.0 / x.shape[-1])
-    return torch.mul(x, mean.rsqrt_(), out=out)
+    return run
 
 
 @cache
@@ -69,7 +71,7 @@ def _constant(value: float) -> Tensor:
     return torch.tensor(value)
 
 
-def _add_rms_norm_cpu(
+def _bind_add_rms_norm(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -77,8 +79,14 @@ def _add_rms_norm_cpu(
     unit_offset: bool,
     wide: bool,
     out: Tensor,
-) -> None:
-    rms_norm_cpu(residual.add_(x), weight, eps, unit_offset, wide, out)
+) -> Run:
+    normalise = bind_rms_norm(residual, weight, eps, unit_offset, wide, out)
+
+    def run() -> None:
+        residual.add_(x)
+        normalise()
+
+    return run
 
 
 def _rms_norm_cuda(
@@ -106,13 +114,13 @@ def _add_rms_norm_cuda(
 _RMS_NORM = define_op(
     "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset, bool wide, "
     "Tensor(a!) out) -> ()",
-    cpu=rms_norm_cpu,
+    bind=bind_rms_norm,
     cuda=_rms_norm_cuda,
 )
 _ADD_RMS_NORM = define_op(
     "add_rms_norm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, bool unit_offset, "
     "bool wide, Tensor(b!) out) -> ()",
-    cpu=_add_rms_norm_cpu,
+    bind=_bind_add_rms_norm,
     cuda=_add_rms_norm_cuda,
 )
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.kernels.custom_op import Run
+
 
 class Rope(NamedTuple):
     """Where the rows of a step are rotated to."""
@@ -35,28 +37,41 @@ def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)
 
 
-def rope_cpu(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+def bind_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> Run:
     """Rotate q [tokens, heads, dim] and k [tokens, kv_heads, dim] in place."""
-    half = cos_sin.shape[1] // 2
-    cos, sin = cos_sin.index_select(0, positions).view(-1, 1, 2, half).unbind(2)
+    width = cos_sin.shape[1]
+    turns = cos_sin.new_empty(positions.shape[0], width)
+    cos, sin = turns.view(-1, 1, 2, width // 2).unbind(2)
     if _is_next_in_row(q, k):
-        _rotate_cpu(q, q.shape[1] + k.shape[1], cos, sin)
+        rotations = [_bind_rotation(q, q.shape[1] + k.shape[1], cos, sin)]
     else:
-        _rotate_cpu(q, q.shape[1], cos, sin)
-        _rotate_cpu(k, k.shape[1], cos, sin)
+        rotations = [_bind_rotation(x, x.shape[1], cos, sin) for x in (q, k)]
+
+    def run() -> None:
+        torch.index_select(cos_sin, 0, positions, out=turns)
+        for rotate in rotations:
+            rotate()
+
+    return run
 
 
-def _rotate_cpu(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> None:
+def _bind_rotation(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Run:
     """Rotate `heads` heads from x's first on, in place; cos, sin: [tokens, 1, half] float32."""
     half = cos.shape[2]
     stride_token, stride_head, _ = x.stride()
     pairs = x.as_strided((x.shape[0], heads, 2, half), (stride_token, stride_head, half, 1))
-    rotated = pairs * cos.unsqueeze(2)
+    rotated = cos.new_empty(pairs.shape)
     first, second = pairs.unbind(2)
     new_first, new_second = rotated.unbind(2)
-    new_first.addcmul_(second, sin, value=-1.0)
-    new_second.addcmul_(first, sin)
-    pairs.copy_(rotated)
+    both_cos = cos.unsqueeze(2)
+
+    def run() -> None:
+        torch.mul(pairs, both_cos, out=rotated)
+        new_first.addcmul_(second, sin, value=-1.0)
+        new_second.addcmul_(first, sin)
+        pairs.copy_(rotated)
+
+    return run
 
 
 def _is_next_in_row(q: Tensor, k: Tensor) -> bool:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
-from paceline.kernels.custom_op import define_op
-from paceline.kernels.rms_norm import rms_norm_cpu, rms_norm_reference
-from paceline.kernels.rope import Rope, rope_cpu, rope_reference
-from paceline.kernels.write_kv import write_kv_cpu, write_kv_reference
+from paceline.kernels.custom_op import Run, define_op
+from paceline.kernels.rms_norm import bind_rms_norm, rms_norm_reference
+from paceline.kernels.rope import Rope, bind_rope, rope_reference
+from paceline.kernels.write_kv import bind_write_kv, write_kv_reference
 
 
 class HeadNorms(NamedTuple):
@@ -48,7 +48,7 @@ def rope_write_kv_reference(
     write_kv_reference(v, into.v_cache, into.loc, into.v_scale)
 
 
-def _rope_write_kv_cpu(
+def _bind_rope_write_kv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -63,14 +63,21 @@ def _rope_write_kv_cpu(
     loc: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
-) -> None:
+) -> Run:
+    parts = []
     if q_norm is not None and k_norm is not None:
-        rms_norm_cpu(q, q_norm, eps, unit_offset, False, q)
-        rms_norm_cpu(k, k_norm, eps, unit_offset, False, k)
+        parts.append(bind_rms_norm(q, q_norm, eps, unit_offset, False, q))
+        parts.append(bind_rms_norm(k, k_norm, eps, unit_offset, False, k))
     if cos_sin is not None and positions is not None:
-        rope_cpu(q, k, cos_sin, positions)
-    write_kv_cpu(k, k_cache, loc, k_scale)
-    write_kv_cpu(v, v_cache, loc, v_scale)
+        parts.append(bind_rope(q, k, cos_sin, positions))
+    parts.append(bind_write_kv(k, k_cache, loc, k_scale))
+    parts.append(bind_write_kv(v, v_cache, loc, v_scale))
+
+    def run() -> None:
+        for part in parts:
+            part()
+
+    return run
 
 
 def _rope_write_kv_cuda(*arguments: object) -> None:
@@ -83,7 +90,7 @@ _ROPE_WRITE_KV = define_op(
     "rope_write_kv(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor? cos_sin, Tensor? positions, "
     "Tensor? q_norm, Tensor? k_norm, float eps, bool unit_offset, Tensor(c!) k_cache, "
     "Tensor(d!) v_cache, Tensor loc, Tensor? k_scale, Tensor? v_scale) -> ()",
-    cpu=_rope_write_kv_cpu,
+    bind=_bind_rope_write_kv,
     cuda=_rope_write_kv_cuda,
 )
 

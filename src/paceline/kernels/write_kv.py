@@ -5,8 +5,12 @@ e4m3 number (448; OCP 8-bit floating point specification, 2023) and rounded to n
 stays NaN.  `rope_write_kv` is the operation that runs it.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
+
+from paceline.kernels.custom_op import Run
 
 E4M3_MAX = 448.0
 
@@ -30,12 +34,24 @@ def quantise_e4m3(x: Tensor, scale: Tensor) -> Tensor:
     return (x.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def write_kv_cpu(x: Tensor, cache: Tensor, out_cache_loc: Tensor, scale: Tensor | None) -> None:
+def bind_write_kv(x: Tensor, cache: Tensor, out_cache_loc: Tensor, scale: Tensor | None) -> Run:
     """As `write_kv_reference`, all tokens at once."""
-    if scale is not None:  # torch copies float8 by index only as bytes
+    page_size = cache.shape[1]
+    if cache.stride(0) != page_size * cache.stride(1):
+        return partial(_scatter, x, cache, out_cache_loc, scale)
+    if scale is None:
+        return partial(cache.view(-1, *cache.shape[2:]).index_copy_, 0, out_cache_loc, x)
+    slots = cache.view(torch.uint8).view(-1, *cache.shape[2:])
+
+    def run() -> None:  # torch copies float8 by index only as bytes
+        slots.index_copy_(0, out_cache_loc, quantise_e4m3(x, scale).view(torch.uint8))
+
+    return run
+
+
+def _scatter(x: Tensor, cache: Tensor, out_cache_loc: Tensor, scale: Tensor | None) -> None:
+    """Into a cache whose pages do not follow one another."""
+    if scale is not None:
         x, cache = quantise_e4m3(x, scale).view(torch.uint8), cache.view(torch.uint8)
     page_size = cache.shape[1]
-    if cache.stride(0) == page_size * cache.stride(1):
-        cache.view(-1, cache.shape[2], cache.shape[3]).index_copy_(0, out_cache_loc, x)
-    else:
-        cache.index_put_((out_cache_loc // page_size, out_cache_loc % page_size), x)
+    cache.index_put_((out_cache_loc // page_size, out_cache_loc % page_size), x)

@@ -1,7 +1,6 @@
 """Token embedding and the language-model head, tied or not."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
@@ -28,7 +27,7 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [tokens] -> a new tensor [tokens, hidden]."""
-        rows = F.embedding(input_ids, self.weight)
+        rows = self.weight.index_select(0, input_ids)
         return rows if self.scale is None else rows.mul_(self.scale)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:

@@ -7,28 +7,31 @@ a pool.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import GraphError, message
 from paceline.kernels.compile_ahead import EMPTY_FACTORIES
-from paceline.kernels.custom_op import cpu_kernel
+from paceline.kernels.custom_op import Bind, Run, bind_of
 from paceline.runner.arena import Arena
 from paceline.runner.host_reads import refuse_host_reads
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-
-# The same function by a shorter way than the operator's own: a step calls these most.
-_DIRECT: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.add.out: torch.add,
-    torch.ops.aten.addmm.out: torch.addmm,
-    torch.ops.aten.index_select.out: torch.index_select,
-    torch.ops.aten.mm.out: torch.mm,
-    torch.ops.aten.mul.out: torch.mul,
-}
+_NATIVE = torch._C._VariableFunctions
 _POISON_INT = 0x3FFF_FFFF  # an index no buffer has
+
+
+class Call(NamedTuple):
+    """One operator of a recording."""
+
+    bind: Bind  # called with the arguments when all tensors lie where they stay
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def bound(self) -> Run:
+        return self.bind(*self.args, **self.kwargs)
 
 
 class GraphTooLarge(GraphError):
@@ -46,7 +49,7 @@ class RecordedGraph:
     def __init__(self, *, poison: bool, arena: Arena | None = None) -> None:
         self._poison = poison
         self._arena = Arena() if arena is None else arena
-        self._calls: list[Call] = []
+        self._runs: list[Run] = []
         self._pieces: list[Tensor] = []  # the intermediates' storages, flat
 
     def capture(self, function: Callable[[], None]) -> None:
@@ -59,7 +62,7 @@ class RecordedGraph:
             function()
         with torch.inference_mode():  # some may be tensors of that mode
             self._pieces = self._arena.lay(recording.owners, recording.seen.values())
-        self._calls = recording.calls
+            self._runs = [call.bound() for call in recording.calls]
 
     def replay(self) -> None:
         """Execute what was recorded."""
@@ -67,8 +70,8 @@ class RecordedGraph:
             if self._poison:
                 for piece in self._pieces:
                     _poison(piece)
-            for operator, args, kwargs in self._calls:
-                operator(*args, **kwargs)
+            for run in self._runs:
+                run()
 
     def intermediate_bytes(self) -> int:
         """Bytes of all storages the capture allocated."""
@@ -92,7 +95,7 @@ class _Recording:
         given = list(_tensors((*args, *kwargs.values())))
         self.seen.update((id(tensor), tensor) for tensor in given)
         if func._schema.is_mutable:
-            self.calls.append((cpu_kernel(func) or func, tuple(args), dict(kwargs)))
+            self.calls.append(_again(func, args, kwargs))
             return
         outputs = [result] if isinstance(result, Tensor) else list(result)
         self.seen.update((id(tensor), tensor) for tensor in outputs)
@@ -133,17 +136,39 @@ def _refill(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
 ) -> Call:
     """A call that computes `func` again into the storages of its first outputs."""
+    if func is torch.ops.aten._to_copy.default:  # whose out= overload copies twice
+        return Call(partial, (Tensor.copy_, outputs[0], args[0]), {})
     out_call = _out_variant(func, args, kwargs, outputs)
     if out_call is not None:
-        operator, args, kwargs = out_call
-        return _DIRECT.get(operator, operator), args, kwargs
+        return out_call
+
+    function = _shorter(func)
 
     def run_and_copy() -> None:
-        fresh = func(*args, **kwargs)
+        fresh = function(*args, **kwargs)
         for kept, new in zip(outputs, [fresh] if isinstance(fresh, Tensor) else fresh, strict=True):
             kept.copy_(new)
 
-    return run_and_copy, (), {}
+    return Call(partial, (run_and_copy,), {})
+
+
+def _again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """A call of an operator that writes to its arguments."""
+    bind = bind_of(func)
+    if bind is not None:
+        return Call(bind, tuple(args), dict(kwargs))
+    return Call(partial, (_shorter(func), *args), dict(kwargs))
+
+
+def _shorter(operator: Any) -> Any:
+    """The same function by torch's own binding, where it has one: an overload boxes its arguments,
+    which takes several times as long."""
+    schema = operator._schema
+    name = schema.name.removeprefix("aten::")
+    written = [argument.name for argument in schema.arguments if argument.alias_info is not None]
+    if name == schema.name or written not in ([], ["self"], ["out"]):
+        return operator
+    return getattr(torch._C.TensorBase if written == ["self"] else _NATIVE, name, operator)
 
 
 def _out_variant(
@@ -153,6 +178,8 @@ def _out_variant(
     names = [argument.name for argument in func._schema.arguments]
     for overload in func.overloadpacket.overloads():
         candidate = getattr(func.overloadpacket, overload)
+        if torch.Tag.generated in candidate.tags:  # it computes, then copies
+            continue
         schema = candidate._schema
         out_names = [a.name for a in schema.arguments if a.alias_info is not None]
         rest = [a.name for a in schema.arguments if a.alias_info is None]
@@ -162,7 +189,8 @@ def _out_variant(
         if rest != [name for name in names if name not in factory_only]:
             continue
         kept = {name: value for name, value in kwargs.items() if name not in factory_only}
-        return candidate, args, kept | dict(zip(out_names, outputs, strict=True))
+        kept |= dict(zip(out_names, outputs, strict=True))
+        return Call(partial, (_shorter(candidate), *args), kept)
     return None
 
 
