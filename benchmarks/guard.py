@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.cache.pool import KVFormat
 from paceline.core.errors import GraphGuardError
 from paceline.core.events import EventLog
 from paceline.core.model_config import ModelConfig, RopeConfig, cache_group_specs
@@ -25,7 +26,6 @@ from paceline.core.modes import ForwardMode
 from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import JoinDelta, PageDelta, Step, StepLayout
-from paceline.kvcache.pool import KVFormat
 from paceline.models.loader import fill_dummy
 from paceline.models.registry import builder
 from paceline.runner.build import RunnerConfig, build_runner

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 
-from paceline.kvcache.manager import CacheManager
+from paceline.cache.manager import CacheManager
 
 
 def cached_len(cache: CacheManager, tokens: Sequence[int], salt: Hashable = None) -> int:

@@ -22,7 +22,7 @@ LEVELS = {
     "models": 4,
     "layers": 3,
     "attention": 2,
-    "kvcache": 1,
+    "cache": 1,
     "kernels": 1,
     "core": 0,
 }
@@ -123,7 +123,7 @@ def test_imports_point_one_way():
     ("module", "source"),
     [
         ("paceline.core.step", "from paceline.engine.fit import Fit"),
-        ("paceline.kernels.rope", "import paceline.kvcache.pages"),
+        ("paceline.kernels.rope", "import paceline.cache.pages"),
         ("paceline.layers.mlp", "def f():\n    from paceline.models import llama"),
         ("paceline.runner.derive", "from ..engine import scheduler"),
         ("paceline.engine.llm", "from paceline.proof import fixes"),

@@ -9,6 +9,7 @@ import pytest
 from scheduler_world import group_specs
 from test_scheduler import Loop, extends
 
+from paceline.cache.manager import CacheManager
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, Step, StepOutputs
@@ -16,7 +17,6 @@ from paceline.engine.buckets import left_over
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.kvcache.manager import CacheManager
 from paceline.runner.graph_sizes import GraphSizes
 
 SIZES = (16, 24, 32, 48, 64)

@@ -15,6 +15,8 @@ import pytest
 from scheduler_world import FakeDevice, group_specs
 from test_engine_turns import PAGE_SIZE, Launched, Letters
 
+from paceline.cache.manager import CacheManager
+from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import IntegrityError
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Step
@@ -23,8 +25,6 @@ from paceline.engine.loop import overlapped_turn
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.kvcache.manager import CacheManager
-from paceline.kvcache.prefix_tree import PrefixTree
 
 FEW, MANY = 60, 480
 CONTEXT_LEN = 64

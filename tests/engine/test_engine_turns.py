@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 from scheduler_world import FakeDevice, group_specs
 
+from paceline.cache.manager import CacheManager
 from paceline.core.errors import CapacityError, PacelineError
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs, Step, StepOutputs
@@ -15,7 +16,6 @@ from paceline.engine.request import FinishReason, Request, RequestState
 from paceline.engine.scheduler import RequestUpdate, Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.tracker import Tracker
-from paceline.kvcache.manager import CacheManager
 
 PAGE_SIZE = 4
 SAMPLED = SamplingParams(seed=-1, max_tokens=12)

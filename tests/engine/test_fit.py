@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cache.groups import PagedGroup
+from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB, gpu_by_name
 from paceline.core.model_config import cache_group_specs
@@ -13,8 +15,6 @@ from paceline.engine.budget_table import budget_lines, compare, table
 from paceline.engine.fit import require_fit
 from paceline.engine.footprint import activation_bytes, request_pages, standing_pages
 from paceline.engine.resolve import resolve
-from paceline.kvcache.groups import PagedGroup
-from paceline.kvcache.prefix_tree import PrefixTree
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 

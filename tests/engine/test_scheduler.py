@@ -6,6 +6,7 @@ import pytest
 from scheduler_world import FakeDevice, group_specs, run_alone
 
 from cache_probe import cached_len
+from paceline.cache.manager import CacheManager
 from paceline.core.errors import CapacityError, ConfigError, IntegrityError, RequestError
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier, SamplingParams
@@ -22,7 +23,6 @@ from paceline.engine.request import FinishReason, Request, RequestState
 from paceline.engine.scheduler import RequestUpdate, Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import StepPlan
-from paceline.kvcache.manager import CacheManager
 
 CONTEXT_LEN = 64
 PAGE_SIZE = 4

@@ -20,6 +20,7 @@ from hypothesis.stateful import (
 from scheduler_world import FakeDevice, group_specs, run_alone
 
 from cache_probe import num_shared_pages
+from paceline.cache.manager import CacheManager
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError
 from paceline.core.model_config import CacheGroupSpec
@@ -28,7 +29,6 @@ from paceline.core.step import FinishCode, JoinDelta
 from paceline.engine.request import FinishReason, Request, RequestState
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.kvcache.manager import CacheManager
 
 CONTEXT_LEN = 48
 REASONS = {

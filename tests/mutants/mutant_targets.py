@@ -249,12 +249,12 @@ TARGETS = (
         ),
     ),
     Target(
-        "kvcache/groups.py",
+        "cache/groups.py",
         (
             *("PagedGroup.first_visible_page", "PagedGroup.usable_prefix", "PagedGroup.advance"),
             *("PagedGroup.pages_to_fit", "PagedGroup._admit_pages", "PagedGroup._num_pages"),
         ),
-        Killers((), ("kvcache/test_groups.py", "kvcache/test_cache_manager.py")),
+        Killers((), ("cache/test_groups.py", "cache/test_cache_manager.py")),
     ),
     Target(
         "kernels/commit.py",

@@ -17,9 +17,9 @@ KILLED = Verdict("engine/test_x.py::test_y", "AssertionError")
 
 
 def fault(name: str, **changes: object) -> Fault:
-    fields = {"room": "cache", "module": "paceline.kvcache.pages", "symbol": "PagePool"}
+    fields = {"room": "cache", "module": "paceline.cache.pages", "symbol": "PagePool"}
     fields |= {"find": "a", "replace": "b"}
-    return Fault(**{"id": name, "tests": ("kvcache/test_pages.py",), **fields, **changes})
+    return Fault(**{"id": name, "tests": ("cache/test_pages.py",), **fields, **changes})
 
 
 @pytest.mark.parametrize("each", FAULTS, ids=lambda each: each.id.replace(" ", "-"))
@@ -41,7 +41,7 @@ def test_every_room_has_faults_and_there_are_enough() -> None:
 def test_text_that_is_gone_is_named_with_its_fault() -> None:
     gone = fault("lost page", find="no_such + name")
     text = (
-        r"fault 'lost page' edits must be once in paceline\.kvcache\.pages, got found 0 times in Pa"
+        r"fault 'lost page' edits must be once in paceline\.cache\.pages, got found 0 times in PagePo"
     )
     with pytest.raises(ValueError, match=text):
         gone.applied(PACKAGE)
@@ -80,7 +80,7 @@ def test_an_outcome_is_clean_when_what_is_silent_is_explained_and_nothing_else(c
     assert not alive.is_clean
     assert document["survivors"] == ["killed"]
     printed = capsys.readouterr().out
-    assert "survived: killed (paceline.kvcache.pages); looked: kvcache/test_pages.py" in printed
+    assert "survived: killed (paceline.cache.pages); looked: cache/test_pages.py" in printed
     assert f"called equivalent, noticed by {KILLED.killer}: equal" in printed
 
 
@@ -90,8 +90,8 @@ sys.path.insert(0, sys.argv[1])
 from mutant_child import Killers, collect, start
 
 def verdict(source):
-    sources = {"paceline.kvcache.pages": source} if source else {}
-    child, pipe = start(sources, Killers((), ("kvcache/test_pages.py",)), limit_s=30)
+    sources = {"paceline.cache.pages": source} if source else {}
+    child, pipe = start(sources, Killers((), ("cache/test_pages.py",)), limit_s=30)
     return collect(pipe, os.waitpid(child, 0)[1]).killer
 
 print(json.dumps([verdict(None), verdict(sys.stdin.read())]))
@@ -100,7 +100,7 @@ print(json.dumps([verdict(None), verdict(sys.stdin.read())]))
 
 def test_a_planted_fault_is_noticed_by_the_tests_it_names_and_by_nothing_without_it() -> None:
     (planted,) = [each for each in FAULTS if each.id == "pages of a retired epoch wait"]
-    assert planted.tests == ("kvcache/test_pages.py",)
+    assert planted.tests == ("cache/test_pages.py",)
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(HERE)],
         input=planted.applied(PACKAGE),
@@ -112,4 +112,4 @@ def test_a_planted_fault_is_noticed_by_the_tests_it_names_and_by_nothing_without
     assert done.returncode == 0, done.stderr
     clean, killer = json.loads(done.stdout)
     assert clean is None
-    assert killer.startswith("kvcache/test_pages.py::")
+    assert killer.startswith("cache/test_pages.py::")

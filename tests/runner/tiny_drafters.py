@@ -9,10 +9,10 @@ from tiny_runner import CONTEXT, VOCAB, TinyModel
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
+from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.model_config import CacheGroupSpec, cache_group_specs
 from paceline.core.parallel import Parallel
-from paceline.kvcache.pool import KVFormat
 from paceline.models.eagle_config import parse_eagle_config, tap_names
 from paceline.models.eagle_head import EagleHead, build_eagle_head
 from paceline.models.loader import fill_dummy

@@ -14,6 +14,7 @@ import transformers
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
+from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.events import EventLog
 from paceline.core.model_config import ModelConfig, cache_group_specs
@@ -22,7 +23,6 @@ from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
 from paceline.core.step import StepOutputs as Outputs
-from paceline.kvcache.pool import KVFormat
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.events import EventLog
 from paceline.core.model_config import cache_group_specs
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout, StepOutputs
-from paceline.kvcache.pool import KVFormat
 from paceline.models.config import parse_config
 from paceline.models.decoder import Hidden
 from paceline.runner.build import RunnerConfig, build_runner

@@ -10,10 +10,10 @@ from tiny_drafters import MakeProposer
 from tiny_runner import CONTEXT, GREEDY, Driver, TinyModel, random_prompts
 from torch import Tensor
 
+from paceline.cache.pool import KVPool
 from paceline.core.draft_shape import DraftShape
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Step
-from paceline.kvcache.pool import KVPool
 from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
 
 ROWS = (2, 5, 7)

@@ -10,13 +10,13 @@ import torch
 from paceline.attention.contract import AttentionBackend, AttentionConfig, GraphSupport, Limits
 from paceline.attention.measurements import Phase
 from paceline.attention.registry import Choice, choose, load_backend
+from paceline.cache.pool import torch_kv_dtype
 from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.options import EngineOptions, known
 from paceline.engine.speculation import Speculation
-from paceline.kvcache.pool import torch_kv_dtype
 from paceline.layers.attention import attention_limits
 
 

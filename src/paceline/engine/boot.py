@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.attention.registry import Choice, load_backend
+from paceline.cache.manager import CacheManager
 from paceline.core.draft_shape import DraftShape
 from paceline.core.events import Event, EventLog, Notify
 from paceline.core.gpus import DeviceFacts
@@ -35,7 +36,6 @@ from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.speculation import Speculation, all_groups, plan_speculation
 from paceline.engine.target import find_target
 from paceline.engine.tokenizer import Tokenizer, find_tokenizer, missing_tokenizer
-from paceline.kvcache.manager import CacheManager
 from paceline.models.causal_lm import CausalLM
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource

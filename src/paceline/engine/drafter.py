@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.attention.contract import AttentionBackend
+from paceline.cache.pool import KVFormat
 from paceline.core.parallel import Parallel
 from paceline.engine.speculation import Speculation
-from paceline.kvcache.pool import KVFormat
 from paceline.models.causal_lm import CausalLM
 from paceline.models.eagle_loader import load_eagle_head
 from paceline.models.loader import load_model

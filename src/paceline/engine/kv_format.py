@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from paceline.cache.pool import KVFormat, Scales, torch_kv_dtype
 from paceline.core.errors import WeightsError, message
 from paceline.core.events import Event, Notify
 from paceline.core.options import FP8
-from paceline.kvcache.pool import KVFormat, Scales, torch_kv_dtype
 from paceline.models.kv_scales import ScaleName, has_kv_scales, read_kv_scales
 
 

@@ -14,6 +14,7 @@ request that arrived last is preempted and computed again later, from the tokens
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from paceline.cache.manager import CacheManager
 from paceline.core.errors import CapacityError, IntegrityError, message
 from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs
 from paceline.engine.request import FinishReason, Request, RequestState
@@ -21,7 +22,6 @@ from paceline.engine.roster import Roster
 from paceline.engine.scheduler_config import HOST_PLAN_SYNC, SchedulerConfig
 from paceline.engine.step_plan import PlannedRow, StepPlan, join_delta, page_deltas
 from paceline.engine.steps_in_flight import StepsInFlight
-from paceline.kvcache.manager import CacheManager
 
 _FINISH_REASONS = {
     FinishCode.STOP_TOKEN: FinishReason.STOP,

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline.cache.groups import PageRun
 from paceline.core.draft_shape import DraftShape
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Delta, JoinDelta, PageDelta, PromptSpan, Step, StepLayout
 from paceline.engine.buckets import left_over
 from paceline.engine.request import Request
-from paceline.kvcache.groups import PageRun
 
 
 class PlannedRow(NamedTuple):

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.cache.groups import PageRun
+from paceline.cache.manager import CacheManager
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError, message
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout
-from paceline.kvcache.groups import PageRun
-from paceline.kvcache.manager import CacheManager
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.derive import derive
 from paceline.runner.program import Parts, target_forward

@@ -14,10 +14,10 @@ from paceline.attention.contract import (
     Limits,
     Part,
 )
+from paceline.cache.pool import KVPool
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
-from paceline.kvcache.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

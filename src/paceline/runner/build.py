@@ -7,10 +7,10 @@ import torch
 
 from paceline.attention.contract import AttentionBackend, Limits
 from paceline.attention.held import tensors_in
+from paceline.cache.pool import KVFormat, KVPool
 from paceline.core.draft_shape import DraftShape
 from paceline.core.events import Notify
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
-from paceline.kvcache.pool import KVFormat, KVPool
 from paceline.layers.attention import attention_limits, layer_caches
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM

@@ -15,8 +15,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from paceline.cache.pool import KVPool
 from paceline.core.padding import PAD_PAGE
-from paceline.kvcache.pool import KVPool
 from paceline.runner.live_rows import LiveRow
 from paceline.runner.poison import LARGE, Piece, Region, bits_of, float_bits, same_numbers
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.attention.held import tensors_in
+from paceline.cache.pool import KVPool
 from paceline.core.errors import PacelineError
 from paceline.core.step import Step
-from paceline.kvcache.pool import KVPool
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.dead_bytes import (
     Extent,

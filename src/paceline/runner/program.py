@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache, StepView
+from paceline.cache.pool import KVPool
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
-from paceline.kvcache.pool import KVPool
 from paceline.layers.attention import AttentionContext
 from paceline.layers.sampling import TokenLogprobs, sample
 from paceline.models.causal_lm import CausalLM

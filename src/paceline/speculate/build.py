@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from paceline.attention.contract import AttentionBackend
+from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
-from paceline.kvcache.pool import KVFormat
 from paceline.models.causal_lm import CausalLM
 from paceline.models.eagle_head import EagleHead
 from paceline.runner.build import RunnerConfig

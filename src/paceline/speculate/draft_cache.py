@@ -13,9 +13,9 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, StepView
 from paceline.attention.held import tensors_in
+from paceline.cache.pool import KVFormat, KVPool
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.step import Step
-from paceline.kvcache.pool import KVFormat, KVPool
 from paceline.layers.attention import AttentionContext, attention_limits, layer_caches
 
 

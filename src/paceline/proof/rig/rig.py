@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend
+from paceline.cache.pool import KVFormat, Scales
 from paceline.core.errors import SanitizerError
 from paceline.core.events import EventLog
 from paceline.core.model_config import cache_group_specs
@@ -14,7 +15,6 @@ from paceline.core.modes import ExtendShape
 from paceline.core.padding import PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
-from paceline.kvcache.pool import KVFormat, Scales
 from paceline.models.causal_lm import CausalLM
 from paceline.proof.check.cell import Runner
 from paceline.proof.oracle.batch_data import BatchData

@@ -14,8 +14,8 @@ So a hit with it ends one page earlier, and what it computes can be found again.
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import count
 
+from paceline.cache.eviction_order import EvictionOrder
 from paceline.core.errors import IntegrityError, message
-from paceline.kvcache.eviction_order import EvictionOrder
 
 
 class Node:

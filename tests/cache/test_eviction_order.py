@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from paceline.kvcache.eviction_order import EvictionOrder
+from paceline.cache.eviction_order import EvictionOrder
 
 ACTIONS = st.sampled_from(["youngest", "older", "discard", "pop"])
 

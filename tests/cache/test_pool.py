@@ -2,8 +2,8 @@
 
 import torch
 
+from paceline.cache.pool import KVFormat, KVPool, Scales
 from paceline.core.model_config import CacheGroupSpec
-from paceline.kvcache.pool import KVFormat, KVPool, Scales
 
 SPEC = CacheGroupSpec(
     name="window-9",

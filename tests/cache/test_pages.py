@@ -2,8 +2,8 @@ import random
 
 import pytest
 
+from paceline.cache.pages import PagePool, PageState
 from paceline.core.errors import ConfigError, IntegrityError
-from paceline.kvcache.pages import PagePool, PageState
 
 
 def test_page_zero_is_never_handed_out():

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 
 from cache_probe import cached_len
+from paceline.cache.manager import CacheManager
 from paceline.core.errors import IntegrityError
 from paceline.core.model_config import CacheGroupSpec
-from paceline.kvcache.manager import CacheManager
 
 
 def make_cache(page_size: int, *, next_token: bool) -> CacheManager:

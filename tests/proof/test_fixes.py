@@ -84,7 +84,7 @@ def test_fixes_touch_every_part_of_a_round():
         "paceline.kernels.compact_kv",
         "paceline.kernels.draft_topk",
         "paceline.kernels.grow_tree",
-        "paceline.kvcache.prefix_tree",
+        "paceline.cache.prefix_tree",
         "paceline.models.eagle_config",
         "paceline.models.eagle_head",
         "paceline.runner.build",

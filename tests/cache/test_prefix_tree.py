@@ -1,7 +1,7 @@
 import pytest
 
+from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.core.errors import IntegrityError
-from paceline.kvcache.prefix_tree import Node, PrefixTree
 
 FULL, WINDOWED = 0, 1
 TOKENS = list(range(12))

@@ -1,9 +1,9 @@
 import pytest
 
 from cache_probe import cached_len, num_shared_pages
+from paceline.cache.manager import CacheManager
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.model_config import CacheGroupSpec
-from paceline.kvcache.manager import CacheManager
 
 TOKENS = list(range(100, 140))
 

@@ -1,9 +1,9 @@
 import pytest
 
+from paceline.cache.groups import PagedGroup, PageRun
+from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import IntegrityError
 from paceline.core.model_config import CacheGroupSpec
-from paceline.kvcache.groups import PagedGroup, PageRun
-from paceline.kvcache.prefix_tree import PrefixTree
 
 
 def make_group(

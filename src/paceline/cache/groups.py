@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline.cache.pages import PagePool
+from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.core.errors import IntegrityError, message
 from paceline.core.model_config import CacheGroupSpec
 from paceline.core.padding import PAD_PAGE
-from paceline.kvcache.pages import PagePool
-from paceline.kvcache.prefix_tree import Node, PrefixTree
 
 ROOMY_SHARE = 8  # reserving ahead leaves at least total // ROOMY_SHARE pages free
 

@@ -9,11 +9,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paceline.cache.books import CacheStats, check_books
+from paceline.cache.groups import Holding, PagedGroup, PageRun
+from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.model_config import CacheGroupSpec
-from paceline.kvcache.books import CacheStats, check_books
-from paceline.kvcache.groups import Holding, PagedGroup, PageRun
-from paceline.kvcache.prefix_tree import Node, PrefixTree
 
 
 class Admission(NamedTuple):

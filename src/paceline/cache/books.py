@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.cache.groups import Holding, PagedGroup
+from paceline.cache.pages import PoolCounts
+from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.core.errors import IntegrityError, message
-from paceline.kvcache.groups import Holding, PagedGroup
-from paceline.kvcache.pages import PoolCounts
-from paceline.kvcache.prefix_tree import Node, PrefixTree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
