@@ -40,9 +40,7 @@ def test_every_room_has_faults_and_there_are_enough() -> None:
 
 def test_text_that_is_gone_is_named_with_its_fault() -> None:
     gone = fault("lost page", find="no_such + name")
-    text = (
-        r"fault 'lost page' edits must be once in paceline\.cache\.pages, got found 0 times in PagePo"
-    )
+    text = r"fault 'lost page' edits must be once in paceline\.cache\.pages, got found 0 times"
     with pytest.raises(ValueError, match=text):
         gone.applied(PACKAGE)
 
