@@ -199,6 +199,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
 
     audio: Annotated[Unserved, Refusal((), _TEXT_ONLY)] = UNSET
+    chat_template: Annotated[
+        Unserved, Refusal((), "the template is the one in the model's folder; change it there")
+    ] = UNSET
     function_call: Annotated[Unserved, Refusal(("none",), _NO_TOOLS)] = UNSET
     functions: Annotated[Unserved, Refusal(([],), _NO_TOOLS)] = UNSET
     modalities: Annotated[Unserved, Refusal((["text"],), _TEXT_ONLY)] = UNSET
