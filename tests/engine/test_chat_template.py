@@ -1,22 +1,18 @@
 """Chat templates are other people's programs: they end, they reach nothing, they fail in words."""
 
-import ctypes
-import gc
-import subprocess
-import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from paceline.core.errors import RequestError
+from paceline.core.errors import ConfigError, RequestError
 from paceline.engine.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
-def refusal(source, *, limit_s=5.0):
+def refusal(source):
     with pytest.raises(RequestError) as refused:
-        ChatTemplate(source, limit_s=limit_s).render(MESSAGES, {})
+        ChatTemplate(source).render(MESSAGES, {})
     return str(refused.value)
 
 
@@ -51,7 +47,7 @@ def test_a_hostile_template_is_refused_in_words(source, told):
         "{{ messages.__class__ }}",
         "{{ messages | attr('__class__') }}",
         "{{ messages | map(attribute='__class__') | join }}",
-        "{{ lipsum.__globals__ }}",
+        "{{ joiner.__globals__ }}",
         "{{ self._TemplateReference__context }}",
         "{{ '{0.__class__}'.format(1) }}",
     ],
@@ -68,68 +64,39 @@ def test_small_products_and_powers_are_arithmetic():
     "body",
     ["", "{% for k in range(99999) if k < 0 %}{% endfor %}", "{% if r | sum < 0 %}{% endif %}"],
 )
-def test_an_endless_template_is_interrupted(body):
+def test_an_endless_template_is_refused(body):
     loops = "{% for i in r %}{% for j in r %}" + body + "{% endfor %}{% endfor %}"
-    text = refusal("{% set r = range(99999) | list %}" + loops, limit_s=0.2)
-    assert "got no end of it within 0.2 s; check roles" in text
+    text = refusal("{% set r = range(99999) | list %}" + loops)
+    assert "got no end of it within 206010 steps; check roles" in text
 
 
-def test_an_interrupted_thread_goes_on():
-    """A limit that passes just as its block ends reaches nobody: neither code behind nor others."""
-    template = ChatTemplate("{% for i in range(3000) %}{{ i }}{% endfor %}", limit_s=0.0008)
-    ends = {True: 0, False: 0}
-    gc.disable()  # Python warns of what is raised in a callback of the collector
-    try:
-        for _ in range(300):
-            try:
-                ends[len(template.render([], {})) > 3000] += 1
-            except RequestError:
-                ends[False] += 1
-    finally:
-        gc.enable()
-    assert sum(ends.values()) == 300
-    assert ChatTemplate("{{ messages[0].content }}").render(MESSAGES, {}) == "x"
+def test_the_words_of_a_template_are_cut():
+    assert len(refusal("{{ raise_exception('x' * 100000) }}")) < 1_300
 
 
-def test_a_template_that_ends_in_time_asks_the_interpreter_for_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Even to take back what was never asked for raises a flag that nobody lowers."""
-    asked: list[object] = []
-    monkeypatch.setattr(
-        ctypes.pythonapi, "PyThreadState_SetAsyncExc", lambda *given: asked.append(given)
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "RecursionError("),
+        ("{{ 1" + "0" * 9000 + " }}", "ValueError("),
+        ("{{ 0x1" + "0" * 9000 + " }}", "ValueError("),
+        ("{% for i in x %}" * 30 + "{% endfor %}" * 30, "too many statically nested blocks"),
+        ("{% autoescape true %}{% endautoescape %}", "line 1: autoescape is for HTML"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled_is_a_fault_of_the_model(source, told):
+    with pytest.raises(ConfigError, match="chat template must be a valid Jinja template") as found:
+        ChatTemplate(source)
+    assert told in str(found.value)
+
+
+def test_threads_have_budgets_of_their_own():
+    endless = ChatTemplate(
+        "{% for i in range(99999) %}{% for j in range(9) %}{% endfor %}{% endfor %}"
     )
-    ChatTemplate("x", limit_s=3600.0).render([], {})
-    assert asked == []
-
-
-@pytest.mark.parametrize("limit_s", [3600.0, 0.0008], ids=["in-time", "interrupted"])
-def test_a_tracer_goes_on_behind_templates(limit_s: float):
-    """Python 3.11 never does where a flag for asynchronous exceptions was left up."""
-    source = f"""
-import gc, sys
-from paceline.core.errors import RequestError
-from paceline.engine.chat_template import ChatTemplate
-gc.disable()
-template = ChatTemplate("{{% for i in range(3000) %}}{{{{ i }}}}{{% endfor %}}", limit_s={limit_s})
-for _ in range(100):
-    try:
-        template.render([], {{}})
-    except RequestError:
-        pass
-def trace(frame, event, argument):
-    frame.f_trace_opcodes = True
-    return trace
-sys.settrace(trace)
-(lambda: sum([1, 2]))()
-sys.settrace(None)
-"""
-    subprocess.run([sys.executable, "-c", source], check=True, timeout=300)
-
-
-def test_no_timer_is_left_behind():
-    before = set(threading.enumerate())
-    for _ in range(20):
-        ChatTemplate("x", limit_s=3600.0).render([], {})
-    for timer in set(threading.enumerate()) - before:
-        timer.join()  # none waits for its hour
+    short = ChatTemplate("{% for i in range(20000) %}{% endfor %}{{ messages[0].content }}")
+    with ThreadPoolExecutor(4) as pool:
+        refused = [pool.submit(endless.render, MESSAGES, {}) for _ in range(4)]
+        found = [pool.submit(short.render, MESSAGES, {}) for _ in range(8)]
+        assert [each.result() for each in found] == ["x"] * 8
+        assert all(isinstance(each.exception(), RequestError) for each in refused)

@@ -153,6 +153,25 @@ def test_a_template_that_refuses_is_a_400_with_its_words(client, server, monkeyp
     assert "got its refusal: roles must alternate; check roles" in error["message"]
 
 
+def test_a_template_that_does_not_end_is_a_400(client, server, monkeypatch):
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with monkeypatch.context() as patch:
+        patch.setattr(server.llm.tokenizer, "_template", ChatTemplate(endless))
+        error = refused(client.post("/v1/chat/completions", json=CHAT), 400)
+    assert error["param"] == "messages"
+    assert "got no end of it within 210562 steps; check roles" in error["message"]
+
+
+def test_a_template_in_a_request_is_refused(client):
+    body = CHAT | {"chat_template": "{{ messages }}"}
+    error = refused(client.post("/v1/chat/completions", json=body), 400)
+    assert (error["param"], error["code"]) == ("chat_template", "unsupported_parameter")
+    assert "the template is the one in the model's folder" in error["message"]
+    body = GOOD | {"chat_template": "{{ messages }}"}
+    error = refused(client.post("/v1/completions", json=body), 400)
+    assert (error["param"], error["code"]) == ("chat_template", "unknown_parameter")
+
+
 def test_a_model_without_a_template_says_so(client, server, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(server.llm.tokenizer, "_template", None)

@@ -11,7 +11,6 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, RequestError, message
 
-RENDER_LIMIT_S = 5.0  # templates take milliseconds
 # What a template's expressions raise when they do not fit the messages.
 _FAULTS = (
     ArithmeticError,
@@ -22,12 +21,13 @@ _FAULTS = (
     TypeError,
     ValueError,
 )
+_MAX_TOLD = 1_000  # characters of a template's own words in an error
 
 
 class ChatTemplate:
     """One compiled template.  Raises ConfigError when it has a syntax error or jinja2 is absent."""
 
-    def __init__(self, source: str, *, limit_s: float = RENDER_LIMIT_S) -> None:
+    def __init__(self, source: str) -> None:
         try:
             import jinja2
         except ImportError as error:
@@ -41,36 +41,43 @@ class ChatTemplate:
             ) from error
         from paceline.engine.template_sandbox import sandbox
 
-        self._limit_s = limit_s
         try:
             self._template = sandbox().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                message(
-                    "chat template",
-                    expected="a valid Jinja template",
-                    got=f"line {error.lineno}: {error.message}",
-                    remedy="repair chat_template in the model's tokenizer_config.json",
-                )
-            ) from error
+            raise _unusable(f"line {error.lineno}: {error.message}") from error
+        except (SyntaxError, *_FAULTS) as error:  # nested too deep, or a number too long
+            raise _unusable(repr(error)) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The prompt text.  Raises RequestError when the template refuses the messages, fails on
-        them or does not end.
+        """The prompt text.
+
+        Raises RequestError when the template refuses the messages, fails on them or does more than
+        they are worth (template_budget.py).
         """
         import jinja2
 
-        from paceline.engine.template_sandbox import Expired, TimeLimit
+        from paceline.engine.template_budget import OverBudget
+        from paceline.engine.template_sandbox import render
 
-        limit = TimeLimit(self._limit_s)
         try:
-            with limit:
-                return str(self._template.render(messages=messages, **variables))
-        except (jinja2.TemplateError, Expired, *_FAULTS) as error:
-            if limit.has_fired:
-                raise _refusal(f"no end of it within {self._limit_s:g} s") from error
+            return render(self._template, {**variables, "messages": messages})
+        except OverBudget as error:
+            raise _refusal(str(error)) from error
+        except (jinja2.TemplateError, *_FAULTS) as error:
             told = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
-            raise _refusal(f"its refusal: {told}") from error
+            cut = told if len(told) <= _MAX_TOLD else f"{told[:_MAX_TOLD]}..."
+            raise _refusal(f"its refusal: {cut}") from error
+
+
+def _unusable(got: str) -> ConfigError:
+    return ConfigError(
+        message(
+            "chat template",
+            expected="a valid Jinja template",
+            got=got,
+            remedy="repair chat_template in the model's tokenizer_config.json",
+        )
+    )
 
 
 def _refusal(got: str) -> RequestError:

@@ -1,42 +1,96 @@
-"""What chat templates run in: a sandbox with the helpers they expect, and a limit on their time.
+"""What chat templates run in: a sandbox with the helpers they expect, and a budget.
 
 A template comes with a model, so it is somebody else's program.  It sees what it is given, cannot
-reach the interpreter, and is interrupted when it does not end.  A single operation is not
-interrupted; those that make much of little (`*`, `**`) are bounded.
+reach the interpreter, and ends: whatever it does is paid for from the budget of its rendering.
 
 Needs jinja2, so it is imported only for a model that brings a template.
 """
 
-import ctypes
-import json
-import threading
-from collections.abc import Sized
+from collections.abc import Mapping
 from datetime import datetime
-from types import TracebackType
+from types import BuiltinMethodType, CodeType, FunctionType
 from typing import Any, NoReturn
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, Template, TemplateError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_REPEATED = 1_000_000  # characters or items of a product
-MAX_POWER = 1_000  # base and exponent
+from paceline.engine.template_budget import Budget
+from paceline.engine.template_calls import (
+    format_text,
+    spend_on_builtin,
+    spend_on_call,
+    spend_on_operator,
+)
+from paceline.engine.template_code import compile_metered
+from paceline.engine.template_filters import metered_filters, metered_tests
+
+_BUDGET = " budget"  # a variable's name that no template can write
+_OF_A_MAPPING = frozenset(dir(dict))
+_FORMATS = ("format", "format_map")  # which jinja2 wraps
+
+
+class MeteredContext(Context):
+    """The variables of one rendering, and its budget."""
+
+    def __init__(
+        self, environment: Environment, parent: dict[str, Any], *args: Any, **named: Any
+    ) -> None:
+        super().__init__(environment, parent, *args, **named)
+        self.budget: Budget = parent[_BUDGET]  # a derived context has the same
+
+
+class _Generator(CodeGenerator):
+    def visit_EvalContextModifier(self, node: nodes.EvalContextModifier, frame: Frame) -> None:
+        for option in node.options:
+            if not (isinstance(option.value, nodes.Const) and option.value.value is False):
+                self.fail(f"{option.key} is for HTML; a prompt is plain text", node.lineno)
+        super().visit_EvalContextModifier(node, frame)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Templates see data, not the interpreter, and cannot change what they are given."""
+    """Templates see data, not the interpreter, and cannot change what they are given.
 
-    intercepted_binops = frozenset({"*", "**"})
+    What they do raises OverBudget once the budget of their context is spent.
+    """
+
+    intercepted_binops = frozenset({"-", "*", "/", "//", "%", "**"})
+    code_generator_class = _Generator
+    context_class = MeteredContext
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """An attribute before a key, as jinja2 has it, without failing first for every key."""
+        if type(obj) is dict and attribute in obj and attribute not in _OF_A_MAPPING:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+    def call(self, context: Context, called: Any, /, *args: Any, **named: Any) -> Any:
+        """Raises SecurityError for what is not safe, TemplateError for what is not served."""
+        budget: Budget = context.budget  # type: ignore[attr-defined]
+        if type(called) is BuiltinMethodType:  # of a text, a list, a mapping: takes no context
+            named.pop("_loop_vars", None)
+            named.pop("_block_vars", None)
+            args = spend_on_builtin(budget, called, args, named)
+            found = called(*args, **named)
+        elif type(called) is FunctionType and called.__name__ in _FORMATS:
+            found = format_text(self, budget, called.__wrapped__, args, named)  # type: ignore[attr-defined]
+        else:
+            args = spend_on_call(budget, called, args, named)
+            found = super().call(context, called, *args, **named)
+        budget.made(found)
+        return found
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """A product or a power; raises TemplateError for one that is huge."""
-        if operator == "**" and max(abs(left), abs(right)) > MAX_POWER:
-            raise TemplateError(f"a power of numbers beyond {MAX_POWER}")
-        for repeated, times in ((left, right), (right, left)):
-            if isinstance(repeated, Sized) and len(repeated) * times > MAX_REPEATED:
-                raise TemplateError(f"a product of more than {MAX_REPEATED} characters or items")
-        return super().call_binop(context, operator, left, right)
+        """Raises TemplateError for one that makes much of little."""
+        budget: Budget = context.budget  # type: ignore[attr-defined]
+        spend_on_operator(budget, operator, left, right)
+        return budget.copied(self.binop_table[operator](left, right))
+
+    def _compile(self, source: str, filename: str) -> CodeType:
+        """jinja2's hook for other ways to compile."""
+        return compile_metered(source, filename)
 
 
 class GenerationBlock(Extension):
@@ -55,89 +109,24 @@ def sandbox() -> Environment:
     environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters.update(metered_filters(environment.filters))
+    environment.tests.update(metered_tests(environment.tests))
+    del environment.globals["lipsum"]  # filler, as much of it as asked for
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
-class Expired(Exception):
-    """A block under a TimeLimit took too long."""
+def render(template: Template, variables: Mapping[str, Any]) -> str:
+    """The text of a template of `sandbox`.
 
-
-class TimeLimit:
-    """Interrupts the Python code of its block, in the thread that entered it, with Expired.
-
-    Another thread asks the interpreter to raise it (PyThreadState_SetAsyncExc): the block costs
-    nothing until then.  The lock keeps that from happening once the block has been left.
+    Raises OverBudget for more work or more text than the variables are worth, TemplateError, and
+    whatever its expressions raise.
     """
-
-    def __init__(self, seconds: float) -> None:
-        self._thread = ctypes.c_ulong(threading.get_ident())
-        self._lock = threading.Lock()
-        self._is_over = False
-        self._has_fired = False
-        self._timer = threading.Timer(seconds, self._interrupt)
-        self._timer.daemon = True
-
-    @property
-    def has_fired(self) -> bool:
-        """Whether the block was interrupted, whatever came out of it then."""
-        return self._has_fired
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._timer.cancel()
-        with self._lock:
-            self._is_over = True
-            if self._has_fired and kind is not Expired:  # asked for, and perhaps not raised yet
-                self._raise_here()
-
-    def _raise_here(self) -> None:
-        """Let what was asked for reach nobody else.
-
-        To withdraw it (None for the exception) leaves a flag of the interpreter up for good: every
-        loop is a tenth slower, and Python 3.11 does not go on under a tracer.
-        """
-        try:
-            self._ask()
-            for _ in range(1_000):  # it is raised where a loop turns
-                pass
-        except Expired:
-            pass
-
-    def _interrupt(self) -> None:
-        with self._lock:
-            if not self._is_over:
-                self._has_fired = True
-                self._ask()
-
-    def _ask(self) -> None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(self._thread, ctypes.py_object(Expired))
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    *,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
+    budget = Budget(variables)
+    text = template.render({**variables, _BUDGET: budget})
+    budget.check_text(text)
+    return text
 
 
 def _raise_exception(text: str) -> NoReturn:
