@@ -1,6 +1,6 @@
 """Budget: what one rendering of a chat template may spend.
 
-A step is what a template does in about a microsecond at most: a call, an operator, a turn of a
+A step is what a template does in a microsecond or two: a call, an operator, a turn of a
 loop, 64 characters read or 256 copied.  Whoever works for a template spends before it works, in
 proportion to the work, so a rendering ends after as many steps, whatever the template says.
 """
