@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.engine.machine import cpu_facts, versions
+from paceline.plan.machine import cpu_facts, versions
 
 SHAPES = ((320, 192), (192, 192), (1280, 192), (192, 640))  # [out, in] of the bundled model
 NUM_LAYERS = 12

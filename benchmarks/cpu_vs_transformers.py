@@ -22,9 +22,9 @@ import torch
 import transformers
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
-from paceline.engine.machine import cpu_facts, versions
+from paceline.llm.llm import LLM
 from paceline.models.locate import locate
+from paceline.plan.machine import cpu_facts, versions
 
 SEED = 20_261_120
 NUM_REQUESTS = 16

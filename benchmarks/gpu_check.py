@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
-from paceline.engine.machine import versions
+from paceline.llm.llm import LLM
+from paceline.plan.machine import versions
 
 SEED = 7
 TIE_GAP = 1e-3  # of log-probabilities in fp32, at the first difference

@@ -78,7 +78,7 @@ class World:
         import torch
 
         from paceline.core.sampling_params import SamplingParams
-        from paceline.engine.llm import LLM
+        from paceline.llm.llm import LLM
         from paceline.runner.graphs import CapturePolicy, GraphStore
 
         self.clock = Clock()

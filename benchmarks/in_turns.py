@@ -27,7 +27,7 @@ LEAST_PAIRS = 7
 def serve(options: dict[str, Any]) -> None:
     """The child: reads cases, answers how long each took and what was said."""
     from paceline.core.sampling_params import SamplingParams
-    from paceline.engine.llm import LLM
+    from paceline.llm.llm import LLM
 
     llm = LLM(**options)
     report = llm.report()

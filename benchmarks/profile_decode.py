@@ -21,10 +21,10 @@ from paceline.bench.latency import random_prompts
 from paceline.bench.page import page, profile_bars
 from paceline.core.errors import IntegrityError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
-from paceline.engine.machine import local_device, versions
+from paceline.llm.llm import LLM
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
+from paceline.plan.machine import local_device, versions
 from profile_table import Kernel, idle, own_times, role_rows, show, split_steps
 from profile_work import Work, step_limit_us
 

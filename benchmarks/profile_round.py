@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.bench.latency import random_prompts
 from paceline.bench.page import page, profile_bars
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
-from paceline.engine.machine import local_device, versions
+from paceline.llm.llm import LLM
+from paceline.plan.machine import local_device, versions
 from profile_decode import idle_line, kernel_rows, kernels_of, require_steady
 from profile_table import Kernel, idle, own_times
 

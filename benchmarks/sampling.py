@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling_params import SamplerTier, SamplingParams
-from paceline.engine.machine import versions
 from paceline.kernels.draw import draw_reference
 from paceline.layers.sampling import SamplingTable, process_logits, sample
+from paceline.plan.machine import versions
 from paceline.runner.recorded import RecordedGraph
 
 HISTORY = 2048  # tokens of the request table

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.bench.interleaved import Run, time_interleaved
-from paceline.engine.machine import local_device, versions
 from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.linear import gated_linear, linear
 from paceline.kernels.rms_norm import add_rms_norm
 from paceline.kernels.skinny_linear import arrival_counters
+from paceline.plan.machine import local_device, versions
 
 TOKENS = (1, 4, 8, 32, 64)
 SPAN_BYTES = 512 << 20  # of all copies of a weight, at least

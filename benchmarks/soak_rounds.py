@@ -21,12 +21,12 @@ from typing import Any
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Step
-from paceline.engine.boot import Knobs
-from paceline.engine.llm import LLM
 from paceline.engine.loop import Launched
-from paceline.engine.machine import local_device, versions
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.tracker import Tracker
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
+from paceline.plan.machine import local_device, versions
 
 SEED = 11
 MAX_REQUESTS = 24  # at a time, running and waiting

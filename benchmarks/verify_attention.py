@@ -26,8 +26,8 @@ from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.core.errors import PacelineError
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.step import Step
-from paceline.engine.machine import local_device, versions
 from paceline.kernels.paged_attention import paged_attention_reference
+from paceline.plan.machine import local_device, versions
 
 CONTEXT = 16384  # tokens that a page table has room for
 LAYERS = (4, 32)  # least and most that a graph holds

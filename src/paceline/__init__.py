@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.core.sampling_params import SamplingParams
-    from paceline.engine.async_llm import AsyncLLM
-    from paceline.engine.llm import LLM
     from paceline.engine.outputs import RequestOutput
+    from paceline.llm.async_llm import AsyncLLM
+    from paceline.llm.llm import LLM
 
 # How long a CPU thread spins before it sleeps, unless the environment says; read when torch is
 # first imported.  GNU's default of 300,000 turns is milliseconds: with fewer free cores than
@@ -19,8 +19,8 @@ if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
 __all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams"]
 
 _HOMES = {
-    "LLM": "paceline.engine.llm",
-    "AsyncLLM": "paceline.engine.async_llm",
+    "LLM": "paceline.llm.llm",
+    "AsyncLLM": "paceline.llm.async_llm",
     "RequestOutput": "paceline.engine.outputs",
     "SamplingParams": "paceline.core.sampling_params",
 }

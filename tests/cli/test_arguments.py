@@ -10,7 +10,7 @@ from test_verbs import ALIASES, TWICE
 
 from paceline.bench import latency as bench_latency
 from paceline.core.errors import ConfigError
-from paceline.engine.arguments import add_engine_arguments, asked_arguments
+from paceline.plan.arguments import add_engine_arguments, asked_arguments
 
 VERBS = [["generate"], ["chat"], ["bench", "latency"], ["explain"], ["env"], ["prove"]]
 

@@ -12,8 +12,8 @@ from fake_engine import FakeEngine
 
 from paceline.cli.app import app
 from paceline.core.options import engine_options
-from paceline.engine.arguments import add_engine_arguments, asked_arguments
 from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.plan.arguments import add_engine_arguments, asked_arguments
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "generate.json").read_text())
 

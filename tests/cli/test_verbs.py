@@ -367,7 +367,7 @@ def test_first_token_time_counts_from_process_start():
 
     code = (
         "import time; time.sleep(0.5);"
-        "from paceline.engine.machine import seconds_since_process_start as s; print(s())"
+        "from paceline.plan.machine import seconds_since_process_start as s; print(s())"
     )
     began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,10 +8,10 @@ from tokenizers import Tokenizer, models
 
 from paceline.core.gpus import GIB, gpu_by_name
 from paceline.core.options import engine_options
-from paceline.engine.resolve import resolve
-from paceline.engine.speculation import Speculation, plan_speculation
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
+from paceline.plan.resolve import resolve
+from paceline.plan.speculation import Speculation, plan_speculation
 
 TARGET = {
     "model_type": "llama",

@@ -22,9 +22,9 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend, Capabilities
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Step
-from paceline.engine.boot import Knobs
-from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
 from paceline.runner.graphs import AHEAD
 from paceline.runner.streams import DeferredStream
 

@@ -24,9 +24,9 @@ from llm_cases import (
 )
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
+from paceline.llm.llm import LLM
 
 LLAMA = "llama-gqa2-untied"
 ROWS = 4

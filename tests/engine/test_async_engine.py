@@ -8,10 +8,10 @@ import pytest
 
 from paceline.core.errors import BusyError, CapacityError, PacelineError, RequestError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.boot import Knobs
-from paceline.engine.llm import LLM
 from paceline.engine.ticket import GROWTHS, SNAPSHOTS
+from paceline.llm.async_engine import AsyncEngine
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

@@ -11,10 +11,10 @@ from paceline.attention.registry import load_backend
 from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import GPUS
 from paceline.core.options import engine_options
-from paceline.engine.attention_choice import PhaseChoice, one_backend, phase_choices
-from paceline.engine.explain import explain_model, show
-from paceline.engine.resolve import resolve
-from paceline.engine.target import find_target
+from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
+from paceline.plan.explain import explain_model, show
+from paceline.plan.resolve import resolve
+from paceline.plan.target import find_target
 
 H200 = GPUS["h200"]
 

@@ -13,8 +13,8 @@ from paceline.bench.paired_runs import speed_up
 from paceline.bench.speculative import SpeculativeShape, bench_speculative, main, table
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
-from paceline.engine.speculation import FORCED
+from paceline.llm.llm import LLM
+from paceline.plan.speculation import FORCED
 from paceline.proof.lossless.prompt_set import NamedPrompt, read_prompts
 from paceline.runner.round_program import RoundProgram
 

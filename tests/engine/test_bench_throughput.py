@@ -21,8 +21,8 @@ from paceline.bench.traffic_shape import USUAL_OUTPUT, Lengths, TrafficShape
 from paceline.bench.turn_log import StepFacts, StepKind, TimedTurn, TurnLog
 from paceline.core.errors import ConfigError, IntegrityError, RequestError
 from paceline.core.step import RunKind
-from paceline.engine.boot import Knobs, prepare
-from paceline.engine.llm import LLM
+from paceline.llm.boot import Knobs, prepare
+from paceline.llm.llm import LLM
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench_throughput.json"
 SHAPE = TrafficShape(

@@ -11,9 +11,9 @@ from paceline.attention.contract import GraphSupport
 from paceline.attention.registry import load_backend
 from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import DeviceFacts
-from paceline.engine.attention_choice import PhaseChoice, one_backend, phase_choices
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
+from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
 
 WIDE = TARGET | {"hidden_size": 256, "head_dim": 64}
 

@@ -7,16 +7,16 @@ from test_footprint import Allocations
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB
-from paceline.engine.boot import Knobs
-from paceline.engine.budget_table import budget_lines, compare, table
-from paceline.engine.draft_footprint import DRAFT_PEAK, DRAFT_TOTAL
-from paceline.engine.explain import explain_model, show
-from paceline.engine.footprint import request_pages, standing_pages
-from paceline.engine.llm import LLM
-from paceline.engine.speculation import all_groups
 from paceline.kernels.draft_topk import draft_topk
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
+from paceline.plan.budget_table import budget_lines, compare, table
+from paceline.plan.draft_footprint import DRAFT_PEAK, DRAFT_TOTAL
+from paceline.plan.explain import explain_model, show
+from paceline.plan.footprint import request_pages, standing_pages
+from paceline.plan.speculation import all_groups
 from paceline.runner.graphs import AHEAD
 
 EAGLE3 = {"path": "eagle3-llama-3.1-8b", "load_format": "dummy"}

@@ -9,7 +9,7 @@ import pytest
 from children import PACELINE, child
 from paceline.core.errors import PacelineError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
+from paceline.llm.llm import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 

@@ -11,12 +11,12 @@ from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB, gpu_by_name
 from paceline.core.model_config import cache_group_specs
-from paceline.engine.budget_table import budget_lines, compare, table
-from paceline.engine.fit import require_fit
-from paceline.engine.footprint import activation_bytes, request_pages, standing_pages
-from paceline.engine.resolve import resolve
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
+from paceline.plan.budget_table import budget_lines, compare, table
+from paceline.plan.fit import require_fit
+from paceline.plan.footprint import activation_bytes, request_pages, standing_pages
+from paceline.plan.resolve import resolve
 
 H200 = gpu_by_name("h200")
 CPU = replace(

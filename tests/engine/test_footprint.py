@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.sampling_params import SamplerTier
-from paceline.engine.boot import Knobs
-from paceline.engine.footprint import SAMPLER_PEAK, activation_bytes
-from paceline.engine.llm import LLM
 from paceline.layers.sampling import sample
 from paceline.layers.sampling.table import SamplingTable
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
 from paceline.models.config import parse_config
+from paceline.plan.footprint import SAMPLER_PEAK, activation_bytes
 from paceline.runner.graphs import AHEAD
 
 GEMMA = {

@@ -32,8 +32,8 @@ from paceline.core.errors import (
     WeightsError,
 )
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.boot import Knobs
-from paceline.engine.llm import LLM
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
 
 GOOD = [10, 11, 12]
 

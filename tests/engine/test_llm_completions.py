@@ -18,9 +18,9 @@ from llm_cases import (
 
 from paceline.core.errors import CapacityError, RequestError
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.seeds import child_seed
 from paceline.core.step import Step
-from paceline.engine.boot import Knobs
-from paceline.layers.sampling import child_seed
+from paceline.llm.boot import Knobs
 
 SAMPLED = SamplingParams(seed=3, max_tokens=20, ignore_eos=True)
 

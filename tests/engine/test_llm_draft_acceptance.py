@@ -31,9 +31,9 @@ from speculative_cases import (
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Step
-from paceline.engine.boot import Knobs
-from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=26, ignore_eos=True)
 NOISY = SamplingParams(temperature=0.8, max_tokens=26, ignore_eos=True, seed=3)

@@ -31,8 +31,8 @@ from llm_cases import (
 
 from paceline.core.model_config import cache_group_specs
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.boot import Knobs
-from paceline.engine.llm import LLM
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
 from paceline.models.locate import BUNDLED_FOLDER
 
 # Page size -> pages of each group's pool: the longest request fits, all together do not.

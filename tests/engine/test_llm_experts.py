@@ -15,12 +15,12 @@ from llm_cases import (
 )
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.boot import Knobs
-from paceline.engine.explain import explain_model
-from paceline.engine.footprint import activation_bytes
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
 from paceline.kernels.moe_route import moe_route
+from paceline.llm.boot import Knobs
 from paceline.models.config import parse_config
+from paceline.plan.explain import explain_model
+from paceline.plan.footprint import activation_bytes
 from paceline.runner import build
 
 CASES = ("qwen3_moe-window-every-second-layer", "gpt-oss-sinks-alternating-windows")

@@ -21,9 +21,9 @@ from llm_cases import (
 from cache_probe import num_shared_pages
 from paceline.core.errors import PacelineError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.boot import Knobs
-from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
 
 
 @pytest.fixture(scope="module")

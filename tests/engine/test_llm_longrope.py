@@ -16,8 +16,8 @@ from llm_cases import (
 )
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
+from paceline.llm.llm import LLM
 
 TRAINED, CONTEXT = 48, 128
 TOP = 20

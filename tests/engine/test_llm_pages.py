@@ -19,8 +19,8 @@ from llm_cases import (
 
 from paceline.core.modes import ForwardMode
 from paceline.core.step import JoinDelta, PageDelta
-from paceline.engine.boot import Knobs
 from paceline.engine.outputs import RequestOutput
+from paceline.llm.boot import Knobs
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.staging import StagingSlot
 

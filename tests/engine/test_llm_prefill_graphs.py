@@ -12,7 +12,7 @@ from llm_cases import (
 )
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.boot import Knobs
+from paceline.llm.boot import Knobs
 
 CASES = ("gemma2-soft-caps-alternating-windows", "gpt-oss-sinks-alternating-windows")
 PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)

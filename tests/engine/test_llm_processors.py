@@ -29,9 +29,9 @@ from transformers.generation.logits_process import ExponentialDecayLengthPenalty
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError, HostReadError, KernelArgumentError, RequestError
 from paceline.core.sampling_params import SamplerTier, SamplingParams
-from paceline.engine.llm import LLM
-from paceline.engine.processors import load_processors
 from paceline.layers.sampling import Column, LogitsProcessor, SamplingTable, process_logits
+from paceline.llm.llm import LLM
+from paceline.plan.processors import load_processors
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "logits-processors.md"

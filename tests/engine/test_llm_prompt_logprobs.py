@@ -22,9 +22,9 @@ from llm_cases import (
 from paceline.core.errors import RequestError
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import JoinDelta, RowLogprobs
-from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.step_plan import StepPlan
+from paceline.llm.llm import LLM
 from paceline.runner import prompt_logprobs as prompt_logprobs_module
 
 TOLERANCE = 1e-4  # natural log units; float32 sums differ in order

@@ -27,10 +27,10 @@ from llm_cases import (
 
 from paceline.core.errors import ModelError, RequestError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.admission import MAX_TOKENS_CUT
-from paceline.engine.async_llm import AsyncLLM
-from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
+from paceline.llm.admission import MAX_TOKENS_CUT
+from paceline.llm.async_llm import AsyncLLM
+from paceline.llm.llm import LLM
 
 SHORT = replace(GREEDY, max_tokens=6)
 TEMPLATE = (
@@ -155,7 +155,7 @@ def test_wrong_prompts_may_be_told_instead_of_refusing_the_others(llm: LLM, stre
 
 
 def test_a_request_that_can_never_fit_is_told_too(talker: Checkpoint) -> None:
-    from paceline.engine.boot import Knobs
+    from paceline.llm.boot import Knobs
 
     with make_llm(talker, knobs=Knobs(num_pages=(3,))) as small:
         prompts = [[4] * 20, [4] * 60]

@@ -23,9 +23,9 @@ from cache_probe import cached_len
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs
 from paceline.engine.completion import Completion
-from paceline.engine.llm import LLM
 from paceline.engine.request import Request
 from paceline.engine.scheduler import RequestUpdate
+from paceline.llm.llm import LLM
 
 SEEDED = [
     SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from speculative_cases import LOGPROB_TOLERANCE, Truth, llama_truth
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
+from paceline.llm.llm import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 NOISY = SamplingParams(temperature=0.9, max_tokens=24, seed=2)

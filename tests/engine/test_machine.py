@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine import machine
-from paceline.engine.machine import busy_cpus, cpu_facts, cpu_quota, free_cores
+from paceline.plan import machine
+from paceline.plan.machine import busy_cpus, cpu_facts, cpu_quota, free_cores
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB, GPUS, gpu_by_name
-from paceline.engine.explain import nearest_if_short
-from paceline.engine.fit import require_fit
-from paceline.engine.resolve import resolve
-from paceline.engine.suggestion import flag_words
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
+from paceline.plan.explain import nearest_if_short
+from paceline.plan.fit import require_fit
+from paceline.plan.resolve import resolve
+from paceline.plan.suggestion import flag_words
 
 BOUNDED = {"max_num_seqs": "cuda_graph_max_bs", "max_num_batched_tokens": "chunked_prefill_size"}
 

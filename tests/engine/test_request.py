@@ -1,8 +1,8 @@
 """A request's own facts: what it may take from the cache, and what its siblings share with it."""
 
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.seeds import child_seed
 from paceline.engine.request import Request, RequestState
-from paceline.layers.sampling import child_seed
 
 SAMPLED = SamplingParams(seed=3, max_tokens=8, n=3, logprobs=2, prompt_logprobs=1)
 

@@ -8,11 +8,11 @@ from draft_models import HEAD, TARGET, WORDS, drafted, folder, planned
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.options import engine_options
-from paceline.engine import draft_choice
-from paceline.engine.explain import explain_model
-from paceline.engine.speculation import plan_speculation, without_speculation
 from paceline.models.config import parse_config
 from paceline.models.locate import BUNDLED_FOLDER, locate
+from paceline.plan import draft_choice
+from paceline.plan.explain import explain_model
+from paceline.plan.speculation import plan_speculation, without_speculation
 from paceline.proof.lossless.drafting import with_drafter
 
 

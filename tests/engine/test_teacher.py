@@ -6,8 +6,8 @@ from llm_cases import GREEDY, Checkpoint, make_llm, random_prompts, tokens_of
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError, PacelineError
-from paceline.engine.boot import Knobs
-from paceline.engine.teacher import Form, round_rows
+from paceline.llm.boot import Knobs
+from paceline.llm.teacher import Form, round_rows
 
 TREE = DraftShape(num_steps=3, topk=2, num_draft_tokens=6)
 CHAIN = DraftShape(num_steps=3, topk=1, num_draft_tokens=4)

@@ -7,8 +7,8 @@ from paceline.bench.turn_log import StepKind, TurnLog
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import RunKind
 from paceline.engine import loop
-from paceline.engine.boot import Knobs
-from paceline.engine.llm import LLM
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
 from paceline.runner.graphs import AHEAD
 
 PROMPTS = [[5] * 9, [6] * 30, [7] * 3]

@@ -5,7 +5,7 @@ import pytest
 import gpu_check
 from paceline.core.errors import GraphGuardError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
+from paceline.llm.llm import LLM
 from paceline.runner.graphs import CudaGraph
 
 # Warnings of drivers, and torch's about its own sync debug mode, are shown and fail nothing.

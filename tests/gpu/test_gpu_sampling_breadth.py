@@ -8,7 +8,7 @@ import torch
 
 import gpu_check
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
+from paceline.llm.llm import LLM
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))  # holds example_processor
 

@@ -9,7 +9,7 @@ from paceline.attention.backends.triton_backend import TritonBackend, TritonPlan
 from paceline.attention.contract import LayerCache, Part
 from paceline.core.errors import SanitizerError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
+from paceline.llm.llm import LLM
 
 # Warnings of drivers fail nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from paceline.engine.speculation import without_speculation
+from paceline.plan.speculation import without_speculation
 from paceline.proof.lossless.contest import contenders_of
 from paceline.proof.lossless.prompt_set import BUILT_IN, read_prompts
 from paceline.proof.lossless.proof import Outcome

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 import gpu_check
-from paceline.engine.llm import LLM
+from paceline.llm.llm import LLM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from paceline.core.sampling_params import MAX_COMPLETIONS
+from paceline.core.seeds import child_seed
 from paceline.kernels.gumbel import splitmix64
-from paceline.layers.sampling.noise import child_seed, coins, draft_seeds, gumbel
+from paceline.layers.sampling.noise import coins, draft_seeds, gumbel
 
 # Outputs of the SplitMix64 reference code for seed 1234567 (Rosetta Code, "Pseudo-random
 # numbers/Splitmix64").

@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.errors import WeightsError
+from paceline.core.lfs import is_lfs_pointer
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
-from paceline.models.weight_files import INDEX_NAME, is_lfs_pointer
+from paceline.models.weight_files import INDEX_NAME
 
 CASE = "llama-gqa2-untied"
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from llm_cases import Checkpoint, make_checkpoint
 
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
-from paceline.engine.speculation import without_speculation
+from paceline.plan.speculation import without_speculation
 from paceline.proof.lossless import prove as prove_module
 from paceline.proof.lossless.contest import Contender, contenders_of
 from paceline.proof.lossless.prompt_set import NamedPrompt

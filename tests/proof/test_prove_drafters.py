@@ -17,9 +17,9 @@ from paceline.core.fixes import read_fix
 from paceline.core.reverts import reverted_sources
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import BAND_FILE, read_band
-from paceline.engine.draft_self_test import BELOW_BAND
-from paceline.engine.llm import LLM
-from paceline.engine.speculation import without_speculation
+from paceline.llm.draft_self_test import BELOW_BAND
+from paceline.llm.llm import LLM
+from paceline.plan.speculation import without_speculation
 from paceline.proof.fixes.registry import FOLDER
 from paceline.proof.lossless.contest import contenders_of
 from paceline.proof.lossless.prompt_set import NamedPrompt
@@ -111,7 +111,7 @@ def test_a_drafter_as_it_was_made_lies_within_its_band(pair, request):
 
 def test_a_wrong_tap_is_a_collapse(head, monkeypatch):
     wrong = reverted("tap-one-layer-early").tap_names
-    monkeypatch.setattr("paceline.engine.speculation.tap_names", wrong)
+    monkeypatch.setattr("paceline.plan.speculation.tap_names", wrong)
     assert_collapse(proof_of(head))
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import uvicorn
 
-from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.llm import LLM
 from paceline.engine.tracker import Tracker
+from paceline.llm.async_engine import AsyncEngine
+from paceline.llm.llm import LLM
 from paceline.server.app import build_app
 from paceline.server.limits import LIMITS, Limits
 from paceline.server.service import Service

@@ -10,11 +10,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.admission import Admitted
 from paceline.engine.outputs import CompletionGrowth, RequestGrowth, RequestMetrics
 from paceline.engine.request import FinishReason
 from paceline.engine.round_counts import RoundCounts
 from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.llm.admission import Admitted
 from paceline.server.answer import Job, answer
 from paceline.server.body import decoded
 from paceline.server.chat import ChatWriter

@@ -33,8 +33,8 @@ from paceline.bench.attention_workload import make_workload
 from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import DeviceFacts
-from paceline.engine.arguments import add_flags, bench_main, bench_parser
-from paceline.engine.machine import local_device, versions
+from paceline.plan.arguments import add_flags, bench_main, bench_parser
+from paceline.plan.machine import local_device, versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

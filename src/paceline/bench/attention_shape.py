@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from paceline.attention.measurements import LayerShape, Phase
 from paceline.core.errors import ConfigError, message
 from paceline.core.options import DTYPES
-from paceline.engine.arguments import Flag
+from paceline.plan.arguments import Flag
 
 PEERS = ("auto", "flashinfer", "none")
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8")

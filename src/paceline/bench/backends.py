@@ -38,7 +38,7 @@ from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.core.errors import BackendUnsupported, ConfigError, message
 from paceline.core.gpus import DeviceFacts
 from paceline.core.progress import collect, cut_mark
-from paceline.engine.machine import installed, versions
+from paceline.plan.machine import installed, versions
 
 NAME = "attention backends"
 TIMED_VERSIONS = ("torch", "triton", "flashinfer-python", "flash-attn-4")  # what a time depends on

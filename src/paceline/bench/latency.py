@@ -23,9 +23,9 @@ from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.arguments import add_flag, asked_arguments, bench_main, bench_parser
-from paceline.engine.machine import cache_state, kernel_cache, seconds_since_process_start
 from paceline.engine.outputs import RequestOutput
+from paceline.plan.arguments import add_flag, asked_arguments, bench_main, bench_parser
+from paceline.plan.machine import cache_state, kernel_cache, seconds_since_process_start
 
 REPEATS = 3
 CHECK_TOKENS = 16  # output tokens of the check
@@ -202,8 +202,8 @@ def bench_latency(
 
 def _load(shape: LatencyShape, **asked: object) -> Any:
     """The engine.  Raises ConfigError for a shape beyond its context, before weights are read."""
-    from paceline.engine.boot import prepare
-    from paceline.engine.llm import LLM
+    from paceline.llm.boot import prepare
+    from paceline.llm.llm import LLM
 
     prepared = prepare(asked)
     needed, context_len = shape.input_len + shape.output_len, prepared.admission.context_len

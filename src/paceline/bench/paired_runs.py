@@ -8,9 +8,9 @@ from statistics import geometric_mean, median
 
 from paceline.core.errors import IntegrityError, message
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.inputs import Prompt
-from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestMetrics, RequestOutput
+from paceline.llm.inputs import Prompt
+from paceline.llm.llm import LLM
 from paceline.proof.lossless.judge import Judge
 from paceline.proof.lossless.prompt_set import NamedPrompt
 from paceline.proof.lossless.verdicts import Verdict

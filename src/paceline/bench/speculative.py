@@ -21,10 +21,10 @@ from paceline.core.options import engine_options
 from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, drafter_words
-from paceline.engine.arguments import add_flag, asked_arguments, bench_main, bench_parser
-from paceline.engine.llm import LLM
-from paceline.engine.machine import local_device
-from paceline.engine.speculation import without_speculation
+from paceline.llm.llm import LLM
+from paceline.plan.arguments import add_flag, asked_arguments, bench_main, bench_parser
+from paceline.plan.machine import local_device
+from paceline.plan.speculation import without_speculation
 from paceline.proof.lossless.drafting import with_drafter
 from paceline.proof.lossless.prompt_set import BUILT_IN, NamedPrompt, inputs_of, read_prompts
 

@@ -33,10 +33,10 @@ from paceline.bench.turn_log import TurnLog
 from paceline.core.errors import IntegrityError, message
 from paceline.core.events import Event
 from paceline.core.progress import cut_mark
-from paceline.engine.arguments import add_flags, asked_arguments, bench_main, bench_parser
-from paceline.engine.boot import Knobs, prepare
-from paceline.engine.llm import LLM
-from paceline.engine.machine import (
+from paceline.llm.boot import Knobs, prepare
+from paceline.llm.llm import LLM
+from paceline.plan.arguments import add_flags, asked_arguments, bench_main, bench_parser
+from paceline.plan.machine import (
     cache_state,
     kernel_cache,
     seconds_since_process_start,

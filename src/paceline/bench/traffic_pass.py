@@ -9,10 +9,10 @@ from paceline.bench.traffic import Arrival
 from paceline.bench.turn_log import TimedTurn, TurnLog
 from paceline.core.errors import IntegrityError, message
 from paceline.core.progress import Progress
-from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.engine.tracker import Tracker
+from paceline.llm.llm import LLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

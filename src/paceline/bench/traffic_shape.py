@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, message
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.arguments import Flag
+from paceline.plan.arguments import Flag
 
 SIGMA = 1.0  # of the logarithm of a length
 

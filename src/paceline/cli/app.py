@@ -69,7 +69,7 @@ class LazyGroup(Verbs):
 def show_version(ctx: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
     """Print the version and leave."""
     if is_asked and not ctx.resilient_parsing:
-        from paceline.engine.machine import installed
+        from paceline.plan.machine import installed
 
         click.echo(f"paceline {installed(['paceline'])['paceline'] or 'from source'}")
         ctx.exit()

@@ -20,7 +20,7 @@ from paceline.bench.traffic_shape import TrafficShape
 from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
 from paceline.cli.interrupts import end_of_run
 from paceline.cli.verb import Verbs, examples
-from paceline.engine.arguments import Flag, asked_arguments
+from paceline.plan.arguments import Flag, asked_arguments
 
 Command = Callable[..., None]
 

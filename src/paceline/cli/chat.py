@@ -11,7 +11,7 @@ from paceline.cli.interrupts import interrupts, until_stopped
 from paceline.cli.sampling_flags import GREEDY, sampling_flags, sampling_params
 from paceline.cli.verb import Verb, examples
 from paceline.core.errors import RequestError
-from paceline.engine.arguments import asked_arguments
+from paceline.plan.arguments import asked_arguments
 
 HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer"
 NO_TEMPLATE = (

@@ -13,7 +13,7 @@ def engine_factory(ctx: click.Context) -> Callable[..., Any]:
     if ctx.obj is not None:
         factory: Callable[..., Any] = ctx.obj
         return factory
-    from paceline.engine.llm import LLM
+    from paceline.llm.llm import LLM
 
     default: Callable[..., Any] = LLM
     return default
@@ -32,7 +32,7 @@ def start_engine(
     factory = engine_factory(ctx)
     if ctx.obj is not None:
         return factory(**asked)
-    from paceline.engine.boot import prepare
+    from paceline.llm.boot import prepare
 
     prepared = prepare(asked)
     check(prepared.admission)

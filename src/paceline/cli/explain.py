@@ -7,7 +7,7 @@ import click
 
 from paceline.cli.flags import engine_flags
 from paceline.cli.verb import Verb, examples
-from paceline.engine.arguments import asked_arguments
+from paceline.plan.arguments import asked_arguments
 
 
 @click.command(
@@ -27,7 +27,7 @@ def explain(gpu: str | None, as_json: bool, **values: Any) -> None:
 
     Needs neither the weights nor the device.  Exits with 2 when the model cannot fit.
     """
-    from paceline.engine.explain import explain_model, show
+    from paceline.plan.explain import explain_model, show
 
     plan = explain_model(asked_arguments(values), gpu=gpu)
     click.echo(json.dumps(plan.to_json()) if as_json else show(plan))

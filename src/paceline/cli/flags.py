@@ -11,7 +11,7 @@ from paceline.cli.verb import GroupedOption
 from paceline.core.option_spec import OptionSpec, spec_of
 from paceline.core.options import EngineOptions
 from paceline.core.parallel import PARALLEL_FLAGS, Parallel
-from paceline.engine.arguments import PARALLEL_HELP, help_of, is_read_from_text
+from paceline.plan.arguments import PARALLEL_HELP, help_of, is_read_from_text
 
 Command = TypeVar("Command", bound=Callable[..., object])
 

@@ -14,7 +14,7 @@ from paceline.cli.prompts import prompt_flags, read_prompts
 from paceline.cli.sampling_flags import GREEDY, sampling_flags, sampling_params
 from paceline.cli.verb import Verb, examples
 from paceline.core.progress import INTERRUPTED, Progress
-from paceline.engine.arguments import asked_arguments
+from paceline.plan.arguments import asked_arguments
 
 
 @click.command(
@@ -80,7 +80,7 @@ def _refuse_unseen(values: dict[str, Any]) -> None:
 
 
 def _conversations(prompts: Sequence[str]) -> list[Any]:
-    from paceline.engine.inputs import Conversation
+    from paceline.llm.inputs import Conversation
 
     return [Conversation(messages=[{"role": "user", "content": prompt}]) for prompt in prompts]
 

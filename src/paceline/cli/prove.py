@@ -10,7 +10,7 @@ from paceline.cli.console import engine_factory
 from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
 from paceline.cli.interrupts import end_of_run
 from paceline.cli.verb import Verb
-from paceline.engine.arguments import asked_arguments
+from paceline.plan.arguments import asked_arguments
 
 
 @click.command(
@@ -60,7 +60,7 @@ def prove(ctx: click.Context, /, **values: Any) -> None:
     scores say whether rounding decided (a tie) or whether it is a bug; of a bug the first layer at
     fault is searched.  --seed seeds the answers.
     """
-    from paceline.engine.speculation import without_speculation
+    from paceline.plan.speculation import without_speculation
     from paceline.proof.lossless.contest import contenders_of
     from paceline.proof.lossless.prompt_set import BUILT_IN, read_prompts
     from paceline.proof.lossless.prove import Trial

@@ -7,7 +7,7 @@ import click
 from paceline.cli.console import engine_factory
 from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
 from paceline.cli.verb import Verb
-from paceline.engine.arguments import asked_arguments
+from paceline.plan.arguments import asked_arguments
 
 
 @click.command(

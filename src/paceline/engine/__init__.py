@@ -1,7 +1,6 @@
-"""Engine: from prompts to outputs on the host.
+"""Engine: requests from their prompts' tokens to their ends, in integers and strings.
 
-Here live the `LLM` facade, the scheduler and both loops, the life of a request, tokenizing and
-detokenizing, resolving options and the memory budget.  What may not live
-here: tensors of a step, HTTP, and any library a GPU box without the extras lacks: this room runs on
-torch, numpy, safetensors and tokenizers.
+Here live the scheduler, both loops, the life of a request, its completions and what its caller sees
+of them.  What may not live here: torch, options, and how a step runs: the loop knows the runner by
+what it calls.
 """

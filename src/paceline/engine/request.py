@@ -16,8 +16,8 @@ from enum import Enum, StrEnum
 
 from paceline.core.errors import message
 from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.seeds import child_seed
 from paceline.engine.round_counts import RoundCounts
-from paceline.layers.sampling import child_seed
 
 
 class RequestState(Enum):

@@ -11,10 +11,9 @@ import tokenizers
 
 from paceline.core.errors import ConfigError, ModelError, RequestError, message
 from paceline.core.events import Event, Notify
+from paceline.core.lfs import LFS_POINTER, LFS_REMEDY, is_lfs_pointer
 from paceline.engine.chat_template import ChatTemplate
 from paceline.engine.fewest_tokens import longest_token_bytes
-from paceline.models.locate import ModelSource
-from paceline.models.weight_files import LFS_POINTER, LFS_REMEDY, is_lfs_pointer
 
 UNUSABLE_TEMPLATE = "chat_template_unusable"  # reason code
 _MOST_KEPT = 1 << 16  # texts of single tokens
@@ -203,24 +202,24 @@ class Tokenizer:
         return None if token is None else self._core.token_to_id(token)
 
 
-def find_tokenizer(source: ModelSource, notify: Notify) -> Tokenizer | None:
-    """A model's tokenizer; None for a model without, which takes token ids.
+def find_tokenizer(file: Path | None, notify: Notify) -> Tokenizer | None:
+    """The tokenizer of a tokenizer.json; None for a model without, which takes token ids.
 
     A chat template that cannot be used is an event: text does not need it.  Raises ModelError for
     files that cannot be read.
     """
-    if source.tokenizer is None:
+    if file is None:
         return None
-    tokenizer = Tokenizer.from_folder(source.tokenizer.parent)
+    tokenizer = Tokenizer.from_folder(file.parent)
     if tokenizer.chat_template_fault is not None:
         notify(Event(UNUSABLE_TEMPLATE, tokenizer.chat_template_fault))
     return tokenizer
 
 
-def missing_tokenizer(source: ModelSource) -> str | None:
-    """Why a model that brings a tokenizer has none here; None for one that brings none."""
-    folder = source.folder
-    if source.tokenizer is not None or folder is None:
+def missing_tokenizer(folder: Path | None) -> str | None:
+    """Why a model's folder that brings a tokenizer has none that is read; None for one that has, or
+    brings none."""
+    if folder is None or (folder / "tokenizer.json").is_file():
         return None
     if not (folder / "tokenizer.model").is_file():
         return None

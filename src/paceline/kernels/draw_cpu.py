@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.core.seeds import GOLDEN_GAMMA, MIX_1, MIX_2, splitmix64
 from paceline.kernels.custom_op import host_array
 from paceline.kernels.gumbel import noise_of
 from paceline.kernels.keep_mask import WEIGHT_SCALE
 
 Ids = NDArray[np.int64]
 
-_GOLDEN_GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 2**64
 _BLOCK = 1 << 16  # tokens hashed at a time, so that two arrays stay in a core's cache
 _FEW = 1024  # tokens that are scored at once
@@ -131,7 +131,7 @@ class _Row:
         self._logits = logits
         self._temperature = np.float32(law.temperature)
         self._highest = logits[best]
-        self._stream = _splitmix64(_splitmix64(law.seed, 0), law.position)
+        self._stream = splitmix64(splitmix64(law.seed, 0), law.position)
 
     def scaled(self, ids: Ids | None = None) -> NDArray[np.float32]:
         """(logits - their maximum) / temperature of `ids`; None: of all."""
@@ -198,25 +198,17 @@ class _Row:
         return np.concatenate(found)
 
 
-def _splitmix64(state: int, index: int) -> int:
-    """`gumbel.splitmix64` of host numbers, as an unsigned one."""
-    bits = (state + (index + 1) * _GOLDEN_GAMMA) % _WORD
-    bits = (bits ^ (bits >> 30)) * _MIX_1 % _WORD
-    bits = (bits ^ (bits >> 27)) * _MIX_2 % _WORD
-    return bits ^ (bits >> 31)
-
-
 def _before_last_step(
     ids: Ids, state: int, bits: NDArray[np.uint64], scratch: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
     """What `splitmix64` makes of `ids` before its last step, which leaves the highest 31 bits:
     high noise has them low.  Overwrites and returns `bits`; overwrites `scratch`.
     """
-    np.multiply(ids.view(np.uint64), np.uint64(_GOLDEN_GAMMA), out=bits)
-    np.add(bits, np.uint64((state + _GOLDEN_GAMMA) % _WORD), out=bits)
+    np.multiply(ids.view(np.uint64), np.uint64(GOLDEN_GAMMA), out=bits)
+    np.add(bits, np.uint64((state + GOLDEN_GAMMA) % _WORD), out=bits)
     np.right_shift(bits, np.uint64(30), out=scratch)
     np.bitwise_xor(bits, scratch, out=bits)
-    np.multiply(bits, np.uint64(_MIX_1), out=bits)
+    np.multiply(bits, np.uint64(MIX_1), out=bits)
     np.right_shift(bits, np.uint64(27), out=scratch)
     np.bitwise_xor(bits, scratch, out=bits)
-    return np.multiply(bits, np.uint64(_MIX_2), out=bits)
+    return np.multiply(bits, np.uint64(MIX_2), out=bits)

@@ -9,7 +9,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.core.errors import WeightsError, message
-from paceline.models.weight_files import LFS_POINTER, LFS_REMEDY, is_lfs_pointer, weight_files
+from paceline.core.lfs import LFS_POINTER, LFS_REMEDY, is_lfs_pointer
+from paceline.models.weight_files import weight_files
 
 
 class StoredTensors(Protocol):

@@ -9,9 +9,6 @@ from paceline.core.errors import WeightsError, message
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors$")
-_LFS = b"version https://git-lfs"
-LFS_POINTER = "a Git LFS pointer: the repository was cloned without its large files"
-LFS_REMEDY = "run git lfs pull there, or name the hub id"
 _OTHERS = ("adapter", "consolidated", "optimizer")  # beside weights, and not part of them
 
 
@@ -46,15 +43,6 @@ def gguf_refusal(what: str, name: str) -> WeightsError:
             remedy="name the model it was converted from: GGUF is not read",
         )
     )
-
-
-def is_lfs_pointer(path: Path) -> bool:
-    """Whether Git LFS left a note in place of the file's content; not where it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_LFS)) == _LFS
-    except OSError:
-        return False
 
 
 def _incomplete(folder: Path, absent: list[str]) -> WeightsError:

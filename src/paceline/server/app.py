@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.core.errors import message
-from paceline.engine.machine import versions
+from paceline.plan.machine import versions
 from paceline.server.answer import Job, answer
 from paceline.server.body import body_schema, read_body
 from paceline.server.chat import chat_job

@@ -15,9 +15,9 @@ from types import FrameType
 import uvicorn
 
 from paceline.core.errors import ConfigError, message
-from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.llm import LLM
-from paceline.engine.machine import settled
+from paceline.llm.async_engine import AsyncEngine
+from paceline.llm.llm import LLM
+from paceline.plan.machine import settled
 from paceline.server.app import build_app
 from paceline.server.limits import LIMITS, Limits
 from paceline.server.service import Service

@@ -11,10 +11,10 @@ from typing import Any
 
 from paceline.core.errors import ModelError, message
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.admission import Admission, Admitted
-from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.llm import LLM
 from paceline.engine.tokenizer import Tokenizer
+from paceline.llm.admission import Admission, Admitted
+from paceline.llm.async_engine import AsyncEngine
+from paceline.llm.llm import LLM
 from paceline.server.errors import ApiError
 from paceline.server.limits import LIMITS
 from paceline.server.places import shortened

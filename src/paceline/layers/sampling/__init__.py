@@ -6,7 +6,7 @@ request ends is the runner's and the engine's business.
 """
 
 from paceline.layers.sampling.logprobs import TokenLogprobs, token_logprobs
-from paceline.layers.sampling.noise import child_seed, draft_seeds, gumbel
+from paceline.layers.sampling.noise import draft_seeds, gumbel
 from paceline.layers.sampling.process import process_logits
 from paceline.layers.sampling.processor import Column, LogitsProcessor, RowFacts, RowState, Values
 from paceline.layers.sampling.rejection import DrawnDrafts
@@ -24,7 +24,6 @@ __all__ = [
     "SamplingTable",
     "TokenLogprobs",
     "Values",
-    "child_seed",
     "draft_seeds",
     "gumbel",
     "process_logits",

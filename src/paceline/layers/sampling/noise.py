@@ -1,4 +1,4 @@
-"""The noise of sampling: kernels/gumbel.py over a vocabulary, and the seeds of completions.
+"""The noise of sampling: kernels/gumbel.py over a vocabulary.
 
 Nothing about the batch, the step or earlier draws enters, so batching, speculation and preemption
 cannot change a seeded answer.  What must be independent of this noise, for acceptance by rejection,
@@ -20,15 +20,6 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     seeds, positions: [num_rows] int64.
     """
     return gumbel_at(seeds, positions, torch.arange(vocab_size, device=seeds.device))
-
-
-def child_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request: `seed` itself for the first, then the outputs
-    of its SplitMix64 stream.
-    """
-    if index == 0:
-        return seed
-    return int(splitmix64(torch.tensor(seed), torch.tensor(index)))
 
 
 def draft_seeds(seeds: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import DeviceFacts
-from paceline.engine.machine import versions
+from paceline.plan.machine import versions
 from paceline.proof.check.cell import CellResult, Status
 
 VENDORS = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn")

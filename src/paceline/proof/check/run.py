@@ -49,7 +49,7 @@ def run_check(
     and progress go; None is the process's own.  Raises ConfigError before any cell runs;
     after the tables only for a file that can no longer be written.
     """
-    from paceline.engine.machine import local_device
+    from paceline.plan.machine import local_device
     from paceline.proof.check import report
     from paceline.proof.check.html import page
 
@@ -128,7 +128,7 @@ def output_paths(values: Mapping[str, Any]) -> dict[str, Path]:
 
 def num_workers(asked: int | None, device_type: str) -> int:
     """How many processes run cells.  Raises ConfigError."""
-    from paceline.engine.machine import usable_cores
+    from paceline.plan.machine import usable_cores
 
     if asked is None:
         cores = usable_cores()
@@ -142,7 +142,7 @@ def num_workers(asked: int | None, device_type: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line without click."""
-    from paceline.engine.arguments import add_flag
+    from paceline.plan.arguments import add_flag
 
     parser = argparse.ArgumentParser(
         prog="python -m paceline.proof.check.run",

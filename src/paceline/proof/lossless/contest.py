@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, message
 from paceline.core.options import OFF, SAMPLE_AND_MATCH, engine_options
-from paceline.engine.speculation import Speculation, without_speculation
+from paceline.plan.speculation import Speculation, without_speculation
 from paceline.proof.lossless.drafting import speculation_of, with_drafter
 
 

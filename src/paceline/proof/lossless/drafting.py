@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from paceline.core.options import OFF, engine_options
-from paceline.engine.speculation import Speculation, plan_speculation
-from paceline.engine.target import find_target
+from paceline.plan.speculation import Speculation, plan_speculation
+from paceline.plan.target import find_target
 
 ALWAYS = "NGRAM"  # needs no draft model
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft_shape import DraftShape
-from paceline.engine.llm import LLM
-from paceline.engine.teacher import Form, Reading
+from paceline.llm.llm import LLM
+from paceline.llm.teacher import Form, Reading
 
 NOISE_FACTOR = 4.0  # another backend or another width may round more than the two plain forms do
 LEAST_ULPS = 4.0  # of the dtype, where the two forms agree by chance

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.llm import LLM
-from paceline.engine.teacher import Form
+from paceline.llm.llm import LLM
+from paceline.llm.teacher import Form
 from paceline.proof.lossless.verdicts import Parting, Verdict, part
 
 

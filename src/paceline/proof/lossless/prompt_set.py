@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, ModelError, message
-from paceline.engine.inputs import Prompt
-from paceline.engine.llm import LLM
+from paceline.llm.inputs import Prompt
+from paceline.llm.llm import LLM
 
 BUILT_IN = Path(__file__).with_suffix(".toml")
 

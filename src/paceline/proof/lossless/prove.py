@@ -13,10 +13,10 @@ import torch
 from paceline.core.progress import collect
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, read_band
-from paceline.engine.draft_self_test import BELOW_BAND
-from paceline.engine.llm import LLM
 from paceline.engine.outputs import RequestOutput
-from paceline.engine.teacher import Form, Teacher
+from paceline.llm.draft_self_test import BELOW_BAND
+from paceline.llm.llm import LLM
+from paceline.llm.teacher import Form, Teacher
 from paceline.proof.lossless.contest import Contender
 from paceline.proof.lossless.faulty_layer import Blame, Case, Expected, blame, expect
 from paceline.proof.lossless.prompt_set import NamedPrompt, inputs_of

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from paceline.core.progress import cut_mark
-from paceline.engine.machine import versions
+from paceline.plan.machine import versions
 from paceline.proof.lossless.proof import Answered, BandReading, Comparison, Contest, Outcome, Proof
 from paceline.proof.lossless.verdicts import Parting, Verdict
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import gib
-from paceline.engine.capacity import Concurrency
-from paceline.engine.fit import Fit
+from paceline.plan.capacity import Concurrency
+from paceline.plan.fit import Fit
 
 
 def budget_lines(fit: Fit) -> tuple[tuple[str, int], ...]:

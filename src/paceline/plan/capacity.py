@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.model_config import CacheGroupSpec
-from paceline.engine.footprint import GroupBudget, request_pages, standing_pages
+from paceline.plan.footprint import GroupBudget, request_pages, standing_pages
 
 PLANNING_LEN = 8192  # tokens; pools are balanced for requests of at most this length
 

@@ -17,28 +17,28 @@ from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_
 from paceline.core.options import REJECTION, EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel
 from paceline.engine.acceptance import read_band
-from paceline.engine.admission import Admission
-from paceline.engine.attention_choice import one_backend, phase_choices
-from paceline.engine.budget_table import compare
-from paceline.engine.draft_self_test import check_drafter
-from paceline.engine.drafter import DrafterFacts, make_proposer
 from paceline.engine.engine import Engine
-from paceline.engine.explain import nearest_if_short
-from paceline.engine.fit import Fit, require_fit
-from paceline.engine.kv_format import kv_format
 from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
-from paceline.engine.measured import measured_bytes
-from paceline.engine.processors import load_processors
-from paceline.engine.resolution import Resolution
-from paceline.engine.resolve import resolve
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.engine.speculation import Speculation, all_groups, plan_speculation
-from paceline.engine.target import find_target
 from paceline.engine.tokenizer import Tokenizer, find_tokenizer, missing_tokenizer
+from paceline.llm.admission import Admission
+from paceline.llm.draft_self_test import check_drafter
+from paceline.llm.drafter import DrafterFacts, make_proposer
+from paceline.llm.kv_format import kv_format
+from paceline.llm.measured import measured_bytes
 from paceline.models.causal_lm import CausalLM
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource
+from paceline.plan.attention_choice import one_backend, phase_choices
+from paceline.plan.budget_table import compare
+from paceline.plan.explain import nearest_if_short
+from paceline.plan.fit import Fit, require_fit
+from paceline.plan.processors import load_processors
+from paceline.plan.resolution import Resolution
+from paceline.plan.resolve import resolve
+from paceline.plan.speculation import Speculation, all_groups, plan_speculation
+from paceline.plan.target import find_target
 from paceline.runner.build import RunnerConfig, build_runner, tokens_in_flight
 from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.model_runner import ModelRunner
@@ -132,11 +132,11 @@ def prepare(asked: Mapping[str, object]) -> Prepared:
     events = EventLog()
     admission = Admission(
         config=config,
-        tokenizer=find_tokenizer(target.source, events),
+        tokenizer=find_tokenizer(target.source.tokenizer, events),
         processors=load_processors(resolution.options.logits_processors),
         context_len=known(resolution.options.max_model_len),
         notify=events,
-        tokenizer_fault=missing_tokenizer(target.source),
+        tokenizer_fault=missing_tokenizer(target.source.folder),
     )
     attention = one_backend(phase_choices(config, resolution.options, facts, speculation))
     resolution = resolution.choose("attention_backend", attention.name, attention.why)

@@ -11,15 +11,15 @@ from paceline.core.errors import ModelError, RequestError, message
 from paceline.core.events import Event, Notify
 from paceline.core.model_config import ModelConfig
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.inputs import (
+from paceline.engine.tokenizer import Tokenizer
+from paceline.llm.inputs import (
     Conversation,
     as_batch,
     as_prompt,
     as_sampling_params,
     spread,
 )
-from paceline.engine.processors import Processors, check_extra_args
-from paceline.engine.tokenizer import Tokenizer
+from paceline.plan.processors import Processors, check_extra_args
 
 MAX_TOKENS_CUT = "max_tokens_cut"  # reason code
 _SHORTEN = "shorten the prompt, or raise --max-model-len if the model allows it"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from paceline.core.gpus import DeviceFacts, gpu_by_name
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions
-from paceline.engine.machine import local_device
 from paceline.models.config import parse_config
 from paceline.models.locate import ModelSource, locate
+from paceline.plan.machine import local_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

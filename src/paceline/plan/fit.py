@@ -10,10 +10,10 @@ from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions, known
-from paceline.engine.balance import balance_of
-from paceline.engine.capacity import Concurrency, concurrency, kv_tokens, planned_len, split_kv
-from paceline.engine.footprint import GroupBudget, longest_request
-from paceline.engine.speculation import Speculation
+from paceline.plan.balance import balance_of
+from paceline.plan.capacity import Concurrency, concurrency, kv_tokens, planned_len, split_kv
+from paceline.plan.footprint import GroupBudget, longest_request
+from paceline.plan.speculation import Speculation
 
 SHORTEST_LEN = 256  # tokens; a device that cannot hold one such request cannot serve
 

@@ -7,10 +7,10 @@ import torch
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.parallel import Parallel
-from paceline.engine.speculation import Speculation
 from paceline.models.causal_lm import CausalLM
 from paceline.models.eagle_loader import load_eagle_head
 from paceline.models.loader import load_model
+from paceline.plan.speculation import Speculation
 from paceline.runner.build import RunnerConfig
 from paceline.runner.proposer import Proposer
 from paceline.speculate.build import DraftPlacement, eagle_proposer, standalone_proposer

@@ -5,7 +5,7 @@ from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import FP8, EngineOptions, known
-from paceline.engine.footprint import nodes_of
+from paceline.plan.footprint import nodes_of
 
 
 def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFacts) -> None:

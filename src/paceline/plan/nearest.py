@@ -16,13 +16,13 @@ from paceline.core.gpus import GPUS, DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.option_spec import spec_of
 from paceline.core.options import DTYPES, FP8, EngineOptions, known
-from paceline.engine.fit import SHORTEST_LEN, Fit
-from paceline.engine.footprint import nodes_of
-from paceline.engine.resolve import resolve
-from paceline.engine.speculation import Speculation, without_speculation
-from paceline.engine.suggestion import Asked, Change, Command, Nearest
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names
+from paceline.plan.fit import SHORTEST_LEN, Fit
+from paceline.plan.footprint import nodes_of
+from paceline.plan.resolve import resolve
+from paceline.plan.speculation import Speculation, without_speculation
+from paceline.plan.suggestion import Asked, Change, Command, Nearest
 
 LEAST_STEP = 256  # tokens; a shorter step makes every prompt slow
 MOST_OF_A_GPU = 95  # percent; beyond it the driver and the allocator have no room

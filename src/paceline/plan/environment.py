@@ -7,7 +7,7 @@ from paceline.attention.contract import AttentionConfig, GraphSupport
 from paceline.attention.registry import BACKENDS, load_backend
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.modes import MaskKind
-from paceline.engine.machine import describe, local_device
+from paceline.plan.machine import describe, local_device
 
 
 def environment() -> dict[str, object]:

@@ -16,10 +16,10 @@ from typing import Any
 
 from paceline.core.errors import BusyError, PacelineError, RequestError, message
 from paceline.core.options import MAX_QUEUED
-from paceline.engine.admission import Admitted
-from paceline.engine.llm import LLM
 from paceline.engine.ticket import News, Telling, Ticket
 from paceline.engine.tracker import Tracker
+from paceline.llm.admission import Admitted
+from paceline.llm.llm import LLM
 
 _News = tuple[Ticket[Any], int, Any]  # whose, of which prompt, what
 _LOG = logging.getLogger("paceline")

@@ -12,12 +12,12 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, PacelineError, RequestError, message
 from paceline.core.options import MAX_QUEUED
-from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.boot import prepare
-from paceline.engine.inputs import Params, Prompt, as_conversations
-from paceline.engine.llm import CHAT_DEFAULTS, LLM
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.ticket import SNAPSHOTS, Ticket
+from paceline.llm.async_engine import AsyncEngine
+from paceline.llm.boot import prepare
+from paceline.llm.inputs import Params, Prompt, as_conversations
+from paceline.llm.llm import CHAT_DEFAULTS, LLM
 
 
 class AsyncLLM:

@@ -6,13 +6,13 @@ groups, and its attention backend's buffers by the backend.  No torch.
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import REJECTION
-from paceline.engine.footprint import (
+from paceline.plan.footprint import (
     GRAPH_NODE_BYTES,
     LOGITS_BYTES,
     StepLimits,
     activation_bytes,
 )
-from paceline.engine.speculation import Speculation
+from paceline.plan.speculation import Speculation
 
 _ROW_BYTES = 64  # allowance, per row of a draft pass: ids, positions, slots, parents, sequences
 _CANDIDATE_BYTES = 16  # token, score and parent

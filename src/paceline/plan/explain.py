@@ -10,18 +10,18 @@ from paceline.core.errors import ModelError
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions, engine_options, named
-from paceline.engine.attention_choice import PhaseChoice, one_backend, phase_choices
-from paceline.engine.budget_table import table
-from paceline.engine.fit import Fit, require_fit
-from paceline.engine.nearest import nearest
-from paceline.engine.processors import load_processors
-from paceline.engine.resolution import Resolution
-from paceline.engine.resolve import resolve
-from paceline.engine.speculation import Speculation, plan_speculation
-from paceline.engine.suggestion import Nearest
-from paceline.engine.target import find_target
 from paceline.engine.tokenizer import find_tokenizer, missing_tokenizer
 from paceline.models.locate import ModelSource
+from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
+from paceline.plan.budget_table import table
+from paceline.plan.fit import Fit, require_fit
+from paceline.plan.nearest import nearest
+from paceline.plan.processors import load_processors
+from paceline.plan.resolution import Resolution
+from paceline.plan.resolve import resolve
+from paceline.plan.speculation import Speculation, plan_speculation
+from paceline.plan.suggestion import Nearest
+from paceline.plan.target import find_target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +37,11 @@ class TextPlan:
     def of(cls, source: ModelSource) -> "TextPlan":
         """Reads the tokenizer's files."""
         try:
-            tokenizer = find_tokenizer(source, lambda _: None)
+            tokenizer = find_tokenizer(source.tokenizer, lambda _: None)
         except ModelError as error:
             return cls(tokens=None, chat_template=False, fault=str(error), error=error)
         if tokenizer is None:
-            fault = missing_tokenizer(source)
+            fault = missing_tokenizer(source.folder)
             return cls(tokens=None, chat_template=False, fault=fault, error=None)
         fault = tokenizer.chat_template_fault
         has_template = tokenizer.has_chat_template

@@ -18,19 +18,6 @@ from paceline.core.model_config import (
     draft_group_specs,
 )
 from paceline.core.options import OFF, SAMPLE_AND_MATCH, EngineOptions
-from paceline.engine.draft_checks import (
-    refuse_acceptance,
-    refuse_ngram,
-    refuse_standalone,
-    refuse_topk,
-)
-from paceline.engine.draft_choice import (
-    Chosen,
-    Drafter,
-    choose_drafter,
-    choose_ngram,
-    choose_shape,
-)
 from paceline.models.config import parse_config
 from paceline.models.eagle_config import (
     Algorithm,
@@ -41,6 +28,19 @@ from paceline.models.eagle_config import (
 )
 from paceline.models.locate import ModelSource
 from paceline.models.size import eagle_weights_bytes, weights_bytes
+from paceline.plan.draft_checks import (
+    refuse_acceptance,
+    refuse_ngram,
+    refuse_standalone,
+    refuse_topk,
+)
+from paceline.plan.draft_choice import (
+    Chosen,
+    Drafter,
+    choose_drafter,
+    choose_ngram,
+    choose_shape,
+)
 
 _HEADS: dict[str, Algorithm] = {"EAGLE": "EAGLE", "EAGLE3": "EAGLE3"}
 _DRAFTING = ("speculative_", "force_accept_len")  # how the names of its options begin

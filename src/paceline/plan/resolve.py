@@ -11,12 +11,12 @@ from functools import partial
 from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import KV_ELEMENT_BYTES, OFF, EngineOptions, engine_options, known
-from paceline.engine.balance import graph_demand
-from paceline.engine.contradictions import refuse_asked, refuse_cache, refuse_graphs, refuse_step
-from paceline.engine.fit import Fit, plan_memory
-from paceline.engine.footprint import nodes_of, request_bytes, standing_bytes
-from paceline.engine.resolution import Resolution
-from paceline.engine.speculation import Speculation, all_groups
+from paceline.plan.balance import graph_demand
+from paceline.plan.contradictions import refuse_asked, refuse_cache, refuse_graphs, refuse_step
+from paceline.plan.fit import Fit, plan_memory
+from paceline.plan.footprint import nodes_of, request_bytes, standing_bytes
+from paceline.plan.resolution import Resolution
+from paceline.plan.speculation import Speculation, all_groups
 
 CPU_KV_LIMIT = 4 * GIB
 # Longer steps keep the GPU busy while the next operations are launched: a quarter of a full step,

@@ -8,9 +8,9 @@ from paceline.core.errors import ConfigError, RequestError, message
 from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.footprint import PLUG_IN_ROW_BYTES
 from paceline.layers.sampling import LogitsProcessor
 from paceline.layers.sampling.processor import column_values, own_args
+from paceline.plan.footprint import PLUG_IN_ROW_BYTES
 
 Processors = tuple[LogitsProcessor, ...]
 # What a plug-in raises for arguments that its author did not think of.

@@ -7,13 +7,14 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.options import ELEMENT_BYTES, KV_ELEMENT_BYTES, EngineOptions, known
-from paceline.engine.attention_choice import planned_backend, planned_limits
-from paceline.engine.draft_footprint import (
+from paceline.models.size import weights_bytes
+from paceline.plan.attention_choice import planned_backend, planned_limits
+from paceline.plan.draft_footprint import (
     draft_graph_bytes,
     draft_step_bytes,
     draft_workspace_bytes,
 )
-from paceline.engine.footprint import (
+from paceline.plan.footprint import (
     StepLimits,
     decode_rows,
     graph_bytes,
@@ -22,8 +23,7 @@ from paceline.engine.footprint import (
     step_bytes,
     workspace_bytes,
 )
-from paceline.engine.speculation import Speculation, all_groups
-from paceline.models.size import weights_bytes
+from paceline.plan.speculation import Speculation, all_groups
 from paceline.runner.build import tokens_in_flight
 from paceline.runner.graphs import RESERVE_FACTOR
 

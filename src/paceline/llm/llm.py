@@ -15,18 +15,18 @@ from paceline.core.errors import PacelineError, RequestError, message
 from paceline.core.options import known
 from paceline.core.progress import Progress
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.admission import Admission, Admitted, indexed, require_admitted
-from paceline.engine.boot import Booted, Knobs, Prepared, boot, prepare
-from paceline.engine.budget_table import compare
 from paceline.engine.engine import Engine
-from paceline.engine.inputs import Ids, Params, Prompt, as_conversations
-from paceline.engine.label_scores import Text, label_prompts, label_scores
-from paceline.engine.machine import release_memory, versions
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import Stream
-from paceline.engine.teacher import Teacher
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.tracker import Tracker
+from paceline.llm.admission import Admission, Admitted, indexed, require_admitted
+from paceline.llm.boot import Booted, Knobs, Prepared, boot, prepare
+from paceline.llm.inputs import Ids, Params, Prompt, as_conversations
+from paceline.llm.label_scores import Text, label_prompts, label_scores
+from paceline.llm.teacher import Teacher
+from paceline.plan.budget_table import compare
+from paceline.plan.machine import release_memory, versions
 
 Prompts = Prompt | Iterable[Prompt]
 ParamsOfEach = Params | Sequence[Params]

@@ -16,8 +16,8 @@ from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.options import EngineOptions, known
-from paceline.engine.speculation import Speculation
 from paceline.layers.attention import attention_limits
+from paceline.plan.speculation import Speculation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from paceline.core.errors import RequestError, message
-from paceline.engine.admission import Admission
-from paceline.engine.inputs import Conversation, Ids, as_prompt
 from paceline.engine.outputs import RequestOutput
+from paceline.llm.admission import Admission
+from paceline.llm.inputs import Conversation, Ids, as_prompt
 
 Text = str | Ids
 
