@@ -26,9 +26,10 @@ LEVELS = {
     "engine": 2,
     "cache": 1,
     "kernels": 1,
+    "text": 1,
     "core": 0,
 }
-HOST = {"engine": {"cache", "core"}}  # rooms that know these alone
+HOST = {"engine": {"cache", "text", "core"}, "text": {"core"}}  # rooms that know these alone
 USERS = {"engine": {"llm", "bench", "server", "cli", "proof"}}  # who alone knows these rooms
 ONLOOKERS = {"proof": {"cli", "bench"}}  # look at everything; who but tests imports them
 OPTIONAL = (
@@ -218,6 +219,20 @@ BLOCKED = f"""
 )
 def test_the_engine_path_needs_no_optional_library(module):
     done = python(BLOCKED + f"\n    import {module}\n")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("room", ["core", "engine", "text"])
+def test_rooms_of_the_host_import_no_torch(room):
+    names = [module_name(path) for path in sorted((PACKAGE / room).glob("*.py"))]
+    code = f"""
+        import sys
+        from importlib import import_module
+        for name in {names!r}:
+            import_module(name)
+            assert "torch" not in sys.modules, name
+    """
+    done = python(code)
     assert done.returncode == 0, done.stderr
 
 

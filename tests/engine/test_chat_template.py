@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from paceline.core.errors import ConfigError, RequestError
-from paceline.engine.chat_template import ChatTemplate
+from paceline.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "x"}]
 

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from paceline.engine.detokenize import Detokenizer, Released, StopMatch
-from paceline.engine.tokenizer import Tokenizer
+from paceline.text.detokenize import Detokenizer, Released, StopMatch
+from paceline.text.tokenizer import Tokenizer
 
 CORPUS = [
     "def fibonacci(n):\n    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)\n",

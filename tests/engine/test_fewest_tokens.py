@@ -13,10 +13,10 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 import paceline
 from paceline.core.errors import RequestError
-from paceline.engine.fewest_tokens import longest_token_bytes
-from paceline.engine.tokenizer import Tokenizer
 from paceline.llm.admission import Admission
 from paceline.llm.inputs import Conversation
+from paceline.text.fewest_tokens import longest_token_bytes
+from paceline.text.tokenizer import Tokenizer
 
 BUNDLED = Path(paceline.__file__).parent / "models/bundled/tokenizer.json"
 COMPOSING = (

@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from paceline.core.errors import RequestError
-from paceline.engine.chat_template import ChatTemplate
-from paceline.engine.template_budget import STEPS, Budget, OverBudget
+from paceline.text.chat_template import ChatTemplate
+from paceline.text.template_budget import STEPS, Budget, OverBudget
 
 MESSAGES = [{"role": "user", "content": "x"}]
 MANY = "{% set r = range(99999) | list %}"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from paceline.engine.chat_template import ChatTemplate
+from paceline.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "x"}]
 PLAIN = [

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from paceline.core.errors import ModelError, RequestError
-from paceline.engine.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 BOS, EOS = "<s>", "</s>"
 TEMPLATE = """{{ bos_token }}{% for message in messages %}

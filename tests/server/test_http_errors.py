@@ -8,11 +8,11 @@ import pytest
 from serving import serving, small_llm, wait_until
 
 from paceline.core.errors import CapacityError, ConfigError, ModelError
-from paceline.engine.chat_template import ChatTemplate
 from paceline.engine.completion import Completion
 from paceline.engine.request import FinishReason
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
+from paceline.text.chat_template import ChatTemplate
 
 GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}

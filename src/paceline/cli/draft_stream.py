@@ -24,7 +24,7 @@ class Painter:
     """Follows the snapshots of one completion, token by token."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], *, has_colour: bool) -> None:
-        from paceline.engine.detokenize import Detokenizer
+        from paceline.text.detokenize import Detokenizer
 
         self._text = Detokenizer(tokenizer, prompt_ids)
         self._has_colour = has_colour

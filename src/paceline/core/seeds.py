@@ -16,8 +16,8 @@ def splitmix64(state: int, index: int) -> int:
 
 
 def child_seed(seed: int, index: int) -> int:
-    """The seed of completion `index` of a request, as an int64: `seed` itself for the first, then the
-    outputs of its stream.
+    """The seed of completion `index` of a request, as an int64: `seed` itself for the first, then
+    the outputs of its stream.
     """
     if index == 0:
         return seed

@@ -1,11 +1,11 @@
 """Completion: one of a request's completions as its caller sees it: text, ids, how it ended."""
 
-from paceline.engine.detokenize import Detokenizer
 from paceline.engine.outputs import CompletionGrowth, CompletionOutput
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 from paceline.engine.token_logprobs import TokenLogprobs
-from paceline.engine.tokenizer import Tokenizer
+from paceline.text.detokenize import Detokenizer
+from paceline.text.tokenizer import Tokenizer
 
 
 class Completion:

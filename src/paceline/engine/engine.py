@@ -7,8 +7,8 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.loop import Launched, Runner, TurnFunction
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.tracker import Tracker
+from paceline.text.tokenizer import Tokenizer
 
 
 class Engine:

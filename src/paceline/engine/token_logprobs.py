@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from paceline.core.step import RowLogprobs
-from paceline.engine.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 
 class Logprob(NamedTuple):

@@ -9,7 +9,7 @@ from paceline.engine.request import FinishReason, Request
 from paceline.engine.round_counts import RoundCounts
 from paceline.engine.scheduler import RequestUpdate
 from paceline.engine.token_logprobs import TokenLogprobs
-from paceline.engine.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 
 class Tracker:

@@ -11,7 +11,6 @@ from paceline.core.errors import ModelError, RequestError, message
 from paceline.core.events import Event, Notify
 from paceline.core.model_config import ModelConfig
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.tokenizer import Tokenizer
 from paceline.llm.inputs import (
     Conversation,
     as_batch,
@@ -20,6 +19,7 @@ from paceline.llm.inputs import (
     spread,
 )
 from paceline.plan.processors import Processors, check_extra_args
+from paceline.text.tokenizer import Tokenizer
 
 MAX_TOKENS_CUT = "max_tokens_cut"  # reason code
 _SHORTEN = "shorten the prompt, or raise --max-model-len if the model allows it"

@@ -21,7 +21,6 @@ from paceline.engine.engine import Engine
 from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.engine.tokenizer import Tokenizer, find_tokenizer, missing_tokenizer
 from paceline.llm.admission import Admission
 from paceline.llm.draft_self_test import check_drafter
 from paceline.llm.drafter import DrafterFacts, make_proposer
@@ -44,6 +43,7 @@ from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import Stream, make_stream
+from paceline.text.tokenizer import Tokenizer, find_tokenizer, missing_tokenizer
 
 _LOG = logging.getLogger("paceline")
 _USUAL_CAPTURE = {"cpu": ONCE_IT_PAYS, "cuda": AHEAD}

@@ -9,7 +9,7 @@ from paceline.core.events import Event, Notify
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, AcceptanceBand
 from paceline.engine.engine import Engine
-from paceline.engine.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 BELOW_BAND = "draft_below_band"  # reason code
 

@@ -18,7 +18,6 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import Stream
-from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.tracker import Tracker
 from paceline.llm.admission import Admission, Admitted, indexed, require_admitted
 from paceline.llm.boot import Booted, Knobs, Prepared, boot, prepare
@@ -27,6 +26,7 @@ from paceline.llm.label_scores import Text, label_prompts, label_scores
 from paceline.llm.teacher import Teacher
 from paceline.plan.budget_table import compare
 from paceline.plan.machine import release_memory, versions
+from paceline.text.tokenizer import Tokenizer
 
 Prompts = Prompt | Iterable[Prompt]
 ParamsOfEach = Params | Sequence[Params]

@@ -6,8 +6,8 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ConfigError, message
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import REJECTION, SAMPLE_AND_MATCH, EngineOptions
-from paceline.engine.tokenizer import Tokenizer
 from paceline.models.locate import ModelSource
+from paceline.text.tokenizer import Tokenizer
 
 
 def refuse_acceptance(options: EngineOptions, algorithm: str, shape: DraftShape) -> None:

@@ -10,7 +10,6 @@ from paceline.core.errors import ModelError
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions, engine_options, named
-from paceline.engine.tokenizer import find_tokenizer, missing_tokenizer
 from paceline.models.locate import ModelSource
 from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
 from paceline.plan.budget_table import table
@@ -22,6 +21,7 @@ from paceline.plan.resolve import resolve
 from paceline.plan.speculation import Speculation, plan_speculation
 from paceline.plan.suggestion import Nearest
 from paceline.plan.target import find_target
+from paceline.text.tokenizer import find_tokenizer, missing_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 from paceline.core.errors import ModelError, message
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.tokenizer import Tokenizer
 from paceline.llm.admission import Admission, Admitted
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
@@ -19,6 +18,7 @@ from paceline.server.errors import ApiError
 from paceline.server.limits import LIMITS
 from paceline.server.places import shortened
 from paceline.server.token_names import TokenNames
+from paceline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

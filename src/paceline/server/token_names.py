@@ -1,6 +1,6 @@
 """TokenNames: single tokens as text, for logprobs."""
 
-from paceline.engine.tokenizer import Tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 
 class TokenNames:

@@ -12,8 +12,8 @@ import tokenizers
 from paceline.core.errors import ConfigError, ModelError, RequestError, message
 from paceline.core.events import Event, Notify
 from paceline.core.lfs import LFS_POINTER, LFS_REMEDY, is_lfs_pointer
-from paceline.engine.chat_template import ChatTemplate
-from paceline.engine.fewest_tokens import longest_token_bytes
+from paceline.text.chat_template import ChatTemplate
+from paceline.text.fewest_tokens import longest_token_bytes
 
 UNUSABLE_TEMPLATE = "chat_template_unusable"  # reason code
 _MOST_KEPT = 1 << 16  # texts of single tokens

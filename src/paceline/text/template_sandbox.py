@@ -17,15 +17,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from paceline.engine.template_budget import Budget
-from paceline.engine.template_calls import (
+from paceline.text.template_budget import Budget
+from paceline.text.template_calls import (
     format_text,
     spend_on_builtin,
     spend_on_call,
     spend_on_operator,
 )
-from paceline.engine.template_code import compile_metered
-from paceline.engine.template_filters import metered_filters, metered_tests
+from paceline.text.template_code import compile_metered
+from paceline.text.template_filters import metered_filters, metered_tests
 
 _BUDGET = " budget"  # a variable's name that no template can write
 _OF_A_MAPPING = frozenset(dir(dict))

@@ -12,8 +12,8 @@ from typing import Any
 from jinja2 import TemplateError, Undefined, pass_context, pass_environment, pass_eval_context
 from jinja2.runtime import Context
 
-from paceline.engine.template_budget import Budget
-from paceline.engine.template_calls import (
+from paceline.text.template_budget import Budget
+from paceline.text.template_calls import (
     MAX_POWER,
     spend_on_join,
     spend_on_modulo,

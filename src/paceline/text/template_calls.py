@@ -14,7 +14,7 @@ from jinja2.runtime import BlockReference, LoopContext, Macro
 from jinja2.sandbox import SandboxedEscapeFormatter, SandboxedFormatter
 from markupsafe import Markup
 
-from paceline.engine.template_budget import MAX_BITS, Budget
+from paceline.text.template_budget import MAX_BITS, Budget
 
 MAX_REPEATED = 1_000_000  # characters or items of a product
 MAX_POWER = 1_000  # base and exponent

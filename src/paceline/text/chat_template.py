@@ -39,7 +39,7 @@ class ChatTemplate:
                     remedy="pip install jinja2, or send plain prompts",
                 )
             ) from error
-        from paceline.engine.template_sandbox import sandbox
+        from paceline.text.template_sandbox import sandbox
 
         try:
             self._template = sandbox().from_string(source)
@@ -56,8 +56,8 @@ class ChatTemplate:
         """
         import jinja2
 
-        from paceline.engine.template_budget import OverBudget
-        from paceline.engine.template_sandbox import render
+        from paceline.text.template_budget import OverBudget
+        from paceline.text.template_sandbox import render
 
         try:
             return render(self._template, {**variables, "messages": messages})
