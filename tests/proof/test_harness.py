@@ -15,7 +15,7 @@ from paceline.proof.rig.contenders import Contender
 from paceline.proof.rig.harness import examine, run_named
 from paceline.proof.rig.pools import Pools
 from paceline.proof.rig.prepared import prepare_case
-from paceline.runner.poison import bits_of
+from paceline.runner.sanitizer.poison import bits_of
 
 
 class ForCuda(TorchBackend):

@@ -30,7 +30,7 @@ from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
 from paceline.runner.proposer import Proposer
 from paceline.runner.request_table import RequestTable
-from paceline.runner.sanitizer import Sanitizer
+from paceline.runner.sanitizer.sanitizer import Sanitizer
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT, StagingRing
 from paceline.runner.streams import Stream
 

@@ -13,12 +13,12 @@ from paceline.runner.graph_keys import GraphKeys, empty_step
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard
-from paceline.runner.live_output import Program
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
-from paceline.runner.poisoned_run import CheckedStep
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.round_program import RoundProgram
-from paceline.runner.sanitizer import Sanitizer
+from paceline.runner.sanitizer.live_output import Program
+from paceline.runner.sanitizer.poisoned_run import CheckedStep
+from paceline.runner.sanitizer.sanitizer import Sanitizer
 from paceline.runner.staging import Copy, StagingRing
 from paceline.runner.streams import Stream, Work
 

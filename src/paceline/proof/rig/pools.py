@@ -13,7 +13,7 @@ from paceline.attention.contract import LayerCache
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.rig.placement import slots
 from paceline.proof.rig.prepared import Prepared
-from paceline.runner.poison import bits_of
+from paceline.runner.sanitizer.poison import bits_of
 
 # Quiet NaNs that no arithmetic makes, as bits, by bytes: of float8_e4m3fn the only other one.
 _ODD_NAN = {1: 0xFF, 2: 0xFFE5 - (1 << 16), 4: 0xFFE5A5A5 - (1 << 32)}

@@ -29,7 +29,7 @@ from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import RunnerConfig, build_runner
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.model_runner import ModelRunner
-from paceline.runner.poison import bits_of
+from paceline.runner.sanitizer.poison import bits_of
 from paceline.runner.streams import make_stream
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, seed=0)

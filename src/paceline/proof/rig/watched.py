@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part, StepView
 from paceline.core.errors import KernelArgumentError, message
 from paceline.core.step import Step
-from paceline.runner.poison import bits_of
+from paceline.runner.sanitizer.poison import bits_of
 
 _ARGUMENTS = ("q", "k", "v")
 

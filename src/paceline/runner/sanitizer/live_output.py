@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.step import Step
-from paceline.runner.live_rows import LiveRow, LiveRows
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.round_program import RoundProgram
+from paceline.runner.sanitizer.live_rows import LiveRow, LiveRows
 
 Program = StepProgram | RoundProgram
 # Rows of the request table, and [num_rows, ...] or a tensor of each.

@@ -10,7 +10,8 @@ from paceline.cache.pool import KVPool
 from paceline.core.errors import PacelineError
 from paceline.core.step import Step
 from paceline.runner.buffers import PaddedSize
-from paceline.runner.dead_bytes import (
+from paceline.runner.program import Parts
+from paceline.runner.sanitizer.dead_bytes import (
     Extent,
     backend_regions,
     feature_regions,
@@ -18,17 +19,16 @@ from paceline.runner.dead_bytes import (
     step_regions,
     table_regions,
 )
-from paceline.runner.dead_slots import DeadSlots, slot_uses
-from paceline.runner.live_output import (
+from paceline.runner.sanitizer.dead_slots import DeadSlots, slot_uses
+from paceline.runner.sanitizer.live_output import (
     Output,
     Program,
     feature_tensors,
     live_output,
     max_path,
 )
-from paceline.runner.live_rows import LiveRow, LiveRows, live_rows
-from paceline.runner.poison import Region, same_numbers
-from paceline.runner.program import Parts
+from paceline.runner.sanitizer.live_rows import LiveRow, LiveRows, live_rows
+from paceline.runner.sanitizer.poison import Region, same_numbers
 
 OVERWRITES = "overwrites"  # how a finding begins that is about poison that is gone
 

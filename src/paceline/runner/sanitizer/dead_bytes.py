@@ -10,8 +10,15 @@ from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import StepLayout
 from paceline.runner.buffers import PaddedSize
-from paceline.runner.live_rows import LiveRow
-from paceline.runner.poison import LARGE, Piece, Region, bits_of, float_bits, poison_bits
+from paceline.runner.sanitizer.live_rows import LiveRow
+from paceline.runner.sanitizer.poison import (
+    LARGE,
+    Piece,
+    Region,
+    bits_of,
+    float_bits,
+    poison_bits,
+)
 
 _PER_TOKEN = ("req_ids", "positions", "input_ids", "out_cache_loc")
 _OF_TREES = ("parents", "chain_positions")  # per token, where there are trees

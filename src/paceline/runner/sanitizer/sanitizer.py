@@ -13,16 +13,16 @@ import torch
 
 from paceline.core.errors import SanitizerError, message
 from paceline.runner.guard import addresses, moved_names
-from paceline.runner.journal import Entry, listen, readers, writers
-from paceline.runner.poison import Region
-from paceline.runner.poisoned_run import (
+from paceline.runner.program import Parts
+from paceline.runner.sanitizer.journal import Entry, listen, readers, writers
+from paceline.runner.sanitizer.poison import Region
+from paceline.runner.sanitizer.poisoned_run import (
     OVERWRITES,
     CheckedStep,
     PoisonedRuns,
     copies,
     small_tensors,
 )
-from paceline.runner.program import Parts
 
 _WRITE_REMEDY = "write nothing but the step's own slots, rows and buffers"
 _CLOSE = 1e-2  # relative: what other padded rows may change where kernels share work among rows

@@ -17,8 +17,15 @@ from torch import Tensor
 
 from paceline.cache.pool import KVPool
 from paceline.core.padding import PAD_PAGE
-from paceline.runner.live_rows import LiveRow
-from paceline.runner.poison import LARGE, Piece, Region, bits_of, float_bits, same_numbers
+from paceline.runner.sanitizer.live_rows import LiveRow
+from paceline.runner.sanitizer.poison import (
+    LARGE,
+    Piece,
+    Region,
+    bits_of,
+    float_bits,
+    same_numbers,
+)
 
 _POISONED_BYTES = 256 << 20  # of one group's pages; the pools of a GPU are much larger
 

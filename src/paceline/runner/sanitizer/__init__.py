@@ -1,0 +1,1 @@
+"""Sanitizer: every step twice, the second time over poison; see the architecture page."""
