@@ -1,6 +1,5 @@
 """The flags of `generate` beside the engine's: completions, prompt scores, processor arguments."""
 
-import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +10,7 @@ from click.testing import CliRunner
 from fake_engine import FakeEngine
 
 from paceline.cli.app import app
-from paceline.core.options import engine_options
 from paceline.engine.token_logprobs import TokenLogprobs
-from paceline.plan.arguments import add_engine_arguments, asked_arguments
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "generate.json").read_text())
 
@@ -73,15 +70,6 @@ def test_arguments_of_processors_reach_the_parameters_and_names_the_engine():
     assert done.exit_code == 0, done.output
     assert engine.asked == {"logits_processors": ("a:B", "c:D")}
     assert engine.params[0].extra_args == (("w", (("k", None),)), ("x", (1, 2.5)))
-
-
-def test_names_of_processors_are_collected_without_click_too():
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_engine_arguments(parser)
-    words = ["--logits-processor", "a:B", "--logits_processor", "c:D"]
-    asked = asked_arguments(vars(parser.parse_args(words)))
-    assert engine_options(asked).logits_processors == ("a:B", "c:D")
-    assert asked_arguments(vars(parser.parse_args([]))) == {}
 
 
 @pytest.mark.parametrize(

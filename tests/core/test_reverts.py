@@ -214,5 +214,5 @@ def test_the_hook_imports_no_torch():
         assert "torch" not in sys.modules
         assert "paceline.core.reverts" in sys.modules
     """
-    done = python(code, PACELINE_REVERT_FIX=fix_ids(SOURCE / "paceline" / "debug" / "fixes")[0])
+    done = python(code, PACELINE_REVERT_FIX=fix_ids(SOURCE / "paceline" / "proof" / "fixes")[0])
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from paceline.proof.check import run as check_module
 from paceline.proof.check.filters import parse_filter
 from paceline.proof.check.flags import FLAGS
 from paceline.proof.check.html import LEGEND, cell_id, page
-from paceline.proof.check.run import main, run_check
+from paceline.proof.check.run import run_check
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "check.json").read_text())
 EVERYTHING = ("passes", "emulated", "refused", "fails", "exits")
@@ -279,17 +279,6 @@ def test_flags_that_cannot_work_are_refused(monkeypatch, tmp_path, values, text)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=text):
         check("passes", **values)
-
-
-def test_the_command_without_click_turns_errors_into_exit_code_2(capsys):
-    assert main(["--device", "cpu", "--filter", "(decode"]) == 2
-    assert capsys.readouterr().err.startswith("ConfigError: --filter must be an expression with")
-
-
-def test_a_flag_cut_short_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["--back", "torch"])
-    assert "unrecognized arguments" in capsys.readouterr().err
 
 
 def test_ctrl_c_leaves_the_cells_that_were_done(monkeypatch, tmp_path):

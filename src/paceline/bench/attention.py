@@ -1,6 +1,6 @@
 """Attention alone: our backend and a peer library, checked first and then timed side by side.
 
-    python -m paceline.bench.attention --batch-size 64 --kv-len 4096 --peer flashinfer
+    python -m paceline bench attention --batch-size 64 --kv-len 4096 --peer flashinfer
 
 Every contender first meets the definition (kernels/paged_attention/reference.py) in float64 on a
 ragged batch over permuted pages in poisoned memory.  Then all are timed in one process, in turns,
@@ -9,8 +9,7 @@ those of K and V, which is all that decode must move.  With --backends several o
 instead, over a suite of shapes (`bench_backends`).
 """
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,12 +27,11 @@ from paceline.bench.attention_contenders import (
     require_memory,
     wants_finite,
 )
-from paceline.bench.attention_shape import FLAGS, AttentionShape, shape_of
+from paceline.bench.attention_shape import AttentionShape, shape_of
 from paceline.bench.attention_workload import make_workload
 from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import DeviceFacts
-from paceline.plan.arguments import add_flags, bench_main, bench_parser
 from paceline.plan.machine import local_device, versions
 
 
@@ -152,13 +150,6 @@ def bench_values(values: Mapping[str, Any]) -> dict[str, object]:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line without click; prints a table and then the JSON document as last line."""
-    parser = bench_parser("attention", "Attention alone, checked and timed beside a peer library.")
-    add_flags(parser, FLAGS)
-    return bench_main(parser, argv, bench_values, table, engine=False)
-
-
 def _row(
     name: str, timing: Timing, error: float, shape: AttentionShape, limit_s: float | None
 ) -> dict[str, object]:
@@ -171,7 +162,3 @@ def _row(
         "share": None if limit_s is None else limit_s / timing.median_s,
         "error": error,
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, replace
 
 from paceline.attention.measurements import LayerShape, Phase
 from paceline.core.errors import ConfigError, message
+from paceline.core.flag import Flag
 from paceline.core.options import DTYPES
-from paceline.plan.arguments import Flag
 
 PEERS = ("auto", "flashinfer", "none")
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8")

@@ -1,6 +1,6 @@
 """Our attention backends against each other: the measurements by which auto chooses.
 
-    python -m paceline.bench.attention --backends triton,fa4 --shapes suite --save FILE
+    python -m paceline bench attention --backends triton,fa4 --shapes suite --save FILE
 
 Each backend first meets the definition, then those that did are timed in turns.  One that cannot
 run a shape, or answers wrongly, has a note with the reasons and no row.

@@ -1,6 +1,6 @@
 """Latency of one model on this machine: time to first token and decode rate.
 
-    python -m paceline.bench.latency --model llama-3.1-8b --load-format dummy \
+    python -m paceline bench latency --model llama-3.1-8b --load-format dummy \
         --batch-size 1,8,64 --input-len 1024 --output-len 257
 
 Checks first (the same prompt twice gives the same tokens; every count is exact; nobody was
@@ -11,20 +11,17 @@ Needs nothing beyond what the engine needs.
 """
 
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from paceline.bench.latency_table import table
 from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.outputs import RequestOutput
-from paceline.plan.arguments import add_flag, asked_arguments, bench_main, bench_parser
 from paceline.plan.machine import cache_state, kernel_cache, seconds_since_process_start
 
 REPEATS = 3
@@ -242,27 +239,6 @@ def parse_batch_sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line without click; prints a table and then the JSON document as last line."""
-    parser = bench_parser("latency", "Time to first token and decode rate of one batch at a time.")
-    add_flag(
-        parser, "--batch-size", default="1,8,64", help="Requests that run together, by commas."
-    )
-    add_flag(parser, "--input-len", type=int, default=1024, help="Prompt length.  [tokens]")
-    add_flag(parser, "--output-len", type=int, default=257, help="Output length.  [tokens]")
-
-    def run(values: dict[str, Any]) -> dict[str, Any]:
-        asked = asked_arguments(values)
-        shape = LatencyShape(
-            batch_sizes=parse_batch_sizes(values["batch_size"]),
-            input_len=values["input_len"],
-            output_len=values["output_len"],
-        )
-        return bench_latency(asked, shape)
-
-    return bench_main(parser, argv, run, table)
-
-
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ConfigError(
@@ -278,7 +254,3 @@ def _count_error(name: str, expected: object, got: object) -> IntegrityError:
 def _tokens(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     """[num_requests] token ids."""
     return [output.outputs[0].token_ids for output in outputs]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """What speculation gains: acceptance by position, tokens per round, and the speed-up.
 
-    python -m paceline.bench.speculative --model bundled --speculative-algorithm NGRAM
+    python -m paceline bench speculative --model bundled --speculative-algorithm NGRAM
 
 Two engines of the same model stand side by side; prompts come one at a time, in turns, greedy, end
 tokens ignored.  A rate is that of the tokens behind the first.  The speed-up is the geometric mean
@@ -9,10 +9,8 @@ only of texts that are equal up to ties.  Forced acceptance compares hardware: i
 nobody compares them, and every line says so.
 """
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from paceline.bench.paired_runs import count_verdicts, in_turns, speed_up, total_rate
@@ -22,11 +20,10 @@ from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, drafter_words
 from paceline.llm.llm import LLM
-from paceline.plan.arguments import add_flag, asked_arguments, bench_main, bench_parser
 from paceline.plan.machine import local_device
 from paceline.plan.speculation import without_speculation
 from paceline.proof.lossless.drafting import with_drafter
-from paceline.proof.lossless.prompt_set import BUILT_IN, NamedPrompt, inputs_of, read_prompts
+from paceline.proof.lossless.prompt_set import NamedPrompt, inputs_of
 
 USUAL_SHARE = 0.9  # of a GPU's memory, for both engines together
 SUMMARY = "Acceptance by position, tokens per round, and the speed-up over plain decoding."
@@ -175,27 +172,5 @@ def table(document: Mapping[str, Any]) -> str:
     return "\n".join(word + row for row in [*rows, "texts are wrong and were not compared"])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line without click; prints a table and then the JSON document as last line."""
-    parser = bench_parser("speculative", SUMMARY)
-    add_flag(parser, "--prompts", type=Path, default=BUILT_IN, help="TOML file of prompts.")
-    add_flag(parser, "--output-len", type=int, default=64, help="Output length.  [tokens]")
-    add_flag(parser, "--repeats", type=int, default=3, help="Timed runs of each prompt.")
-
-    def run(values: dict[str, Any]) -> dict[str, Any]:
-        shape = SpeculativeShape(
-            prompts=read_prompts(values["prompts"]),
-            output_len=values["output_len"],
-            repeats=values["repeats"],
-        )
-        return bench_speculative(asked_arguments(values), shape)
-
-    return bench_main(parser, argv, run, table)
-
-
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """What a model serves under traffic: tokens per second, waits, and where the time of turns goes.
 
-    python -m paceline.bench.throughput --model llama-3.1-8b --load-format dummy \
+    python -m paceline bench throughput --model llama-3.1-8b --load-format dummy \
         --attention-backend triton --max-num-seqs 256 --max-model-len 20480
 
 One engine, as it is served: prefix cache on unless it is asked otherwise.  Its passes:
@@ -13,7 +13,6 @@ End tokens are ignored, so every request gets exactly the tokens it asked for, w
 each pass.  No number is told when a check fails.  Needs nothing beyond what the engine needs.
 """
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,17 +24,15 @@ from paceline.bench.throughput_report import (
     over_passes,
     summary,
 )
-from paceline.bench.throughput_table import table
 from paceline.bench.traffic import Traffic, plan_traffic
 from paceline.bench.traffic_pass import TrafficPass, run_pass
-from paceline.bench.traffic_shape import FLAGS, TrafficShape
+from paceline.bench.traffic_shape import TrafficShape
 from paceline.bench.turn_log import TurnLog
 from paceline.core.errors import IntegrityError, message
 from paceline.core.events import Event
 from paceline.core.progress import cut_mark
 from paceline.llm.boot import Knobs, prepare
 from paceline.llm.llm import LLM
-from paceline.plan.arguments import add_flags, asked_arguments, bench_main, bench_parser
 from paceline.plan.machine import (
     cache_state,
     kernel_cache,
@@ -195,19 +192,3 @@ def _results(first: TrafficPass, steady: Sequence[TrafficPass]) -> dict[str, Any
 def bench_throughput(asked: Mapping[str, object], shape: TrafficShape) -> dict[str, Any]:
     """Run the benchmark; returns its document.  Raises ConfigError, ModelError, IntegrityError."""
     return ThroughputBench(asked, shape).run()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line without click; prints a table and then the JSON document as last line."""
-    parser = bench_parser("throughput", SUMMARY)
-    add_flags(parser, FLAGS)
-    return bench_main(
-        parser,
-        argv,
-        lambda values: bench_throughput(asked_arguments(values), TrafficShape.of(values)),
-        table,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

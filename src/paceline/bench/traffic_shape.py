@@ -9,8 +9,8 @@ from statistics import NormalDist
 from typing import Any
 
 from paceline.core.errors import ConfigError, message
+from paceline.core.flag import Flag
 from paceline.core.sampling_params import SamplingParams
-from paceline.plan.arguments import Flag
 
 SIGMA = 1.0  # of the logarithm of a length
 

@@ -17,26 +17,15 @@ from paceline.bench.page import (
 )
 from paceline.bench.traffic_shape import FLAGS as TRAFFIC_FLAGS
 from paceline.bench.traffic_shape import TrafficShape
-from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
+from paceline.cli.flags import (
+    asked_arguments,
+    data_flags,
+    engine_flags,
+    log_flags,
+    log_to_stderr,
+)
 from paceline.cli.interrupts import end_of_run
 from paceline.cli.verb import Verbs, examples
-from paceline.plan.arguments import Flag, asked_arguments
-
-Command = Callable[..., None]
-
-
-def shape_flags(flags: Sequence[Flag]) -> Callable[[Command], Command]:
-    """Add the flags that say what is timed."""
-
-    def add(command: Command) -> Command:
-        for flag in reversed(flags):
-            kind = flag.kind if flag.choices is None else click.Choice(flag.choices)
-            command = click.option(
-                flag.flag, type=kind, default=flag.default, show_default=True, help=flag.help
-            )(command)
-        return command
-
-    return add
 
 
 def output_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -162,7 +151,7 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
         "paceline bench throughput --num-requests 8 --input-len 64 --output-len 16 --json",
     )
 )
-@shape_flags(TRAFFIC_FLAGS)
+@data_flags(TRAFFIC_FLAGS)
 @output_flags
 @log_flags
 @engine_flags
@@ -188,7 +177,7 @@ def throughput(ctx: click.Context, /, **values: Any) -> None:
         "paceline bench attention --backends triton,flashinfer --json",
     )
 )
-@shape_flags(ATTENTION_FLAGS)
+@data_flags(ATTENTION_FLAGS)
 @output_flags
 @click.pass_context
 def attention(ctx: click.Context, /, **values: Any) -> None:

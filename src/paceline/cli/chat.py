@@ -6,12 +6,11 @@ from typing import Any
 import click
 
 from paceline.cli.console import rate_line, start_engine, tell
-from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
+from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_stderr
 from paceline.cli.interrupts import interrupts, until_stopped
 from paceline.cli.sampling_flags import GREEDY, sampling_flags, sampling_params
 from paceline.cli.verb import Verb, examples
 from paceline.core.errors import RequestError
-from paceline.plan.arguments import asked_arguments
 
 HELP = "/reset forgets the conversation, /exit leaves, Ctrl-C stops an answer"
 NO_TEMPLATE = (

@@ -5,9 +5,8 @@ from typing import Any
 
 import click
 
-from paceline.cli.flags import engine_flags
+from paceline.cli.flags import asked_arguments, engine_flags
 from paceline.cli.verb import Verb, examples
-from paceline.plan.arguments import asked_arguments
 
 
 @click.command(

@@ -1,24 +1,27 @@
 """Command-line flags made from the engine's options, so that no flag is written twice."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any, TypeVar
 
 import click
 
 from paceline.cli.verb import GroupedOption
+from paceline.core.asked import SIZES
+from paceline.core.errors import ConfigError, message
+from paceline.core.flag import Flag
 from paceline.core.option_spec import OptionSpec, spec_of
-from paceline.core.options import EngineOptions
+from paceline.core.options import EngineOptions, engine_options, named
 from paceline.core.parallel import PARALLEL_FLAGS, Parallel
-from paceline.plan.arguments import PARALLEL_HELP, help_of, is_read_from_text
 
 Command = TypeVar("Command", bound=Callable[..., object])
+PARALLEL_HELP = "GPUs that share one model; only 1 is served."
 
 
 def engine_flags(command: Command) -> Command:
     """Add every engine option to a command, and the model by position; it receives them through
-    `engine.arguments.asked_arguments`.
+    `asked_arguments`.
     """
     for option in reversed(fields(EngineOptions)):
         command = _flag(option)(command)
@@ -30,6 +33,46 @@ def engine_flags(command: Command) -> Command:
         callback=_refuse_parallel,
         help=PARALLEL_HELP,
     )(command)
+
+
+def asked_arguments(values: Mapping[str, Any]) -> dict[str, object]:
+    """The engine options that were typed, by field name and in the engine's words.
+
+    values: what was parsed.  Raises ConfigError, before an engine is built.
+    """
+    if "parallel" in values:
+        Parallel(rank=0, size=values["parallel"])
+    names = (option.name for option in fields(EngineOptions))
+    typed = {name: values[name] for name in names if values.get(name) not in (None, ())}
+    asked = named(typed | _asked_model(values["model_argument"], typed.get("model")))
+    engine_options(asked)
+    return asked
+
+
+def _asked_model(positional: object, flag: object) -> dict[str, object]:
+    """The model, given by position or by flag.  Raises ConfigError when given twice."""
+    if positional is not None and flag is not None:
+        raise ConfigError(
+            message(
+                "model",
+                expected="given once",
+                got=f"{positional!r} by position and {flag!r} by --model",
+                remedy="keep one of the two",
+            )
+        )
+    model = positional if flag is None else flag
+    return {} if model is None else {"model": model}
+
+
+def data_flags(flags: Sequence[Flag]) -> Callable[[Command], Command]:
+    """Add flags that are given as data."""
+
+    def add(command: Command) -> Command:
+        for flag in reversed(flags):
+            command = _data_flag(flag)(command)
+        return command
+
+    return add
 
 
 def log_flags(command: Command) -> Command:
@@ -54,6 +97,20 @@ def log_to_stderr(values: Mapping[str, Any]) -> None:
     logger.setLevel(logging.ERROR if values["quiet"] else level)
 
 
+def _data_flag(flag: Flag) -> Callable[[Command], Command]:
+    if flag.kind is bool:
+        return click.option(flag.flag, is_flag=True, help=flag.help)
+    return click.option(
+        flag.flag,
+        type=flag.kind if flag.choices is None else click.Choice(flag.choices),
+        default=flag.default,
+        show_default=flag.default is not None,
+        metavar=flag.metavar,
+        multiple=flag.is_repeated,
+        help=flag.help,
+    )
+
+
 def _flag(option: Field[Any]) -> Callable[[Command], Command]:
     spec = spec_of(option)
     settings: dict[str, Any] = {"type": spec.kind}
@@ -63,7 +120,7 @@ def _flag(option: Field[Any]) -> Callable[[Command], Command]:
         declarations = _switches(spec)
     elif spec.kind is tuple:
         settings = {"type": str, "multiple": True}
-    elif is_read_from_text(spec):
+    elif _is_read_from_text(spec):
         settings = {"type": str, "metavar": "WORD" if spec.choices else "SIZE"}
     return click.option(
         *declarations,
@@ -71,7 +128,7 @@ def _flag(option: Field[Any]) -> Callable[[Command], Command]:
         cls=GroupedOption,
         group=spec.group,
         default=None,
-        help=help_of(spec, option.default),
+        help=_help_of(spec, option.default),
         **settings,
     )
 
@@ -89,3 +146,24 @@ def _refuse_parallel(
     if value is not None:
         Parallel(rank=0, size=value)
     return value
+
+
+def _help_of(spec: OptionSpec, default: object) -> str:
+    """Help text with choices, unit and default."""
+    shown = spec.left_out if default is None else default
+    choices = f" One of {_words(spec, default)}." if spec.choices else ""
+    unit = f" [{spec.unit}]" if spec.unit else ""
+    return f"{spec.help}{choices}{unit}  [default: {shown}]"
+
+
+def _is_read_from_text(spec: OptionSpec) -> bool:
+    """Whether `core.asked` makes the value from the word that was typed."""
+    return spec.choices is not None or (spec.kind is int and spec.unit in SIZES)
+
+
+def _words(spec: OptionSpec, default: object) -> str:
+    """The words an option takes; 'auto' leaves an undecided one to the engine."""
+    assert spec.choices is not None
+    open_word = ("auto",) if default is None and "auto" not in spec.choices else ()
+    also = ", ".join(word for word, _ in spec.aliases)
+    return ", ".join((*open_word, *spec.choices)) + (f"; also {also}" if also else "")

@@ -8,13 +8,12 @@ from typing import Any
 import click
 
 from paceline.cli.console import has_colour, print_stream, rate_line, start_engine, tell
-from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
+from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_stderr
 from paceline.cli.interrupts import interrupts, until_stopped
 from paceline.cli.prompts import prompt_flags, read_prompts
 from paceline.cli.sampling_flags import GREEDY, sampling_flags, sampling_params
 from paceline.cli.verb import Verb, examples
 from paceline.core.progress import INTERRUPTED, Progress
-from paceline.plan.arguments import asked_arguments
 
 
 @click.command(

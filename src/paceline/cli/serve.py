@@ -5,9 +5,8 @@ from typing import Any
 import click
 
 from paceline.cli.console import engine_factory
-from paceline.cli.flags import engine_flags, log_flags, log_to_stderr
+from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_stderr
 from paceline.cli.verb import Verb
-from paceline.plan.arguments import asked_arguments
 
 
 @click.command(

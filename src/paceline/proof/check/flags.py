@@ -1,6 +1,6 @@
-"""The flags of `paceline check` for both command lines, with their help.  No torch."""
+"""The flags of `paceline check`, with their help.  No torch."""
 
-from dataclasses import dataclass
+from paceline.core.flag import Flag
 
 SUMMARY = "Prove attention backends, cell by cell, against an independent float64 oracle."
 EPILOG = """\
@@ -19,59 +19,42 @@ Exit code: 0 when no cell fails, 1 when one does, differs or takes too long, 2 f
 work."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """One flag of both command lines."""
-
-    flag: str
-    help: str
-    kind: type = str  # bool: a switch
-    choices: tuple[str, ...] | None = None
-    default: str | None = None
-    metavar: str | None = None
-    is_repeated: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.flag.removeprefix("--").replace("-", "_")
-
-
 FLAGS = (
     Flag(
-        flag="--device",
+        name="device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
         help="Where; auto takes a GPU when there is one.",
     ),
     Flag(
-        flag="--backend",
+        name="backend",
         metavar="NAME",
         is_repeated=True,
         help="A backend's name, two joined by + (prefill, then decode), cascade(NAME), or "
         "package.module:Class. "
         "May be repeated; without it all that the device can have.",
     ),
-    Flag(flag="--method", metavar="NAME", is_repeated=True, help="dense or swa.  May be repeated."),
+    Flag(name="method", metavar="NAME", is_repeated=True, help="dense or swa.  May be repeated."),
     Flag(
-        flag="--mode",
+        name="mode",
         metavar="NAME",
         is_repeated=True,
         help="A forward mode, such as decode or target_verify.  May be repeated.",
     ),
-    Flag(flag="--filter", metavar="EXPR", help="Cells whose name fits; see below."),
-    Flag(flag="--cells", metavar="FILE", help="Cells by their names, one a line, quick or not."),
-    Flag(flag="--quick", kind=bool, help="The small suite (the default)."),
-    Flag(flag="--full", kind=bool, help="Every case: long contexts, all layouts, dims, dtypes."),
-    Flag(flag="--json", metavar="FILE", help="Write every cell as JSON."),
+    Flag(name="filter", metavar="EXPR", help="Cells whose name fits; see below."),
+    Flag(name="cells", metavar="FILE", help="Cells by their names, one a line, quick or not."),
+    Flag(name="quick", kind=bool, help="The small suite (the default)."),
+    Flag(name="full", kind=bool, help="Every case: long contexts, all layouts, dims, dtypes."),
+    Flag(name="json", metavar="FILE", help="Write every cell as JSON."),
     Flag(
-        flag="--against",
+        name="against",
         metavar="FILE",
         help="An earlier --json of this machine: fail where answers or written KV (the digest of a "
         "cell) differ by a bit.",
     ),
-    Flag(flag="--html", metavar="FILE", help="Write one page for people."),
+    Flag(name="html", metavar="FILE", help="Write one page for people."),
     Flag(
-        flag="--workers",
+        name="workers",
         kind=int,
         metavar="N",
         help="Processes that run cells.  [default: the cores; on a GPU half of them, at most 6]",

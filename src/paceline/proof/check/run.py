@@ -1,20 +1,15 @@
-"""What a run of `paceline check` does, and its command line without click.
+"""What a run of `paceline check` does."""
 
-python -m paceline.proof.check.run --backend triton --filter "verify and not swa"
-"""
-
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.core.errors import ConfigError, PacelineError, message
+from paceline.core.errors import ConfigError, message
 from paceline.core.progress import INTERRUPTED, cut_mark
 from paceline.proof.check.baseline import Baseline, read_cells
 from paceline.proof.check.cell import CellResult
 from paceline.proof.check.filters import parse_filter
-from paceline.proof.check.flags import EPILOG, FLAGS, SUMMARY
 from paceline.proof.check.matrix import (
     BACKENDS,
     HARNESS,
@@ -140,33 +135,6 @@ def num_workers(asked: int | None, device_type: str) -> int:
     return asked
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line without click."""
-    from paceline.plan.arguments import add_flag
-
-    parser = argparse.ArgumentParser(
-        prog="python -m paceline.proof.check.run",
-        description=SUMMARY,
-        epilog=EPILOG.replace("paceline check", "python -m paceline.proof.check.run"),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for flag in FLAGS:
-        settings: dict[str, Any] = {"dest": flag.name, "help": flag.help}
-        if flag.kind is bool:
-            settings |= {"action": "store_true"}
-        else:
-            settings |= {"type": flag.kind, "choices": flag.choices, "default": flag.default}
-            settings |= {"metavar": flag.metavar}
-            settings |= {"action": "append"} if flag.is_repeated else {}
-        add_flag(parser, flag.flag, **settings)
-    try:
-        return run_check(vars(parser.parse_args(argv)))
-    except PacelineError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-
-
 def _run(
     cells: Sequence[Cell],
     device_type: str,
@@ -203,7 +171,3 @@ def _suite() -> Iterable[Case]:
     from paceline.proof.suite.cases import cases
 
     return cases()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
