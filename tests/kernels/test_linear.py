@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.linear import linear, linear_reference
+from paceline.kernels.linear_cpu import is_by_columns, linear_cpu
+from paceline.layers.parameter import Placement, empty_matrix
 from paceline.runner.recorded import RecordedGraph
 
 TOKENS = [0, 1, 2, 3, 4, 7, 16, 33, 64]
@@ -46,6 +48,45 @@ def test_linear_equals_float64(
     assert out.dtype is dtype
     assert_within_roundings(out, x, weight, used)
     assert all(map(torch.equal, kept, (x, weight, bias)))  # nothing is mutated
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 19])
+@pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_an_emulated_product_equals_float64_in_blocks_of_any_size(
+    tokens: int, has_bias: bool, order: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.kernels.linear_cpu._BLOCK", block)
+    x, weight, bias = operands(tokens, torch.bfloat16, order)
+    out = linear_cpu(x, weight, bias if has_bias else None)
+    assert out.dtype is torch.bfloat16
+    assert_within_roundings(out, x, weight, bias if has_bias else None)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no-bias", "bias"])
+def test_one_thread_stores_emulated_matrices_by_columns(
+    threads: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.layers.parameter.is_emulated", lambda dtype: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    weight = empty_matrix(6, 4, placement=placement, has_bias=has_bias)
+    assert weight.shape == (6, 4)
+    assert is_by_columns(weight) == (threads == 1 and not has_bias)
+
+
+@pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+def test_a_recorded_emulated_product_is_the_eager_one(tokens: int, order: str) -> None:
+    x, weight, bias = operands(tokens, torch.bfloat16, order)
+    out = torch.zeros(tokens, OUT, dtype=torch.bfloat16)
+    graph = RecordedGraph(poison=True)
+    graph.capture(lambda: out.copy_(linear_cpu(x, weight, bias)))
+    x.mul_(-3.0)
+    graph.replay()
+    assert torch.equal(out, linear_cpu(x, weight, bias))
 
 
 @pytest.mark.parametrize("order", ["rows", "columns"])

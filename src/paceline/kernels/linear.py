@@ -1,21 +1,31 @@
 """linear: x W^T + b through the fastest library path for the shape.
 
-torch's own float32 product on a CPU goes to MKL, which takes its slow path on processors of other
-makers; oneDNN, which torch carries too, does not, and is best with the weight stored column by
-column.  For one or two tokens its set-up costs more than it gains.  `benchmarks/cpu_linear.py`
-measures all of this.
+torch's own float32 product on a CPU goes to MKL, which leaves the AVX-512 of other makers'
+processors unused; oneDNN, which torch carries too, does not, and is best with the weight stored
+column by column.  For one or two tokens its set-up costs more than it gains, and without AVX-512 it
+gains nothing.  16-bit numbers on a CPU without
+instructions for them take kernels.linear_cpu.  `benchmarks/cpu_linear.py` measures all of this.
 
 On a GPU a few tokens take kernels.skinny_linear, more take cuBLAS.
 """
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.kernels.act_and_mul import act_and_mul
+from paceline.kernels.linear_cpu import is_emulated, linear_cpu
 from paceline.kernels.skinny_linear import fits_skinny, skinny_linear
 
 _ONEDNN_TOKENS = 3  # from here on oneDNN is faster
+
+
+@cache
+def _onednn_gains() -> bool:
+    is_wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return is_wide and torch.backends.mkldnn.is_available()
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -34,8 +44,10 @@ def linear(
     """
     if fits_skinny(x, weight):
         return skinny_linear(x, weight, bias, counters=counters)
-    takes_onednn = x.device.type == "cpu" and x.dtype == torch.float32
-    if takes_onednn and x.shape[0] >= _ONEDNN_TOKENS and torch.backends.mkldnn.is_available():
+    if x.device.type == "cpu" and is_emulated(x.dtype):
+        return linear_cpu(x, weight, bias)
+    takes_onednn = x.device.type == "cpu" and x.dtype == torch.float32 and _onednn_gains()
+    if takes_onednn and x.shape[0] >= _ONEDNN_TOKENS:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
     return F.linear(x, weight, bias)

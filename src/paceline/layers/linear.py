@@ -43,7 +43,8 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         columns = parallel.share(in_features, "in_features")
-        self.weight = empty_matrix(out_features, columns, placement=placement)  # [out, in]
+        # [out_features, columns]
+        self.weight = empty_matrix(out_features, columns, placement=placement, has_bias=bias)
         self.bias = empty_parameter(out_features, placement=placement) if bias else None  # [out]
         self.counters = arrival_counters(out_features, device=placement.device)
 
@@ -83,7 +84,7 @@ class QKVLinear(nn.Module):
         self.heads = [heads, kv_heads, kv_heads]
         rows = tuple(count * head_dim for count in self.heads)
         # [(num_heads + 2 * num_kv_heads) * head_dim, in_features]
-        self.weight = empty_matrix(sum(rows), in_features, placement=placement)
+        self.weight = empty_matrix(sum(rows), in_features, placement=placement, has_bias=bias)
         self.bias = empty_parameter(sum(rows), placement=placement) if bias else None
         self._fused = _Fused(("q_proj", "k_proj", "v_proj"), rows)
 
@@ -115,7 +116,7 @@ class GateUpLinear(nn.Module):
         self.activation = activation
         share = parallel.share(intermediate_size, "intermediate_size")
         # [2 * intermediate_size, hidden_size]  gate rows, then up rows
-        self.weight = empty_matrix(2 * share, hidden_size, placement=placement)
+        self.weight = empty_matrix(2 * share, hidden_size, placement=placement, has_bias=bias)
         self.bias = empty_parameter(2 * share, placement=placement) if bias else None
         self._fused = _Fused(("gate_proj", "up_proj"), (share, share))
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from paceline.kernels.linear_cpu import is_emulated
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -20,11 +22,17 @@ def empty_parameter(*shape: int, placement: Placement) -> nn.Parameter:
     return nn.Parameter(data, requires_grad=False)
 
 
-def empty_matrix(rows: int, columns: int, *, placement: Placement) -> nn.Parameter:
+def empty_matrix(
+    rows: int, columns: int, *, placement: Placement, has_bias: bool = False
+) -> nn.Parameter:
     """An uninitialised [rows, columns] parameter in the memory order its product reads fastest.
 
-    float32 on a CPU is stored column by column (see kernels.linear); everything else row by row.
+    On a CPU float32 is stored column by column (see kernels.linear), and so is bfloat16 where it is
+    emulated by one thread and has no bias (see kernels.linear_cpu); everything else row by row.
     """
+    one_thread = placement.device.type == "cpu" and torch.get_num_threads() == 1
+    if one_thread and is_emulated(placement.dtype) and not has_bias:
+        return _by_columns(rows, columns, placement=placement)
     return _empty_matrices(rows, columns, placement=placement)
 
 
@@ -36,6 +44,10 @@ def empty_matrices(count: int, rows: int, columns: int, *, placement: Placement)
 def _empty_matrices(*shape: int, placement: Placement) -> nn.Parameter:
     if placement.device.type != "cpu" or placement.dtype != torch.float32:
         return empty_parameter(*shape, placement=placement)
+    return _by_columns(*shape, placement=placement)
+
+
+def _by_columns(*shape: int, placement: Placement) -> nn.Parameter:
     *count, rows, columns = shape
     stored = torch.empty(*count, columns, rows, device=placement.device, dtype=placement.dtype)
     return nn.Parameter(stored.mT, requires_grad=False)
