@@ -40,8 +40,6 @@ def asked_arguments(values: Mapping[str, Any]) -> dict[str, object]:
 
     values: what was parsed.  Raises ConfigError, before an engine is built.
     """
-    if "parallel" in values:
-        Parallel(rank=0, size=values["parallel"])
     names = (option.name for option in fields(EngineOptions))
     typed = {name: values[name] for name in names if values.get(name) not in (None, ())}
     asked = named(typed | _asked_model(values["model_argument"], typed.get("model")))
