@@ -6,7 +6,7 @@ import torch
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import Part
-from paceline.proof.check.cell import CellResult, Runner
+from paceline.proof.check.cell import CellResult, RunnerKind
 from paceline.proof.rig.contenders import Contender
 from paceline.proof.rig.harness import run_cell
 from paceline.proof.rig.prepared import prepare_case
@@ -22,18 +22,24 @@ EXTEND = CASES["dense/extend/tiny"]
 TREE = CASES["dense/target_verify/tiny-shapes"]  # with frozen rows
 FROZEN_KV = CASES["dense/draft_decode/tiny-frozen-kv"]
 CPU = torch.device("cpu")
-BOTH = (Runner.EAGER, Runner.RECORDED)
+BOTH = (RunnerKind.EAGER, RunnerKind.RECORDED)
 
 
 def cell(
-    backend: type, case: Case = DECODE, runner: Runner = Runner.RECORDED, *, emulated: bool = False
+    backend: type,
+    case: Case = DECODE,
+    runner: RunnerKind = RunnerKind.RECORDED,
+    *,
+    emulated: bool = False,
 ) -> CellResult:
     """The result of a case on a class."""
     who = Contender(name="planted", backend=backend, is_emulated=emulated)
     return run_cell(case, who, runner, CPU)
 
 
-def rig_of(case: Case, backend: type = TorchBackend, runner: Runner = Runner.RECORDED) -> Rig:
+def rig_of(
+    case: Case, backend: type = TorchBackend, runner: RunnerKind = RunnerKind.RECORDED
+) -> Rig:
     """A rig that has launched nothing."""
     return Rig(prepare_case(case), backend, runner, CPU)
 

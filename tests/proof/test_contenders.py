@@ -11,7 +11,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
-from paceline.proof.check.cell import Runner
+from paceline.proof.check.cell import RunnerKind
 from paceline.proof.rig.contenders import EMULATORS, Contender, contender, for_case, refusals
 
 WINDOWS = CASES["swa/decode/tiny-window6-soft-cap"]
@@ -26,7 +26,7 @@ class Asked(TorchBackend):
         return [config]
 
 
-def asked(case, runner=Runner.RECORDED, *, emulated=False, backend=Asked):
+def asked(case, runner=RunnerKind.RECORDED, *, emulated=False, backend=Asked):
     who = Contender(name="asked", backend=backend, is_emulated=emulated)
     (config,) = refusals(case, who, runner, CPU)
     return config
@@ -101,8 +101,8 @@ def test_a_case_says_what_it_asks():
     ids=lambda each: getattr(each, "name", None),
 )
 def test_a_graph_is_asked_of_graph_runners_alone(case, needed):
-    assert asked(case, Runner.EAGER).graph is GraphSupport.NEVER
-    assert asked(case, Runner.RECORDED).graph is needed
+    assert asked(case, RunnerKind.EAGER).graph is GraphSupport.NEVER
+    assert asked(case, RunnerKind.RECORDED).graph is needed
 
 
 def test_an_emulated_backend_is_asked_as_on_a_hopper():
@@ -127,7 +127,7 @@ def test_trees_run_by_cascade_where_a_mask_is_missing_and_an_lse_is_there():
     assert runs(causal, TREE).inner is causal
     assert runs(mute, TREE) is mute
     who = Contender(name="x", backend=mute, is_emulated=False)
-    assert any("tree" in reason for reason in refusals(TREE, who, Runner.EAGER, CPU))
+    assert any("tree" in reason for reason in refusals(TREE, who, RunnerKind.EAGER, CPU))
 
 
 def test_a_windowed_tree_of_flashinfer_runs_by_cascade():

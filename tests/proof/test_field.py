@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from paceline.proof.check.cell import Runner
+from paceline.proof.check.cell import RunnerKind
 from paceline.proof.check.field import field_rows
 from paceline.proof.suite.cases import cases
 
@@ -45,7 +45,7 @@ def test_each_row_names_cells_of_its_method_and_backend():
 
 def test_every_mapped_cell_is_of_a_case_in_the_suite():
     known = {(case.method, case.mode.value, case.name) for case in cases()}
-    runners = {runner.value for runner in Runner}
+    runners = {runner.value for runner in RunnerKind}
     for row in ROWS:
         for cell in row.cells:
             method, _, mode, runner, variant = cell.split("/")

@@ -9,7 +9,7 @@ from rig_cases import BOTH, CPU, DECODE, TREE, Exact, cell
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
 from paceline.core.errors import ConfigError
-from paceline.proof.check.cell import Runner, Status
+from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.rig import harness
 from paceline.proof.rig.contenders import Contender
 from paceline.proof.rig.harness import examine, run_named
@@ -103,7 +103,7 @@ class TakesPage0(TorchBackend):
 
 
 def test_the_broken_invariant_comes_before_the_wrong_answer():
-    reason = cell(TakesPage0, DECODE, Runner.EAGER).reason
+    reason = cell(TakesPage0, DECODE, RunnerKind.EAGER).reason
     assert reason.startswith("batch 0: page table row 0 of group 0 must be [")
     assert "; layer 0: error inf where " in reason
 
@@ -136,7 +136,7 @@ class RightInBatch0(TorchBackend):
 
 def test_the_batch_that_went_wrong_is_named():
     assert DECODE.batches[1].prefix_lens[0] == 8
-    reason = cell(RightInBatch0, DECODE, Runner.EAGER).reason
+    reason = cell(RightInBatch0, DECODE, RunnerKind.EAGER).reason
     assert reason.startswith("batch 1: layer 0: error 0.")
     assert "is allowed, at batch 1, request " in reason
 
@@ -144,7 +144,7 @@ def test_the_batch_that_went_wrong_is_named():
 def test_a_comparison_that_would_accept_a_mistake_is_a_fault():
     prepared = replace(prepare_case(DECODE), blind=("batch 0, layer 0: first key dropped",))
     who = Contender(name="planted", backend=TorchBackend, is_emulated=False)
-    finding = examine(prepared, who, Runner.EAGER, CPU)
+    finding = examine(prepared, who, RunnerKind.EAGER, CPU)
     assert finding.fault == "the comparison would accept batch 0, layer 0: first key dropped"
 
 

@@ -13,7 +13,7 @@ from fake_harness import HARNESS, case
 from paceline.core.errors import ConfigError
 from paceline.core.modes import ForwardMode
 from paceline.proof.check import workers
-from paceline.proof.check.cell import Runner, Status
+from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.check.filters import parse_filter
 from paceline.proof.check.matrix import (
     MOST_LOST,
@@ -24,7 +24,7 @@ from paceline.proof.check.matrix import (
     execute,
     run_cells,
 )
-from paceline.proof.check.workers import LastResult, Usage, usage_of
+from paceline.proof.check.workers import LastResult, ProcessUsage, usage_of
 
 CASES = [
     case("short"),
@@ -45,7 +45,7 @@ def selection(*, backends=("torch",), device_type="cpu", **fields):
 def run(*names, workers=1, limit_s=30.0, backends=("torch",)):
     """The results of one eager cell per case and backend, by backend and name."""
     cells = [
-        Cell(case=case(name), backend=backend, runner=Runner.EAGER)
+        Cell(case=case(name), backend=backend, runner=RunnerKind.EAGER)
         for backend in backends
         for name in names
     ]
@@ -132,13 +132,13 @@ def test_a_cell_that_computes_for_ever_is_ended_by_its_cpu_time():
 
 def test_a_cell_that_gets_no_core_is_not_idle(monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr(workers, "usage_of", lambda pid: Usage(1e-9 * next(clock), False))
+    monkeypatch.setattr(workers, "usage_of", lambda pid: ProcessUsage(1e-9 * next(clock), False))
     assert run("waits", limit_s=0.1)["waits"].status is Status.PROVEN
 
 
 def test_a_cell_that_others_keep_from_its_cpu_time_gets_it(monkeypatch):
     clock = itertools.count()  # a hundredth of the limit more at each look
-    monkeypatch.setattr(workers, "usage_of", lambda pid: Usage(0.002 * next(clock), True))
+    monkeypatch.setattr(workers, "usage_of", lambda pid: ProcessUsage(0.002 * next(clock), True))
     assert run("waits", limit_s=0.1)["waits"].status is Status.PROVEN
 
 
@@ -167,8 +167,8 @@ def test_a_backend_that_keeps_ending_its_process_is_left_out():
 
 
 def test_one_backend_ending_its_process_does_not_leave_out_another():
-    cells = [Cell(case=case("exits"), backend="a", runner=Runner.EAGER)] * MOST_LOST
-    cells += [Cell(case=case("passes"), backend="b", runner=Runner.EAGER)]
+    cells = [Cell(case=case("exits"), backend="a", runner=RunnerKind.EAGER)] * MOST_LOST
+    cells += [Cell(case=case("passes"), backend="b", runner=RunnerKind.EAGER)]
     found = run_cells(cells, device_type="cpu", workers=1, limit_s=30.0, harness=HARNESS)
     assert [result.status for result in found if result.backend == "b"] == [Status.PROVEN]
 
@@ -186,7 +186,7 @@ def test_a_process_whose_gpu_is_lost_is_unfit(monkeypatch, is_sound):
         if not is_sound:
             raise RuntimeError("an illegal memory access was encountered")
 
-    cell = Cell(case=case("x"), backend="torch", runner=Runner.EAGER)
+    cell = Cell(case=case("x"), backend="torch", runner=RunnerKind.EAGER)
     result = cell.result(Status.FAILING, "it wrote where it may not")
     monkeypatch.setattr("paceline.proof.rig.harness.run_cell", lambda *_: result)
     monkeypatch.setattr("torch.cuda.synchronize", synchronize)
@@ -227,10 +227,10 @@ def test_a_backend_without_a_class_is_refused_before_the_first_cell(name, text):
 
 
 def test_what_nothing_here_can_run_says_why():
-    cell = Cell(case=case("x"), backend="fa4+flashinfer", runner=Runner.EAGER)
+    cell = Cell(case=case("x"), backend="fa4+flashinfer", runner=RunnerKind.EAGER)
     assert absence(cell, "cpu") is None
     assert "fa4 needs the module flash_attn.cute, which is not installed" in absence(cell, "cuda")
-    interpreted = Cell(case=case("x"), backend="triton", runner=Runner.EAGER)
+    interpreted = Cell(case=case("x"), backend="triton", runner=RunnerKind.EAGER)
     assert absence(interpreted, "cuda") is None
     assert "too large for Triton's interpreter" in absence(interpreted, "cpu")
     assert absence(replace(interpreted, backend="torch+cascade(triton)"), "cpu")
@@ -252,7 +252,7 @@ def test_choosing_cells_imports_no_torch():
 
 def test_a_worker_stays_with_its_case_while_there_is_another():
     cells = [
-        Cell(case=case(f"pid-{name}"), backend=backend, runner=Runner.EAGER)
+        Cell(case=case(f"pid-{name}"), backend=backend, runner=RunnerKind.EAGER)
         for name in range(6)
         for backend in ("a", "b", "c")
     ]

@@ -8,7 +8,7 @@ import torch
 from rig_cases import CASES, Exact, cell
 
 from paceline.attention.contract import Part
-from paceline.proof.check.cell import Runner, Status
+from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.oracle.inputs import SCALE_FACTOR
 
 
@@ -213,7 +213,7 @@ FAULTS = [
 )
 def test_a_planted_fault_fails_its_quick_cell_and_is_named(fault, case, text):
     assert CASES[case].is_quick
-    result = cell(fault, CASES[case], Runner.EAGER)
+    result = cell(fault, CASES[case], RunnerKind.EAGER)
     assert result.status is Status.FAILING
     assert text in result.reason, result.reason
 
@@ -224,17 +224,17 @@ FOUND = sorted({case for _, case, _ in FAULTS})
 @pytest.mark.parametrize("case", FOUND)
 def test_the_backend_they_are_planted_in_is_right(case):
     base = HostPlanned if case.endswith("steady") else Exact
-    result = cell(base, CASES[case], Runner.EAGER)
+    result = cell(base, CASES[case], RunnerKind.EAGER)
     assert result.status is Status.PROVEN, result.reason
 
 
 def test_a_plan_kept_for_its_layout_is_missed_where_no_layout_comes_twice():
-    result = cell(PlansNewLayouts, CASES[EDGES], Runner.EAGER)
+    result = cell(PlansNewLayouts, CASES[EDGES], RunnerKind.EAGER)
     assert result.status is Status.PROVEN, result.reason
 
 
 def test_an_lse_of_wrong_scores_is_not_named_after_what_it_happens_to_be():
-    result = cell(CapBeforeScale, CASES["dense/extend/soft-cap"], Runner.EAGER)
+    result = cell(CapBeforeScale, CASES["dense/extend/soft-cap"], RunnerKind.EAGER)
     assert " and lse " in result.reason
     assert "looks like: logarithm" not in result.reason
 

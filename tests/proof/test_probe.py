@@ -21,7 +21,7 @@ from rig_cases import (
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import Part
-from paceline.proof.check.cell import Runner, Status
+from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.oracle.inputs import make_inputs
 from paceline.proof.oracle.oracle import attend_lse
 from paceline.proof.oracle.tolerance import expect
@@ -39,7 +39,7 @@ def with_lse(change):
     return Changed
 
 
-def failing(backend, case, runner=Runner.RECORDED):
+def failing(backend, case, runner=RunnerKind.RECORDED):
     result = cell(backend, case, runner)
     assert result.status is Status.FAILING
     return result.reason

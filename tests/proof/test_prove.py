@@ -12,7 +12,7 @@ from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.plan.speculation import without_speculation
 from paceline.proof.lossless import prove as prove_module
-from paceline.proof.lossless.contest import Contender, contenders_of
+from paceline.proof.lossless.contest import Contestant, contenders_of
 from paceline.proof.lossless.prompt_set import NamedPrompt
 from paceline.proof.lossless.proof import Outcome, Proof
 from paceline.proof.lossless.prove import Trial, prove
@@ -99,7 +99,7 @@ def test_weights_that_differ_are_found_where_they_do_and_as_a_prompt_too(model, 
 
     case = "gemma2-soft-caps-alternating-windows"
     other = make_checkpoint(case, tmp_path, change=change)
-    contender = Contender(label="weights", options=asked(other), speculation=None)
+    contender = Contestant(label="weights", options=asked(other), speculation=None)
     proof = prove(asked(model), [contender], TRIAL)
     fault = proof.contests[0].fault
     assert fault is not None
@@ -155,7 +155,7 @@ def test_a_drafter_and_a_backend_are_compared_apart_and_together(model):
 
 def test_ctrl_c_leaves_the_contenders_that_were_judged(model, monkeypatch):
     contenders = [
-        Contender(label=label, options=asked(model), speculation=None) for label in ("one", "two")
+        Contestant(label=label, options=asked(model), speculation=None) for label in ("one", "two")
     ]
     judge = prove_module._compare
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.proof.check.cell import Runner, Status
+from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.check.flags import FLAGS
 from paceline.proof.check.run import run_check
 from paceline.proof.rig.contenders import contender
@@ -22,12 +22,12 @@ VERIFY = "dense/target_verify/tiny-topk4"
 FROZEN = "dense/draft_decode/tiny-frozen-kv"
 
 
-def run(name, case=DECODE, runner=Runner.RECORDED):
+def run(name, case=DECODE, runner=RunnerKind.RECORDED):
     return run_cell(CASES[case], contender(name, "cpu"), runner, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("case", [DECODE, VERIFY, FROZEN])
-@pytest.mark.parametrize("runner", [Runner.EAGER, Runner.RECORDED], ids=lambda r: r.value)
+@pytest.mark.parametrize("runner", [RunnerKind.EAGER, RunnerKind.RECORDED], ids=lambda r: r.value)
 def test_a_class_without_a_fault_is_proven(case, runner):
     result = run("rogue_backends:Faultless", case, runner)
     assert result.status is Status.PROVEN, result.reason
@@ -47,7 +47,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("runner", [Runner.EAGER, Runner.RECORDED], ids=lambda r: r.value)
+@pytest.mark.parametrize("runner", [RunnerKind.EAGER, RunnerKind.RECORDED], ids=lambda r: r.value)
 @pytest.mark.parametrize(("name", "case", "text"), FAULTS, ids=[fault[0] for fault in FAULTS])
 def test_a_fault_is_a_failing_cell_that_says_so(name, case, text, runner):
     result = run(f"rogue_backends:{name}", case, runner)
@@ -56,7 +56,7 @@ def test_a_fault_is_a_failing_cell_that_says_so(name, case, text, runner):
 
 
 def test_a_host_read_fails_in_a_graph_and_is_named():
-    assert run("rogue_backends:ReadsOnTheHost", runner=Runner.EAGER).status is Status.PROVEN
+    assert run("rogue_backends:ReadsOnTheHost", runner=RunnerKind.EAGER).status is Status.PROVEN
     result = run("rogue_backends:ReadsOnTheHost")
     assert result.status is Status.FAILING
     assert result.reason.startswith("raised HostReadError: ")
@@ -115,7 +115,7 @@ def test_a_run_outlives_a_class_that_stops_its_process(tmp_path):
     assert found["Hangs"]["reason"] == "did nothing for 1 s"
 
 
-@pytest.mark.parametrize("runner", [Runner.EAGER, Runner.RECORDED], ids=lambda r: r.value)
+@pytest.mark.parametrize("runner", [RunnerKind.EAGER, RunnerKind.RECORDED], ids=lambda r: r.value)
 def test_the_example_of_the_documentation_passes_its_cells(monkeypatch, runner):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "attention"))
     chosen = [case for case in CASES.values() if case.is_interpreted]

@@ -20,7 +20,7 @@ from paceline.engine.tracker import Tracker
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
 from paceline.server.app import build_app
-from paceline.server.limits import LIMITS, Limits
+from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.service import Service
 
 CONTEXT = 256
@@ -96,7 +96,9 @@ def small_llm(**more: Any) -> LLM:
 
 
 @contextmanager
-def serving(llm: LLM, *, api_key: str | None = None, limits: Limits = LIMITS) -> Iterator[Serving]:
+def serving(
+    llm: LLM, *, api_key: str | None = None, limits: ServerLimits = LIMITS
+) -> Iterator[Serving]:
     """Serve `llm` as "tiny"; closes it behind."""
     service = Service.of(llm, model="tiny", max_queued=limits.max_queued)
     app = build_app(service, api_key=api_key, max_body_mib=limits.max_body_mib)

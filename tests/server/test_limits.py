@@ -6,7 +6,7 @@ import httpx
 import pytest
 from serving import FIRST_WORDS, serving, small_llm, wait_until
 
-from paceline.server.limits import LIMITS, Limits
+from paceline.server.limits import LIMITS, ServerLimits
 
 GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 250, "ignore_eos": True}
@@ -17,7 +17,7 @@ RUNNING = 16  # max_num_seqs of small_llm
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(small_llm(), limits=Limits(max_queued=4, max_body_mib=1)) as world:
+    with serving(small_llm(), limits=ServerLimits(max_queued=4, max_body_mib=1)) as world:
         yield world
 
 

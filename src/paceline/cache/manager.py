@@ -16,7 +16,7 @@ from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.model_config import CacheGroupSpec
 
 
-class Admission(NamedTuple):
+class Admitted(NamedTuple):
     """What a request starts with."""
 
     prefix_len: int  # tokens whose KV is in the cache, a multiple of the page size
@@ -103,7 +103,7 @@ class CacheManager:
         ahead: int = 0,
         salt: Hashable = None,
         max_hit: int | None = None,
-    ) -> Admission | None:
+    ) -> Admitted | None:
         """Lock the longest hit, of at most `max_hit` tokens, and reserve for `reserve_to` tokens;
         None where pages are short.
 
@@ -129,7 +129,7 @@ class CacheManager:
         self._queried_tokens += len(tokens)
         self._hit_tokens += entry.committed
         runs = tuple(run for _, run in admitted if run.page_ids)
-        return Admission(entry.committed, runs)
+        return Admitted(entry.committed, runs)
 
     def holds(self, request_id: str, kv_bound: int) -> bool:
         """Whether a request has pages for `kv_bound` tokens already, as in most decode steps."""

@@ -41,7 +41,7 @@ def chat(ctx: click.Context, /, **values: Any) -> None:
     params = sampling_params(values)
     llm = start_engine(ctx, asked_arguments(values), check=require_usable)
     try:
-        Conversation(llm, params, system=values["system"]).run()
+        ChatSession(llm, params, system=values["system"]).run()
     finally:
         llm.close()
 
@@ -53,7 +53,7 @@ def require_usable(admission: Any) -> None:
         tokenizer.require_chat_template()
 
 
-class Conversation:
+class ChatSession:
     """Owns the history of one chat."""
 
     def __init__(self, llm: Any, params: Any, *, system: str | None) -> None:

@@ -77,7 +77,7 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     fields of a request are refused with 400, never ignored.
     """
     asked = asked_arguments(values)
-    from paceline.server.limits import Limits
+    from paceline.server.limits import ServerLimits
     from paceline.server.run import Address, bind
     from paceline.server.run import serve as serve_until_stopped
 
@@ -87,7 +87,7 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
         port=values["port"],
         model=values["served_model_name"] or str(asked.get("model", "bundled")),
         api_key=values["api_key"],
-        limits=Limits(
+        limits=ServerLimits(
             max_queued=values["max_queued_requests"], max_body_mib=values["max_body_mib"]
         ),
     )

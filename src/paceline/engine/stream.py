@@ -1,4 +1,4 @@
-"""Stream: snapshots of requests as they grow."""
+"""OutputStream: snapshots of requests as they grow."""
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 
@@ -6,7 +6,7 @@ from paceline.engine.outputs import RequestOutput
 from paceline.engine.tracker import Tracker
 
 
-class Stream(Iterator[RequestOutput]):
+class OutputStream(Iterator[RequestOutput]):
     """Snapshots of some requests, whoever turns the loop.  Owns their end: closed or dropped, even
     before its first snapshot, it aborts those that still run.
 

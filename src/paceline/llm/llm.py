@@ -17,7 +17,7 @@ from paceline.core.progress import Progress
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.engine.outputs import RequestOutput
-from paceline.engine.stream import Stream
+from paceline.engine.stream import OutputStream
 from paceline.engine.tracker import Tracker
 from paceline.llm.admission import Admission, Admitted, indexed, require_admitted
 from paceline.llm.boot import Booted, Knobs, Prepared, boot, prepare
@@ -76,7 +76,7 @@ class LLM:
         *,
         stream: Literal[True],
         return_errors: bool = False,
-    ) -> Stream: ...
+    ) -> OutputStream: ...
 
     def generate(
         self,
@@ -86,7 +86,7 @@ class LLM:
         stream: bool = False,
         return_errors: bool = False,
         use_tqdm: bool | None = None,
-    ) -> list[RequestOutput] | Stream:
+    ) -> list[RequestOutput] | OutputStream:
         """Complete one prompt or many.
 
         prompts: a prompt is text, token ids (a sequence, or an integer array of numpy or torch) or
@@ -108,7 +108,7 @@ class LLM:
             )
         queued = self._queue(prompts, sampling_params, return_errors=return_errors)
         if stream:
-            return Stream(
+            return OutputStream(
                 [each for each in queued if isinstance(each, Tracker)],
                 turn=lambda: self._live.engine.step(),
                 abort=self._abort_all,
@@ -139,7 +139,7 @@ class LLM:
         return_errors: bool = False,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Stream: ...
+    ) -> OutputStream: ...
 
     def chat(
         self,
@@ -149,7 +149,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **how: Any,
-    ) -> list[RequestOutput] | Stream:
+    ) -> list[RequestOutput] | OutputStream:
         """Answer one conversation or many, in the words of the model's chat template.
 
         messages: [{"role": "user", "content": "..."}, ...], or several of these lists; text parts

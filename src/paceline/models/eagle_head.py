@@ -20,7 +20,13 @@ from paceline.layers.self_attention import SelfAttention
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import rope_tables
 from paceline.models.eagle_config import EagleConfig
-from paceline.models.eagle_layers import Eagle1Layer, Eagle3Layer, Fusion, Stream, head_attention
+from paceline.models.eagle_layers import (
+    Eagle1Layer,
+    Eagle3Layer,
+    Fusion,
+    HiddenStream,
+    head_attention,
+)
 from paceline.models.registry import QKNorm, architecture
 
 
@@ -101,7 +107,7 @@ class EagleHead(nn.Module):
         feature, and `logits` for the token after it.
         """
         table = self._target_table if self.embedding is None else self.embedding.weight
-        stream: Stream = self.first(input_ids, table, features, positions, ctx)
+        stream: HiddenStream = self.first(input_ids, table, features, positions, ctx)
         delta, residual = stream
         for layer in self.later:
             delta = layer(delta, residual, positions, ctx)

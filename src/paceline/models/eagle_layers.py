@@ -20,7 +20,7 @@ from paceline.layers.self_attention import SelfAttention
 from paceline.models.eagle_config import EagleConfig
 
 
-class Stream(NamedTuple):
+class HiddenStream(NamedTuple):
     """A layer's result; the two are not added yet."""
 
     delta: Tensor  # [tokens, hidden]  the output of the feed-forward block
@@ -99,13 +99,13 @@ class Eagle1Layer(nn.Module):
         features: Tensor,
         positions: Tensor,
         ctx: AttentionContext,
-    ) -> Stream:
+    ) -> HiddenStream:
         """input_ids, positions [tokens] int64, table [vocab, hidden], features [tokens, hidden];
         mutates none of them."""
         both = (F.embedding(input_ids, table), features)
         residual = self.fc(torch.cat(both, dim=-1))
         x = self.attention(residual, positions, ctx)
-        return Stream(self.mlp(self.mlp_norm.add(x, residual)), residual)
+        return HiddenStream(self.mlp(self.mlp_norm.add(x, residual)), residual)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
@@ -149,7 +149,7 @@ class Eagle3Layer(nn.Module):
         features: Tensor,
         positions: Tensor,
         ctx: AttentionContext,
-    ) -> Stream:
+    ) -> HiddenStream:
         """input_ids, positions [tokens] int64, table [vocab, hidden], features [tokens, hidden];
         mutates none of them."""
         eps = self.embedding_norm.eps
@@ -159,7 +159,7 @@ class Eagle3Layer(nn.Module):
         if self.norm_before_residual:
             features = torch.chunk(wide, 2, dim=1)[1]
         # The sum goes to the attention's output, which is ours: the caller's features stay.
-        return Stream(self.mlp(self.mlp_norm.add(features, residual)), residual)
+        return HiddenStream(self.mlp(self.mlp_norm.add(features, residual)), residual)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from paceline.core.sampling_params import MAX_LOGPROBS
 from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs, StepRun
-from paceline.layers.sampling import TokenLogprobs
+from paceline.layers.sampling import SampledLogprobs
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.staging import RING_DEPTH
-from paceline.runner.streams import Event
+from paceline.runner.streams import StreamEvent
 
 _FINISH_CODES = tuple(FinishCode)  # by their value
 
@@ -25,7 +25,7 @@ class OutputsSlot:
     chosen_logprobs: Tensor  # [max_reqs * max(max_path, 1)]  float32
     top_ids: Tensor  # [max_reqs * max(max_path, 1), MAX_LOGPROBS]  int64
     top_logprobs: Tensor  # [max_reqs * max(max_path, 1), MAX_LOGPROBS]  float32
-    prompt: TokenLogprobs  # [max_tokens] and [max_tokens, MAX_LOGPROBS], filled densely in order
+    prompt: SampledLogprobs  # [max_tokens] and [max_tokens, MAX_LOGPROBS], filled densely in order
 
     @property
     def max_path(self) -> int:
@@ -49,7 +49,7 @@ class OutputsSlot:
             self.top_ids[:num_rows].copy_(buffers.top_ids[:num_rows], non_blocking=True)
             self.top_logprobs[:num_rows].copy_(buffers.top_logprobs[:num_rows], non_blocking=True)
 
-    def receive_prompt(self, found: TokenLogprobs | None) -> None:
+    def receive_prompt(self, found: SampledLogprobs | None) -> None:
         """Copy the scores of a step's prompt tokens here; call on its stream, after forward."""
         assert found is not None, "forward runs before its scores are copied"
         count, width = found.top_ids.shape
@@ -87,7 +87,7 @@ class OutputsRing:
                 chosen_logprobs=host(emitted, dtype=torch.float32),
                 top_ids=host(emitted, MAX_LOGPROBS, dtype=torch.int64),
                 top_logprobs=host(emitted, MAX_LOGPROBS, dtype=torch.float32),
-                prompt=TokenLogprobs(
+                prompt=SampledLogprobs(
                     chosen=host(max_tokens, dtype=torch.float32),
                     top_ids=host(max_tokens, MAX_LOGPROBS, dtype=torch.int64),
                     top_values=host(max_tokens, MAX_LOGPROBS, dtype=torch.float32),
@@ -107,7 +107,7 @@ class LaunchedStep:
 
     step: Step
     run: StepRun
-    _done: Event
+    _done: StreamEvent
     _slot: OutputsSlot
 
     def synchronize(self) -> None:

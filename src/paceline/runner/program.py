@@ -15,7 +15,7 @@ from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.layers.attention import AttentionContext
-from paceline.layers.sampling import TokenLogprobs, sample
+from paceline.layers.sampling import SampledLogprobs, sample
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden
 from paceline.runner.buffers import StepBuffers
@@ -101,7 +101,7 @@ class StepProgram:
         self._top_logprobs = MAX_LOGPROBS if logprobs else 0
         self._prompt_spans = prompt_spans
         self._observed = observed
-        self.prompt_logprobs: TokenLogprobs | None = None  # [num_scored]  after forward
+        self.prompt_logprobs: SampledLogprobs | None = None  # [num_scored]  after forward
         self.logits: Tensor | None = None  # [padded_reqs, vocab]  after forward; the head's dtype
 
     def run(self) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.attention.contract import StepView
 from paceline.core.sampling_params import PROMPT_BLOCK_ENTRIES
 from paceline.core.step import PromptSpan
-from paceline.layers.sampling import TokenLogprobs, token_logprobs
+from paceline.layers.sampling import SampledLogprobs, token_logprobs
 
 
 def prompt_logprobs(
@@ -29,7 +29,7 @@ def prompt_logprobs(
     token_ids: Tensor,
     vocab_size: int,
     logits_of: Callable[[Tensor], Tensor],
-) -> TokenLogprobs:
+) -> SampledLogprobs:
     """Of the token behind each token of `spans`, in order: [num_scored] and [num_scored, top].
 
     hidden: [tokens, hidden]; token_ids: [table rows, max_tokens] int32 history; logits_of: hidden
@@ -51,4 +51,4 @@ def prompt_logprobs(
         )
     ]
     chosen, top_ids, top_values = (torch.cat(parts) for parts in zip(*blocks, strict=True))
-    return TokenLogprobs(chosen, top_ids, top_values)
+    return SampledLogprobs(chosen, top_ids, top_values)

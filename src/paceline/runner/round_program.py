@@ -17,7 +17,7 @@ from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import CommittedRows, EndRules
 from paceline.kernels.compact_kv import compact_kv
 from paceline.kernels.derive_tree import derive_tree
-from paceline.layers.sampling import DrawnDrafts, Sampled, TokenLogprobs, sample
+from paceline.layers.sampling import DrawnDrafts, Sampled, SampledLogprobs, sample
 from paceline.models.decoder import Hidden
 from paceline.runner.derive import derive
 from paceline.runner.node_histories import node_drafts, node_histories
@@ -51,7 +51,7 @@ class RoundProgram:
         )
         self._sampler = sampler
         self._top_logprobs = MAX_LOGPROBS if logprobs else 0
-        self.prompt_logprobs: TokenLogprobs | None = None  # a round scores no prompt
+        self.prompt_logprobs: SampledLogprobs | None = None  # a round scores no prompt
         self.logits: Tensor | None = None  # [padded_tokens, vocab]  after verify; the head's dtype
 
     def run(self) -> None:

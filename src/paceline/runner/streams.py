@@ -14,7 +14,7 @@ import torch
 Work = Callable[[], None]
 
 
-class Event(ABC):
+class StreamEvent(ABC):
     """A point in a stream's work."""
 
     @abstractmethod
@@ -30,7 +30,7 @@ class Stream(ABC):
         """Queue `work`; it may execute now or at any time before a wait returns."""
 
     @abstractmethod
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         """An event after all work queued so far."""
 
     def synchronize(self) -> None:
@@ -38,7 +38,7 @@ class Stream(ABC):
         self.record().wait()
 
 
-class _DoneEvent(Event):
+class _DoneEvent(StreamEvent):
     def wait(self) -> None:
         return None
 
@@ -49,11 +49,11 @@ class InlineStream(Stream):
     def run(self, work: Work) -> None:
         work()
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         return _DoneEvent()
 
 
-class _DeferredEvent(Event):
+class _DeferredEvent(StreamEvent):
     def __init__(self, stream: "DeferredStream", position: int) -> None:
         self._stream = stream
         self._position = position
@@ -72,7 +72,7 @@ class DeferredStream(Stream):
     def run(self, work: Work) -> None:
         self._queue.append(work)
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         return _DeferredEvent(self, self._executed + len(self._queue))
 
     def execute_until(self, position: int) -> None:
@@ -83,7 +83,7 @@ class DeferredStream(Stream):
             work()
 
 
-class _CudaEvent(Event):
+class _CudaEvent(StreamEvent):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
@@ -102,7 +102,7 @@ class CudaStream(Stream):
         with torch.cuda.stream(self._stream):
             work()
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         return _CudaEvent(self._stream)
 
 

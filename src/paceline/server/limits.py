@@ -11,14 +11,14 @@ from paceline.server.errors import ApiError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ServerLimits:
     """What is refused beyond."""
 
     max_queued: int = MAX_QUEUED  # completions that wait, beside the max_num_seqs that run
     max_body_mib: int = 16  # of one request's body
 
 
-LIMITS = Limits()
+LIMITS = ServerLimits()
 
 
 class BodyLimit:

@@ -19,7 +19,7 @@ from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
 from paceline.plan.machine import settled
 from paceline.server.app import build_app
-from paceline.server.limits import LIMITS, Limits
+from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.service import Service
 
 DRAIN_S = 20.0  # how long a stopping server lets requests run on
@@ -36,7 +36,7 @@ class Address:
     port: int  # 0: any that is free
     model: str  # the name clients ask for
     api_key: str | None = None
-    limits: Limits = LIMITS
+    limits: ServerLimits = LIMITS
 
 
 def bind(address: Address) -> socket.socket:

@@ -15,7 +15,7 @@ _CHARACTER_TOKENS = 4  # a UTF-8 character has at most four bytes, so at most fo
 _REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a character (yet)
 
 
-class Decoder(Protocol):
+class IdDecoder(Protocol):
     """The part of a tokenizer this module needs."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -48,7 +48,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Decoder,
+        tokenizer: IdDecoder,
         prompt_ids: Sequence[int],
         *,
         stop: tuple[str, ...] = (),
@@ -179,7 +179,7 @@ class _TextWindow:
     """
 
     def __init__(
-        self, tokenizer: Decoder, prompt_ids: Sequence[int], skip_special_tokens: bool
+        self, tokenizer: IdDecoder, prompt_ids: Sequence[int], skip_special_tokens: bool
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens

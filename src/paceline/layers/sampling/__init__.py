@@ -5,7 +5,7 @@ one `sample` every phase calls.  What a caller may ask is checked in `core.sampl
 request ends is the runner's and the engine's business.
 """
 
-from paceline.layers.sampling.logprobs import TokenLogprobs, token_logprobs
+from paceline.layers.sampling.logprobs import SampledLogprobs, token_logprobs
 from paceline.layers.sampling.noise import draft_seeds, gumbel
 from paceline.layers.sampling.process import process_logits
 from paceline.layers.sampling.processor import Column, LogitsProcessor, RowFacts, RowState, Values
@@ -21,8 +21,8 @@ __all__ = [
     "RowFacts",
     "RowState",
     "Sampled",
+    "SampledLogprobs",
     "SamplingTable",
-    "TokenLogprobs",
     "Values",
     "draft_seeds",
     "gumbel",

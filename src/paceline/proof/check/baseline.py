@@ -13,7 +13,7 @@ MACHINE = ("device", "versions")  # parts of a document on which every digest de
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Changes:
     """What became of the cells of an earlier run."""
 
     equal: int
@@ -51,7 +51,7 @@ class Baseline:
             raise _unusable(path, f"{len(cells)} cells without a digest")
         return cls(path, digests, machine)
 
-    def compare(self, results: Iterable[CellResult]) -> Comparison:
+    def compare(self, results: Iterable[CellResult]) -> Changes:
         """The digests of `results` with the earlier ones; where it had none nothing is said."""
         known = [result for result in results if result.id in self.digests]
         gone = sorted(result.id for result in known if result.digest is None)
@@ -60,9 +60,9 @@ class Baseline:
             for result in known
             if result.digest is not None and result.digest != self.digests[result.id]
         )
-        return Comparison(len(known) - len(gone) - len(differing), tuple(differing), tuple(gone))
+        return Changes(len(known) - len(gone) - len(differing), tuple(differing), tuple(gone))
 
-    def said(self, found: Comparison, document: Mapping[str, Any]) -> str:
+    def said(self, found: Changes, document: Mapping[str, Any]) -> str:
         """`found` for people; what is different about the machine of `document` before it."""
         lines = [
             f"{name} of {self.path}: {self.machine[name]}, here: {document[name]}"

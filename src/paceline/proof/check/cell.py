@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Runner(Enum):
+class RunnerKind(Enum):
     """How the step is executed."""
 
     EAGER = "eager"  # unpadded, no graph

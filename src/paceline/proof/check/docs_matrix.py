@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.proof.check.cell import Runner, Status
+from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.check.field import FieldRow, field_rows
 from paceline.proof.check.html import cell_id
 
@@ -52,7 +52,7 @@ def statuses(row: FieldRow, cells: Cells, column: str) -> Counter[str]:
     """How many of our cells of a public row have each status in one run."""
     ids = row.cells
     if column == "CPU":
-        graph, recorded = Runner.CUDA_GRAPH.value, Runner.RECORDED.value
+        graph, recorded = RunnerKind.CUDA_GRAPH.value, RunnerKind.RECORDED.value
         ids = tuple(cell.replace(f"/{graph}/", f"/{recorded}/") for cell in ids)
     return Counter(cells[cell]["status"] if cell in cells else ABSENT for cell in ids)
 

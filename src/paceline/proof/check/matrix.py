@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from paceline.core.errors import ConfigError, message
-from paceline.proof.check.cell import CellResult, Runner, Status
+from paceline.proof.check.cell import CellResult, RunnerKind, Status
 from paceline.proof.check.filters import Filter
-from paceline.proof.check.workers import Job, LastResult, Lost, Workers
+from paceline.proof.check.workers import LastResult, Lost, Task, Workers
 from paceline.proof.suite.case import Case
 
-RUNNERS = {"cpu": (Runner.EAGER, Runner.RECORDED), "cuda": (Runner.EAGER, Runner.CUDA_GRAPH)}
+RUNNERS = {
+    "cpu": (RunnerKind.EAGER, RunnerKind.RECORDED),
+    "cuda": (RunnerKind.EAGER, RunnerKind.CUDA_GRAPH),
+}
 BACKENDS = {
     "cpu": ("triton", "triton+flashinfer", "torch", "flashinfer", "fa4", "fa3"),
     "cuda": ("triton", "triton+flashinfer", "flashinfer", "fa4", "fa3"),
@@ -32,7 +35,7 @@ class Cell:
 
     case: Case
     backend: str
-    runner: Runner
+    runner: RunnerKind
 
     @property
     def id(self) -> str:
@@ -129,10 +132,10 @@ def run_cells(
         _require_resolved(pool, cells, device_type, harness)
         queue = _Queue(cells)
 
-        def take(last: int | None) -> Job[int, CellResult | None] | None:
+        def take(last: int | None) -> Task[int, CellResult | None] | None:
             index = queue.take(last)
             return (
-                None if index is None else Job(index, harness.execute, (cells[index], device_type))
+                None if index is None else Task(index, harness.execute, (cells[index], device_type))
             )
 
         for index, outcome in pool.run_queue(take):
@@ -261,7 +264,7 @@ def _require_resolved(
     harness: Harness,
 ) -> None:
     names = list(dict.fromkeys(cell.backend for cell in cells))
-    jobs = [Job(index, harness.resolve, (name, device_type)) for index, name in enumerate(names)]
+    jobs = [Task(index, harness.resolve, (name, device_type)) for index, name in enumerate(names)]
     for index, outcome in pool.run(jobs):  # type: ignore[arg-type]
         if isinstance(outcome, Lost):
             raise ConfigError(

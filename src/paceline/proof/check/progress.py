@@ -13,7 +13,7 @@ CLEAR = "\r\033[K"  # back to an empty line
 
 
 @dataclass(slots=True)
-class Progress:
+class CellProgress:
     """How many cells are done, said on a stream."""
 
     total: int

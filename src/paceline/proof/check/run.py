@@ -144,10 +144,10 @@ def _run(
     err: TextIO,
 ) -> tuple[list[CellResult], bool]:
     """(the results, whether Ctrl-C ended them early); raises KeyboardInterrupt before the first."""
-    from paceline.proof.check.progress import Progress
+    from paceline.proof.check.progress import CellProgress
 
     workers = min(num_workers(values["workers"], device_type), len(cells))
-    progress = Progress(len(cells), err)
+    progress = CellProgress(len(cells), err)
     results, is_cut = list[CellResult](), False
     try:
         for result in run_cells(

@@ -26,7 +26,7 @@ IDLE = 0.01  # of a limit: a process with less CPU time than this in all of it w
 
 
 @dataclass(frozen=True, slots=True)
-class Job(Generic[Key, Value]):
+class Task(Generic[Key, Value]):
     """One call; the function is sent by its name."""
 
     key: Key
@@ -108,13 +108,13 @@ class Workers(Generic[Key, Value]):
             _end(worker.process)
             worker.connection.close()
 
-    def run(self, jobs: Iterable[Job[Key, Value]]) -> Iterator[tuple[Key, Value | Lost]]:
+    def run(self, jobs: Iterable[Task[Key, Value]]) -> Iterator[tuple[Key, Value | Lost]]:
         """The outcome of each job as it comes; one is taken from `jobs` when a worker is free."""
         waiting = iter(jobs)
         return self.run_queue(lambda last: next(waiting, None))
 
     def run_queue(
-        self, take: Callable[[Key | None], Job[Key, Value] | None]
+        self, take: Callable[[Key | None], Task[Key, Value] | None]
     ) -> Iterator[tuple[Key, Value | Lost]]:
         """The same, of jobs that are taken by what a worker did last; None: there are no more."""
         for worker in self._workers:
@@ -132,7 +132,7 @@ class Workers(Generic[Key, Value]):
             yield from outcomes  # first: whoever reads them may decide which jobs follow
             self._give(take)
 
-    def _give(self, take: Callable[[Key | None], Job[Key, Value] | None]) -> None:
+    def _give(self, take: Callable[[Key | None], Task[Key, Value] | None]) -> None:
         """A job for every worker without one, and for as many new ones as are wanted."""
         idle = [worker for worker in self._workers if worker.job is None]
         while idle or len(self._workers) < self._count:
@@ -219,14 +219,14 @@ def _serve(connection: Connection, environment: Mapping[str, str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """What a process does with its CPU."""
 
     seconds: float  # of it and of the children it waited for
     is_asleep: bool  # it waits for something else than a core
 
 
-def usage_of(pid: int | None) -> Usage | None:
+def usage_of(pid: int | None) -> ProcessUsage | None:
     """None where nothing tells it: on another system, or of a process that is gone."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -234,7 +234,7 @@ def usage_of(pid: int | None) -> Usage | None:
         return None
     fields = stat.rpartition(b")")[2].split()  # behind the name, which may hold anything
     seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return Usage(seconds, is_asleep=fields[0] == b"S")
+    return ProcessUsage(seconds, is_asleep=fields[0] == b"S")
 
 
 def _ending(process: SpawnProcess) -> str:

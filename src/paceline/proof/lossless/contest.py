@@ -10,7 +10,7 @@ from paceline.proof.lossless.drafting import speculation_of, with_drafter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contender:
+class Contestant:
     """An engine that should give the text of the reference."""
 
     label: str  # what is different about it
@@ -18,7 +18,7 @@ class Contender:
     speculation: Speculation | None
 
 
-def contenders_of(asked: Mapping[str, object], against: str | None) -> list[Contender]:
+def contenders_of(asked: Mapping[str, object], against: str | None) -> list[Contestant]:
     """The drafter asked for, the backend `against`, and both at once where both are named.
 
     With neither, the drafter the engine would choose for the model, or prompt lookup.  Raises
@@ -48,8 +48,8 @@ def contenders_of(asked: Mapping[str, object], against: str | None) -> list[Cont
     return found
 
 
-def _contender(label: str, options: dict[str, object]) -> Contender:
-    return Contender(label=label, options=options, speculation=speculation_of(options))
+def _contender(label: str, options: dict[str, object]) -> Contestant:
+    return Contestant(label=label, options=options, speculation=speculation_of(options))
 
 
 def _refuse_other_text(asked: Mapping[str, object]) -> None:

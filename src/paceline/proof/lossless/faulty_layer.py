@@ -20,7 +20,7 @@ LEAST_ULPS = 4.0  # of the dtype, where the two forms agree by chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class LayerCase:
     """Tokens behind which two engines disagree."""
 
     tokens: tuple[int, ...]  # prompt, and what both generated
@@ -48,7 +48,7 @@ class Blame:
     detail: str
 
 
-def expect(reference: LLM, case: Case) -> Expected:
+def expect(reference: LLM, case: LayerCase) -> Expected:
     """Read with the reference, which must be idle."""
     teacher, num = reference.teacher(), len(case.tokens)
     plain = teacher.read(case.tokens, Form.plain(num), layers=True)
@@ -65,7 +65,7 @@ def expect(reference: LLM, case: Case) -> Expected:
     )
 
 
-def blame(contender: LLM, case: Case, expected: Expected, shape: DraftShape | None) -> Blame:
+def blame(contender: LLM, case: LayerCase, expected: Expected, shape: DraftShape | None) -> Blame:
     """Read with the contender, which must be idle.  shape: of its rounds; None: it has none."""
     teacher = contender.teacher()
     form, words = form_of(case, shape)
@@ -85,7 +85,7 @@ def blame(contender: LLM, case: Case, expected: Expected, shape: DraftShape | No
     return Blame(layer=layer, detail=where)
 
 
-def form_of(case: Case, shape: DraftShape | None) -> tuple[Form, str]:
+def form_of(case: LayerCase, shape: DraftShape | None) -> tuple[Form, str]:
     """How a contender computed the last tokens of a case, and in words."""
     num = len(case.tokens)
     if case.num_generated == 0:

@@ -17,8 +17,8 @@ from paceline.engine.outputs import RequestOutput
 from paceline.llm.draft_self_test import BELOW_BAND
 from paceline.llm.llm import LLM
 from paceline.llm.teacher import Form, Teacher
-from paceline.proof.lossless.contest import Contender
-from paceline.proof.lossless.faulty_layer import Blame, Case, Expected, blame, expect
+from paceline.proof.lossless.contest import Contestant
+from paceline.proof.lossless.faulty_layer import Blame, Expected, LayerCase, blame, expect
 from paceline.proof.lossless.prompt_set import NamedPrompt, inputs_of
 from paceline.proof.lossless.proof import Answered, BandReading, Comparison, Contest, Fault, Proof
 from paceline.proof.lossless.verdicts import TIE_ULPS, Parting, Verdict, part
@@ -56,7 +56,7 @@ class Bug:
 
     prompt: str
     sampling: str
-    case: Case
+    case: LayerCase
     expected: Expected
 
 
@@ -64,7 +64,7 @@ class Bug:
 class _Standing:
     """A contender and what is known of it so far."""
 
-    contender: Contender
+    contender: Contestant
     attention: str
     answers: dict[str, list[RequestOutput]]  # way of sampling -> [num_prompts]
     band: BandReading | None
@@ -74,7 +74,7 @@ class _Standing:
 
 def prove(
     reference: Mapping[str, object],
-    contenders: Sequence[Contender],
+    contenders: Sequence[Contestant],
     trial: Trial,
     *,
     make_llm: MakeLLM = LLM,
@@ -111,7 +111,7 @@ def prove(
     )
 
 
-def _answer(contender: Contender, trial: Trial, make_llm: MakeLLM) -> _Standing:
+def _answer(contender: Contestant, trial: Trial, make_llm: MakeLLM) -> _Standing:
     llm = make_llm(**contender.options)
     try:
         return _Standing(
@@ -129,7 +129,7 @@ def _generate(llm: LLM, trial: Trial) -> dict[str, list[RequestOutput]]:
     return {way: llm.generate(prompts, params) for way, params in trial.params().items()}
 
 
-def _band(llm: LLM, contender: Contender) -> BandReading | None:
+def _band(llm: LLM, contender: Contestant) -> BandReading | None:
     """The drafter on the prompts of its band, where it brings one that holds for its depth."""
     speculation = contender.speculation
     if speculation is None or speculation.source is None or speculation.source.folder is None:
@@ -213,7 +213,7 @@ def _earliest_bug(
                 continue
             prompt = output.prompt_token_ids
             tokens = (*prompt, *output.outputs[0].token_ids[: answered.parting.index])
-            case = Case(tokens=tokens, num_prompt=len(prompt), dtype=dtype)
+            case = LayerCase(tokens=tokens, num_prompt=len(prompt), dtype=dtype)
             bugs.append((len(tokens), comparison.sampling, answered.prompt, case))
     if not bugs:
         return None
@@ -239,7 +239,7 @@ def _contest(standing: _Standing, make_llm: MakeLLM) -> Contest:
     )
 
 
-def _blame(contender: Contender, bug: Bug, make_llm: MakeLLM) -> Blame:
+def _blame(contender: Contestant, bug: Bug, make_llm: MakeLLM) -> Blame:
     llm = make_llm(**contender.options)
     try:
         shape = None if contender.speculation is None else contender.speculation.shape

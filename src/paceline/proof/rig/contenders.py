@@ -15,7 +15,7 @@ from paceline.attention.contract import (
 from paceline.attention.hybrid import hybrid
 from paceline.attention.registry import halves, is_cascade, load_backend
 from paceline.core.modes import MaskKind
-from paceline.proof.check.cell import Runner
+from paceline.proof.check.cell import RunnerKind
 from paceline.proof.suite.case import Case
 
 # Vendor libraries by backend; on a CPU an emulator stands in.
@@ -66,7 +66,7 @@ def for_case(who: Contender, case: Case) -> type[AttentionBackend]:
     return who.backend
 
 
-def refusals(case: Case, who: Contender, runner: Runner, device: torch.device) -> list[str]:
+def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.device) -> list[str]:
     """Every reason why a contender cannot run a case; empty when it can."""
     is_local = not who.is_emulated
     arch = _EMULATED_ARCH
@@ -74,7 +74,7 @@ def refusals(case: Case, who: Contender, runner: Runner, device: torch.device) -
         arch = torch.cuda.get_device_capability(device)
     dtype: torch.dtype = getattr(torch, case.dtype)
     graph = GraphSupport.NEVER
-    if runner is not Runner.EAGER:
+    if runner is not RunnerKind.EAGER:
         graph = NEEDED_SUPPORT[case.mode.facts.extend]
     config = AttentionConfig(
         device_type=device.type if is_local else "cuda",

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 
 from paceline.core.errors import ConfigError, message
-from paceline.proof.check.cell import CellResult, Runner, Status
+from paceline.proof.check.cell import CellResult, RunnerKind, Status
 from paceline.proof.oracle.likeness import likely_lse_mistakes, likely_mistakes
 from paceline.proof.oracle.tolerance import Expectation, Judgement
 from paceline.proof.rig.contenders import Contender, contender, for_case, refusals
-from paceline.proof.rig.prepared import Prepared, prepare_case
+from paceline.proof.rig.prepared import PreparedCase, prepare_case
 from paceline.proof.rig.rig import Rig
 from paceline.proof.suite.case import Case
 from paceline.proof.suite.cases import cases
@@ -36,7 +36,7 @@ class Finding:
     digest: str | None = None  # of every batch; None while not all have run
 
 
-def run_cell(case: Case, who: Contender, runner: Runner, device: torch.device) -> CellResult:
+def run_cell(case: Case, who: Contender, runner: RunnerKind, device: torch.device) -> CellResult:
     """Run one cell.  A fault of the backend makes it failing; nothing is raised for one."""
     began = time.process_time()
     told = partial(_result, case, who, runner, began)
@@ -63,7 +63,7 @@ def run_named(cell_id: str) -> CellResult:
         for case in cases()
         if len(parts) == 5 and [case.method, case.mode.value, case.name] == parts[0::2]
     ]
-    if not found or parts[3] not in (Runner.EAGER.value, Runner.RECORDED.value):
+    if not found or parts[3] not in (RunnerKind.EAGER.value, RunnerKind.RECORDED.value):
         raise ConfigError(
             message(
                 "cell",
@@ -73,10 +73,12 @@ def run_named(cell_id: str) -> CellResult:
             )
         )
     who = contender(parts[1], "cpu")
-    return run_cell(found[0], who, Runner(parts[3]), torch.device("cpu"))
+    return run_cell(found[0], who, RunnerKind(parts[3]), torch.device("cpu"))
 
 
-def examine(prepared: Prepared, who: Contender, runner: Runner, device: torch.device) -> Finding:
+def examine(
+    prepared: PreparedCase, who: Contender, runner: RunnerKind, device: torch.device
+) -> Finding:
     """Launch every batch and judge every layer; stops at the first fault."""
     worst = Finding(0.0, 1.0, None)
     if prepared.blind:
@@ -94,11 +96,11 @@ def examine(prepared: Prepared, who: Contender, runner: Runner, device: torch.de
     return replace(worst, fault=rig.unproven(), digest=rig.digest())
 
 
-def _launches(case: Case, runner: Runner) -> Iterator[tuple[int, bool]]:
+def _launches(case: Case, runner: RunnerKind) -> Iterator[tuple[int, bool]]:
     """(batch, whether it is launched a second time): a graph is captured at its key's second use,
     so that the batches behind the first are all replays."""
     yield 0, False
-    if runner is not Runner.EAGER:
+    if runner is not RunnerKind.EAGER:
         yield 0, True
     for index in range(1, len(case.batches)):
         yield index, False
@@ -147,7 +149,7 @@ def _composition(case: Case, who: Contender) -> str | None:
 def _result(
     case: Case,
     who: Contender,
-    runner: Runner,
+    runner: RunnerKind,
     began: float,
     status: Status,
     reason: str | None,

@@ -14,7 +14,7 @@ from paceline.attention.contract import StepView
 from paceline.attention.layouts.csr import CsrPlan
 from paceline.attention.layouts.page_table import PageTablePlan
 from paceline.core.padding import PAD_PAGE, PAD_ROW, PAD_SLOT
-from paceline.proof.rig.placement import Placement
+from paceline.proof.rig.placement import BatchPlacement
 from paceline.proof.rig.wanted import Ids, Wanted, wanted_step
 from paceline.proof.rig.watched import Watched
 from paceline.proof.suite.case import Batch, Case
@@ -26,7 +26,7 @@ _BEFORE = 3  # of them before the first that differs
 def broken_invariants(
     case: Case,
     batch: Batch,
-    placement: Placement,
+    placement: BatchPlacement,
     *,
     ids: Ids,
     watched: Watched,

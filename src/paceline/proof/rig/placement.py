@@ -17,7 +17,7 @@ RETURNED = -1  # the slot of a position whose page was returned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class BatchPlacement:
     """One batch's place in the table and the pools."""
 
     page_size: int
@@ -39,7 +39,7 @@ def groups(case: Case) -> tuple[int | None, ...]:
     return tuple(sorted(windows, key=lambda window: (window is not None, window or 0)))
 
 
-def place(case: Case, index: int) -> Placement:
+def place(case: Case, index: int) -> BatchPlacement:
     """The place of batch `index`.  Raises AssertionError where a layout would be contiguous."""
     batch = case.batches[index]
     first = index
@@ -48,7 +48,7 @@ def place(case: Case, index: int) -> Placement:
     random = Random(f"{case.name} {case.seed} {first} rows")
     num_rows = 1 + SPARE_ROWS + max(case.captured_reqs, *(b.num_reqs for b in case.batches))
     windows = groups(case)
-    return Placement(
+    return BatchPlacement(
         page_size=case.page_size,
         rows=tuple(random.sample(range(1, num_rows), batch.num_reqs)),
         num_rows=num_rows,
@@ -59,7 +59,7 @@ def place(case: Case, index: int) -> Placement:
     )
 
 
-def slots(placement: Placement, group: int, request: int) -> list[int]:
+def slots(placement: BatchPlacement, group: int, request: int) -> list[int]:
     """[pages of the request * page_size] slot of each position, the last page's tail too;
     RETURNED where the page is."""
     return [

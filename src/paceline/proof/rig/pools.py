@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.attention.contract import LayerCache
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.rig.placement import slots
-from paceline.proof.rig.prepared import Prepared
+from paceline.proof.rig.prepared import PreparedCase
 from paceline.runner.sanitizer.poison import bits_of
 
 # Quiet NaNs that no arithmetic makes, as bits, by bytes: of float8_e4m3fn the only other one.
@@ -27,7 +27,7 @@ class Pools:
     """
 
     def __init__(
-        self, prepared: Prepared, layers: Sequence[LayerCache], *, loads_dead: bool
+        self, prepared: PreparedCase, layers: Sequence[LayerCache], *, loads_dead: bool
     ) -> None:
         self._prepared = prepared
         self._layers = layers

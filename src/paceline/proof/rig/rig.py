@@ -16,12 +16,12 @@ from paceline.core.padding import PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
 from paceline.models.causal_lm import CausalLM
-from paceline.proof.check.cell import Runner
+from paceline.proof.check.cell import RunnerKind
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.rig.invariants import broken_invariants
-from paceline.proof.rig.placement import Placement
+from paceline.proof.rig.placement import BatchPlacement
 from paceline.proof.rig.pools import Pools
-from paceline.proof.rig.prepared import Prepared
+from paceline.proof.rig.prepared import PreparedCase
 from paceline.proof.rig.probe import POISON_ID, ProbeModel, probe_config
 from paceline.proof.rig.watched import watch
 from paceline.proof.suite.case import Batch, Case
@@ -51,16 +51,16 @@ class Rig:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedCase,
         backend: type[AttentionBackend],
-        runner: Runner,
+        runner: RunnerKind,
         device: torch.device,
     ) -> None:
         self._case = case = prepared.case
         self._device = device
         self._places = prepared.places
         self._data = prepared.data
-        self._is_graph = runner is not Runner.EAGER
+        self._is_graph = runner is not RunnerKind.EAGER
         self._epoch = 0
         self._events = EventLog()
         self._tokens = 0  # of the batch launched last, without padding
@@ -226,7 +226,7 @@ class Rig:
             ids.append([POISON_ID] * prefix + taken)
         return ids
 
-    def _step(self, batch: Batch, placement: Placement, ids: list[list[int]]) -> Step:
+    def _step(self, batch: Batch, placement: BatchPlacement, ids: list[list[int]]) -> Step:
         """The step that brings `batch`, with everything of its live requests joining."""
         self._epoch += 1
         deltas: list[Delta] = []

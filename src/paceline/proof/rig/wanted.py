@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.attention.contract import StepView
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
-from paceline.proof.rig.placement import Placement
+from paceline.proof.rig.placement import BatchPlacement
 from paceline.proof.suite.case import Batch
 from paceline.proof.suite.trees import depths
 
@@ -86,7 +86,7 @@ class Wanted:
         return list(depths(tuple(self.parents[request])))
 
 
-def wanted_step(batch: Batch, placement: Placement, ids: Ids, view: StepView) -> Wanted:
+def wanted_step(batch: Batch, placement: BatchPlacement, ids: Ids, view: StepView) -> Wanted:
     """The live rows, then the padding rule: prefix 1 and the stride, or what is left over."""
     num_pad = view.padded_reqs - batch.num_reqs
     left = view.padded_tokens - batch.num_tokens
