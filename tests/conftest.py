@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from patched_once import patch_once
 
 import paceline  # noqa: F401  it says how long threads spin, before torch is imported
 
@@ -43,6 +44,14 @@ def books_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         return grown
 
     monkeypatch.setattr(Engine, "step", checked)
+
+
+@pytest.fixture(autouse=True)
+def kernels_are_interpreted_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See patched_once."""
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is not None:
+        patch_once(monkeypatch, interpreter)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
