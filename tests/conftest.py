@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from patched_once import patch_once
 
 import paceline  # noqa: F401  it says how long threads spin, before torch is imported
+from patched_once import patch_once
 
 
 @pytest.fixture(autouse=True)
