@@ -112,15 +112,15 @@ def llama_truth(folder: Path, kinds: Sequence[str] = tuple(PARAMS)) -> Truth:
 
 
 def truth_of(target: Checkpoint, drafters: Mapping[str, Path], kinds: Sequence[str]) -> Truth:
-    """Jobs of each kind, and their answers without a drafter, one by one."""
+    """Jobs of each kind, and their answers without a drafter, as many at once as fit."""
     jobs: dict[str, Jobs] = {}
     answers: dict[str, Served] = {}
     with make_llm(target) as llm:
         for kind in kinds:
             jobs[kind] = busy_jobs(llm, PARAMS[kind])
-            answers[kind] = {
-                name: llm.generate(job.prompt, job.params)[0] for name, job in jobs[kind].items()
-            }
+            prompts = [job.prompt for job in jobs[kind].values()]
+            found = llm.generate(prompts, [job.params for job in jobs[kind].values()])
+            answers[kind] = dict(zip(jobs[kind], found, strict=True))
     return Truth(target, drafters, jobs, answers)
 
 

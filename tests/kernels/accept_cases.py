@@ -139,13 +139,13 @@ def make_round(requests: Sequence[Request], max_path: int, *, chains: bool) -> R
     state[PAD_ROW] = torch.tensor([PAD_PREFIX_LEN, FinishCode.RUNNING])
     rules = torch.full((table_rows, 2 + MAX_STOP_IDS), -1)
     rules[:, :2] = 0
+    rules_np = rules.numpy()  # the same memory; torch is slow entry by entry
     history = torch.full((table_rows, WIDTH), RUBBISH, dtype=torch.int32)
     history[PAD_ROW] = 0
     for row, request in zip(row_ids, requests, strict=True):
         if not request.is_padded:
             stops = (*request.stop_ids, *[-1] * (MAX_STOP_IDS - len(request.stop_ids)))
-            rule = (request.prefix + 1 + request.room, request.max_drafts, *stops)
-            rules[row] = torch.tensor(rule)
+            rules_np[row] = (request.prefix + 1 + request.room, request.max_drafts, *stops)
     prefix = [PAD_PREFIX_LEN if r.is_padded else r.prefix for r in requests]
     n = len(requests[0].tokens)
     return Round(
@@ -174,6 +174,8 @@ def wanted_after(made: Round, verdicts: Sequence[Verdict]) -> tuple[CommittedRow
     """The table and the outputs, by the walked verdicts; the round has not run yet."""
     max_path, n = made.out.path.shape[1], made.drafts.tokens.shape[1]
     rows = CommittedRows(*(column.clone() for column in made.rows))
+    kv_committed, finish, token_ids = (column.numpy() for column in rows)  # the same memory
+    prefix_lens = made.drafts.prefix_lens.tolist()
     path, last, results = [], [], []
     for req, (row, verdict) in enumerate(zip(made.drafts.row_ids.tolist(), verdicts, strict=True)):
         num = len(verdict.emitted)
@@ -181,10 +183,9 @@ def wanted_after(made: Round, verdicts: Sequence[Verdict]) -> tuple[CommittedRow
         last.append(req * n + max(num - 1, 0))
         results.append([num, verdict.code, *verdict.emitted, *[0] * (max_path - num)])
         if row != PAD_ROW:
-            first = int(made.drafts.prefix_lens[req]) + 1
-            rows.kv_committed[row] = first - 1 + num
-            rows.finish[row] = verdict.code
-            rows.token_ids[row, first : first + num] = torch.tensor(verdict.emitted).int()
+            first = prefix_lens[req] + 1
+            kv_committed[row], finish[row] = first - 1 + num, verdict.code
+            token_ids[row, first : first + num] = verdict.emitted
     return rows, Accepted(
         torch.tensor(path), torch.tensor(last), torch.tensor(results, dtype=torch.int32)
     )

@@ -17,7 +17,7 @@ VOCAB = 6
 DRAFT_IDS = torch.tensor([0, 2, 3, 5])  # of a draft vocabulary
 ROOT, PROMPT = 1, 4
 DRAWS = 100_000
-FEWER = 20_000  # where logits are edited
+FEWER = 4_000  # where logits are edited, row by row
 
 _generator = torch.Generator().manual_seed(0)
 TARGET = torch.randn(VOCAB, VOCAB, generator=_generator) * 1.5  # logits by the token before

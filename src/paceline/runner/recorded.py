@@ -7,7 +7,7 @@ a pool.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -175,6 +175,18 @@ def _out_variant(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
 ) -> Call | None:
     """The operator's out= overload with the same parameters, where torch has one."""
+    form = _out_form(func, len(outputs))
+    if form is None:
+        return None
+    operator, out_names, left_out = form
+    kept = {name: value for name, value in kwargs.items() if name not in left_out}
+    kept |= dict(zip(out_names, outputs, strict=True))
+    return Call(partial, (operator, *args), kept)
+
+
+@cache
+def _out_form(func: Any, num_outputs: int) -> tuple[Any, list[str], list[str]] | None:
+    """(out= overload by its shorter way, its outputs, what it does not take), if torch has one."""
     names = [argument.name for argument in func._schema.arguments]
     for overload in func.overloadpacket.overloads():
         candidate = getattr(func.overloadpacket, overload)
@@ -184,13 +196,10 @@ def _out_variant(
         out_names = [a.name for a in schema.arguments if a.alias_info is not None]
         rest = [a.name for a in schema.arguments if a.alias_info is None]
         factory_only = [name for name in names if name in _FACTORY_OPTIONS and name not in rest]
-        if len(out_names) != len(outputs) or not _same_types(func, candidate):
+        if len(out_names) != num_outputs or not _same_types(func, candidate):
             continue
-        if rest != [name for name in names if name not in factory_only]:
-            continue
-        kept = {name: value for name, value in kwargs.items() if name not in factory_only}
-        kept |= dict(zip(out_names, outputs, strict=True))
-        return Call(partial, (_shorter(candidate), *args), kept)
+        if rest == [name for name in names if name not in factory_only]:
+            return _shorter(candidate), out_names, factory_only
     return None
 
 
