@@ -212,16 +212,18 @@ def test_the_engine_path_needs_no_optional_library():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("bench", ["attention", "latency", "speculative", "throughput"])
-def test_a_bench_needs_click_alone(bench):
-    code = f"""
+def test_a_bench_needs_click_alone():
+    code = """
+    from importlib import import_module
     from paceline.cli.app import app
-    import paceline.bench.{bench}
-    app(["bench", {bench!r}, "--help"], standalone_mode=False)
+    for bench in ("attention", "latency", "speculative", "throughput"):
+        import_module(f"paceline.bench.{bench}")
+        app(["bench", bench, "--help"], standalone_mode=False)
     """
     done = python(BLOCKED.replace("'click', ", "") + code)
     assert done.returncode == 0, done.stderr
-    assert "paceline bench" in done.stdout
+    for bench in ("attention", "latency", "speculative", "throughput"):
+        assert f" bench {bench} [OPTIONS]" in done.stdout
 
 
 @pytest.mark.parametrize("room", ["core", "engine", "text"])

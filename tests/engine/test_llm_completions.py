@@ -51,9 +51,10 @@ def test_each_completion_is_that_of_a_request_with_its_seed(
         assert_idle(llm)
         for prompt, output in zip(prompts, outputs, strict=True):
             assert [each.index for each in output.outputs] == [0, 1, 2, 3]
-            for index, each in enumerate(output.outputs):
-                alone = replace(SAMPLED, seed=child_seed(3, index))
-                assert each.token_ids == llm.generate(prompt, alone)[0].outputs[0].token_ids
+            seeded = [replace(SAMPLED, seed=child_seed(3, index)) for index in range(4)]
+            apart = llm.generate([prompt] * 4, seeded)
+            for each, other in zip(output.outputs, apart, strict=True):
+                assert each.token_ids == other.outputs[0].token_ids
                 assert each.text == text_of(each.token_ids)
             assert len({each.token_ids for each in output.outputs}) == 4
             assert output.metrics.output_tokens == 80

@@ -61,6 +61,19 @@ def twins(request: pytest.FixtureRequest, targets: dict[str, Checkpoint]) -> Che
     return targets[request.param]
 
 
+# Each target with one of the two loops; the other two pairs are slow.
+IN_A_LOOP = pytest.mark.parametrize(
+    ("twins", "overlap"),
+    [
+        pytest.param(LLAMA, False, id="llama-twin"),
+        pytest.param(WINDOWED, True, id="windowed-overlap"),
+        pytest.param(LLAMA, True, id="llama-overlap", marks=pytest.mark.slow),
+        pytest.param(WINDOWED, False, id="windowed-twin", marks=pytest.mark.slow),
+    ],
+    indirect=["twins"],
+)
+
+
 def self_drafting(target: Checkpoint, **options: Any) -> LLM:
     drafts: dict[str, Any] = {
         "speculative_algorithm": "STANDALONE",
@@ -112,7 +125,7 @@ def test_a_model_that_drafts_for_itself_is_right_to_the_end_of_the_context(
         assert_all_accepted(outputs)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "twin"])
+@IN_A_LOOP
 def test_a_model_that_drafts_for_itself_is_right_behind_plain_steps(
     twins: Checkpoint, overlap: bool
 ) -> None:
@@ -136,7 +149,7 @@ def test_a_model_that_drafts_for_itself_is_right_behind_plain_steps(
         assert tokens_of([tracker.snapshot()])[0] == twins.generate(prompt, length)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "twin"])
+@IN_A_LOOP
 def test_who_met_company_where_one_may_draft_is_followed_no_more(
     twins: Checkpoint, overlap: bool
 ) -> None:
@@ -213,6 +226,19 @@ def drafters(truth: Truth) -> dict[tuple[str, int], Drafted]:
     return {(name, topk): Drafted(truth, name, topk) for name, topk in pairs}
 
 
+def each_drafter_once() -> list[Any]:
+    """Every cell of DRAFTED; quick are those of one width for each drafter, both widths in turn."""
+    quick = dict(zip(MODEL_DRAFTERS, itertools.cycle(DRAFTED["topk"])))
+    return [
+        pytest.param(
+            cell,
+            id=cell_name(cell),
+            marks=() if quick[cell["drafter"]] == cell["topk"] else pytest.mark.slow,
+        )
+        for cell in every_cell(DRAFTED)
+    ]
+
+
 def of_cell(drafters: dict[tuple[str, int], Drafted], cell: Cell) -> Drafted:
     return drafters[cell["drafter"], cell["topk"]]
 
@@ -267,7 +293,7 @@ def test_acceptance_is_the_same_whatever_the_steps(
         assert depths(llm.generate(prompts, GREEDY)) == expected
 
 
-@pytest.mark.parametrize("cell", every_cell(DRAFTED), ids=cell_name)
+@pytest.mark.parametrize("cell", each_drafter_once())
 def test_acceptance_is_the_same_alone(drafters: dict[tuple[str, int], Drafted], cell: Cell) -> None:
     drafted, prompts = of_cell(drafters, cell), random_prompts((3, 40, 1))
     with drafted.llm() as llm:
@@ -293,7 +319,7 @@ def test_a_prefix_hit_drafts_as_if_it_were_computed(
     assert cached[1] >= 64 - page_size
 
 
-@pytest.mark.parametrize("cell", every_cell(DRAFTED), ids=cell_name)
+@pytest.mark.parametrize("cell", each_drafter_once())
 def test_what_was_decoded_without_drafts_is_known_to_the_drafter(
     drafters: dict[tuple[str, int], Drafted], cell: Cell
 ) -> None:

@@ -64,11 +64,14 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert error < TOLERANCE, f"log-probabilities differ by {error:.2e}"
 
 
-@pytest.mark.parametrize("chunk", [1024, 7])
+@pytest.mark.parametrize("chunk", [pytest.param(1024, marks=pytest.mark.slow), 7])
 def test_logprobs_of_a_prefill_and_64_greedy_tokens_equal_transformers(
     checkpoint: Checkpoint, chunk: int
 ) -> None:
-    """Together in one batch, and again behind a prefix hit."""
+    """Together in one batch, and again behind a prefix hit.
+
+    Whole prompts are slow: the test below has one of each length, behind which it decodes a token.
+    """
     prompts = random_prompts(PROMPT_LENS, seed=2)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=TOP)
     options = {"chunked_prefill_size": chunk, "page_size": 4}

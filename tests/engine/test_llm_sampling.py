@@ -28,15 +28,15 @@ from paceline.engine.scheduler import RequestUpdate
 from paceline.llm.llm import LLM
 
 SEEDED = [
-    SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=1.3, top_k=20, seed=2, max_tokens=40, ignore_eos=True),
-    SamplingParams(temperature=1.0, min_p=0.02, seed=3, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=28, ignore_eos=True),
+    SamplingParams(temperature=1.3, top_k=20, seed=2, max_tokens=28, ignore_eos=True),
+    SamplingParams(temperature=1.0, min_p=0.02, seed=3, max_tokens=28, ignore_eos=True),
     SamplingParams(
-        temperature=0.9, seed=4, max_tokens=40, ignore_eos=True, presence_penalty=0.7,
+        temperature=0.9, seed=4, max_tokens=28, ignore_eos=True, presence_penalty=0.7,
         frequency_penalty=0.3, repetition_penalty=1.2, logit_bias={9: 4.0, 30: -100.0},
     ),
-    replace(GREEDY, logprobs=3),
-    SamplingParams(temperature=2.0, seed=-6, max_tokens=40, min_tokens=40),
+    replace(GREEDY, max_tokens=28, logprobs=3),
+    SamplingParams(temperature=2.0, seed=-6, max_tokens=28, min_tokens=28),
 ]  # fmt: skip
 
 

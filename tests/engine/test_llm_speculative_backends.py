@@ -49,6 +49,11 @@ PLANNED: dict[str, tuple[Any, ...]] = {
     "params": ("greedy", "top-p"),
 }
 KINDS = ("greedy", "top-p")
+# Where a round can end is asked of the other model, at every length.
+WINDOWED_JOBS = (
+    *("first", "context-end", "one-token-prompt", "repeats", "plain", "stop-string", "stop-id"),
+    *("leaves", "siblings", "shared-prefix", "ends-at-2", "ends-at-5"),
+)
 
 
 class HostPlanned(FlashInferBackend):
@@ -101,7 +106,7 @@ def some(truth: Truth, cell: Cell, names: Sequence[str], **options: Any) -> Serv
 @pytest.mark.parametrize("cell", pairwise(WINDOW_AXES), ids=cell_name)
 def test_drafts_change_no_text_of_a_windowed_model(windowed: Truth, cell: Cell) -> None:
     groups = 4 if cell["drafter"] == "STANDALONE" else 2
-    served = some(windowed, cell, tuple(windowed.jobs["greedy"]), num_groups=groups)
+    served = some(windowed, cell, WINDOWED_JOBS, num_groups=groups)
     assert accepted(served) > 0
     assert (preemptions(served) > 0) == (cell["pool"] == "tight")
 
@@ -112,13 +117,17 @@ def test_drafts_change_no_text_of_a_windowed_model_in_the_full_cross(
     windowed: Truth, cell: Cell
 ) -> None:
     groups = 4 if cell["drafter"] == "STANDALONE" else 2
-    some(windowed, cell, tuple(windowed.jobs["greedy"]), num_groups=groups)
+    some(windowed, cell, WINDOWED_JOBS, num_groups=groups)
 
 
 @pytest.mark.parametrize("cell", INTERPRETED, ids=cell_name)
 def test_drafts_change_no_text_on_the_triton_interpreter(wide: Truth, cell: Cell) -> None:
+    """Two requests that share their rounds; the interpreter is slow."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "cuda_graph_max_tokens": 16}
-    served = some(wide, cell, ("ends-at-4", "ends-at-6"), attention_backend="triton", **options)
+    jobs = {name: replace(wide.jobs["top-p"][name], turn=0) for name in ("ends-at-4", "ends-at-6")}
+    with drafting_llm(wide, cell, attention_backend="triton", **options) as llm:
+        served = serve(llm, jobs)
+    check_served(wide, "top-p", served)
     assert cell["drafter"] == "NGRAM" or accepted(served) > 0
 
 

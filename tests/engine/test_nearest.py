@@ -78,7 +78,7 @@ asks = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     model=st.sampled_from(["llama-3.1-8b", "llama-3.2-1b", "gemma-3-1b"]),
     gpu=st.sampled_from(["a10g", "l4", "rtx-5090", "a100-40gb", "h200"]),

@@ -39,7 +39,7 @@ REASONS = {
 NEVER_POISONED = -1  # a seed that is no number of tokens
 LEAST = {"actions": 8_000, "evictions": 500, "preemptions": 200, "aborts while sharing": 200}
 LEAST |= {"scored prompts": 500, "siblings": 500}
-SHARES = [0.5, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
+SHARES = [0.25, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
 
 WORLD = {
     "page_size": st.sampled_from([1, 2, 4]),

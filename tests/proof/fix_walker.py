@@ -25,6 +25,9 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import triton.language  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests"))
+from patched_once import patch_once  # noqa: E402
+
 WORKERS = 2
 SECONDS = 60  # of the processor, for a child
 _OPTIONS = (
@@ -75,8 +78,11 @@ def _results(fixes: str, cases: list[str]):
 
 def _checked(case: str) -> tuple[str, str]:
     """A cell of the conformance matrix."""
+    from triton.runtime import interpreter
+
     from paceline.proof.rig.harness import run_named
 
+    patch_once(pytest.MonkeyPatch(), interpreter)  # for as long as the child lives
     result = run_named(case)
     return result.status.value, result.reason
 

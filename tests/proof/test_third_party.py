@@ -100,12 +100,17 @@ def test_a_run_outlives_classes_that_end_their_process(tmp_path):
         ),
     ],
 )
-def test_an_incomplete_class_is_refused_once_before_any_cell(tmp_path, name, missing):
+def test_an_incomplete_class_is_refused(name, missing):
     with pytest.raises(ConfigError) as caught:
-        check(name, path=tmp_path / "out.json", limit_s=60.0)
+        contender(f"rogue_backends:{name}", "cpu")
     assert f"backend rogue_backends:{name} must be complete, got {missing}; define" in str(
         caught.value
     )
+
+
+def test_a_run_refuses_an_incomplete_class_before_any_cell(tmp_path):
+    with pytest.raises(ConfigError, match="ForgetsPlan must be complete, got no plan; define"):
+        check("ForgetsPlan", path=tmp_path / "out.json", limit_s=60.0)
 
 
 def test_a_run_outlives_a_class_that_stops_its_process(tmp_path):

@@ -17,7 +17,7 @@ from paceline.runner import round_program
 from paceline.runner.recorded import RecordedGraph
 from paceline.speculate import drafting
 
-LENGTH, REQUESTS = 200, 512
+LENGTH, REQUESTS = 100, 512
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=None, ignore_eos=True)
 CASES = {
     "plain": SAMPLED,
