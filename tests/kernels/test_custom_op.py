@@ -1,6 +1,6 @@
 """define_op: what a recorder sees of our operators, and what a replay calls in their place."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -110,21 +110,26 @@ def test_a_bound_kernel_is_bound_by_each_call_and_once_by_a_graph() -> None:
     assert len(bound) == 2, "once to execute the capture, once for its replays"
 
 
-def test_a_bound_kernel_reads_what_a_graph_moved() -> None:
-    """Its views are made when the graph's tensors lie where they stay, and move with the arena."""
+@pytest.mark.parametrize("first_of", [lambda x: x[0], lambda x: host_array(x)[0]])
+def test_a_bound_kernel_reads_what_a_graph_moved(first_of: Callable[[Tensor], Any]) -> None:
+    """Its views and addresses are those of the arena, as it is when a replay begins."""
 
     def bind(x: Tensor, out: Tensor) -> Run:
-        first = x[0]
-        return lambda: out.copy_(first)
+        first = first_of(x)
+        return lambda: out.copy_(torch.as_tensor(first))
 
-    operator = define_op("first_of_a_test(Tensor x, Tensor(a!) out) -> ()", bind=bind)
+    name = f"first_of_a_test_{id(first_of)}"
+    operator = define_op(f"{name}(Tensor x, Tensor(a!) out) -> ()", bind=bind)
     x, out, arena = torch.ones(2, 3), torch.zeros(3), Arena()
     graph = RecordedGraph(poison=True, arena=arena)
     graph.capture(lambda: operator(x * 2.0, out))
-    RecordedGraph(poison=True, arena=arena).capture(lambda: x.repeat(99, 99).exp())
-    x.fill_(4.0)
-    graph.replay()
-    assert out.tolist() == [8.0] * 3
+    for size in (1, 99, 999):
+        RecordedGraph(poison=True, arena=arena).capture(
+            lambda size=size: x.repeat(size, size).exp()
+        )
+        x.fill_(size)
+        graph.replay()
+        assert out.tolist() == [2.0 * size] * 3
 
 
 def test_an_unknown_operator_replays_through_the_dispatcher(foreign: Any) -> None:

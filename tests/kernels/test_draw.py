@@ -10,9 +10,9 @@ from torch import Tensor
 from paceline.core.errors import KernelArgumentError
 from paceline.core.sampling_params import SamplingParams
 from paceline.kernels.draw import Laws, draw, draw_reference
-from paceline.kernels.draw_cpu import RowLaw, draw_row_cpu, kept_tokens
+from paceline.kernels.draw_cpu import SLACK, RowLaw, draw_row, kept_tokens, near_noise
 from paceline.kernels.edit_logits import NO_DRAFT, Edits, SampledRows, edit_logits
-from paceline.kernels.gumbel import gumbel_at
+from paceline.kernels.gumbel import gumbel_at, noise_of
 from paceline.kernels.keep_mask import keep_mask
 from paceline.layers.sampling import SamplingTable, process_logits
 
@@ -73,6 +73,14 @@ def exact(law: RowLaw) -> RowLaw:
     return law._replace(temperature=temperature, top_p=top_p, min_p=min_p)
 
 
+def test_near_noise_is_far_closer_than_its_slack() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.cat((torch.arange(2000), 2**40 - 1 - torch.arange(2000)))
+    bits = torch.cat((ends, torch.randint(0, 2**40, (50_000,), generator=generator)))
+    error = np.abs(near_noise(bits.numpy()) - noise_of(bits).double().numpy())
+    assert error.max() < SLACK / 100
+
+
 @pytest.mark.parametrize("temperature", [1e-45, 1e-3, 0.3, 0.8, 2.0, 100.0])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rows_sample_is_that_of_the_definition(kind: str, temperature: float) -> None:
@@ -86,7 +94,7 @@ def test_a_rows_sample_is_that_of_the_definition(kind: str, temperature: float) 
         if not keep.all():
             assert np.array_equal(kept_tokens(scaled[0].numpy(), law), keep[0].nonzero()[:, 0])
         wanted = draw_reference(logits, columns, torch.tensor([law.position]))
-        assert draw_row_cpu(logits[0], int(logits.argmax()), law) == int(wanted), law
+        assert draw_row(logits[0].numpy(), int(logits.argmax()), law) == int(wanted), law
 
 
 FILTERS = ((5, 1.0), (None, 0.7), (None, 0.97), (None, 1e-5), (12, 0.6), (90, 0.9), (1, 0.5))
@@ -118,7 +126,7 @@ def test_tokens_that_tie_for_the_best_score_go_to_the_lowest_id() -> None:
     logits = torch.zeros(1, VOCAB)
     law = exact(RowLaw(1e-45, ALL, 1.0, 0.0, 3, 4))
     noise = gumbel_at(torch.tensor([3]), torch.tensor([4]), torch.arange(VOCAB))
-    assert draw_row_cpu(logits[0], 0, law) == int(noise.argmax())
+    assert draw_row(logits[0].numpy(), 0, law) == int(noise.argmax())
 
 
 PARAMS = (

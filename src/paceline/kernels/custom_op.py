@@ -25,9 +25,9 @@ def define_op(
     """Define `paceline::<schema>` with its kernels; returns the operator.
 
     The schema returns nothing and marks what is mutated: outputs are the caller's.
-    cpu, bind: the CPU's kernel, at most one.  bind makes it from its arguments, views and scratch
-    included, so that a replay pays for these once; a call binds and runs.  Neither: the launcher
-    runs torch's own operators on a CPU.
+    cpu, bind: the CPU's kernel, at most one.  bind makes it from its arguments, views, addresses
+    and scratch included, so that a replay pays for these once; a call binds and runs.  Neither: the
+    launcher runs torch's own operators on a CPU.
     """
     assert cpu is None or bind is None, f"{schema} has two CPU kernels"
     name = schema.partition("(")[0]

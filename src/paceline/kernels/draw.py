@@ -8,18 +8,28 @@ answer: filters that are off, noise of tokens that are filtered out or cannot wi
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.core.sampling_params import Asks
 from paceline.kernels._check import reject
-from paceline.kernels.custom_op import define_op, host_array
-from paceline.kernels.draw_cpu import RowLaw, draw_row_cpu
-from paceline.kernels.edit_logits import EDITS_SCHEMA, ROWS_SCHEMA, Edits, SampledRows, edited
+from paceline.kernels.custom_op import Run, define_op, host_array
+from paceline.kernels.draw_cpu import RowLaw, draw_row
+from paceline.kernels.edit_logits import (
+    EDITS_SCHEMA,
+    ROWS_SCHEMA,
+    Edits,
+    HostEdits,
+    HostRows,
+    SampledRows,
+    edited,
+)
 from paceline.kernels.gumbel import gumbel_at
 from paceline.kernels.keep_mask import keep_mask
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DRAWS = int(Asks.DRAW)
 _SMALL_VOCAB = 8192  # below it the rows that sample go together through the definition
 
 
@@ -67,32 +77,42 @@ def draw_reference(logits: Tensor, laws: Laws, positions: Tensor) -> Tensor:
     return scores_reference(logits, laws, positions).scores.argmax(-1)
 
 
-def _draw_cpu(logits: Tensor, *fields: Tensor | None) -> None:
+def _bind_draw(logits: Tensor, *fields: Tensor | None) -> Run:
     at = SampledRows(*fields[:4])  # type: ignore[arg-type]
     laws, edits = Laws(*fields[4:9]), Edits(*fields[9:-2])  # type: ignore[arg-type]
     token_ids, finite = fields[-2:]
     assert token_ids is not None
     assert finite is not None
-    logits = logits.float()
-    # One pass: a NaN or an infinity stays one in the sum, which no real logits can overflow.
-    finite.copy_(torch.isfinite(logits.sum(-1)))
-    draws = (edits.asks.numpy()[host_array(at.rows)] & int(Asks.DRAW)) * host_array(finite)
-    with edited(logits, at, edits):
-        torch.argmax(logits, -1, out=token_ids)
-        if draws.any():
-            _draw_rows(logits, torch.from_numpy(draws.nonzero()[0]), at, laws, token_ids)
-    token_ids.masked_fill_(~finite, 0)
+    host_at, host_laws = HostRows.over(at), tuple(map(host_array, laws))
+    host_edits, is_finite = HostEdits.over(edits), host_array(finite)
+    sums = torch.empty(logits.shape[0])
+    host_sums, chosen = host_array(sums), host_array(token_ids)
+    given = host_array(logits) if logits.dtype == torch.float32 else None
 
+    def run() -> None:
+        wide = logits.float()
+        values = host_array(wide) if given is None else given
+        # One pass: a NaN or an infinity stays one in the sum, which no real logits can overflow.
+        torch.sum(wide, -1, out=sums)
+        np.isfinite(host_sums, out=is_finite)
+        draws = host_edits.asks[host_at.rows] & _DRAWS != 0
+        draws &= is_finite
+        with edited(values, host_at, host_edits):
+            torch.argmax(wide, -1, out=token_ids)
+            ns = draws.nonzero()[0]
+            if len(ns) and wide.shape[1] <= _SMALL_VOCAB:
+                some = torch.from_numpy(ns)
+                rows = laws.of(at.rows[some])
+                chosen[ns] = draw_reference(wide[some], rows, at.positions[some]).numpy()
+            elif len(ns):
+                for n in ns.tolist():
+                    row = host_at.rows[n]
+                    of_row = (column[row].item() for column in host_laws)
+                    law = RowLaw(*of_row, int(host_at.positions[n]))
+                    chosen[n] = draw_row(values[n], int(chosen[n]), law)
+        chosen[~is_finite] = 0
 
-def _draw_rows(logits: Tensor, ns: Tensor, at: SampledRows, laws: Laws, token_ids: Tensor) -> None:
-    """Put the samples of the rows `ns` [any] int64 over their argmax in `token_ids`."""
-    laws, positions = laws.of(at.rows[ns]), at.positions[ns]
-    if logits.shape[1] <= _SMALL_VOCAB:
-        token_ids.index_copy_(0, ns, draw_reference(logits[ns], laws, positions))
-        return
-    columns = (column.tolist() for column in (*laws, positions))
-    for n, *law in zip(ns.tolist(), *columns, strict=True):
-        token_ids[n] = draw_row_cpu(logits[n], int(token_ids[n]), RowLaw(*law))
+    return run
 
 
 def _draw_cuda(logits: Tensor, *fields: Tensor | None) -> None:
@@ -110,7 +130,7 @@ _LAWS_SCHEMA = ", ".join(f"Tensor {name}" for name in Laws._fields)
 _DRAW = define_op(
     f"draw(Tensor logits, {ROWS_SCHEMA}, {_LAWS_SCHEMA}, {EDITS_SCHEMA}, "
     "Tensor(a!) drawn, Tensor(b!) finite) -> ()",
-    cpu=_draw_cpu,
+    bind=_bind_draw,
     cuda=_draw_cuda,
 )
 

@@ -3,10 +3,11 @@
 The cut of top-p is found by radix: masses by the highest digit of the key, then among the tokens
 of the one digit in which the cut lies, and so on.  Keys are the bits of -scaled, 0 or above.
 
-Noise is dear, its hash is not, and a token wins only with a high score.  The best score of some
-likely tokens is a floor.  No noise is above 28.43, so tokens too far below the floor for that are
+Noise is dear, its hash is not, and a token wins only with a high score.  The score of the most
+likely token is a floor.  No noise is above 28.43, so tokens too far below the floor for that are
 out.  The hash of the others tells the few that have high noise; these are scored, and those that
-could pass the floor with less.  What is scored is scored by the definition.
+could pass the floor with less.  Scores in float64 tell which of these are next to the best; unless
+one is alone there, the definition decides between them.
 
 Worked example: 150,000 tokens, (logit - maximum) / temperature down to -35, the floor 1.2.  Those
 below -27.23 are out.  Some 120 of the others have noise above 6.93; tokens with less need at least
@@ -14,6 +15,7 @@ below -27.23 are out.  Some 120 of the others have noise above 6.93; tokens with
 """
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.seeds import GOLDEN_GAMMA, MIX_1, MIX_2, splitmix64
-from paceline.kernels.custom_op import host_array
 from paceline.kernels.gumbel import noise_of
 from paceline.kernels.keep_mask import WEIGHT_SCALE
 
@@ -37,10 +38,10 @@ _DIGITS = ((20, 1 << 11), (9, 1 << 11), (0, 1 << 9))  # of a key: shift, values
 _HIGHEST_NOISE = 41 * math.log(2)
 _NEAR = 3.0  # below the most likely token, in units of scores, are likely ones
 _MOST = 8.0  # as above, where most of the mass lies
-_SLACK = 0.01  # of scores: far above what rounding does to noise and quotients
+SLACK = 0.01  # of scores: far above what rounding does to noise and quotients
 _RELATIVE_SLACK = 1e-6  # of logits: above the rounding of a float32 difference
 _LOWEST_LOGIT = float(np.finfo(np.float32).min)
-_PROBES = 61  # every so many tokens, to guess how many are left
+_PROBES = 509  # every so many tokens, to guess how many are left
 
 
 class RowLaw(NamedTuple):
@@ -54,13 +55,13 @@ class RowLaw(NamedTuple):
     position: int
 
 
-def draw_row_cpu(logits: Tensor, best: int, law: RowLaw) -> int:
+def draw_row(logits: NDArray[np.float32], best: int, law: RowLaw) -> int:
     """The token that `draw_reference` gives.
 
-    logits: [vocab] float32, finite but for -inf; best: the id of the first of the largest.
+    logits: [vocab], finite but for -inf; best: the id of the first of the largest.
     """
-    row = _Row(host_array(logits), best, law)
-    if law.top_k >= logits.shape[0] and law.top_p >= 1.0 and law.min_p <= 0.0:
+    row = _Row(logits, best, law)
+    if law.top_k >= len(logits) and law.top_p >= 1.0 and law.min_p <= 0.0:
         return row.winner(None)
     return row.winner(kept_tokens(row.scaled(), law))
 
@@ -132,6 +133,8 @@ class _Row:
         self._temperature = np.float32(law.temperature)
         self._highest = logits[best]
         self._stream = splitmix64(splitmix64(law.seed, 0), law.position)
+        bits = np.array([splitmix64(self._stream, best) >> 24])
+        self._floor = float(near_noise(bits)[0]) - SLACK  # the best score is not below
 
     def scaled(self, ids: Ids | None = None) -> NDArray[np.float32]:
         """(logits - their maximum) / temperature of `ids`; None: of all."""
@@ -143,69 +146,99 @@ class _Row:
         """The best of `ids`, ascending, the most likely token among them; None: of all."""
         logits = self._logits if ids is None else self._logits[ids]
         if len(logits) > _FEW:
-            floor = self._floor(logits, ids)
-            ids, logits = self._possible(logits, ids, floor)
+            cut = self._logit_of(self._floor - _HIGHEST_NOISE)
+            probes = logits[::_PROBES]
+            if np.count_nonzero(probes >= cut) * 4 <= len(probes):
+                possible = np.flatnonzero(logits >= cut)
+                ids, logits = possible if ids is None else ids[possible], logits[possible]
         if len(logits) > _FEW:
             rarity = (len(logits) // _LUCKY).bit_length() - 1  # one token in 2**rarity
             other_noise = -math.log(-math.log1p(-(2.0**-rarity)))
-            strong = np.flatnonzero(logits >= self._logit_of(floor - other_noise))
+            strong = np.flatnonzero(logits >= self._logit_of(self._floor - other_noise))
+            if len(strong) > _FEW:
+                floor = self._best_of_some(strong if ids is None else ids[strong])
+                strong = strong[logits[strong] >= self._logit_of(floor - other_noise)]
             strong = strong if ids is None else ids[strong]
             ids = np.concatenate((self._lucky(ids, rarity), strong))
         elif ids is None:
             ids = np.arange(len(logits))
-        scores = self._scores(ids)
-        return int(ids[scores == scores.max()].min())
+        return self._best(ids)
 
-    def _floor(self, logits: NDArray[np.float32], ids: Ids | None) -> float:
-        """A score that the best is not below: the best of some likely tokens."""
-        near = np.flatnonzero(logits >= self._logit_of(-_NEAR))[:_LUCKY]
-        return float(self._scores(near if ids is None else ids[near]).max())
+    def _best(self, ids: Ids) -> int:
+        """The lowest of `ids` with the best score."""
+        near = self._near_scores(ids)
+        ids = np.unique(ids[near >= near.max() - SLACK])
+        return int(ids[0] if len(ids) == 1 else ids[self._scores(ids).argmax()])
 
-    def _possible(
-        self, logits: NDArray[np.float32], ids: Ids | None, floor: float
-    ) -> tuple[Ids | None, NDArray[np.float32]]:
-        """The tokens, and their logits, that could win with the highest noise, if these are few;
-        else all that are given."""
-        cut = self._logit_of(floor - _HIGHEST_NOISE)
-        probes = logits[::_PROBES]
-        if np.count_nonzero(probes >= cut) * 4 > len(probes):
-            return ids, logits
-        possible = np.flatnonzero(logits >= cut)
-        return possible if ids is None else ids[possible], logits[possible]
+    def _best_of_some(self, ids: Ids) -> float:
+        """A score that the best is not below: the best of some likely tokens of `ids`."""
+        likely = ids[self._logits[ids] >= self._logit_of(-_NEAR)][:_LUCKY]
+        return max(float(self._near_scores(likely).max()) - SLACK, self._floor)
+
+    def _noise_bits(self, ids: Ids) -> NDArray[np.int64]:
+        bits = _before_last_step(_steps(ids), self._stream, *np.empty((2, len(ids)), np.uint64))
+        return ((bits ^ (bits >> np.uint64(31))) >> np.uint64(24)).view(np.int64)
+
+    def _near_scores(self, ids: Ids) -> NDArray[np.float64]:
+        """Scores, of which those that could be the best are less than half of SLACK off."""
+        return self.scaled(ids) + near_noise(self._noise_bits(ids))
 
     def _scores(self, ids: Ids) -> NDArray[np.float32]:
-        bits = _before_last_step(ids, self._stream, *np.empty((2, len(ids)), np.uint64))
-        bits = (bits ^ (bits >> np.uint64(31))) >> np.uint64(24)
-        return self.scaled(ids) + noise_of(torch.from_numpy(bits.view(np.int64))).numpy()
+        return self.scaled(ids) + noise_of(torch.from_numpy(self._noise_bits(ids))).numpy()
 
     def _logit_of(self, scaled: float) -> np.float32:
         """A logit below all whose (logit - highest) / temperature is at least `scaled`."""
         highest = float(self._highest)
-        logit = highest + (scaled - _SLACK) * float(self._temperature)
+        logit = highest + (scaled - SLACK) * float(self._temperature)
         logit -= _RELATIVE_SLACK * max(abs(highest), abs(logit))
         return np.float32(max(logit, _LOWEST_LOGIT))
 
     def _lucky(self, ids: Ids | None, rarity: int) -> Ids:
         """The ids whose noise is among the highest 1 / 2**rarity; all others have less."""
-        if ids is None:
-            ids = np.arange(len(self._logits))
-        room = np.empty((2, min(len(ids), _BLOCK)), np.uint64)
+        num = len(self._logits) if ids is None else len(ids)
+        room = np.empty((2, min(num, _BLOCK)), np.uint64)
+        highest = np.uint64(2 ** (64 - rarity) - 1)
         found = []
-        for start in range(0, len(ids), _BLOCK):
-            block = ids[start : start + _BLOCK]
-            high = _before_last_step(block, self._stream, *room[:, : len(block)])
-            found.append(block[np.flatnonzero(high <= np.uint64(2 ** (64 - rarity) - 1))])
-        return np.concatenate(found)
+        for start in range(0, num, _BLOCK):
+            if ids is None:
+                steps, begin = _first_steps()[: num - start], start
+            else:
+                steps, begin = _steps(ids[start : start + _BLOCK]), 0
+            state = (self._stream + begin * GOLDEN_GAMMA) % _WORD
+            high = _before_last_step(steps, state, *room[:, : len(steps)])
+            found.append(np.flatnonzero(high <= highest) + start)
+        lucky = np.concatenate(found)
+        return lucky if ids is None else ids[lucky]
+
+
+def near_noise(bits: NDArray[np.int64]) -> NDArray[np.float64]:
+    """`noise_of` but for the rounding of its logarithms."""
+    uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-40)
+    uniform = np.minimum(uniform, np.float32(1.0 - 2.0**-24)).astype(np.float64)
+    return -np.log(-np.log1p(-uniform))
+
+
+@cache
+def _first_steps() -> NDArray[np.uint64]:
+    """`_steps` of the ids of a block that begins with 0."""
+    return _steps(np.arange(_BLOCK))
+
+
+def _steps(ids: Ids) -> NDArray[np.uint64]:
+    """How far into a stream of `splitmix64` each id is: [ids]."""
+    return (ids.view(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN_GAMMA)
 
 
 def _before_last_step(
-    ids: Ids, state: int, bits: NDArray[np.uint64], scratch: NDArray[np.uint64]
+    steps: NDArray[np.uint64],
+    state: int,
+    bits: NDArray[np.uint64],
+    scratch: NDArray[np.uint64],
 ) -> NDArray[np.uint64]:
-    """What `splitmix64` makes of `ids` before its last step, which leaves the highest 31 bits:
+    """What `splitmix64` makes of `steps` before its last step, which leaves the highest 31 bits:
     high noise has them low.  Overwrites and returns `bits`; overwrites `scratch`.
     """
-    np.multiply(ids.view(np.uint64), np.uint64(GOLDEN_GAMMA), out=bits)
-    np.add(bits, np.uint64((state + GOLDEN_GAMMA) % _WORD), out=bits)
+    np.add(steps, np.uint64(state), out=bits)
     np.right_shift(bits, np.uint64(30), out=scratch)
     np.bitwise_xor(bits, scratch, out=bits)
     np.multiply(bits, np.uint64(MIX_1), out=bits)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.sampling_params import Asks
 from paceline.kernels._check import reject
-from paceline.kernels.custom_op import define_op, host_array
+from paceline.kernels.custom_op import Run, define_op, host_array
 
 NO_DRAFT = -1
 _BIAS, _PENALISE, _MIN_TOKENS = int(Asks.BIAS), int(Asks.PENALISE), int(Asks.MIN_TOKENS)
@@ -51,8 +51,8 @@ class Edits(NamedTuple):
     num_stop_ids: Tensor  # [table rows]  int64  the first so many count
 
 
-class _HostEdits(NamedTuple):
-    """`Edits` on a CPU."""
+class HostEdits(NamedTuple):
+    """`Edits` as arrays over their memory."""
 
     asks: NDArray[np.int64]
     bias_ids: NDArray[np.int64]
@@ -66,6 +66,24 @@ class _HostEdits(NamedTuple):
     stop_ids: NDArray[np.int64]
     num_stop_ids: NDArray[np.int64]
 
+    @staticmethod
+    def over(edits: Edits) -> "HostEdits":
+        return HostEdits(*map(host_array, edits))
+
+
+class HostRows(NamedTuple):
+    """`SampledRows` as arrays over their memory."""
+
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
+    drafts: NDArray[np.int64] | None
+
+    @staticmethod
+    def over(at: SampledRows) -> "HostRows":
+        drafts = None if at.drafts is None else host_array(at.drafts)
+        return HostRows(*map(host_array, at[:3]), drafts)
+
 
 class Undo(NamedTuple):
     """Logits of one row, before an edit."""
@@ -76,30 +94,22 @@ class Undo(NamedTuple):
 
 
 @contextmanager
-def edited(logits: Tensor, at: SampledRows, edits: Edits) -> Iterator[None]:
-    """`logits` [num_rows, vocab] float32 on a CPU: with their edits inside, as they were behind."""
-    undo = _edit_rows(logits, at, edits)
-    host = host_array(logits)
+def edited(logits: NDArray[np.float32], at: HostRows, host: HostEdits) -> Iterator[None]:
+    """`logits` [num_rows, vocab] with their edits inside, as they were behind."""
+    undo = _edit_rows(logits, at, host)
     try:
         yield
     finally:
         for row, ids, values in reversed(undo):
-            host[row, ids] = values
+            logits[row, ids] = values
 
 
-def _edit_rows(logits: Tensor, at: SampledRows, edits: Edits) -> list[Undo]:
+def _edit_rows(logits: NDArray[np.float32], at: HostRows, host: HostEdits) -> list[Undo]:
     """Edit the rows that ask, in place; returns what to put back, last first."""
-    table_rows = host_array(at.rows)
-    asks = edits.asks.numpy()[table_rows] & (_BIAS | _PENALISE | _MIN_TOKENS)
-    if not asks.any():
-        return []
-    host = _HostEdits(*(column.numpy() for column in edits))
-    positions = host_array(at.positions)
-    counts = np.zeros(logits.shape[1], dtype=np.float32)  # of tokens; 0 again behind every row
+    asks = host.asks[at.rows] & (_BIAS | _PENALISE | _MIN_TOKENS)
     undo: list[Undo] = []
-    all_values = host_array(logits)
     for n in np.flatnonzero(asks).tolist():
-        row, values = table_rows[n], all_values[n]
+        row, values = at.rows[n], logits[n]
         if asks[n] & _BIAS:
             ids = host.bias_ids[row, : host.bias_count[row]]
             is_token = (ids >= 0) & (ids < len(values))
@@ -109,8 +119,8 @@ def _edit_rows(logits: Tensor, at: SampledRows, edits: Edits) -> list[Undo]:
         if asks[n] & _PENALISE:
             ids, num_prompt = _history(at, n, host.prompt_len[row], vocab=len(values))
             undo.append(Undo(n, ids, values[ids]))
-            values[ids] = _penalised(values[ids], ids, ids[num_prompt:], counts, host, row)
-        if asks[n] & _MIN_TOKENS and positions[n] < host.min_len[row]:
+            values[ids] = _penalised(values, ids, ids[num_prompt:], host, row)
+        if asks[n] & _MIN_TOKENS and at.positions[n] < host.min_len[row]:
             ids = host.stop_ids[row, : host.num_stop_ids[row]]
             ids = ids[(ids >= 0) & (ids < len(values))]
             undo.append(Undo(n, ids, values[ids]))
@@ -119,40 +129,46 @@ def _edit_rows(logits: Tensor, at: SampledRows, edits: Edits) -> list[Undo]:
 
 
 def _history(
-    at: SampledRows, n: int, prompt_len: np.int64, *, vocab: int
+    at: HostRows, n: int, prompt_len: np.int64, *, vocab: int
 ) -> tuple[NDArray[np.int64], int]:
     """The ids that row `n` knows, in order: [known]; and how many of them are prompt."""
     drafts = at.rows[:0] if at.drafts is None else at.drafts[n]
     drafts = drafts[drafts != NO_DRAFT]
     num_old = int(at.positions[n]) - len(drafts)
-    ids = torch.cat((at.token_ids[int(at.rows[n]), :num_old].long(), drafts)).numpy()
+    ids = np.concatenate((at.token_ids[at.rows[n], :num_old].astype(np.int64), drafts))
     is_token = (ids >= 0) & (ids < vocab)
     return ids[is_token], int(np.count_nonzero(is_token[:prompt_len]))
 
 
 def _penalised(
-    values: NDArray[np.float32],
+    logits: NDArray[np.float32],
     known: NDArray[np.int64],
     said: NDArray[np.int64],
-    counts: NDArray[np.float32],
-    host: _HostEdits,
+    host: HostEdits,
     row: np.int64,
 ) -> NDArray[np.float32]:
     """The products and sums of `Penalties.apply`; an id known twice gets the same value twice.
 
-    values: [known], of the ids `known`, of which `said` are output; counts: [vocab] zeros.
+    logits: [vocab]; known: [known] ids, of which `said` are output.  Returns [known].
     """
+    counts = np.zeros(len(logits), dtype=np.float32)
     np.add.at(counts, said, np.float32(1))
-    num_output = counts[known]
-    counts[said] = 0
+    num_output, values = counts[known], logits[known]
     repetition = host.repetition[row]
     values = np.where(values < 0, values * repetition, values / repetition)
     presence = host.presence[row] * (num_output > 0).astype(np.float32)
     return values - presence - host.frequency[row] * num_output
 
 
-def _edit_logits_cpu(logits: Tensor, *fields: Tensor | None) -> None:
-    _edit_rows(logits, SampledRows(*fields[:4]), Edits(*fields[4:]))  # type: ignore[arg-type]
+def _bind_edit_logits(logits: Tensor, *fields: Tensor | None) -> Run:
+    at = HostRows.over(SampledRows(*fields[:4]))  # type: ignore[arg-type]
+    edits = HostEdits.over(Edits(*fields[4:]))  # type: ignore[arg-type]
+    values = host_array(logits)
+
+    def run() -> None:
+        _edit_rows(values, at, edits)
+
+    return run
 
 
 def _edit_logits_cuda(logits: Tensor, *fields: Tensor | None) -> None:
@@ -166,7 +182,7 @@ ROWS_SCHEMA = "Tensor rows, Tensor positions, Tensor token_ids, Tensor? drafts"
 EDITS_SCHEMA = ", ".join(f"Tensor {name}" for name in Edits._fields)
 _EDIT_LOGITS = define_op(
     f"edit_logits(Tensor(a!) logits, {ROWS_SCHEMA}, {EDITS_SCHEMA}) -> ()",
-    cpu=_edit_logits_cpu,
+    bind=_bind_edit_logits,
     cuda=_edit_logits_cuda,
 )
 

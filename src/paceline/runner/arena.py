@@ -22,6 +22,11 @@ class Arena:
     def nbytes(self) -> int:
         return self._storage.nbytes()
 
+    @property
+    def address(self) -> int:
+        """Of its first byte; growth changes it."""
+        return self._storage.data_ptr()
+
     def lay(self, owners: Mapping[int, Tensor], tensors: Iterable[Tensor]) -> list[Tensor]:
         """Move `tensors` into the arena, in place; what lies there already is overwritten.
 

@@ -49,7 +49,9 @@ class RecordedGraph:
     def __init__(self, *, poison: bool, arena: Arena | None = None) -> None:
         self._poison = poison
         self._arena = Arena() if arena is None else arena
-        self._runs: list[Run] = []
+        self._calls: list[Call] = []
+        self._runs: list[Run] = []  # the calls, bound where the arena was then
+        self._bound_at = 0
         self._pieces: list[Tensor] = []  # the intermediates' storages, flat
 
     def capture(self, function: Callable[[], None]) -> None:
@@ -62,11 +64,14 @@ class RecordedGraph:
             function()
         with torch.inference_mode():  # some may be tensors of that mode
             self._pieces = self._arena.lay(recording.owners, recording.seen.values())
-            self._runs = [call.bound() for call in recording.calls]
+        self._calls = recording.calls
 
     def replay(self) -> None:
         """Execute what was recorded."""
         with torch.inference_mode():
+            if not self._runs or self._bound_at != self._arena.address:
+                self._bound_at = self._arena.address
+                self._runs = [call.bound() for call in self._calls]
             if self._poison:
                 for piece in self._pieces:
                     _poison(piece)
