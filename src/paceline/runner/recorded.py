@@ -20,6 +20,7 @@ from paceline.runner.arena import Arena
 from paceline.runner.host_reads import refuse_host_reads
 
 _NATIVE = torch._C._VariableFunctions
+_CASTS = ("aten::_to_copy", "aten::to")  # a copy into a tensor casts and copies once
 _POISON_INT = 0x3FFF_FFFF  # an index no buffer has
 
 
@@ -141,7 +142,7 @@ def _refill(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
 ) -> Call:
     """A call that computes `func` again into the storages of its first outputs."""
-    if func is torch.ops.aten._to_copy.default:  # whose out= overload copies twice
+    if func._schema.name in _CASTS:
         return Call(partial, (Tensor.copy_, outputs[0], args[0]), {})
     out_call = _out_variant(func, args, kwargs, outputs)
     if out_call is not None:
