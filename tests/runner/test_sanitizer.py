@@ -12,6 +12,7 @@ from faulty_backends import WrappedBackend
 from host_planned_backend import HostPlannedBackend
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_turn import in_turn
 from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprobs
 from torch import Tensor
 
@@ -204,8 +205,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("graph_max_reqs", "padded"), [(4, 4), (None, 6)], ids=["graph", "eager"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "graph_max_reqs", "padded"), in_turn(FAULTS, {"graph": (4, 4), "eager": (None, 6)})
+)
 def test_a_step_that_touches_dead_bytes_is_reported_by_buffer_backend_and_line(
     tiny: TinyModel,
     replays: list[RecordedGraph],

@@ -8,6 +8,7 @@ import faulty_proposers as faulty
 import pytest
 import torch
 from faulty_proposers import WrappedProposer, wrapped
+from in_turn import in_turn
 from tiny_drafters import CHAIN, TREE, MakeProposer, eagle3, ngram, standalone
 from tiny_runner import GREEDY, Driver, TinyModel, random_prompts, with_logprobs
 
@@ -209,8 +210,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("graph_max_reqs", [4, None], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    ("fault", "graph_max_reqs"), in_turn(FAULTS, {"graph": (4,), "eager": (None,)})
+)
 def test_a_drafter_that_touches_dead_bytes_is_reported_by_name_and_line(
     tiny: TinyModel, replays: list[RecordedGraph], fault: str, graph_max_reqs: int | None
 ) -> None:
