@@ -77,8 +77,7 @@ class World:
     def __init__(self, rows: int, *, num_turns: int, stop: tuple[str, ...]) -> None:
         import torch
 
-        from paceline.core.sampling_params import SamplingParams
-        from paceline.llm.llm import LLM
+        from paceline import LLM, SamplingParams
         from paceline.runner.graphs import CapturePolicy, GraphStore
 
         self.clock = Clock()

@@ -26,8 +26,7 @@ LEAST_PAIRS = 7
 
 def serve(options: dict[str, Any]) -> None:
     """The child: reads cases, answers how long each took and what was said."""
-    from paceline.core.sampling_params import SamplingParams
-    from paceline.llm.llm import LLM
+    from paceline import LLM, SamplingParams
 
     llm = LLM(**options)
     report = llm.report()

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,15 @@ class Side:
     def ask(self, line: str) -> dict[str, Any]:
         """What the process answers."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # what is read tells of the end
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
         return self._read()
 
     def close(self) -> None:
         """End the process."""
-        self._process.communicate()
+        with suppress(BrokenPipeError):  # of a line that was not taken
+            self._process.communicate()
 
     def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None

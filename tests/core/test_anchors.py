@@ -42,6 +42,11 @@ if LIMIT:
     @staticmethod
     def late(a, b):
         return a + b
+
+try:
+    import gone
+except ImportError:
+    OTHERWISE = 7
 '''
 
 
@@ -61,6 +66,7 @@ BLOCK = """\
         ("add", "total", "total + 1", "return total * 2", "return (total + 1) * 2"),
         ("add", "total * 2", "total if a else b", "total * 2", "total if a else b"),
         ("LIMIT", "3", "5", "= 3, 1", "= 5, 1"),
+        ("OTHERWISE", "7", "8", "= 7", "= 8"),
         ("STEP", "1", "5", "= 3, 1", "= 3, 5"),
         ("Box.size", "4", "5", "= 4", "= 5"),
         ("late", "a + b", "a", "return a + b\n", "return a\n"),
@@ -118,5 +124,5 @@ def test_symbols_are_what_modules_and_classes_define_and_functions_within():
     names = [name for name, _ in symbols_of(ast.parse(SOURCE))]
     assert names == [
         *("LIMIT", "STEP", "add", "Box", "Box.size", "Box.grow", "Box.fill", "Box.fill.weight"),
-        "late",
+        *("late", "OTHERWISE"),
     ]

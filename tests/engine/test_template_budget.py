@@ -8,6 +8,7 @@ import pytest
 from paceline.core.errors import RequestError
 from paceline.text.chat_template import ChatTemplate
 from paceline.text.template_budget import STEPS, Budget, OverBudget
+from paceline.text.template_sandbox import MAX_BOUND
 
 MESSAGES = [{"role": "user", "content": "x"}]
 MANY = "{% set r = range(99999) | list %}"
@@ -26,6 +27,8 @@ REFUSALS = (
     "an integer of more than 20000 bits",
     "its refusal: encode is not served",
     "its refusal: to_bytes is not served",
+    "its refusal: fromkeys is not served",
+    f"its refusal: a range beyond {MAX_BOUND}",
     "its refusal: 'lipsum' is undefined",
     "values nested more than 400 deep",
 )
@@ -138,6 +141,12 @@ def test_long_lists_in_a_loop_end(body):
         GROWING + "{% set n.y = n.y + n.y %}{% endfor %}",
         GROWING + "{% set n.x = [n.x, n.x] | join %}{% endfor %}",
         GROWING + "{% set n.x = '%s%s' % (n.x, n.x) %}{% endfor %}",
+        "{% set s = 'b' * 400000 %}{{ s.strip('a' * 400000 ~ 'b') | length }}",
+        "{% set s = 'b' * 400000 %}{{ s | trim('a' * 400000 ~ 'b') | length }}",
+        "{% set s = 'a' * 400000 %}{{ s.rfind('ab' ~ 'a' * 200000) }}",
+        "{% set s = 'a' * 400000 %}{{ s.rsplit('ab' ~ 'a' * 200000) | length }}",
+        "{% set p = 2**61 - 1 %}{{ dict.fromkeys(range(0, p * 15000, p)) | length }}",
+        "{% set p = 2**61 - 1 %}{{ range(0, p * 15000, p) | unique | list | length }}",
         GROWING + "{% set n.x = '{0}{0}'.format(n.x) %}{% endfor %}",
         GROWING + "{% set n.x = n.x | replace('a', 'aa') %}{% endfor %}",
         GROWING + "{% set n.x = n.x | tojson | tojson | tojson %}{% endfor %}",

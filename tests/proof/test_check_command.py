@@ -39,7 +39,7 @@ def test_a_run_is_compared_with_an_earlier_one_bit_by_bit(tmp_path):
     assert first.exit_code == 0, first.output
     same = run("--backend", "a", "--against", str(earlier))
     assert same.exit_code == 0, same.output
-    assert f"against {earlier}: 2 digests equal, 0 differ, 0 gone\n" in same.stdout
+    assert f"against {earlier}: 2 digests equal, 0 differ, 0 gone, 0 not asked for\n" in same.stdout
 
     document = json.loads(earlier.read_text())
     eager = document["cells"][0]
@@ -50,7 +50,9 @@ def test_a_run_is_compared_with_an_earlier_one_bit_by_bit(tmp_path):
     other = run("--backend", "a", "--against", str(earlier))
     assert other.exit_code == 1
     assert "DIFFERS dense/a/decode/eager/passes\n" in other.stdout
-    assert f"against {earlier}: 1 digests equal, 1 differ, 0 gone\n" in other.stdout
+    assert (
+        f"against {earlier}: 1 digests equal, 1 differ, 0 gone, 0 not asked for\n" in other.stdout
+    )
     assert f"versions of {earlier}: {document['versions']}, here: " in other.stdout
 
 
@@ -64,7 +66,15 @@ def test_a_cell_that_lost_its_digest_is_not_as_it_was(tmp_path):
     done = run("--backend", "a", "--against", str(earlier), names=("refused", "passes"))
     assert done.exit_code == 1
     assert "HAS NO DIGEST dense/a/decode/eager/refused\n" in done.stdout
-    assert "0 digests equal, 0 differ, 2 gone\n" in done.stdout
+    assert "0 digests equal, 0 differ, 2 gone, 0 not asked for\n" in done.stdout
+
+
+def test_a_run_that_shares_no_cell_with_the_earlier_one_shows_nothing(tmp_path):
+    earlier = tmp_path / "earlier.json"
+    run("--backend", "a", "--json", str(earlier))
+    done = run("--backend", "b", "--against", str(earlier))
+    assert done.exit_code == 1
+    assert "0 digests equal, 0 differ, 0 gone, 2 not asked for\n" in done.stdout
 
 
 def test_cells_are_picked_by_a_file_of_names(tmp_path):

@@ -1,4 +1,4 @@
-"""The shapes `paceline bench attention` times, and its flags for both command lines.  No torch."""
+"""The shapes `paceline bench attention` times, and its flags.  No torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace

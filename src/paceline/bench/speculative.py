@@ -26,7 +26,6 @@ from paceline.proof.lossless.drafting import with_drafter
 from paceline.proof.lossless.prompt_set import NamedPrompt, inputs_of
 
 USUAL_SHARE = 0.9  # of a GPU's memory, for both engines together
-SUMMARY = "Acceptance by position, tokens per round, and the speed-up over plain decoding."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,6 @@ from paceline.plan.machine import (
 from paceline.proof.lossless.judge import Judge
 from paceline.proof.lossless.verdicts import Verdict
 
-SUMMARY = "Tokens per second and waits under traffic, and where the time of turns goes."
 TRAFFIC_SCALED = "traffic_scaled"  # reason code
 MOST_JUDGED = 8  # answers that differ, of which it is asked why
 OPTIONS = (

@@ -1,4 +1,4 @@
-"""The shapes `paceline bench throughput` sends, and its flags for both command lines.  No torch."""
+"""The shapes `paceline bench throughput` sends, and its flags.  No torch."""
 
 import math
 import random

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 _OWNERS = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_AROUND = ast.stmt | ast.ExceptHandler | ast.match_case
 # Text of these means the same wherever an expression may stand.
 _ATOMS = (ast.Name, ast.Constant, ast.Call, ast.Attribute, ast.Subscript, ast.List, ast.Dict)
 
@@ -25,8 +26,9 @@ def replaced(source: str, symbol: str, find: str, replace: str) -> str:
     """`source` with `replace` where `symbol` has `find`.
 
     symbol: a function, class or assigned name, within others joined by dots.  find: an expression,
-    or statements in a row; it occurs once in the symbol.  replace: likewise; nothing takes
-    statements out.  Raises AnchorError; SyntaxError for text that does not parse.
+    or statements in a row; it occurs once in the symbol.  replace: likewise, without a string of
+    several lines; nothing takes statements out.  Raises AnchorError; SyntaxError for text that does
+    not parse.
     """
     lines = source.encode().splitlines(keepends=True)
     starts = [0]
@@ -69,7 +71,7 @@ def symbols_of(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             if not isinstance(node, ast.ClassDef):
                 inner = ((name, each) for name, each in inner if isinstance(each, _OWNERS))
             yield from ((f"{node.name}.{name}", each) for name, each in inner)
-        elif isinstance(node, ast.stmt):
+        elif isinstance(node, _AROUND):
             yield from ((name, node) for name in _names(node))
             yield from symbols_of(node)  # an `if`, `try` or `with` around them
 
@@ -84,7 +86,7 @@ def _owners(tree: ast.Module, symbol: str) -> list[ast.AST]:
     return found[symbol]
 
 
-def _names(node: ast.stmt) -> list[str]:
+def _names(node: ast.AST) -> list[str]:
     """What a statement assigns."""
     match node:
         case ast.Assign():
@@ -136,7 +138,7 @@ def _start(node: ast.expr | ast.stmt) -> tuple[int, int]:
 
 
 def _dedented(text: str) -> str:
-    """Lines of statements, the first of which may begin behind its indent."""
+    """Lines of statements without their common indent."""
     return textwrap.dedent(text).strip("\n") if text.strip() else ""
 
 

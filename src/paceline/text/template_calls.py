@@ -25,7 +25,9 @@ _OF_THE_LOOP = frozenset({"_loop_vars", "_block_vars"})  # jinja2 passes them to
 _PADDING = frozenset({"center", "ljust", "rjust", "zfill"})
 _EASY = frozenset({"endswith", "lstrip", "rstrip", "split", "startswith", "strip"})
 _CHEAP = frozenset({"get", "items", "keys", "values"})
-_UNSERVED = frozenset({"encode", "to_bytes", "from_bytes"})  # nobody needs bytes, or slow codecs
+_BACKWARDS = frozenset({"rfind", "rindex", "rpartition", "rsplit"})
+# Nobody needs bytes, slow codecs, or many keys at once, whose hashes may all be one.
+_UNSERVED = frozenset({"encode", "fromkeys", "to_bytes", "from_bytes"})
 _TEMPLATES_OWN = (Macro, LoopContext, BlockReference)  # their functions spend for themselves
 
 
@@ -121,7 +123,11 @@ def _spend_on_text(
     if len(text) > 63:
         budget.spend(len(text) >> 6)
     if name in _EASY:
+        if args:
+            spend_on_pairs(budget, text, args[0])
         return args
+    if name in _BACKWARDS and args:
+        spend_on_pairs(budget, text, args[0])
     if name in _UNSERVED:
         raise TemplateError(f"{name} is not served")
     if name in _PADDING:
@@ -141,6 +147,12 @@ def _spend_on_text(
         spend_on_join(budget, text, pieces)
         return (pieces, *args[1:])
     return args
+
+
+def spend_on_pairs(budget: Budget, text: str, other: object) -> None:
+    """For what looks, at worst, at each character of a text with each of another."""
+    if isinstance(other, str):
+        budget.spend((len(text) * len(other)) >> 10)
 
 
 def spend_on_replace(

@@ -17,6 +17,7 @@ from paceline.text.template_calls import (
     MAX_POWER,
     spend_on_join,
     spend_on_modulo,
+    spend_on_pairs,
     spend_on_pattern,
     spend_on_replace,
 )
@@ -125,6 +126,11 @@ def _read(budget: Budget, value: Any, *args: Any, **named: Any) -> Any:
         if isinstance(each, int):
             budget.copy(abs(each))
     return value
+
+
+def _trim(budget: Budget, value: Any, chars: Any = None) -> Any:
+    spend_on_pairs(budget, budget.text(value), chars)
+    return _read(budget, value, chars)
 
 
 def _convert(budget: Budget, value: Any, *args: Any, **named: Any) -> Any:
@@ -240,6 +246,7 @@ _SPENDS: Mapping[str, Spend] = {
     "replace": _replace,
     "round": _round,
     "sum": _sum,
+    "trim": _trim,
 }
 _TEST_SPENDS: Mapping[str, Spend] = {
     **dict.fromkeys(("divisibleby", "even", "odd"), _remain),

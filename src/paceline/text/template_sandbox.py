@@ -15,7 +15,7 @@ from jinja2 import Environment, Template, TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 
 from paceline.text.template_budget import Budget
 from paceline.text.template_calls import (
@@ -27,6 +27,7 @@ from paceline.text.template_calls import (
 from paceline.text.template_code import compile_metered
 from paceline.text.template_filters import metered_filters, metered_tests
 
+MAX_BOUND = 2**53  # of a range
 _BUDGET = " budget"  # a variable's name that no template can write
 _OF_A_MAPPING = frozenset(dir(dict))
 _FORMATS = ("format", "format_map")  # which jinja2 wraps
@@ -112,6 +113,7 @@ def sandbox() -> Environment:
     environment.filters.update(metered_filters(environment.filters))
     environment.tests.update(metered_tests(environment.tests))
     del environment.globals["lipsum"]  # filler, as much of it as asked for
+    environment.globals["range"] = _range
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -127,6 +129,13 @@ def render(template: Template, variables: Mapping[str, Any]) -> str:
     text = template.render({**variables, _BUDGET: budget})
     budget.check_text(text)
     return text
+
+
+def _range(*bounds: int) -> range:
+    """jinja2's, of numbers whose hashes differ: a set of others takes the square of its size."""
+    if any(abs(bound) > MAX_BOUND for bound in bounds):
+        raise TemplateError(f"a range beyond {MAX_BOUND}")
+    return safe_range(*bounds)
 
 
 def _raise_exception(text: str) -> NoReturn:

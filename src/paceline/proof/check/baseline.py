@@ -19,11 +19,12 @@ class Changes:
     equal: int
     differing: tuple[str, ...]  # ids, sorted
     gone: tuple[str, ...]  # ids of cells that had a digest and have none now, sorted
+    unasked: int  # cells of the earlier run with a digest that this one did not select
 
     @property
     def is_equal(self) -> bool:
-        """Whether every digest of the earlier run that was asked for is here again."""
-        return not self.differing and not self.gone
+        """Whether digests were compared, and every one that was asked for is here again."""
+        return self.equal > 0 and not self.differing and not self.gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,9 @@ class Baseline:
             for result in known
             if result.digest is not None and result.digest != self.digests[result.id]
         )
-        return Changes(len(known) - len(gone) - len(differing), tuple(differing), tuple(gone))
+        equal = len(known) - len(gone) - len(differing)
+        unasked = len(self.digests) - len(known)
+        return Changes(equal, tuple(differing), tuple(gone), unasked)
 
     def said(self, found: Changes, document: Mapping[str, Any]) -> str:
         """`found` for people; what is different about the machine of `document` before it."""
@@ -73,7 +76,7 @@ class Baseline:
         lines += [f"HAS NO DIGEST {cell_id}" for cell_id in found.gone]
         lines.append(
             f"against {self.path}: {found.equal} digests equal, {len(found.differing)} differ, "
-            f"{len(found.gone)} gone"
+            f"{len(found.gone)} gone, {found.unasked} not asked for"
         )
         return "\n".join(lines)
 

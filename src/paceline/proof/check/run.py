@@ -39,9 +39,8 @@ def run_check(
     """Run what the flags in `values` select; returns the exit code.  After Ctrl-C the tables
     show the cells that were done.
 
-    suite: the cases, for tests.  limit_s: CPU time of a cell; None:
-    the suite's.  out, err: where tables
-    and progress go; None is the process's own.  Raises ConfigError before any cell runs;
+    suite: the cases, for tests.  limit_s: CPU time of a cell; None: the suite's.  out, err: where
+    tables and progress go; None is the process's own.  Raises ConfigError before any cell runs;
     after the tables only for a file that can no longer be written.
     """
     from paceline.plan.machine import local_device
