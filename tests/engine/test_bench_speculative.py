@@ -5,12 +5,15 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from click.testing import CliRunner
 from llm_cases import Checkpoint
 
 from paceline.bench import latency as bench_latency
+from paceline.bench import latency_table
 from paceline.bench import speculative as bench_module
 from paceline.bench.paired_runs import speed_up
-from paceline.bench.speculative import SpeculativeShape, bench_speculative, main, table
+from paceline.bench.speculative import SpeculativeShape, bench_speculative, table
+from paceline.cli.app import app
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
@@ -128,17 +131,19 @@ def test_the_speed_up_is_a_geometric_mean_with_an_interval_around_it():
     assert speed_up([0.5, 1.0, 2.0, 4.0]) == found
 
 
-def test_the_command_line_ends_with_the_document(checkpoint, tmp_path, capsys):
+def test_the_command_line_ends_with_the_document(checkpoint, tmp_path):
     prompts = tmp_path / "prompts.toml"
     rows = [f'[[prompt]]\nkind = "{p.kind}"\ntext = "{p.text}"\n' for p in SHAPE.prompts]
     prompts.write_text("".join(rows))
-    words = [str(checkpoint.folder), "--threads", "1", "--prompts", str(prompts)]
+    words = ["bench", "speculative", str(checkpoint.folder), "--threads", "1"]
+    words += ["--prompts", str(prompts)]
     words += ["--output-len", "6", "--repeats", "1", "--speculative-algorithm"]
-    assert main([*words, "NGRAM"]) == 0
-    out = capsys.readouterr().out
+    done = CliRunner().invoke(app, [*words, "NGRAM"])
+    assert done.exit_code == 0, done.output
+    out = done.stdout
     validate(json.loads(out.splitlines()[-1]), "bench_speculative")
     assert "mean_tokens_per_round" in out
-    assert main([*words, "off"]) == 2
+    assert CliRunner().invoke(app, [*words, "off"]).exit_code == 2
 
 
 def test_latency_names_the_drafter_and_what_was_forced(checkpoint):
@@ -150,7 +155,7 @@ def test_latency_names_the_drafter_and_what_was_forced(checkpoint):
     assert [row["mean_tokens_per_round"] for row in document["results"]] == pytest.approx(
         [3.0, 3.0], abs=0.3
     )
-    text = bench_latency.table(document)
+    text = latency_table.table(document)
     assert "speculation NGRAM, 3 steps, topk 1, 4 tokens verified: 3" in text
     assert "FORCED to 3 tokens per round, the texts are wrong" in text
 

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from click.testing import CliRunner
 from llm_cases import Checkpoint, text_of
 
 from paceline.bench import throughput as bench_module
 from paceline.bench.page import page
-from paceline.bench.throughput import bench_throughput, main, table
+from paceline.bench.throughput import bench_throughput
 from paceline.bench.throughput_page import throughput_drawings
 from paceline.bench.throughput_report import Steady, over_passes, percentile, time_by_kind
+from paceline.bench.throughput_table import table
 from paceline.bench.traffic import plan_traffic
 from paceline.bench.traffic_pass import TrafficPass, run_pass
 from paceline.bench.traffic_shape import USUAL_OUTPUT, Lengths, TrafficShape
 from paceline.bench.turn_log import StepFacts, StepKind, TimedTurn, TurnLog
+from paceline.cli.app import app
 from paceline.core.errors import ConfigError, IntegrityError, RequestError
 from paceline.core.step import RunKind
 from paceline.llm.boot import Knobs, prepare
@@ -344,12 +347,15 @@ def test_the_decode_rate_is_that_of_all_decoding_together(checkpoint):
     assert row["decode_tok_s"] > row["output_tok_s"]
 
 
-def test_the_command_line_ends_with_the_document(checkpoint, capsys):
-    words = [str(checkpoint.folder), "--threads", "1", "--num-requests", "3", "--repeats", "1"]
+def test_the_command_line_ends_with_the_document(checkpoint):
+    words = ["bench", "throughput", str(checkpoint.folder), "--threads", "1"]
+    words += ["--num-requests", "3", "--repeats", "1"]
     words += ["--max-num-seqs", "4", "--output-len", "3", "--input-len"]
-    assert main([*words, "2:5:9"]) == 0
-    out = capsys.readouterr().out
+    done = CliRunner().invoke(app, [*words, "2:5:9"])
+    assert done.exit_code == 0, done.output
+    out = done.stdout
     jsonschema.validate(json.loads(out.splitlines()[-1]), json.loads(SCHEMA.read_text()))
     assert "3 requests at once, prompts 2-9" in out
-    assert main([*words, "9:5:2"]) == 2
-    assert "lengths must be 1 <= LEAST <= MEAN <= MOST" in capsys.readouterr().err
+    refused = CliRunner().invoke(app, [*words, "9:5:2"])
+    assert refused.exit_code == 2
+    assert "lengths must be 1 <= LEAST <= MEAN <= MOST" in refused.stderr

@@ -40,8 +40,9 @@ FP8 = {"kv_cache_dtype": "fp8"}
 SCALES = {0: (0.3, 0.02), 1: (0.05, 0.7)}
 SCORED = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=20)
 TIGHT = {1: (121, 121), 16: (13, 13), 64: (5, 5)}
-# A float32 sum in another order may round a number to the neighbour in e4m3, an eighth away.
-TOLERANCE = 2e-3
+# A float32 sum in another order may round a number to the neighbour in e4m3, an eighth away: 0.003
+# was seen.  Without rounding it is 0.12 and more.
+TOLERANCE = 1e-2
 
 
 LLAMA = transformers.models.llama.modeling_llama
