@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import AttentionSpec, GroupView, LayerCache, Part, StepView
+from paceline.attention.contract import AttentionSpec, LayerCache, Part
 from paceline.core.modes import MaskKind
+from paceline.kernels.step_view import GroupView, StepView
 
 # A tree of five nodes; a chain would be (-1, 0, 1, 2, 3).
 PARENTS = (-1, 0, 0, 1, 1)

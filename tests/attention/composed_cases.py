@@ -16,10 +16,10 @@ from paceline.attention.contract import (
     LayerCache,
     Limits,
     Part,
-    StepView,
 )
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
+from paceline.kernels.step_view import StepView
 
 
 class NoTree(AttentionBackend):

@@ -16,9 +16,9 @@ from paceline.attention.contract import (
     LayerCache,
     Limits,
     Part,
-    StepView,
 )
 from paceline.core.modes import MaskKind
+from paceline.kernels.step_view import StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

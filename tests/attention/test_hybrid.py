@@ -12,13 +12,7 @@ from composed_cases import NoTree, difference, facts, heard_by, hooks, listener,
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.cascade import cascade
-from paceline.attention.contract import (
-    AttentionConfig,
-    Capabilities,
-    GraphSupport,
-    Part,
-    StepView,
-)
+from paceline.attention.contract import AttentionConfig, Capabilities, GraphSupport, Part
 from paceline.attention.hybrid import (
     MAX_DECODE_ROWS,
     HybridBuffers,
@@ -30,6 +24,7 @@ from paceline.attention.hybrid import (
 from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout, padded_step
+from paceline.kernels.step_view import StepView
 from paceline.runner.buffers import PaddedSize
 
 WANTED = AttentionConfig(

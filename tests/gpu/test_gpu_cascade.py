@@ -7,9 +7,10 @@ from torch import Tensor
 
 from paceline.attention.backends.triton_backend import TritonBackend
 from paceline.attention.cascade import cascade
-from paceline.attention.contract import AttentionSpec, GroupView, LayerCache, Limits, Part, StepView
+from paceline.attention.contract import AttentionSpec, LayerCache, Limits, Part
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention.reference import gather_pages
+from paceline.kernels.step_view import GroupView, StepView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

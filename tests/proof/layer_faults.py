@@ -6,14 +6,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import (
-    AttentionBackend,
-    Capabilities,
-    LayerCache,
-    Limits,
-    Part,
-    StepView,
-)
+from paceline.attention.contract import AttentionBackend, Capabilities, LayerCache, Limits, Part
+from paceline.kernels.step_view import StepView
 
 ROUND_ROWS = 4  # of the rounds that are wrong; no prompt of the tests is so short
 

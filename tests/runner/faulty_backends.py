@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import (
-    AttentionBackend,
-    Capabilities,
-    LayerCache,
-    Limits,
-    Part,
-    StepView,
-)
+from paceline.attention.contract import AttentionBackend, Capabilities, LayerCache, Limits, Part
+from paceline.kernels.step_view import StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,15 +6,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import (
-    AttentionBackend,
-    Capabilities,
-    LayerCache,
-    Limits,
-    Part,
-    StepView,
-)
+from paceline.attention.contract import AttentionBackend, Capabilities, LayerCache, Limits, Part
 from paceline.core.step import Step
+from paceline.kernels.step_view import StepView
 
 
 @dataclass

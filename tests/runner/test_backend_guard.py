@@ -10,8 +10,9 @@ from tiny_runner import Driver, TinyModel, random_prompts
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import Limits, StepView
+from paceline.attention.contract import Limits
 from paceline.core.errors import ConfigError, GraphGuardError, SanitizerError
+from paceline.kernels.step_view import StepView
 from paceline.runner.model_runner import ModelRunner
 
 

@@ -11,18 +11,12 @@ from tiny_runner import TinyModel
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import (
-    AttentionBackend,
-    Capabilities,
-    LayerCache,
-    Limits,
-    Part,
-    StepView,
-)
+from paceline.attention.contract import AttentionBackend, Capabilities, LayerCache, Limits, Part
 from paceline.core.draft_shape import DraftShape
 from paceline.core.modes import ForwardMode
 from paceline.core.padding import PAD_PREFIX_LEN
 from paceline.core.step import Step, padded_step
+from paceline.kernels.step_view import StepView
 
 
 class PlannedTwice(AttentionBackend):

@@ -21,7 +21,6 @@ from paceline.attention.contract import (
     LayerCache,
     Limits,
     Part,
-    StepView,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.errors import ConfigError, message
@@ -30,6 +29,7 @@ from paceline.core.step import Step
 from paceline.kernels.merge_partials import merge_partials
 from paceline.kernels.paged_attention import paged_extend
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
+from paceline.kernels.step_view import StepView
 from paceline.kernels.tree_attention import tree_attention
 
 

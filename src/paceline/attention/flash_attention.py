@@ -13,11 +13,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part, StepView
+from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part
 from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.errors import KernelArgumentError, message
 from paceline.core.modes import MaskKind
+from paceline.kernels.step_view import StepView
 
 LibraryT = TypeVar("LibraryT")
 

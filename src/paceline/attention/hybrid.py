@@ -17,10 +17,10 @@ from paceline.attention.contract import (
     LayerCache,
     Limits,
     Part,
-    StepView,
 )
 from paceline.core.modes import ExtendShape, MaskKind
 from paceline.core.step import Step
+from paceline.kernels.step_view import StepView
 
 MAX_DECODE_ROWS = 64  # of a request, under a causal mask: a step with more is a prefill in any mode
 

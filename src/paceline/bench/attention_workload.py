@@ -11,18 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import (
-    AttentionSpec,
-    GroupView,
-    LayerCache,
-    Limits,
-    StepView,
-)
+from paceline.attention.contract import AttentionSpec, LayerCache, Limits
 from paceline.bench.attention_shape import AttentionShape
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.kernels.paged_attention import paged_attention_reference
+from paceline.kernels.step_view import GroupView, StepView
 
 FREE_PAGES = 8  # poisoned, besides page 0
 LARGE = 4096.0  # a finite poison, of any dtype but fp8

@@ -34,7 +34,7 @@ class RequestRows(NamedTuple):
 
 
 class DerivedStep(NamedTuple):
-    """What derive writes; meanings and padding as in attention.contract.StepView."""
+    """What derive writes; meanings and padding as in step_view.StepView."""
 
     row_ids: Tensor  # [padded_reqs]  int64
     prefix_lens: Tensor  # [padded_reqs]  int32

@@ -32,7 +32,7 @@ class DraftBase(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """What derive_draft writes; meanings and padding as in attention.contract.StepView."""
+    """What derive_draft writes; meanings and padding as in step_view.StepView."""
 
     prefix_lens: Tensor  # [padded_reqs]  int32
     extend_lens: Tensor  # [padded_reqs]  int32

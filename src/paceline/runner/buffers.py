@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import GroupView, StepView
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.sampling_params import MAX_LOGPROBS
 from paceline.core.step import StepLayout, padded_parents
+from paceline.kernels.step_view import GroupView, StepView
 from paceline.runner.staging import Copy, StagingSlot
 
 

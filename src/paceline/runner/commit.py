@@ -4,9 +4,9 @@ The device knows ids and limits: it freezes a row at an end token, a stop id, ma
 of the context.  Strings, aborts and grammars are the host's.
 """
 
-from paceline.attention.contract import StepView
 from paceline.kernels.commit import CommittedRows, EndRules, StepTokens
 from paceline.kernels.commit import commit as commit_rows
+from paceline.kernels.step_view import StepView
 from paceline.layers.sampling import Sampled
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.request_table import RequestTable

@@ -4,10 +4,10 @@ The one derivation.  Eager steps run it, graphs record it, every backend plans f
 What it computes, with a worked example, is in kernels/derive.py.
 """
 
-from paceline.attention.contract import StepView
 from paceline.kernels.derive import DerivedStep, RequestRows
 from paceline.kernels.derive import derive as derive_rows
 from paceline.kernels.derive_tree import derive_tree
+from paceline.kernels.step_view import StepView
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.request_table import RequestTable
 

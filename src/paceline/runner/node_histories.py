@@ -9,8 +9,8 @@ Worked example: history [.. a], 7 tokens committed, tree tokens [a b c d], paren
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import StepView
 from paceline.kernels.edit_logits import NO_DRAFT
+from paceline.kernels.step_view import StepView
 
 
 def node_drafts(view: StepView) -> Tensor:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import AttentionBackend, LayerCache, StepView
+from paceline.attention.contract import AttentionBackend, LayerCache
 from paceline.cache.pool import KVPool
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
+from paceline.kernels.step_view import StepView
 from paceline.layers.attention import AttentionContext
 from paceline.layers.sampling import SampledLogprobs, sample
 from paceline.models.causal_lm import CausalLM

@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from paceline.attention.contract import StepView
 from paceline.cache.pool import KVPool
 from paceline.core.draft_shape import DraftShape
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step
+from paceline.kernels.step_view import StepView
 from paceline.layers.sampling import SamplingTable
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import StepView
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.kernels.accept import Accepted, Drafts, accept_and_commit
@@ -17,6 +16,7 @@ from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import CommittedRows, EndRules
 from paceline.kernels.compact_kv import compact_kv
 from paceline.kernels.derive_tree import derive_tree
+from paceline.kernels.step_view import StepView
 from paceline.layers.sampling import DrawnDrafts, Sampled, SampledLogprobs, sample
 from paceline.models.decoder import Hidden
 from paceline.runner.derive import derive

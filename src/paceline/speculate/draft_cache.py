@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import AttentionBackend, StepView
+from paceline.attention.contract import AttentionBackend
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVFormat, KVPool
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.step import Step
+from paceline.kernels.step_view import StepView
 from paceline.layers.attention import AttentionContext, attention_limits, layer_caches
 
 

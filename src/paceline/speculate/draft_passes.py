@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import GroupView, StepView
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import Step
 from paceline.kernels.derive_draft import DraftBase, DraftRows, derive_draft
+from paceline.kernels.step_view import GroupView, StepView
 from paceline.layers.attention import AttentionContext
 from paceline.speculate.draft_cache import DraftCache
 

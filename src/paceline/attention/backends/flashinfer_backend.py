@@ -36,7 +36,6 @@ from paceline.attention.contract import (
     LayerCache,
     Limits,
     Part,
-    StepView,
 )
 from paceline.attention.held import OPAQUE, tensor_bytes
 from paceline.attention.layouts.csr import (
@@ -48,6 +47,7 @@ from paceline.attention.layouts.csr import (
 )
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
+from paceline.kernels.step_view import StepView
 
 MODULE = "flashinfer"
 KEPT_SHAPES = 64  # that no graph holds; more than steps in flight

@@ -13,12 +13,12 @@ from paceline.attention.contract import (
     LayerCache,
     Limits,
     Part,
-    StepView,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
+from paceline.kernels.step_view import StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

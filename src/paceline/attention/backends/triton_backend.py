@@ -16,7 +16,6 @@ from paceline.attention.contract import (
     LayerCache,
     Limits,
     Part,
-    StepView,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.modes import MaskKind
@@ -27,6 +26,7 @@ from paceline.kernels.paged_attention import (
     split_workspace,
     split_workspace_bytes,
 )
+from paceline.kernels.step_view import StepView
 
 HEAD_DIMS = frozenset({64, 80, 96, 128, 256})
 FP8_ARCH = (8, 9)  # compute capability with conversions from float8_e4m3fn

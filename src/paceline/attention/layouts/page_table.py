@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.attention.contract import StepView
 from paceline.core.modes import MaskKind
+from paceline.kernels.step_view import StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

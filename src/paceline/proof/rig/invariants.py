@@ -10,10 +10,10 @@ from dataclasses import fields, is_dataclass
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import StepView
 from paceline.attention.layouts.csr import CsrPlan
 from paceline.attention.layouts.page_table import PageTablePlan
 from paceline.core.padding import PAD_PAGE, PAD_ROW, PAD_SLOT
+from paceline.kernels.step_view import StepView
 from paceline.proof.rig.placement import BatchPlacement
 from paceline.proof.rig.wanted import Ids, Wanted, wanted_step
 from paceline.proof.rig.watched import Watched

@@ -6,8 +6,8 @@ Nothing of the runner, the kernels or the layouts computes anything here.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.attention.contract import StepView
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
+from paceline.kernels.step_view import StepView
 from paceline.proof.rig.placement import BatchPlacement
 from paceline.proof.suite.case import Batch
 from paceline.proof.suite.trees import depths

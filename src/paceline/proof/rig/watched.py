@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part, StepView
+from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part
 from paceline.core.errors import KernelArgumentError, message
 from paceline.core.step import Step
+from paceline.kernels.step_view import StepView
 from paceline.runner.sanitizer.poison import bits_of
 
 _ARGUMENTS = ("q", "k", "v")

@@ -1,0 +1,48 @@
+"""StepView: one step's tensors on the device, as kernels, backends and layers are given them."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.core.modes import MaskKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GroupView:
+    """One cache group's part of a step."""
+
+    page_table: Tensor  # [padded_reqs, max_pages]  int32  page ids; padding: PAD_PAGE
+    out_cache_loc: Tensor  # [padded_tokens]  int64  slots written by this step; padding: PAD_SLOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepView:
+    """The padded device view of one step.  Addresses are fixed; derive writes the contents.
+
+    Sizes are host facts: shapes, mask, max_extend_len, kv_len_bound.  Lengths are on the device.
+    """
+
+    row_ids: Tensor  # [padded_reqs]  int64  request-table rows; padded and frozen rows: PAD_ROW
+    prefix_lens: Tensor  # [padded_reqs]  int32  tokens in the cache before the step; padding: 1
+    extend_lens: Tensor  # [padded_reqs]  int32  tokens computed in the step; padding: the stride
+    kv_lens: Tensor  # [padded_reqs]  int32  prefix + extend, padded rows too
+    cu_seqlens_q: Tensor  # [padded_reqs + 1]  int32  leading 0; last = padded_tokens
+    req_ids: Tensor  # [padded_tokens]  int64  index of each token's request within the step
+    positions: Tensor  # [padded_tokens]  int64  rope positions
+    input_ids: Tensor  # [padded_tokens]  int64  token ids
+    logits_loc: Tensor  # [padded_reqs]  int64  each request's last token within the step
+    groups: tuple[GroupView, ...]  # [num_groups]
+    mask: MaskKind
+    tree_mask: Tensor | None  # [padded_tokens, max_extend_len]  bool  column j: row j of the same
+    # request in this step is the token itself or an ancestor.  Only with MaskKind.TREE.
+    max_extend_len: int  # no row extends further; part of the graph key.  Exact but for a ragged
+    # step that is padded: there it is padded_tokens, since its graph serves any split of them
+    kv_len_bound: int  # no kv_len exceeds it; the same for every step of an engine
+
+    @property
+    def padded_reqs(self) -> int:
+        return self.row_ids.shape[0]
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.positions.shape[0]
