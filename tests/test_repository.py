@@ -19,6 +19,15 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_tests_follow_the_rooms():
+    folders = {path.parent for path in (ROOT / "tests").rglob("test_*.py")} - {ROOT / "tests"}
+    rooms = {path.parent.name for path in (ROOT / "src" / "paceline").glob("*/__init__.py")}
+    rooms |= {"benchmarks", "recipes", "gpu", "mutants"}
+    assert {folder.relative_to(ROOT / "tests").parts[0] for folder in folders} <= rooms
+    crowded = [path.name for path in folders if len(list(path.glob("test_*.py"))) > 20]
+    assert crowded == ["kernels"]
+
+
 def test_readme_links_lead_somewhere():
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
     missing = [link for link in links if not (ROOT / link).exists()]

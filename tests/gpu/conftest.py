@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS.parent / "benchmarks"), str(TESTS / "kernels"), str(TESTS / "runner")]
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

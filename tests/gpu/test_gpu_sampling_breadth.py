@@ -1,16 +1,11 @@
 """Prompt log-probabilities, several completions and plug-ins on a GPU, beside the CPU's answers."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import gpu_check
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
-
-sys.path.append(str(Path(__file__).parents[1] / "engine"))  # holds example_processor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

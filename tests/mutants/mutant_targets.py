@@ -75,7 +75,7 @@ _PASS_TESTS = (
     "speculate/test_pass_lengths.py",
     "speculate/test_self_drafting.py",
     "speculate/test_eagle_state.py",
-    "engine/test_llm_speculative_backends.py::test_drafts_change_no_text_where_the_host_plans",
+    "llm/drafts/test_llm_speculative_backends.py::test_drafts_change_no_text_where_the_host_plans",
 )
 _KEY_TESTS = (*_GUARD_TESTS, *_PADDING_TESTS, "runner/test_graph_keys.py")
 

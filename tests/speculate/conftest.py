@@ -1,14 +1,7 @@
-"""The tiny models and drafters of the runner's tests, and dense attention to check against."""
-
-import sys
-from pathlib import Path
+"""The tiny model of the runner's tests."""
 
 import pytest
-
-for folder in ("runner", "models", "layers"):
-    sys.path.append(str(Path(__file__).parents[1] / folder))
-
-from tiny_runner import TinyModel, make_tiny  # noqa: E402
+from tiny_runner import TinyModel, make_tiny
 
 
 @pytest.fixture(scope="session")

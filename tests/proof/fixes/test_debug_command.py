@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from paceline.cli.app import app
 from paceline.proof.fixes.registry import all_fixes
 
-SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "debug_fixes.json"
+SCHEMA = Path(__file__).parents[3] / "docs" / "schemas" / "debug_fixes.json"
 
 
 def run(*words):

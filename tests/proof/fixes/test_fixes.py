@@ -12,7 +12,7 @@ from paceline.core.reverts import reverted_sources
 from paceline.proof.fixes.registry import all_fixes, show, to_json
 from paceline.proof.suite.cases import cases
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "src" / "paceline"
 FIXES = {fix.id: fix for fix in all_fixes()}
 CELLS = [fix for fix in FIXES.values() if "::" not in fix.case]

@@ -9,7 +9,7 @@ import pytest
 from paceline.proof.check.docs_matrix import RESULTS, main, matrix_page
 from paceline.proof.check.field import FieldRow, field_rows
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 ROW = FieldRow(
     method="dense",
     backend="fa4",

@@ -29,7 +29,7 @@ from paceline.proof.lossless.report import document, table
 from paceline.speculate.draft_passes import DraftPasses
 
 PACKAGE = FOLDER.parents[1]
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "prove.json").read_text())
+SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "schemas" / "prove.json").read_text())
 TEXTS = [text_of(prompt) for prompt in random_prompts((12, 20))]
 TRIAL = Trial(prompts=(NamedPrompt(name="random 1", kind="random", text=TEXTS[0]),), max_tokens=8)
 LOUD = 3.0  # beside embeddings of length 0.3

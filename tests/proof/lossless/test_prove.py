@@ -19,7 +19,7 @@ from paceline.proof.lossless.prove import Trial, prove
 from paceline.proof.lossless.report import document, table
 from paceline.runner.round_program import RoundProgram
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "prove.json").read_text())
+SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "schemas" / "prove.json").read_text())
 CHAIN = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
 TREE = CHAIN | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 SMALL_TREE = TREE | {"speculative_num_steps": 2, "speculative_num_draft_tokens": 4}

@@ -25,7 +25,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 import triton.language  # noqa: F401
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "models")]
 import tiny_checkpoints  # noqa: E402
 

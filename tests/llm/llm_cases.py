@@ -6,7 +6,6 @@ The tokenizer's tokens are pairs of letters: id 0 is "aa", id 1 is "ab", id 26 i
 import itertools
 import math
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_checkpoints
 import tokenizers
 import torch
 import transformers
@@ -28,9 +28,6 @@ from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 from paceline.runner.graphs import AHEAD
 from paceline.runner.streams import DeferredStream
-
-sys.path.append(str(Path(__file__).parents[1] / "models"))
-import tiny_checkpoints
 
 # And what tells them apart; a context with long factors must be asked for, see test_llm_longrope.
 ARCHITECTURES = sorted(tiny_checkpoints.CASES.keys() - {"phi3-longrope-long"})

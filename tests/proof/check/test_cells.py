@@ -2,7 +2,7 @@
 other; on the emulators and in Triton's interpreter a choice of cases that covers each pair of axes.
 The rest is slow.
 
-    pytest tests/proof/test_cells.py -k "fa4 and decode and page-edges"
+    pytest tests/proof/check/test_cells.py -k "fa4 and decode and page-edges"
 """
 
 import os

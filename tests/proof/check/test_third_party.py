@@ -122,7 +122,7 @@ def test_a_run_outlives_a_class_that_stops_its_process(tmp_path):
 
 @pytest.mark.parametrize("runner", [RunnerKind.EAGER, RunnerKind.RECORDED], ids=lambda r: r.value)
 def test_the_example_of_the_documentation_passes_its_cells(monkeypatch, runner):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "attention"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "attention"))
     chosen = [case for case in CASES.values() if case.is_interpreted]
     who = contender("example_backend:DenseBackend", "cpu")
     results = [run_cell(case, who, runner, torch.device("cpu")) for case in chosen]

@@ -20,7 +20,7 @@ from paceline.proof.check.flags import FLAGS
 from paceline.proof.check.html import LEGEND, cell_id, page
 from paceline.proof.check.run import run_check
 
-SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "check.json").read_text())
+SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "schemas" / "check.json").read_text())
 EVERYTHING = ("passes", "emulated", "refused", "fails", "exits")
 
 
