@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from llm_cases import Checkpoint
 
 from paceline.bench import latency as bench_latency
-from paceline.bench import latency_table
 from paceline.bench import speculative as bench_module
+from paceline.bench.latency import table as latency_table
 from paceline.bench.paired_runs import speed_up
 from paceline.bench.speculative import SpeculativeShape, bench_speculative, table
 from paceline.cli.app import app
@@ -155,7 +155,7 @@ def test_latency_names_the_drafter_and_what_was_forced(checkpoint):
     assert [row["mean_tokens_per_round"] for row in document["results"]] == pytest.approx(
         [3.0, 3.0], abs=0.3
     )
-    text = latency_table.table(document)
+    text = latency_table(document)
     assert "speculation NGRAM, 3 steps, topk 1, 4 tokens verified: 3" in text
     assert "FORCED to 3 tokens per round, the texts are wrong" in text
 

@@ -14,9 +14,8 @@ from llm_cases import Checkpoint, text_of
 from paceline.bench import throughput as bench_module
 from paceline.bench.page import page
 from paceline.bench.throughput import bench_throughput
-from paceline.bench.throughput_page import throughput_drawings
 from paceline.bench.throughput_report import Steady, over_passes, percentile, time_by_kind
-from paceline.bench.throughput_table import table
+from paceline.bench.throughput_table import table, throughput_drawings
 from paceline.bench.traffic import plan_traffic
 from paceline.bench.traffic_pass import TrafficPass, run_pass
 from paceline.bench.traffic_shape import USUAL_OUTPUT, Lengths, TrafficShape

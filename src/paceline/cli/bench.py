@@ -89,8 +89,7 @@ def bench() -> None:
 @click.pass_context
 def latency(ctx: click.Context, /, **values: Any) -> None:
     """Time to first token and decode rate of one batch at a time."""
-    from paceline.bench.latency import LatencyShape, bench_latency, parse_batch_sizes
-    from paceline.bench.latency_table import table
+    from paceline.bench.latency import LatencyShape, bench_latency, parse_batch_sizes, table
 
     log_to_stderr(values)
     shape = LatencyShape(
@@ -163,8 +162,7 @@ def throughput(ctx: click.Context, /, **values: Any) -> None:
     --repeats steady ones.  --seed is also that of lengths, tokens and arrivals.
     """
     from paceline.bench.throughput import bench_throughput
-    from paceline.bench.throughput_page import throughput_drawings
-    from paceline.bench.throughput_table import table
+    from paceline.bench.throughput_table import table, throughput_drawings
 
     log_to_stderr(values)
     document = bench_throughput(asked_arguments(values), TrafficShape.of(values))

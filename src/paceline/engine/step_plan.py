@@ -1,5 +1,6 @@
 """StepPlan: one step while the scheduler fills it."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -9,7 +10,6 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Delta, JoinDelta, PageDelta, PromptSpan, Step, StepLayout
-from paceline.engine.buckets import left_over
 from paceline.engine.request import Request
 
 
@@ -59,6 +59,22 @@ def page_deltas(row: int, runs: Sequence[PageRun]) -> tuple[Delta, ...]:
     return tuple(
         PageDelta(row=row, group=run.group, start=run.start, page_ids=run.page_ids) for run in runs
     )
+
+
+def left_over(padded: tuple[int, ...], *, decoding: int, prompts: int) -> int:
+    """Tokens of prompts to leave to the next step; 0: the step stays as it is.
+
+    padded: ascending sizes; a step beyond the last is not padded.
+    decoding: tokens of the step's rows that decode; prompts: tokens of its prompts.
+
+    A step of 255 and 300 tokens would be padded to 768: it computes 257 of the 300 and is 512.
+    Never more is left than is computed: what is left of a prompt at least halves with each step.
+    """
+    index = bisect_left(padded, decoding + prompts)
+    if index in (0, len(padded)) or padded[index] == decoding + prompts:
+        return 0
+    left = decoding + prompts - padded[index - 1]
+    return left if left <= prompts - left else 0
 
 
 @dataclass(slots=True)

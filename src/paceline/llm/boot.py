@@ -24,9 +24,9 @@ from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.llm.admission import Admission
 from paceline.llm.draft_self_test import check_drafter
 from paceline.llm.drafter import DrafterFacts, make_proposer
-from paceline.llm.kv_format import kv_format
 from paceline.llm.measured import measured_bytes
 from paceline.models.causal_lm import CausalLM
+from paceline.models.kv_scales import kv_format
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource
 from paceline.plan.attention_choice import one_backend, phase_choices

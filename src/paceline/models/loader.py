@@ -16,10 +16,9 @@ from paceline.core.parallel import Parallel
 from paceline.core.progress import Progress
 from paceline.layers.rms_norm import RMSNorm
 from paceline.models.causal_lm import CausalLM
-from paceline.models.checkpoint import StoredTensors, open_checkpoint
+from paceline.models.checkpoint import PaddedTables, StoredTensors, open_checkpoint
 from paceline.models.checkpoint_names import canonical_names
 from paceline.models.locate import ModelSource
-from paceline.models.padded_tables import PaddedTables
 from paceline.models.registry import architecture, builder
 from paceline.models.stacked_experts import UnstackedExperts
 

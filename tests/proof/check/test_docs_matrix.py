@@ -6,8 +6,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from paceline.proof.check.docs_matrix import RESULTS, main, matrix_page
-from paceline.proof.check.field import FieldRow, field_rows
+from paceline.proof.check.docs_matrix import RESULTS, FieldRow, field_rows, main, matrix_page
 
 DOCS = Path(__file__).parents[3] / "docs"
 ROW = FieldRow(

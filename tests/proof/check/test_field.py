@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from paceline.proof.check.cell import RunnerKind
-from paceline.proof.check.field import field_rows
+from paceline.proof.check.docs_matrix import field_rows
 from paceline.proof.suite.cases import cases
 
 ROWS = field_rows()

@@ -13,10 +13,10 @@ from paceline.cache.manager import CacheManager
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, Step, StepOutputs
-from paceline.engine.buckets import left_over
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
+from paceline.engine.step_plan import left_over
 from paceline.runner.graph_sizes import GraphSizes
 
 SIZES = (16, 24, 32, 48, 64)
