@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from paceline.core.sampling_params import SamplingParams
+from paceline.llm.boot import Prepared
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
 
@@ -44,15 +45,15 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return made
 
 
-def answer(params: SamplingParams, **options: Any) -> tuple[Tokens, dict[str, Any]]:
-    """Tokens of every prompt and the engine's report; run twice, so that graphs are replayed."""
+def answer(params: SamplingParams, **options: Any) -> tuple[Tokens, Prepared]:
+    """Tokens of every prompt and what the engine is; run twice, so that graphs are replayed."""
     plain = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "speculative_algorithm": "off"}
     with LLM("bundled", **plain | options) as llm:
-        work = prompts(llm.report()["vocab_size"])
+        work = prompts(llm.prepared.config.vocab_size)
         llm.generate(work, params)
         with no_sync(options.get("device") == "cuda"):
             outputs = llm.generate(work, params)
-        return [output.outputs[0].token_ids for output in outputs], llm.report()
+        return [output.outputs[0].token_ids for output in outputs], llm.prepared
 
 
 @contextmanager
@@ -89,10 +90,10 @@ def gap_at(llm: LLM, work: list[list[int]], tokens: Tokens, where: tuple[int, in
 
 def graphs_equal_eager(dtype: str, params: SamplingParams) -> Outcome:
     """Tokens with graphs are those without."""
-    graphs, report = answer(params, device="cuda", dtype=dtype)
+    graphs, prepared = answer(params, device="cuda", dtype=dtype)
     eager, _ = answer(params, device="cuda", dtype=dtype, enforce_eager=True)
     differ = first_differences(graphs, eager)
-    return not differ, f"{differ} {report['events']}"
+    return not differ, f"{differ} {prepared.events.counts()}"
 
 
 def twin_equals_overlapped(dtype: str) -> Outcome:
@@ -114,8 +115,8 @@ def page_sizes_agree(dtype: str) -> Outcome:
 def gpu_equals_cpu() -> Outcome:
     """float32 greedy: equal, or parting where the CPU cannot tell the two best tokens apart."""
     on_gpu, _ = answer(GREEDY, device="cuda", dtype="float32")
-    truth, report = answer(GREEDY, device="cpu", dtype="float32")
-    work = prompts(report["vocab_size"])
+    truth, prepared = answer(GREEDY, device="cpu", dtype="float32")
+    work = prompts(prepared.config.vocab_size)
     with LLM("bundled", device="cpu", dtype="float32", speculative_algorithm="off") as cpu:
         gaps = [gap_at(cpu, work, truth, where) for where in first_differences(on_gpu, truth)]
     return all(gap < TIE_GAP for gap in gaps), f"gaps {gaps}"

@@ -20,11 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.bench.latency import random_prompts
 from paceline.bench.page import page, profile_bars
 from paceline.core.errors import IntegrityError
+from paceline.core.options import known
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
-from paceline.models.config import parse_config
-from paceline.models.locate import locate
-from paceline.plan.machine import local_device, versions
+from paceline.plan.machine import versions
 from profile_table import Kernel, idle, own_times, role_rows, show, split_steps
 from profile_work import Work, step_limit_us
 
@@ -76,7 +75,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def require_steady(llm: LLM, args: argparse.Namespace) -> None:
     """Raises IntegrityError when two greedy runs of one prompt differ."""
-    prompt = random_prompts(1, args.input_len, llm.report()["vocab_size"], seed=0)
+    prompt = random_prompts(1, args.input_len, llm.prepared.config.vocab_size, seed=0)
     params = SamplingParams(temperature=0.0, max_tokens=2 * DECODE_STEPS, ignore_eos=True)
     first, again = (llm.generate(prompt, params)[0].outputs[0].token_ids for _ in range(2))
     if first != again:
@@ -85,7 +84,9 @@ def require_steady(llm: LLM, args: argparse.Namespace) -> None:
 
 def profile_decode(llm: LLM, args: argparse.Namespace) -> tuple[list[Kernel], int]:
     """(kernels of DECODE_STEPS steady steps, keys of a request about half-way through them)."""
-    prompts = random_prompts(args.batch_size, args.input_len, llm.report()["vocab_size"], seed=1)
+    prompts = random_prompts(
+        args.batch_size, args.input_len, llm.prepared.config.vocab_size, seed=1
+    )
     params = SamplingParams(temperature=0.0, max_tokens=8 * DECODE_STEPS, ignore_eos=True)
     stream = llm.generate(prompts, params, stream=True)
     longest = 0
@@ -104,7 +105,7 @@ def profile_decode(llm: LLM, args: argparse.Namespace) -> tuple[list[Kernel], in
 
 def profile_prefill(llm: LLM, args: argparse.Namespace) -> list[Kernel]:
     """Kernels of PREFILL_STEPS steps, each of which computes a whole batch of prompts."""
-    vocab_size = llm.report()["vocab_size"]
+    vocab_size = llm.prepared.config.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     for seed in (2, 3):
         llm.generate(random_prompts(args.batch_size, args.input_len, vocab_size, seed=seed), params)
@@ -130,18 +131,16 @@ def report(
     llm: LLM, args: argparse.Namespace, steps: list[list[Kernel]], *, kv_len: int
 ) -> dict[str, Any]:
     """Print both tables; returns the JSON document."""
-    facts = local_device("cuda")
+    facts, options, config = llm.prepared.device, llm.prepared.options, llm.prepared.config
     peaks = {"bandwidth": facts.bandwidth_bytes_s, "flops": facts.matmul_flops}
-    config = parse_config(locate(args.model, weights=False).config)
-    options = {name: entry["value"] for name, entry in llm.report()["options"].items()}
     tokens = args.batch_size * (args.input_len if args.phase == "prefill" else 1)
     work = Work(
         phase=args.phase,
         requests=args.batch_size,
         tokens=tokens,
         kv_len=kv_len,
-        dtype=options["dtype"],
-        kv_dtype=options["kv_cache_dtype"],
+        dtype=known(options.dtype),
+        kv_dtype=known(options.kv_cache_dtype),
     )
     roles = role_rows(steps, config, work, **peaks)
     rows, idles = kernel_rows(steps), idle(steps)

@@ -26,7 +26,7 @@ from paceline.bench.latency import random_prompts
 from paceline.bench.page import page, profile_bars
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
-from paceline.plan.machine import local_device, versions
+from paceline.plan.machine import versions
 from profile_decode import idle_line, kernel_rows, kernels_of, require_steady
 from profile_table import Kernel, idle, own_times
 
@@ -87,7 +87,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def profile_rounds(llm: LLM, args: argparse.Namespace) -> tuple[list[Kernel], int]:
     """(kernels of ROUNDS steady rounds, graphs launched meanwhile)."""
-    prompts = random_prompts(args.batch_size, args.input_len, llm.report()["vocab_size"], seed=1)
+    prompts = random_prompts(
+        args.batch_size, args.input_len, llm.prepared.config.vocab_size, seed=1
+    )
     params = SamplingParams(temperature=0.0, max_tokens=16 * ROUNDS, ignore_eos=True)
     stream = llm.generate(prompts, params, stream=True)
     for output in stream:
@@ -143,11 +145,11 @@ def report(
     llm: LLM, args: argparse.Namespace, rounds: list[list[Kernel]], *, launches: int
 ) -> dict[str, Any]:
     """Print the tables; returns the JSON document."""
-    facts, found = local_device("cuda"), llm.report()
+    prepared = llm.prepared
     segments, rows, idles = segment_rows(rounds), kernel_rows(rounds), idle(rounds)
     forced = args.force_accept_len
     how = "as sampled" if forced is None else f"forced to {forced:g} tokens per round"
-    print(f"round: {args.batch_size} requests, {found['speculation']}, acceptance {how}")
+    print(f"round: {args.batch_size} requests, {prepared.speculation}, acceptance {how}")
     for row in segments:
         print(
             f"{row['segment']:<10}{row['kernels_per_round']:>8.1f} kernels"
@@ -163,11 +165,10 @@ def report(
     print(f"{launches / ROUNDS:.2f} graph launches per round")
     return {
         "benchmark": "profile-round",
-        "device": facts.name,
+        "device": prepared.device.name,
         "versions": versions(),
         "model": args.model,
-        "attention": found["attention"],
-        "speculation": found["speculation"],
+        **prepared.to_json(),
         "forced_tokens_per_round": forced,
         "batch_size": args.batch_size,
         "input_len": args.input_len,

@@ -186,7 +186,7 @@ def note(tracker: Tracker, tally: Tally) -> None:
 
 def random_requests(llm: LLM, source: random.Random) -> Iterator[Request]:
     """Prompts that often share a beginning or repeat themselves; all kinds of sampling."""
-    vocab = llm.report()["vocab_size"]
+    vocab = llm.prepared.config.vocab_size
     code = llm.tokenizer.encode("def total(items):\n    result = 0\n    for item in items:\n")
     shared = [source.randrange(1, vocab) for _ in range(200)]
     while True:

@@ -99,7 +99,7 @@ def plan_traffic(shape: TrafficShape, prepared: Prepared) -> Traffic:
     """Decide the lengths for a model.  Raises ConfigError for what its context does not hold, and
     for a file without conversations; ModelError for a file and a model without a tokenizer.
     """
-    seed = prepared.resolution.options.seed
+    seed = prepared.options.seed
     source = random.Random(f"{seed} lengths")
     context_len, scale, prompts = prepared.admission.context_len, None, None
     if shape.dataset is not None:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from paceline.core.errors import BusyError, PacelineError, RequestError, message
-from paceline.core.options import MAX_QUEUED
+from paceline.core.options import MAX_QUEUED, known
 from paceline.engine.ticket import News, Telling, Ticket
 from paceline.engine.tracker import Tracker
 from paceline.llm.admission import Admitted
@@ -46,7 +46,7 @@ class AsyncEngine:
 
     def __init__(self, llm: LLM, *, max_queued: int = MAX_QUEUED) -> None:
         self._llm = llm
-        self._max_open = llm.report()["options"]["max_num_seqs"]["value"] + max_queued
+        self._max_open = known(llm.prepared.options.max_num_seqs) + max_queued
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-engine")
         # Of the thread:

@@ -94,12 +94,17 @@ class Prepared:
     prepare_s: float
 
     @property
+    def options(self) -> EngineOptions:
+        """Resolved: what was asked, and what was chosen where it was left open."""
+        return self.resolution.options
+
+    @property
     def torch_device(self) -> torch.device:
         return torch.device(self.device.device_type)
 
     @property
     def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, known(self.resolution.options.dtype))
+        dtype: torch.dtype = getattr(torch, known(self.options.dtype))
         return dtype
 
     @property
@@ -109,8 +114,14 @@ class Prepared:
     @property
     def groups(self) -> tuple[CacheGroupSpec, ...]:
         """The target's cache groups, and the drafter's behind them."""
-        page_size = known(self.resolution.options.page_size)
+        page_size = known(self.options.page_size)
         return all_groups(self.config, page_size, self.speculation)
+
+    def to_json(self) -> dict[str, object]:
+        """What documents say of how it computes: "attention" and "speculation"."""
+        speculation = None if self.speculation is None else self.speculation.to_json()
+        attention = {"name": self.attention.name, "why": self.attention.why}
+        return {"attention": attention, "speculation": speculation}
 
 
 def prepare(asked: Mapping[str, object]) -> Prepared:
@@ -159,7 +170,7 @@ def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
     """Load, allocate, capture.  Raises ConfigError, ModelError."""
     began = time.perf_counter()
     knobs = knobs or Knobs()
-    options, notify = prepared.resolution.options, prepared.events
+    options, notify = prepared.options, prepared.events
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     model = _load(prepared, notify)
@@ -186,7 +197,7 @@ def _test_drafter(
     engine: Engine, tokenizer: Tokenizer | None, prepared: Prepared, notify: Notify
 ) -> None:
     """See that the drafter accepts what it is known to, unless nobody knows or it is forced."""
-    speculation, options = prepared.speculation, prepared.resolution.options
+    speculation, options = prepared.speculation, prepared.options
     if speculation is None or speculation.source is None or speculation.forced is not None:
         return
     folder = speculation.source.folder
@@ -206,7 +217,7 @@ def _test_drafter(
 
 
 def _load(prepared: Prepared, notify: Notify) -> CausalLM:
-    options = prepared.resolution.options
+    options = prepared.options
     return load_model(
         prepared.source,
         _at_context(prepared.config, known(options.max_model_len), notify),
@@ -220,7 +231,7 @@ def _load(prepared: Prepared, notify: Notify) -> CausalLM:
 
 
 def _build(model: CausalLM, prepared: Prepared, knobs: Knobs, notify: Notify) -> ModelRunner:
-    options, source = prepared.resolution.options, prepared.source
+    options, source = prepared.options, prepared.source
     groups = cache_group_specs(prepared.config, known(options.page_size))
     backend = load_backend(prepared.attention.name)()
     num_pages = _num_pages(prepared.fit, knobs)
@@ -276,7 +287,7 @@ def _at_context(config: ModelConfig, context_len: int, notify: Notify) -> ModelC
 
 def _runner_config(prepared: Prepared, knobs: Knobs, num_pages: tuple[int, ...]) -> RunnerConfig:
     """num_pages: of the target's groups."""
-    options, speculation = prepared.resolution.options, prepared.speculation
+    options, speculation = prepared.options, prepared.speculation
     return RunnerConfig(
         max_running=known(options.max_num_seqs),
         max_batched_tokens=known(options.max_num_batched_tokens),
@@ -301,7 +312,7 @@ def _runner_config(prepared: Prepared, knobs: Knobs, num_pages: tuple[int, ...])
 def _scheduler(
     prepared: Prepared, knobs: Knobs, notify: Notify, *, padded_tokens: tuple[int, ...]
 ) -> Scheduler:
-    options, draft = prepared.resolution.options, prepared.draft
+    options, draft = prepared.options, prepared.draft
     longest_round = 0 if draft is None else draft.reach
     cache = CacheManager(
         prepared.groups,

@@ -205,19 +205,23 @@ class LLM:
     @property
     def resolution_table(self) -> str:
         """The resolved configuration, each value with its origin."""
-        return self._live.prepared.resolution.table()
+        return self.prepared.resolution.table()
+
+    @property
+    def prepared(self) -> Prepared:
+        """What was decided before boot, as fields; frozen."""
+        return self._live.prepared
 
     def report(self) -> dict[str, Any]:
-        """What was booted: versions, device, options, drafter, memory budget, events."""
-        booted, prepared = self._live, self._live.prepared
+        """For people: versions, device, options, drafter, memory budget, events."""
+        booted, prepared = self._live, self.prepared
         return {
             "versions": versions(),
             "device": prepared.device.name,
             "vocab_size": prepared.config.vocab_size,
             "boot_s": booted.boot_s,
             "options": prepared.resolution.to_json(),
-            "attention": {"name": prepared.attention.name, "why": prepared.attention.why},
-            "speculation": None if prepared.speculation is None else prepared.speculation.to_json(),
+            **prepared.to_json(),
             "memory": {"planned": prepared.fit.to_json(), "measured": dict(booted.measured)},
             "events": [
                 {"reason": event.reason, "detail": event.detail, "count": count}
@@ -227,7 +231,7 @@ class LLM:
 
     def memory_table(self) -> str:
         """Planned and measured bytes side by side."""
-        return compare(self._live.prepared.fit, self._live.measured)
+        return compare(self.prepared.fit, self._live.measured)
 
     @property
     def engine(self) -> Engine:
@@ -250,7 +254,7 @@ class LLM:
                     remedy="finish or abort them first",
                 )
             )
-        most = known(booted.prepared.resolution.options.max_num_batched_tokens)
+        most = known(self.prepared.options.max_num_batched_tokens)
         return Teacher(booted.runner.parts, scheduler.cache, max_step_tokens=most)
 
     def close(self) -> None:
@@ -277,7 +281,7 @@ class LLM:
     @property
     def admission(self) -> Admission:
         """What checks requests; safe in any thread, and `enqueue` takes what it admits."""
-        return self._live.prepared.admission
+        return self.prepared.admission
 
     def submit(
         self, prompts: Prompts, sampling_params: ParamsOfEach | None = None
@@ -350,5 +354,4 @@ class LLM:
 
     def _seed(self) -> int:
         """A seed of its own for each request that brings none; repeatable for an engine."""
-        seed = self._live.prepared.resolution.options.seed
-        return (seed + self._num_requests) % 2**63
+        return (self.prepared.options.seed + self._num_requests) % 2**63

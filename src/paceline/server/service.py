@@ -14,6 +14,8 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.llm.admission import Admission, Admitted
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
+from paceline.plan.machine import versions
+from paceline.plan.resolution import Resolution
 from paceline.server.errors import ApiError
 from paceline.server.limits import LIMITS
 from paceline.server.places import shortened
@@ -38,17 +40,16 @@ class Service:
     @classmethod
     def of(cls, llm: LLM, *, model: str, max_queued: int = LIMITS.max_queued) -> "Service":
         """Serve `llm` under a name.  max_queued: see Limits."""
-        report = llm.report()
-        tokenizer = llm.admission.tokenizer
+        prepared, admission = llm.prepared, llm.admission
         return cls(
             engine=AsyncEngine(llm, max_queued=max_queued),
-            admission=llm.admission,
+            admission=admission,
             model=model,
-            tokenizer=tokenizer,
-            names=TokenNames(tokenizer),
-            vocab_size=report["vocab_size"],
-            context_len=report["options"]["max_model_len"]["value"],
-            fingerprint=_fingerprint(report),
+            tokenizer=admission.tokenizer,
+            names=TokenNames(admission.tokenizer),
+            vocab_size=prepared.config.vocab_size,
+            context_len=admission.context_len,
+            fingerprint=_fingerprint(prepared.resolution),
             created=int(time.time()),
         )
 
@@ -154,6 +155,6 @@ class Service:
         return self.tokenizer
 
 
-def _fingerprint(report: Mapping[str, Any]) -> str:
-    facts = json.dumps([report["versions"], report["options"]], sort_keys=True, default=str)
+def _fingerprint(resolution: Resolution) -> str:
+    facts = json.dumps([versions(), resolution.to_json()], sort_keys=True, default=str)
     return f"fp_{hashlib.blake2b(facts.encode(), digest_size=6).hexdigest()}"

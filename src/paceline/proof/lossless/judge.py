@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from paceline.core.sampling_params import SamplingParams
@@ -16,7 +15,7 @@ class Judge:
 
     def __init__(self, llm: LLM) -> None:
         self._teacher = llm.teacher()
-        self._dtype: torch.dtype = getattr(torch, str(llm.report()["options"]["dtype"]["value"]))
+        self._dtype = llm.prepared.dtype
 
     def part(
         self,

@@ -41,7 +41,7 @@ def inputs_of(llm: LLM, prompts: Sequence[NamedPrompt]) -> list[Prompt]:
     try:
         _ = llm.tokenizer
     except ModelError:
-        vocab_size = int(llm.report()["vocab_size"])
+        vocab_size = llm.prepared.config.vocab_size
         return [[byte % vocab_size for byte in each.text.encode()] for each in prompts]
     return [each.text for each in prompts]
 

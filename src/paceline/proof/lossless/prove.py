@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from paceline.core.options import known
 from paceline.core.progress import collect
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, read_band
@@ -86,8 +87,8 @@ def prove(
     standings = [_answer(contender, trial, make_llm) for contender in contenders]
     llm = make_llm(**reference)
     try:
-        report = llm.report()
-        dtype: torch.dtype = getattr(torch, str(report["options"]["dtype"]["value"]))
+        prepared = llm.prepared
+        dtype = prepared.dtype
         answers = _generate(llm, trial)
 
         def judge(standing: _Standing) -> _Standing:
@@ -101,10 +102,10 @@ def prove(
     finally:
         llm.close()
     return Proof(
-        model=str(report["options"]["model"]["value"]),
-        device=str(report["device"]),
-        dtype=str(report["options"]["dtype"]["value"]),
-        attention=str(report["attention"]["name"]),
+        model=prepared.options.model,
+        device=prepared.device.name,
+        dtype=known(prepared.options.dtype),
+        attention=prepared.attention.name,
         tie_ulps=TIE_ULPS[dtype],
         contests=tuple(_contest(standing, make_llm) for standing in judged),
         is_cut=is_cut,
@@ -116,7 +117,7 @@ def _answer(contender: Contestant, trial: Trial, make_llm: MakeLLM) -> _Standing
     try:
         return _Standing(
             contender=contender,
-            attention=str(llm.report()["attention"]["name"]),
+            attention=llm.prepared.attention.name,
             answers=_generate(llm, trial),
             band=_band(llm, contender),
         )
@@ -141,7 +142,7 @@ def _band(llm: LLM, contender: Contestant) -> BandReading | None:
         return None
     params = SamplingParams(temperature=0.0, max_tokens=band.max_tokens)
     outputs = llm.generate(list(band.prompts), params)
-    said = [event["detail"] for event in llm.report()["events"] if event["reason"] == BELOW_BAND]
+    said = [each.detail for each in llm.prepared.events.counts() if each.reason == BELOW_BAND]
     return BandReading(
         band=band,
         tokens_per_round=_acceptance(outputs).mean_tokens_per_round,
