@@ -1,6 +1,7 @@
 """The benchmark of speculation: what it counts, what it refuses to tell, what it calls forced."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -8,11 +9,13 @@ import pytest
 from click.testing import CliRunner
 from llm_cases import Checkpoint
 
-from paceline.bench import latency as bench_latency
 from paceline.bench import speculative as bench_module
+from paceline.bench.latency import bench_latency
 from paceline.bench.latency import table as latency_table
+from paceline.bench.latency_shape import LatencyShape
 from paceline.bench.paired_runs import speed_up
-from paceline.bench.speculative import SpeculativeShape, bench_speculative, table
+from paceline.bench.speculative import bench_speculative, table
+from paceline.bench.speculative_shape import SpeculativeShape
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.sampling_params import SamplingParams
@@ -118,7 +121,7 @@ def test_an_engine_that_may_not_draft_is_refused(checkpoint):
 )
 def test_shapes_that_cannot_be_timed_are_refused(counts, text):
     with pytest.raises(ConfigError, match=text):
-        SpeculativeShape(**{"prompts": SHAPE.prompts, **counts})
+        replace(SHAPE, **counts)
 
 
 def test_the_speed_up_is_a_geometric_mean_with_an_interval_around_it():
@@ -147,9 +150,9 @@ def test_the_command_line_ends_with_the_document(checkpoint, tmp_path):
 
 
 def test_latency_names_the_drafter_and_what_was_forced(checkpoint):
-    shape = bench_latency.LatencyShape(batch_sizes=(1, 2), input_len=9, output_len=13)
+    shape = LatencyShape(batch_sizes=(1, 2), input_len=9, output_len=13)
     options = asked(checkpoint, force_accept_len=3.0)
-    document = bench_latency.bench_latency(options, shape)
+    document = bench_latency(options, shape)
     validate(document, "bench_latency")
     assert document["speculation"]["forced_tokens_per_round"] == 3.0
     assert [row["mean_tokens_per_round"] for row in document["results"]] == pytest.approx(
@@ -182,7 +185,7 @@ def test_a_file_without_prompts_is_refused(tmp_path, text, got):
     path = tmp_path / "prompts.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        read_prompts(path)
+        read_prompts(str(path))
     assert f"got {got}" in str(caught.value)
 
 

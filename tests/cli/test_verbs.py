@@ -272,7 +272,8 @@ def test_a_second_control_c_raises():
 
 
 def bench(engine, **asked):
-    from paceline.bench.latency import LatencyShape, bench_latency
+    from paceline.bench.latency import bench_latency
+    from paceline.bench.latency_shape import LatencyShape
 
     shape = LatencyShape(batch_sizes=(1, 2), input_len=5, output_len=4)
     return bench_latency({"model": "fake", **asked}, shape, make_llm=engine)

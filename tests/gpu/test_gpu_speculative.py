@@ -6,7 +6,7 @@ import pytest
 
 from paceline.plan.speculation import without_speculation
 from paceline.proof.lossless.contest import contenders_of
-from paceline.proof.lossless.prompt_set import BUILT_IN, read_prompts
+from paceline.proof.lossless.prompt_set import read_prompts
 from paceline.proof.lossless.proof import Outcome
 from paceline.proof.lossless.prove import Trial, prove
 from paceline.proof.lossless.report import table
@@ -46,9 +46,7 @@ def test_rounds_give_the_text_of_plain_decoding(
         **DRAFTERS[drafter],
         **shape,
     }
-    trial = Trial(
-        prompts=read_prompts(BUILT_IN), max_tokens=96, temperature=0.8, top_p=0.95, seed=3
-    )
+    trial = Trial(prompts=read_prompts(), max_tokens=96, temperature=0.8, top_p=0.95, seed=3)
     proof = prove(without_speculation(asked), contenders_of(asked, None), trial)
     print(table(proof))
     assert proof.outcome in (Outcome.EQUAL, Outcome.TIE), table(proof)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from paceline.bench.latency_shape import LatencyShape
 from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
@@ -26,21 +27,6 @@ from paceline.plan.machine import cache_state, kernel_cache, seconds_since_proce
 
 REPEATS = 3
 CHECK_TOKENS = 16  # output tokens of the check
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyShape:
-    """What is timed.  Raises ConfigError for counts below their least."""
-
-    batch_sizes: tuple[int, ...] = (1, 8, 64)
-    input_len: int = 1024  # tokens
-    output_len: int = 257  # tokens
-    prompt_seed: int = 0
-
-    def __post_init__(self) -> None:
-        _at_least("batch_size", min(self.batch_sizes, default=0), 1)
-        _at_least("input_len", self.input_len, 1)
-        _at_least("output_len", self.output_len, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,28 +208,6 @@ def random_prompts(
     """`batch_size` prompts of exactly `input_len` uniform random ids, the same for a seed."""
     source = random.Random(seed)
     return [[source.randrange(vocab_size) for _ in range(input_len)] for _ in range(batch_size)]
-
-
-def parse_batch_sizes(text: str) -> tuple[int, ...]:
-    """'1,8,64' as numbers.  Raises ConfigError."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise ConfigError(
-            message(
-                "batch_size",
-                expected="numbers separated by commas",
-                got=repr(text),
-                remedy="write for example --batch-size 1,8,64",
-            )
-        )
-    return tuple(int(part) for part in parts)
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(
-            message(name, expected=f"at least {least}", got=value, remedy="give a larger number")
-        )
 
 
 def _count_error(name: str, expected: object, got: object) -> IntegrityError:

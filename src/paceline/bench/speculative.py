@@ -10,10 +10,10 @@ nobody compares them, and every line says so.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.bench.paired_runs import count_verdicts, in_turns, speed_up, total_rate
+from paceline.bench.speculative_shape import SpeculativeShape
 from paceline.core.errors import ConfigError, message
 from paceline.core.options import engine_options
 from paceline.core.progress import collect, cut_mark
@@ -23,30 +23,9 @@ from paceline.llm.llm import LLM
 from paceline.plan.machine import local_device
 from paceline.plan.speculation import without_speculation
 from paceline.proof.lossless.drafting import with_drafter
-from paceline.proof.lossless.prompt_set import NamedPrompt, inputs_of
+from paceline.proof.lossless.prompt_set import inputs_of
 
 USUAL_SHARE = 0.9  # of a GPU's memory, for both engines together
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeShape:
-    """What is timed.  Raises ConfigError for counts below their least."""
-
-    prompts: tuple[NamedPrompt, ...]
-    output_len: int = 64  # tokens
-    repeats: int = 3  # of each prompt, timed
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("output_len", self.output_len, 2),
-            ("repeats", self.repeats, 1),
-            ("prompts", len(self.prompts), 2),
-        ):
-            if value < least:
-                remedy = "an interval needs two prompts" if name == "prompts" else "raise it"
-                raise ConfigError(
-                    message(name, expected=f"at least {least}", got=value, remedy=remedy)
-                )
 
 
 def bench_speculative(

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
 
 from paceline.bench.attention_shape import FLAGS as ATTENTION_FLAGS
+from paceline.bench.latency_shape import FLAGS as LATENCY_FLAGS
+from paceline.bench.latency_shape import LatencyShape
 from paceline.bench.page import (
     Drawing,
     attention_bars,
@@ -15,6 +16,8 @@ from paceline.bench.page import (
     page,
     speculative_bars,
 )
+from paceline.bench.speculative_shape import FLAGS as SPECULATIVE_FLAGS
+from paceline.bench.speculative_shape import SpeculativeShape
 from paceline.bench.traffic_shape import FLAGS as TRAFFIC_FLAGS
 from paceline.bench.traffic_shape import TrafficShape
 from paceline.cli.flags import (
@@ -71,33 +74,17 @@ def bench() -> None:
         "paceline bench latency --batch-size 1 --input-len 128 --output-len 65 --json",
     )
 )
-@click.option(
-    "--batch-size",
-    default="1,8,64",
-    show_default=True,
-    help="Requests that run together; several numbers separated by commas.",
-)
-@click.option(
-    "--input-len", type=int, default=1024, show_default=True, help="Prompt length.  [tokens]"
-)
-@click.option(
-    "--output-len", type=int, default=257, show_default=True, help="Output length.  [tokens]"
-)
+@data_flags(LATENCY_FLAGS)
 @output_flags
 @log_flags
 @engine_flags
 @click.pass_context
 def latency(ctx: click.Context, /, **values: Any) -> None:
     """Time to first token and decode rate of one batch at a time."""
-    from paceline.bench.latency import LatencyShape, bench_latency, parse_batch_sizes, table
+    from paceline.bench.latency import bench_latency, table
 
     log_to_stderr(values)
-    shape = LatencyShape(
-        batch_sizes=parse_batch_sizes(values["batch_size"]),
-        input_len=values["input_len"],
-        output_len=values["output_len"],
-    )
-    document = bench_latency(asked_arguments(values), shape, make_llm=ctx.obj)
+    document = bench_latency(asked_arguments(values), LatencyShape.of(values), make_llm=ctx.obj)
     _show(ctx, document, values, table=table, drawings_of=latency_bars)
 
 
@@ -107,18 +94,7 @@ def latency(ctx: click.Context, /, **values: Any) -> None:
         "paceline bench speculative --speculative-algorithm NGRAM --repeats 5",
     )
 )
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=None,
-    help="TOML file of tables [[prompt]] with `kind` and `text`.  [default: twelve of our own]",
-)
-@click.option(
-    "--output-len", type=int, default=64, show_default=True, help="Output length.  [tokens]"
-)
-@click.option(
-    "--repeats", type=int, default=3, show_default=True, help="Timed runs of each prompt."
-)
+@data_flags(SPECULATIVE_FLAGS)
 @output_flags
 @log_flags
 @engine_flags
@@ -130,15 +106,10 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
     each.  Texts that differ beyond ties are an error.  With --force-accept-len hardware is
     compared, and every line says that it was forced.
     """
-    from paceline.bench.speculative import SpeculativeShape, bench_speculative, table
-    from paceline.proof.lossless.prompt_set import BUILT_IN, read_prompts
+    from paceline.bench.speculative import bench_speculative, table
 
     log_to_stderr(values)
-    shape = SpeculativeShape(
-        prompts=read_prompts(values["prompts"] or BUILT_IN),
-        output_len=values["output_len"],
-        repeats=values["repeats"],
-    )
+    shape = SpeculativeShape.of(values)
     document = bench_speculative(asked_arguments(values), shape, make_llm=ctx.obj)
     _show(ctx, document, values, table=table, drawings_of=speculative_bars)
 

@@ -1,15 +1,15 @@
 """`paceline prove`: the text of speculation, or of another backend, is that of plain decoding."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
 
 from paceline.cli.console import engine_factory
-from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_stderr
+from paceline.cli.flags import asked_arguments, data_flags, engine_flags, log_flags, log_to_stderr
 from paceline.cli.interrupts import end_of_run
 from paceline.cli.verb import Verb
+from paceline.proof.lossless.prompt_set import PROMPTS
 
 
 @click.command(
@@ -25,12 +25,7 @@ Exit code: 0 when all texts are equal, ties apart; 1 when one is not, or when a 
 far less often than it is known for; 2 for flags that cannot work.""",
 )
 @click.option("--against", metavar="BACKEND", help="Also compare this attention backend.")
-@click.option(
-    "--prompts",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=None,
-    help="TOML file of tables [[prompt]] with `kind` and `text`.  [default: twelve of our own]",
-)
+@data_flags((PROMPTS,))
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),
@@ -61,7 +56,7 @@ def prove(ctx: click.Context, /, **values: Any) -> None:
     """
     from paceline.plan.speculation import without_speculation
     from paceline.proof.lossless.contest import contenders_of
-    from paceline.proof.lossless.prompt_set import BUILT_IN, read_prompts
+    from paceline.proof.lossless.prompt_set import read_prompts
     from paceline.proof.lossless.prove import Trial
     from paceline.proof.lossless.prove import prove as compare
     from paceline.proof.lossless.report import document, table
@@ -69,7 +64,7 @@ def prove(ctx: click.Context, /, **values: Any) -> None:
     log_to_stderr(values)
     asked = asked_arguments(values)
     trial = Trial(
-        prompts=read_prompts(values["prompts"] or BUILT_IN),
+        prompts=read_prompts(values["prompts"]),
         max_tokens=values["max_tokens"],
         temperature=values["temperature"],
         top_p=values["top_p"],

@@ -2,23 +2,6 @@
 
 from paceline.core.flag import Flag
 
-SUMMARY = "Prove attention backends, cell by cell, against an independent float64 oracle."
-EPILOG = """\
-A cell is method/backend/mode/runner/variant, for example
-dense/triton/target_verify/cuda_graph/topk4.  Examples:
-
-  paceline check                                     the quick matrix of this machine
-  paceline check --full --json check.json --html check.html
-  paceline check --backend triton --backend fa4      these backends
-  paceline check --backend my_package.mod:MyBackend  a backend of your own
-  paceline check --filter "verify and not triton"    words: part of the cell, or a glob of all of it
-  paceline check --filter "dense/*/decode/* and (page1 or page64)"
-  paceline check --full --against old.json           is every bit as it was before a change?
-
-Exit code: 0 when no cell fails, 1 when one does, differs or takes too long, 2 for flags that cannot
-work."""
-
-
 FLAGS = (
     Flag(
         name="device",

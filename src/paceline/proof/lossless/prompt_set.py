@@ -7,12 +7,21 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, ModelError, message
-from paceline.llm.inputs import Prompt
-from paceline.llm.llm import LLM
+from paceline.core.flag import Flag
+
+if TYPE_CHECKING:  # they import torch, and the flag is read for --help
+    from paceline.llm.inputs import Prompt
+    from paceline.llm.llm import LLM
 
 BUILT_IN = Path(__file__).with_suffix(".toml")
+PROMPTS = Flag(
+    name="prompts",
+    metavar="FILE",
+    help="TOML file of tables [[prompt]] with `kind` and `text`.  [default: twelve of our own]",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +33,10 @@ class NamedPrompt:
     text: str
 
 
-def read_prompts(path: Path = BUILT_IN) -> tuple[NamedPrompt, ...]:
-    """The prompts of a file, at least one.  Raises ConfigError for what is no such file."""
+def read_prompts(file: str | None = None) -> tuple[NamedPrompt, ...]:
+    """The prompts of a file, at least one; None: our own.  Raises ConfigError for what is no such
+    file."""
+    path = BUILT_IN if file is None else Path(file)
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:  # no such file; no UTF-8, no TOML
@@ -36,7 +47,7 @@ def read_prompts(path: Path = BUILT_IN) -> tuple[NamedPrompt, ...]:
     return tuple(_prompt(path, number, row) for number, row in enumerate(rows, 1))
 
 
-def inputs_of(llm: LLM, prompts: Sequence[NamedPrompt]) -> list[Prompt]:
+def inputs_of(llm: "LLM", prompts: Sequence[NamedPrompt]) -> "list[Prompt]":
     """The texts; for a model without a tokenizer their bytes, cut to its vocabulary."""
     try:
         _ = llm.tokenizer
