@@ -1,9 +1,9 @@
 """draw: one token of each row by the row's own parameters: argmax, or a sample of its law.
 
 A row of temperature 0 takes the first of its largest logits.  Any other takes the largest of
-(logits - their maximum) / temperature + Gumbel noise, among the tokens that top-k, top-p and min-p
-keep.  `draw_reference` is the definition; the kernels skip, row by row, what cannot change the
-answer: filters that are off, noise of tokens that are filtered out or cannot win.
+(logits - their maximum) * (1 / temperature) + Gumbel noise, among the tokens that top-k, top-p and
+min-p keep.  `draw_reference` is the definition; the kernels skip, row by row, what cannot change
+the answer: filters that are off, noise of tokens that are filtered out or cannot win.
 """
 
 from typing import NamedTuple
@@ -51,7 +51,9 @@ class Scores(NamedTuple):
     """What the definition compares."""
 
     scores: Tensor  # [num_rows, vocab]  float32  their argmax is the token
-    law: Tensor  # [num_rows, vocab]  float32  (logits - maximum) / temperature, -inf: filtered out
+    law: (
+        Tensor  # [num_rows, vocab]  float32  (logits - maximum) * (1 / temperature), -inf: filtered
+    )
     noise: Tensor  # [num_rows, vocab]  float32  standard Gumbel
 
 
@@ -59,12 +61,13 @@ def scores_reference(logits: Tensor, laws: Laws, positions: Tensor) -> Scores:
     """The definition, over rows that are finite.
 
     logits: [num_rows, vocab] float32, edited; laws: of each row; positions: [num_rows] int64.  The
-    maximum is subtracted before the division, so that no temperature can overflow.
+    maximum is subtracted before the product, and 1 / temperature is finite: nothing becomes NaN.
     """
     temperature = laws.temperature[:, None]
     is_greedy = temperature == 0
+    inverse = 1.0 / temperature.masked_fill(is_greedy, 1.0)
     scaled = logits - logits.amax(-1, keepdim=True)
-    scaled = scaled / temperature.masked_fill(is_greedy, 1.0)
+    scaled = scaled * inverse.clamp(max=torch.finfo(torch.float32).max)
     keep = keep_mask(scaled, top_k=laws.top_k, top_p=laws.top_p, min_p=laws.min_p)
     scaled.masked_fill_(~keep, float("-inf"))
     token_ids = torch.arange(logits.shape[1], device=logits.device)

@@ -9,9 +9,9 @@ out.  The hash of the others tells the few that have high noise; these are score
 could pass the floor with less.  Scores in float64 tell which of these are next to the best; unless
 one is alone there, the definition decides between them.
 
-Worked example: 150,000 tokens, (logit - maximum) / temperature down to -35, the floor 1.2.  Those
-below -27.23 are out.  Some 120 of the others have noise above 6.93; tokens with less need at least
--5.73 to pass the floor, as some 40 have.  Of 160 scores one is the best.
+Worked example: 150,000 tokens, scaled by the temperature down to -35, the floor 1.2.  Those below
+-27.23 are out.  Some 120 of the others have noise above 6.93; tokens with less need at least -5.73
+to pass the floor, as some 40 have.  Of 160 scores one is the best.
 """
 
 import math
@@ -40,6 +40,7 @@ _NEAR = 3.0  # below the most likely token, in units of scores, are likely ones
 _MOST = 8.0  # as above, where most of the mass lies
 SLACK = 0.01  # of scores: far above what rounding does to noise and quotients
 _RELATIVE_SLACK = 1e-6  # of logits: above the rounding of a float32 difference
+_HIGHEST = np.finfo(np.float32).max
 _LOWEST_LOGIT = float(np.finfo(np.float32).min)
 _PROBES = 509  # every so many tokens, to guess how many are left
 
@@ -130,17 +131,21 @@ class _Row:
 
     def __init__(self, logits: NDArray[np.float32], best: int, law: RowLaw) -> None:
         self._logits = logits
-        self._temperature = np.float32(law.temperature)
+        self._temperature = law.temperature
+        with np.errstate(over="ignore"):
+            inverse = np.float32(1.0) / np.float32(law.temperature)
+        self._inverse = min(inverse, _HIGHEST)
         self._highest = logits[best]
         self._stream = splitmix64(splitmix64(law.seed, 0), law.position)
         bits = np.array([splitmix64(self._stream, best) >> 24])
         self._floor = float(near_noise(bits)[0]) - SLACK  # the best score is not below
 
     def scaled(self, ids: Ids | None = None) -> NDArray[np.float32]:
-        """(logits - their maximum) / temperature of `ids`; None: of all."""
+        """(logits - their maximum) * (1 / temperature) of `ids`; None: of all."""
         logits = self._logits if ids is None else self._logits[ids]
         with np.errstate(over="ignore"):
-            return (logits - self._highest) / self._temperature
+            scaled = logits - self._highest
+            return np.multiply(scaled, self._inverse, out=scaled)
 
     def winner(self, ids: Ids | None) -> int:
         """The best of `ids`, ascending, the most likely token among them; None: of all."""
@@ -187,9 +192,9 @@ class _Row:
         return self.scaled(ids) + noise_of(torch.from_numpy(self._noise_bits(ids))).numpy()
 
     def _logit_of(self, scaled: float) -> np.float32:
-        """A logit below all whose (logit - highest) / temperature is at least `scaled`."""
+        """A logit below all whose `scaled` is at least this."""
         highest = float(self._highest)
-        logit = highest + (scaled - SLACK) * float(self._temperature)
+        logit = highest + (scaled - SLACK) * self._temperature
         logit -= _RELATIVE_SLACK * max(abs(highest), abs(logit))
         return np.float32(max(logit, _LOWEST_LOGIT))
 

@@ -12,7 +12,7 @@ WEIGHT_SCALE = 2.0**40  # fixed point of top-p masses: a sum over 2^22 tokens st
 def keep_mask(scaled: Tensor, *, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Which tokens may be sampled: [num_rows, vocab] bool; the most likely one always may.
 
-    scaled: [num_rows, vocab] float32, logits / temperature with the row's maximum at 0;
+    scaled: [num_rows, vocab] float32, logits by temperature, the row's maximum at 0;
     top_k: [num_rows] int64; top_p, min_p: [num_rows] float32.  The cut of top-k and of top-p is a
     value, so tokens tied with the last one kept are kept too, whatever their ids.  Masses are
     summed in fixed point, where the order of summation cannot matter.

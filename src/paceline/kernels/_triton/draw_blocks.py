@@ -28,6 +28,7 @@ from paceline.kernels.edit_logits import Edits, SampledRows
 FILTER = tl.constexpr(int(Asks.FILTER))
 NO_TOKEN = tl.constexpr(2147483647)
 TOKENS_OF_BLOCK = 2048
+_BLOCKS_COPIED = 4  # by a program: most leave at once
 
 
 @triton.jit
@@ -48,6 +49,14 @@ def logits_of(
         raw = tl.load(logits_ptr + n * stride_logits_row + tokens, mask=mask, other=float("-inf"))
         logits = raw.to(tl.float32)
     return logits
+
+
+@triton.jit
+def inverse_of(
+    temperature,  # float32, 0 or above
+):
+    """1 / temperature, finite."""
+    return tl.minimum(tl.div_rn(1.0, temperature), 3.4028234663852886e38)
 
 
 @triton.jit
@@ -153,16 +162,17 @@ def launch_best(
     tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
     members = torch.empty(num_rows, dtype=torch.int32, device=device)
     strides = (logits.stride(0), edits.asks.stride(0), vocab)
+    copied = _BLOCKS_COPIED * block_vocab
     launch(
         _copy_edited_kernel,
-        (num_blocks, num_rows),
+        (triton.cdiv(vocab, copied), num_rows),
         logits,
         at.rows,
         edits.asks,
         edited,
         said,
         *strides,
-        **block_tile(block_vocab),
+        **block_tile(copied),
         **overlap_options(device, _copy_edited_kernel),
     )
     launch_edit_logits(edited, said, at, edits)

@@ -1,11 +1,13 @@
 """Triton kernels of draw, second part: the cuts of top-k and top-p.
 
-    masses    mass and count by bucket of -scaled, linear from the row's best logit to its lowest
-    members   the tokens of the bucket in which the cut lies, as keys
+    masses    about how much mass, or with top-k how many tokens, lies in each bucket of -scaled
+    members   the tokens of the bucket in which the cut lies, as keys; the exact mass above them
     cuts      the cut, by bisection over the keys of the members
 
-Keys are the bits of -scaled, which is not negative: they are ordered as the numbers are.  Sums are
-of whole numbers, so that their order cannot matter.
+Keys are the bits of -scaled, which is not negative: they are ordered as the numbers are.  Buckets
+are of equal width, from the row's best logit to the lowest that may pass.  Their masses are sums of
+float32, so where they leave two buckets open both have members.  What decides is a sum of whole
+numbers, whose order cannot matter.
 """
 
 import torch
@@ -20,6 +22,7 @@ from paceline.kernels._triton.draw_blocks import (
     TOKENS_OF_BLOCK,
     RowBlocks,
     block_tile,
+    inverse_of,
     logits_of,
     over_blocks,
     row_sizes,
@@ -35,9 +38,14 @@ from paceline.kernels.draw import Laws
 from paceline.kernels.edit_logits import Edits, SampledRows
 
 _BUCKETS = 16
+_BLOCKS = 2  # that a program of masses looks at
+_MEMBER_BLOCKS = 4  # that a program of members looks at, one after another
 _WIDEST = tl.constexpr(32.0)  # of -scaled: tokens further below the best have no mass
+_NARROWEST = tl.constexpr(1e-30)  # of -scaled: below it all are in bucket 0
+_SLACK = tl.constexpr(1e-4)  # relative error of masses; of a float32 sum over a row far less
 _WEIGHT_SCALE = tl.constexpr(1099511627776.0)  # keep_mask.WEIGHT_SCALE
-_BLOCK_MEMBERS = 4096
+_BLOCK_MEMBERS = 8192  # that a program of cuts holds in registers
+_FEW = 8  # a row with an eighth of that has tiles of an eighth
 
 
 @triton.jit
@@ -51,19 +59,6 @@ def weigh(
 
 
 @triton.jit
-def _buckets(
-    scaled,  # float32
-    lowest,  # float32, of a row: -scaled of its lowest logit
-    BUCKETS: tl.constexpr,
-):
-    """int32: 0 holds the best; none is above the one of a lower logit."""
-    width = tl.minimum(lowest, _WIDEST)
-    below = tl.minimum(-scaled, _WIDEST)
-    share = tl.where(width > 0.0, below / tl.where(width > 0.0, width, 1.0), below)
-    return tl.minimum(share * BUCKETS, BUCKETS - 1.0).to(tl.int32)
-
-
-@triton.jit
 def _in_buckets(
     logits_ptr,  # [num_rows, vocab]
     edited_ptr,  # [num_rows, vocab] float32
@@ -71,20 +66,31 @@ def _in_buckets(
     lowest_ptr,  # [num_rows, blocks] float32
     n,
     asks,
-    temperature,  # float32
+    inverse,  # float32, 1 / temperature
+    top_k,  # int64
+    top_p,  # float32
     stride_logits_row,
     vocab,
     num_blocks,
-    tokens,  # [BLOCK_VOCAB] int32, of one block
+    tokens,  # [BLOCK_VOCAB] int32
     BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(scaled float32, buckets int32, best float32) of some tokens of a row that filters."""
+    """(scaled float32, buckets int32, best float32) of some tokens of a row that filters.
+
+    Bucket 0 holds the best; none is above the one of a lower logit.
+    """
     best = tl.max(over_blocks(best_ptr, n, num_blocks, float("-inf"), BLOCK), axis=0)
     low = tl.min(over_blocks(lowest_ptr, n, num_blocks, float("inf"), BLOCK), axis=0)
     logits = logits_of(logits_ptr, edited_ptr, n, asks, stride_logits_row, vocab, tokens)
-    scaled = tl.div_rn(logits - best, temperature)
-    return scaled, _buckets(scaled, tl.div_rn(best - low, temperature), BUCKETS), best
+    scaled = (logits - best) * inverse
+    width = tl.minimum((best - low) * inverse, _WIDEST)
+    if top_k >= vocab:
+        # Even a whole vocabulary further down has less than 1 - top_p of the best's mass.
+        width = tl.minimum(width, tl.log(vocab.to(tl.float32) / (1.0 - top_p)) + 0.1)
+    by_depth = tl.where(width > _NARROWEST, BUCKETS / tl.maximum(width, _NARROWEST), 0.0)
+    depth = tl.minimum(-scaled, _WIDEST)
+    return scaled, tl.minimum(depth * by_depth, BUCKETS - 1.0).to(tl.int32), best
 
 
 @triton.jit
@@ -94,10 +100,11 @@ def _masses_kernel(
     rows_ptr,  # [num_rows] int64
     asks_ptr,  # [table rows] int64
     temperature_ptr,  # [table rows] float32
+    top_k_ptr,  # [table rows] int64
+    top_p_ptr,  # [table rows] float32
     best_ptr,  # [num_rows, blocks] float32
     lowest_ptr,  # [num_rows, blocks] float32
-    masses_ptr,  # [num_rows, blocks, BUCKETS] int64
-    counts_ptr,  # [num_rows, blocks, BUCKETS] int32
+    masses_ptr,  # [num_rows, parts, BUCKETS] float32; of a row with top-k numbers of tokens
     stride_logits_row,
     stride_ints,
     stride_floats,
@@ -106,66 +113,62 @@ def _masses_kernel(
     BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
-    LIBDEVICE: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
     let_next_start(OVERLAPPED)
-    block = tl.program_id(0)
+    part = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + n)
     asks = tl.load(asks_ptr + row * stride_ints)
     if asks & FILTER != 0:
-        temperature = tl.load(temperature_ptr + row * stride_floats)
-        tokens = block * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-        scaled, buckets, _best = _in_buckets(
-            logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, temperature,
-            stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
-        )  # fmt: skip
-        _, weights = weigh(scaled, LIBDEVICE)
-        slots = tl.arange(0, BUCKETS)
-        masses = tl.zeros((BUCKETS,), tl.int64)
-        counts = tl.zeros((BUCKETS,), tl.int32)
-        for bucket in tl.static_range(BUCKETS):
-            here = (buckets == bucket) & (tokens < vocab)
-            masses = tl.where(slots == bucket, tl.sum(tl.where(here, weights, 0), axis=0), masses)
-            counts = tl.where(slots == bucket, tl.sum(here.to(tl.int32), axis=0), counts)
-        at = (n * num_blocks + block) * BUCKETS + slots
-        tl.store(masses_ptr + at, masses)
-        tl.store(counts_ptr + at, counts)
+        top_k = tl.load(top_k_ptr + row * stride_ints)
+        top_p = tl.load(top_p_ptr + row * stride_floats)
+        if (top_k < vocab) | (top_p < 1.0):
+            inverse = inverse_of(tl.load(temperature_ptr + row * stride_floats))
+            tokens = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+            scaled, buckets, _best = _in_buckets(
+                logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, inverse, top_k, top_p,
+                stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
+            )  # fmt: skip
+            weights = tl.where(top_k < vocab, 1.0, tl.exp(scaled))
+            weights = tl.where(tokens < vocab, weights, 0.0)
+            slots = tl.arange(0, BUCKETS)
+            masses = tl.zeros((BUCKETS,), tl.float32)
+            for bucket in tl.static_range(BUCKETS):
+                mass = tl.sum(tl.where(buckets == bucket, weights, 0.0), axis=0)
+                masses = tl.where(slots == bucket, mass, masses)
+            at = (n * tl.num_programs(0) + part) * BUCKETS + slots
+            tl.store(masses_ptr + at, masses)
 
 
 @triton.jit
 def _bracket(
-    masses_ptr,  # [num_rows, blocks, BUCKETS] int64
-    counts_ptr,  # [num_rows, blocks, BUCKETS] int32
+    masses_ptr,  # [num_rows, parts, BUCKETS] float32
     n,
+    num_parts,
     top_k,  # int64
     top_p,  # float32
     vocab,
-    num_blocks,
     BUCKETS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """(first, last, above, total): the buckets whose tokens tell the cut, the mass above them, and
-    the mass of all.  With top-k these are all buckets down to the one of its cut."""
+    """(first, last): the buckets whose tokens tell the cut; with top-k all down to that cut's."""
     slots = tl.arange(0, BUCKETS)
-    blocks = tl.arange(0, BLOCK)
-    at = (n * num_blocks + blocks[:, None]) * BUCKETS + slots[None, :]
-    mask = (blocks < num_blocks)[:, None] & (slots >= 0)[None, :]
-    masses = tl.sum(tl.load(masses_ptr + at, mask=mask, other=0), axis=0)
-    counts = tl.sum(tl.load(counts_ptr + at, mask=mask, other=0), axis=0)
-    total = tl.sum(masses, axis=0)
-    before = tl.cumsum(masses, axis=0) - masses
-    wanted = total.to(tl.float64) * top_p.to(tl.float64)
-    reached = (masses > 0) & (before.to(tl.float64) < wanted)
-    of_p = tl.max(tl.where(reached, slots, 0), axis=0)
-    of_k = tl.min(tl.where(tl.cumsum(counts, axis=0) >= top_k, slots, BUCKETS - 1), axis=0)
-    limits_k = top_k < vocab
-    first = tl.where(limits_k, 0, of_p)
-    last = tl.where(limits_k, of_k, of_p)
-    above = tl.sum(tl.where(slots < first, masses, 0), axis=0)
-    return first, last, above, total
+    parts = tl.arange(0, PARTS)
+    at = (n * num_parts + parts[:, None]) * BUCKETS + slots[None, :]
+    mask = (parts < num_parts)[:, None] & (slots >= 0)[None, :]
+    masses = tl.sum(tl.load(masses_ptr + at, mask=mask, other=0.0).to(tl.float64), axis=0)
+    until = tl.cumsum(masses, axis=0)
+    if top_k < vocab:
+        first = 0
+        last = tl.min(tl.where(until >= top_k.to(tl.float64), slots, BUCKETS - 1), axis=0)
+    else:
+        before = until - masses
+        wanted = tl.sum(masses, axis=0) * top_p.to(tl.float64)
+        first = tl.max(tl.where(before <= wanted * (1.0 - _SLACK), slots, 0), axis=0)
+        last = tl.max(tl.where(before < wanted * (1.0 + _SLACK), slots, 0), axis=0)
+    return first, last
 
 
 @triton.jit
@@ -179,10 +182,11 @@ def _members_kernel(
     top_p_ptr,  # [table rows] float32
     best_ptr,  # [num_rows, blocks] float32
     lowest_ptr,  # [num_rows, blocks] float32
-    masses_ptr,  # [num_rows, blocks, BUCKETS] int64
-    counts_ptr,  # [num_rows, blocks, BUCKETS] int32
+    masses_ptr,  # [num_rows, parts, BUCKETS] float32
     members_ptr,  # [num_rows] int32
     keys_ptr,  # [num_rows, vocab] int32, in any order
+    sums_ptr,  # [2, num_rows, num_programs(0)] int64: mass above the members, of all; not of top-k
+    num_parts,
     stride_logits_row,
     stride_ints,
     stride_floats,
@@ -191,6 +195,9 @@ def _members_kernel(
     BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LIBDEVICE: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
@@ -202,44 +209,140 @@ def _members_kernel(
         top_k = tl.load(top_k_ptr + row * stride_ints)
         top_p = tl.load(top_p_ptr + row * stride_floats)
         if (top_k < vocab) | (top_p < 1.0):
-            temperature = tl.load(temperature_ptr + row * stride_floats)
-            tokens = tl.program_id(0) * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-            scaled, buckets, best = _in_buckets(
-                logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, temperature,
-                stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
-            )  # fmt: skip
-            first, last, _, _ = _bracket(
-                masses_ptr, counts_ptr, n, top_k, top_p, vocab, num_blocks, BUCKETS, BLOCK
-            )
-            last = tl.where(best < float("inf"), last, -1)  # a row that is not finite has no keys
-            is_member = (buckets >= first) & (buckets <= last) & (tokens < vocab)
-            num_members = tl.sum(is_member.to(tl.int32), axis=0)
-            if num_members > 0:
-                start = tl.atomic_add(members_ptr + n, num_members)
-                place = start + tl.cumsum(is_member.to(tl.int32), axis=0) - 1
-                keys = (0.0 - scaled).to(tl.int32, bitcast=True)
-                tl.store(keys_ptr + n * vocab + place, keys, mask=is_member)
+            inverse = inverse_of(tl.load(temperature_ptr + row * stride_floats))
+            first, last = _bracket(masses_ptr, n, num_parts, top_k, top_p, vocab, BUCKETS, PARTS)
+            begin = tl.program_id(0) * BLOCKS * BLOCK_VOCAB
+            above = tl.zeros((BLOCK_VOCAB,), tl.int64)
+            total = tl.zeros((BLOCK_VOCAB,), tl.int64)
+            for start in range(begin, begin + BLOCKS * BLOCK_VOCAB, BLOCK_VOCAB):
+                tokens = start + tl.arange(0, BLOCK_VOCAB)
+                scaled, buckets, best = _in_buckets(
+                    logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, inverse, top_k, top_p,
+                    stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
+                )  # fmt: skip
+                if top_k >= vocab:
+                    _, weights = weigh(scaled, LIBDEVICE)
+                    weights = tl.where(tokens < vocab, weights, 0)
+                    above += tl.where(buckets < first, weights, 0)
+                    total += weights
+                deepest = tl.where(best < float("inf"), last, -1)  # not finite: no keys
+                is_member = (buckets >= first) & (buckets <= deepest) & (tokens < vocab)
+                num_members = tl.sum(is_member.to(tl.int32), axis=0)
+                if num_members > 0:
+                    begin_keys = tl.atomic_add(members_ptr + n, num_members)
+                    place = begin_keys + tl.cumsum(is_member.to(tl.int32), axis=0) - 1
+                    keys = (0.0 - scaled).to(tl.int32, bitcast=True)
+                    tl.store(keys_ptr + n * vocab + place, keys, mask=is_member)
+            if top_k >= vocab:
+                at = sums_ptr + n * tl.num_programs(0) + tl.program_id(0)
+                tl.store(at, tl.sum(above, axis=0))
+                all_rows = tl.num_programs(1) * tl.num_programs(0)
+                tl.store(at + all_rows, tl.sum(total, axis=0))
 
 
 @triton.jit
-def _count_and_mass(
+def _keys_at(
+    keys_ptr,  # [vocab] int32 of one row
+    start,
+    num_members,
+    BLOCK_MEMBERS: tl.constexpr,
+):
+    """[BLOCK_MEMBERS] int32 from `start` on; above every key where there is no member."""
+    index = start + tl.arange(0, BLOCK_MEMBERS)
+    return tl.load(keys_ptr + index, mask=index < num_members, other=NO_TOKEN)
+
+
+@triton.jit
+def _masses_of(
+    keys,  # int32
+    LIBDEVICE: tl.constexpr,
+):
+    """int64, as weigh; 0 where there is no member."""
+    is_member = keys != NO_TOKEN
+    _, masses = weigh(0.0 - tl.where(is_member, keys, 0).to(tl.float32, bitcast=True), LIBDEVICE)
+    return tl.where(is_member, masses, 0)
+
+
+@triton.jit
+def _count(
+    keys,  # [BLOCK_MEMBERS] int32: the first members
     keys_ptr,  # [vocab] int32 of one row
     num_members,
-    highest,  # int32: keys up to this one
+    highest,  # int32
+    BLOCK_MEMBERS: tl.constexpr,
+):
+    """int32: how many members have a key up to `highest`."""
+    count = tl.sum((keys <= highest).to(tl.int32), axis=0)
+    for start in range(BLOCK_MEMBERS, num_members, BLOCK_MEMBERS):
+        more = _keys_at(keys_ptr, start, num_members, BLOCK_MEMBERS)
+        count += tl.sum((more <= highest).to(tl.int32), axis=0)
+    return count
+
+
+@triton.jit
+def _mass(
+    keys,  # [BLOCK_MEMBERS] int32: the first members
+    masses,  # [BLOCK_MEMBERS] int64: theirs
+    keys_ptr,  # [vocab] int32 of one row
+    num_members,
+    highest,  # int32
     LIBDEVICE: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
 ):
-    """(int32, int64): how many members have a key up to `highest`, and their mass."""
-    counts = tl.zeros((BLOCK_MEMBERS,), tl.int32)
-    masses = tl.zeros((BLOCK_MEMBERS,), tl.int64)
-    for start in range(0, num_members, BLOCK_MEMBERS):
-        index = start + tl.arange(0, BLOCK_MEMBERS)
-        keys = tl.load(keys_ptr + index, mask=index < num_members, other=NO_TOKEN)
-        here = (keys <= highest) & (index < num_members)
-        counts += here.to(tl.int32)
-        _, weights = weigh(0.0 - tl.where(here, keys, 0).to(tl.float32, bitcast=True), LIBDEVICE)
-        masses += tl.where(here, weights, 0)
-    return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+    """int64: the mass of the members with a key up to `highest`."""
+    mass = tl.sum(tl.where(keys <= highest, masses, 0), axis=0)
+    for start in range(BLOCK_MEMBERS, num_members, BLOCK_MEMBERS):
+        more = _keys_at(keys_ptr, start, num_members, BLOCK_MEMBERS)
+        mass += tl.sum(tl.where(more <= highest, _masses_of(more, LIBDEVICE), 0), axis=0)
+    return mass
+
+
+@triton.jit
+def _cut(
+    keys_ptr,  # [vocab] int32 of one row
+    num_members,
+    top_k,  # int64
+    top_p,  # float32
+    above,  # int64: mass above the members; without top-k
+    total,  # int64: mass of all; without top-k
+    vocab,
+    LIBDEVICE: tl.constexpr,
+    BLOCK_MEMBERS: tl.constexpr,
+):
+    """int32: the highest key that passes."""
+    keys = _keys_at(keys_ptr, 0, num_members, BLOCK_MEMBERS)
+    low = tl.min(keys, axis=0)
+    high = tl.max(tl.where(keys != NO_TOKEN, keys, 0), axis=0)
+    for start in range(BLOCK_MEMBERS, num_members, BLOCK_MEMBERS):
+        more = _keys_at(keys_ptr, start, num_members, BLOCK_MEMBERS)
+        low = tl.minimum(low, tl.min(more, axis=0))
+        high = tl.maximum(high, tl.max(tl.where(more != NO_TOKEN, more, 0), axis=0))
+    if top_k < vocab:
+        # The lowest key up to which there are top_k members.
+        bottom, top = low, high
+        while bottom < top:
+            middle = bottom + (top - bottom) // 2
+            count = _count(keys, keys_ptr, num_members, middle, BLOCK_MEMBERS)
+            enough = count >= top_k
+            top = tl.where(enough, middle, top)
+            bottom = tl.where(enough, bottom, middle + 1)
+        high = top
+    cut = high
+    if top_p < 1.0:
+        # The highest key below which there is less mass than wanted.
+        masses = _masses_of(keys, LIBDEVICE)
+        if top_k < vocab:
+            total = _mass(keys, masses, keys_ptr, num_members, high, LIBDEVICE, BLOCK_MEMBERS)
+        wanted = total.to(tl.float64) * top_p.to(tl.float64)
+        bottom, top = low, high
+        while bottom < top:
+            middle = top - (top - bottom) // 2
+            mass = _mass(keys, masses, keys_ptr, num_members, middle - 1, LIBDEVICE, BLOCK_MEMBERS)
+            is_less = (above + mass).to(tl.float64) < wanted
+            bottom = tl.where(is_less, middle, bottom)
+            top = tl.where(is_less, top, middle - 1)
+        cut = bottom
+    return cut
 
 
 @triton.jit
@@ -248,18 +351,17 @@ def _cuts_kernel(
     asks_ptr,  # [table rows] int64
     top_k_ptr,  # [table rows] int64
     top_p_ptr,  # [table rows] float32
-    masses_ptr,  # [num_rows, blocks, BUCKETS] int64
-    counts_ptr,  # [num_rows, blocks, BUCKETS] int32
     members_ptr,  # [num_rows] int32
     keys_ptr,  # [num_rows, vocab] int32
+    sums_ptr,  # [2, num_rows, num_sums] int64: mass above the members, of all; not of top-k
     cuts_ptr,  # [num_rows] int32: tokens with keys up to this one pass top-k and top-p
     stride_ints,
     stride_floats,
     vocab,
-    num_blocks,
-    BUCKETS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    num_sums,
+    SUMS: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
+    FEW_MEMBERS: tl.constexpr,
     LIBDEVICE: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -273,46 +375,25 @@ def _cuts_kernel(
         top_p = tl.load(top_p_ptr + row * stride_floats)
         cut = tl.full((), 0x7FFFFFFF, tl.int32)
         if (top_k < vocab) | (top_p < 1.0):
-            _first, _last, above, total = _bracket(
-                masses_ptr, counts_ptr, n, top_k, top_p, vocab, num_blocks, BUCKETS, BLOCK
-            )
-            members = tl.load(members_ptr + n)
+            num_members = tl.load(members_ptr + n)
+            above = tl.full((), 0, tl.int64)
+            total = tl.full((), 0, tl.int64)
+            if top_k >= vocab:
+                sums = tl.arange(0, SUMS)
+                at, mask = sums_ptr + n * num_sums + sums, sums < num_sums
+                above = tl.sum(tl.load(at, mask=mask, other=0), axis=0)
+                at += tl.num_programs(0) * num_sums
+                total = tl.sum(tl.load(at, mask=mask, other=0), axis=0)
             row_ptr = keys_ptr + n * vocab
-            lows = tl.full((BLOCK_MEMBERS,), 0x7FFFFFFF, tl.int32)
-            highs = tl.zeros((BLOCK_MEMBERS,), tl.int32)
-            for start in range(0, members, BLOCK_MEMBERS):
-                index = start + tl.arange(0, BLOCK_MEMBERS)
-                mask = index < members
-                lows = tl.minimum(lows, tl.load(row_ptr + index, mask=mask, other=0x7FFFFFFF))
-                highs = tl.maximum(highs, tl.load(row_ptr + index, mask=mask, other=0))
-            low, high = tl.min(lows, axis=0), tl.max(highs, axis=0)
-            if top_k < vocab:
-                # The lowest key up to which there are top_k members.
-                bottom, top = low, high
-                while bottom < top:
-                    middle = bottom + (top - bottom) // 2
-                    count, _mass = _count_and_mass(
-                        row_ptr, members, middle, LIBDEVICE, BLOCK_MEMBERS
-                    )
-                    enough = count >= top_k
-                    top = tl.where(enough, middle, top)
-                    bottom = tl.where(enough, bottom, middle + 1)
-                high = top
-                _count, total = _count_and_mass(row_ptr, members, high, LIBDEVICE, BLOCK_MEMBERS)
-            cut = high
-            if top_p < 1.0:
-                # The highest key below which there is less mass than wanted.
-                wanted = total.to(tl.float64) * top_p.to(tl.float64)
-                bottom, top = low, high
-                while bottom < top:
-                    middle = top - (top - bottom) // 2
-                    _below, mass = _count_and_mass(
-                        row_ptr, members, middle - 1, LIBDEVICE, BLOCK_MEMBERS
-                    )
-                    is_less = (above + mass).to(tl.float64) < wanted
-                    bottom = tl.where(is_less, middle, bottom)
-                    top = tl.where(is_less, top, middle - 1)
-                cut = bottom
+            if num_members <= FEW_MEMBERS:
+                cut = _cut(
+                    row_ptr, num_members, top_k, top_p, above, total, vocab, LIBDEVICE, FEW_MEMBERS
+                )
+            else:
+                cut = _cut(
+                    row_ptr, num_members, top_k, top_p, above, total, vocab, LIBDEVICE,
+                    BLOCK_MEMBERS,
+                )  # fmt: skip
         tl.store(cuts_ptr + n, cut)
 
 
@@ -328,34 +409,14 @@ def launch_cuts(
 ) -> Tensor:
     """[num_rows] int32, of rows that filter: tokens with keys up to it pass top-k and top-p."""
     (num_rows, vocab), device = logits.shape, logits.device
-    num_blocks = blocks.best.shape[1]
-    shape = (num_rows, num_blocks, _BUCKETS)
-    masses = torch.empty(shape, dtype=torch.int64, device=device)
-    counts = torch.empty(shape, dtype=torch.int32, device=device)
+    part_vocab, members_vocab = _BLOCKS * block_vocab, _MEMBER_BLOCKS * block_vocab
+    num_parts, num_sums = triton.cdiv(vocab, part_vocab), triton.cdiv(vocab, members_vocab)
+    masses = torch.empty(num_rows, num_parts, _BUCKETS, device=device)
+    sums = torch.empty(2, num_rows, num_sums, dtype=torch.int64, device=device)
     keys = torch.empty(num_rows, vocab, dtype=torch.int32, device=device)
     cuts = torch.empty(num_rows, dtype=torch.int32, device=device)
-    sizes = row_sizes(logits, laws, edits, num_blocks)
-    launch(
-        _masses_kernel,
-        (num_blocks, num_rows),
-        logits,
-        blocks.edited,
-        at.rows,
-        edits.asks,
-        laws.temperature,
-        blocks.best,
-        blocks.lowest,
-        masses,
-        counts,
-        BUCKETS=_BUCKETS,
-        LIBDEVICE=not interpreted(_masses_kernel),
-        **sizes,
-        **block_tile(block_vocab),
-        **overlap_options(device, _masses_kernel),
-    )
-    launch(
-        _members_kernel,
-        (num_blocks, num_rows),
+    sizes = row_sizes(logits, laws, edits, blocks.best.shape[1])
+    given = (
         logits,
         blocks.edited,
         at.rows,
@@ -366,15 +427,32 @@ def launch_cuts(
         blocks.best,
         blocks.lowest,
         masses,
-        counts,
-        blocks.members,
-        keys,
+    )
+    launch(
+        _masses_kernel,
+        (num_parts, num_rows),
+        *given,
         BUCKETS=_BUCKETS,
         **sizes,
-        **block_tile(block_vocab),
+        **block_tile(part_vocab),
+        **overlap_options(device, _masses_kernel),
+    )
+    launch(
+        _members_kernel,
+        (num_sums, num_rows),
+        *given,
+        blocks.members,
+        keys,
+        sums,
+        num_parts,
+        BUCKETS=_BUCKETS,
+        PARTS=triton.next_power_of_2(num_parts),
+        BLOCKS=_MEMBER_BLOCKS,
+        LIBDEVICE=not interpreted(_members_kernel),
+        **sizes,
+        **{**block_tile(block_vocab), "num_warps": block_tile(part_vocab)["num_warps"]},
         **overlap_options(device, _members_kernel),
     )
-    del sizes["stride_logits_row"]
     launch(
         _cuts_kernel,
         (num_rows,),
@@ -382,16 +460,19 @@ def launch_cuts(
         edits.asks,
         laws.top_k,
         laws.top_p,
-        masses,
-        counts,
         blocks.members,
         keys,
+        sums,
         cuts,
-        BUCKETS=_BUCKETS,
+        sizes["stride_ints"],
+        sizes["stride_floats"],
+        vocab,
+        num_sums,
+        SUMS=triton.next_power_of_2(num_sums),
         BLOCK_MEMBERS=block_members,
+        FEW_MEMBERS=block_members // _FEW,
         LIBDEVICE=not interpreted(_cuts_kernel),
         num_warps=min(max(block_members // 256, 1), 16),
-        **sizes,
         **overlap_options(device, _cuts_kernel),
     )
     return cuts
