@@ -108,7 +108,7 @@ def _best_kernel(
     best_ptr,  # [num_rows, blocks] float32; inf: the block holds NaN or an infinity
     tokens_ptr,  # [num_rows, blocks] int32
     lowest_ptr,  # [num_rows, blocks] float32, -inf apart
-    members_ptr,  # [num_rows] int32, becomes 0
+    counts_ptr,  # [2, num_rows] int32, become 0
     stride_logits_row,
     stride_ints,
     vocab,
@@ -137,7 +137,8 @@ def _best_kernel(
         known = tl.where(logits > float("-inf"), logits, float("inf"))
         tl.store(lowest_ptr + at, tl.min(known, axis=0))
         if block == 0:
-            tl.store(members_ptr + n, 0)
+            tl.store(counts_ptr + n, 0)
+            tl.store(counts_ptr + tl.num_programs(1) + n, 0)
 
 
 class RowBlocks(NamedTuple):
@@ -147,7 +148,7 @@ class RowBlocks(NamedTuple):
     best: Tensor  # [num_rows, blocks]  float32  inf: the block is not finite
     tokens: Tensor  # [num_rows, blocks]  int32  of the best
     lowest: Tensor  # [num_rows, blocks]  float32  of rows that filter
-    members: Tensor  # [num_rows]  int32  of rows that filter: 0
+    counts: Tensor  # [2, num_rows]  int32  of rows that filter: 0
 
 
 def launch_best(
@@ -160,7 +161,7 @@ def launch_best(
     said = torch.empty(num_rows, vocab, dtype=torch.int32, device=device)
     best, lowest = torch.empty(2, num_rows, num_blocks, device=device).unbind(0)
     tokens = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
-    members = torch.empty(num_rows, dtype=torch.int32, device=device)
+    counts = torch.empty(2, num_rows, dtype=torch.int32, device=device)
     strides = (logits.stride(0), edits.asks.stride(0), vocab)
     copied = _BLOCKS_COPIED * block_vocab
     launch(
@@ -186,13 +187,13 @@ def launch_best(
         best,
         tokens,
         lowest,
-        members,
+        counts,
         *strides,
         num_blocks,
         **block_tile(block_vocab),
         **overlap_options(device, _best_kernel),
     )
-    return RowBlocks(edited, best, tokens, lowest, members)
+    return RowBlocks(edited, best, tokens, lowest, counts)
 
 
 def row_sizes(logits: Tensor, laws: Laws, edits: Edits, num_blocks: int) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """Triton kernels of draw, second part: the cuts of top-k and top-p.
 
-    masses    about how much mass, or with top-k how many tokens, lies in each bucket of -scaled
-    members   the tokens of the bucket in which the cut lies, as keys; the exact mass above them
+    masses    about how much mass, or with top-k how many tokens, lies in each bucket of -scaled;
+              the last program of a row tells the bucket in which the cut lies
+    members   the tokens of that bucket, as keys; the exact mass above them
     cuts      the cut, by bisection over the keys of the members
 
 Keys are the bits of -scaled, which is not negative: they are ordered as the numbers are.  Buckets
@@ -34,12 +35,12 @@ from paceline.kernels._triton.launch import (
     wait_for_inputs,
 )
 from paceline.kernels._triton.runtime import interpreted
+from paceline.kernels._triton.split_merge import finishes_last
 from paceline.kernels.draw import Laws
 from paceline.kernels.edit_logits import Edits, SampledRows
 
 _BUCKETS = 16
-_BLOCKS = 2  # that a program of masses looks at
-_MEMBER_BLOCKS = 4  # that a program of members looks at, one after another
+_BLOCKS = 2  # that a program of masses and members looks at
 _WIDEST = tl.constexpr(32.0)  # of -scaled: tokens further below the best have no mass
 _NARROWEST = tl.constexpr(1e-30)  # of -scaled: below it all are in bucket 0
 _SLACK = tl.constexpr(1e-4)  # relative error of masses; of a float32 sum over a row far less
@@ -94,55 +95,6 @@ def _in_buckets(
 
 
 @triton.jit
-def _masses_kernel(
-    logits_ptr,  # [num_rows, vocab]
-    edited_ptr,  # [num_rows, vocab] float32
-    rows_ptr,  # [num_rows] int64
-    asks_ptr,  # [table rows] int64
-    temperature_ptr,  # [table rows] float32
-    top_k_ptr,  # [table rows] int64
-    top_p_ptr,  # [table rows] float32
-    best_ptr,  # [num_rows, blocks] float32
-    lowest_ptr,  # [num_rows, blocks] float32
-    masses_ptr,  # [num_rows, parts, BUCKETS] float32; of a row with top-k numbers of tokens
-    stride_logits_row,
-    stride_ints,
-    stride_floats,
-    vocab,
-    num_blocks,
-    BUCKETS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_VOCAB: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
-):
-    wait_for_inputs(OVERLAPPED)
-    let_next_start(OVERLAPPED)
-    part = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
-    row = tl.load(rows_ptr + n)
-    asks = tl.load(asks_ptr + row * stride_ints)
-    if asks & FILTER != 0:
-        top_k = tl.load(top_k_ptr + row * stride_ints)
-        top_p = tl.load(top_p_ptr + row * stride_floats)
-        if (top_k < vocab) | (top_p < 1.0):
-            inverse = inverse_of(tl.load(temperature_ptr + row * stride_floats))
-            tokens = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-            scaled, buckets, _best = _in_buckets(
-                logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, inverse, top_k, top_p,
-                stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
-            )  # fmt: skip
-            weights = tl.where(top_k < vocab, 1.0, tl.exp(scaled))
-            weights = tl.where(tokens < vocab, weights, 0.0)
-            slots = tl.arange(0, BUCKETS)
-            masses = tl.zeros((BUCKETS,), tl.float32)
-            for bucket in tl.static_range(BUCKETS):
-                mass = tl.sum(tl.where(buckets == bucket, weights, 0.0), axis=0)
-                masses = tl.where(slots == bucket, mass, masses)
-            at = (n * tl.num_programs(0) + part) * BUCKETS + slots
-            tl.store(masses_ptr + at, masses)
-
-
-@triton.jit
 def _bracket(
     masses_ptr,  # [num_rows, parts, BUCKETS] float32
     n,
@@ -158,7 +110,8 @@ def _bracket(
     parts = tl.arange(0, PARTS)
     at = (n * num_parts + parts[:, None]) * BUCKETS + slots[None, :]
     mask = (parts < num_parts)[:, None] & (slots >= 0)[None, :]
-    masses = tl.sum(tl.load(masses_ptr + at, mask=mask, other=0.0).to(tl.float64), axis=0)
+    parted = tl.load(masses_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+    masses = tl.sum(parted.to(tl.float64), axis=0)
     until = tl.cumsum(masses, axis=0)
     if top_k < vocab:
         first = 0
@@ -172,6 +125,64 @@ def _bracket(
 
 
 @triton.jit
+def _masses_kernel(
+    logits_ptr,  # [num_rows, vocab]
+    edited_ptr,  # [num_rows, vocab] float32
+    rows_ptr,  # [num_rows] int64
+    asks_ptr,  # [table rows] int64
+    temperature_ptr,  # [table rows] float32
+    top_k_ptr,  # [table rows] int64
+    top_p_ptr,  # [table rows] float32
+    best_ptr,  # [num_rows, blocks] float32
+    lowest_ptr,  # [num_rows, blocks] float32
+    masses_ptr,  # [num_rows, parts, BUCKETS] float32; of a row with top-k numbers of tokens
+    arrived_ptr,  # [num_rows] int32, 0 before and after
+    brackets_ptr,  # [num_rows, 2] int32: first and last bucket whose tokens tell the cut
+    stride_logits_row,
+    stride_ints,
+    stride_floats,
+    vocab,
+    num_blocks,
+    BUCKETS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPPED)
+    let_next_start(OVERLAPPED)
+    part, num_parts = tl.program_id(0), tl.num_programs(0)
+    n = tl.program_id(1).to(tl.int64)
+    row = tl.load(rows_ptr + n)
+    asks = tl.load(asks_ptr + row * stride_ints)
+    if asks & FILTER != 0:
+        top_k = tl.load(top_k_ptr + row * stride_ints)
+        top_p = tl.load(top_p_ptr + row * stride_floats)
+        if (top_k < vocab) | (top_p < 1.0):
+            inverse = inverse_of(tl.load(temperature_ptr + row * stride_floats))
+            tokens = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+            scaled, buckets, best = _in_buckets(
+                logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, inverse, top_k, top_p,
+                stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
+            )  # fmt: skip
+            weights = tl.where(top_k < vocab, 1.0, tl.exp(scaled))
+            weights = tl.where(tokens < vocab, weights, 0.0)
+            slots = tl.arange(0, BUCKETS)
+            masses = tl.zeros((BUCKETS,), tl.float32)
+            for bucket in tl.static_range(BUCKETS):
+                mass = tl.sum(tl.where(buckets == bucket, weights, 0.0), axis=0)
+                masses = tl.where(slots == bucket, mass, masses)
+            tl.store(masses_ptr + (n * num_parts + part) * BUCKETS + slots, masses)
+            if finishes_last(arrived_ptr + n, num_parts):
+                first, last = _bracket(
+                    masses_ptr, n, num_parts, top_k, top_p, vocab, BUCKETS, PARTS
+                )
+                last = tl.where(best < float("inf"), last, -1)  # not finite: no keys
+                tl.store(brackets_ptr + n * 2, first)
+                tl.store(brackets_ptr + n * 2 + 1, last)
+
+
+@triton.jit
 def _members_kernel(
     logits_ptr,  # [num_rows, vocab]
     edited_ptr,  # [num_rows, vocab] float32
@@ -182,11 +193,10 @@ def _members_kernel(
     top_p_ptr,  # [table rows] float32
     best_ptr,  # [num_rows, blocks] float32
     lowest_ptr,  # [num_rows, blocks] float32
-    masses_ptr,  # [num_rows, parts, BUCKETS] float32
+    brackets_ptr,  # [num_rows, 2] int32
     members_ptr,  # [num_rows] int32
     keys_ptr,  # [num_rows, vocab] int32, in any order
-    sums_ptr,  # [2, num_rows, num_programs(0)] int64: mass above the members, of all; not of top-k
-    num_parts,
+    sums_ptr,  # [2, num_rows, parts] int64: mass above the members, of all; not of top-k
     stride_logits_row,
     stride_ints,
     stride_floats,
@@ -195,13 +205,12 @@ def _members_kernel(
     BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
     LIBDEVICE: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
     let_next_start(OVERLAPPED)
+    part, num_parts = tl.program_id(0), tl.num_programs(0)
     n = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + n)
     asks = tl.load(asks_ptr + row * stride_ints)
@@ -210,34 +219,25 @@ def _members_kernel(
         top_p = tl.load(top_p_ptr + row * stride_floats)
         if (top_k < vocab) | (top_p < 1.0):
             inverse = inverse_of(tl.load(temperature_ptr + row * stride_floats))
-            first, last = _bracket(masses_ptr, n, num_parts, top_k, top_p, vocab, BUCKETS, PARTS)
-            begin = tl.program_id(0) * BLOCKS * BLOCK_VOCAB
-            above = tl.zeros((BLOCK_VOCAB,), tl.int64)
-            total = tl.zeros((BLOCK_VOCAB,), tl.int64)
-            for start in range(begin, begin + BLOCKS * BLOCK_VOCAB, BLOCK_VOCAB):
-                tokens = start + tl.arange(0, BLOCK_VOCAB)
-                scaled, buckets, best = _in_buckets(
-                    logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, inverse, top_k, top_p,
-                    stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
-                )  # fmt: skip
-                if top_k >= vocab:
-                    _, weights = weigh(scaled, LIBDEVICE)
-                    weights = tl.where(tokens < vocab, weights, 0)
-                    above += tl.where(buckets < first, weights, 0)
-                    total += weights
-                deepest = tl.where(best < float("inf"), last, -1)  # not finite: no keys
-                is_member = (buckets >= first) & (buckets <= deepest) & (tokens < vocab)
-                num_members = tl.sum(is_member.to(tl.int32), axis=0)
-                if num_members > 0:
-                    begin_keys = tl.atomic_add(members_ptr + n, num_members)
-                    place = begin_keys + tl.cumsum(is_member.to(tl.int32), axis=0) - 1
-                    keys = (0.0 - scaled).to(tl.int32, bitcast=True)
-                    tl.store(keys_ptr + n * vocab + place, keys, mask=is_member)
+            first, last = tl.load(brackets_ptr + n * 2), tl.load(brackets_ptr + n * 2 + 1)
+            tokens = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+            scaled, buckets, _best = _in_buckets(
+                logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, inverse, top_k, top_p,
+                stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
+            )  # fmt: skip
             if top_k >= vocab:
-                at = sums_ptr + n * tl.num_programs(0) + tl.program_id(0)
-                tl.store(at, tl.sum(above, axis=0))
-                all_rows = tl.num_programs(1) * tl.num_programs(0)
-                tl.store(at + all_rows, tl.sum(total, axis=0))
+                _, weights = weigh(scaled, LIBDEVICE)
+                weights = tl.where(tokens < vocab, weights, 0)
+                at = sums_ptr + n * num_parts + part
+                tl.store(at, tl.sum(tl.where(buckets < first, weights, 0), axis=0))
+                tl.store(at + tl.num_programs(1) * num_parts, tl.sum(weights, axis=0))
+            is_member = (buckets >= first) & (buckets <= last) & (tokens < vocab)
+            num_members = tl.sum(is_member.to(tl.int32), axis=0)
+            if num_members > 0:
+                start = tl.atomic_add(members_ptr + n, num_members)
+                place = start + tl.cumsum(is_member.to(tl.int32), axis=0) - 1
+                keys = (0.0 - scaled).to(tl.int32, bitcast=True)
+                tl.store(keys_ptr + n * vocab + place, keys, mask=is_member)
 
 
 @triton.jit
@@ -353,13 +353,13 @@ def _cuts_kernel(
     top_p_ptr,  # [table rows] float32
     members_ptr,  # [num_rows] int32
     keys_ptr,  # [num_rows, vocab] int32
-    sums_ptr,  # [2, num_rows, num_sums] int64: mass above the members, of all; not of top-k
+    sums_ptr,  # [2, num_rows, num_parts] int64: mass above the members, of all; not of top-k
     cuts_ptr,  # [num_rows] int32: tokens with keys up to this one pass top-k and top-p
     stride_ints,
     stride_floats,
     vocab,
-    num_sums,
-    SUMS: tl.constexpr,
+    num_parts,
+    PARTS: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
     FEW_MEMBERS: tl.constexpr,
     LIBDEVICE: tl.constexpr,
@@ -379,10 +379,10 @@ def _cuts_kernel(
             above = tl.full((), 0, tl.int64)
             total = tl.full((), 0, tl.int64)
             if top_k >= vocab:
-                sums = tl.arange(0, SUMS)
-                at, mask = sums_ptr + n * num_sums + sums, sums < num_sums
+                parts = tl.arange(0, PARTS)
+                at, mask = sums_ptr + n * num_parts + parts, parts < num_parts
                 above = tl.sum(tl.load(at, mask=mask, other=0), axis=0)
-                at += tl.num_programs(0) * num_sums
+                at += tl.num_programs(0) * num_parts
                 total = tl.sum(tl.load(at, mask=mask, other=0), axis=0)
             row_ptr = keys_ptr + n * vocab
             if num_members <= FEW_MEMBERS:
@@ -409,13 +409,15 @@ def launch_cuts(
 ) -> Tensor:
     """[num_rows] int32, of rows that filter: tokens with keys up to it pass top-k and top-p."""
     (num_rows, vocab), device = logits.shape, logits.device
-    part_vocab, members_vocab = _BLOCKS * block_vocab, _MEMBER_BLOCKS * block_vocab
-    num_parts, num_sums = triton.cdiv(vocab, part_vocab), triton.cdiv(vocab, members_vocab)
+    part_vocab = _BLOCKS * block_vocab
+    num_parts = triton.cdiv(vocab, part_vocab)
     masses = torch.empty(num_rows, num_parts, _BUCKETS, device=device)
-    sums = torch.empty(2, num_rows, num_sums, dtype=torch.int64, device=device)
+    brackets = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
+    sums = torch.empty(2, num_rows, num_parts, dtype=torch.int64, device=device)
     keys = torch.empty(num_rows, vocab, dtype=torch.int32, device=device)
     cuts = torch.empty(num_rows, dtype=torch.int32, device=device)
     sizes = row_sizes(logits, laws, edits, blocks.best.shape[1])
+    arrived, members = blocks.counts
     given = (
         logits,
         blocks.edited,
@@ -426,31 +428,32 @@ def launch_cuts(
         laws.top_p,
         blocks.best,
         blocks.lowest,
-        masses,
     )
     launch(
         _masses_kernel,
         (num_parts, num_rows),
         *given,
+        masses,
+        arrived,
+        brackets,
         BUCKETS=_BUCKETS,
+        PARTS=triton.next_power_of_2(num_parts),
         **sizes,
         **block_tile(part_vocab),
         **overlap_options(device, _masses_kernel),
     )
     launch(
         _members_kernel,
-        (num_sums, num_rows),
+        (num_parts, num_rows),
         *given,
-        blocks.members,
+        brackets,
+        members,
         keys,
         sums,
-        num_parts,
         BUCKETS=_BUCKETS,
-        PARTS=triton.next_power_of_2(num_parts),
-        BLOCKS=_MEMBER_BLOCKS,
         LIBDEVICE=not interpreted(_members_kernel),
         **sizes,
-        **{**block_tile(block_vocab), "num_warps": block_tile(part_vocab)["num_warps"]},
+        **block_tile(part_vocab),
         **overlap_options(device, _members_kernel),
     )
     launch(
@@ -460,15 +463,15 @@ def launch_cuts(
         edits.asks,
         laws.top_k,
         laws.top_p,
-        blocks.members,
+        members,
         keys,
         sums,
         cuts,
         sizes["stride_ints"],
         sizes["stride_floats"],
         vocab,
-        num_sums,
-        SUMS=triton.next_power_of_2(num_sums),
+        num_parts,
+        PARTS=triton.next_power_of_2(num_parts),
         BLOCK_MEMBERS=block_members,
         FEW_MEMBERS=block_members // _FEW,
         LIBDEVICE=not interpreted(_cuts_kernel),
