@@ -40,7 +40,6 @@ from paceline.kernels.draw import Laws
 from paceline.kernels.edit_logits import Edits, SampledRows
 
 _BUCKETS = 16
-_BLOCKS = 2  # that a program of masses and members looks at
 _WIDEST = tl.constexpr(32.0)  # of -scaled: tokens further below the best have no mass
 _NARROWEST = tl.constexpr(1e-30)  # of -scaled: below it all are in bucket 0
 _SLACK = tl.constexpr(1e-4)  # relative error of masses; of a float32 sum over a row far less
@@ -96,22 +95,22 @@ def _in_buckets(
 
 @triton.jit
 def _bracket(
-    masses_ptr,  # [num_rows, parts, BUCKETS] float32
+    masses_ptr,  # [num_rows, blocks, BUCKETS] float32
     n,
-    num_parts,
+    num_blocks,
     top_k,  # int64
     top_p,  # float32
     vocab,
     BUCKETS: tl.constexpr,
-    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """(first, last): the buckets whose tokens tell the cut; with top-k all down to that cut's."""
     slots = tl.arange(0, BUCKETS)
-    parts = tl.arange(0, PARTS)
-    at = (n * num_parts + parts[:, None]) * BUCKETS + slots[None, :]
-    mask = (parts < num_parts)[:, None] & (slots >= 0)[None, :]
-    parted = tl.load(masses_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
-    masses = tl.sum(parted.to(tl.float64), axis=0)
+    blocks = tl.arange(0, BLOCK)
+    at = (n * num_blocks + blocks[:, None]) * BUCKETS + slots[None, :]
+    mask = (blocks < num_blocks)[:, None] & (slots >= 0)[None, :]
+    by_block = tl.load(masses_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+    masses = tl.sum(by_block.to(tl.float64), axis=0)
     until = tl.cumsum(masses, axis=0)
     if top_k < vocab:
         first = 0
@@ -135,7 +134,7 @@ def _masses_kernel(
     top_p_ptr,  # [table rows] float32
     best_ptr,  # [num_rows, blocks] float32
     lowest_ptr,  # [num_rows, blocks] float32
-    masses_ptr,  # [num_rows, parts, BUCKETS] float32; of a row with top-k numbers of tokens
+    masses_ptr,  # [num_rows, blocks, BUCKETS] float32; of a row with top-k numbers of tokens
     arrived_ptr,  # [num_rows] int32, 0 before and after
     brackets_ptr,  # [num_rows, 2] int32: first and last bucket whose tokens tell the cut
     stride_logits_row,
@@ -146,12 +145,11 @@ def _masses_kernel(
     BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
-    PARTS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
     let_next_start(OVERLAPPED)
-    part, num_parts = tl.program_id(0), tl.num_programs(0)
+    block = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + n)
     asks = tl.load(asks_ptr + row * stride_ints)
@@ -160,7 +158,7 @@ def _masses_kernel(
         top_p = tl.load(top_p_ptr + row * stride_floats)
         if (top_k < vocab) | (top_p < 1.0):
             inverse = inverse_of(tl.load(temperature_ptr + row * stride_floats))
-            tokens = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+            tokens = block * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
             scaled, buckets, best = _in_buckets(
                 logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, inverse, top_k, top_p,
                 stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
@@ -172,10 +170,10 @@ def _masses_kernel(
             for bucket in tl.static_range(BUCKETS):
                 mass = tl.sum(tl.where(buckets == bucket, weights, 0.0), axis=0)
                 masses = tl.where(slots == bucket, mass, masses)
-            tl.store(masses_ptr + (n * num_parts + part) * BUCKETS + slots, masses)
-            if finishes_last(arrived_ptr + n, num_parts):
+            tl.store(masses_ptr + (n * num_blocks + block) * BUCKETS + slots, masses)
+            if finishes_last(arrived_ptr + n, num_blocks):
                 first, last = _bracket(
-                    masses_ptr, n, num_parts, top_k, top_p, vocab, BUCKETS, PARTS
+                    masses_ptr, n, num_blocks, top_k, top_p, vocab, BUCKETS, BLOCK
                 )
                 last = tl.where(best < float("inf"), last, -1)  # not finite: no keys
                 tl.store(brackets_ptr + n * 2, first)
@@ -196,7 +194,7 @@ def _members_kernel(
     brackets_ptr,  # [num_rows, 2] int32
     members_ptr,  # [num_rows] int32
     keys_ptr,  # [num_rows, vocab] int32, in any order
-    sums_ptr,  # [2, num_rows, parts] int64: mass above the members, of all; not of top-k
+    sums_ptr,  # [2, num_rows, blocks] int64: mass above the members, of all; not of top-k
     stride_logits_row,
     stride_ints,
     stride_floats,
@@ -210,7 +208,7 @@ def _members_kernel(
 ):
     wait_for_inputs(OVERLAPPED)
     let_next_start(OVERLAPPED)
-    part, num_parts = tl.program_id(0), tl.num_programs(0)
+    block = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + n)
     asks = tl.load(asks_ptr + row * stride_ints)
@@ -220,7 +218,7 @@ def _members_kernel(
         if (top_k < vocab) | (top_p < 1.0):
             inverse = inverse_of(tl.load(temperature_ptr + row * stride_floats))
             first, last = tl.load(brackets_ptr + n * 2), tl.load(brackets_ptr + n * 2 + 1)
-            tokens = part * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
+            tokens = block * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
             scaled, buckets, _best = _in_buckets(
                 logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, inverse, top_k, top_p,
                 stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
@@ -228,9 +226,9 @@ def _members_kernel(
             if top_k >= vocab:
                 _, weights = weigh(scaled, LIBDEVICE)
                 weights = tl.where(tokens < vocab, weights, 0)
-                at = sums_ptr + n * num_parts + part
+                at = sums_ptr + n * num_blocks + block
                 tl.store(at, tl.sum(tl.where(buckets < first, weights, 0), axis=0))
-                tl.store(at + tl.num_programs(1) * num_parts, tl.sum(weights, axis=0))
+                tl.store(at + tl.num_programs(1) * num_blocks, tl.sum(weights, axis=0))
             is_member = (buckets >= first) & (buckets <= last) & (tokens < vocab)
             num_members = tl.sum(is_member.to(tl.int32), axis=0)
             if num_members > 0:
@@ -353,13 +351,13 @@ def _cuts_kernel(
     top_p_ptr,  # [table rows] float32
     members_ptr,  # [num_rows] int32
     keys_ptr,  # [num_rows, vocab] int32
-    sums_ptr,  # [2, num_rows, num_parts] int64: mass above the members, of all; not of top-k
+    sums_ptr,  # [2, num_rows, num_blocks] int64: mass above the members, of all; not of top-k
     cuts_ptr,  # [num_rows] int32: tokens with keys up to this one pass top-k and top-p
     stride_ints,
     stride_floats,
     vocab,
-    num_parts,
-    PARTS: tl.constexpr,
+    num_blocks,
+    BLOCK: tl.constexpr,
     BLOCK_MEMBERS: tl.constexpr,
     FEW_MEMBERS: tl.constexpr,
     LIBDEVICE: tl.constexpr,
@@ -379,10 +377,10 @@ def _cuts_kernel(
             above = tl.full((), 0, tl.int64)
             total = tl.full((), 0, tl.int64)
             if top_k >= vocab:
-                parts = tl.arange(0, PARTS)
-                at, mask = sums_ptr + n * num_parts + parts, parts < num_parts
+                blocks = tl.arange(0, BLOCK)
+                at, mask = sums_ptr + n * num_blocks + blocks, blocks < num_blocks
                 above = tl.sum(tl.load(at, mask=mask, other=0), axis=0)
-                at += tl.num_programs(0) * num_parts
+                at += tl.num_programs(0) * num_blocks
                 total = tl.sum(tl.load(at, mask=mask, other=0), axis=0)
             row_ptr = keys_ptr + n * vocab
             if num_members <= FEW_MEMBERS:
@@ -409,14 +407,13 @@ def launch_cuts(
 ) -> Tensor:
     """[num_rows] int32, of rows that filter: tokens with keys up to it pass top-k and top-p."""
     (num_rows, vocab), device = logits.shape, logits.device
-    part_vocab = _BLOCKS * block_vocab
-    num_parts = triton.cdiv(vocab, part_vocab)
-    masses = torch.empty(num_rows, num_parts, _BUCKETS, device=device)
+    num_blocks = blocks.best.shape[1]
+    masses = torch.empty(num_rows, num_blocks, _BUCKETS, device=device)
     brackets = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
-    sums = torch.empty(2, num_rows, num_parts, dtype=torch.int64, device=device)
+    sums = torch.empty(2, num_rows, num_blocks, dtype=torch.int64, device=device)
     keys = torch.empty(num_rows, vocab, dtype=torch.int32, device=device)
     cuts = torch.empty(num_rows, dtype=torch.int32, device=device)
-    sizes = row_sizes(logits, laws, edits, blocks.best.shape[1])
+    sizes = row_sizes(logits, laws, edits, num_blocks)
     arrived, members = blocks.counts
     given = (
         logits,
@@ -431,20 +428,19 @@ def launch_cuts(
     )
     launch(
         _masses_kernel,
-        (num_parts, num_rows),
+        (num_blocks, num_rows),
         *given,
         masses,
         arrived,
         brackets,
         BUCKETS=_BUCKETS,
-        PARTS=triton.next_power_of_2(num_parts),
         **sizes,
-        **block_tile(part_vocab),
+        **block_tile(block_vocab),
         **overlap_options(device, _masses_kernel),
     )
     launch(
         _members_kernel,
-        (num_parts, num_rows),
+        (num_blocks, num_rows),
         *given,
         brackets,
         members,
@@ -453,7 +449,7 @@ def launch_cuts(
         BUCKETS=_BUCKETS,
         LIBDEVICE=not interpreted(_members_kernel),
         **sizes,
-        **block_tile(part_vocab),
+        **block_tile(block_vocab),
         **overlap_options(device, _members_kernel),
     )
     launch(
@@ -470,8 +466,8 @@ def launch_cuts(
         sizes["stride_ints"],
         sizes["stride_floats"],
         vocab,
-        num_parts,
-        PARTS=triton.next_power_of_2(num_parts),
+        num_blocks,
+        BLOCK=sizes["BLOCK"],
         BLOCK_MEMBERS=block_members,
         FEW_MEMBERS=block_members // _FEW,
         LIBDEVICE=not interpreted(_cuts_kernel),
