@@ -21,6 +21,7 @@ from paceline.kernels.paged_attention import (
     paged_extend,
     split_workspace,
 )
+from paceline.kernels.paged_attention.splits import decode_shares, decode_slots
 
 SHAPES = {
     "mha-64-page1": Shape(num_kv_heads=2, page_size=1),
@@ -143,14 +144,27 @@ def test_nan_keys_reach_the_output() -> None:
     assert out[2].isfinite().all()
 
 
-def run_splits(case: PagedCase, splits: int, min_tiles: int) -> tuple[Tensor, Tensor]:
-    """Decode in tiles of 16 keys, dealt to `splits`, each worth `min_tiles`."""
+def run_splits(
+    case: PagedCase, splits: int, min_tiles: int, *, shares: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Decode in tiles of 16 keys, dealt to `splits`, each worth `min_tiles`; with `shares` by
+    length, to the slots that these may need."""
     from paceline.kernels._triton.paged_decode import launch_paged_decode
     from paceline.kernels._triton.runtime import SplitConfig
 
     num_reqs, heads, _ = case.q.shape
+    tiles = [math.ceil(length / 16) for length in case.kv_lens.tolist()]
+    if shares is None:
+        live = [min(splits, math.ceil(count / min_tiles)) for count in tiles]
+        firsts = [splits * req for req in range(num_reqs)]
+        rows = splits * num_reqs
+    else:
+        most = max(min_tiles, math.ceil(1.5 * sum(tiles) / shares))
+        live = [max(1, math.ceil(count / most)) for count in tiles]
+        firsts = [sum(live[:req]) for req in range(num_reqs)]
+        rows = splits = decode_slots(num_reqs, shares)
     out, lse = case.empty_outputs()
-    partial_lse = torch.full((num_reqs * splits, heads), float("nan"))
+    partial_lse = torch.full((rows, heads), float("nan"))
     finished = torch.zeros(num_reqs, heads, dtype=torch.int32)
     launch_paged_decode(
         case.q,
@@ -165,6 +179,7 @@ def run_splits(case: PagedCase, splits: int, min_tiles: int) -> tuple[Tensor, Te
         window=case.shape.window,
         soft_cap=case.shape.soft_cap,
         splits=splits,
+        shares=shares,
         out=out,
         lse=lse,
         partial_out=torch.full((*partial_lse.shape, case.shape.v_head_dim), float("nan")),
@@ -175,10 +190,12 @@ def run_splits(case: PagedCase, splits: int, min_tiles: int) -> tuple[Tensor, Te
         ),
     )
     assert not finished.any()
-    written = partial_lse.view(num_reqs, splits, heads).isfinite().all(-1).sum(1).tolist()
-    for length, count in zip(case.kv_lens.tolist(), written, strict=True):
-        live = min(splits, math.ceil(math.ceil(length / 16) / min_tiles))
-        assert count == (0 if live == 1 else live)
+    merged = {
+        first + index
+        for first, count in zip(firsts, live, strict=True)
+        for index in range(count if count > 1 else 0)
+    }
+    assert set(partial_lse.isfinite().all(-1).nonzero()[:, 0].tolist()) == merged
     return out, lse
 
 
@@ -188,6 +205,24 @@ def test_any_number_of_splits_gives_the_same(splits: int, min_tiles: int) -> Non
     shape = replace(SHAPES["gqa2-80-96-page16"], sinks=True)
     case = make_case(DECODE, shape, seed=18)
     assert_matches(case, run_splits(case, splits, min_tiles))
+
+
+@pytest.mark.parametrize(("shares", "min_tiles"), [(3, 1), (8, 1), (8, 3), (40, 1)])
+@pytest.mark.parametrize("lens", [(97, 1, 43), (1, 1, 1, 97), (97, 97, 0, 97, 97, 17)])
+def test_splits_by_length_give_the_same(lens: tuple[int, ...], shares: int, min_tiles: int) -> None:
+    batch = BatchSpec(
+        prefix_lens=tuple(max(0, length - 1) for length in lens), extend_lens=(1,) * len(lens)
+    )
+    case = make_case(batch, replace(SHAPES["gqa2-80-96-page16"], sinks=True), seed=19)
+    case = replace(case, kv_lens=torch.tensor(lens, dtype=torch.int32))
+    out, lse = run_splits(case, 0, min_tiles, shares=shares)
+    live = torch.tensor(lens) > 0
+    assert out[~live].eq(0).all()
+    whole, whole_lse = run_splits(case, 1, 1)
+    torch.testing.assert_close(out[live], whole[live], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse[live], whole_lse[live], atol=1e-5, rtol=1e-5)
+    if live.all():
+        assert_matches(case, (out, lse))
 
 
 def test_a_merge_of_more_splits_than_it_reads_at_a_time_weighs_them_all() -> None:
@@ -204,6 +239,9 @@ def test_split_workspace_covers_every_number_of_requests() -> None:
         assert 1 <= splits <= 64
         rows = workspace.partial_out.shape[0]
         assert num_reqs * splits <= rows == workspace.partial_lse.shape[0]
+        shares = decode_shares(num_reqs, 2, max_keys=1000, device=CPU)
+        assert (shares is None) == (splits > 1)
+        assert shares is None or decode_slots(num_reqs, shares) <= rows
 
 
 def test_cpu_without_interpreter_is_refused_with_a_remedy() -> None:

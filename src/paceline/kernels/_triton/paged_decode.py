@@ -1,10 +1,17 @@
 """Triton kernel of paged_decode; see kernels/paged_attention/decode.py.
 
-Tiles of BLOCK_KEYS keys are dealt to the live splits in turn, so that a program knows its first
-tile before it knows how long the request is.  Worked example, 4 splits, BLOCK_KEYS 64, MIN_TILES 1,
-kv_len 200, window 150: the visible keys are [50, 200) in 3 tiles; 3 splits are live, split 0 takes
-[50, 114), split 1 [114, 178), split 2 [178, 200), and split 3 leaves at once.  The last live split
-to finish merges all of them, in their order: the result does not depend on who it is.
+Tiles of BLOCK_KEYS keys are dealt to the live splits of a request in turn.  The last of them to
+finish merges all, in their order: the result does not depend on who it is.
+
+Few requests have a fixed number of splits, of which the short ones leave some alone: a program
+knows its first tile before it knows how long its request is.  Worked example, 4 splits, BLOCK_KEYS
+64, MIN_TILES 1, kv_len 200, window 150: the visible keys are [50, 200) in 3 tiles; 3 splits are
+live, split 0 takes [50, 114), split 1 [114, 178), split 2 [178, 200), and split 3 leaves at once.
+
+Many requests have splits by their lengths, so that nobody waits for the longest: a split has at
+most half as much again as its share of all tiles.  Worked example, SHARES 4, BLOCK_KEYS 64,
+kv_lens 100, 900, 200 in 2, 15 and 4 tiles: a split has at most ceil(3 * 21 / (2 * 4)) = 8, so the
+requests have 1, 2 and 1, at slots 0, 1 to 2, and 3; programs of further slots leave at once.
 """
 
 import torch
@@ -113,7 +120,37 @@ def _store_heads(
     tl.store(lse_row_ptr + head, lse * 0.6931471805599453, mask=head_live)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit
+def _at_slot(
+    slot,
+    kv_lens_ptr,  # [reqs] int32
+    num_reqs,
+    shares,
+    WINDOW: tl.constexpr,
+    BLOCK_REQS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+):
+    """(request, its length, its first slot, its splits) of a slot; 0 splits: it is nobody's."""
+    reqs = tl.arange(0, BLOCK_REQS)
+    is_req = reqs < num_reqs
+    lens = tl.load(kv_lens_ptr + reqs, mask=is_req, other=0)
+    visible = lens
+    if WINDOW is not None:
+        visible = tl.minimum(lens, WINDOW)
+    tiles = tl.cdiv(visible, BLOCK_KEYS)
+    most = tl.maximum(tl.cdiv(3 * tl.sum(tiles, axis=0), 2 * shares), MIN_TILES)
+    splits = tl.where(is_req, tl.maximum(tl.cdiv(tiles, most), 1), 0)
+    ends = tl.cumsum(splits, axis=0)
+    is_before = (ends <= slot) & is_req
+    req = tl.sum(is_before.to(tl.int32), axis=0)
+    first_slot = tl.max(tl.where(is_before, ends, 0), axis=0)
+    is_it = reqs == req
+    kv_len = tl.sum(tl.where(is_it, lens, 0), axis=0)
+    return req, kv_len, first_slot, tl.sum(tl.where(is_it, splits, 0), axis=0)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "splits", "shares"])
 def _decode_kernel(
     q_ptr,  # [reqs, heads, head_dim]
     k_cache_ptr,  # [num_pages, page_size, kv_heads, head_dim]
@@ -125,8 +162,8 @@ def _decode_kernel(
     sinks_ptr,  # [heads] float32 or None
     out_ptr,  # [reqs, heads, v_head_dim]
     lse_ptr,  # [reqs, heads] float32
-    partial_out_ptr,  # [reqs * splits, heads, v_head_dim] float32
-    partial_lse_ptr,  # [reqs * splits, heads] float32, log2 units
+    partial_out_ptr,  # [slots, heads, v_head_dim] float32; reqs * splits unless by length
+    partial_lse_ptr,  # [slots, heads] float32, log2 units
     finished_ptr,  # [reqs, kv_heads * HEAD_TILES] int32, 0 between launches
     stride_q_req,
     stride_q_head,
@@ -142,7 +179,9 @@ def _decode_kernel(
     stride_out_head,
     heads,
     scale,
-    splits,
+    num_reqs,
+    splits,  # of each request; by length: slots of all
+    shares,  # by length: of all tiles
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -157,19 +196,32 @@ def _decode_kernel(
     MIN_TILES: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
+    BLOCK_REQS: tl.constexpr,  # where splits go by length, or None
     WIDEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
-    split = tl.program_id(1)
-    req = tl.program_id(2).to(tl.int64)
-    kv_len = tl.load(kv_lens_ptr + req)
+    if BLOCK_REQS is None:
+        split = tl.program_id(1)
+        req = tl.program_id(2).to(tl.int64)
+        kv_len = tl.load(kv_lens_ptr + req)
+        first_slot = req * splits
+    else:
+        at, kv_len, first_slot, live_splits = _at_slot(
+            tl.program_id(1), kv_lens_ptr, num_reqs, shares, WINDOW, BLOCK_REQS, BLOCK_KEYS,
+            MIN_TILES,
+        )  # fmt: skip
+        if live_splits == 0:
+            return
+        split = tl.program_id(1) - first_slot
+        req, first_slot = at.to(tl.int64), first_slot.to(tl.int64)
     first = 0
     if WINDOW is not None:
         first = tl.maximum(kv_len - WINDOW, 0)
-    # Fewer splits than were launched where a request is too short to keep them busy.
-    tiles = tl.cdiv(kv_len - first, BLOCK_KEYS)
-    live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
+    if BLOCK_REQS is None:
+        # Fewer splits than were launched where a request is too short to keep them busy.
+        tiles = tl.cdiv(kv_len - first, BLOCK_KEYS)
+        live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
     page_row_ptr = page_table_ptr + req * stride_page_table_req
     begin = first + split * BLOCK_KEYS
     page = lookup_pages(page_row_ptr, begin + tl.arange(0, BLOCK_KEYS), max_pages, PAGE_SIZE)
@@ -184,7 +236,7 @@ def _decode_kernel(
         mask=head_live[:, None] & (cols_k < DIM_K)[None, :],
         other=0.0,
     )
-    # Nothing above waits for kv_len without a window: the loads are in flight together.
+    # Without a window nothing of few requests waits for kv_len: the loads are in flight together.
     if split >= live_splits:
         return
     if k_scale_ptr is not None:
@@ -208,7 +260,7 @@ def _decode_kernel(
         )  # fmt: skip
         return
 
-    first_row = req * splits * heads
+    first_row = first_slot * heads
     store_partial(
         out, lse, partial_out_ptr, partial_lse_ptr, first_row + split * heads + head, head_live,
         DIM_V, BLOCK_DIM_V,
@@ -255,6 +307,7 @@ def launch_paged_decode(
     window: int | None,
     soft_cap: float | None,
     splits: int,
+    shares: int | None,
     out: Tensor,
     lse: Tensor,
     partial_out: Tensor,
@@ -262,7 +315,8 @@ def launch_paged_decode(
     finished: Tensor,
     config: SplitConfig | None = None,
 ) -> None:
-    """One program per KV head, split and request; `config` overrides the tile table."""
+    """One program per KV head, split and request, or per KV head and slot; `config` overrides the
+    tile table."""
     require_runnable(
         "q of paged_decode", q, _decode_kernel, otherwise="choose the torch attention backend"
     )
@@ -275,7 +329,7 @@ def launch_paged_decode(
     merge_rows = min(config.block_rows, triton.next_power_of_2(group))
     launch(
         _decode_kernel,
-        (kv_heads * head_tiles, splits, num_reqs),
+        (kv_heads * head_tiles, splits, num_reqs if shares is None else 1),
         q,
         k_cache,
         v_cache,
@@ -297,7 +351,9 @@ def launch_paged_decode(
         *out.stride()[:2],
         heads,
         scale,
+        num_reqs,
         splits,
+        shares or 0,
         WINDOW=window,
         SOFT_CAP=soft_cap,
         GROUP=group,
@@ -312,6 +368,7 @@ def launch_paged_decode(
         MIN_TILES=config.min_tiles,
         MERGE_ROWS=merge_rows,
         MERGE_SPLITS=splits_per_load(merge_rows, block_dim(v_head_dim), num_warps=config.num_warps),
+        BLOCK_REQS=None if shares is None else triton.next_power_of_2(num_reqs),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_decode_kernel),
         **overlap_options(q.device, _decode_kernel),
         num_warps=config.num_warps,

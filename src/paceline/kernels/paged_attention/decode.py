@@ -20,6 +20,8 @@ from paceline.kernels.paged_attention.checks import (
 from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
     check_workspace,
+    decode_shares,
+    decode_slots,
     decode_splits,
     most_keys,
 )
@@ -59,8 +61,13 @@ def paged_decode(
     check_index("kv_lens", kv_lens, (num_reqs,))
     check_outputs(q, v_cache, out=out, lse=lse)
     max_keys = most_keys(page_table, k_cache, window)
-    splits = decode_splits(num_reqs, k_cache.shape[2], max_keys=max_keys, device=q.device)
-    check_workspace(workspace, num_reqs * splits, num_reqs, num_heads, v_cache.shape[3])
+    kv_heads = k_cache.shape[2]
+    splits = decode_splits(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
+    shares = decode_shares(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
+    rows = num_reqs * splits
+    if shares is not None:
+        rows = splits = decode_slots(num_reqs, shares)
+    check_workspace(workspace, rows, num_reqs, num_heads, v_cache.shape[3])
     if num_reqs == 0:
         return
     _PAGED_DECODE(
@@ -76,6 +83,7 @@ def paged_decode(
         window,
         soft_cap,
         splits,
+        shares,
         out,
         lse,
         workspace.partial_out,
@@ -97,6 +105,7 @@ def _launch(
     window: int | None,
     soft_cap: float | None,
     splits: int,
+    shares: int | None,
     out: Tensor,
     lse: Tensor,
     partial_out: Tensor,
@@ -119,6 +128,7 @@ def _launch(
         window=window,
         soft_cap=soft_cap,
         splits=splits,
+        shares=shares,
         out=out,
         lse=lse,
         partial_out=partial_out,
@@ -130,8 +140,9 @@ def _launch(
 _PAGED_DECODE = define_op(
     "paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor kv_lens, "
     "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, "
-    "float scale, int? window, float? soft_cap, int splits, Tensor(a!) out, Tensor(b!) lse, "
-    "Tensor(c!) partial_out, Tensor(d!) partial_lse, Tensor(e!) finished) -> ()",
+    "float scale, int? window, float? soft_cap, int splits, int? shares, "
+    "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, "
+    "Tensor(e!) finished) -> ()",
     cpu=_launch,
     cuda=_launch,
 )

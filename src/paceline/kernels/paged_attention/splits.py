@@ -50,6 +50,28 @@ def decode_splits(
     return splits if max_keys is None else min(splits, _worthwhile(max_keys))
 
 
+def decode_shares(
+    num_reqs: int, num_kv_heads: int, *, max_keys: int, device: torch.device
+) -> int | None:
+    """Of how many equal shares of all keys nobody's split is to have more than one and a half.
+
+    None where requests are so few that each has splits.  Otherwise at least one for each request,
+    and as many as let every multiprocessor hold four programs.
+    """
+    has_splits = decode_splits(num_reqs, num_kv_heads, device=device) > 1
+    if has_splits or num_reqs == 0 or _worthwhile(max_keys) == 1:
+        return None
+    return max(num_reqs, _MOST_PROGRAMS_PER_SM * _num_sms(device) // num_kv_heads)
+
+
+def decode_slots(num_reqs: int, shares: int) -> int:
+    """The most splits that requests have together where a split may have 1.5 shares.
+
+    A request has ceil(tiles / most) splits, with most >= 1.5 * all tiles / shares.
+    """
+    return num_reqs + 2 * shares // 3
+
+
 def extend_splits(
     tokens: int,
     num_reqs: int,
@@ -113,7 +135,8 @@ def split_workspace(
         for num_reqs in range(1, max_reqs + 1)
     )
     num_sms = _num_sms(device)
-    rows = max(decode_rows, _extend_rows(num_heads, num_sms))
+    slots = decode_slots(max_reqs, max(max_reqs, _MOST_PROGRAMS_PER_SM * num_sms // num_kv_heads))
+    rows = max(decode_rows, slots, _extend_rows(num_heads, num_sms))
     counters = max(max_reqs, -(-num_sms // num_heads))
     shape = (rows, num_heads, v_head_dim)
     return SplitWorkspace(
@@ -130,8 +153,8 @@ def split_workspace_bytes(
 
     Splits beyond one share the device's programs; with one each, requests have a row each.
     """
-    decode_rows = max(max_reqs, _MOST_PROGRAMS_PER_SM * MOST_SMS // num_kv_heads)
-    rows = max(decode_rows, _extend_rows(num_heads, MOST_SMS))
+    shares = max(max_reqs, _MOST_PROGRAMS_PER_SM * MOST_SMS // num_kv_heads)
+    rows = max(decode_slots(max_reqs, shares), shares, _extend_rows(num_heads, MOST_SMS))
     counters = max(max_reqs, -(-MOST_SMS // num_heads))
     return 4 * num_heads * (rows * (v_head_dim + 1) + counters)
 
