@@ -17,6 +17,7 @@ _MOST_PROGRAMS_PER_SM = 4  # of a decode, whose tiles are small
 _MAX_SPLITS = 64
 _MANY_SPLITS = 16  # so many hide the latency of memory with two programs to a multiprocessor
 _WORTHWHILE_SPLITS = 3  # fewer cost their merge
+_MOST_BY_LENGTH = 4  # splits for each request: where there are more, a program knows its first tile
 _MIN_KEYS = 64  # of a split: fewer are not worth a merge
 FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: tiles as small as a decode's
 _MOST_SPLIT_ROWS = 256  # an extend of more has work for every program without splits
@@ -58,8 +59,8 @@ def decode_shares(
     None where requests are so few that each has splits.  Otherwise at least one for each request,
     and as many as let every multiprocessor hold four programs.
     """
-    has_splits = decode_splits(num_reqs, num_kv_heads, device=device) > 1
-    if has_splits or num_reqs == 0 or _worthwhile(max_keys) == 1:
+    splits = decode_splits(num_reqs, num_kv_heads, device=device)
+    if splits > _MOST_BY_LENGTH or num_reqs == 0 or _worthwhile(max_keys) == 1:
         return None
     return max(num_reqs, _MOST_PROGRAMS_PER_SM * _num_sms(device) // num_kv_heads)
 
