@@ -6,9 +6,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from paceline.engine.outputs import (
-    CompletionGrowth,
     CompletionOutput,
-    RequestGrowth,
     RequestMetrics,
     RequestOutput,
     joined,
@@ -98,8 +96,8 @@ def test_outputs_cannot_be_changed():
         output.finished = False
 
 
-def _growth(index: int, text: str, before: int, **more) -> RequestGrowth:
-    piece = CompletionGrowth(
+def _growth(index: int, text: str, before: int, **more) -> RequestOutput:
+    piece = CompletionOutput(
         index=index,
         num_chars_before=before,
         num_tokens_before=before,
@@ -109,7 +107,9 @@ def _growth(index: int, text: str, before: int, **more) -> RequestGrowth:
         finish_reason=None,
     )
     settings = {"finished": False, "metrics": None, "prompt_logprobs": None} | more
-    return RequestGrowth(prompt_token_ids=(1, 2), outputs=(piece,), **settings)
+    return RequestOutput(
+        request_id="r", prompt=None, prompt_token_ids=(1, 2), outputs=(piece,), **settings
+    )
 
 
 def test_joined_growths_begin_where_the_first_does_and_keep_what_came_once():

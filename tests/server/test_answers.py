@@ -10,7 +10,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import CompletionGrowth, RequestGrowth, RequestMetrics
+from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.engine.round_counts import RoundCounts
 from paceline.engine.token_logprobs import TokenLogprobs
@@ -42,7 +42,7 @@ def growth_of(
     finish: FinishReason | None = None,
     prompt: int = 0,
     is_last: bool = False,
-) -> RequestGrowth:
+) -> RequestOutput:
     """One piece of one completion.  is_last: of its request."""
     rows = tuple(
         TokenLogprobs(
@@ -54,7 +54,7 @@ def growth_of(
         )
         for token in tokens
     )
-    piece = CompletionGrowth(
+    piece = CompletionOutput(
         index=index,
         num_chars_before=before,
         num_tokens_before=before,
@@ -74,7 +74,9 @@ def growth_of(
         preemptions=0,
         rounds=RoundCounts(),
     )
-    return RequestGrowth(
+    return RequestOutput(
+        request_id="r",
+        prompt=None,
         prompt_token_ids=tuple(PROMPTS[prompt]),
         outputs=(piece,),
         finished=is_last,
@@ -82,7 +84,7 @@ def growth_of(
     )
 
 
-def news_of(prompt: int, num_completions: int) -> list[tuple[int, RequestGrowth]]:
+def news_of(prompt: int, num_completions: int) -> list[tuple[int, RequestOutput]]:
     """Two pieces of each completion of a prompt: "ab" and "c"; of the next completion "bc", "d"."""
     firsts = [
         (prompt, growth_of(i, [prompt + i, prompt + i + 1], prompt=prompt))
@@ -109,7 +111,7 @@ def news_of(prompt: int, num_completions: int) -> list[tuple[int, RequestGrowth]
 class FakeService:
     """An engine that has said everything: `news`, as (index of the prompt, growth)."""
 
-    news: list[tuple[int, RequestGrowth]]
+    news: list[tuple[int, RequestOutput]]
     names: TokenNames = field(default_factory=lambda: TokenNames(Letters()))
     model: str = "tiny"
     fingerprint: str = "fp_1"
@@ -134,7 +136,7 @@ class FakeService:
 class FakeTicket:
     """Gives news one by one, to a reader that is always in time."""
 
-    def __init__(self, service: FakeService, news: list[tuple[int, RequestGrowth]]) -> None:
+    def __init__(self, service: FakeService, news: list[tuple[int, RequestOutput]]) -> None:
         self._service = service
         self._news = news
 

@@ -1,6 +1,6 @@
 """Completion: one of a request's completions as its caller sees it: text, ids, how it ended."""
 
-from paceline.engine.outputs import CompletionGrowth, CompletionOutput
+from paceline.engine.outputs import CompletionOutput
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 from paceline.engine.token_logprobs import TokenLogprobs
@@ -74,38 +74,35 @@ class Completion:
 
     def snapshot(self) -> CompletionOutput:
         """The completion as it stands."""
-        return CompletionOutput(
-            index=self.request.index,
-            text=self._detokenizer.text if self._detokenizer is not None else "",
-            token_ids=tuple(self._token_ids),
-            finish_reason=self._finish,
-            stop_reason=self._stop_reason,
-            logprobs=tuple(self._logprobs) if self.request.params.logprobs is not None else None,
-            error=self.request.error,
-            is_drafted=tuple(self._is_drafted),
-        )
+        return self._output("" if self._detokenizer is None else self._detokenizer.text)
 
-    def growth(self) -> CompletionGrowth | None:
+    def growth(self) -> CompletionOutput | None:
         """What has come since the last call; None when nothing has.  Its cost is that of what it
         tells.
         """
         num_chars, num_tokens = self._num_chars_told, self._num_tokens_told
         if self._is_end_told or (num_tokens == self.num_tokens and not self.is_finished):
             return None
-        text = self._detokenizer.take() if self._detokenizer is not None else ""
+        text = "" if self._detokenizer is None else self._detokenizer.take()
         self._num_chars_told += len(text)
         self._num_tokens_told = self.num_tokens
         self._is_end_told = self.is_finished
+        return self._output(text, num_chars=num_chars, num_tokens=num_tokens)
+
+    def _output(self, text: str, *, num_chars: int = 0, num_tokens: int = 0) -> CompletionOutput:
+        """Behind so many tokens, whose text has so many characters; text: what followed."""
         is_scored = self.request.params.logprobs is not None
-        return CompletionGrowth(
+        return CompletionOutput(
             index=self.request.index,
-            num_chars_before=num_chars,
-            num_tokens_before=num_tokens,
             text=text,
             token_ids=tuple(self._token_ids[num_tokens:]),
-            logprobs=tuple(self._logprobs[num_tokens:]) if is_scored else None,
             finish_reason=self._finish,
+            stop_reason=self._stop_reason,
+            logprobs=tuple(self._logprobs[num_tokens:]) if is_scored else None,
             error=self.request.error,
+            is_drafted=tuple(self._is_drafted[num_tokens:]),
+            num_chars_before=num_chars,
+            num_tokens_before=num_tokens,
         )
 
     def _note_tokens(self, update: RequestUpdate) -> None:

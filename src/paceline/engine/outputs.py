@@ -1,5 +1,5 @@
-"""What a caller gets back: frozen snapshots of a request and their JSON document, or growths: what
-came to it since the last one.
+"""What a caller gets back: frozen snapshots of a request and their JSON document, or growths, of
+the same form: what came to it since the growth before.  A snapshot is all growths, joined.
 """
 
 import math
@@ -14,7 +14,7 @@ from paceline.engine.token_logprobs import TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionOutput:
-    """One completion so far."""
+    """One completion so far; in a growth, what came to it since the growth before."""
 
     index: int = 0  # of the request's completions
     text: str  # everything released so far
@@ -24,6 +24,8 @@ class CompletionOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None  # [num_output_tokens] when asked for
     error: str | None = None  # why finish_reason is "error"
     is_drafted: tuple[bool, ...] = ()  # [num_output_tokens] whether a drafter proposed the token
+    num_chars_before: int = 0  # of its text, told by earlier growths
+    num_tokens_before: int = 0  # told likewise; 0: a snapshot or a first growth
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -45,6 +47,19 @@ class CompletionOutput:
             document["logprobs"] = [row.as_document() for row in self.logprobs]
             document["cumulative_logprob"] = self.cumulative_logprob
         return document
+
+    def then(self, later: "CompletionOutput") -> "CompletionOutput":
+        """This growth and the one that followed as one."""
+        logprobs = None if self.logprobs is None else self.logprobs + (later.logprobs or ())
+        return replace(
+            later,
+            num_chars_before=self.num_chars_before,
+            num_tokens_before=self.num_tokens_before,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=logprobs,
+            is_drafted=self.is_drafted + later.is_drafted,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +115,8 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput:
-    """One request's state, as the caller may see it.  When streaming, text and ids accumulate.
+    """One request's state, as the caller may see it.  When streaming, text and ids accumulate,
+    unless the caller asked for growths.
 
     A prompt that was refused has one output, whose finish_reason is "error".
     """
@@ -108,10 +124,10 @@ class RequestOutput:
     request_id: str
     prompt: str | None  # None when the prompt was given as token ids
     prompt_token_ids: tuple[int, ...]  # [num_prompt_tokens]
-    outputs: tuple[CompletionOutput, ...]  # [n] by index
+    outputs: tuple[CompletionOutput, ...]  # [n] by index; a growth's: of those that grew or ended
     finished: bool
     metrics: RequestMetrics | None  # of all completions together; None until finished
-    # [num_prompt_tokens] when asked for
+    # [num_prompt_tokens] when asked for; a growth's: beside a completion's first
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
     @classmethod
@@ -146,49 +162,11 @@ class RequestOutput:
         return document
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionGrowth:
-    """What came to one completion since its last growth; the pieces, joined, are its snapshot."""
-
-    index: int  # of the request's completions
-    num_chars_before: int  # of its text, told earlier
-    num_tokens_before: int  # 0: this is its first growth
-    text: str
-    token_ids: tuple[int, ...]  # [num_new_tokens]
-    logprobs: tuple[TokenLogprobs, ...] | None  # [num_new_tokens] when asked for
-    finish_reason: FinishReason | None  # None = still running; otherwise its last growth
-    error: str | None = None  # why finish_reason is "error"
-
-    def then(self, later: "CompletionGrowth") -> "CompletionGrowth":
-        """The two as one; `later` is the growth that followed."""
-        logprobs = None if self.logprobs is None else self.logprobs + (later.logprobs or ())
-        return replace(
-            later,
-            num_chars_before=self.num_chars_before,
-            num_tokens_before=self.num_tokens_before,
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=logprobs,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestGrowth:
-    """What came to one request since its last growth."""
-
-    prompt_token_ids: tuple[int, ...]  # [num_prompt_tokens]
-    outputs: tuple[CompletionGrowth, ...]  # of those that grew or ended, by index
-    finished: bool
-    metrics: RequestMetrics | None  # of all completions together; None until finished
-    # [num_prompt_tokens] when asked for, beside a completion's first growth
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-
-
-def joined(growths: Sequence[RequestGrowth]) -> RequestGrowth:
+def joined(growths: Sequence[RequestOutput]) -> RequestOutput:
     """Consecutive growths of one request, at least one, as one."""
     if len(growths) == 1:
         return growths[0]
-    outputs: dict[int, CompletionGrowth] = {}
+    outputs: dict[int, CompletionOutput] = {}
     for growth in growths:
         for piece in growth.outputs:
             before = outputs.get(piece.index)

@@ -3,28 +3,25 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from paceline.core.errors import PacelineError
-from paceline.engine.outputs import RequestGrowth, RequestOutput, joined
+from paceline.engine.outputs import RequestOutput, joined
 from paceline.engine.tracker import Tracker
-
-News = TypeVar("News", RequestGrowth, RequestOutput)
 
 
 @dataclass(frozen=True, slots=True)
-class Telling(Generic[News]):
+class Telling:
     """In which form a caller hears of a request."""
 
-    read: Callable[[Tracker], News]  # in the engine's thread, after a turn
-    join: Callable[[Sequence[News]], News]  # of consecutive ones, at least one
+    read: Callable[[Tracker], RequestOutput]  # in the engine's thread, after a turn
+    join: Callable[[Sequence[RequestOutput]], RequestOutput]  # of consecutive ones, at least one
 
 
 GROWTHS = Telling(Tracker.growth, joined)
 SNAPSHOTS = Telling(Tracker.snapshot, lambda snapshots: snapshots[-1])
 
 
-class Ticket(AsyncIterator[tuple[int, News]], Generic[News]):
+class Ticket(AsyncIterator[tuple[int, RequestOutput]]):
     """News of some prompts, as (index, news); those that wait for the reader are joined.
 
     telling: their form; stream: whether news of unfinished requests are worth sending.
@@ -36,16 +33,16 @@ class Ticket(AsyncIterator[tuple[int, News]], Generic[News]):
         num_prompts: int,
         *,
         num_completions: int,
-        telling: Telling[News],
+        telling: Telling,
         stream: bool,
-        on_close: Callable[["Ticket[News]"], None],
+        on_close: Callable[["Ticket"], None],
     ) -> None:
         self.num_completions = num_completions
-        self.telling: Telling[News] = telling
+        self.telling = telling
         self.stream = stream
         self._num_left = num_prompts
-        self._on_close: Callable[[Ticket[News]], None] = on_close
-        self._news: dict[int, list[News]] = {}  # by index, the longest waiting first
+        self._on_close = on_close
+        self._news: dict[int, list[RequestOutput]] = {}  # by index, the longest waiting first
         self._wake = asyncio.Event()
         self._is_accepted = False
         self._is_closed = False
@@ -61,7 +58,7 @@ class Ticket(AsyncIterator[tuple[int, News]], Generic[News]):
         self._is_accepted = True
         self._wake.set()
 
-    def deliver(self, index: int, news: News) -> None:
+    def deliver(self, index: int, news: RequestOutput) -> None:
         """Something new of one prompt."""
         self._news.setdefault(index, []).append(news)
         self._num_left -= news.finished
@@ -86,7 +83,7 @@ class Ticket(AsyncIterator[tuple[int, News]], Generic[News]):
                 raise self._error
             await self._woken()
 
-    async def __anext__(self) -> tuple[int, News]:
+    async def __anext__(self) -> tuple[int, RequestOutput]:
         while not self._news:
             if self._error is not None:
                 raise self._error

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from paceline.engine.completion import Completion
-from paceline.engine.outputs import RequestGrowth, RequestMetrics, RequestOutput
+from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.round_counts import RoundCounts
 from paceline.engine.scheduler import RequestUpdate
@@ -67,32 +67,27 @@ class Tracker:
 
     def snapshot(self) -> RequestOutput:
         """The request as it stands."""
+        return self._output([each.snapshot() for each in self._completions], is_first=True)
+
+    def growth(self) -> RequestOutput:
+        """What has come since the last call; unlike a snapshot, it costs what it tells."""
+        grown = [each.growth() for each in self._completions]
+        outputs = [each for each in grown if each is not None]
+        has_first = any(each.num_tokens_before == 0 for each in outputs)
+        return self._output(outputs, is_first=has_first)
+
+    def _output(self, outputs: Sequence[CompletionOutput], *, is_first: bool) -> RequestOutput:
+        """is_first: with the scores of the prompt, where they were asked for."""
+        is_scored = is_first and self.request.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_ids,
-            outputs=tuple(each.snapshot() for each in self._completions),
+            outputs=tuple(outputs),
             finished=self.is_finished,
             metrics=self._metrics() if self.is_finished else None,
-            prompt_logprobs=self._scored_prompt(),
+            prompt_logprobs=tuple(self._prompt_logprobs) if is_scored else None,
         )
-
-    def growth(self) -> RequestGrowth:
-        """What has come since the last call; unlike a snapshot, it costs what it tells."""
-        grown = [each.growth() for each in self._completions]
-        outputs = tuple(each for each in grown if each is not None)
-        has_first = any(each.num_tokens_before == 0 for each in outputs)
-        return RequestGrowth(
-            prompt_token_ids=self._prompt_ids,
-            outputs=outputs,
-            finished=self.is_finished,
-            metrics=self._metrics() if self.is_finished else None,
-            prompt_logprobs=self._scored_prompt() if has_first else None,
-        )
-
-    def _scored_prompt(self) -> tuple[TokenLogprobs | None, ...] | None:
-        is_scored = self.request.params.prompt_logprobs is not None
-        return tuple(self._prompt_logprobs) if is_scored else None
 
     def _metrics(self) -> RequestMetrics:
         return RequestMetrics.from_times(

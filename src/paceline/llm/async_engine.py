@@ -16,12 +16,13 @@ from typing import Any
 
 from paceline.core.errors import BusyError, PacelineError, RequestError, message
 from paceline.core.options import MAX_QUEUED, known
-from paceline.engine.ticket import News, Telling, Ticket
+from paceline.engine.outputs import RequestOutput
+from paceline.engine.ticket import Telling, Ticket
 from paceline.engine.tracker import Tracker
 from paceline.llm.admission import Admitted
 from paceline.llm.llm import LLM
 
-_News = tuple[Ticket[Any], int, Any]  # whose, of which prompt, what
+_News = tuple[Ticket, int, RequestOutput]  # whose, of which prompt, what
 _LOG = logging.getLogger("paceline")
 
 
@@ -29,7 +30,7 @@ _LOG = logging.getLogger("paceline")
 class _Running:
     """One prompt of one ticket, as the thread follows it."""
 
-    ticket: Ticket[Any]
+    ticket: Ticket
     index: int  # of the prompt in its ticket
     tracker: Tracker
 
@@ -51,12 +52,12 @@ class AsyncEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-engine")
         # Of the thread:
         self._running: dict[str, _Running] = {}  # by request id
-        self._names: dict[Ticket[Any], set[str]] = {}  # of these, by their ticket
+        self._names: dict[Ticket, set[str]] = {}  # of these, by their ticket
         self._is_ending = False
         # Of the loop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end_of_thread: asyncio.Future[None] | None = None
-        self._tickets: set[Ticket[Any]] = set()
+        self._tickets: set[Ticket] = set()
         self._num_open = 0  # completions of these
         self._failure: str | None = None
 
@@ -88,8 +89,8 @@ class AsyncEngine:
         self._commands.put(self._abort_running)
 
     async def generate(
-        self, admitted: Sequence[Admitted], *, telling: Telling[News], stream: bool
-    ) -> Ticket[News]:
+        self, admitted: Sequence[Admitted], *, telling: Telling, stream: bool
+    ) -> Ticket:
         """Queue prompts, all or none.
 
         The ticket iterates over (index of the prompt, news): one of the whole answer, or with
@@ -139,7 +140,7 @@ class AsyncEngine:
                 )
             )
 
-    def _on_close(self, ticket: Ticket[Any]) -> None:
+    def _on_close(self, ticket: Ticket) -> None:
         self._tickets.discard(ticket)
         self._num_open -= ticket.num_completions
         if not ticket.is_complete:
@@ -177,7 +178,7 @@ class AsyncEngine:
         if news:
             self._tell(_deliver, news)
 
-    def _submit(self, ticket: Ticket[Any], admitted: Sequence[Admitted]) -> None:
+    def _submit(self, ticket: Ticket, admitted: Sequence[Admitted]) -> None:
         try:
             trackers = self._llm.enqueue(admitted)
         except PacelineError as error:
@@ -189,7 +190,7 @@ class AsyncEngine:
             self._names.setdefault(ticket, set()).add(name)
         self._tell(ticket.accept)
 
-    def _cancel(self, ticket: Ticket[Any]) -> None:
+    def _cancel(self, ticket: Ticket) -> None:
         for name in self._names.pop(ticket, ()):
             del self._running[name]
             self._llm.abort(name)

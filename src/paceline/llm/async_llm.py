@@ -132,9 +132,7 @@ class AsyncLLM:
         """As of LLM.report, once started."""
         return self._live[0].report()
 
-    async def _queue(
-        self, prompt: Prompt, params: Params | None, *, stream: bool
-    ) -> Ticket[RequestOutput]:
+    async def _queue(self, prompt: Prompt, params: Params | None, *, stream: bool) -> Ticket:
         _, engine = self._live
         admitted = await asyncio.to_thread(self._prepared.admission.admit, prompt, params)
         _require_one("prompt", admitted)

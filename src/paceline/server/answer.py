@@ -12,7 +12,7 @@ from fastapi import Request, Response
 
 from paceline.core.errors import PacelineError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import CompletionGrowth, RequestGrowth
+from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.engine.ticket import GROWTHS, Ticket
 from paceline.server.errors import ApiError, as_api_error
@@ -36,12 +36,12 @@ class Writer(ABC):
 
     @abstractmethod
     def piece(
-        self, index: int, growth: RequestGrowth, completion: CompletionGrowth
+        self, index: int, growth: RequestOutput, completion: CompletionOutput
     ) -> list[Document]:
         """What a stream says of a choice that has grown or ended."""
 
     @abstractmethod
-    def whole(self, index: int, growth: RequestGrowth, completion: CompletionGrowth) -> Document:
+    def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
         """A choice that came in one piece."""
 
 
@@ -64,7 +64,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
-    def add(self, growth: RequestGrowth) -> None:
+    def add(self, growth: RequestOutput) -> None:
         self.completion_tokens += sum(len(each.token_ids) for each in growth.outputs)
         if growth.metrics is not None:
             self.prompt_tokens += growth.metrics.prompt_tokens
@@ -112,7 +112,7 @@ def _envelope(service: Service, job: Job) -> Document:
     }
 
 
-async def _start(service: Service, job: Job) -> Ticket[RequestGrowth]:
+async def _start(service: Service, job: Job) -> Ticket:
     admitted = await service.admit(job.prompts, job.params)
     return await service.engine.generate(admitted, telling=GROWTHS, stream=job.stream)
 
@@ -133,13 +133,11 @@ async def _whole(service: Service, job: Job) -> Document:
     return _envelope(service, job) | {"choices": choices, "usage": usage.document()}
 
 
-def _by_index(news: tuple[int, RequestGrowth]) -> int:
+def _by_index(news: tuple[int, RequestOutput]) -> int:
     return news[0]
 
 
-async def _events(
-    ticket: Ticket[RequestGrowth], job: Job, envelope: Document
-) -> AsyncGenerator[bytes, None]:
+async def _events(ticket: Ticket, job: Job, envelope: Document) -> AsyncGenerator[bytes, None]:
     no_usage = {"usage": None} if job.include_usage else {}
     usage = Usage()
     try:
@@ -161,7 +159,7 @@ async def _events(
         ticket.close()
 
 
-def _pieces(job: Job, at: int, growth: RequestGrowth) -> Iterator[Document]:
+def _pieces(job: Job, at: int, growth: RequestOutput) -> Iterator[Document]:
     """Of every choice of prompt number `at` that has news.  Raises ApiError for one without an
     answer.
     """
@@ -170,7 +168,7 @@ def _pieces(job: Job, at: int, growth: RequestGrowth) -> Iterator[Document]:
         yield from job.writer.piece(at * job.params.n + completion.index, growth, completion)
 
 
-def _require_answer(completion: CompletionGrowth) -> None:
+def _require_answer(completion: CompletionOutput) -> None:
     if completion.finish_reason is FinishReason.ERROR:
         raise ApiError(500, str(completion.error), code="generation_failed")
     if completion.finish_reason is FinishReason.ABORT:

@@ -1,6 +1,6 @@
 """/v1/chat/completions: messages through the model's chat template, answers as messages."""
 
-from paceline.engine.outputs import CompletionGrowth, RequestGrowth
+from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.server.answer import Document, Job, Writer, check_request
 from paceline.server.errors import ApiError
@@ -43,7 +43,7 @@ class ChatWriter(Writer):
         return [_delta(index, {"role": "assistant", "content": ""})]
 
     def piece(
-        self, index: int, growth: RequestGrowth, completion: CompletionGrowth
+        self, index: int, growth: RequestOutput, completion: CompletionOutput
     ) -> list[Document]:
         logprobs = self._logprobs(completion) if completion.token_ids else None
         choices = []
@@ -53,7 +53,7 @@ class ChatWriter(Writer):
             choices.append(_delta(index, {}, completion.finish_reason))
         return choices
 
-    def whole(self, index: int, growth: RequestGrowth, completion: CompletionGrowth) -> Document:
+    def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
         return {
             "index": index,
             "message": {"role": "assistant", "content": completion.text, "refusal": None},
@@ -61,7 +61,7 @@ class ChatWriter(Writer):
             "finish_reason": completion.finish_reason,
         }
 
-    def _logprobs(self, completion: CompletionGrowth) -> Document | None:
+    def _logprobs(self, completion: CompletionOutput) -> Document | None:
         if completion.logprobs is None:
             return None
         return chat_logprobs(self._names, completion.token_ids, completion.logprobs)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from paceline.engine.outputs import CompletionGrowth, RequestGrowth
+from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.answer import Document, Job, Writer, check_request
 from paceline.server.logprobs import completion_logprobs
@@ -47,13 +47,13 @@ class CompletionWriter(Writer):
         return []
 
     def piece(
-        self, index: int, growth: RequestGrowth, completion: CompletionGrowth
+        self, index: int, growth: RequestOutput, completion: CompletionOutput
     ) -> list[Document]:
         choice = self.whole(index, growth, completion)
         says = choice["text"] or choice["finish_reason"] or choice["logprobs"]
         return [choice] if says else []
 
-    def whole(self, index: int, growth: RequestGrowth, completion: CompletionGrowth) -> Document:
+    def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
         is_first = completion.num_tokens_before == 0
         return {
             "index": index,
@@ -66,7 +66,7 @@ class CompletionWriter(Writer):
         return self._echoed[index] if self._echoed else ""
 
     def _logprobs(
-        self, index: int, growth: RequestGrowth, completion: CompletionGrowth
+        self, index: int, growth: RequestOutput, completion: CompletionOutput
     ) -> Document | None:
         """Of the tokens of this piece, behind those of an echoed prompt in the first."""
         if completion.logprobs is None:
