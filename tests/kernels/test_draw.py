@@ -110,7 +110,7 @@ def test_the_cuts_of_the_kernel_keep_what_the_definition_keeps(kind: str) -> Non
     logits = torch.cat([logits_of(kind, seed)[:, :vocab] for seed in range(num)])
     token_ids = torch.zeros(num + 1, 1, dtype=torch.int32)
     at = SampledRows(torch.arange(1, num + 1), torch.arange(num), token_ids, None)
-    blocks = launch_best(logits, at, table.edits, block_vocab=64)
+    blocks = launch_best(logits, at, table.laws, table.edits, block_vocab=64)
     cuts = launch_cuts(
         logits, at, table.laws, table.edits, blocks, block_vocab=64, block_members=32
     )

@@ -191,7 +191,7 @@ def launch_draw(
     num_rows = logits.shape[0]
     if num_rows == 0:
         return
-    blocks = launch_best(logits, at, edits, block_vocab=block_vocab)
+    blocks = launch_best(logits, at, laws, edits, block_vocab=block_vocab)
     cuts = launch_cuts(logits, at, laws, edits, blocks, block_vocab=block_vocab)
     score, num_blocks = torch.empty_like(blocks.best), blocks.best.shape[1]
     given = (

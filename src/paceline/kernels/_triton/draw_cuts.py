@@ -5,10 +5,9 @@
     members   the tokens of that bucket, as keys; the exact mass above them
     cuts      the cut, by bisection over the keys of the members
 
-Keys are the bits of -scaled, which is not negative: they are ordered as the numbers are.  Buckets
-are of equal width, from the row's best logit to the lowest that may pass.  Their masses are sums of
-float32, so where they leave two buckets open both have members.  What decides is a sum of whole
-numbers, whose order cannot matter.
+Keys are the bits of -scaled, which is not negative: they are ordered as the numbers are.  Masses of
+buckets are sums of float32, so where they leave two
+open both have members.  What decides is a sum of whole numbers, whose order cannot matter.
 """
 
 import torch
@@ -18,14 +17,15 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from paceline.kernels._triton.draw_blocks import (
+    BUCKETS,
     FILTER,
     NO_TOKEN,
     TOKENS_OF_BLOCK,
+    WIDEST,
     RowBlocks,
     block_tile,
     inverse_of,
     logits_of,
-    over_blocks,
     row_sizes,
 )
 from paceline.kernels._triton.launch import (
@@ -39,9 +39,6 @@ from paceline.kernels._triton.split_merge import finishes_last
 from paceline.kernels.draw import Laws
 from paceline.kernels.edit_logits import Edits, SampledRows
 
-_BUCKETS = 16
-_WIDEST = tl.constexpr(32.0)  # of -scaled: tokens further below the best have no mass
-_NARROWEST = tl.constexpr(1e-30)  # of -scaled: below it all are in bucket 0
 _SLACK = tl.constexpr(1e-4)  # relative error of masses; of a float32 sum over a row far less
 _WEIGHT_SCALE = tl.constexpr(1099511627776.0)  # keep_mask.WEIGHT_SCALE
 _BLOCK_MEMBERS = 8192  # that a program of cuts holds in registers
@@ -59,38 +56,22 @@ def weigh(
 
 
 @triton.jit
-def _in_buckets(
-    logits_ptr,  # [num_rows, vocab]
-    edited_ptr,  # [num_rows, vocab] float32
-    best_ptr,  # [num_rows, blocks] float32
-    lowest_ptr,  # [num_rows, blocks] float32
-    n,
-    asks,
-    inverse,  # float32, 1 / temperature
-    top_k,  # int64
-    top_p,  # float32
-    stride_logits_row,
-    vocab,
-    num_blocks,
-    tokens,  # [BLOCK_VOCAB] int32
+def _buckets(
+    scaled,  # float32
+    edges_ptr,  # [5] float32, a row's: as row_edges has them
     BUCKETS: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """(scaled float32, buckets int32, best float32) of some tokens of a row that filters.
+    """int32: 0 holds the best; none is above the one of a lower logit.
 
-    Bucket 0 holds the best; none is above the one of a lower logit.
+    Two kernels must agree, so no product is left to the compiler to fuse with a sum.
     """
-    best = tl.max(over_blocks(best_ptr, n, num_blocks, float("-inf"), BLOCK), axis=0)
-    low = tl.min(over_blocks(lowest_ptr, n, num_blocks, float("inf"), BLOCK), axis=0)
-    logits = logits_of(logits_ptr, edited_ptr, n, asks, stride_logits_row, vocab, tokens)
-    scaled = (logits - best) * inverse
-    width = tl.minimum((best - low) * inverse, _WIDEST)
-    if top_k >= vocab:
-        # Even a whole vocabulary further down has less than 1 - top_p of the best's mass.
-        width = tl.minimum(width, tl.log(vocab.to(tl.float32) / (1.0 - top_p)) + 0.1)
-    by_depth = tl.where(width > _NARROWEST, BUCKETS / tl.maximum(width, _NARROWEST), 0.0)
-    depth = tl.minimum(-scaled, _WIDEST)
-    return scaled, tl.minimum(depth * by_depth, BUCKETS - 1.0).to(tl.int32), best
+    near, far = tl.load(edges_ptr), tl.load(edges_ptr + 1)
+    depth = tl.minimum(-scaled, WIDEST)
+    found = tl.fma(tl.minimum(depth, near), tl.load(edges_ptr + 2), 0.0)
+    between = tl.maximum(tl.minimum(depth, far) - near, 0.0)
+    found = tl.fma(between, tl.load(edges_ptr + 3), found)
+    found = tl.fma(tl.maximum(depth - far, 0.0), tl.load(edges_ptr + 4), found)
+    return tl.minimum(found, BUCKETS - 1.0).to(tl.int32)
 
 
 @triton.jit
@@ -132,8 +113,8 @@ def _masses_kernel(
     temperature_ptr,  # [table rows] float32
     top_k_ptr,  # [table rows] int64
     top_p_ptr,  # [table rows] float32
-    best_ptr,  # [num_rows, blocks] float32
-    lowest_ptr,  # [num_rows, blocks] float32
+    row_best_ptr,  # [num_rows] float32
+    edges_ptr,  # [num_rows, 5] float32
     masses_ptr,  # [num_rows, blocks, BUCKETS] float32; of a row with top-k numbers of tokens
     arrived_ptr,  # [num_rows] int32, 0 before and after
     brackets_ptr,  # [num_rows, 2] int32: first and last bucket whose tokens tell the cut
@@ -159,10 +140,10 @@ def _masses_kernel(
         if (top_k < vocab) | (top_p < 1.0):
             inverse = inverse_of(tl.load(temperature_ptr + row * stride_floats))
             tokens = block * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-            scaled, buckets, best = _in_buckets(
-                logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, inverse, top_k, top_p,
-                stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
-            )  # fmt: skip
+            best = tl.load(row_best_ptr + n)
+            logits = logits_of(logits_ptr, edited_ptr, n, asks, stride_logits_row, vocab, tokens)
+            scaled = (logits - best) * inverse
+            buckets = _buckets(scaled, edges_ptr + n * 5, BUCKETS)
             weights = tl.where(top_k < vocab, 1.0, tl.exp(scaled))
             weights = tl.where(tokens < vocab, weights, 0.0)
             slots = tl.arange(0, BUCKETS)
@@ -172,12 +153,10 @@ def _masses_kernel(
                 masses = tl.where(slots == bucket, mass, masses)
             tl.store(masses_ptr + (n * num_blocks + block) * BUCKETS + slots, masses)
             if finishes_last(arrived_ptr + n, num_blocks):
-                first, last = _bracket(
-                    masses_ptr, n, num_blocks, top_k, top_p, vocab, BUCKETS, BLOCK
-                )
-                last = tl.where(best < float("inf"), last, -1)  # not finite: no keys
-                tl.store(brackets_ptr + n * 2, first)
-                tl.store(brackets_ptr + n * 2 + 1, last)
+                low, high = _bracket(masses_ptr, n, num_blocks, top_k, top_p, vocab, BUCKETS, BLOCK)
+                high = tl.where(best < float("inf"), high, -1)  # not finite: no keys
+                tl.store(brackets_ptr + n * 2, low)
+                tl.store(brackets_ptr + n * 2 + 1, high)
 
 
 @triton.jit
@@ -189,8 +168,8 @@ def _members_kernel(
     temperature_ptr,  # [table rows] float32
     top_k_ptr,  # [table rows] int64
     top_p_ptr,  # [table rows] float32
-    best_ptr,  # [num_rows, blocks] float32
-    lowest_ptr,  # [num_rows, blocks] float32
+    row_best_ptr,  # [num_rows] float32
+    edges_ptr,  # [num_rows, 5] float32
     brackets_ptr,  # [num_rows, 2] int32
     members_ptr,  # [num_rows] int32
     keys_ptr,  # [num_rows, vocab] int32, in any order
@@ -201,7 +180,6 @@ def _members_kernel(
     vocab,
     num_blocks,
     BUCKETS: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     LIBDEVICE: tl.constexpr,
     OVERLAPPED: tl.constexpr,
@@ -217,19 +195,19 @@ def _members_kernel(
         top_p = tl.load(top_p_ptr + row * stride_floats)
         if (top_k < vocab) | (top_p < 1.0):
             inverse = inverse_of(tl.load(temperature_ptr + row * stride_floats))
-            first, last = tl.load(brackets_ptr + n * 2), tl.load(brackets_ptr + n * 2 + 1)
+            low, high = tl.load(brackets_ptr + n * 2), tl.load(brackets_ptr + n * 2 + 1)
             tokens = block * BLOCK_VOCAB + tl.arange(0, BLOCK_VOCAB)
-            scaled, buckets, _best = _in_buckets(
-                logits_ptr, edited_ptr, best_ptr, lowest_ptr, n, asks, inverse, top_k, top_p,
-                stride_logits_row, vocab, num_blocks, tokens, BUCKETS, BLOCK,
-            )  # fmt: skip
+            best = tl.load(row_best_ptr + n)
+            logits = logits_of(logits_ptr, edited_ptr, n, asks, stride_logits_row, vocab, tokens)
+            scaled = (logits - best) * inverse
+            buckets = _buckets(scaled, edges_ptr + n * 5, BUCKETS)
             if top_k >= vocab:
                 _, weights = weigh(scaled, LIBDEVICE)
                 weights = tl.where(tokens < vocab, weights, 0)
                 at = sums_ptr + n * num_blocks + block
-                tl.store(at, tl.sum(tl.where(buckets < first, weights, 0), axis=0))
+                tl.store(at, tl.sum(tl.where(buckets < low, weights, 0), axis=0))
                 tl.store(at + tl.num_programs(1) * num_blocks, tl.sum(weights, axis=0))
-            is_member = (buckets >= first) & (buckets <= last) & (tokens < vocab)
+            is_member = (buckets >= low) & (buckets <= high) & (tokens < vocab)
             num_members = tl.sum(is_member.to(tl.int32), axis=0)
             if num_members > 0:
                 start = tl.atomic_add(members_ptr + n, num_members)
@@ -408,13 +386,14 @@ def launch_cuts(
     """[num_rows] int32, of rows that filter: tokens with keys up to it pass top-k and top-p."""
     (num_rows, vocab), device = logits.shape, logits.device
     num_blocks = blocks.best.shape[1]
-    masses = torch.empty(num_rows, num_blocks, _BUCKETS, device=device)
+    masses = torch.empty(num_rows, num_blocks, BUCKETS, device=device)
     brackets = torch.empty(num_rows, 2, dtype=torch.int32, device=device)
     sums = torch.empty(2, num_rows, num_blocks, dtype=torch.int64, device=device)
     keys = torch.empty(num_rows, vocab, dtype=torch.int32, device=device)
     cuts = torch.empty(num_rows, dtype=torch.int32, device=device)
     sizes = row_sizes(logits, laws, edits, num_blocks)
-    arrived, members = blocks.counts
+    block = {"BLOCK": sizes.pop("BLOCK")}
+    _, arrived, members = blocks.counts
     given = (
         logits,
         blocks.edited,
@@ -423,8 +402,8 @@ def launch_cuts(
         laws.temperature,
         laws.top_k,
         laws.top_p,
-        blocks.best,
-        blocks.lowest,
+        blocks.row_best,
+        blocks.edges,
     )
     launch(
         _masses_kernel,
@@ -433,8 +412,9 @@ def launch_cuts(
         masses,
         arrived,
         brackets,
-        BUCKETS=_BUCKETS,
+        BUCKETS=BUCKETS,
         **sizes,
+        **block,
         **block_tile(block_vocab),
         **overlap_options(device, _masses_kernel),
     )
@@ -446,7 +426,7 @@ def launch_cuts(
         members,
         keys,
         sums,
-        BUCKETS=_BUCKETS,
+        BUCKETS=BUCKETS,
         LIBDEVICE=not interpreted(_members_kernel),
         **sizes,
         **block_tile(block_vocab),
@@ -467,7 +447,7 @@ def launch_cuts(
         sizes["stride_floats"],
         vocab,
         num_blocks,
-        BLOCK=sizes["BLOCK"],
+        **block,
         BLOCK_MEMBERS=block_members,
         FEW_MEMBERS=block_members // _FEW,
         LIBDEVICE=not interpreted(_cuts_kernel),
