@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.measurements import parse_table
 from paceline.bench import attention_workload, flashinfer_peer, interleaved
-from paceline.bench.attention import bench_attention, choose_peer, table
+from paceline.bench.attention import bench_attention, choose_peer
 from paceline.bench.attention_contenders import check, our_make, ragged_lens, require_memory
 from paceline.bench.attention_shape import FLAGS, AttentionShape
 from paceline.bench.attention_workload import make_workload
@@ -50,7 +50,7 @@ def flashinfer(monkeypatch):
 
 @pytest.mark.parametrize("extend_len", [1, 5])
 def test_the_document_fits_its_schema(extend_len):
-    document = bench_attention(small(extend_len=extend_len))
+    document = bench_attention(small(extend_len=extend_len)).to_json()
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
     assert [row["name"] for row in document["results"]] == ["torch"]
     assert document["ratio"] is None
@@ -144,7 +144,7 @@ def test_flashinfer_is_driven_as_it_is_documented(flashinfer, extend_len, kv_dty
 
 def test_a_peer_is_compared_by_its_better_kernel(flashinfer, monkeypatch):
     monkeypatch.setattr(flashinfer_peer, "absence", lambda shape, device_type: None)
-    document = bench_attention(small(), peer="flashinfer")
+    document = bench_attention(small(), peer="flashinfer").to_json()
     ours, *peers = [row["us"] for row in document["results"]]
     assert len(peers) == 2
     assert document["ratio"] == pytest.approx(min(peers) / ours)
@@ -307,28 +307,29 @@ def asked(**changes):
 
 def compared(*backends, **changes):
     plan = plan_of(asked(backends=",".join(backends), **changes))
-    document = bench_backends(plan, cpu_facts())
-    jsonschema.validate(json.loads(json.dumps(document)), json.loads(BACKENDS_SCHEMA.read_text()))
-    return document
+    report = bench_backends(plan, cpu_facts())
+    document = json.loads(json.dumps(report.to_json()))
+    jsonschema.validate(document, json.loads(BACKENDS_SCHEMA.read_text()))
+    return report
 
 
 @pytest.mark.parametrize(("extend_len", "phase"), [(1, "decode"), (5, "prefill")])
 def test_backends_are_measured_beside_each_other(extend_len, phase):
-    document = compared("torch", f"{__name__}:Planned", extend_len=extend_len)
-    assert [row["backend"] for row in document["rows"]] == ["torch", f"{__name__}:Planned"]
-    assert {row["phase"] for row in document["rows"]} == {phase}
-    assert document["notes"] == []
+    report = compared("torch", f"{__name__}:Planned", extend_len=extend_len)
+    assert [row.backend for row in report.rows] == ["torch", f"{__name__}:Planned"]
+    assert {row.phase for row in report.rows} == {phase}
+    assert report.notes == ()
 
 
 def test_a_backend_that_cannot_run_or_is_wrong_gets_a_note_and_no_row():
     names = [f"{__name__}:Fails", "fa4", "torch", f"{__name__}:Wrong"]
-    document = compared(*names)
-    assert [row["backend"] for row in document["rows"]] == ["torch"]
-    fails, fa4, wrong = document["notes"]
-    assert fails["reasons"] == ["OSError: libnothing.so: cannot open"]
-    assert fa4["reasons"][0] == "device must be cuda, got cpu"
-    assert wrong["reasons"][0].startswith("IntegrityError: attention of")
-    assert f"not {__name__}:Fails for 4 x 40 keys, 1 new: OSError" in table(document)
+    report = compared(*names)
+    assert [row.backend for row in report.rows] == ["torch"]
+    fails, fa4, wrong = report.notes
+    assert fails.reasons == ["OSError: libnothing.so: cannot open"]
+    assert fa4.reasons[0] == "device must be cuda, got cpu"
+    assert wrong.reasons[0].startswith("IntegrityError: attention of")
+    assert f"not {__name__}:Fails for 4 x 40 keys, 1 new: OSError" in report.table()
 
 
 @pytest.mark.parametrize(
@@ -336,10 +337,10 @@ def test_a_backend_that_cannot_run_or_is_wrong_gets_a_note_and_no_row():
 )
 @pytest.mark.parametrize("others", [[], ["torch"]], ids=["alone", "beside another"])
 def test_a_backend_that_cannot_be_timed_costs_no_other_its_row(name, reason, others):
-    document = compared(f"{__name__}:{name}", *others)
-    assert [row["backend"] for row in document["rows"]] == others
-    (note,) = document["notes"]
-    assert (note["backend"], note["reasons"]) == (f"{__name__}:{name}", [f"RuntimeError: {reason}"])
+    report = compared(f"{__name__}:{name}", *others)
+    assert [row.backend for row in report.rows] == others
+    (note,) = report.notes
+    assert (note.backend, note.reasons) == (f"{__name__}:{name}", [f"RuntimeError: {reason}"])
 
 
 def test_a_suite_has_both_phases_of_the_layer_that_was_asked_for():

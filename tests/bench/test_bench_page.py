@@ -6,22 +6,58 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.page import (
-    Bars,
-    attention_bars,
-    latency_bars,
-    page,
-    profile_bars,
-    speculative_bars,
-)
+from paceline.attention.measurements import Measurement
+from paceline.bench.attention import ContenderResult, attention_bars
+from paceline.bench.backends import backend_bars
+from paceline.bench.latency import LatencyResult, latency_bars
+from paceline.bench.page import Bars, page, profile_bars
+from paceline.bench.paired_runs import SpeedUp
+from paceline.bench.speculative import PromptResult, SpeculativeReport
+from paceline.engine.acceptance import Acceptance
 
 RESULTS = Path(__file__).parents[2] / "docs/results"
+
+
+def drawn_latency(document):
+    return latency_bars([LatencyResult(**row) for row in document["results"]])
+
+
+def drawn_speculative(document):
+    prompts = [row | {"acceptance": acceptance(row)} for row in document["prompts"]]
+    return SpeculativeReport(
+        prepared=None,
+        forced=document["forced"],
+        texts=None,
+        output_len=document["output_len"],
+        acceptance=acceptance(document),
+        plain_tok_s=document["plain_tok_s"],
+        speculative_tok_s=document["speculative_tok_s"],
+        speed_up=SpeedUp(**document["speed_up"]),
+        prompts=tuple(PromptResult(**row) for row in prompts),
+        is_cut=False,
+    ).drawings()
+
+
+def acceptance(document):
+    told = document["acceptance"]
+    accepted = tuple(round(share * told["rounds"]) for share in told["accepted_by_position"])
+    return Acceptance(rounds=told["rounds"], drafted=told["drafted_tokens"], accepted=accepted)
+
+
+def drawn_attention(document):
+    return attention_bars([ContenderResult(**row) for row in document["results"]])
+
+
+def drawn_backends(document):
+    return backend_bars([Measurement(**row) for row in document["rows"]])
+
+
 RECORDS = [
-    ("h200-bench-latency-llama-3.1-8b.json", latency_bars),
-    ("h200-bench-latency-round-chain.json", latency_bars),
-    ("cpu-bench-speculative-chain.json", speculative_bars),
-    ("h200-bench-attention.json", attention_bars),
-    ("h200-bench-attention-backends.json", attention_bars),
+    ("h200-bench-latency-llama-3.1-8b.json", drawn_latency),
+    ("h200-bench-latency-round-chain.json", drawn_latency),
+    ("cpu-bench-speculative-chain.json", drawn_speculative),
+    ("h200-bench-attention.json", drawn_attention),
+    ("h200-bench-attention-backends.json", drawn_backends),
     ("h200-profile-decode-batch-1.json", profile_bars),
     ("h200-profile-round-chain-batch-1.json", profile_bars),
 ]
@@ -57,13 +93,13 @@ def test_every_number_of_a_record_is_drawn_and_written(name, bars_of):
 
 
 def test_a_latency_page_shows_each_batch():
-    titles = {bars.title: dict(bars.rows) for bars in latency_bars(record(RECORDS[0][0]))}
+    titles = {bars.title: dict(bars.rows) for bars in drawn_latency(record(RECORDS[0][0]))}
     assert titles["Decode rate of the whole batch [tokens/s]"]["batch 1"] == pytest.approx(257.8167)
     assert titles["Tokens per round of one request"] == {}
 
 
 def test_an_acceptance_page_shows_each_position():
-    first = speculative_bars(record("cpu-bench-speculative-chain.json"))[0]
+    first = drawn_speculative(record("cpu-bench-speculative-chain.json"))[0]
     assert [name for name, _ in first.rows] == ["draft 1", "draft 2", "draft 3"]
     assert first.rows[0][1] == pytest.approx(74.806, abs=0.001)
 
@@ -78,7 +114,7 @@ def test_a_profile_page_shows_the_whole_step():
 
 def test_forced_acceptance_is_said_over_every_drawing():
     document = record("cpu-bench-speculative-chain.json") | {"forced": 2.5}
-    bars = speculative_bars(document)
+    bars = drawn_speculative(document)
     assert all(each.title.startswith("FORCED to 2.5 tokens per round: ") for each in bars)
 
 

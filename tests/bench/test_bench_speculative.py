@@ -1,7 +1,7 @@
 """The benchmark of speculation: what it counts, what it refuses to tell, what it calls forced."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jsonschema
@@ -11,10 +11,9 @@ from llm_cases import Checkpoint
 
 from paceline.bench import speculative as bench_module
 from paceline.bench.latency import bench_latency
-from paceline.bench.latency import table as latency_table
 from paceline.bench.latency_shape import LatencyShape
 from paceline.bench.paired_runs import speed_up
-from paceline.bench.speculative import bench_speculative, table
+from paceline.bench.speculative import bench_speculative
 from paceline.bench.speculative_shape import SpeculativeShape
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError, IntegrityError
@@ -50,7 +49,8 @@ def asked(checkpoint: Checkpoint, **options):
 
 
 def test_every_token_behind_the_first_is_of_a_round(checkpoint):
-    document = bench_speculative(asked(checkpoint), SHAPE)
+    report = bench_speculative(asked(checkpoint), SHAPE)
+    document = report.to_json()
     validate(document, "bench_speculative")
     assert document["texts"] == {"equal": 2, "tie": 0}
     assert document["forced"] is None
@@ -60,7 +60,7 @@ def test_every_token_behind_the_first_is_of_a_round(checkpoint):
     assert acceptance["mean_tokens_per_round"] == pytest.approx(
         1 + sum(acceptance["accepted_by_position"])
     )
-    text = table(document)
+    text = report.table()
     assert "speed-up" in text
     assert "texts: 2 equal, 0 tie" in text
     assert "FORCED" not in text
@@ -77,14 +77,16 @@ def test_a_request_says_which_tokens_were_drafts(checkpoint):
 
 
 def test_forced_acceptance_is_named_in_every_line_and_compares_no_text(checkpoint):
-    document = bench_speculative(asked(checkpoint, force_accept_len=2.0), SHAPE)
+    report = bench_speculative(asked(checkpoint, force_accept_len=2.0), SHAPE)
+    document = report.to_json()
     validate(document, "bench_speculative")
     assert document["texts"] is None
     assert document["forced"] == 2.0
     assert document["acceptance"]["mean_tokens_per_round"] == pytest.approx(2.0, abs=0.2)
-    lines = table(document).splitlines()
+    titles = [bars.title for bars in report.drawings()]
+    lines = report.table().splitlines() + titles
     assert all(line.startswith("FORCED to 2 tokens per round: ") for line in lines)
-    assert lines[-1].endswith("texts are wrong and were not compared")
+    assert lines[-len(titles) - 1].endswith("texts are wrong and were not compared")
 
 
 def test_an_engine_of_forced_acceptance_says_so(checkpoint):
@@ -125,12 +127,12 @@ def test_shapes_that_cannot_be_timed_are_refused(counts, text):
 
 
 def test_the_speed_up_is_a_geometric_mean_with_an_interval_around_it():
-    assert speed_up([2.0, 2.0]) == pytest.approx(
+    assert asdict(speed_up([2.0, 2.0])) == pytest.approx(
         {"mean": 2.0, "low": 2.0, "high": 2.0, "confidence": 0.95}
     )
     found = speed_up([0.5, 1.0, 2.0, 4.0])
-    assert found["mean"] == pytest.approx(2**0.5)
-    assert 0.5 < found["low"] < found["mean"] < found["high"] < 4.0
+    assert found.mean == pytest.approx(2**0.5)
+    assert 0.5 < found.low < found.mean < found.high < 4.0
     assert speed_up([0.5, 1.0, 2.0, 4.0]) == found
 
 
@@ -152,13 +154,14 @@ def test_the_command_line_ends_with_the_document(checkpoint, tmp_path):
 def test_latency_names_the_drafter_and_what_was_forced(checkpoint):
     shape = LatencyShape(batch_sizes=(1, 2), input_len=9, output_len=13)
     options = asked(checkpoint, force_accept_len=3.0)
-    document = bench_latency(options, shape)
+    report = bench_latency(options, shape)
+    document = report.to_json()
     validate(document, "bench_latency")
     assert document["speculation"]["forced_tokens_per_round"] == 3.0
     assert [row["mean_tokens_per_round"] for row in document["results"]] == pytest.approx(
         [3.0, 3.0], abs=0.3
     )
-    text = latency_table(document)
+    text = report.table()
     assert "speculation NGRAM, 3 steps, topk 1, 4 tokens verified: 3" in text
     assert "FORCED to 3 tokens per round, the texts are wrong" in text
 
@@ -199,7 +202,7 @@ def test_ctrl_c_leaves_the_prompts_that_were_timed(checkpoint, monkeypatch):
         return timed[0]
 
     monkeypatch.setattr(bench_module, "in_turns", interrupted)
-    told = bench_module.bench_speculative(asked(checkpoint), SHAPE)
+    told = bench_module.bench_speculative(asked(checkpoint), SHAPE).to_json()
     validate(told, "bench_speculative")
     assert [row["prompt"] for row in told["prompts"]] == [SHAPE.prompts[0].name]
     assert told["texts"] == {"equal": 1, "tie": 0}

@@ -15,7 +15,6 @@ from paceline.bench import throughput as bench_module
 from paceline.bench.page import page
 from paceline.bench.throughput import bench_throughput
 from paceline.bench.throughput_report import Steady, over_passes, percentile, time_by_kind
-from paceline.bench.throughput_table import table, throughput_drawings
 from paceline.bench.traffic import plan_traffic
 from paceline.bench.traffic_pass import TrafficPass, run_pass
 from paceline.bench.traffic_shape import USUAL_OUTPUT, Lengths, TrafficShape
@@ -44,15 +43,25 @@ def plan(checkpoint: Checkpoint, shape: TrafficShape, **options):
 
 
 def told(checkpoint: Checkpoint, shape: TrafficShape = SHAPE, **options):
-    document = bench_throughput(asked(checkpoint, **options), shape)
+    return reported(checkpoint, shape, **options).to_json()
+
+
+def reported(checkpoint: Checkpoint, shape: TrafficShape = SHAPE, **options):
+    report = bench_throughput(asked(checkpoint, **options), shape)
+    document = report.to_json()
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
     json.dumps(document, allow_nan=False)
-    return document
+    return report
 
 
 @pytest.fixture(scope="module")
-def document(checkpoint):
-    return told(checkpoint)
+def report(checkpoint):
+    return reported(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def document(report):
+    return report.to_json()
 
 
 def test_a_document_tells_of_every_token_of_every_pass(document):
@@ -101,12 +110,12 @@ def test_time_by_kind_is_the_time_of_the_pass(document):
     assert len(ms) == 10
 
 
-def test_the_table_and_the_page_show_it(document):
-    text = table(document)
+def test_the_table_and_the_page_show_it(report, document):
+    text = report.table()
     assert "6 of 6 answers are equal" in text
     assert "decode eager" in text
     assert "longest turns" in text
-    drawn = page("traffic", document, throughput_drawings(document))
+    drawn = page("traffic", document, report.drawings())
     assert drawn.count("<polyline") == 6
     assert "Where the time of the steady pass went [s]" in drawn
 
@@ -160,16 +169,17 @@ def test_a_pass_counts_from_its_begin_and_waits_from_when_a_request_was_due(chec
         waited_s += came_s[-1] - came_s[0]
     assert done.ttft_s == pytest.approx(ttft_s)
     assert sum(done.gaps_s) == pytest.approx(waited_s)
-    told_s = sum(row["seconds"] for row in time_by_kind(done))
+    told_s = sum(row.seconds for row in time_by_kind(done))
     assert told_s == pytest.approx(sum(turn.seconds for turn in done.turns), rel=1e-6)
 
 
 def test_sampled_answers_repeat(checkpoint):
-    document = told(checkpoint, replace(SHAPE, temperature=0.8, top_p=0.95, repeats=0))
+    report = reported(checkpoint, replace(SHAPE, temperature=0.8, top_p=0.95, repeats=0))
+    document = report.to_json()
     assert document["check"]["equal"] == 6
     assert document["steady"] is document["median_pass"] is None
     assert document["first"]["details"]["excess_ms"] is None
-    assert "steady" not in table(document).partition("\n\n")[0]
+    assert "steady" not in report.table().partition("\n\n")[0]
 
 
 def test_passes_have_tokens_of_their_own_and_a_seed_gives_the_same(checkpoint):
@@ -333,10 +343,11 @@ def test_medians_and_percentiles():
 
 
 def test_one_token_each_has_no_gaps_and_no_decode_rate(checkpoint):
-    document = told(checkpoint, replace(SHAPE, output_len=Lengths.parse("1"), repeats=1))
+    report = reported(checkpoint, replace(SHAPE, output_len=Lengths.parse("1"), repeats=1))
+    document = report.to_json()
     assert document["first"]["inter_token_ms"] is None
     assert document["first"]["decode_tok_s"] is None
-    assert "first" in table(document)
+    assert "first" in report.table()
 
 
 def test_the_decode_rate_is_that_of_all_decoding_together(checkpoint):

@@ -52,16 +52,18 @@ class FakeEngine:
 
         return SimpleNamespace(apply_chat_template=apply, has_chat_template=self.template)
 
-    def report(self):
-        return {
-            "versions": {"python": "3.11.0", "torch": None},
-            "device": "a CPU",
-            "vocab_size": 50,
-            "options": {"device": {"value": "cpu", "origin": "chosen: a CPU"}},
-            "memory": {"planned": {"total_bytes": 1 << 30}},
-            "attention": {"name": "torch", "why": "asked for"},
-            "speculation": None,
-        }
+    @property
+    def prepared(self):
+        attention = {"name": "torch", "why": "asked for"}
+        return SimpleNamespace(
+            device=SimpleNamespace(name="a CPU", device_type="cpu"),
+            config=SimpleNamespace(vocab_size=50),
+            options=SimpleNamespace(model=self.asked.get("model", "bundled")),
+            fit=SimpleNamespace(total_bytes=1 << 30),
+            attention=SimpleNamespace(**attention),
+            speculation=None,
+            to_json=lambda: {"attention": attention, "speculation": None},
+        )
 
     def close(self):
         self.closed = True

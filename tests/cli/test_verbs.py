@@ -301,7 +301,7 @@ def test_a_page_that_cannot_be_written_is_told_before_the_bench_runs(tmp_path):
 
 def test_bench_document_fits_its_schema_and_its_prompts_are_exact():
     engine = FakeEngine()
-    document = bench(engine)
+    document = bench(engine).to_json()
     validate(document, "bench_latency")
     assert [row["batch_size"] for row in document["results"]] == [1, 2]
     assert {len(prompt) for batch in engine.prompts for prompt in batch} == {5}

@@ -9,14 +9,13 @@ those of K and V, which is all that decode must move.  With --backends several o
 instead, over a suite of shapes (`bench_backends`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 from paceline.attention.registry import choose
-from paceline.bench import backends as bench_backends
 from paceline.bench import flashinfer_peer
 from paceline.bench.attention_contenders import (
     Make,
@@ -29,7 +28,9 @@ from paceline.bench.attention_contenders import (
 )
 from paceline.bench.attention_shape import AttentionShape, shape_of
 from paceline.bench.attention_workload import make_workload
+from paceline.bench.backends import BackendsReport, bench_backends, plan_of
 from paceline.bench.interleaved import Timing, time_interleaved
+from paceline.bench.page import Bars, bars
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import DeviceFacts
 from paceline.plan.machine import local_device, versions
@@ -44,14 +45,95 @@ class Peer:
     makes: Mapping[str, Make]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContenderResult:
+    """One contender, timed."""
+
+    name: str
+    us: float  # of one layer, the median
+    spread: float  # (slowest - fastest) / median
+    gb_s: float  # of K and V
+    tflop_s: float
+    share: float | None  # of what the device could do at most; None: not known
+    error: float  # in the unit of Workload.worst_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionReport:
+    """What was found."""
+
+    facts: DeviceFacts
+    shape: AttentionShape
+    layers: int
+    backend: str  # ours
+    peer: Peer
+    results: tuple[ContenderResult, ...]
+    ratio: float | None  # the peer's time over ours
+    is_cut: bool = False  # it is all or nothing
+
+    def to_json(self) -> dict[str, object]:
+        """The document."""
+        return {
+            "benchmark": "attention",
+            "device": {
+                "name": self.facts.name,
+                "type": self.facts.device_type,
+                "total_bytes": self.facts.total_bytes,
+                "bandwidth_bytes_s": self.facts.bandwidth_bytes_s,
+                "matmul_flops": self.facts.matmul_flops,
+            },
+            "versions": {**versions(), "flashinfer": flashinfer_peer.version()},
+            "shape": asdict(self.shape),
+            "layers": self.layers,
+            "backend": self.backend,
+            "peer": {"name": self.peer.name, "why": self.peer.why},
+            "results": [asdict(each) for each in self.results],
+            "ratio": self.ratio,
+        }
+
+    def table(self) -> str:
+        """For people."""
+        shape, peer = self.shape, self.peer
+        phase = "decode" if shape.extend_len == 1 else f"extend of {shape.extend_len}"
+        rows = [
+            f"{phase}: {shape.batch_size} x {shape.kv_len} keys, {shape.num_heads}/"
+            f"{shape.num_kv_heads} heads of {shape.head_dim}, page {shape.page_size}, "
+            f"{shape.dtype}, cache {shape.kv_dtype}, {self.layers} layers",
+            f"on {self.facts.name}; peer {peer.name or 'none'} ({peer.why})",
+            f"{'':<26}{'us':>10}{'spread':>9}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>10}{'error':>8}",
+        ]
+        for each in self.results:
+            share = "-" if each.share is None else f"{each.share:.1%}"
+            rows.append(
+                f"{each.name:<26}{each.us:>10.1f}{each.spread:>9.1%}{each.gb_s:>9.1f}"
+                f"{each.tflop_s:>9.2f}{share:>10}{each.error:>8.2f}"
+            )
+        if self.ratio is not None:
+            rows.append(f"{self.backend} runs at {self.ratio:.3f} of {peer.name}")
+        return "\n".join(rows)
+
+    def drawings(self) -> list[Bars]:
+        """Of each contender."""
+        return attention_bars(self.results)
+
+
+def attention_bars(results: Sequence[ContenderResult]) -> list[Bars]:
+    """Of each contender."""
+    named = [(each.name, each) for each in results]
+    return [
+        bars("One layer's attention [µs]", named, "us"),
+        bars("Keys and values read [GB/s]", named, "gb_s"),
+    ]
+
+
 def bench_attention(
     shape: AttentionShape,
     *,
     backend: str = "auto",
     peer: str = "auto",
     device: DeviceFacts | None = None,
-) -> dict[str, object]:
-    """Check and time; returns the JSON document.
+) -> AttentionReport:
+    """Check and time.
 
     Raises ConfigError for what cannot run here, IntegrityError for a wrong answer of any contender.
     """
@@ -71,25 +153,17 @@ def bench_attention(
         {name: make(work) for name, make in makes.items()}, layers=layers, device=here
     )
     limit_s = shape.limit_s(facts.bandwidth_bytes_s, facts.matmul_flops)
-    rows = [_row(name, timings[name], errors[name], shape, limit_s) for name in makes]
+    rows = [_result(name, timings[name], errors[name], shape, limit_s) for name in makes]
     rivals = [timings[name].median_s for name in beside.makes]
-    return {
-        "benchmark": "attention",
-        "device": {
-            "name": facts.name,
-            "type": facts.device_type,
-            "total_bytes": facts.total_bytes,
-            "bandwidth_bytes_s": facts.bandwidth_bytes_s,
-            "matmul_flops": facts.matmul_flops,
-        },
-        "versions": {**versions(), "flashinfer": flashinfer_peer.version()},
-        "shape": asdict(shape),
-        "layers": layers,
-        "backend": ours,
-        "peer": {"name": beside.name, "why": beside.why},
-        "results": rows,
-        "ratio": min(rivals) / timings[ours].median_s if rivals else None,
-    }
+    return AttentionReport(
+        facts=facts,
+        shape=shape,
+        layers=layers,
+        backend=ours,
+        peer=beside,
+        results=tuple(rows),
+        ratio=min(rivals) / timings[ours].median_s if rivals else None,
+    )
 
 
 def choose_peer(peer: str, shape: AttentionShape, device_type: str) -> Peer:
@@ -112,36 +186,12 @@ def choose_peer(peer: str, shape: AttentionShape, device_type: str) -> Peer:
     )
 
 
-def table(document: Mapping[str, Any]) -> str:
-    """The document for people."""
-    if document["benchmark"] == bench_backends.NAME:
-        return bench_backends.table(document)
-    shape, peer = document["shape"], document["peer"]
-    phase = "decode" if shape["extend_len"] == 1 else f"extend of {shape['extend_len']}"
-    rows = [
-        f"{phase}: {shape['batch_size']} x {shape['kv_len']} keys, {shape['num_heads']}/"
-        f"{shape['num_kv_heads']} heads of {shape['head_dim']}, page {shape['page_size']}, "
-        f"{shape['dtype']}, cache {shape['kv_dtype']}, {document['layers']} layers",
-        f"on {document['device']['name']}; peer {peer['name'] or 'none'} ({peer['why']})",
-        f"{'':<26}{'us':>10}{'spread':>9}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>10}{'error':>8}",
-    ]
-    for row in document["results"]:
-        share = "-" if row["share"] is None else f"{row['share']:.1%}"
-        rows.append(
-            f"{row['name']:<26}{row['us']:>10.1f}{row['spread']:>9.1%}{row['gb_s']:>9.1f}"
-            f"{row['tflop_s']:>9.2f}{share:>10}{row['error']:>8.2f}"
-        )
-    if document["ratio"] is not None:
-        rows.append(f"{document['backend']} runs at {document['ratio']:.3f} of {peer['name']}")
-    return "\n".join(rows)
-
-
-def bench_values(values: Mapping[str, Any]) -> dict[str, object]:
+def bench_values(values: Mapping[str, Any]) -> AttentionReport | BackendsReport:
     """Run the benchmark of the values of FLAGS."""
     asked = None if values["device"] == "auto" else values["device"]
-    plan = bench_backends.plan_of(values)
+    plan = plan_of(values)
     if plan is not None:
-        return bench_backends.bench_backends(plan, local_device(asked))
+        return bench_backends(plan, local_device(asked))
     return bench_attention(
         shape_of(values),
         backend=values["backend"],
@@ -150,15 +200,15 @@ def bench_values(values: Mapping[str, Any]) -> dict[str, object]:
     )
 
 
-def _row(
+def _result(
     name: str, timing: Timing, error: float, shape: AttentionShape, limit_s: float | None
-) -> dict[str, object]:
-    return {
-        "name": name,
-        "us": 1e6 * timing.median_s,
-        "spread": timing.spread,
-        "gb_s": shape.moved_bytes / timing.median_s / 1e9,
-        "tflop_s": shape.flops / timing.median_s / 1e12,
-        "share": None if limit_s is None else limit_s / timing.median_s,
-        "error": error,
-    }
+) -> ContenderResult:
+    return ContenderResult(
+        name=name,
+        us=1e6 * timing.median_s,
+        spread=timing.spread,
+        gb_s=shape.moved_bytes / timing.median_s / 1e9,
+        tflop_s=shape.flops / timing.median_s / 1e12,
+        share=None if limit_s is None else limit_s / timing.median_s,
+        error=error,
+    )

@@ -35,12 +35,12 @@ from paceline.bench.attention_contenders import (
 from paceline.bench.attention_shape import AttentionShape, shape_of, suite
 from paceline.bench.attention_workload import make_workload
 from paceline.bench.interleaved import Timing, time_interleaved
+from paceline.bench.page import Bars
 from paceline.core.errors import BackendUnsupported, ConfigError, message
 from paceline.core.gpus import DeviceFacts
 from paceline.core.progress import collect, cut_mark
 from paceline.plan.machine import installed, versions
 
-NAME = "attention backends"
 TIMED_VERSIONS = ("torch", "triton", "flashinfer-python", "flash-attn-4")  # what a time depends on
 ResultT = TypeVar("ResultT")
 
@@ -62,6 +62,59 @@ class Note:
     shape: AttentionShape
     backend: str
     reasons: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendsReport:
+    """What was found."""
+
+    facts: DeviceFacts
+    saved: Path | None  # the table that has the rows, too
+    rows: tuple[Measurement, ...]
+    notes: tuple[Note, ...]
+    is_cut: bool  # by Ctrl-C
+
+    def to_json(self) -> dict[str, object]:
+        """The document."""
+        return {
+            "benchmark": "attention backends",
+            "device": {"name": self.facts.name, "type": self.facts.device_type},
+            "versions": versions(),
+            "saved": None if self.saved is None else str(self.saved),
+            "rows": [asdict(row) for row in self.rows],
+            "notes": [asdict(note) for note in self.notes],
+            **cut_mark(self.is_cut),
+        }
+
+    def table(self) -> str:
+        """For people."""
+        rows = [f"on {self.facts.name}"]
+        rows.append(
+            f"{'':<9}{'batch':>6}{'keys':>7}{'new':>6}  {'backend':<20}{'us':>10}{'error':>8}"
+        )
+        for row in self.rows:
+            load = f"{row.batch_size:>6}{row.kv_len:>7}{row.extend_len:>6}"
+            rows.append(f"{row.phase:<9}{load}  {row.backend:<20}{row.us:>10.1f}{row.error:>8.2f}")
+        for note in self.notes:
+            shape = note.shape
+            load = f"{shape.batch_size} x {shape.kv_len} keys, {shape.extend_len} new"
+            rows.append(f"not {note.backend} for {load}: {'; '.join(note.reasons)}")
+        if self.saved is not None:
+            rows.append(f"merged into {self.saved}")
+        return "\n".join(rows)
+
+    def drawings(self) -> list[Bars]:
+        """Of each shape."""
+        return backend_bars(self.rows)
+
+
+def backend_bars(rows: Sequence[Measurement]) -> list[Bars]:
+    """Of each shape."""
+    shapes: dict[str, list[tuple[str, float]]] = {}
+    for row in rows:
+        load = f"{row.batch_size} requests of {row.kv_len} keys, {row.extend_len} new"
+        shapes.setdefault(f"{row.phase}: {load} [µs]", []).append((row.backend, row.us))
+    return [Bars(title=shape, rows=found) for shape, found in shapes.items()]
 
 
 def plan_of(values: Mapping[str, Any]) -> Plan | None:
@@ -91,8 +144,8 @@ def plan_of(values: Mapping[str, Any]) -> Plan | None:
     )
 
 
-def bench_backends(plan: Plan, facts: DeviceFacts) -> dict[str, object]:
-    """Check and time every shape; merges the rows into `plan.save`.  Returns the JSON document."""
+def bench_backends(plan: Plan, facts: DeviceFacts) -> BackendsReport:
+    """Check and time every shape; merges the rows into `plan.save`."""
     rows: list[Measurement] = []
     notes: list[Note] = []
 
@@ -107,33 +160,9 @@ def bench_backends(plan: Plan, facts: DeviceFacts) -> dict[str, object]:
             write_table(plan.save, merged(plan.known, rows))
 
     _, is_cut = collect("shapes", map(measure, plan.shapes), total=len(plan.shapes), unit="shape")
-    return {
-        "benchmark": NAME,
-        "device": {"name": facts.name, "type": facts.device_type},
-        "versions": versions(),
-        "saved": None if plan.save is None else str(plan.save),
-        "rows": [asdict(row) for row in rows],
-        "notes": [asdict(note) for note in notes],
-        **cut_mark(is_cut),
-    }
-
-
-def table(document: Mapping[str, Any]) -> str:
-    """The document for people."""
-    rows = [f"on {document['device']['name']}"]
-    rows.append(f"{'':<9}{'batch':>6}{'keys':>7}{'new':>6}  {'backend':<20}{'us':>10}{'error':>8}")
-    for row in document["rows"]:
-        load = f"{row['batch_size']:>6}{row['kv_len']:>7}{row['extend_len']:>6}"
-        rows.append(
-            f"{row['phase']:<9}{load}  {row['backend']:<20}{row['us']:>10.1f}{row['error']:>8.2f}"
-        )
-    for note in document["notes"]:
-        shape = note["shape"]
-        load = f"{shape['batch_size']} x {shape['kv_len']} keys, {shape['extend_len']} new"
-        rows.append(f"not {note['backend']} for {load}: {'; '.join(note['reasons'])}")
-    if document["saved"] is not None:
-        rows.append(f"merged into {document['saved']}")
-    return "\n".join(rows)
+    return BackendsReport(
+        facts=facts, saved=plan.save, rows=tuple(rows), notes=tuple(notes), is_cut=is_cut
+    )
 
 
 def _checked(

@@ -18,11 +18,14 @@ from functools import partial
 from typing import Any
 
 from paceline.bench.latency_shape import LatencyShape
+from paceline.bench.page import Bars, bars
+from paceline.bench.subject import attention_words, drafter_words, forced_words, subject
 from paceline.core.errors import ConfigError, IntegrityError, message
 from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.acceptance import Acceptance, drafter_words
+from paceline.engine.acceptance import Acceptance
 from paceline.engine.outputs import RequestOutput
+from paceline.llm.boot import Prepared
 from paceline.plan.machine import cache_state, kernel_cache, seconds_since_process_start
 
 REPEATS = 3
@@ -40,6 +43,78 @@ class LatencyResult:
     decode_tok_s: float  # batch x (output_len - 1) / (t(output_len) - t(1))
     spread: float  # (best - worst) / best of the decode rates
     mean_tokens_per_round: float | None  # of the last run, bonus tokens included; None: no rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyReport:
+    """What was found."""
+
+    prepared: Prepared  # the engine that was timed
+    boot_s: float
+    first_token_s: float | None  # behind the start of the process; None: unknown
+    kernel_cache: str
+    tokens_compared: int  # by the check
+    results: tuple[LatencyResult, ...]
+    is_cut: bool  # by Ctrl-C
+
+    def to_json(self) -> dict[str, object]:
+        """The document."""
+        return {
+            **subject(self.prepared),
+            "boot_s": self.boot_s,
+            "first_token_s": self.first_token_s,
+            "kernel_cache": self.kernel_cache,
+            "check": {
+                "repeat_agrees": True,
+                "tokens_compared": self.tokens_compared,
+                "counts_exact": True,
+            },
+            "results": [asdict(result) for result in self.results],
+            **cut_mark(self.is_cut),
+        }
+
+    def table(self) -> str:
+        """For people."""
+        first = "unknown" if self.first_token_s is None else f"{self.first_token_s:.2f} s"
+        rows = [
+            f"{self.prepared.options.model} on {self.prepared.device.name}",
+            f"boot {self.boot_s:.2f} s, first token {first} after process start, kernel cache "
+            f"{self.kernel_cache}",
+            attention_words(self.prepared),
+            *self._speculation_rows(),
+            f"{'batch':>6}{'input':>8}{'output':>8}{'ttft ms':>12}{'decode tok/s':>16}"
+            f"{'spread':>9}",
+        ]
+        rows += [
+            f"{each.batch_size:>6}{each.input_len:>8}{each.output_len:>8}"
+            f"{each.ttft_ms:>12.2f}{each.decode_tok_s:>16.1f}{each.spread:>9.1%}"
+            for each in self.results
+        ]
+        return "\n".join(rows)
+
+    def drawings(self) -> list[Bars]:
+        """Of each batch."""
+        return latency_bars(self.results)
+
+    def _speculation_rows(self) -> list[str]:
+        """Who drafts, and how many tokens a round gave; nothing where nobody does."""
+        plan = self.prepared.speculation
+        if plan is None:
+            return []
+        means = [each.mean_tokens_per_round for each in self.results]
+        told = ", ".join("-" if mean is None else f"{mean:.2f}" for mean in means)
+        words = f"{drafter_words(plan)}: {told} tokens per round{forced_words(plan)}"
+        return [f"speculation {words}"]
+
+
+def latency_bars(results: Sequence[LatencyResult]) -> list[Bars]:
+    """Of each batch."""
+    named = [(f"batch {each.batch_size}", each) for each in results]
+    return [
+        bars("Time to first token [ms]", named, "ttft_ms"),
+        bars("Decode rate of the whole batch [tokens/s]", named, "decode_tok_s"),
+        bars("Tokens per round of one request", named, "mean_tokens_per_round", form=".2f"),
+    ]
 
 
 class LatencyBench:
@@ -72,42 +147,34 @@ class LatencyBench:
         }
         self._make_llm = make_llm
 
-    def run(self) -> dict[str, object]:
-        """Boot, check, time; returns the JSON document.  Raises IntegrityError from a check."""
+    def run(self) -> LatencyReport:
+        """Boot, check, time.  Raises IntegrityError from a check."""
         entries_before = kernel_cache()["entries"]
         began = time.perf_counter()
         llm = self._make_llm(**self._asked)
         boot_s = time.perf_counter() - began
         try:
-            report = llm.report()
-            here = str(report["options"]["device"]["value"])
+            prepared: Prepared = llm.prepared
             self._generate(llm, batch_size=1, output_len=1, salt=0)
             first_token_s = seconds_since_process_start()
-            check = self._check(llm)
+            compared = self._check(llm)
             sizes = self._shape.batch_sizes
             timed = (self._time(llm, size) for size in sizes)
             results, is_cut = collect("batch sizes", timed, total=len(sizes), unit="size")
         finally:
             llm.close()
-        return {
-            "device": {
-                "name": report["device"],
-                "type": here,
-                "total_bytes": report["memory"]["planned"]["total_bytes"],
-            },
-            "versions": report["versions"],
-            "model": str(self._asked.get("model", "bundled")),
-            "boot_s": boot_s,
-            "first_token_s": first_token_s,
-            "kernel_cache": cache_state(here, entries_before),
-            "attention": report["attention"],
-            "speculation": report["speculation"],
-            "check": check,
-            "results": [asdict(result) for result in results],
-            **cut_mark(is_cut),
-        }
+        return LatencyReport(
+            prepared=prepared,
+            boot_s=boot_s,
+            first_token_s=first_token_s,
+            kernel_cache=cache_state(prepared.device.device_type, entries_before),
+            tokens_compared=compared,
+            results=tuple(results),
+            is_cut=is_cut,
+        )
 
-    def _check(self, llm: Any) -> dict[str, object]:
+    def _check(self, llm: Any) -> int:
+        """How many tokens of two runs are the same: all."""
         length = min(CHECK_TOKENS, self._shape.output_len)
         first, second = (
             _tokens(self._generate(llm, batch_size=1, output_len=length, salt=1)[1])
@@ -122,7 +189,7 @@ class LatencyBench:
                     remedy="do not trust a timing of this configuration; try --enforce-eager",
                 )
             )
-        return {"repeat_agrees": True, "tokens_compared": length, "counts_exact": True}
+        return length
 
     def _time(self, llm: Any, batch_size: int) -> LatencyResult:
         shape = self._shape
@@ -157,7 +224,7 @@ class LatencyBench:
         prompts = random_prompts(
             batch_size,
             shape.input_len,
-            llm.report()["vocab_size"],
+            llm.prepared.config.vocab_size,
             seed=shape.prompt_seed * 1009 + salt,
         )
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
@@ -178,8 +245,8 @@ def bench_latency(
     shape: LatencyShape,
     *,
     make_llm: Callable[..., Any] | None = None,
-) -> dict[str, object]:
-    """Run the benchmark on the engine (or on `make_llm`'s) and return its document."""
+) -> LatencyReport:
+    """Run the benchmark on the engine (or on `make_llm`'s)."""
     return LatencyBench(asked, shape, make_llm=make_llm or partial(_load, shape)).run()
 
 
@@ -218,37 +285,3 @@ def _count_error(name: str, expected: object, got: object) -> IntegrityError:
 def _tokens(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
     """[num_requests] token ids."""
     return [output.outputs[0].token_ids for output in outputs]
-
-
-def table(document: Mapping[str, Any]) -> str:
-    """The document for people."""
-    rows = [
-        f"{document['model']} on {document['device']['name']}",
-        f"boot {document['boot_s']:.2f} s, first token {_seconds(document['first_token_s'])} "
-        f"after process start, kernel cache {document['kernel_cache']}",
-        f"attention {document['attention']['name']} ({document['attention']['why']})",
-        *_speculation_rows(document),
-        f"{'batch':>6}{'input':>8}{'output':>8}{'ttft ms':>12}{'decode tok/s':>16}{'spread':>9}",
-    ]
-    rows += [
-        f"{r['batch_size']:>6}{r['input_len']:>8}{r['output_len']:>8}"
-        f"{r['ttft_ms']:>12.2f}{r['decode_tok_s']:>16.1f}{r['spread']:>9.1%}"
-        for r in document["results"]
-    ]
-    return "\n".join(rows)
-
-
-def _speculation_rows(document: Mapping[str, Any]) -> list[str]:
-    """Who drafts, and how many tokens a round gave; nothing where nobody does."""
-    plan = document["speculation"]
-    if plan is None:
-        return []
-    means = [result["mean_tokens_per_round"] for result in document["results"]]
-    forced = plan["forced_tokens_per_round"]
-    word = "" if forced is None else f"; FORCED to {forced:g} tokens per round, the texts are wrong"
-    per_round = ", ".join("-" if mean is None else f"{mean:.2f}" for mean in means)
-    return [f"speculation {drafter_words(plan)}: {per_round} tokens per round{word}"]
-
-
-def _seconds(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2f} s"

@@ -27,6 +27,27 @@ class Drawing(Protocol):
         ...
 
 
+class Report(Protocol):
+    """What a bench found."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether Ctrl-C ended it early."""
+        ...
+
+    def to_json(self) -> dict[str, Any]:
+        """The document."""
+        ...
+
+    def table(self) -> str:
+        """For people."""
+        ...
+
+    def drawings(self) -> Sequence[Drawing]:
+        """For a page."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bars:
     """A bar for each row, all to one scale that begins at 0."""
@@ -48,52 +69,6 @@ class Curves:
 
     def svg(self) -> str:
         return _curves_svg(self)
-
-
-def latency_bars(document: Mapping[str, Any]) -> list[Bars]:
-    """Of `bench latency`."""
-    results = [(f"batch {row['batch_size']}", row) for row in document["results"]]
-    return [
-        _bars("Time to first token [ms]", results, "ttft_ms"),
-        _bars("Decode rate of the whole batch [tokens/s]", results, "decode_tok_s"),
-        _bars("Tokens per round of one request", results, "mean_tokens_per_round", form=".2f"),
-    ]
-
-
-def speculative_bars(document: Mapping[str, Any]) -> list[Bars]:
-    """Of `bench speculative`; forced acceptance is said in every title."""
-    shares = enumerate(document["acceptance"]["accepted_by_position"], 1)
-    prompts = [(row["prompt"], row) for row in document["prompts"]]
-    drawn = [
-        Bars(
-            title="Drafts accepted, by position [%]",
-            rows=[(f"draft {place}", 100 * share) for place, share in shares],
-        ),
-        _bars("Speed-up over plain decoding", prompts, "speed_up", form=".2f"),
-        _bars("Plain decoding [tokens/s]", prompts, "plain_tok_s"),
-        _bars("With drafts [tokens/s]", prompts, "speculative_tok_s"),
-    ]
-    if document["forced"] is None:
-        return drawn
-    word = f"FORCED to {document['forced']:g} tokens per round: "
-    return [Bars(title=word + bars.title, rows=bars.rows, form=bars.form) for bars in drawn]
-
-
-def attention_bars(document: Mapping[str, Any]) -> list[Bars]:
-    """Of `bench attention`; with --backends, of each shape."""
-    if "rows" in document:
-        shapes: dict[str, list[tuple[str, float]]] = {}
-        for row in document["rows"]:
-            shape = "{phase}: {batch_size} requests of {kv_len} keys, {extend_len} new".format(
-                **row
-            )
-            shapes.setdefault(shape, []).append((row["backend"], row["us"]))
-        return [Bars(title=f"{shape} [µs]", rows=rows) for shape, rows in shapes.items()]
-    results = [(row["name"], row) for row in document["results"]]
-    return [
-        _bars("One layer's attention [µs]", results, "us"),
-        _bars("Keys and values read [GB/s]", results, "gb_s"),
-    ]
 
 
 def profile_bars(document: Mapping[str, Any]) -> list[Bars]:
@@ -123,11 +98,10 @@ def page(title: str, document: Mapping[str, Any], drawings: Sequence[Drawing]) -
     )
 
 
-def _bars(
-    title: str, rows: Sequence[tuple[str, Mapping[str, Any]]], key: str, *, form: str = ",.1f"
-) -> Bars:
-    """Of the rows that have a number there."""
-    found = [(name, row[key]) for name, row in rows if row.get(key) is not None]
+def bars(title: str, rows: Sequence[tuple[str, object]], field: str, *, form: str = ",.1f") -> Bars:
+    """Of the rows whose `field` is a number, and not None."""
+    numbers = ((name, getattr(row, field)) for name, row in rows)
+    found = [(name, number) for name, number in numbers if number is not None]
     return Bars(title=title, rows=found, form=form)
 
 

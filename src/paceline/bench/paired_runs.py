@@ -40,6 +40,24 @@ class Timed:
         return (len(self.tokens) - 1) / max(self.decode_s, 1e-9)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """How many are the same on both engines, and how many are up to ties."""
+
+    equal: int
+    tie: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedUp:
+    """A mean, and the interval that holds it with so much confidence."""
+
+    mean: float
+    low: float
+    high: float
+    confidence: float
+
+
 def in_turns(
     plain: LLM, speculative: LLM, prompt: Prompt, params: SamplingParams, *, repeats: int
 ) -> tuple[Timed, Timed]:
@@ -57,19 +75,18 @@ def count_verdicts(
     pairs: Sequence[tuple[Timed, Timed]],
     prompts: Sequence[NamedPrompt],
     params: SamplingParams,
-) -> dict[str, int]:
-    """How many texts are equal, and how many tie.  Raises IntegrityError for a bug.
+) -> Texts:
+    """Raises IntegrityError for a text that is neither equal nor a tie.
 
     plain: the engine that decoded plainly; it must be idle.
     """
     judge = Judge(plain)
-    counts = {verdict.value: 0 for verdict in (Verdict.EQUAL, Verdict.TIE)}
+    num_ties = 0
     for prompt, (one, other) in zip(prompts, pairs, strict=True):
         parting = judge.part(one.output.prompt_token_ids, one.tokens, other.tokens, params)
         verdict = judge.verdict(parting)
-        if parting is None or verdict is not Verdict.BUG:
-            counts[verdict.value] += 1
-        else:
+        num_ties += verdict is Verdict.TIE
+        if parting is not None and verdict is Verdict.BUG:
             raise IntegrityError(
                 message(
                     f"text of '{prompt.name}' with speculation",
@@ -79,7 +96,7 @@ def count_verdicts(
                     remedy="there is no speed-up to tell of; run `paceline prove`",
                 )
             )
-    return counts
+    return Texts(equal=len(pairs) - num_ties, tie=num_ties)
 
 
 def _timed(outputs: Sequence[RequestOutput]) -> Timed:
@@ -96,18 +113,14 @@ def _metrics(output: RequestOutput) -> RequestMetrics:
     return output.metrics
 
 
-def speed_up(ratios: Sequence[float]) -> dict[str, float]:
+def speed_up(ratios: Sequence[float]) -> SpeedUp:
     """The geometric mean of ratios, and what 95 of 100 resamples of them span; fixed seed."""
     source = random.Random(0)
     logs = [math.log(ratio) for ratio in ratios]
     means = sorted(sum(source.choices(logs, k=len(logs))) / len(logs) for _ in range(RESAMPLES))
     tail = int(RESAMPLES * (1 - CONFIDENCE) / 2)
-    return {
-        "mean": geometric_mean(ratios),
-        "low": math.exp(means[tail]),
-        "high": math.exp(means[-1 - tail]),
-        "confidence": CONFIDENCE,
-    }
+    low, high = math.exp(means[tail]), math.exp(means[-1 - tail])
+    return SpeedUp(mean=geometric_mean(ratios), low=low, high=high, confidence=CONFIDENCE)
 
 
 def total_rate(timed: Sequence[Timed]) -> float:

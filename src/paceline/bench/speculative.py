@@ -10,15 +10,25 @@ nobody compares them, and every line says so.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import asdict, dataclass
 
-from paceline.bench.paired_runs import count_verdicts, in_turns, speed_up, total_rate
+from paceline.bench.page import Bars, bars
+from paceline.bench.paired_runs import (
+    SpeedUp,
+    Texts,
+    count_verdicts,
+    in_turns,
+    speed_up,
+    total_rate,
+)
 from paceline.bench.speculative_shape import SpeculativeShape
+from paceline.bench.subject import drafter_of, drafter_words, subject
 from paceline.core.errors import ConfigError, message
 from paceline.core.options import engine_options
 from paceline.core.progress import collect, cut_mark
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.acceptance import Acceptance, drafter_words
+from paceline.engine.acceptance import Acceptance
+from paceline.llm.boot import Prepared
 from paceline.llm.llm import LLM
 from paceline.plan.machine import local_device
 from paceline.plan.speculation import without_speculation
@@ -28,13 +38,108 @@ from paceline.proof.lossless.prompt_set import inputs_of
 USUAL_SHARE = 0.9  # of a GPU's memory, for both engines together
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResult:
+    """One prompt on both engines.  Rates are of the tokens behind the first, per second."""
+
+    prompt: str  # its name
+    kind: str
+    plain_tok_s: float
+    speculative_tok_s: float
+    speed_up: float
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeReport:
+    """What was found."""
+
+    prepared: Prepared  # the engine that drafts
+    forced: float | None  # tokens per round, whatever was sampled
+    texts: Texts | None  # None: they are wrong by design
+    output_len: int
+    acceptance: Acceptance
+    plain_tok_s: float
+    speculative_tok_s: float
+    speed_up: SpeedUp
+    prompts: tuple[PromptResult, ...]
+    is_cut: bool  # by Ctrl-C
+
+    def to_json(self) -> dict[str, object]:
+        """The document."""
+        prepared = self.prepared
+        return {
+            **subject(prepared),
+            "device": {"name": prepared.device.name, "type": prepared.device.device_type},
+            "dtype": prepared.options.dtype,
+            "forced": self.forced,
+            "texts": None if self.texts is None else asdict(self.texts),
+            "output_len": self.output_len,
+            "acceptance": self.acceptance.to_json(),
+            "plain_tok_s": self.plain_tok_s,
+            "speculative_tok_s": self.speculative_tok_s,
+            "speed_up": asdict(self.speed_up),
+            "prompts": [
+                {**asdict(each), "acceptance": each.acceptance.to_json()} for each in self.prompts
+            ],
+            **cut_mark(self.is_cut),
+        }
+
+    def table(self) -> str:
+        """For people; each line says where acceptance was forced."""
+        shares = " ".join(f"{share:.0%}" for share in self.acceptance.by_position)
+        gain = self.speed_up
+        rows = [
+            f"{self.prepared.options.model} on {self.prepared.device.name}, attention "
+            f"{self.prepared.attention.name}",
+            drafter_words(drafter_of(self.prepared)),
+            f"{'prompt':<16}{'plain tok/s':>13}{'speculative':>13}{'speed-up':>10}"
+            f"{'per round':>11}",
+        ]
+        rows += [
+            f"{each.prompt:<16}{each.plain_tok_s:>13.1f}{each.speculative_tok_s:>13.1f}"
+            f"{each.speed_up:>10.2f}{_number(each.acceptance.mean_tokens_per_round):>11}"
+            for each in self.prompts
+        ]
+        rows += [
+            f"mean_tokens_per_round {_number(self.acceptance.mean_tokens_per_round)} (bonus "
+            f"tokens included, a request's first token not), accepted by position {shares}",
+            f"plain {self.plain_tok_s:.1f} tok/s, speculative {self.speculative_tok_s:.1f} tok/s",
+            f"speed-up {gain.mean:.2f}, {gain.confidence:.0%} interval {gain.low:.2f} to "
+            f"{gain.high:.2f}",
+        ]
+        if self.texts is not None:
+            rows.append(f"texts: {self.texts.equal} equal, {self.texts.tie} tie")
+        else:
+            rows.append("texts are wrong and were not compared")
+        return "\n".join(self._forced_word + row for row in rows)
+
+    def drawings(self) -> list[Bars]:
+        """Each title says where acceptance was forced."""
+        word, prompts = self._forced_word, [(each.prompt, each) for each in self.prompts]
+        shares = enumerate(self.acceptance.by_position, 1)
+        return [
+            Bars(
+                title=f"{word}Drafts accepted, by position [%]",
+                rows=[(f"draft {place}", 100 * share) for place, share in shares],
+            ),
+            bars(f"{word}Speed-up over plain decoding", prompts, "speed_up", form=".2f"),
+            bars(f"{word}Plain decoding [tokens/s]", prompts, "plain_tok_s"),
+            bars(f"{word}With drafts [tokens/s]", prompts, "speculative_tok_s"),
+        ]
+
+    @property
+    def _forced_word(self) -> str:
+        return "" if self.forced is None else f"FORCED to {self.forced:g} tokens per round: "
+
+
 def bench_speculative(
     asked: Mapping[str, object],
     shape: SpeculativeShape,
     *,
     make_llm: Callable[..., LLM] | None = None,
-) -> dict[str, object]:
-    """Run the benchmark; returns its document.
+) -> SpeculativeReport:
+    """Run the benchmark.
 
     Raises ConfigError when nobody may draft, IntegrityError for texts that differ beyond ties.
     """
@@ -76,10 +181,8 @@ def _shared(asked: Mapping[str, object]) -> dict[str, object]:
     return shared
 
 
-def _compare(plain: LLM, speculative: LLM, shape: SpeculativeShape) -> dict[str, object]:
-    report = speculative.report()
-    speculation = report["speculation"]
-    forced = speculation["forced_tokens_per_round"]
+def _compare(plain: LLM, speculative: LLM, shape: SpeculativeShape) -> SpeculativeReport:
+    forced = drafter_of(speculative.prepared).forced
     params = SamplingParams(temperature=0.0, max_tokens=shape.output_len, ignore_eos=True, seed=0)
     inputs = inputs_of(plain, shape.prompts)
     for llm in (plain, speculative):
@@ -90,64 +193,28 @@ def _compare(plain: LLM, speculative: LLM, shape: SpeculativeShape) -> dict[str,
     prompts = shape.prompts[: len(pairs)]
     # Forced texts are wrong by design.
     texts = count_verdicts(plain, pairs, prompts, params) if forced is None else None
-    totals = Acceptance.of(other.metrics for _, other in pairs)
-    return {
-        "device": {"name": report["device"], "type": report["options"]["device"]["value"]},
-        "versions": report["versions"],
-        "model": report["options"]["model"]["value"],
-        "dtype": report["options"]["dtype"]["value"],
-        "attention": report["attention"],
-        "speculation": speculation,
-        "forced": forced,
-        "texts": texts,
-        "output_len": shape.output_len,
-        "acceptance": totals.to_json(),
-        "plain_tok_s": total_rate([one for one, _ in pairs]),
-        "speculative_tok_s": total_rate([other for _, other in pairs]),
-        "speed_up": speed_up([other.rate / one.rate for one, other in pairs]),
-        "prompts": [
-            {
-                "prompt": prompt.name,
-                "kind": prompt.kind,
-                "plain_tok_s": one.rate,
-                "speculative_tok_s": other.rate,
-                "speed_up": other.rate / one.rate,
-                "acceptance": Acceptance.of([other.metrics]).to_json(),
-            }
+    return SpeculativeReport(
+        prepared=speculative.prepared,
+        forced=forced,
+        texts=texts,
+        output_len=shape.output_len,
+        acceptance=Acceptance.of(other.metrics for _, other in pairs),
+        plain_tok_s=total_rate([one for one, _ in pairs]),
+        speculative_tok_s=total_rate([other for _, other in pairs]),
+        speed_up=speed_up([other.rate / one.rate for one, other in pairs]),
+        prompts=tuple(
+            PromptResult(
+                prompt=prompt.name,
+                kind=prompt.kind,
+                plain_tok_s=one.rate,
+                speculative_tok_s=other.rate,
+                speed_up=other.rate / one.rate,
+                acceptance=Acceptance.of([other.metrics]),
+            )
             for prompt, (one, other) in zip(prompts, pairs, strict=True)
-        ],
-        **cut_mark(is_cut),
-    }
-
-
-def table(document: Mapping[str, Any]) -> str:
-    """The document for people."""
-    shares = " ".join(f"{x:.0%}" for x in document["acceptance"]["accepted_by_position"])
-    gain, texts = document["speed_up"], document["texts"]
-    rows = [
-        f"{document['model']} on {document['device']['name']}, attention "
-        f"{document['attention']['name']}",
-        drafter_words(document["speculation"]),
-        f"{'prompt':<16}{'plain tok/s':>13}{'speculative':>13}{'speed-up':>10}{'per round':>11}",
-    ]
-    rows += [
-        f"{row['prompt']:<16}{row['plain_tok_s']:>13.1f}{row['speculative_tok_s']:>13.1f}"
-        f"{row['speed_up']:>10.2f}{_number(row['acceptance']['mean_tokens_per_round']):>11}"
-        for row in document["prompts"]
-    ]
-    rows += [
-        f"mean_tokens_per_round {_number(document['acceptance']['mean_tokens_per_round'])} (bonus "
-        f"tokens included, a request's first token not), accepted by position {shares}",
-        f"plain {document['plain_tok_s']:.1f} tok/s, speculative "
-        f"{document['speculative_tok_s']:.1f} tok/s",
-        f"speed-up {gain['mean']:.2f}, {gain['confidence']:.0%} interval {gain['low']:.2f} to "
-        f"{gain['high']:.2f}",
-    ]
-    if texts is not None:
-        rows.append(f"texts: {texts['equal']} equal, {texts['tie']} tie")
-        return "\n".join(rows)
-    word = f"FORCED to {document['forced']:g} tokens per round: "
-    return "\n".join(word + row for row in [*rows, "texts are wrong and were not compared"])
+        ),
+        is_cut=is_cut,
+    )
 
 
 def _number(value: float | None) -> str:

@@ -14,23 +14,16 @@ each pass.  No number is told when a check fails.  Needs nothing beyond what the
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-from paceline.bench.throughput_report import (
-    details,
-    median_pass,
-    outside_s,
-    over_passes,
-    summary,
-)
+from paceline.bench.throughput_report import Summary, Within, median_pass
+from paceline.bench.throughput_table import Check, ThroughputReport
 from paceline.bench.traffic import Traffic, plan_traffic
 from paceline.bench.traffic_pass import TrafficPass, run_pass
 from paceline.bench.traffic_shape import TrafficShape
 from paceline.bench.turn_log import TurnLog
 from paceline.core.errors import IntegrityError, message
 from paceline.core.events import Event
-from paceline.core.progress import cut_mark
 from paceline.llm.boot import Knobs, prepare
 from paceline.llm.llm import LLM
 from paceline.plan.machine import (
@@ -44,15 +37,6 @@ from paceline.proof.lossless.verdicts import Verdict
 
 TRAFFIC_SCALED = "traffic_scaled"  # reason code
 MOST_JUDGED = 8  # answers that differ, of which it is asked why
-OPTIONS = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "chunked_prefill_size",
-    "max_model_len",
-    "enable_prefix_cache",
-    "enforce_eager",
-    "overlap",
-)
 
 
 class ThroughputBench:
@@ -71,16 +55,13 @@ class ThroughputBench:
             self._prepared.events(Event(TRAFFIC_SCALED, detail))
         self._log = TurnLog()
 
-    def run(self) -> dict[str, Any]:
-        """Boot, send, check; returns the JSON document.  Raises IntegrityError from a check."""
+    def run(self) -> ThroughputReport:
+        """Boot, send, check.  Raises IntegrityError from a check."""
         entries_before, began = kernel_cache()["entries"], time.perf_counter()
         llm = LLM(self._prepared, knobs=Knobs(around_turn=self._log.around))
-        ready = {
-            "boot_s": time.perf_counter() - began,
-            "ready_s": seconds_since_process_start(),
-        }
+        boot_s, ready_s = time.perf_counter() - began, seconds_since_process_start()
         passes: list[TrafficPass] = []
-        check: dict[str, Any] | None = None
+        check: Check | None = None
         is_cut = False
         try:
             try:
@@ -93,29 +74,24 @@ class ThroughputBench:
                 if check is None:  # nothing that is checked
                     raise
                 is_cut = True
-            report = llm.report()
         finally:
             llm.close()
-        here = str(report["options"]["device"]["value"])
-        return {
-            "device": {
-                "name": report["device"],
-                "type": here,
-                "total_bytes": report["memory"]["planned"]["total_bytes"],
-            },
-            "versions": report["versions"],
-            "model": report["options"]["model"]["value"],
-            "dtype": report["options"]["dtype"]["value"],
-            **ready,
-            "kernel_cache": cache_state(here, entries_before),
-            "attention": report["attention"],
-            "speculation": report["speculation"],
-            "options": {name: report["options"][name]["value"] for name in OPTIONS},
-            "traffic": self._traffic.to_json(),
-            "check": check,
-            **_results(passes[0], passes[2:]),
-            **cut_mark(is_cut),
-        }
+        assert check is not None, "the second pass has come"
+        first, *steady = passes[0], *passes[2:]
+        middle = median_pass(steady)
+        return ThroughputReport(
+            prepared=self._prepared,
+            boot_s=boot_s,
+            ready_s=ready_s,
+            kernel_cache=cache_state(self._prepared.device.device_type, entries_before),
+            traffic=self._traffic,
+            check=check,
+            first=Summary.of(first),
+            within_first=Within.of(first, steady),
+            passes=tuple(map(Summary.of, steady)),
+            within_middle=None if middle is None else Within.of(middle, steady),
+            is_cut=is_cut,
+        )
 
     def _passes(self, llm: LLM) -> Iterator[TrafficPass]:
         traffic = self._traffic
@@ -125,7 +101,7 @@ class ThroughputBench:
             yield run_pass(llm, self._log, traffic.arrivals(number), name=f"steady {number}")
 
 
-def compare(llm: LLM, traffic: Traffic, first: TrafficPass, second: TrafficPass) -> dict[str, Any]:
+def compare(llm: LLM, traffic: Traffic, first: TrafficPass, second: TrafficPass) -> Check:
     """How many answers of two passes of the same requests differ, and why.
 
     Steps of other shapes round otherwise, so an answer may differ where tokens tie; of the first
@@ -154,14 +130,13 @@ def compare(llm: LLM, traffic: Traffic, first: TrafficPass, second: TrafficPass)
                     remedy="do not trust a timing of this configuration; try --enforce-eager",
                 )
             )
-    return {
-        "counts_exact": True,
-        "repeat_seconds": second.seconds,
-        "equal": len(first.tokens) - len(differing),
-        "differ": len(differing),
-        "judged_ties": len(judged),
-        "same_steps": _steps(first) == _steps(second),
-    }
+    return Check(
+        repeat_seconds=second.seconds,
+        equal=len(first.tokens) - len(differing),
+        differ=len(differing),
+        judged_ties=len(judged),
+        same_steps=_steps(first) == _steps(second),
+    )
 
 
 def _steps(done: TrafficPass) -> list[tuple[int, int]]:
@@ -170,24 +145,6 @@ def _steps(done: TrafficPass) -> list[tuple[int, int]]:
     return [(step.rows, step.tokens) for step in steps if step is not None]
 
 
-def _results(first: TrafficPass, steady: Sequence[TrafficPass]) -> dict[str, Any]:
-    rows, middle = [summary(done) for done in steady], median_pass(steady)
-    told = over_passes(rows)
-    return {
-        "first": {
-            **summary(first),
-            "outside_s": outside_s(first),
-            "to_steady": None if told is None else first.seconds / told["seconds"]["median"],
-            "details": details(first, steady),
-        },
-        "steady": told,
-        "passes": rows,
-        "median_pass": None
-        if middle is None
-        else {"outside_s": outside_s(middle), "details": details(middle, steady)},
-    }
-
-
-def bench_throughput(asked: Mapping[str, object], shape: TrafficShape) -> dict[str, Any]:
-    """Run the benchmark; returns its document.  Raises ConfigError, ModelError, IntegrityError."""
+def bench_throughput(asked: Mapping[str, object], shape: TrafficShape) -> ThroughputReport:
+    """Run the benchmark.  Raises ConfigError, ModelError, IntegrityError."""
     return ThroughputBench(asked, shape).run()

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -12,8 +13,8 @@ from paceline.core.step import RunKind
 
 NUM_LONGEST = 10  # turns told one by one
 NUM_SLICES = 40  # of a pass's time line
-PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 QUANTILES = [index / 20 for index in range(21)]  # of a distribution that is drawn
+PARTS = ("schedule", "launch", "wait", "process", "text")  # of a turn
 IDLE = "idle"  # the kind of a turn that had no step
 
 
@@ -22,32 +23,71 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def percentiles_ms(seconds: Iterable[float]) -> dict[str, float] | None:
-    """{p50, p90, p99, max} in ms; None of nothing."""
-    ordered = sorted(seconds)
-    if not ordered:
-        return None
-    return {name: 1e3 * percentile(ordered, share) for name, share in PERCENTILES.items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """Of waits, in ms."""
+
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, seconds: Iterable[float]) -> "Percentiles | None":
+        """None of nothing."""
+        ordered = sorted(seconds)
+        if not ordered:
+            return None
+        p50, p90, p99, most = (1e3 * percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0))
+        return cls(p50=p50, p90=p90, p99=p99, max=most)
 
 
-def summary(done: TrafficPass) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
     """One pass in numbers."""
-    output, prompt = done.num_output_tokens, done.num_prompt_tokens
-    return {
-        "seconds": done.seconds,
-        "output_tok_s": output / done.seconds,
-        "total_tok_s": (output + prompt) / done.seconds,
-        "decode_tok_s": _decode_rate(done),
-        "ttft_ms": percentiles_ms(done.ttft_s),
-        "inter_token_ms": percentiles_ms(done.gaps_s),
-        "turns": len(done.turns),
-        "cached_tokens": done.num_cached_tokens,
-        "preemptions": done.num_preemptions,
-    }
+
+    seconds: float
+    output_tok_s: float
+    total_tok_s: float
+    decode_tok_s: float | None  # while every request decodes
+    ttft_ms: Percentiles | None
+    inter_token_ms: Percentiles | None
+    turns: int
+    cached_tokens: int
+    preemptions: int
+
+    @classmethod
+    def of(cls, done: TrafficPass) -> "Summary":
+        output, prompt = done.num_output_tokens, done.num_prompt_tokens
+        return cls(
+            seconds=done.seconds,
+            output_tok_s=output / done.seconds,
+            total_tok_s=(output + prompt) / done.seconds,
+            decode_tok_s=_decode_rate(done),
+            ttft_ms=Percentiles.of(done.ttft_s),
+            inter_token_ms=Percentiles.of(done.gaps_s),
+            turns=len(done.turns),
+            cached_tokens=done.num_cached_tokens,
+            preemptions=done.num_preemptions,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A number of several passes."""
+
+    median: float
+    spread: float  # (largest - least) / median
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """values: at least one."""
+        middle = median(values)
+        return cls(median=middle, spread=(max(values) - min(values)) / middle if middle else 0.0)
 
 
 def over_passes(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Median and spread, (largest - least) / median, of each number of passes; None of none."""
+    """The Spread of each number in the documents of passes; None of none."""
     if not rows:
         return None
     found: dict[str, Any] = {}
@@ -55,12 +95,8 @@ def over_passes(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         values = [row[name] for row in rows]
         if isinstance(value, dict):
             found[name] = over_passes(values)
-        elif None in values:
-            found[name] = None
         else:
-            middle = median(values)
-            spread = (max(values) - min(values)) / middle if middle else 0.0
-            found[name] = {"median": middle, "spread": spread}
+            found[name] = None if None in values else asdict(Spread.of(values))
     return found
 
 
@@ -70,21 +106,102 @@ def median_pass(passes: Sequence[TrafficPass]) -> TrafficPass | None:
     return ordered[(len(ordered) - 1) // 2] if ordered else None
 
 
-def details(done: TrafficPass, steady: Sequence[TrafficPass]) -> dict[str, Any]:
-    """One pass from within; steady: those by which the excess of its turns is told."""
-    excess_s = Steady(steady).excess_s(done.turns) if steady else None
-    told = sorted(range(len(done.turns)), key=lambda index: -done.turns[index].seconds)
-    return {
-        "kinds": time_by_kind(done),
-        "excess_ms": None if excess_s is None else percentiles_ms(excess_s),
-        "longest": [
-            _turn(done.turns[index], None if excess_s is None else excess_s[index])
-            for index in told[:NUM_LONGEST]
-        ],
-        "timeline": _timeline(done),
-        "ttft_ms": _quantiles_ms(done.ttft_s),
-        "inter_token_ms": _quantiles_ms(done.gaps_s),
-    }
+@dataclass(slots=True, kw_only=True)
+class KindTime:
+    """Where the time of steps of one kind, run in one way, went.  Seconds."""
+
+    kind: str
+    run: str
+    steps: int = 0
+    rows: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    schedule_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+    process_s: float = 0.0
+    text_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Such as "decode graph"."""
+        return self.kind if self.kind == self.run else f"{self.kind} {self.run}"
+
+    @property
+    def seconds(self) -> float:
+        computed = self.schedule_s + self.launch_s
+        return computed + self.wait_s + self.process_s + self.text_s
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "seconds": self.seconds}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongTurn:
+    """One of the longest turns."""
+
+    turn: TimedTurn
+    excess_ms: float | None  # beyond a steady turn of the same steps
+
+    def to_json(self) -> dict[str, Any]:
+        turn = self.turn
+        return {
+            "began_s": turn.began_s,
+            "ms": 1e3 * turn.seconds,
+            "excess_ms": self.excess_ms,
+            **{f"{part}_ms": 1e3 * getattr(turn, f"{part}_s") for part in PARTS},
+            "launched": _step(turn.launched),
+            "received": _step(turn.landed),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Within:
+    """One pass from within."""
+
+    outside_s: float  # what was not in a turn
+    kinds: tuple[KindTime, ...]  # the most time first
+    excess_ms: Percentiles | None  # of turns, beyond steady ones of the same steps
+    longest: tuple[LongTurn, ...]
+    slice_s: float
+    output_tok_s: tuple[float, ...]  # [NUM_SLICES] of each slice of the pass's time
+    ttft_ms: tuple[float, ...]  # of QUANTILES; empty of nothing
+    inter_token_ms: tuple[float, ...]  # likewise
+
+    @classmethod
+    def of(cls, done: TrafficPass, steady: Sequence[TrafficPass]) -> "Within":
+        """steady: those by which the excess of its turns is told."""
+        excess_s = Steady(steady).excess_s(done.turns) if steady else None
+        told = sorted(range(len(done.turns)), key=lambda index: -done.turns[index].seconds)
+        slice_s = done.seconds / NUM_SLICES
+        return cls(
+            outside_s=max(0.0, done.turns[-1].ended_s - sum(turn.seconds for turn in done.turns)),
+            kinds=tuple(time_by_kind(done)),
+            excess_ms=None if excess_s is None else Percentiles.of(excess_s),
+            longest=tuple(
+                LongTurn(
+                    turn=done.turns[index],
+                    excess_ms=None if excess_s is None else 1e3 * excess_s[index],
+                )
+                for index in told[:NUM_LONGEST]
+            ),
+            slice_s=slice_s,
+            output_tok_s=_over_time(done, slice_s),
+            ttft_ms=_quantiles_ms(done.ttft_s),
+            inter_token_ms=_quantiles_ms(done.gaps_s),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """{outside_s, details}."""
+        details = {
+            "kinds": [each.to_json() for each in self.kinds],
+            "excess_ms": None if self.excess_ms is None else asdict(self.excess_ms),
+            "longest": [each.to_json() for each in self.longest],
+            "timeline": {"slice_s": self.slice_s, "output_tok_s": list(self.output_tok_s)},
+            "ttft_ms": list(self.ttft_ms),
+            "inter_token_ms": list(self.inter_token_ms),
+        }
+        return {"outside_s": self.outside_s, "details": details}
 
 
 class _Shape(NamedTuple):
@@ -143,41 +260,32 @@ def _distance(one: _Pair, other: _Pair) -> tuple[int, int]:
     return kinds, sum(abs(a - b) for a, b in tokens)
 
 
-def time_by_kind(done: TrafficPass) -> list[dict[str, Any]]:
+def time_by_kind(done: TrafficPass) -> list[KindTime]:
     """A row per kind of step and how it ran, the most time first; their seconds and `outside` (the
     sender's own, and waiting for requests) add up to the pass.
 
     Each part of a turn counts for the step it served: schedule and launch for the one launched,
     wait, process and text for the one received.
     """
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, str], KindTime] = {}
 
-    def row(step: StepFacts | None) -> dict[str, Any]:
+    def row(step: StepFacts | None) -> KindTime:
         kind, run = (IDLE, IDLE) if step is None else (step.kind.value, step.run.value)
-        counts = dict.fromkeys(("steps", "rows", "tokens", "padded_tokens"), 0)
-        parts = dict.fromkeys(("schedule_s", "launch_s", "wait_s", "process_s", "text_s"), 0.0)
-        return rows.setdefault((kind, run), {"kind": kind, "run": run, **counts, **parts})
+        return rows.setdefault((kind, run), KindTime(kind=kind, run=run))
 
     for turn in done.turns:
         launched, landed = row(turn.launched or turn.landed), row(turn.landed or turn.launched)
         if turn.launched is not None:
-            launched["steps"] += 1
-            launched["rows"] += turn.launched.rows
-            launched["tokens"] += turn.launched.tokens
-            launched["padded_tokens"] += turn.launched.padded_tokens
-        launched["schedule_s"] += turn.schedule_s
-        launched["launch_s"] += turn.launch_s
-        landed["wait_s"] += turn.wait_s
-        landed["process_s"] += turn.process_s
-        landed["text_s"] += turn.text_s
-    for each in rows.values():
-        each["seconds"] = sum(value for name, value in each.items() if name.endswith("_s"))
-    return sorted(rows.values(), key=lambda each: -each["seconds"])
-
-
-def outside_s(done: TrafficPass) -> float:
-    """What of a pass was not in a turn."""
-    return max(0.0, done.turns[-1].ended_s - sum(turn.seconds for turn in done.turns))
+            launched.steps += 1
+            launched.rows += turn.launched.rows
+            launched.tokens += turn.launched.tokens
+            launched.padded_tokens += turn.launched.padded_tokens
+        launched.schedule_s += turn.schedule_s
+        launched.launch_s += turn.launch_s
+        landed.wait_s += turn.wait_s
+        landed.process_s += turn.process_s
+        landed.text_s += turn.text_s
+    return sorted(rows.values(), key=lambda each: -each.seconds)
 
 
 def _decode_rate(done: TrafficPass) -> float | None:
@@ -193,37 +301,22 @@ def _decode_rate(done: TrafficPass) -> float | None:
     return tokens / (end - begin)
 
 
-def _turn(turn: TimedTurn, excess_s: float | None) -> dict[str, Any]:
-    return {
-        "began_s": turn.began_s,
-        "ms": 1e3 * turn.seconds,
-        "excess_ms": None if excess_s is None else 1e3 * excess_s,
-        **{
-            f"{part}_ms": 1e3 * getattr(turn, f"{part}_s")
-            for part in ("schedule", "launch", "wait", "process", "text")
-        },
-        "launched": _step(turn.launched),
-        "received": _step(turn.landed),
-    }
-
-
 def _step(step: StepFacts | None) -> dict[str, Any] | None:
     if step is None:
         return None
     return {**step._asdict(), "kind": step.kind.value, "run": step.run.value}
 
 
-def _timeline(done: TrafficPass) -> dict[str, Any]:
-    """Output tokens per second of each slice of the pass's time."""
-    slice_s = done.seconds / NUM_SLICES
+def _over_time(done: TrafficPass, slice_s: float) -> tuple[float, ...]:
+    """[NUM_SLICES] output tokens per second of each slice."""
     tokens = [0] * NUM_SLICES
     for turn in done.turns:
         if turn.num_tokens:
             tokens[min(NUM_SLICES - 1, int(turn.ended_s / slice_s))] += turn.num_tokens
-    return {"slice_s": slice_s, "output_tok_s": [count / slice_s for count in tokens]}
+    return tuple(count / slice_s for count in tokens)
 
 
-def _quantiles_ms(seconds: Iterable[float]) -> list[float]:
+def _quantiles_ms(seconds: Iterable[float]) -> tuple[float, ...]:
     """Of QUANTILES; empty of nothing."""
     ordered = sorted(seconds)
-    return [1e3 * percentile(ordered, share) for share in QUANTILES] if ordered else []
+    return tuple(1e3 * percentile(ordered, share) for share in QUANTILES) if ordered else ()

@@ -74,10 +74,15 @@ class Traffic:
     def _random(self, count: int, source: random.Random) -> tuple[int, ...]:
         return tuple(source.choices(range(self.vocab_size), k=count))
 
+    @property
+    def found_in_cache(self) -> str:
+        """What a pass finds in the prefix cache, in words."""
+        kept = "the shared prefix" if self.shape.shared_prefix_len else "nothing"
+        return f"of earlier passes: {kept}"
+
     def to_json(self) -> dict[str, object]:
         """What was sent."""
         shape = self.shape
-        kept = "the shared prefix" if shape.shared_prefix_len else "nothing"
         return {
             "num_requests": len(self.input_lens),
             "input_len": _told(self.input_lens),
@@ -91,7 +96,7 @@ class Traffic:
             "scaled_by": self.scaled_by,
             "input_tokens": sum(self.prompt_lens),
             "output_tokens": sum(self.output_lens),
-            "found_in_cache": f"of earlier passes: {kept}",
+            "found_in_cache": self.found_in_cache,
         }
 
 

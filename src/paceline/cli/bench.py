@@ -1,7 +1,7 @@
 """`paceline bench`: what this machine does, with its JSON document as the last line."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
@@ -9,13 +9,7 @@ import click
 from paceline.bench.attention_shape import FLAGS as ATTENTION_FLAGS
 from paceline.bench.latency_shape import FLAGS as LATENCY_FLAGS
 from paceline.bench.latency_shape import LatencyShape
-from paceline.bench.page import (
-    Drawing,
-    attention_bars,
-    latency_bars,
-    page,
-    speculative_bars,
-)
+from paceline.bench.page import Report, page
 from paceline.bench.speculative_shape import FLAGS as SPECULATIVE_FLAGS
 from paceline.bench.speculative_shape import SpeculativeShape
 from paceline.bench.traffic_shape import FLAGS as TRAFFIC_FLAGS
@@ -46,20 +40,18 @@ def output_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 def _show(
     ctx: click.Context,
-    document: Mapping[str, Any],
+    report: Report,
     values: Mapping[str, Any],
-    *,
-    table: Callable[[Mapping[str, Any]], str],
-    drawings_of: Callable[[Mapping[str, Any]], Sequence[Drawing]],
 ) -> None:
-    """Print the document, draw it where that was asked, and end."""
+    """Print what was found, draw it where that was asked, and end."""
+    document = report.to_json()
     if values["page_file"] is not None:
         title = f"paceline bench {ctx.info_name} on {document['device']['name']}"
-        values["page_file"].write(page(title, document, drawings_of(document)))
+        values["page_file"].write(page(title, document, report.drawings()))
     if not values["as_json"]:
-        click.echo(table(document))
+        click.echo(report.table())
     click.echo(json.dumps(document))
-    end_of_run(ctx, document)
+    end_of_run(ctx, is_cut=report.is_cut)
 
 
 @click.group(cls=Verbs)
@@ -81,11 +73,11 @@ def bench() -> None:
 @click.pass_context
 def latency(ctx: click.Context, /, **values: Any) -> None:
     """Time to first token and decode rate of one batch at a time."""
-    from paceline.bench.latency import bench_latency, table
+    from paceline.bench.latency import bench_latency
 
     log_to_stderr(values)
-    document = bench_latency(asked_arguments(values), LatencyShape.of(values), make_llm=ctx.obj)
-    _show(ctx, document, values, table=table, drawings_of=latency_bars)
+    shape = LatencyShape.of(values)
+    _show(ctx, bench_latency(asked_arguments(values), shape, make_llm=ctx.obj), values)
 
 
 @bench.command(
@@ -106,12 +98,11 @@ def speculative(ctx: click.Context, /, **values: Any) -> None:
     each.  Texts that differ beyond ties are an error.  With --force-accept-len hardware is
     compared, and every line says that it was forced.
     """
-    from paceline.bench.speculative import bench_speculative, table
+    from paceline.bench.speculative import bench_speculative
 
     log_to_stderr(values)
     shape = SpeculativeShape.of(values)
-    document = bench_speculative(asked_arguments(values), shape, make_llm=ctx.obj)
-    _show(ctx, document, values, table=table, drawings_of=speculative_bars)
+    _show(ctx, bench_speculative(asked_arguments(values), shape, make_llm=ctx.obj), values)
 
 
 @bench.command(
@@ -133,11 +124,9 @@ def throughput(ctx: click.Context, /, **values: Any) -> None:
     --repeats steady ones.  --seed is also that of lengths, tokens and arrivals.
     """
     from paceline.bench.throughput import bench_throughput
-    from paceline.bench.throughput_table import table, throughput_drawings
 
     log_to_stderr(values)
-    document = bench_throughput(asked_arguments(values), TrafficShape.of(values))
-    _show(ctx, document, values, table=table, drawings_of=throughput_drawings)
+    _show(ctx, bench_throughput(asked_arguments(values), TrafficShape.of(values)), values)
 
 
 @bench.command(
@@ -151,7 +140,6 @@ def throughput(ctx: click.Context, /, **values: Any) -> None:
 @click.pass_context
 def attention(ctx: click.Context, /, **values: Any) -> None:
     """Attention alone, checked against its definition and timed beside a peer library."""
-    from paceline.bench.attention import bench_values, table
+    from paceline.bench.attention import bench_values
 
-    document = bench_values(values)
-    _show(ctx, document, values, table=table, drawings_of=attention_bars)
+    _show(ctx, bench_values(values), values)

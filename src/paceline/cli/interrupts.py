@@ -1,7 +1,7 @@
 """Ctrl-C: what there is by then is shown, and the exit code is 130."""
 
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -42,9 +42,8 @@ def until_stopped(stream: Any, pressed: list[int]) -> Iterator[Any]:
             stream.stop()
 
 
-def end_of_run(ctx: click.Context, document: Mapping[str, Any], code: int = 0) -> None:
-    """Leave with `code`, or as interrupted where the document says so."""
-    is_cut = document.get("interrupted", False)
+def end_of_run(ctx: click.Context, *, is_cut: bool, code: int = 0) -> None:
+    """Leave with `code`, or as interrupted."""
     if is_cut:
         click.echo("stopped", err=True)
     ctx.exit(INTERRUPTED if is_cut else code)

@@ -78,6 +78,5 @@ def prove(ctx: click.Context, /, **values: Any) -> None:
     )
     if not values["as_json"]:
         click.echo(table(proof))
-    told = document(proof)
-    click.echo(json.dumps(told))
-    end_of_run(ctx, told, proof.exit_code)
+    click.echo(json.dumps(document(proof)))
+    end_of_run(ctx, is_cut=proof.is_cut, code=proof.exit_code)

@@ -6,7 +6,7 @@ wrong, though no text shows it.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,15 +65,6 @@ class Acceptance:
             "mean_tokens_per_round": self.mean_tokens_per_round,
             "accepted_by_position": list(self.by_position),
         }
-
-
-def drafter_words(plan: Mapping[str, object]) -> str:
-    """Who drafts and in what shape, from `LLM.report()["speculation"]`."""
-    model = plan["draft_model"]
-    return (
-        f"{plan['algorithm']}{'' if model is None else f' by {model}'}, {plan['num_steps']} steps, "
-        f"topk {plan['topk']}, {plan['num_draft_tokens']} tokens verified"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
