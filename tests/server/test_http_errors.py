@@ -212,7 +212,8 @@ def test_what_the_engine_refuses_otherwise_is_a_server_error_and_others_go_on(
 def test_a_model_without_a_tokenizer_takes_ids_only():
     llm = small_llm()
     try:
-        service = replace(Service.of(llm, model="tiny"), tokenizer=None)
+        service = Service.of(llm, model="tiny")
+        service = replace(service, admission=replace(service.admission, tokenizer=None))
         assert asyncio.run(service.encode([[1, 2]], 1)) == [[1, 2]]
         with pytest.raises(ModelError, match="text must be sent to a model with tokenizer"):
             asyncio.run(service.encode(["x"], 1))

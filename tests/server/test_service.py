@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from paceline.server.service import Service
 def make_service() -> Service:
     """Of a context of 8 tokens; nothing here reaches its other parts."""
     parts = dict.fromkeys(field.name for field in fields(Service))
-    return Service(**parts | {"model": "tiny", "context_len": 8})
+    return Service(**parts | {"model": "tiny", "admission": SimpleNamespace(context_len=8)})
 
 
 def encode(prompts: list[list[int]], max_tokens: int | None) -> list[list[int]]:

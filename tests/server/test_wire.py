@@ -20,6 +20,7 @@ from paceline.server.wire import ChatRequest, CompletionRequest, Message, Stream
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
+DEFAULTS = {ChatRequest: SamplingParams(max_tokens=None), CompletionRequest: SamplingParams()}
 
 
 def read(kind, body):
@@ -89,6 +90,17 @@ def test_every_field_the_openai_client_knows_is_served_or_refused_by_name(theirs
         ({"store": True}, "store must be null or false, got true; nothing is stored here", None),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls must be null or true or false", None),
         ({"metadata": {"a": 1}}, "metadata.a must be a string, got 1", None),
+        (
+            {"stream_options": {"include_usage": True}},
+            "stream_options needs stream to be true; set it",
+            "stream_options",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs needs logprobs to be true; set it", "top_logprobs"),
+        (
+            {"max_tokens": 3, "max_completion_tokens": 3},
+            "max_tokens and max_completion_tokens are two names of one limit; send one of them",
+            "max_completion_tokens",
+        ),
         ({"user": "x" * 10**6, "n": "y" * 10**6}, "n must be an integer, got another value", None),
     ],
 )
@@ -119,7 +131,7 @@ def test_prompts_of_four_forms_are_taken(prompt):
 def test_null_is_the_same_as_absent(kind, body):
     nulls = dict.fromkeys(set(kind.__struct_fields__) - set(body))
     assert served(read(kind, nulls | body)) == served(read(kind, body))
-    assert read(kind, nulls | body).sampling() == SamplingParams()
+    assert read(kind, nulls | body).sampling() == DEFAULTS[kind]
 
 
 def served(request):
@@ -141,7 +153,7 @@ def test_what_is_not_served_may_ask_for_nothing_and_is_else_refused(kind, within
     assert refusals_of(kind)
     for name, refusal in refusals_of(kind).items():
         for value in (None, *refusal.allowed):
-            assert read(whole, within({name: value})).sampling() == SamplingParams()
+            assert read(whole, within({name: value})).sampling() == DEFAULTS[whole]
         found = fault(whole, within({name: ["x"]}))
         assert str(found).startswith(f"{name} must be null")
         assert found.param.rpartition(".")[2] == name
@@ -149,7 +161,7 @@ def test_what_is_not_served_may_ask_for_nothing_and_is_else_refused(kind, within
 
 def test_fields_about_the_caller_change_nothing():
     about = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
-    assert read(ChatRequest, CHAT | about).sampling() == SamplingParams()
+    assert read(ChatRequest, CHAT | about).sampling() == DEFAULTS[ChatRequest]
 
 
 def test_sampling_fields_arrive_as_they_are():

@@ -18,7 +18,6 @@ from paceline.engine.ticket import GROWTHS, Ticket
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.service import Service
 from paceline.server.stream import EventStream, event, unless_gone
-from paceline.server.wire import GenerationRequest
 
 Document = dict[str, Any]
 
@@ -77,14 +76,6 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
-
-
-def check_request(service: Service, body: GenerationRequest) -> None:
-    """What both endpoints check first.  Raises ApiError."""
-    service.check_model(body.model)
-    if body.stream_options is not None and not body.stream:
-        text = "stream_options needs stream to be true; set it, or leave stream_options out"
-        raise ApiError(400, text, param="stream_options")
 
 
 async def answer(service: Service, job: Job, request: Request) -> Response:

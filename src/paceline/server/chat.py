@@ -2,8 +2,7 @@
 
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
-from paceline.server.answer import Document, Job, Writer, check_request
-from paceline.server.errors import ApiError
+from paceline.server.answer import Document, Job, Writer
 from paceline.server.logprobs import chat_logprobs
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
@@ -12,14 +11,10 @@ from paceline.server.wire import ChatRequest
 
 async def chat_job(service: Service, body: ChatRequest) -> Job:
     """Raises RequestError, ModelError, ApiError."""
-    check_request(service, body)
-    max_tokens = _max_tokens(body)
-    logprobs = _num_logprobs(body)
-    params = body.sampling(
-        max_tokens=max_tokens, **({} if logprobs is None else {"logprobs": logprobs})
-    )
+    service.check_model(body.model)
+    params = body.sampling()
     messages = [message.for_template() for message in body.messages]
-    prompt = await service.render(messages, max_tokens)
+    prompt = await service.render(messages, params.max_tokens)
     return Job(
         prompts=[prompt],
         params=params,
@@ -69,20 +64,3 @@ class ChatWriter(Writer):
 
 def _delta(index: int, delta: Document, finish_reason: FinishReason | None = None) -> Document:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _max_tokens(body: ChatRequest) -> int | None:
-    """None: the rest of the context."""
-    if body.max_tokens is None or body.max_completion_tokens is None:
-        return body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    text = "max_tokens and max_completion_tokens are two names of one limit; send one of them"
-    raise ApiError(400, text, param="max_completion_tokens")
-
-
-def _num_logprobs(body: ChatRequest) -> int | None:
-    if body.logprobs:
-        return body.top_logprobs or 0
-    if body.top_logprobs is not None:
-        text = "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out"
-        raise ApiError(400, text, param="top_logprobs")
-    return None

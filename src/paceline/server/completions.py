@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.token_logprobs import TokenLogprobs
-from paceline.server.answer import Document, Job, Writer, check_request
+from paceline.server.answer import Document, Job, Writer
 from paceline.server.logprobs import completion_logprobs
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
@@ -13,11 +13,8 @@ from paceline.server.wire import CompletionRequest
 
 async def completion_job(service: Service, body: CompletionRequest) -> Job:
     """Raises RequestError, ModelError, ApiError."""
-    check_request(service, body)
-    asked = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
-    if body.echo:
-        asked["prompt_logprobs"] = body.logprobs
-    params = body.sampling(**{name: value for name, value in asked.items() if value is not None})
+    service.check_model(body.model)
+    params = body.sampling()
     prompts = body.prompts
     service.engine.require_room(len(prompts) * params.n)
     ids = await service.encode(prompts, body.max_tokens)
@@ -49,9 +46,10 @@ class CompletionWriter(Writer):
     def piece(
         self, index: int, growth: RequestOutput, completion: CompletionOutput
     ) -> list[Document]:
-        choice = self.whole(index, growth, completion)
-        says = choice["text"] or choice["finish_reason"] or choice["logprobs"]
-        return [choice] if says else []
+        has_echo = completion.num_tokens_before == 0 and self._echo(index)
+        is_scored = completion.logprobs is not None
+        says = has_echo or completion.text or completion.finish_reason or is_scored
+        return [self.whole(index, growth, completion)] if says else []
 
     def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
         is_first = completion.num_tokens_before == 0

@@ -30,26 +30,19 @@ class Service:
     engine: AsyncEngine
     admission: Admission
     model: str  # the name clients ask for
-    tokenizer: Tokenizer | None
     names: TokenNames
-    vocab_size: int  # of the model
-    context_len: int  # tokens of prompt and answer together
     fingerprint: str  # the same for the same version and options
     created: int  # seconds since 1970
 
     @classmethod
     def of(cls, llm: LLM, *, model: str, max_queued: int = LIMITS.max_queued) -> "Service":
         """Serve `llm` under a name.  max_queued: see Limits."""
-        prepared, admission = llm.prepared, llm.admission
         return cls(
             engine=AsyncEngine(llm, max_queued=max_queued),
-            admission=admission,
+            admission=llm.admission,
             model=model,
-            tokenizer=admission.tokenizer,
-            names=TokenNames(admission.tokenizer),
-            vocab_size=prepared.config.vocab_size,
-            context_len=admission.context_len,
-            fingerprint=_fingerprint(prepared.resolution),
+            names=TokenNames(llm.admission.tokenizer),
+            fingerprint=_fingerprint(llm.prepared.resolution),
             created=int(time.time()),
         )
 
@@ -67,7 +60,7 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "paceline",
-            "max_model_len": self.context_len,
+            "max_model_len": self.admission.context_len,
         }
 
     async def admit(
@@ -99,7 +92,7 @@ class Service:
 
         Ids that are none have no text; the engine refuses them when it takes the prompt.
         """
-        known = [token for token in token_ids if 0 <= token < self.vocab_size]
+        known = [token for token in token_ids if 0 <= token < self.admission.config.vocab_size]
         decode = self._tokenizer.decode
         return await asyncio.to_thread(decode, known, skip_special_tokens=False)
 
@@ -136,11 +129,11 @@ class Service:
             remedy = "send at least one token, for example the begin-of-text token"
             text = message(param, expected="at least one token", got="none", remedy=remedy)
             raise ApiError(400, text, param=param)
-        if num_tokens + (max_tokens or 1) > self.context_len:
+        if num_tokens + (max_tokens or 1) > self.admission.context_len:
             asked = f"and {max_tokens} to generate" if max_tokens else "and at least 1 more"
             text = message(
                 param,
-                expected=f"within the context of {self.context_len} tokens",
+                expected=f"within the context of {self.admission.context_len} tokens",
                 got=f"{got or num_tokens} {asked}",
                 remedy="shorten it or ask for fewer tokens",
             )
@@ -148,11 +141,11 @@ class Service:
 
     @property
     def _tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
+        if self.admission.tokenizer is None:
             remedy = "send prompts as token ids to /v1/completions"
             expected = "sent to a model with tokenizer.json"
             raise ModelError(message("text", expected=expected, got="one without", remedy=remedy))
-        return self.tokenizer
+        return self.admission.tokenizer
 
 
 def _fingerprint(resolution: Resolution) -> str:

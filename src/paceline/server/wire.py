@@ -6,7 +6,8 @@ answer: they are accepted and not kept.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import fields
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -27,25 +28,6 @@ _MAX_EXTRA_ARGS = 1 << 17  # bytes: the one field whose content is not known her
 _OBJECT = {"type": ["object", "null"], "description": "of the server's logits processors"}
 
 TokenIds = Annotated[list[int], Meta(min_length=1)]
-
-# Fields of a request that SamplingParams has under the same name.
-_SAMPLING = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "seed",
-    "speculative",
-)
 
 
 class Wire(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,6 +77,9 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
         Wire.check(self, place)
         if self.stream_options is not None:
             self.stream_options.check((*place, "stream_options"))
+            if not self.stream:
+                text = "stream_options needs stream to be true; set it, or leave stream_options out"
+                raise ApiError(400, text, param="stream_options")
         if self.extra_args is not UNSET:
             _check_extra_args(self.extra_args)
 
@@ -102,14 +87,19 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self, **more: Any) -> SamplingParams:
-        """Raises RequestError for values out of range."""
+    def _sampling(self, **own: int | None) -> SamplingParams:
+        """With defaults for what was left out.  own: what the endpoints name each in its way."""
         asked = {name: getattr(self, name) for name in _SAMPLING}
         if self.extra_args is not UNSET:
             asked["extra_args"] = msgspec.json.decode(self.extra_args)
-        return SamplingParams.from_dict(
-            {name: value for name, value in asked.items() if value is not None} | more
-        )
+        said = {name: value for name, value in asked.items() if value not in (None, UNSET)}
+        return SamplingParams.from_dict(said | own)
+
+
+# What SamplingParams has under the same name.
+_SAMPLING = {field.name for field in fields(SamplingParams)} & set(
+    GenerationRequest.__struct_fields__
+)
 
 
 def _check_extra_args(sent: Raw) -> None:
@@ -143,6 +133,11 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         """One or several."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else self.prompt  # type: ignore[return-value, list-item]
+
+    def sampling(self) -> SamplingParams:
+        """Raises RequestError for values out of range."""
+        echoed = self.logprobs if self.echo else None
+        return self._sampling(logprobs=self.logprobs, prompt_logprobs=echoed)
 
     def check(self, place: Place) -> None:
         GenerationRequest.check(self, place)
@@ -229,3 +224,18 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         GenerationRequest.check(self, place)
         for index, each in enumerate(self.messages):
             each.check((*place, "messages", index))
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            both = "max_tokens and max_completion_tokens"
+            text = f"{both} are two names of one limit; send one of them"
+            raise ApiError(400, text, param="max_completion_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            text = "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out"
+            raise ApiError(400, text, param="top_logprobs")
+
+    def sampling(self) -> SamplingParams:
+        """Without a limit to the rest of the context.  Raises RequestError for values out of
+        range.
+        """
+        limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self._sampling(max_tokens=limit, logprobs=logprobs)
