@@ -14,6 +14,6 @@ def num_shared_pages(cache: CacheManager, request_id: str) -> int:
     """Pages this request and another one both hold."""
     return sum(
         node is not None and node.locks[index] > 1
-        for index, (_, holding) in enumerate(cache._holdings(request_id))
+        for index, (_, holding) in enumerate(cache._pairs(cache._entries[request_id]))
         for node in holding.nodes
     )

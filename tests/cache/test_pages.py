@@ -44,13 +44,13 @@ def test_pages_of_a_retired_epoch_are_free_at_once():
 def test_sharing_a_page_before_its_epoch_retires_is_refused():
     pool = PagePool("full", 3)
     (page,) = pool.reserve(1)
-    pool.mark_written(page, 4)
+    pool.mark_written([page], 4)
     with pytest.raises(
         IntegrityError, match=r"epoch of shared page 1 .* must be at most 0 \(retired\), got 4"
     ):
-        pool.share(page)
+        pool.share([page])
     pool.retire(4)
-    pool.share(page)
+    pool.share([page])
     assert pool.counts().cached == 1
 
 
@@ -58,7 +58,7 @@ def test_sharing_an_unwritten_page_is_refused():
     pool = PagePool("full", 3)
     (page,) = pool.reserve(1)
     with pytest.raises(IntegrityError, match="to be shared, must be written, got reserved"):
-        pool.share(page)
+        pool.share([page])
 
 
 def test_freeing_a_page_twice_is_refused():

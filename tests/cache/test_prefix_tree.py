@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 
 from paceline.cache.prefix_tree import Node, PrefixTree
@@ -107,20 +109,35 @@ def test_the_eviction_order_does_not_grow_with_use(tree):
 def test_counts_that_disagree_with_nodes_are_reported(tree):
     path = stored_path(tree, TOKENS, 1)
     tree.check_integrity()
-    path[1].held_children[FULL] = 0
+    path[1].held_children = (0, 1)
     with pytest.raises(
         IntegrityError, match=r"held children .* must be 1 by nodes, got 0 by count"
     ):
         tree.check_integrity()
-    path[1].held_children[FULL] = 1
-    path[5].locks[WINDOWED] = 1
+    path[1].held_children = (1, 1)
+    path[5].locks = (0, 1)
     with pytest.raises(IntegrityError, match=r"evictable pages .* must be \[6, 5\] by nodes"):
         tree.check_integrity()
 
 
 def test_a_hole_in_a_leaf_first_path_is_reported(tree):
     path: list[Node] = stored_path(tree, TOKENS, 1)
-    path[2].pages[FULL] = None
-    path[1].held_children[FULL] = 0
+    path[2].pages = (None, path[2].pages[WINDOWED])
+    path[1].held_children = (0, 1)
     with pytest.raises(IntegrityError, match="whole leaf-first paths"):
         tree.check_integrity()
+
+
+def test_a_stored_page_leaves_the_garbage_collector_one_object():
+    tree, num_pages = PrefixTree(2, [True]), 400
+    gc.collect()
+    before = len(gc.get_objects())
+    for first in range(0, num_pages, 10):
+        node = tree.root(None)
+        for index in range(10):
+            node = tree.child(node, (first, index))
+            tree.put(node, 0, first + index + 1)
+            tree.unlock(node, 0)
+    for _ in range(3):  # a tuple is let go of once what it holds has been
+        gc.collect()
+    assert len(gc.get_objects()) - before <= num_pages + 20

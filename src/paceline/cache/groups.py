@@ -166,35 +166,43 @@ class PagedGroup:
                 )
             )
         full_before, full = holding.committed // self._page_size, kv_len // self._page_size
-        for index in range(max(full_before, holding.first), full):
-            self.pool.mark_written(holding.pages[index], epoch)
+        self.pool.mark_written(holding.pages[max(full_before, holding.first) : full], epoch)
         holding.committed = kv_len
 
     def share(
-        self, holding: Holding, index: int, parent: Node, node: Node, *, adopt: int | None = None
+        self, holding: Holding, start: int, path: Sequence[Node], *, adopt: int | None = None
     ) -> None:
-        """Offer written page `index` to its tree node, locked for this holding.
+        """Offer written pages from `start` on to their tree nodes, locked for this holding.
 
-        Where the node has another request's page, this one stays private; with `adopt` (the last
-        epoch that touches it) it is freed, and the node's page is locked in its place, so that a
-        holding about to be released locks whole paths.
+        path: the node before page `start`, then one node per page.
+
+        Where a node has another request's page, ours stays private; with `adopt` (the last epoch
+        that touches it) it is freed, and the node's page is locked in its place, so that a holding
+        about to be released locks whole paths.
         """
-        if not holding.first <= index < len(holding.pages) or holding.nodes[index] is not None:
-            return
-        if holding.most_shared is not None and index >= holding.most_shared:
-            return
-        if self._window is None and index and holding.nodes[index - 1] is not parent:
-            return
-        page = holding.pages[index]
-        if node.pages[self._index] is None:
-            self.pool.share(page)
-            self._tree.put(node, self._index, page)
-        elif adopt is None:
-            return
-        else:
-            holding.pages[index] = self._tree.lock(node, self._index)
-            self.pool.free([page], adopt)
-        holding.nodes[index] = node
+        stop = len(holding.pages) if holding.most_shared is None else holding.most_shared
+        shared: list[int] = []
+        for index in range(max(start, holding.first), min(stop, start + len(path) - 1)):
+            if holding.nodes[index] is not None:
+                continue
+            parent, node = path[index - start], path[index - start + 1]
+            if self._window is None and index and holding.nodes[index - 1] is not parent:
+                break
+            page = holding.pages[index]
+            if node.pages[self._index] is None:
+                shared.append(page)
+                self._tree.put(node, self._index, page)
+            elif adopt is None:
+                continue
+            else:
+                holding.pages[index] = self._tree.lock(node, self._index)
+                self.pool.free([page], adopt)
+            holding.nodes[index] = node
+        self.pool.share(shared)
+
+    def has_private(self, holding: Holding, stop: int) -> bool:
+        """Whether a page before `stop` is this holding's alone."""
+        return None in holding.nodes[holding.first : stop]
 
     def keep_private(self, holding: Holding, kv_len: int) -> None:
         """Pages that are not full with the first `kv_len` tokens stay this holding's alone."""

@@ -143,7 +143,7 @@ class CacheManager:
         entry = self._entries[request_id]
         if kv_bound <= entry.reserved:
             return []
-        pairs = list(zip(self._groups, entry.holdings, strict=True))
+        pairs = self._pairs(entry)
         if any(group.shortage(holding, kv_bound) for group, holding in pairs):
             return None
         runs = [group.reserve(holding, kv_bound, ahead) for group, holding in pairs]
@@ -155,7 +155,7 @@ class CacheManager:
 
         next_query: the lowest position this request queries once its launched steps have retired.
         """
-        pairs = zip(self._groups, self._entries[request_id].holdings, strict=True)
+        pairs = self._pairs(self._entries[request_id])
         return all(
             group.relief_pending(holding, next_query)
             for group, holding in pairs
@@ -175,14 +175,14 @@ class CacheManager:
     def stop_following(self, request_id: str, kv_len: int) -> None:
         """The drafter's groups lack the KV of this request behind `kv_len` tokens: what they hold
         there is not offered to the prefix tree."""
-        for group, holding in self._holdings(request_id):
+        for group, holding in self._pairs(self._entries[request_id]):
             if group.is_draft:
                 group.keep_private(holding, kv_len)
 
     def advance_window(self, request_id: str, lowest_query: int, *, epoch: int) -> None:
         """No launched or future step queries below `lowest_query`; `epoch` is the last that did."""
         if self._windowed:
-            for group, holding in self._holdings(request_id):
+            for group, holding in self._pairs(self._entries[request_id]):
                 group.advance(holding, lowest_query, epoch)
 
     def release(self, request_id: str, tokens: Sequence[int], kv_len: int, *, epoch: int) -> None:
@@ -193,9 +193,11 @@ class CacheManager:
         self._commit(entry, max(kv_len, entry.committed), self._retired)
         num_pages = self._num_shareable(tokens, kv_len)
         if self._enabled and num_pages > entry.hit_pages:
-            entry.tip, entry.num_offered = None, 0
+            offered = entry.num_offered
+            if any(g.has_private(h, offered) for g, h in self._pairs(entry)):
+                entry.tip, entry.num_offered = None, 0  # others were first: lock theirs
             self._offer(entry, tokens, num_pages, adopt=epoch)
-        for group, holding in zip(self._groups, entry.holdings, strict=True):
+        for group, holding in self._pairs(entry):
             group.release(holding, epoch)
 
     def discard(self, request_id: str, tokens: Sequence[int], *, epoch: int) -> None:
@@ -205,7 +207,7 @@ class CacheManager:
         path = self._tree.walk(tokens, entry.salt, max_pages=depth)
         if len(path) == depth:
             self._tree.detach(path[-1])
-        for group, holding in zip(self._groups, entry.holdings, strict=True):
+        for group, holding in self._pairs(entry):
             group.release(holding, epoch)
 
     def retire(self, epoch: int) -> None:
@@ -246,7 +248,7 @@ class CacheManager:
         assert kv_len >= entry.committed, "KV that is written stays"
         is_same_page = kv_len // self._page_size == entry.committed // self._page_size
         if not is_same_page or kv_len > entry.reserved:
-            for group, holding in zip(self._groups, entry.holdings, strict=True):
+            for group, holding in self._pairs(entry):
                 group.commit(holding, kv_len, epoch)
         entry.committed = kv_len
 
@@ -258,20 +260,20 @@ class CacheManager:
             return
         if entry.tip is None or not entry.tip.alive:
             entry.tip, entry.num_offered = self._tree.root(entry.salt), 0
-        node = entry.tip
-        for index in range(entry.num_offered, num_pages):
-            parent, node = node, self._tree.child(node, self._tree.key(tokens, index))
-            for group, holding in zip(self._groups, entry.holdings, strict=True):
-                group.share(holding, index, parent, node, adopt=adopt)
-        entry.tip, entry.num_offered = node, num_pages
-        self._tree.prune(node)
+        start, path = entry.num_offered, [entry.tip]
+        for index in range(start, num_pages):
+            path.append(self._tree.child(path[-1], self._tree.key(tokens, index)))
+        for group, holding in self._pairs(entry):
+            group.share(holding, start, path, adopt=adopt)
+        entry.tip, entry.num_offered = path[-1], num_pages
+        self._tree.prune(entry.tip)
 
     def _num_shareable(self, tokens: Sequence[int], kv_len: int) -> int:
         """Full pages of the first `kv_len` tokens; that all they depend on is known, too."""
         return min(kv_len // self._page_size, self._tree.num_whole(len(tokens)))
 
-    def _holdings(self, request_id: str) -> list[tuple[PagedGroup, Holding]]:
-        return list(zip(self._groups, self._entries[request_id].holdings, strict=True))
+    def _pairs(self, entry: _Entry) -> list[tuple[PagedGroup, Holding]]:
+        return list(zip(self._groups, entry.holdings, strict=True))
 
     def _note_reserved(self, entry: _Entry) -> None:
         entry.reserved = min(h.reserved(self._page_size) for h in entry.holdings)

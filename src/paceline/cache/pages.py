@@ -88,36 +88,41 @@ class PagePool:
                 )
             )
         taken: list[int] = []
-        while len(taken) < count:
+        states, free, reserved = self._states, PageState.FREE, PageState.RESERVED
+        for _ in range(count):
             page = after + 1
-            if after == PAD_PAGE or not self._is_free(page):
+            if after == PAD_PAGE or page == len(states) or states[page] != free:
                 page = self._pop_lowest()
-            self._states[page] = PageState.RESERVED
+            states[page] = reserved
             taken.append(page)
             after = page
         self._num_free -= count
         return taken
 
-    def mark_written(self, page: int, epoch: int) -> None:
-        """The step of this epoch completes the page."""
-        self._require(page, PageState.RESERVED, "written")
-        self._states[page] = PageState.WRITTEN
-        self._written_epochs[page] = epoch
+    def mark_written(self, pages: Sequence[int], epoch: int) -> None:
+        """The step of this epoch completes the pages."""
+        written = PageState.WRITTEN
+        for page in pages:
+            self._require(page, PageState.RESERVED, "written")
+            self._states[page] = written
+            self._written_epochs[page] = epoch
 
-    def share(self, page: int) -> None:
-        """Hand a written page to the prefix tree; its epoch must have retired."""
-        self._require(page, PageState.WRITTEN, "shared")
-        epoch = self._written_epochs[page]
-        if epoch > self._retired:
-            raise IntegrityError(
-                message(
-                    f"the epoch of shared page {page} of cache group '{self._name}'",
-                    expected=f"at most {self._retired} (retired)",
-                    got=epoch,
-                    remedy="share pages only after the step that wrote them has retired",
+    def share(self, pages: Sequence[int]) -> None:
+        """Hand written pages to the prefix tree; their epochs must have retired."""
+        shareable = PageState.SHAREABLE
+        for page in pages:
+            self._require(page, PageState.WRITTEN, "shared")
+            epoch = self._written_epochs[page]
+            if epoch > self._retired:
+                raise IntegrityError(
+                    message(
+                        f"the epoch of shared page {page} of cache group '{self._name}'",
+                        expected=f"at most {self._retired} (retired)",
+                        got=epoch,
+                        remedy="share pages only after the step that wrote them has retired",
+                    )
                 )
-            )
-        self._states[page] = PageState.SHAREABLE
+            self._states[page] = shareable
 
     def free(self, pages: Sequence[int], epoch: int) -> None:
         """Queue pages until `epoch`, the last step that could touch them, retires."""
@@ -176,9 +181,6 @@ class PagePool:
                 )
             )
 
-    def _is_free(self, page: int) -> bool:
-        return page < len(self._states) and self._states[page] == PageState.FREE
-
     def _pop_lowest(self) -> int:
         while True:
             page = heapq.heappop(self._heap)
@@ -187,14 +189,14 @@ class PagePool:
                 return page
 
     def _require(self, page: int, state: PageState, verb: str) -> None:
+        if page != PAD_PAGE and self._states[page] == state:
+            return
         named = PageState(self._states[page]).name.lower()
-        got = "reserved for padding" if page == PAD_PAGE else named
-        if page == PAD_PAGE or self._states[page] != state:
-            raise IntegrityError(
-                message(
-                    f"page {page} of cache group '{self._name}', to be {verb},",
-                    expected=state.name.lower(),
-                    got=got,
-                    remedy="each page has one owner; find the second one",
-                )
+        raise IntegrityError(
+            message(
+                f"page {page} of cache group '{self._name}', to be {verb},",
+                expected=state.name.lower(),
+                got="reserved for padding" if page == PAD_PAGE else named,
+                remedy="each page has one owner; find the second one",
             )
+        )

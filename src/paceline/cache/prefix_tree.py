@@ -9,28 +9,43 @@ anywhere.  Eviction takes the least recently used page that may go (`EvictionOrd
 Where the KV of a token depends on the token behind it (an EAGLE head's), a node's key is the tokens
 of its page and the one behind them, its `draft_next_token`: another continuation is another node.
 So a hit with it ends one page earlier, and what it computes can be found again.
+
+A collection of garbage walks every container, and nothing else runs meanwhile.  A page leaves it
+one, its node: tuples of integers are none to it, and children stand in one table of the tree, by
+their parent's number and their key.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from itertools import count
+from typing import TypeVar
 
 from paceline.cache.eviction_order import EvictionOrder
 from paceline.core.errors import IntegrityError, message
+
+T = TypeVar("T")
 
 
 class Node:
     """One page of tokens below its parent; written by the tree alone."""
 
-    __slots__ = ("alive", "children", "held_children", "key", "locks", "pages", "parent", "stamps")
+    __slots__ = (
+        *("alive", "held_children", "key", "locks", "num_children"),
+        *("number", "pages", "parent", "stamps"),
+    )
 
-    def __init__(self, key: Hashable, parent: "Node | None", num_groups: int) -> None:
+    def __init__(
+        self, number: int, key: Hashable, parent: "Node | None", zeros: tuple[int, ...]
+    ) -> None:
+        """zeros: [num_groups]."""
+        self.number = number  # no other node of the tree has or had it
         self.key = key  # as PrefixTree.key; of a root: its salt
         self.parent = parent  # None: a root, or detached
-        self.children: dict[Hashable, Node] = {}
-        self.pages: list[int | None] = [None] * num_groups
-        self.locks = [0] * num_groups
-        self.stamps = [0] * num_groups  # when it was last unlocked
-        self.held_children = [0] * num_groups  # children that hold a page of the group
+        self.num_children = 0
+        self.pages: tuple[int | None, ...] = (None,) * len(zeros)
+        self.locks = zeros
+        self.stamps = zeros  # when it was last unlocked
+        self.held_children = zeros  # children that hold a page of the group
         self.alive = True  # False once pruned
 
 
@@ -48,7 +63,10 @@ class PrefixTree:
         self._num_behind = int(next_token)  # tokens behind its page that a node depends on
         self._leaf_first = tuple(leaf_first)
         groups = len(self._leaf_first)
+        self._zeros = (0,) * groups
+        self._numbers = count()
         self._roots: dict[Hashable, Node] = {}
+        self._children: dict[tuple[int, Hashable], Node] = {}  # (parent's number, key) -> node
         self._detached: set[Node] = set()
         self._orders = tuple(EvictionOrder[Node]() for _ in range(groups))
         self._evictable = [0] * groups
@@ -69,7 +87,7 @@ class PrefixTree:
         node = self._roots.get(salt)
         path: list[Node] = []
         while node is not None and len(path) < max_pages:
-            node = node.children.get(self.key(tokens, len(path)))
+            node = self._children.get((node.number, self.key(tokens, len(path))))
             if node is not None:
                 path.append(node)
         return path
@@ -77,25 +95,30 @@ class PrefixTree:
     def root(self, salt: Hashable) -> Node:
         """The root of one salt, made where missing; prune it if nothing is put below."""
         if salt not in self._roots:
-            self._roots[salt] = Node(salt, None, len(self._leaf_first))
+            self._roots[salt] = Node(next(self._numbers), salt, None, self._zeros)
         return self._roots[salt]
 
     def child(self, parent: Node, key: tuple[int, ...]) -> Node:
         """The child for one page of tokens, made where missing; prune it if nothing is put in."""
-        node = parent.children.get(key)
+        place = (parent.number, key)
+        node = self._children.get(place)
         if node is None:
-            node = parent.children[key] = Node(key, parent, len(self._leaf_first))
+            node = self._children[place] = Node(next(self._numbers), key, parent, self._zeros)
+            parent.num_children += 1
         return node
 
     def put(self, node: Node, group: int, page: int) -> None:
         """Store a page in a node that has none, locked once for the caller."""
         assert node.pages[group] is None, f"node already holds page {node.pages[group]}"
-        node.pages[group] = page
-        node.locks[group] = 1
-        if node.parent is not None:
-            node.parent.held_children[group] += 1
+        node.pages = _with(node.pages, group, page)
+        node.locks = _with(node.locks, group, 1)
+        parent = node.parent
+        if parent is not None:
+            parent.held_children = _with(
+                parent.held_children, group, parent.held_children[group] + 1
+            )
             if self._leaf_first[group]:
-                self._orders[group].discard(node.parent)
+                self._orders[group].discard(parent)
 
     def lock(self, node: Node, group: int) -> int:
         """Keep a node's page from eviction; returns the page."""
@@ -104,18 +127,20 @@ class PrefixTree:
         if node.locks[group] == 0:
             self._evictable[group] -= 1
             self._orders[group].discard(node)
-        node.locks[group] += 1
+        node.locks = _with(node.locks, group, node.locks[group] + 1)
         return page
 
     def unlock(self, node: Node, group: int) -> None:
         """Undo one lock; no step in flight may still read the page for that locker."""
-        assert node.locks[group] > 0, "unlocked more often than locked"
-        node.locks[group] -= 1
-        if node.locks[group] == 0:
+        locks = node.locks[group]
+        assert locks > 0, "unlocked more often than locked"
+        node.locks = _with(node.locks, group, locks - 1)
+        if locks == 1:
             self._evictable[group] += 1
-            node.stamps[group] = next(self._clock)
+            stamp = next(self._clock)
+            node.stamps = _with(node.stamps, group, stamp)
             if self._may_go(node, group):
-                self._orders[group].add_youngest(node, node.stamps[group])
+                self._orders[group].add_youngest(node, stamp)
 
     def num_evictable(self, group: int) -> int:
         """Pages `evict` could return: locks of leaf-first groups cover whole paths."""
@@ -130,7 +155,7 @@ class PrefixTree:
                 break
             page = node.pages[group]
             assert page is not None, "a node without a page cannot give one"
-            node.pages[group] = None
+            node.pages = _with(node.pages, group, None)
             self._evictable[group] -= 1
             self.num_evicted += 1
             pages.append(page)
@@ -141,21 +166,21 @@ class PrefixTree:
 
     def prune(self, node: Node) -> None:
         """Remove a node that holds nothing, and its ancestors that hold nothing else."""
-        while not node.children and all(page is None for page in node.pages) and node.alive:
+        while node.alive and not node.num_children and all(page is None for page in node.pages):
             node.alive = False
             self._detached.discard(node)
             if node.parent is None:
                 if self._roots.get(node.key) is node:
                     del self._roots[node.key]
                 return
-            del node.parent.children[node.key]
+            self._part(node.parent, node)
             node = node.parent
 
     def detach(self, node: Node) -> None:
         """Cut a subtree off: no later walk finds it; its pages go when unlocked and evicted."""
         parent = node.parent
         assert parent is not None, "a root is not detached"
-        del parent.children[node.key]
+        self._part(parent, node)
         node.parent = None
         self._detached.add(node)
         for group, page in enumerate(node.pages):
@@ -165,27 +190,34 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[Node]:
         """Every node, roots and detached subtrees included."""
-        stack = [*self._roots.values(), *self._detached]
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            yield node
+        yield from self._roots.values()
+        yield from self._detached
+        yield from self._children.values()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless counts agree with nodes and leaf-first paths are whole."""
         evictable = [0] * len(self._evictable)
+        children = Counter(child.parent for child in self._children.values())
+        held: Counter[tuple[Node | None, int]] = Counter(
+            (child.parent, group)
+            for child in self._children.values()
+            for group, page in enumerate(child.pages)
+            if page is not None
+        )
         for node in self.nodes():
             self._check_behind(node)
+            self._compare("children", children[node], node.num_children)
             for group, page in enumerate(node.pages):
                 evictable[group] += page is not None and node.locks[group] == 0
-                held = sum(child.pages[group] is not None for child in node.children.values())
-                self._compare("held children", held, node.held_children[group])
+                self._compare("held children", held[node, group], node.held_children[group])
                 if self._leaf_first[group] and page is not None and node.parent is not None:
                     is_root = node.parent.parent is None and node.parent not in self._detached
                     whole = is_root or node.parent.locks[group] >= node.locks[group]
                     whole = whole and (is_root or node.parent.pages[group] is not None)
                     self._compare("whole leaf-first paths", True, whole)
         self._compare("evictable pages", evictable, self._evictable)
+        places = [(node.parent.number, node.key) for node in self.nodes() if node.parent]
+        self._compare("places of nodes", places, list(self._children))
         for group, order in enumerate(self._orders):
             may_go = [node for node in self.nodes() if self._may_go(node, group)]
             self._compare("pages in the eviction order", len(may_go), len(order))
@@ -196,11 +228,16 @@ class PrefixTree:
         if node.parent is None or not self._num_behind:
             return
         assert isinstance(node.key, tuple), "token ids"
-        behind = node.key[self._page_size :]
-        self._compare("tokens behind a page", self._num_behind, len(behind))
-        for child in node.children.values():
-            assert isinstance(child.key, tuple), "token ids"
-            self._compare("the token behind a page", behind, child.key[: self._num_behind])
+        self._compare("tokens behind a page", self._num_behind, len(node.key) - self._page_size)
+        if node.parent.parent is not None:
+            assert isinstance(node.parent.key, tuple), "token ids"
+            behind = node.parent.key[self._page_size :]
+            self._compare("the token behind a page", behind, node.key[: self._num_behind])
+
+    def _part(self, parent: Node, child: Node) -> None:
+        """The child is its parent's no longer."""
+        del self._children[parent.number, child.key]
+        parent.num_children -= 1
 
     def _may_go(self, node: Node, group: int) -> bool:
         """Whether a node has a page that may be evicted."""
@@ -210,7 +247,7 @@ class PrefixTree:
 
     def _lost_child(self, node: Node, group: int) -> None:
         """A child of the node holds its page no longer, or is its child no longer."""
-        node.held_children[group] -= 1
+        node.held_children = _with(node.held_children, group, node.held_children[group] - 1)
         if self._leaf_first[group] and self._may_go(node, group):
             self._orders[group].add(node, node.stamps[group])
 
@@ -224,3 +261,10 @@ class PrefixTree:
                     remedy="find the call that changed one side only",
                 )
             )
+
+
+def _with(values: tuple[T, ...], group: int, value: T) -> tuple[T, ...]:
+    """The values with another one for a group."""
+    if len(values) == 1:  # as in most models
+        return (value,)
+    return (*values[:group], value, *values[group + 1 :])
