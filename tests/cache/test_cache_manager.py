@@ -102,6 +102,21 @@ def test_the_second_of_two_equal_requests_keeps_its_pages_private():
     cache.check_integrity()
 
 
+def test_what_follows_pages_that_another_stored_first_is_found_once_its_request_has_left():
+    cache = make_cache(None)
+    for name in "ab":
+        cache.admit(name, TOKENS[:8], reserve_to=20)
+    cache.retire(1)
+    for name in "ab":  # both computed the same two pages: b's stay private
+        cache.written(name, TOKENS[:8], 8, epoch=1)
+    cache.retire(2)
+    cache.written("b", TOKENS[:17], 16, epoch=2)
+    assert cached_len(cache, TOKENS[:17]) == 8
+    cache.release("b", TOKENS[:17], 16, epoch=2)
+    assert cached_len(cache, TOKENS[:17]) == 16
+    cache.check_integrity()
+
+
 def test_pages_are_shared_before_their_owner_ends():
     cache = make_cache(None)
     cache.admit("a", TOKENS[:10], reserve_to=10)
