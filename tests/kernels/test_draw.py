@@ -100,12 +100,15 @@ def test_a_rows_sample_is_that_of_the_definition(kind: str, temperature: float) 
 FILTERS = ((5, 1.0), (None, 0.7), (None, 0.97), (None, 1e-5), (12, 0.6), (90, 0.9), (1, 0.5))
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties"])
-def test_the_cuts_of_the_kernel_keep_what_the_definition_keeps(kind: str) -> None:
+@pytest.mark.parametrize("temperature", [2.5, 0.1])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("huge", "forbidden")])
+def test_the_cuts_of_the_kernel_keep_what_the_definition_keeps(
+    kind: str, temperature: float
+) -> None:
     from paceline.kernels._triton.draw_blocks import launch_best
     from paceline.kernels._triton.draw_cuts import launch_cuts
 
-    params = tuple(SamplingParams(temperature=2.5, top_k=k, top_p=p) for k, p in FILTERS)
+    params = tuple(SamplingParams(temperature=temperature, top_k=k, top_p=p) for k, p in FILTERS)
     table, num, vocab = table_of(params), len(params), 150
     logits = torch.cat([logits_of(kind, seed)[:, :vocab] for seed in range(num)])
     token_ids = torch.zeros(num + 1, 1, dtype=torch.int32)
@@ -114,7 +117,8 @@ def test_the_cuts_of_the_kernel_keep_what_the_definition_keeps(kind: str) -> Non
     cuts = launch_cuts(
         logits, at, table.laws, table.edits, blocks, block_vocab=64, block_members=32
     )
-    scaled = (logits - logits.amax(1, keepdim=True)) / 2.5
+    inverse = 1.0 / torch.tensor(temperature, dtype=torch.float32)
+    scaled = (logits - logits.amax(1, keepdim=True)) * inverse
     kept = (0.0 - scaled).view(torch.int32) <= cuts.unsqueeze(1)
     laws = table.laws.of(at.rows)
     wanted = keep_mask(scaled, top_k=laws.top_k, top_p=laws.top_p, min_p=laws.min_p)
