@@ -3,13 +3,14 @@
 import json
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.attention.measurements import Measurement
-from paceline.bench.attention import ContenderResult, attention_bars
-from paceline.bench.backends import backend_bars
-from paceline.bench.latency import LatencyResult, latency_bars
+from paceline.bench.attention import AttentionReport, ContenderResult
+from paceline.bench.backends import BackendsReport
+from paceline.bench.latency import LatencyReport, LatencyResult
 from paceline.bench.page import Bars, page, profile_bars
 from paceline.bench.paired_runs import SpeedUp
 from paceline.bench.speculative import PromptResult, SpeculativeReport
@@ -19,13 +20,20 @@ RESULTS = Path(__file__).parents[2] / "docs/results"
 
 
 def drawn_latency(document):
-    return latency_bars([LatencyResult(**row) for row in document["results"]])
+    return LatencyReport.drawings(results_of(document["results"], LatencyResult))
+
+
+def results_of(rows, kind):
+    """As much of a report as its drawings read."""
+    found = [kind(**row) for row in rows]
+    return SimpleNamespace(results=found, rows=found)
 
 
 def drawn_speculative(document):
     prompts = [row | {"acceptance": acceptance(row)} for row in document["prompts"]]
     return SpeculativeReport(
         prepared=None,
+        dtype="float32",
         forced=document["forced"],
         texts=None,
         output_len=document["output_len"],
@@ -45,11 +53,11 @@ def acceptance(document):
 
 
 def drawn_attention(document):
-    return attention_bars([ContenderResult(**row) for row in document["results"]])
+    return AttentionReport.drawings(results_of(document["results"], ContenderResult))
 
 
 def drawn_backends(document):
-    return backend_bars([Measurement(**row) for row in document["rows"]])
+    return BackendsReport.drawings(results_of(document["rows"], Measurement))
 
 
 RECORDS = [

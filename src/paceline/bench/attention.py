@@ -9,8 +9,8 @@ those of K and V, which is all that decode must move.  With --backends several o
 instead, over a suite of shapes (`bench_backends`).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from paceline.bench.attention_workload import make_workload
 from paceline.bench.backends import BackendsReport, bench_backends, plan_of
 from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.bench.page import Bars, bars
+from paceline.bench.subject import by_field
 from paceline.core.errors import ConfigError, message
 from paceline.core.gpus import DeviceFacts
 from paceline.plan.machine import local_device, versions
@@ -73,22 +74,19 @@ class AttentionReport:
 
     def to_json(self) -> dict[str, object]:
         """The document."""
+        facts = self.facts
         return {
             "benchmark": "attention",
             "device": {
-                "name": self.facts.name,
-                "type": self.facts.device_type,
-                "total_bytes": self.facts.total_bytes,
-                "bandwidth_bytes_s": self.facts.bandwidth_bytes_s,
-                "matmul_flops": self.facts.matmul_flops,
+                "name": facts.name,
+                "type": facts.device_type,
+                "total_bytes": facts.total_bytes,
+                "bandwidth_bytes_s": facts.bandwidth_bytes_s,
+                "matmul_flops": facts.matmul_flops,
             },
             "versions": {**versions(), "flashinfer": flashinfer_peer.version()},
-            "shape": asdict(self.shape),
-            "layers": self.layers,
-            "backend": self.backend,
+            **by_field(self, without=("facts", "peer", "is_cut")),
             "peer": {"name": self.peer.name, "why": self.peer.why},
-            "results": [asdict(each) for each in self.results],
-            "ratio": self.ratio,
         }
 
     def table(self) -> str:
@@ -114,16 +112,11 @@ class AttentionReport:
 
     def drawings(self) -> list[Bars]:
         """Of each contender."""
-        return attention_bars(self.results)
-
-
-def attention_bars(results: Sequence[ContenderResult]) -> list[Bars]:
-    """Of each contender."""
-    named = [(each.name, each) for each in results]
-    return [
-        bars("One layer's attention [µs]", named, "us"),
-        bars("Keys and values read [GB/s]", named, "gb_s"),
-    ]
+        rows = [(each.name, each) for each in self.results]
+        return [
+            bars("One layer's attention [µs]", rows, "us"),
+            bars("Keys and values read [GB/s]", rows, "gb_s"),
+        ]
 
 
 def bench_attention(

@@ -105,16 +105,11 @@ class BackendsReport:
 
     def drawings(self) -> list[Bars]:
         """Of each shape."""
-        return backend_bars(self.rows)
-
-
-def backend_bars(rows: Sequence[Measurement]) -> list[Bars]:
-    """Of each shape."""
-    shapes: dict[str, list[tuple[str, float]]] = {}
-    for row in rows:
-        load = f"{row.batch_size} requests of {row.kv_len} keys, {row.extend_len} new"
-        shapes.setdefault(f"{row.phase}: {load} [µs]", []).append((row.backend, row.us))
-    return [Bars(title=shape, rows=found) for shape, found in shapes.items()]
+        shapes: dict[str, list[tuple[str, float]]] = {}
+        for row in self.rows:
+            load = f"{row.batch_size} requests of {row.kv_len} keys, {row.extend_len} new"
+            shapes.setdefault(f"{row.phase}: {load} [µs]", []).append((row.backend, row.us))
+        return [Bars(title=shape, rows=found) for shape, found in shapes.items()]
 
 
 def plan_of(values: Mapping[str, Any]) -> Plan | None:

@@ -13,15 +13,15 @@ Needs nothing beyond what the engine needs.
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from paceline.bench.latency_shape import LatencyShape
 from paceline.bench.page import Bars, bars
-from paceline.bench.subject import attention_words, drafter_words, forced_words, subject
+from paceline.bench.subject import attention_words, document, drafter_words, forced_words
 from paceline.core.errors import ConfigError, IntegrityError, message
-from paceline.core.progress import collect, cut_mark
+from paceline.core.progress import collect
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.outputs import RequestOutput
@@ -46,6 +46,15 @@ class LatencyResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyCheck:
+    """What held before anything was timed."""
+
+    tokens_compared: int
+    repeat_agrees: bool = True
+    counts_exact: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyReport:
     """What was found."""
 
@@ -53,25 +62,13 @@ class LatencyReport:
     boot_s: float
     first_token_s: float | None  # behind the start of the process; None: unknown
     kernel_cache: str
-    tokens_compared: int  # by the check
+    check: LatencyCheck
     results: tuple[LatencyResult, ...]
     is_cut: bool  # by Ctrl-C
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The document."""
-        return {
-            **subject(self.prepared),
-            "boot_s": self.boot_s,
-            "first_token_s": self.first_token_s,
-            "kernel_cache": self.kernel_cache,
-            "check": {
-                "repeat_agrees": True,
-                "tokens_compared": self.tokens_compared,
-                "counts_exact": True,
-            },
-            "results": [asdict(result) for result in self.results],
-            **cut_mark(self.is_cut),
-        }
+        return document(self)
 
     def table(self) -> str:
         """For people."""
@@ -94,7 +91,12 @@ class LatencyReport:
 
     def drawings(self) -> list[Bars]:
         """Of each batch."""
-        return latency_bars(self.results)
+        rows = [(f"batch {each.batch_size}", each) for each in self.results]
+        return [
+            bars("Time to first token [ms]", rows, "ttft_ms"),
+            bars("Decode rate of the whole batch [tokens/s]", rows, "decode_tok_s"),
+            bars("Tokens per round of one request", rows, "mean_tokens_per_round", form=".2f"),
+        ]
 
     def _speculation_rows(self) -> list[str]:
         """Who drafts, and how many tokens a round gave; nothing where nobody does."""
@@ -105,16 +107,6 @@ class LatencyReport:
         told = ", ".join("-" if mean is None else f"{mean:.2f}" for mean in means)
         words = f"{drafter_words(plan)}: {told} tokens per round{forced_words(plan)}"
         return [f"speculation {words}"]
-
-
-def latency_bars(results: Sequence[LatencyResult]) -> list[Bars]:
-    """Of each batch."""
-    named = [(f"batch {each.batch_size}", each) for each in results]
-    return [
-        bars("Time to first token [ms]", named, "ttft_ms"),
-        bars("Decode rate of the whole batch [tokens/s]", named, "decode_tok_s"),
-        bars("Tokens per round of one request", named, "mean_tokens_per_round", form=".2f"),
-    ]
 
 
 class LatencyBench:
@@ -157,7 +149,7 @@ class LatencyBench:
             prepared: Prepared = llm.prepared
             self._generate(llm, batch_size=1, output_len=1, salt=0)
             first_token_s = seconds_since_process_start()
-            compared = self._check(llm)
+            check = self._check(llm)
             sizes = self._shape.batch_sizes
             timed = (self._time(llm, size) for size in sizes)
             results, is_cut = collect("batch sizes", timed, total=len(sizes), unit="size")
@@ -168,13 +160,12 @@ class LatencyBench:
             boot_s=boot_s,
             first_token_s=first_token_s,
             kernel_cache=cache_state(prepared.device.device_type, entries_before),
-            tokens_compared=compared,
+            check=check,
             results=tuple(results),
             is_cut=is_cut,
         )
 
-    def _check(self, llm: Any) -> int:
-        """How many tokens of two runs are the same: all."""
+    def _check(self, llm: Any) -> LatencyCheck:
         length = min(CHECK_TOKENS, self._shape.output_len)
         first, second = (
             _tokens(self._generate(llm, batch_size=1, output_len=length, salt=1)[1])
@@ -189,7 +180,7 @@ class LatencyBench:
                     remedy="do not trust a timing of this configuration; try --enforce-eager",
                 )
             )
-        return length
+        return LatencyCheck(tokens_compared=length)
 
     def _time(self, llm: Any, batch_size: int) -> LatencyResult:
         shape = self._shape

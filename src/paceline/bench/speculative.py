@@ -10,7 +10,8 @@ nobody compares them, and every line says so.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 from paceline.bench.page import Bars, bars
 from paceline.bench.paired_runs import (
@@ -22,10 +23,10 @@ from paceline.bench.paired_runs import (
     total_rate,
 )
 from paceline.bench.speculative_shape import SpeculativeShape
-from paceline.bench.subject import drafter_of, drafter_words, subject
+from paceline.bench.subject import document, drafter_of, drafter_words
 from paceline.core.errors import ConfigError, message
-from paceline.core.options import engine_options
-from paceline.core.progress import collect, cut_mark
+from paceline.core.options import engine_options, known
+from paceline.core.progress import collect
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
 from paceline.llm.boot import Prepared
@@ -55,6 +56,7 @@ class SpeculativeReport:
     """What was found."""
 
     prepared: Prepared  # the engine that drafts
+    dtype: str
     forced: float | None  # tokens per round, whatever was sampled
     texts: Texts | None  # None: they are wrong by design
     output_len: int
@@ -65,25 +67,10 @@ class SpeculativeReport:
     prompts: tuple[PromptResult, ...]
     is_cut: bool  # by Ctrl-C
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The document."""
-        prepared = self.prepared
-        return {
-            **subject(prepared),
-            "device": {"name": prepared.device.name, "type": prepared.device.device_type},
-            "dtype": prepared.options.dtype,
-            "forced": self.forced,
-            "texts": None if self.texts is None else asdict(self.texts),
-            "output_len": self.output_len,
-            "acceptance": self.acceptance.to_json(),
-            "plain_tok_s": self.plain_tok_s,
-            "speculative_tok_s": self.speculative_tok_s,
-            "speed_up": asdict(self.speed_up),
-            "prompts": [
-                {**asdict(each), "acceptance": each.acceptance.to_json()} for each in self.prompts
-            ],
-            **cut_mark(self.is_cut),
-        }
+        device = self.prepared.device
+        return {**document(self), "device": {"name": device.name, "type": device.device_type}}
 
     def table(self) -> str:
         """For people; each line says where acceptance was forced."""
@@ -195,6 +182,7 @@ def _compare(plain: LLM, speculative: LLM, shape: SpeculativeShape) -> Speculati
     texts = count_verdicts(plain, pairs, prompts, params) if forced is None else None
     return SpeculativeReport(
         prepared=speculative.prepared,
+        dtype=known(speculative.prepared.options.dtype),
         forced=forced,
         texts=texts,
         output_len=shape.output_len,

@@ -1,11 +1,53 @@
-"""The engine that a bench times, as its document and its table tell of it."""
+"""What a bench found, as a document; the engine it timed, as documents and tables tell of it."""
 
+from dataclasses import fields
+from typing import Any, Protocol, runtime_checkable
+
+from paceline.core.progress import cut_mark
 from paceline.llm.boot import Prepared
 from paceline.plan.machine import versions
 from paceline.plan.speculation import Speculation
 
 
-def subject(prepared: Prepared) -> dict[str, object]:
+@runtime_checkable
+class Told(Protocol):
+    """What has a form of its own in documents."""
+
+    def to_json(self) -> Any: ...
+
+
+class OfAnEngine(Protocol):
+    """What a bench of a whole engine found: a frozen dataclass."""
+
+    @property
+    def prepared(self) -> Prepared: ...
+
+    @property
+    def is_cut(self) -> bool: ...
+
+
+def told(value: Any) -> Any:
+    """As documents have it: a dataclass by its fields, unless it has a form of its own."""
+    if isinstance(value, Told):
+        return value.to_json()
+    if isinstance(value, tuple):
+        return [told(each) for each in value]
+    return by_field(value) if hasattr(value, "__dataclass_fields__") else value
+
+
+def by_field(found: Any, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """{field: value} of a dataclass."""
+    names = [field.name for field in fields(found) if field.name not in without]
+    return {name: told(getattr(found, name)) for name in names}
+
+
+def document(report: OfAnEngine, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What was found, field by field, behind what it was found of."""
+    found = by_field(report, without=("prepared", "is_cut", *without))
+    return {**subject(report.prepared), **found, **cut_mark(report.is_cut)}
+
+
+def subject(prepared: Prepared) -> dict[str, Any]:
     """What documents begin with."""
     device = prepared.device
     return {

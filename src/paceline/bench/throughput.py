@@ -89,7 +89,7 @@ class ThroughputBench:
             first=Summary.of(first),
             within_first=Within.of(first, steady),
             passes=tuple(map(Summary.of, steady)),
-            within_middle=None if middle is None else Within.of(middle, steady),
+            median_pass=None if middle is None else Within.of(middle, steady),
             is_cut=is_cut,
         )
 

@@ -156,26 +156,38 @@ class LongTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Within:
+class Timeline:
+    """Of a pass's time."""
+
+    slice_s: float
+    output_tok_s: tuple[float, ...]  # [NUM_SLICES] of each slice
+
+    @classmethod
+    def of(cls, done: TrafficPass) -> "Timeline":
+        slice_s, tokens = done.seconds / NUM_SLICES, [0] * NUM_SLICES
+        for turn in done.turns:
+            if turn.num_tokens:
+                tokens[min(NUM_SLICES - 1, int(turn.ended_s / slice_s))] += turn.num_tokens
+        return cls(slice_s=slice_s, output_tok_s=tuple(count / slice_s for count in tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Details:
     """One pass from within."""
 
-    outside_s: float  # what was not in a turn
     kinds: tuple[KindTime, ...]  # the most time first
     excess_ms: Percentiles | None  # of turns, beyond steady ones of the same steps
     longest: tuple[LongTurn, ...]
-    slice_s: float
-    output_tok_s: tuple[float, ...]  # [NUM_SLICES] of each slice of the pass's time
+    timeline: Timeline
     ttft_ms: tuple[float, ...]  # of QUANTILES; empty of nothing
     inter_token_ms: tuple[float, ...]  # likewise
 
     @classmethod
-    def of(cls, done: TrafficPass, steady: Sequence[TrafficPass]) -> "Within":
+    def of(cls, done: TrafficPass, steady: Sequence[TrafficPass]) -> "Details":
         """steady: those by which the excess of its turns is told."""
         excess_s = Steady(steady).excess_s(done.turns) if steady else None
         told = sorted(range(len(done.turns)), key=lambda index: -done.turns[index].seconds)
-        slice_s = done.seconds / NUM_SLICES
         return cls(
-            outside_s=max(0.0, done.turns[-1].ended_s - sum(turn.seconds for turn in done.turns)),
             kinds=tuple(time_by_kind(done)),
             excess_ms=None if excess_s is None else Percentiles.of(excess_s),
             longest=tuple(
@@ -185,23 +197,25 @@ class Within:
                 )
                 for index in told[:NUM_LONGEST]
             ),
-            slice_s=slice_s,
-            output_tok_s=_over_time(done, slice_s),
+            timeline=Timeline.of(done),
             ttft_ms=_quantiles_ms(done.ttft_s),
             inter_token_ms=_quantiles_ms(done.gaps_s),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """{outside_s, details}."""
-        details = {
-            "kinds": [each.to_json() for each in self.kinds],
-            "excess_ms": None if self.excess_ms is None else asdict(self.excess_ms),
-            "longest": [each.to_json() for each in self.longest],
-            "timeline": {"slice_s": self.slice_s, "output_tok_s": list(self.output_tok_s)},
-            "ttft_ms": list(self.ttft_ms),
-            "inter_token_ms": list(self.inter_token_ms),
-        }
-        return {"outside_s": self.outside_s, "details": details}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Within:
+    """Where the time of one pass went."""
+
+    outside_s: float  # what was not in a turn
+    details: Details
+
+    @classmethod
+    def of(cls, done: TrafficPass, steady: Sequence[TrafficPass]) -> "Within":
+        """steady: see Details."""
+        inside_s = sum(turn.seconds for turn in done.turns)
+        outside_s = max(0.0, done.turns[-1].ended_s - inside_s)
+        return cls(outside_s=outside_s, details=Details.of(done, steady))
 
 
 class _Shape(NamedTuple):
@@ -305,15 +319,6 @@ def _step(step: StepFacts | None) -> dict[str, Any] | None:
     if step is None:
         return None
     return {**step._asdict(), "kind": step.kind.value, "run": step.run.value}
-
-
-def _over_time(done: TrafficPass, slice_s: float) -> tuple[float, ...]:
-    """[NUM_SLICES] output tokens per second of each slice."""
-    tokens = [0] * NUM_SLICES
-    for turn in done.turns:
-        if turn.num_tokens:
-            tokens[min(NUM_SLICES - 1, int(turn.ended_s / slice_s))] += turn.num_tokens
-    return tuple(count / slice_s for count in tokens)
 
 
 def _quantiles_ms(seconds: Iterable[float]) -> tuple[float, ...]:

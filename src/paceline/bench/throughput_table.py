@@ -1,11 +1,17 @@
 """What `paceline bench throughput` found: its document, its table, its drawings."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.bench.page import Bars, Curves, Drawing
-from paceline.bench.subject import attention_words, drafter_words, forced_words, subject
+from paceline.bench.subject import (
+    attention_words,
+    document,
+    drafter_words,
+    forced_words,
+    told,
+)
 from paceline.bench.throughput_report import (
     PARTS,
     QUANTILES,
@@ -13,12 +19,12 @@ from paceline.bench.throughput_report import (
     LongTurn,
     Spread,
     Summary,
+    Timeline,
     Within,
     over_passes,
 )
 from paceline.bench.traffic import Traffic
 from paceline.bench.turn_log import StepFacts
-from paceline.core.progress import cut_mark
 from paceline.llm.boot import Prepared
 
 OPTIONS = (
@@ -42,6 +48,7 @@ class Check:
     differ: int
     judged_ties: int  # of those that differ
     same_steps: bool  # whether the same was computed together
+    counts_exact: bool = True
 
     def words(self) -> str:
         """In a line."""
@@ -69,7 +76,7 @@ class ThroughputReport:
     first: Summary
     within_first: Within
     passes: tuple[Summary, ...]  # the steady ones
-    within_middle: Within | None  # of the steady pass of middle length
+    median_pass: Within | None  # of the steady pass of middle length
     is_cut: bool  # by Ctrl-C
 
     @property
@@ -81,23 +88,13 @@ class ThroughputReport:
 
     def to_json(self) -> dict[str, Any]:
         """The document."""
-        options, passes = self.prepared.options, [asdict(each) for each in self.passes]
-        middle = self.within_middle
-        first = {**asdict(self.first), "to_steady": self.to_steady, **self.within_first.to_json()}
+        options, passes = self.prepared.options, told(self.passes)
         return {
-            **subject(self.prepared),
+            **document(self, without=("within_first",)),
             "dtype": options.dtype,
-            "boot_s": self.boot_s,
-            "ready_s": self.ready_s,
-            "kernel_cache": self.kernel_cache,
             "options": {name: getattr(options, name) for name in OPTIONS},
-            "traffic": self.traffic.to_json(),
-            "check": {"counts_exact": True, **asdict(self.check)},
-            "first": first,
+            "first": {**told(self.first), **told(self.within_first), "to_steady": self.to_steady},
             "steady": over_passes(passes),
-            "passes": passes,
-            "median_pass": None if middle is None else middle.to_json(),
-            **cut_mark(self.is_cut),
         }
 
     def table(self) -> str:
@@ -119,20 +116,20 @@ class ThroughputReport:
             "first pass, beside steady turns of the same steps",
             *_within(self.within_first, device.device_type),
         ]
-        if self.within_middle is not None:
+        if self.median_pass is not None:
             rows += ["", "the steady pass of middle length"]
-            rows += _within(self.within_middle, device.device_type)
+            rows += _within(self.median_pass, device.device_type)
         return "\n".join(rows)
 
     def drawings(self) -> list[Drawing]:
         """Rate over time, waits, steps by kind; the first pass beside a steady one."""
-        passes = {"first": self.within_first}
-        if self.within_middle is not None:
-            passes["steady"] = self.within_middle
+        passes = {"first": self.within_first.details}
+        if self.median_pass is not None:
+            passes["steady"] = self.median_pass.details
         drawn: list[Drawing] = [
             Curves(
                 title="Output tokens per second over time [s]",
-                curves=[(name, _over_time(within)) for name, within in passes.items()],
+                curves=[(name, _over_time(within.timeline)) for name, within in passes.items()],
             ),
             Curves(
                 title="Time to first token [ms] by share of all [%]",
@@ -218,21 +215,22 @@ def _rate(name: str, row: Summary) -> str:
 
 
 def _within(within: Within, device_type: str) -> list[str]:
+    details = within.details
     where = "a CPU runs a step in its launch" if device_type == "cpu" else "seconds"
     rows = [
         f"{'step':<16}{'steps':>7}{'tokens':>9}{'padded':>9}{'waste':>7}"
         + "".join(f"{name:>10}" for name in PARTS)
         + f"{'all s':>9}  ({where})",
-        *map(_kind, within.kinds),
+        *map(_kind, details.kinds),
         f"{'outside turns':<98}{within.outside_s:>9.3f}",
     ]
-    excess = within.excess_ms
+    excess = details.excess_ms
     if excess is not None:
         rows.append(
             f"turns beyond their steady time: p50 {excess.p50:.1f} ms, p90 {excess.p90:.1f}, "
             f"p99 {excess.p99:.1f}, max {excess.max:.1f}"
         )
-    return [*rows, "longest turns", *map(_turn, within.longest)]
+    return [*rows, "longest turns", *map(_turn, details.longest)]
 
 
 def _kind(row: KindTime) -> str:
@@ -267,10 +265,9 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def _over_time(within: Within) -> list[tuple[float, float]]:
+def _over_time(line: Timeline) -> list[tuple[float, float]]:
     """Each slice at its middle."""
-    rates = enumerate(within.output_tok_s)
-    return [((index + 0.5) * within.slice_s, rate) for index, rate in rates]
+    return [((index + 0.5) * line.slice_s, rate) for index, rate in enumerate(line.output_tok_s)]
 
 
 def _by_share(quantiles: Sequence[float]) -> list[tuple[float, float]]:
