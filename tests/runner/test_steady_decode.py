@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_runner import Driver, TinyModel, random_prompts
@@ -90,14 +91,14 @@ def test_no_operator_of_an_eager_steady_step_brings_host_data(tiny: TinyModel, s
 def test_the_net_notices_each_way_host_data_could_come_in(tiny: TinyModel) -> None:
     driver = Driver(tiny, graph_max_reqs=None, sanitize=False)
     driver.prefill({1: [5, 6]})
-    staged = driver.runner._staging.slot(0).put(torch.zeros(1, 3, dtype=torch.int32))
+    staged = driver.runner._staging.slot(0).put(np.zeros((1, 3), dtype=np.int32))
     with NoHostData(driver):
         with pytest.raises(AssertionError, match="a copy out of a staging slot"):
             _execute([(driver.parts.buffers.facts[:1], staged)])
         with pytest.raises(AssertionError, match="to meta"):
             driver.parts.buffers.facts.to("meta")
         with pytest.raises(AssertionError, match="lift_fresh: host data becomes a tensor"):
-            driver.prefill({2: [5, 6]})
+            torch.tensor([5, 6])
 
 
 def test_another_membership_stages_again(tiny: TinyModel, counts: Counter[str]) -> None:

@@ -126,11 +126,11 @@ class StepBuffers:
         facts[layout.num_reqs :] = (PAD_ROW, 0, 0)
         facts[layout.num_reqs :, 1] = size.pad_lens(layout)
         self._filled = (layout, size)
-        copies = [(self.facts[: size.reqs], slot.put(torch.from_numpy(facts)))]
+        copies = [(self.facts[: size.reqs], slot.put(facts))]
         parents = padded_parents(layout, size.pad_lens(layout))
         if parents is not None:
             assert size.tokens <= self.parents.numel(), f"{size} is more than the trees' buffers"
-            staged = torch.from_numpy(np.array(parents, dtype=np.int32).reshape(-1))
+            staged = np.array(parents, dtype=np.int32).reshape(-1)
             copies.append((self.parents[: size.tokens], slot.put(staged)))
         return copies
 

@@ -76,12 +76,12 @@ class RequestTable:
         assert end <= table.shape[1], (
             f"page delta ends at entry {end}, the table has {table.shape[1]}"
         )
-        values = torch.from_numpy(np.array(delta.page_ids, dtype=np.int32))
-        return table[delta.row, delta.start : end], slot.put(values)
+        page_ids = np.array(delta.page_ids, dtype=np.int32)
+        return table[delta.row, delta.start : end], slot.put(page_ids)
 
     def _stage_join(self, delta: JoinDelta, slot: StagingSlot) -> list[Copy]:
-        tokens = torch.from_numpy(np.array(delta.token_ids, dtype=np.int32))
-        state = torch.tensor([delta.prefix_len, FinishCode.RUNNING], dtype=torch.int32)
+        tokens = np.array(delta.token_ids, dtype=np.int32)
+        state = np.array((delta.prefix_len, FinishCode.RUNNING), dtype=np.int32)
         packed = self.sampling.pack(
             delta.params,
             prompt_len=delta.prompt_len,
@@ -93,8 +93,8 @@ class RequestTable:
         return [
             (self.token_ids[row, : len(delta.token_ids)], slot.put(tokens)),
             (self._state[row], slot.put(state)),
-            (self.sampling.floats[row], slot.put(torch.from_numpy(packed.floats))),
-            (self.sampling.ints[row], slot.put(torch.from_numpy(packed.ints))),
+            (self.sampling.floats[row], slot.put(packed.floats)),
+            (self.sampling.ints[row], slot.put(packed.ints)),
         ]
 
     def named_tensors(self) -> dict[str, Tensor]:

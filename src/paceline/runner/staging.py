@@ -4,7 +4,11 @@ A slot belongs to one epoch.  It is rewritten only by the step `depth` epochs la
 must exceed the number of steps in flight: the copy of an earlier step may still be reading.
 """
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.errors import IntegrityError, message
@@ -14,24 +18,34 @@ Copy = tuple[Tensor, Tensor]  # (device destination, pinned source)
 STEPS_IN_FLIGHT = 2  # one executing, one just launched: the overlapped loop's most
 RING_DEPTH = STEPS_IN_FLIGHT + 1
 
+_DTYPES = {
+    np.dtype(np.uint8): torch.uint8,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+}
+
 
 class StagingSlot:
     """A bump allocator over one pinned byte buffer, emptied at the start of each epoch."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self._host = self._bytes.numpy()  # the same bytes: numpy writes a few in a third the time
         self._used = 0
 
     def reset(self) -> None:
         """Forget what the slot held; its bytes will be written again."""
         self._used = 0
 
-    def put(self, values: Tensor) -> Tensor:
+    def put(self, values: NDArray[Any]) -> Tensor:
         """Copy host `values` into the slot; returns the pinned tensor to copy from.
+
+        values: any shape; uint8, int32, int64 or float32.
 
         Raises IntegrityError when the slot is full: the scheduler bounds what a step stages.
         """
-        size = values.numel() * values.element_size()
+        size = values.nbytes
         start = (self._used + 15) & ~15
         if start + size > self._bytes.numel():
             raise IntegrityError(
@@ -43,9 +57,10 @@ class StagingSlot:
                 )
             )
         self._used = start + size
-        pinned = self._bytes[start : start + size].view(values.dtype).view(values.shape)
-        pinned.copy_(values)
-        return pinned
+        end = start + size
+        self._host[start:end].view(values.dtype)[:] = values.reshape(-1)
+        pinned = self._bytes[start:end].view(_DTYPES[values.dtype])
+        return pinned if values.ndim == 1 else pinned.view(values.shape)
 
 
 class StagingRing:
