@@ -15,13 +15,15 @@ from accept_cases import (
     walk,
     wanted_after,
 )
+from pass_cases import PassShape, make_base, make_view, on_device
+from step_cases import differences
 from torch import Tensor
 
 from paceline.kernels.accept import Accepted, Drafts, accept_and_commit
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import CommittedRows, EndRules
 from paceline.kernels.compact_kv import compact_kv
-from paceline.kernels.derive_draft import DraftBase, DraftRows, derive_draft
+from paceline.kernels.derive import derive_rows
 
 # Warnings of drivers and compilers are shown and fail nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -98,45 +100,16 @@ def test_compact_kv_equals_its_reference(dtype: torch.dtype, dim: int, v_dim: in
 
 @pytest.mark.parametrize("page_sizes", [(16,), (1, 64), (5, 16, 1)], ids=str)
 @pytest.mark.parametrize(("rows", "is_tree"), [(1, False), (6, False), (1, True), (57, True)])
-def test_derive_draft_equals_its_reference(
-    rows: int, is_tree: bool, page_sizes: tuple[int, ...]
-) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    reqs, tokens = 65, 65 * rows
-
-    def ints(low: int, high: int, *size: int) -> Tensor:
-        return torch.randint(low, high, size, generator=generator, dtype=torch.int32)
-
-    row_ids = torch.randperm(reqs, generator=generator)  # one of them is padded
-    parents = torch.stack([ints(-1, max(row, 0), reqs) for row in range(rows)], dim=1)
-    base = DraftBase(
-        row_ids=row_ids,
-        prefix_lens=ints(0, 900, reqs).where(row_ids != 0, 1),
-        page_tables=[ints(1, 2**31 - 1, reqs, 1000) for _ in page_sizes],
-        parents=parents if is_tree else None,
-    )
-
-    def make_out(device: str) -> DraftRows:
-        sizes = (reqs, reqs, reqs, reqs + 1)
-        lens = [torch.full((size,), -7, dtype=torch.int32, device=device) for size in sizes]
-        longs = [torch.full((size,), -7, device=device) for size in (tokens, tokens, reqs)]
-        mask = torch.ones(tokens, rows, dtype=torch.bool, device=device) if is_tree else None
-        locs = [torch.full((tokens,), -7, device=device) for _ in page_sizes]
-        return DraftRows(*lens, *longs, locs, mask)
-
-    found, wanted = make_out(DEVICE), make_out("cpu")
-    device_base = base._replace(
-        row_ids=base.row_ids.to(DEVICE),
-        prefix_lens=base.prefix_lens.to(DEVICE),
-        page_tables=[table.to(DEVICE) for table in base.page_tables],
-        parents=None if base.parents is None else base.parents.to(DEVICE),
-    )
-    derive_draft(device_base, found, advance=2, page_sizes=page_sizes)
-    derive_draft(base, wanted, advance=2, page_sizes=page_sizes)
-    assert all(map(torch.equal, on_cpu(found[:7]), wanted[:7]))
-    assert all(map(torch.equal, on_cpu(found.out_cache_locs), wanted.out_cache_locs))
-    if found.tree_mask is not None and wanted.tree_mask is not None:
-        assert torch.equal(found.tree_mask.cpu(), wanted.tree_mask)
+def test_a_pass_equals_its_reference(rows: int, is_tree: bool, page_sizes: tuple[int, ...]) -> None:
+    shape = PassShape(29, rows, is_tree=is_tree, advance=2, page_sizes=page_sizes)
+    base = make_base(shape, seed=rows)
+    device_base = on_device(base, DEVICE)
+    found, wanted = make_view(shape, device_base), make_view(shape, base)
+    for one, view in ((device_base, found), (base, wanted)):
+        device = one.row_ids.device
+        offsets = torch.arange(view.padded_tokens, dtype=torch.int32, device=device)
+        derive_rows(one.source, view, page_sizes=page_sizes, offsets=offsets)
+    assert differences(found, wanted) == []
 
 
 @pytest.mark.parametrize(("reqs", "n", "max_path"), [(1, 1, None), (64, 8, 5), (300, 60, 6)])

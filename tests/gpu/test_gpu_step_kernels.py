@@ -7,10 +7,10 @@ from step_cases import (
     SMALL,
     StepShape,
     derived,
+    differences,
     make_commit,
-    make_derived,
-    make_facts,
     make_rows,
+    make_view,
     moved,
 )
 
@@ -21,7 +21,7 @@ from paceline.kernels.commit import (
     commit,
     commit_reference,
 )
-from paceline.kernels.derive import DerivedStep, RequestRows, derive
+from paceline.kernels.derive import TableRows, derive_rows
 from paceline.kernels.greedy import greedy, greedy_reference
 
 # Warnings of drivers and compilers are shown and fail nothing.
@@ -30,27 +30,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 SHAPES = pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=lambda shape: shape.name)
 
 
-def assert_equal(actual: DerivedStep, wanted: DerivedStep) -> None:
-    for name, mine, theirs in zip(DerivedStep._fields, actual, wanted, strict=True):
-        many = isinstance(mine, list)
-        for one, other in zip(mine if many else [mine], theirs if many else [theirs], strict=True):
-            assert torch.equal(one.cpu(), other), name
-
-
 @SHAPES
 def test_derive_equals_its_reference(shape: StepShape) -> None:
     for seed in range(3):
-        facts, rows = make_facts(shape, seed=seed), make_rows(shape, seed=seed)
-        actual = make_derived(shape, "cuda")
-        derive(
-            facts.cuda(),
-            RequestRows(*moved(rows, "cuda")),
-            actual,
+        rows, view = make_rows(shape, seed=seed), make_view(shape, "cuda")
+        derive_rows(
+            TableRows(*moved(rows, "cuda")),
+            view,
             page_sizes=shape.page_sizes,
-            max_extend_len=max(shape.strides),
             offsets=torch.arange(sum(shape.strides), dtype=torch.int32, device="cuda"),
         )
-        assert_equal(actual, derived(shape, facts, rows))
+        assert differences(view, derived(shape, rows)) == []
 
 
 @SHAPES
@@ -90,13 +80,13 @@ def test_greedy_equals_its_reference(rows: int, vocab: int, dtype: torch.dtype) 
 def test_a_replay_follows_what_the_device_holds() -> None:
     """A captured derive, greedy and commit advance by one token with each replay."""
     shape = LARGE[0]
-    facts, rows = make_facts(shape, seed=0), make_rows(shape, seed=0)
-    facts[:, 2] = 1
+    rows = make_rows(shape, seed=0)
+    rows.facts[:, 2] = 1
     rows.finish.zero_()
     rows.kv_committed.clamp_(max=shape.max_tokens - 10)
     committed, reqs = rows.kv_committed.clone(), len(shape.strides)
-    device_facts, device_rows = facts.cuda(), RequestRows(*moved(rows, "cuda"))
-    out = make_derived(shape, "cuda")
+    device_rows = TableRows(*moved(rows, "cuda"))
+    view = make_view(shape, "cuda")
     logits = torch.zeros(reqs, 1000, device="cuda")
     logits[:, 7] = 1.0
     ends = EndRules(
@@ -107,9 +97,8 @@ def test_a_replay_follows_what_the_device_holds() -> None:
     offsets = torch.arange(reqs, dtype=torch.int32, device="cuda")
 
     def step() -> None:
-        sizes = {"page_sizes": shape.page_sizes, "max_extend_len": 1}
-        derive(device_facts, device_rows, out, offsets=offsets, **sizes)
-        tokens = StepTokens(device_facts[:reqs], out.row_ids, out.kv_lens, *greedy(logits))
+        derive_rows(device_rows, view, page_sizes=shape.page_sizes, offsets=offsets)
+        tokens = StepTokens(device_rows.facts[:reqs], view.row_ids, view.kv_lens, *greedy(logits))
         columns = (device_rows.kv_committed, device_rows.finish, device_rows.token_ids)
         commit(CommittedRows(*columns), ends, tokens, results)
 
@@ -121,7 +110,7 @@ def test_a_replay_follows_what_the_device_holds() -> None:
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
-    live = facts[: len(shape.extend_lens), 0].long()
+    live = rows.facts[: len(shape.extend_lens), 0].long()
     advanced = device_rows.kv_committed.cpu()
     assert torch.equal(advanced[live], committed[live] + 4)
     for row in live.tolist():

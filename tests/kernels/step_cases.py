@@ -4,14 +4,19 @@ Everything a kernel may write starts as rubbish, so that what it forgets shows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from paceline.core.modes import MaskKind
 from paceline.core.step import FinishCode
+from paceline.kernels import derive as derive_module
 from paceline.kernels.commit import CommittedRows, EndRules, StepTokens
-from paceline.kernels.derive import DerivedStep, RequestRows, derive_reference
+from paceline.kernels.derive import TableRows, derive_rows_reference
+from paceline.kernels.step_view import GroupView, StepView
 
 RUBBISH = -77
 
@@ -75,8 +80,9 @@ def make_facts(shape: StepShape, *, seed: int) -> Tensor:
     return facts
 
 
-def make_rows(shape: StepShape, *, seed: int) -> RequestRows:
+def make_rows(shape: StepShape, *, seed: int) -> TableRows:
     """A table whose columns are strided, some rows frozen, page ids that need 64-bit slots."""
+    facts = make_facts(shape, seed=seed)
     state = torch.empty(shape.num_rows, 2, dtype=torch.int32)
     room = shape.max_tokens - max(shape.strides)
     state[:, 0] = _ints(shape.num_rows, low=0, high=room, seed=seed)
@@ -91,10 +97,10 @@ def make_rows(shape: StepShape, *, seed: int) -> RequestRows:
         table = _ints(shape.num_rows, width, low=1, high=2**31 - 1, seed=seed + 3 + group)
         table[0] = 0
         tables.append(table)
-    return RequestRows(state[:, 0], state[:, 1], token_ids, tables)
+    return TableRows(facts, state[:, 0], state[:, 1], token_ids, tables)
 
 
-def make_derived(shape: StepShape, device: str | torch.device = "cpu") -> DerivedStep:
+def make_view(shape: StepShape, device: str | torch.device = "cpu") -> StepView:
     """Outputs full of rubbish, but for the leading zero that is there already."""
     reqs, tokens = len(shape.strides), sum(shape.strides)
 
@@ -103,7 +109,7 @@ def make_derived(shape: StepShape, device: str | torch.device = "cpu") -> Derive
 
     cu_seqlens_q = full(reqs + 1, dtype=torch.int32)
     cu_seqlens_q[0] = 0
-    return DerivedStep(
+    return StepView(
         row_ids=full(reqs, dtype=torch.int64),
         prefix_lens=full(reqs, dtype=torch.int32),
         extend_lens=full(reqs, dtype=torch.int32),
@@ -113,20 +119,72 @@ def make_derived(shape: StepShape, device: str | torch.device = "cpu") -> Derive
         req_ids=full(tokens, dtype=torch.int64),
         positions=full(tokens, dtype=torch.int64),
         input_ids=full(tokens, dtype=torch.int64),
-        page_tables=[
-            full(reqs, -(-shape.max_tokens // size) + group, dtype=torch.int32)
+        groups=tuple(
+            GroupView(
+                page_table=full(reqs, -(-shape.max_tokens // size) + group, dtype=torch.int32),
+                out_cache_loc=full(tokens, dtype=torch.int64),
+            )
             for group, size in enumerate(shape.page_sizes)
-        ],
-        out_cache_locs=[full(tokens, dtype=torch.int64) for _ in shape.page_sizes],
+        ),
+        mask=MaskKind.CAUSAL,
+        tree_mask=None,
+        max_extend_len=max(shape.strides),
+        kv_len_bound=shape.max_tokens,
     )
 
 
-def derived(shape: StepShape, facts: Tensor, rows: RequestRows) -> DerivedStep:
+def derived(shape: StepShape, rows: TableRows) -> StepView:
     """The step by the reference."""
-    out = make_derived(shape)
+    view = make_view(shape)
     offsets = torch.arange(sum(shape.strides), dtype=torch.int32)
-    derive_reference(facts, rows, out, page_sizes=shape.page_sizes, offsets=offsets)
-    return out
+    derive_rows_reference(rows, view, page_sizes=shape.page_sizes, offsets=offsets)
+    return view
+
+
+def fields_of(view: StepView) -> dict[str, Tensor]:
+    """Its tensors by name."""
+    named = {field.name: getattr(view, field.name) for field in fields(view)}
+    for index, group in enumerate(view.groups):
+        named[f"page_table.{index}"] = group.page_table
+        named[f"out_cache_loc.{index}"] = group.out_cache_loc
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def differences(actual: StepView, wanted: StepView) -> list[str]:
+    """Names of the tensors that differ, wherever they are."""
+    mine, theirs = fields_of(actual), fields_of(wanted)
+    assert mine.keys() == theirs.keys()
+    return [name for name in theirs if not torch.equal(mine[name].cpu(), theirs[name].cpu())]
+
+
+def told(
+    monkeypatch: pytest.MonkeyPatch, name: str, source: tuple[Any, ...], view: StepView
+) -> None:
+    """Check that derive_rows hands its operator, off the CPU, each argument under its name.
+
+    name: of the operator in kernels.derive; nothing of `view` is written.
+    """
+    operator = getattr(derive_module, name)
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(derive_module, name, lambda *args: given.append(args))
+    sizes = tuple(range(2, 2 + len(view.groups)))
+    on_meta = replace(view, positions=view.positions.to("meta"))
+    derive_module.derive_rows(source, on_meta, page_sizes=sizes, offsets=view.req_ids)
+    (args,) = given
+    names = [argument.name for argument in operator._schema.arguments]
+    assert len(args) == len(names)
+    wanted = {
+        **source._asdict(),
+        **{field.name: getattr(on_meta, field.name) for field in fields(on_meta)},
+        "page_tables": [group.page_table for group in view.groups],
+        "out_cache_locs": [group.out_cache_loc for group in view.groups],
+        "page_sizes": sizes,
+        "tables": source._asdict().get("page_tables"),
+    }
+    for name, arg in zip(names, args, strict=True):
+        many = isinstance(arg, list)
+        pairs = zip(arg, wanted[name], strict=True) if many else [(arg, wanted[name])]
+        assert all(mine is theirs or mine == theirs for mine, theirs in pairs), name
 
 
 def moved(fields: Sequence[Tensor | Sequence[Tensor]], device: str | torch.device) -> list[object]:
@@ -154,8 +212,8 @@ def make_commit(
     shape: StepShape, *, seed: int
 ) -> tuple[CommittedRows, EndRules, StepTokens, Tensor]:
     """A derived step and its samples: stops, limits, failures and plain tokens among them."""
-    state, facts = make_rows(shape, seed=seed), make_facts(shape, seed=seed)
-    step = derived(shape, facts, state)
+    state = make_rows(shape, seed=seed)
+    step = derived(shape, state)
     reqs = len(shape.strides)
     generator = torch.Generator().manual_seed(seed + 50)
     packed = torch.randint(0, 6, (shape.num_rows, 1 + MAX_STOP_IDS), generator=generator)
@@ -164,7 +222,7 @@ def make_commit(
     margin = torch.randint(1, 4, (reqs,), generator=generator)  # 1: at its limit, just so
     packed[step.row_ids, 0] = step.kv_lens + margin
     samples = StepTokens(
-        facts=facts[:reqs],
+        facts=state.facts[:reqs],
         row_ids=step.row_ids,
         kv_lens=step.kv_lens,
         token_ids=torch.randint(0, 9, (reqs,), generator=generator),

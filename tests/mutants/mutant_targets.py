@@ -54,6 +54,7 @@ _SINKS = ("dense/target_verify/recorded/topk4-sinks", "dense/extend/recorded/sin
 _TORCH = _cells("torch", *_STEP)
 _FLASHINFER = _cells("flashinfer", *_STEP, *_SHAPES, *_SCALED)
 _DERIVE_TESTS = ("kernels/test_derive_tree.py", "runner/test_derive.py")
+_ROWS_TESTS = ("kernels/test_derive_kernel.py", "kernels/test_derive_pass.py")
 _SIZE_TESTS = (
     "runner/test_graphs.py::test_graph_sizes_ascend_to_the_largest",
     "runner/test_graphs.py::test_padding_is_the_smallest_size_that_holds_the_requests",
@@ -82,22 +83,21 @@ _KEY_TESTS = (*_GUARD_TESTS, *_PADDING_TESTS, "runner/test_graph_keys.py")
 TARGETS = (
     Target(
         "kernels/derive.py",
-        ("derive_reference",),
-        Killers(_TORCH, (*_DERIVE_TESTS, "kernels/test_derive_kernel.py")),
+        ("derive_rows_reference", "_read_table", "_read_pass", "_derive_slots", "derive_rows"),
+        Killers(_TORCH, (*_DERIVE_TESTS, *_ROWS_TESTS)),
     ),
-    Target("kernels/_triton/derive.py", (), Killers((), ("kernels/test_derive_kernel.py",))),
+    Target("kernels/_triton/derive.py", (), Killers((), _ROWS_TESTS)),
     Target(
         "kernels/derive_tree.py",
         ("derive_tree_reference",),
         Killers(_TORCH, ("kernels/test_derive_tree.py",)),
     ),
-    Target("kernels/_triton/derive_tree.py", (), Killers((), ("kernels/test_derive_tree.py",))),
     Target(
-        "kernels/derive_draft.py",
-        ("derive_draft_reference",),
-        Killers((), ("kernels/test_derive_draft.py",)),
+        "kernels/_triton/derive_tree.py",
+        (),
+        Killers((), ("kernels/test_derive_tree.py", "kernels/test_derive_pass.py")),
     ),
-    Target("kernels/_triton/derive_draft.py", (), Killers((), ("kernels/test_derive_draft.py",))),
+    Target("kernels/_triton/derive_pass.py", (), Killers((), ("kernels/test_derive_pass.py",))),
     Target(
         "kernels/chain_rows.py",
         ("chain_rows_reference",),
@@ -106,7 +106,7 @@ TARGETS = (
     Target("kernels/_triton/chain_rows.py", (), Killers((), ("kernels/test_chain_rows.py",))),
     Target(
         "speculate/draft_passes.py",
-        ("DraftPasses.host_plan", "DraftPasses._advance", "DraftPasses._view"),
+        ("DraftPasses.begin", "DraftPasses.host_plan", "DraftPasses._advance"),
         Killers((), _PASS_TESTS),
     ),
     Target("runner/derive.py", (), Killers(_TORCH, _DERIVE_TESTS)),
@@ -114,13 +114,14 @@ TARGETS = (
         "runner/buffers.py",
         (
             *("PaddedSize", "StepBuffers.holds", "StepBuffers.fill", "StepBuffers.pad"),
-            *("StepBuffers.view", "StepBuffers._tree_mask"),
+            *("StepBuffers.view", "StepBuffers.view_of_pass"),
+            *("StepBuffers._view", "StepBuffers._tree_mask"),
         ),
         Killers(
             _TORCH,
             (
                 *(*_PADDING_TESTS, *_DERIVE_TESTS, "runner/test_commit.py"),
-                "runner/test_steady_decode.py",
+                *("runner/test_steady_decode.py", *_PASS_TESTS),
             ),
         ),
     ),

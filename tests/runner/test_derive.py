@@ -287,16 +287,3 @@ def test_equal_sizes_give_equal_addresses(reqs: int) -> None:
     for one, other in zip(first.groups, second.groups, strict=True):
         assert one.page_table.data_ptr() == other.page_table.data_ptr()
         assert one.out_cache_loc.data_ptr() == other.out_cache_loc.data_ptr()
-
-
-def test_the_kernel_is_told_the_longest_extend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its grid covers so many tokens of each request; a CPU has no grid that could show it."""
-    told: list[int] = []
-    monkeypatch.setattr(
-        "paceline.runner.derive.derive_rows",
-        lambda *_, max_extend_len, **__: told.append(max_extend_len),
-    )
-    buffers = make_buffers((3,))
-    view = buffers.view(PaddedSize.uniform(2, 5), MaskKind.CAUSAL)
-    derive(buffers, make_table((3,)), view, (3,))
-    assert told == [5]

@@ -25,7 +25,7 @@ def move(owner: object, name: str) -> None:
 
 MOVED: dict[str, Callable[[Driver], None]] = {
     "draft.features": lambda driver: move(driver.parts.proposer, "_features"),
-    "draft.positions": lambda driver: move(driver.parts.proposer._passes, "positions"),
+    "draft.positions": lambda driver: move(driver.parts.proposer._passes._buffers, "positions"),
     "kv.draft-full.k": lambda driver: move(driver.parts.proposer.pools[0], "_k"),
 }
 

@@ -4,6 +4,7 @@
 the frozen StepView of one padded size.  Equal sizes give equal addresses, always.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,10 @@ from paceline.core.sampling_params import MAX_LOGPROBS
 from paceline.core.step import StepLayout, padded_parents
 from paceline.kernels.step_view import GroupView, StepView
 from paceline.runner.staging import Copy, StagingSlot
+
+CONSTANT_FIELDS = frozenset(
+    {"arange"}
+)  # of StepBuffers: written when they are made, and never after
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,9 @@ class PaddedSize:
 class StepBuffers:
     """Sole owner of the step's device tensors; derive and commit write them in place.
 
+    Passes of a drafter have an instance of their own, for `view_of_pass`: what the step stages,
+    emits or holds for them already (row ids, page tables) is zero-sized there.
+
     facts:  [max_reqs, 3]  int32  staged by fill: row id, extend length, emits (0 or 1)
     parents:  [max_reqs * max_tree_rows]  int32  staged by fill, of a tree step alone: the row of
         the same request that each row hangs on, -1: the prefix
@@ -76,9 +84,11 @@ class StepBuffers:
         max_pages: tuple[int, ...],
         max_tree_rows: int = 0,
         max_path: int = 0,
+        of_passes: bool = False,
         kv_len_bound: int,
         device: torch.device,
     ) -> None:
+        own_reqs, own_tree_rows = (0, 0) if of_passes else (max_reqs, max_tree_rows)
         self.kv_len_bound = kv_len_bound
         self._filled: tuple[StepLayout, PaddedSize] | None = None
 
@@ -88,27 +98,27 @@ class StepBuffers:
         def longs(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
-        self.facts = ints(max_reqs, 3)
-        self.parents = ints(max_reqs * max_tree_rows)
-        self.results = ints(max_reqs, 3)
+        self.facts = ints(own_reqs, 3)
+        self.parents = ints(max_reqs * own_tree_rows)
+        self.results = ints(own_reqs, 3)
         self.round_results = ints(max_reqs if max_path else 0, 2 + max_path)
         self.arange = torch.arange(max_tokens, dtype=torch.int32, device=device)
-        self.row_ids = longs(max_reqs)
+        self.row_ids = longs(own_reqs)
         self.prefix_lens = ints(max_reqs)
         self.extend_lens = ints(max_reqs)
         self.kv_lens = ints(max_reqs)
         self.cu_seqlens_q = ints(max_reqs + 1)
         self.req_ids = longs(max_tokens)
         self.positions = longs(max_tokens)
-        self.chain_positions = longs(max_tokens if max_tree_rows else 0)
+        self.chain_positions = longs(max_tokens if own_tree_rows else 0)
         self.input_ids = longs(max_tokens)
         self.logits_loc = longs(max_reqs)
         self.tree_mask = torch.zeros(
             max_reqs * max_tree_rows**2, dtype=torch.bool, device=device
         )  # rows as wide as the step's trees
-        self.page_tables = tuple(ints(max_reqs, width) for width in max_pages)
+        self.page_tables = tuple(ints(own_reqs, width) for width in max_pages)
         self.out_cache_locs = tuple(longs(max_tokens) for _ in max_pages)
-        emitted = max_reqs * max(max_path, 1)
+        emitted = own_reqs * max(max_path, 1)
         self.chosen_logprobs = torch.zeros(emitted, device=device)
         self.top_ids = longs(emitted, MAX_LOGPROBS)
         self.top_logprobs = torch.zeros(emitted, MAX_LOGPROBS, device=device)
@@ -149,9 +159,22 @@ class StepBuffers:
 
     def view(self, size: PaddedSize, mask: MaskKind) -> StepView:
         """The device view of a step padded to `size`."""
+        return self._view(size, mask, self.row_ids[: size.reqs], self.page_tables)
+
+    def view_of_pass(self, step: StepView, rows: int, mask: MaskKind) -> StepView:
+        """The device view of a drafter's pass: `rows` rows for each request of `step`.
+
+        step: with the drafter's cache groups alone; its row ids and page tables are the pass's too.
+        """
+        size = PaddedSize.uniform(step.padded_reqs, rows)
+        return self._view(size, mask, step.row_ids, [group.page_table for group in step.groups])
+
+    def _view(
+        self, size: PaddedSize, mask: MaskKind, row_ids: Tensor, page_tables: Sequence[Tensor]
+    ) -> StepView:
         reqs, tokens = size.reqs, size.tokens
         return StepView(
-            row_ids=self.row_ids[:reqs],
+            row_ids=row_ids,
             prefix_lens=self.prefix_lens[:reqs],
             extend_lens=self.extend_lens[:reqs],
             kv_lens=self.kv_lens[:reqs],
@@ -162,7 +185,7 @@ class StepBuffers:
             logits_loc=self.logits_loc[:reqs],
             groups=tuple(
                 GroupView(page_table=table[:reqs], out_cache_loc=loc[:tokens])
-                for table, loc in zip(self.page_tables, self.out_cache_locs, strict=True)
+                for table, loc in zip(page_tables, self.out_cache_locs, strict=True)
             ),
             mask=mask,
             tree_mask=self._tree_mask(size) if mask is MaskKind.TREE else None,
@@ -174,14 +197,16 @@ class StepBuffers:
         """[padded_tokens, max_extend_len] of a uniform step."""
         return self.tree_mask[: size.tokens * size.max_extend_len].view(size.tokens, -1)
 
-    def named_tensors(self) -> dict[str, Tensor]:
+    def named_tensors(self, owner: str = "step") -> dict[str, Tensor]:
         """The buffers by name, for guards."""
         named = {
-            f"step.{name}": value for name, value in vars(self).items() if isinstance(value, Tensor)
+            f"{owner}.{name}": value
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
         }
         for group, (table, loc) in enumerate(
             zip(self.page_tables, self.out_cache_locs, strict=True)
         ):
-            named[f"step.page_table.{group}"] = table
-            named[f"step.out_cache_loc.{group}"] = loc
+            named[f"{owner}.page_table.{group}"] = table
+            named[f"{owner}.out_cache_loc.{group}"] = loc
         return named

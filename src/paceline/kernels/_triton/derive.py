@@ -1,4 +1,7 @@
-"""Triton kernel of derive; see kernels/derive.py for the definition."""
+"""Triton kernel of derive_rows over the request table; see kernels/derive.py for the definition.
+
+`store_lens` and `store_slots` serve a pass of a drafter too (_triton/derive_pass.py).
+"""
 
 from collections.abc import Sequence
 
@@ -9,7 +12,7 @@ from torch import Tensor
 from paceline.core.padding import PAD_ROW, PAD_SLOT
 from paceline.core.step import FinishCode
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels.derive import DerivedStep, RequestRows
+from paceline.kernels.derive import TableRows
 
 _BLOCK = 1024  # requests summed at once, and page-table entries copied by a program
 _FEW_TOKENS = 16  # decode and verify: tokens of a request that one program derives
@@ -29,6 +32,43 @@ def _tokens_before(
         reqs = first + tl.arange(0, BLOCK)
         total += tl.sum(tl.load(facts_ptr + reqs * stride_facts + 1, mask=reqs < req, other=0))
     return total
+
+
+@triton.jit
+def store_lens(
+    prefix_lens_ptr,  # [padded_reqs] int32
+    extend_lens_ptr,  # [padded_reqs] int32
+    kv_lens_ptr,  # [padded_reqs] int32
+    cu_seqlens_q_ptr,  # [padded_reqs + 1] int32
+    logits_loc_ptr,  # [padded_reqs] int64
+    req,
+    prefix,
+    extend,
+    start,  # tokens of the requests before
+):
+    """What a view says of one request."""
+    tl.store(prefix_lens_ptr + req, prefix)
+    tl.store(extend_lens_ptr + req, extend)
+    tl.store(kv_lens_ptr + req, prefix + extend)
+    tl.store(cu_seqlens_q_ptr + req + 1, start + extend)
+    tl.store(logits_loc_ptr + req, (start + extend - 1).to(tl.int64))
+
+
+@triton.jit
+def store_slots(
+    pages_ptr,  # [max_pages] int32, of one request
+    loc_ptr,  # [padded_tokens] int64
+    tokens,  # [BLOCK] index within the step
+    places,  # [BLOCK] prefix + row of the request
+    is_token,  # [BLOCK] bool
+    is_live,
+    PAGE_SIZE: tl.constexpr,
+    PAD_SLOT: tl.constexpr,
+):
+    """Where the KV of a request's tokens goes in one group."""
+    page = tl.load(pages_ptr + places // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
+    slots = tl.where(is_live, page * PAGE_SIZE + places % PAGE_SIZE, PAD_SLOT)
+    tl.store(loc_ptr + tokens, slots, mask=is_token)
 
 
 @triton.jit
@@ -52,13 +92,12 @@ def _derive_group(
     """This program's chunk of the request's page-table row, and the slots of its tokens."""
     pages = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_page = pages < width
-    ids = tl.load(table_ptr + row * stride_table_row + pages, mask=is_page, other=0)
+    pages_ptr = table_ptr + row * stride_table_row
+    ids = tl.load(pages_ptr + pages, mask=is_page, other=0)
     out_ptrs = table_out_ptr + req.to(tl.int64) * stride_table_out_req + pages
     tl.store(out_ptrs, ids, mask=is_page)
-    page_ptrs = table_ptr + row * stride_table_row + positions // PAGE_SIZE
-    page = tl.load(page_ptrs, mask=is_token, other=0).to(tl.int64)
-    slots = tl.where(row == PAD_ROW, PAD_SLOT, page * PAGE_SIZE + positions % PAGE_SIZE)
-    tl.store(loc_out_ptr + tokens, slots, mask=is_token)
+    is_live = row != PAD_ROW
+    store_slots(pages_ptr, loc_out_ptr, tokens, positions, is_token, is_live, PAGE_SIZE, PAD_SLOT)
 
 
 @triton.jit
@@ -113,11 +152,17 @@ def _derive_kernel(
     prefix = tl.load(kv_committed_ptr + row * stride_kv_committed)
     if tl.program_id(1) == 0:
         tl.store(row_ids_ptr + req, row)
-        tl.store(prefix_lens_ptr + req, prefix)
-        tl.store(extend_lens_ptr + req, extend)
-        tl.store(kv_lens_ptr + req, prefix + extend)
-        tl.store(cu_seqlens_q_ptr + req + 1, start + extend)
-        tl.store(logits_loc_ptr + req, (start + extend - 1).to(tl.int64))
+        store_lens(
+            prefix_lens_ptr,
+            extend_lens_ptr,
+            kv_lens_ptr,
+            cu_seqlens_q_ptr,
+            logits_loc_ptr,
+            req,
+            prefix,
+            extend,
+            start,
+        )
 
     offsets = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_token = offsets < extend
@@ -166,31 +211,31 @@ def _derive_kernel(
 
 
 def launch_derive(
-    facts: Tensor,
-    rows: RequestRows,
-    out: DerivedStep,
+    source: TableRows,
+    derived: Sequence[Tensor],
+    groups: Sequence[tuple[Tensor, Tensor, Tensor, int]],
     *,
-    page_sizes: Sequence[int],
     max_extend_len: int,
     block: int = _BLOCK,
 ) -> None:
     """One program per request and chunk of tokens or pages; one launch per two groups, of which
     each writes the lengths and positions.
+
+    derived: the kernel's outputs from row_ids to input_ids; groups: (table of the requests, page
+    table and slots of the step, page size).
     """
-    columns = (rows.kv_committed, rows.finish, rows.token_ids)
-    strides = [tensor.stride(0) for tensor in (facts, *columns)]
-    widest = max(table.shape[1] for table in rows.page_tables)
+    columns = source[:4]
+    strides = [tensor.stride(0) for tensor in columns]
+    widest = max(table.shape[1] for table in source.page_tables)
     block_tokens = _FEW_TOKENS if max_extend_len <= _FEW_TOKENS else _MANY_TOKENS
     chunks = max(triton.cdiv(max_extend_len, block_tokens), triton.cdiv(widest, block))
-    groups = [*zip(rows.page_tables, out.page_tables, out.out_cache_locs, page_sizes, strict=True)]
     for first in range(0, len(groups), 2):
         a, b = groups[first], groups[min(first + 1, len(groups) - 1)]
         launch(
             _derive_kernel,
-            (out.row_ids.shape[0], chunks),
-            facts,
+            (derived[0].shape[0], chunks),
             *columns,
-            *out[:9],
+            *derived,
             *a[:3],
             *b[:3],
             *strides,
@@ -206,5 +251,5 @@ def launch_derive(
             BLOCK=block,
             BLOCK_TOKENS=block_tokens,
             num_warps=4,
-            **overlap_options(facts.device, _derive_kernel),
+            **overlap_options(source.facts.device, _derive_kernel),
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import StepLayout
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.buffers import CONSTANT_FIELDS, PaddedSize
 from paceline.runner.sanitizer.live_rows import LiveRow
 from paceline.runner.sanitizer.poison import (
     LARGE,
@@ -37,8 +37,6 @@ class Extent:
         """Leading entries of a step buffer that the step uses."""
         size, drafts = self.size, self.layout.drafts
         has_tree = self.layout.has_tree or drafts is MaskKind.TREE
-        if field == "arange":
-            return size.tokens
         if field == "tree_mask":
             return size.tokens * size.max_extend_len if has_tree else 0
         if field in _OF_TREES:
@@ -64,8 +62,10 @@ def step_regions(named: Mapping[str, Tensor], extent: Extent) -> list[Region]:
     regions = []
     for name, tensor in named.items():
         field = name.partition(".")[2]
+        if field in CONSTANT_FIELDS:
+            continue
         end = extent.of(field)
-        if field != "arange" and end < tensor.shape[0]:
+        if end < tensor.shape[0]:
             regions.append(
                 Region(
                     name=f"{name}[{end}:], behind the padded step",
@@ -75,7 +75,7 @@ def step_regions(named: Mapping[str, Tensor], extent: Extent) -> list[Region]:
                 )
             )
         begin = 1 if field == "cu_seqlens_q" else 0  # its leading 0 is a constant
-        if field != "arange" and not extent.is_staged(field) and begin < end:
+        if not extent.is_staged(field) and begin < end:
             regions.append(
                 Region(
                     name=f"{name}[{begin}:{end}], of the step before",

@@ -9,7 +9,7 @@ from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool
 from paceline.core.errors import PacelineError
 from paceline.core.step import Step
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.buffers import CONSTANT_FIELDS, PaddedSize
 from paceline.runner.program import Parts
 from paceline.runner.sanitizer.dead_bytes import (
     Extent,
@@ -152,7 +152,7 @@ class PoisonedRuns:
         if parts.proposer is not None:
             drafting = parts.proposer.named_tensors()
             own = {name: drafting[name] for name in drafting.keys() - features.keys()}
-            regions += backend_regions(dict(sorted(own.items())), kept)
+            regions += backend_regions(dict(sorted(own.items())), kept | CONSTANT_FIELDS)
         for index, (group, slots) in enumerate(zip(self._groups, self._slots, strict=True)):
             regions.append(
                 page_table_region(
