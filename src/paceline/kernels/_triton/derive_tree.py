@@ -10,7 +10,7 @@ from paceline.kernels._triton.launch import launch, let_next_start, overlap_opti
 
 @triton.jit
 def ancestors(
-    parents_ptr,  # [rows] int32, of one request: an earlier row, or -1
+    parents_ptr,  # [rows] int32, of one request: an earlier row, or -1, as of row 0
     nodes,  # [nodes] int32 rows of the request; -1: none
     columns,  # [BLOCK] int32
     rows,
@@ -22,7 +22,7 @@ def ancestors(
     is_seen = nodes[:, None] == columns[None, :]
     depths = tl.zeros_like(nodes)
     generation = 1
-    while (generation < rows) & (tl.max(nodes, axis=0) >= 0):
+    while (generation < rows) & (tl.max(nodes, axis=0) > 0):
         nodes = tl.load(parents_ptr + nodes, mask=nodes >= 0, other=-1)
         is_seen = is_seen | (nodes[:, None] == columns[None, :])
         depths += tl.where(nodes >= 0, 1, 0)
