@@ -106,8 +106,8 @@ def _read_table(source: TableRows, view: StepView) -> None:
 def _read_pass(source: PassRows, view: StepView) -> None:
     """Lengths before and in the pass."""
     rows = view.max_extend_len
-    is_live = view.row_ids != PAD_ROW
-    view.prefix_lens.copy_((source.committed + source.advance).where(is_live, PAD_PREFIX_LEN))
+    torch.add(source.committed, source.advance, out=view.prefix_lens)
+    view.prefix_lens.masked_fill_(view.row_ids == PAD_ROW, PAD_PREFIX_LEN)
     view.extend_lens.fill_(rows)
     torch.arange(0, view.padded_tokens + rows, rows, out=view.cu_seqlens_q)
 
