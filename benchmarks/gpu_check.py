@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.llm.boot import Prepared
 from paceline.llm.llm import LLM
+from paceline.llm.prepare import Prepared
 from paceline.plan.machine import versions
 
 SEED = 7

@@ -22,8 +22,9 @@ from paceline.bench.turn_log import StepFacts, StepKind, TimedTurn, TurnLog
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError, IntegrityError, RequestError
 from paceline.core.step import RunKind
-from paceline.llm.boot import Knobs, prepare
+from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
+from paceline.llm.prepare import prepare
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench_throughput.json"
 SHAPE = TrafficShape(

@@ -25,7 +25,7 @@ from paceline.core.progress import collect
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.outputs import RequestOutput
-from paceline.llm.boot import Prepared
+from paceline.llm.prepare import Prepared
 from paceline.plan.machine import cache_state, kernel_cache, seconds_since_process_start
 
 REPEATS = 3
@@ -243,8 +243,8 @@ def bench_latency(
 
 def _load(shape: LatencyShape, **asked: object) -> Any:
     """The engine.  Raises ConfigError for a shape beyond its context, before weights are read."""
-    from paceline.llm.boot import prepare
     from paceline.llm.llm import LLM
+    from paceline.llm.prepare import prepare
 
     prepared = prepare(asked)
     needed, context_len = shape.input_len + shape.output_len, prepared.admission.context_len

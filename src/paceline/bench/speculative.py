@@ -29,8 +29,8 @@ from paceline.core.options import engine_options, known
 from paceline.core.progress import collect
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
-from paceline.llm.boot import Prepared
 from paceline.llm.llm import LLM
+from paceline.llm.prepare import Prepared
 from paceline.plan.machine import local_device
 from paceline.plan.speculation import without_speculation
 from paceline.proof.lossless.drafting import with_drafter

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any, Protocol, runtime_checkable
 
 from paceline.core.progress import cut_mark
-from paceline.llm.boot import Prepared
+from paceline.llm.prepare import Prepared
 from paceline.plan.machine import versions
 from paceline.plan.speculation import Speculation
 

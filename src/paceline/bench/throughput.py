@@ -24,8 +24,9 @@ from paceline.bench.traffic_shape import TrafficShape
 from paceline.bench.turn_log import TurnLog
 from paceline.core.errors import IntegrityError, message
 from paceline.core.events import Event
-from paceline.llm.boot import Knobs, prepare
+from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
+from paceline.llm.prepare import prepare
 from paceline.plan.machine import (
     cache_state,
     kernel_cache,

@@ -25,7 +25,7 @@ from paceline.bench.throughput_report import (
 )
 from paceline.bench.traffic import Traffic
 from paceline.bench.turn_log import StepFacts
-from paceline.llm.boot import Prepared
+from paceline.llm.prepare import Prepared
 
 OPTIONS = (
     "max_num_seqs",

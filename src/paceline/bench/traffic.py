@@ -21,7 +21,7 @@ from paceline.bench.traffic_shape import (
     refused,
 )
 from paceline.core.sampling_params import SEED_LIMIT, SamplingParams
-from paceline.llm.boot import Prepared
+from paceline.llm.prepare import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ def start_engine(
     factory = engine_factory(ctx)
     if ctx.obj is not None:
         return factory(**asked)
-    from paceline.llm.boot import prepare
+    from paceline.llm.prepare import prepare
 
     prepared = prepare(asked)
     check(prepared.admission)

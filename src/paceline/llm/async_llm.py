@@ -15,9 +15,9 @@ from paceline.core.options import MAX_QUEUED
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.ticket import SNAPSHOTS, Ticket
 from paceline.llm.async_engine import AsyncEngine
-from paceline.llm.boot import prepare
 from paceline.llm.inputs import Params, Prompt, as_conversations
 from paceline.llm.llm import CHAT_DEFAULTS, LLM
+from paceline.llm.prepare import prepare
 
 
 class AsyncLLM:

@@ -1,5 +1,5 @@
-"""From options to a running engine, in two steps: `prepare` decides everything and reads no weight,
-`boot` loads, allocates and captures, and measures what the plan only estimated."""
+"""From what was prepared to a running engine: `boot` loads, allocates and captures, and measures
+what the plan only estimated."""
 
 import logging
 import time
@@ -8,42 +8,32 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.attention.registry import Choice, load_backend
+from paceline.attention.registry import load_backend
 from paceline.cache.manager import CacheManager
-from paceline.core.draft_shape import DraftShape
-from paceline.core.events import Event, EventLog, Notify
-from paceline.core.gpus import DeviceFacts
-from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
-from paceline.core.options import REJECTION, EngineOptions, engine_options, known, named
+from paceline.core.events import Event, Notify
+from paceline.core.model_config import ModelConfig, cache_group_specs
+from paceline.core.options import REJECTION, EngineOptions, known
 from paceline.core.parallel import Parallel
 from paceline.engine.acceptance import read_band
 from paceline.engine.engine import Engine
 from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.llm.admission import Admission
 from paceline.llm.draft_self_test import check_drafter
-from paceline.llm.drafter import DrafterFacts, make_proposer
+from paceline.llm.drafter import make_proposer
 from paceline.llm.measured import measured_bytes
+from paceline.llm.prepare import Prepared
 from paceline.models.causal_lm import CausalLM
 from paceline.models.kv_scales import kv_format
 from paceline.models.loader import load_model
-from paceline.models.locate import ModelSource
-from paceline.plan.attention_choice import one_backend, phase_choices
 from paceline.plan.budget_table import compare
-from paceline.plan.explain import nearest_if_short
-from paceline.plan.fit import Fit, require_fit
-from paceline.plan.processors import load_processors
-from paceline.plan.resolution import Resolution
-from paceline.plan.resolve import resolve
-from paceline.plan.speculation import Speculation, all_groups, plan_speculation
-from paceline.plan.target import find_target
+from paceline.plan.fit import Fit
 from paceline.runner.build import RunnerConfig, build_runner, tokens_in_flight
 from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import Stream, make_stream
-from paceline.text.tokenizer import Tokenizer, find_tokenizer, missing_tokenizer
+from paceline.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("paceline")
 _USUAL_CAPTURE = {"cpu": ONCE_IT_PAYS, "cuda": AHEAD}
@@ -53,7 +43,7 @@ _USUAL_CAPTURE = {"cpu": ONCE_IT_PAYS, "cuda": AHEAD}
 class Booted:
     """A running engine and everything that was decided on the way."""
 
-    prepared: "Prepared"
+    prepared: Prepared
     engine: Engine
     runner: ModelRunner
     boot_s: float
@@ -76,94 +66,6 @@ class Knobs:
     admission_margin: int | None = None  # tokens; None takes the scheduler's default
     num_pages: tuple[int, ...] | None = None  # [num_groups]; None takes the budget's
     around_turn: Callable[[TurnFunction], TurnFunction] | None = None  # TurnLog's, say
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prepared:
-    """Everything that is known before a weight is read; `LLM(prepared)` reads them."""
-
-    source: ModelSource
-    config: ModelConfig
-    device: DeviceFacts
-    resolution: Resolution
-    fit: Fit
-    attention: Choice
-    speculation: Speculation | None
-    admission: Admission  # what requests must meet, so that they can be checked now
-    events: EventLog
-    prepare_s: float
-
-    @property
-    def options(self) -> EngineOptions:
-        """Resolved: what was asked, and what was chosen where it was left open."""
-        return self.resolution.options
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.device.device_type)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, known(self.options.dtype))
-        return dtype
-
-    @property
-    def draft(self) -> DraftShape | None:
-        return None if self.speculation is None else self.speculation.shape
-
-    @property
-    def groups(self) -> tuple[CacheGroupSpec, ...]:
-        """The target's cache groups, and the drafter's behind them."""
-        page_size = known(self.options.page_size)
-        return all_groups(self.config, page_size, self.speculation)
-
-    def to_json(self) -> dict[str, object]:
-        """What documents say of how it computes: "attention" and "speculation"."""
-        speculation = None if self.speculation is None else self.speculation.to_json()
-        attention = {"name": self.attention.name, "why": self.attention.why}
-        return {"attention": attention, "speculation": speculation}
-
-
-def prepare(asked: Mapping[str, object]) -> Prepared:
-    """Locate, read, decide and plan; no weight is read.  Raises ConfigError, ModelError.
-
-    asked: what the caller set of core.options.EngineOptions, under any name of theirs.
-    """
-    began = time.perf_counter()
-    asked = named(asked)
-    given = engine_options(asked)
-    target = find_target(given, weights=given.load_format != "dummy")
-    config, facts = target.config, target.device
-    speculation = plan_speculation(
-        given, config, target.source, weights=given.load_format != "dummy"
-    )
-    resolution, fit = resolve(asked, config=config, device=facts, speculation=speculation)
-    short = nearest_if_short(asked, fit, config=config, device=facts, speculation=speculation)
-    require_fit(fit, None if short is None else short.advice())
-    events = EventLog()
-    admission = Admission(
-        config=config,
-        tokenizer=find_tokenizer(target.source.tokenizer, events),
-        processors=load_processors(resolution.options.logits_processors),
-        context_len=known(resolution.options.max_model_len),
-        notify=events,
-        tokenizer_fault=missing_tokenizer(target.source.folder),
-    )
-    attention = one_backend(phase_choices(config, resolution.options, facts, speculation))
-    resolution = resolution.choose("attention_backend", attention.name, attention.why)
-    _LOG.debug("%s", resolution.table())
-    return Prepared(
-        source=target.source,
-        config=config,
-        device=facts,
-        resolution=resolution,
-        fit=fit,
-        attention=attention,
-        speculation=speculation,
-        admission=admission,
-        events=events,
-        prepare_s=time.perf_counter() - began,
-    )
 
 
 def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
@@ -244,18 +146,10 @@ def _build(model: CausalLM, prepared: Prepared, knobs: Knobs, notify: Notify) ->
     )
     proposer = None
     if prepared.speculation is not None:
-        facts = DrafterFacts(
-            backend=backend,
-            limits=limits,
-            page_size=known(options.page_size),
-            num_pages=num_pages[len(groups) :],
-            kv=kv,
-            dtype=prepared.dtype,
-            device=prepared.torch_device,
-            load_format=options.load_format,
-            seed=options.seed,
+        draft_pages = num_pages[len(groups) :]
+        proposer = make_proposer(
+            prepared, model, backend=backend, limits=limits, num_pages=draft_pages, kv=kv
         )
-        proposer = make_proposer(prepared.speculation, model, facts)
         if prepared.speculation.caution is not None:
             notify(prepared.speculation.caution)
     return build_runner(

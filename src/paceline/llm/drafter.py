@@ -1,64 +1,61 @@
 """From a decided speculation to a proposer with weights in it."""
 
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import replace
 
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
+from paceline.core.options import known
 from paceline.core.parallel import Parallel
+from paceline.llm.prepare import Prepared
 from paceline.models.causal_lm import CausalLM
 from paceline.models.eagle_loader import load_eagle_head
 from paceline.models.loader import load_model
-from paceline.plan.speculation import Speculation
 from paceline.runner.build import RunnerConfig
 from paceline.runner.proposer import Proposer
 from paceline.speculate.build import DraftPlacement, eagle_proposer, standalone_proposer
 from paceline.speculate.ngram import NgramProposer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterFacts:
-    """What a drafter shares with its target's engine."""
+def make_proposer(
+    prepared: Prepared,
+    target: CausalLM,
+    *,
+    backend: AttentionBackend,
+    limits: RunnerConfig,
+    num_pages: tuple[int, ...],
+    kv: KVFormat,
+) -> Proposer:
+    """Load the drafter's weights and allocate its cache.  Raises WeightsError.
 
-    backend: AttentionBackend
-    limits: RunnerConfig
-    page_size: int  # tokens
-    num_pages: tuple[int, ...]  # [num_draft_groups]
-    kv: KVFormat
-    dtype: torch.dtype
-    device: torch.device
-    load_format: str
-    seed: int
-
-
-def make_proposer(speculation: Speculation, target: CausalLM, facts: DrafterFacts) -> Proposer:
-    """Load the drafter's weights and allocate its cache.  Raises WeightsError."""
+    backend, limits, kv: those of its target's engine; num_pages: [num_draft_groups].
+    """
+    speculation, options = prepared.speculation, prepared.options
+    assert speculation is not None, "somebody drafts"
     if speculation.ngram is not None:
         low, high = speculation.ngram
         return NgramProposer(speculation.shape, min_n=low, max_n=high)
     assert speculation.model is not None, speculation
     assert speculation.source is not None, speculation
     place = DraftPlacement(
-        groups=speculation.groups(facts.page_size),
-        num_pages=facts.num_pages,
-        backend=facts.backend,
-        limits=facts.limits,
-        kv=replace(facts.kv, scales={}),
-        dtype=facts.dtype,
-        device=facts.device,
+        groups=speculation.groups(known(options.page_size)),
+        num_pages=num_pages,
+        backend=backend,
+        limits=limits,
+        kv=replace(kv, scales={}),
+        dtype=prepared.dtype,
+        device=prepared.torch_device,
     )
-    bound = facts.limits.kv_len_bound
+    bound = limits.kv_len_bound
     if speculation.head is None:
         model = load_model(
             speculation.source,
-            replace(speculation.model, max_position=facts.limits.context_len),
+            replace(speculation.model, max_position=limits.context_len),
             parallel=Parallel(),
-            device=facts.device,
-            dtype=facts.dtype,
-            load_format=facts.load_format,
+            device=prepared.torch_device,
+            dtype=prepared.dtype,
+            load_format=options.load_format,
             max_positions=bound,
-            seed=facts.seed,
+            seed=options.seed,
         )
         return standalone_proposer(speculation.shape, model, speculation.model, place)
     head = load_eagle_head(
@@ -66,10 +63,10 @@ def make_proposer(speculation: Speculation, target: CausalLM, facts: DrafterFact
         speculation.head,
         target,
         parallel=Parallel(),
-        device=facts.device,
-        dtype=facts.dtype,
-        load_format=facts.load_format,
+        device=prepared.torch_device,
+        dtype=prepared.dtype,
+        load_format=options.load_format,
         max_positions=bound,
-        seed=facts.seed,
+        seed=options.seed,
     )
     return eagle_proposer(speculation.algorithm, speculation.shape, head, speculation.taps, place)

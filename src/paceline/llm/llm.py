@@ -20,9 +20,10 @@ from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import OutputStream
 from paceline.engine.tracker import Tracker
 from paceline.llm.admission import Admission, Admitted, indexed, require_admitted
-from paceline.llm.boot import Booted, Knobs, Prepared, boot, prepare
+from paceline.llm.boot import Booted, Knobs, boot
 from paceline.llm.inputs import Ids, Params, Prompt, as_conversations
 from paceline.llm.label_scores import Text, label_prompts, label_scores
+from paceline.llm.prepare import Prepared, prepare
 from paceline.llm.teacher import Teacher
 from paceline.plan.budget_table import compare
 from paceline.plan.machine import release_memory, versions
@@ -38,7 +39,7 @@ class LLM:
     """A model that is loaded and ready.  Options are the fields of core.options.EngineOptions, by
     their names or by those of the flags: `max_model_len`, `context_length`, `dtype="half"`.
 
-    model: its name or folder, or what `engine.boot.prepare` made of the options; None: the bundled.
+    model: its name or folder, or what `llm.prepare.prepare` made of the options; None: the bundled.
     Raises ConfigError or ModelError when it cannot be built.  Not thread-safe.
     """
 

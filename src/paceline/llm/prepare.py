@@ -1,0 +1,116 @@
+"""From options to everything that is known before a weight is read."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from paceline.attention.registry import Choice
+from paceline.core.draft_shape import DraftShape
+from paceline.core.events import EventLog
+from paceline.core.gpus import DeviceFacts
+from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.core.options import EngineOptions, engine_options, known, named
+from paceline.llm.admission import Admission
+from paceline.models.locate import ModelSource
+from paceline.plan.attention_choice import one_backend, phase_choices
+from paceline.plan.explain import nearest_if_short
+from paceline.plan.fit import Fit, require_fit
+from paceline.plan.processors import load_processors
+from paceline.plan.resolution import Resolution
+from paceline.plan.resolve import resolve
+from paceline.plan.speculation import Speculation, all_groups, plan_speculation
+from paceline.plan.target import find_target
+from paceline.text.tokenizer import find_tokenizer, missing_tokenizer
+
+_LOG = logging.getLogger("paceline")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """Everything that is known before a weight is read; `LLM(prepared)` reads them."""
+
+    source: ModelSource
+    config: ModelConfig
+    device: DeviceFacts
+    resolution: Resolution
+    fit: Fit
+    attention: Choice
+    speculation: Speculation | None
+    admission: Admission  # what requests must meet, so that they can be checked now
+    events: EventLog
+    prepare_s: float
+
+    @property
+    def options(self) -> EngineOptions:
+        """Resolved: what was asked, and what was chosen where it was left open."""
+        return self.resolution.options
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device.device_type)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, known(self.options.dtype))
+        return dtype
+
+    @property
+    def draft(self) -> DraftShape | None:
+        return None if self.speculation is None else self.speculation.shape
+
+    @property
+    def groups(self) -> tuple[CacheGroupSpec, ...]:
+        """The target's cache groups, and the drafter's behind them."""
+        page_size = known(self.options.page_size)
+        return all_groups(self.config, page_size, self.speculation)
+
+    def to_json(self) -> dict[str, object]:
+        """What documents say of how it computes: "attention" and "speculation"."""
+        speculation = None if self.speculation is None else self.speculation.to_json()
+        attention = {"name": self.attention.name, "why": self.attention.why}
+        return {"attention": attention, "speculation": speculation}
+
+
+def prepare(asked: Mapping[str, object]) -> Prepared:
+    """Locate, read, decide and plan; no weight is read.  Raises ConfigError, ModelError.
+
+    asked: what the caller set of core.options.EngineOptions, under any name of theirs.
+    """
+    began = time.perf_counter()
+    asked = named(asked)
+    given = engine_options(asked)
+    target = find_target(given, weights=given.load_format != "dummy")
+    config, facts = target.config, target.device
+    speculation = plan_speculation(
+        given, config, target.source, weights=given.load_format != "dummy"
+    )
+    resolution, fit = resolve(asked, config=config, device=facts, speculation=speculation)
+    short = nearest_if_short(asked, fit, config=config, device=facts, speculation=speculation)
+    require_fit(fit, None if short is None else short.advice())
+    events = EventLog()
+    admission = Admission(
+        config=config,
+        tokenizer=find_tokenizer(target.source.tokenizer, events),
+        processors=load_processors(resolution.options.logits_processors),
+        context_len=known(resolution.options.max_model_len),
+        notify=events,
+        tokenizer_fault=missing_tokenizer(target.source.folder),
+    )
+    attention = one_backend(phase_choices(config, resolution.options, facts, speculation))
+    resolution = resolution.choose("attention_backend", attention.name, attention.why)
+    _LOG.debug("%s", resolution.table())
+    return Prepared(
+        source=target.source,
+        config=config,
+        device=facts,
+        resolution=resolution,
+        fit=fit,
+        attention=attention,
+        speculation=speculation,
+        admission=admission,
+        events=events,
+        prepare_s=time.perf_counter() - began,
+    )
