@@ -16,6 +16,7 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.model_config import CacheGroupSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, PageDelta, RowLogprobs, Step, StepOutputs
+from paceline.engine.request import Request
 
 VOCAB = 50
 MASK = (1 << 61) - 1
@@ -59,6 +60,11 @@ def run_alone(
 def is_poisoned(params: SamplingParams, num_known: int) -> bool:
     """Requests whose seed is set have non-finite logits when they know that many tokens."""
     return params.seed == num_known
+
+
+def output_ids(request: Request) -> tuple[int, ...]:
+    """What a request has generated."""
+    return tuple(request.token_ids[request.prompt_len :])
 
 
 def num_accepted(history: int, shape: DraftShape) -> int:

@@ -1,6 +1,7 @@
 """What a request takes from the cache when it joins, and what it must compute itself."""
 
 import pytest
+from scheduler_world import output_ids
 from test_scheduler import CONTEXT_LEN, Loop, extends
 
 from paceline.core.sampling_params import SamplingParams
@@ -15,7 +16,7 @@ def test_a_request_takes_nothing_from_another_tenants() -> None:
         request = loop.add(name, 20, salt=salt)
         loop.run()
         assert request.num_cached == cached
-        assert list(request.output_ids) == loop.expected(name)
+        assert list(output_ids(request)) == loop.expected(name)
 
 
 def test_a_prompt_that_is_scored_is_computed_whole() -> None:
@@ -86,7 +87,7 @@ def test_who_waits_for_a_leader_that_ends_waits_no_longer(turns: int) -> None:
     assert loop.scheduler.num_waiting == 2 - turns
     assert loop.scheduler.abort("a")
     loop.run()
-    assert list(sibling.output_ids) == loop.expected(sibling.request_id)
+    assert list(output_ids(sibling)) == loop.expected(sibling.request_id)
 
 
 def test_a_preempted_request_comes_before_those_that_arrived_after_it() -> None:
@@ -114,7 +115,7 @@ def test_a_request_that_is_preempted_leaves_the_step_it_was_planned_for() -> Non
     assert step is None or row not in step.layout.rows
     loop.run()
     for name, request in loop.requests.items():
-        assert list(request.output_ids) == loop.expected(name)
+        assert list(output_ids(request)) == loop.expected(name)
 
 
 def test_what_leaves_a_plan_gives_its_tokens_back() -> None:

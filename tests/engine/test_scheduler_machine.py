@@ -17,7 +17,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scheduler_world import FakeDevice, group_specs, run_alone
+from scheduler_world import FakeDevice, group_specs, output_ids, run_alone
 
 from cache_probe import num_shared_pages
 from paceline.cache.manager import CacheManager
@@ -216,14 +216,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.live():
             self.abort(pick=pick, any_state=False)
 
-    @precondition(lambda self: any(self.requests[name].output_ids for name in self.live()))
+    @precondition(lambda self: any(output_ids(self.requests[name]) for name in self.live()))
     @rule(pick=st.integers(0, 1000), cut=st.integers(0, 3))
     def finish_on_host(self, pick, cut):
-        names = [name for name in self.live() if self.requests[name].output_ids]
+        names = [name for name in self.live() if output_ids(self.requests[name])]
         request = self.requests[names[pick % len(names)]]
-        keep = max(0, len(request.output_ids) - cut)
+        keep = max(0, len(output_ids(request)) - cut)
         assert self.scheduler.finish_on_host(request.request_id, keep)
-        assert len(request.output_ids) == keep
+        assert len(output_ids(request)) == keep
         self.check_ended(request)
         self.after("host finish")
 
@@ -264,7 +264,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for update in self.scheduler.process(step, outputs):
             request = update.request
             self.streamed[request.request_id].extend(update.new_token_ids)
-            assert self.streamed[request.request_id] == list(request.output_ids)
+            assert self.streamed[request.request_id] == list(output_ids(request))
             self.scored[request.request_id] += [row.chosen for row in update.prompt_logprobs]
             if update.finish is not None:
                 self.check_finished(request)
@@ -283,7 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_finished(self, request):
         output, code = self.expected[request.request_id]
-        assert list(request.output_ids) == output
+        assert list(output_ids(request)) == output
         assert request.finish is REASONS[code]
         assert (request.error is None) == (code is not FinishCode.NON_FINITE)
         wanted = () if request.params.prompt_logprobs is None else request.prompt_ids[1:]
@@ -301,7 +301,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert rounds.rounds == rounds.drafted == rounds.emitted == 0
             return
         assert rounds.drafted == rounds.rounds * (self.shape.num_draft_tokens - 1)
-        assert rounds.emitted <= len(request.output_ids)
+        assert rounds.emitted <= len(output_ids(request))
         failed = request.finish is FinishReason.ERROR
         assert rounds.rounds - failed <= rounds.emitted - sum(rounds.accepted) <= rounds.rounds
         self.tally["accepted drafts"] += sum(rounds.accepted)
@@ -309,7 +309,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_ended(self, request):
         output, _ = self.expected[request.request_id]
-        assert list(request.output_ids) == output[: len(request.output_ids)]
+        assert list(output_ids(request)) == output[: len(output_ids(request))]
         self.tally["preemptions"] += request.num_preemptions
 
     def after(self, action):

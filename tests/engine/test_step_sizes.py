@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from scheduler_world import group_specs
+from scheduler_world import group_specs, output_ids
 from test_scheduler import Loop, extends
 
 from paceline.cache.manager import CacheManager
@@ -53,7 +53,7 @@ def test_the_last_prompts_leave_their_tokens_and_take_them_up_first() -> None:
     assert step.layout.emits == (True, True, True, False)
     loop.run()
     for name, request in loop.requests.items():
-        assert list(request.output_ids) == loop.expected(name)
+        assert list(output_ids(request)) == loop.expected(name)
 
 
 def test_a_prompt_alone_is_computed_at_once() -> None:

@@ -46,8 +46,9 @@ def rig_of(
 
 def free_page(case: Case) -> int:
     """A page of group 0 that no batch uses."""
-    free = [set(place.free_pages(0)) for place in prepare_case(case).places]
-    return min(set.intersection(*free))
+    places = prepare_case(case).places
+    held = {page for place in places for pages in place.pages[0] for page in pages}
+    return min(set(range(1, places[0].pool_pages[0])) - held)
 
 
 def sum_of(tensor):

@@ -12,7 +12,6 @@ from paceline.core.sampling_params import SamplingParams
 
 GROUP = "Sampling"
 GREEDY = (0.0, "a command typed twice answers the same")  # the usual temperature
-ELSEWHERE = {"seed"}  # the engine's option of this name also seeds requests
 Command = TypeVar("Command", bound=Callable[..., object])
 
 

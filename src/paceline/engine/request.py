@@ -120,10 +120,6 @@ class Request:
         return tuple(self.token_ids[: self.prompt_len])
 
     @property
-    def output_ids(self) -> tuple[int, ...]:
-        return tuple(self.token_ids[self.prompt_len :])
-
-    @property
     def num_known(self) -> int:
         return len(self.token_ids)
 

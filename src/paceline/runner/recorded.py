@@ -79,10 +79,6 @@ class RecordedGraph:
             for run in self._runs:
                 run()
 
-    def intermediate_bytes(self) -> int:
-        """Bytes of all storages the capture allocated."""
-        return sum(piece.nbytes for piece in self._pieces)
-
 
 class _Recording:
     """What one capture has seen so far.  Keeps every tensor alive, so that no address returns."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from itertools import combinations
 
 import pytest
+from named_cell import run_named
 
 from paceline.proof.check.cell import Status
 from paceline.proof.check.matrix import BACKENDS, RUNNERS, Cell, absence
-from paceline.proof.rig.harness import run_named
 from paceline.proof.suite.case import Case
 from paceline.proof.suite.cases import cases
 

@@ -26,7 +26,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import triton.language  # noqa: F401
 
 ROOT = Path(__file__).parents[3]
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "models")]
+sys.path += [str(ROOT / "tests" / room) for room in ("", "models", "proof")]
 import tiny_checkpoints  # noqa: E402
 
 from patched_once import patch_once  # noqa: E402
@@ -83,9 +83,8 @@ def _results(fixes: str, cases: list[str]):
 
 def _checked(case: str) -> tuple[str, str]:
     """A cell of the conformance matrix."""
+    from named_cell import run_named
     from triton.runtime import interpreter
-
-    from paceline.proof.rig.harness import run_named
 
     patch_once(pytest.MonkeyPatch(), interpreter)  # for as long as the child lives
     result = run_named(case)

@@ -15,7 +15,7 @@ import paceline.proof
 from paceline.core.modes import ForwardMode
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.oracle.inputs import make_inputs
-from paceline.proof.oracle.oracle import attend, attend_lse, visible_keys
+from paceline.proof.oracle.oracle import attend, attend_both, visible_keys
 from paceline.proof.oracle.wrong import answer
 from paceline.proof.suite.case import Batch, Case, Layer
 
@@ -112,7 +112,7 @@ def test_the_prefix_alone_has_a_window_that_counts_from_the_query() -> None:
 def test_a_row_without_keys_is_zero_with_lse_minus_infinity() -> None:
     case = replace(PLAIN, prefix_only=True)
     batch, data = case.batches[0], make_inputs(case, 0)
-    out, lse = attend(case, batch, data, 0), attend_lse(case, batch, data, 0)
+    out, lse = attend(case, batch, data, 0), attend_both(case, batch, data, 0)[1]
     assert bool((out[3:7] == 0).all())
     assert bool((lse[3:7] == -math.inf).all())
     assert bool(lse[:3].isfinite().all())
@@ -122,11 +122,11 @@ def test_a_sink_scales_the_output_by_a_sigmoid_and_leaves_lse() -> None:
     case = replace(PLAIN, sinks=True)
     batch, data = case.batches[0], make_inputs(case, 0)
     bare = replace(data, sinks=None)
-    lse = attend_lse(case, batch, bare, 0)
+    lse = attend_both(case, batch, bare, 0)[1]
     assert data.sinks is not None
     share = torch.sigmoid(lse - data.sinks[0]).unsqueeze(2)
     torch.testing.assert_close(attend(case, batch, data, 0), attend(case, batch, bare, 0) * share)
-    torch.testing.assert_close(attend_lse(case, batch, data, 0), lse)
+    torch.testing.assert_close(attend_both(case, batch, data, 0)[1], lse)
 
 
 def test_the_prefix_alone_counts_no_sink() -> None:
@@ -144,7 +144,7 @@ def test_a_soft_cap_bends_the_scaled_score() -> None:
         for j in (0, 1)
     ]
     expected = math.log(sum(math.exp(score) for score in scores))
-    assert float(attend_lse(case, batch, data, 0)[0, 0]) == pytest.approx(expected, rel=1e-12)
+    assert float(attend_both(case, batch, data, 0)[1][0, 0]) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -163,9 +163,9 @@ def test_lse_is_the_log_of_the_summed_exponentials_of_two_parts() -> None:
     batch, data = case.batches[0], make_inputs(case, 0)
     prefix = replace(case, prefix_only=True)
     step = replace(case, layers=(Layer(1),))
-    parts = [attend_lse(each, batch, data, 0) for each in (prefix, step)]
+    parts = [attend_both(each, batch, data, 0)[1] for each in (prefix, step)]
     whole = torch.logaddexp(*parts)
-    torch.testing.assert_close(whole, attend_lse(case, batch, data, 0))
+    torch.testing.assert_close(whole, attend_both(case, batch, data, 0)[1])
     outs = [attend(each, batch, data, 0) for each in (prefix, step)]
     merged = sum(
         (out * (lse - whole).exp().unsqueeze(2) for out, lse in zip(outs, parts, strict=True)),

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from named_cell import run_named
 from rig_cases import BOTH, CPU, DECODE, TREE, Exact, cell
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
-from paceline.core.errors import ConfigError
 from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.rig import harness
 from paceline.proof.rig.contenders import Contender
-from paceline.proof.rig.harness import examine, run_named
+from paceline.proof.rig.harness import examine
 from paceline.proof.rig.pools import Pools
 from paceline.proof.rig.prepared import prepare_case
 from paceline.runner.sanitizer.poison import bits_of
@@ -164,34 +164,6 @@ def test_a_cell_runs_by_its_id(runner):
     result = run_named(f"dense/torch/decode/{runner.value}/tiny-page16")
     assert result.status is Status.PROVEN
     assert result.id == f"dense/torch/decode/{runner.value}/tiny-page16"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "",
-        "tiny-page16",
-        "dense/torch/decode/eager",
-        "dense/torch/decode/eager/tiny-page16/more",
-        "dense/torch/decode/eager/no-such-case",
-        "dense/torch/no-such-mode/eager/tiny-page16",
-        "no-such-method/torch/decode/eager/tiny-page16",
-        "dense/torch/decode/cuda_graph/tiny-page16",
-        "dense/torch/decode/no-such-runner/tiny-page16",
-    ],
-)
-def test_an_id_of_no_cell_is_refused_with_a_remedy(wrong):
-    with pytest.raises(ConfigError) as error:
-        run_named(wrong)
-    text = str(error.value)
-    assert text.startswith("cell must be method/backend/mode/runner/variant of the suite, on a CPU")
-    assert f"got {wrong!r};" in text
-    assert "paceline check --json FILE" in text
-
-
-def test_an_id_of_no_backend_is_refused():
-    with pytest.raises(ConfigError, match="no-such-backend"):
-        run_named("dense/no-such-backend/decode/eager/tiny-page16")
 
 
 def test_a_digest_holds_every_bit_that_was_answered_and_written():

@@ -23,7 +23,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import Part
 from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.oracle.inputs import make_inputs
-from paceline.proof.oracle.oracle import attend_lse
+from paceline.proof.oracle.oracle import attend_both
 from paceline.proof.oracle.tolerance import expect
 from paceline.proof.suite.case import Batch
 
@@ -103,7 +103,7 @@ def no_prefix_case():
 def test_a_row_that_sees_nothing_has_an_lse_of_minus_infinity():
     case = no_prefix_case()
     found = expect(case, 0, make_inputs(case, 0))
-    right = attend_lse(case, case.batches[0], make_inputs(case, 0), 0)
+    right = attend_both(case, case.batches[0], make_inputs(case, 0), 0)[1]
     assert torch.isneginf(right[0]).all()
     assert found.judge_lse(0, right.float()).is_right
     for wrong in (-1e30, 0.0, float("inf"), float("nan")):
@@ -113,7 +113,7 @@ def test_a_row_that_sees_nothing_has_an_lse_of_minus_infinity():
 def test_a_row_that_sees_keys_has_a_finite_lse():
     case = no_prefix_case()
     found = expect(case, 0, make_inputs(case, 0))
-    right = attend_lse(case, case.batches[0], make_inputs(case, 0), 0)
+    right = attend_both(case, case.batches[0], make_inputs(case, 0), 0)[1]
     right[1] = -torch.inf
     assert found.judge_lse(0, right).error == float("inf")
 

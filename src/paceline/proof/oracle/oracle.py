@@ -87,18 +87,11 @@ def attend(
     return attend_both(case, batch, data, layer, meaning=meaning)[0]
 
 
-def attend_lse(
-    case: Case, batch: Batch, data: BatchData, layer: int, *, meaning: Meaning = TRUE
-) -> Tensor:
-    """[num_tokens, heads] float64 natural log of the sum of exponentials of the visible scores,
-    without sinks; -inf where a row sees nothing."""
-    return attend_both(case, batch, data, layer, meaning=meaning)[1]
-
-
 def attend_both(
     case: Case, batch: Batch, data: BatchData, layer: int, *, meaning: Meaning = TRUE
 ) -> tuple[Tensor, Tensor]:
-    """(`attend`, `attend_lse`) in one walk."""
+    """(`attend`, [num_tokens, heads] float64 natural log of the sum of exponentials of the visible
+    scores, without sinks; -inf where a row sees nothing)."""
     outs, lses = [], []
     for request, extend in enumerate(batch.extend_lens):
         for row in range(extend):

@@ -13,15 +13,13 @@ from functools import partial
 
 import torch
 
-from paceline.core.errors import ConfigError, message
 from paceline.proof.check.cell import CellResult, RunnerKind, Status
 from paceline.proof.oracle.likeness import likely_lse_mistakes, likely_mistakes
 from paceline.proof.oracle.tolerance import Expectation, Judgement
-from paceline.proof.rig.contenders import Contender, contender, for_case, refusals
+from paceline.proof.rig.contenders import Contender, for_case, refusals
 from paceline.proof.rig.prepared import PreparedCase, prepare_case
 from paceline.proof.rig.rig import Rig
 from paceline.proof.suite.case import Case
-from paceline.proof.suite.cases import cases
 
 _LONGEST_REASON = 2000  # characters
 
@@ -53,27 +51,6 @@ def run_cell(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
     passed = Status.EMULATED if who.is_emulated else Status.PROVEN
     status = passed if finding.fault is None else Status.FAILING
     return told(status, finding.fault, ran_as=ran_as, finding=finding)
-
-
-def run_named(cell_id: str) -> CellResult:
-    """Run the cell of an id on this machine's CPU.  Raises ConfigError when there is none."""
-    parts = cell_id.split("/")
-    found = [
-        case
-        for case in cases()
-        if len(parts) == 5 and [case.method, case.mode.value, case.name] == parts[0::2]
-    ]
-    if not found or parts[3] not in (RunnerKind.EAGER.value, RunnerKind.RECORDED.value):
-        raise ConfigError(
-            message(
-                "cell",
-                expected="method/backend/mode/runner/variant of the suite, on a CPU",
-                got=repr(cell_id),
-                remedy="`paceline check --json FILE` lists the ids",
-            )
-        )
-    who = contender(parts[1], "cpu")
-    return run_cell(found[0], who, RunnerKind(parts[3]), torch.device("cpu"))
 
 
 def examine(

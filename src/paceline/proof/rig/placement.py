@@ -27,11 +27,6 @@ class BatchPlacement:
     pages: tuple[tuple[tuple[int, ...], ...], ...]
     pool_pages: tuple[int, ...]  # [num_groups] with page 0, the same for every batch of the case
 
-    def free_pages(self, group: int) -> list[int]:
-        """Pages of a group's pool that no request holds, without page 0."""
-        held = {page for pages in self.pages[group] for page in pages}
-        return [page for page in range(1, self.pool_pages[group]) if page not in held]
-
 
 def groups(case: Case) -> tuple[int | None, ...]:
     """[num_groups] windows of the case's cache groups, in the order of a model's: None first."""

@@ -1,0 +1,18 @@
+"""A cell of the suite by its id, on this machine's CPU."""
+
+import torch
+
+from paceline.proof.check.cell import CellResult, RunnerKind
+from paceline.proof.rig.contenders import contender
+from paceline.proof.rig.harness import run_cell
+from paceline.proof.suite.cases import cases
+
+
+def run_named(cell_id: str) -> CellResult:
+    """Run method/backend/mode/runner/variant.  Raises ValueError where the suite has no such case,
+    ConfigError for a backend that there is not."""
+    method, backend, mode, runner, name = cell_id.split("/")
+    wanted = (method, mode, name)
+    [case] = [case for case in cases() if (case.method, case.mode.value, case.name) == wanted]
+    who = contender(backend, "cpu")
+    return run_cell(case, who, RunnerKind(runner), torch.device("cpu"))
