@@ -91,7 +91,7 @@ def test_a_wrong_request_is_refused_and_others_go_on(answers):
         with pytest.raises(RequestError, match="messages must be one, got 2; ask for each in a"):
             llm.chat([TALK, TALK])
         with pytest.raises(BusyError, match="the queue must be at most 5 completions"):
-            await llm.complete("x", SamplingParams(n=5))
+            await llm.complete("x", SamplingParams(n=6))
         assert (await good).outputs[0] == answers[0]
 
     run(scene, max_queued_requests=1)
