@@ -178,6 +178,7 @@ def _decode_launches(
         launch = partial(
             launch_paged_decode,
             splits=splits,
+            shares=None,
             config=config,
             k_scale=None,
             v_scale=None,

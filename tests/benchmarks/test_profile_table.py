@@ -64,7 +64,7 @@ ROUTED_LAYER = [
     ("_sum_kernel", "experts"),
 ]
 DRAFT_PASS = [  # of a drafter with a layer and a head of its own
-    ("_derive_draft_kernel", "derive"),
+    ("_derive_pass_kernel", "derive"),
     *LAYER,
     ("_rms_norm_kernel", "norm"),
     ("nvjet_draft_head", "head"),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from draft_models import CPU, H200
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,19 +18,6 @@ from paceline.plan.budget_table import budget_lines, compare, table
 from paceline.plan.fit import require_fit
 from paceline.plan.footprint import activation_bytes, request_pages, standing_pages
 from paceline.plan.resolve import resolve
-
-H200 = gpu_by_name("h200")
-CPU = replace(
-    H200,
-    name="a CPU",
-    device_type="cpu",
-    total_bytes=16 * GIB,
-    free_bytes=8 * GIB,
-    cuda_arch=None,
-    cores=2,
-    cpus=4,
-)
-
 
 DRAFTING = {
     "speculative_draft_model_path",

@@ -62,7 +62,11 @@ def decode_shares(
     splits = decode_splits(num_reqs, num_kv_heads, device=device)
     if splits > _MOST_BY_LENGTH or num_reqs == 0 or _worthwhile(max_keys) == 1:
         return None
-    return max(num_reqs, _MOST_PROGRAMS_PER_SM * _num_sms(device) // num_kv_heads)
+    return _shares_of_keys(num_reqs, num_kv_heads, _num_sms(device))
+
+
+def _shares_of_keys(num_reqs: int, num_kv_heads: int, num_sms: int) -> int:
+    return max(num_reqs, _MOST_PROGRAMS_PER_SM * num_sms // num_kv_heads)
 
 
 def decode_slots(num_reqs: int, shares: int) -> int:
@@ -136,7 +140,7 @@ def split_workspace(
         for num_reqs in range(1, max_reqs + 1)
     )
     num_sms = _num_sms(device)
-    slots = decode_slots(max_reqs, max(max_reqs, _MOST_PROGRAMS_PER_SM * num_sms // num_kv_heads))
+    slots = decode_slots(max_reqs, _shares_of_keys(max_reqs, num_kv_heads, num_sms))
     rows = max(decode_rows, slots, _extend_rows(num_heads, num_sms))
     counters = max(max_reqs, -(-num_sms // num_heads))
     shape = (rows, num_heads, v_head_dim)
@@ -154,7 +158,7 @@ def split_workspace_bytes(
 
     Splits beyond one share the device's programs; with one each, requests have a row each.
     """
-    shares = max(max_reqs, _MOST_PROGRAMS_PER_SM * MOST_SMS // num_kv_heads)
+    shares = _shares_of_keys(max_reqs, num_kv_heads, MOST_SMS)
     rows = max(decode_slots(max_reqs, shares), shares, _extend_rows(num_heads, MOST_SMS))
     counters = max(max_reqs, -(-MOST_SMS // num_heads))
     return 4 * num_heads * (rows * (v_head_dim + 1) + counters)
