@@ -191,7 +191,8 @@ def test_a_warning_fails_a_test_in_a_worker_too(leak, tmp_path):
     case = tmp_path / "test_leak.py"
     case.write_text(f"import warnings\n\ndef test_leak():\n    {leak}\n")
     words = [sys.executable, "-m", "pytest", "-n", "1", "-c", str(ROOT / "pyproject.toml")]
-    words += ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(case)]
+    words += ["-p", "no:cacheprovider", f"--rootdir={tmp_path}", f"--basetemp={tmp_path / 'own'}"]
+    words += [str(case)]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
     assert "1 failed" in done.stdout or "1 passed, 1 error" in done.stdout, done.stdout

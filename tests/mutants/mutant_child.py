@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -102,9 +103,9 @@ def run_tests(tests: Sequence[str]) -> Verdict:
         "ignore::pytest.PytestAssertRewriteWarning",
     ]
     paths = [str(ROOT / "tests" / test) for test in tests]
-    code = pytest.main(
-        [*flags, "-m", "not gpu and not slow", "--rootdir", str(ROOT), *paths], plugins=[recorder]
-    )
+    flags += ["-m", "not gpu and not slow", "--rootdir", str(ROOT)]
+    with tempfile.TemporaryDirectory() as folder:  # the shared one is swept by whoever ends
+        code = pytest.main([*flags, "--basetemp", folder, *paths], plugins=[recorder])
     if recorder.verdict.killer is None and code != pytest.ExitCode.OK:
         return Verdict("pytest", f"exit code {int(code)}")
     return recorder.verdict

@@ -113,8 +113,9 @@ class _Reports:
 def _tested(case: str) -> tuple[str, str]:
     """A test, by its node id."""
     reports = _Reports()
-    with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main([str(ROOT / case), *_OPTIONS], plugins=[reports])
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        own = f"--basetemp={folder}"  # the shared one is swept by whoever ends, and a race fails
+        pytest.main([str(ROOT / case), own, *_OPTIONS], plugins=[reports])
     return reports.status, reports.reason
 
 
