@@ -48,7 +48,7 @@ def drawn_speculative(document):
 
 def acceptance(document):
     told = document["acceptance"]
-    accepted = tuple(round(share * told["rounds"]) for share in told["accepted_by_position"])
+    accepted = [round(share * told["rounds"]) for share in told["accepted_by_position"]]
     return Acceptance(rounds=told["rounds"], drafted=told["drafted_tokens"], accepted=accepted)
 
 

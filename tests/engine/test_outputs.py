@@ -5,13 +5,13 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
+from paceline.engine.acceptance import Acceptance
 from paceline.engine.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
     joined,
 )
-from paceline.engine.round_counts import RoundCounts
 from paceline.engine.token_logprobs import TokenLogprobs
 
 
@@ -21,7 +21,7 @@ def _metrics(**times) -> RequestMetrics:
         prompt_tokens=3,
         cached_tokens=1,
         preemptions=2,
-        **({"rounds": RoundCounts()} | times),
+        **({"acceptance": Acceptance()} | times),
     )
 
 
@@ -54,13 +54,14 @@ def test_what_could_not_be_measured_is_none(times, expected):
 
 
 def test_counts_of_rounds_are_those_of_all_completions():
-    first, second = RoundCounts(), RoundCounts()
+    first, second = Acceptance(), Acceptance()
     for emitted in (3, 1):
         first.note(drafted=5, emitted=emitted, num_steps=2)
     second.note(drafted=5, emitted=2, num_steps=2)
+    second.note(drafted=5, emitted=0, num_steps=2)  # failed
     second.fallbacks.add("host_plan_sync")
-    rounds = RoundCounts.total([first, second, RoundCounts()])
-    metrics = _metrics(first_token_s=10.5, last_token_s=12.5, output_tokens=8, rounds=rounds)
+    rounds = Acceptance.total([first, second, Acceptance()])
+    metrics = _metrics(first_token_s=10.5, last_token_s=12.5, output_tokens=8, acceptance=rounds)
     assert (metrics.rounds, metrics.drafted_tokens, metrics.tokens_per_round) == (3, 15, 2.0)
     assert metrics.accepted_by_position == (2, 1)
     assert metrics.fallbacks == ("host_plan_sync",)

@@ -296,16 +296,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_rounds(self, request):
         """Every token but those of prefill and plain steps is one of a round's."""
-        rounds = request.rounds
+        told = request.acceptance
         if self.shape is None or not request.params.speculative:
-            assert rounds.rounds == rounds.drafted == rounds.emitted == 0
+            assert told.rounds == told.drafted == 0
             return
-        assert rounds.drafted == rounds.rounds * (self.shape.num_draft_tokens - 1)
-        assert rounds.emitted <= len(output_ids(request))
-        failed = request.finish is FinishReason.ERROR
-        assert rounds.rounds - failed <= rounds.emitted - sum(rounds.accepted) <= rounds.rounds
-        self.tally["accepted drafts"] += sum(rounds.accepted)
-        self.tally["round waits"] += bool(rounds.fallbacks)
+        assert told.drafted == told.rounds * (self.shape.num_draft_tokens - 1)
+        assert told.rounds + sum(told.accepted) <= len(output_ids(request))
+        self.tally["accepted drafts"] += sum(told.accepted)
+        self.tally["round waits"] += bool(told.fallbacks)
 
     def check_ended(self, request):
         output, _ = self.expected[request.request_id]

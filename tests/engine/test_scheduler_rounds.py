@@ -89,7 +89,7 @@ def test_without_drafts_in_any_request_plain_decoding_runs() -> None:
     steps = loop.run()
     assert modes(steps) == {ForwardMode.EXTEND, ForwardMode.DECODE}
     assert all(step.mask is MaskKind.CAUSAL and not step.is_round for step in steps)
-    assert loop.requests["a"].rounds.rounds == 0
+    assert loop.requests["a"].acceptance.rounds == 0
 
 
 def test_a_request_without_drafts_takes_part_in_the_rounds_of_others() -> None:
@@ -102,8 +102,8 @@ def test_a_request_without_drafts_takes_part_in_the_rounds_of_others() -> None:
     assert not drafted.is_exact
     loop.run()
     assert output_ids(plain) == tuple(loop.expected("a"))
-    assert plain.rounds.rounds == 0
-    assert drafted.rounds.rounds > 0
+    assert plain.acceptance.rounds == 0
+    assert drafted.acceptance.rounds > 0
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
@@ -154,7 +154,7 @@ def test_a_backend_that_plans_on_the_host_waits_for_the_round_in_flight() -> Non
     assert loop.turn() is not None
     loop.run()
     assert output_ids(loop.requests["a"]) == tuple(loop.expected("a"))
-    assert loop.requests["a"].rounds.fallbacks == {HOST_PLAN_SYNC}
+    assert loop.requests["a"].acceptance.fallbacks == {HOST_PLAN_SYNC}
 
 
 def test_a_request_waits_for_outputs_rather_than_preempting_anybody() -> None:
@@ -219,11 +219,11 @@ def test_outputs_of_a_round_in_flight_change_nothing_behind_an_end(end: str) -> 
         loop.run()
         assert output_ids(request) == tuple(loop.expected("a"))
         return
-    rounds = request.rounds.rounds
+    rounds = request.acceptance.rounds
     while loop.in_flight:
         assert loop.process() == []
     assert output_ids(request) == kept
-    assert request.rounds.rounds == rounds
+    assert request.acceptance.rounds == rounds
     assert request.finish in (FinishReason.ABORT, FinishReason.STOP)
     assert not loop.scheduler.has_work
 
@@ -238,10 +238,10 @@ def test_the_counts_of_a_request_are_those_of_its_rounds() -> None:
             is_round = loop.in_flight[0][0].is_round
             updates = loop.process()
             emitted += [len(u.new_token_ids) for u in updates if is_round]
-    counts = request.rounds
+    counts = request.acceptance
     assert counts.rounds == len(emitted)
     assert counts.drafted == 3 * len(emitted)
-    assert counts.tokens_per_round == sum(emitted) / len(emitted)
+    assert counts.mean_tokens_per_round == sum(emitted) / len(emitted)
     assert counts.accepted == [sum(m > depth for m in emitted) for depth in (1, 2, 3)]
     assert set(emitted) == {1, 2, 3, 4}
 

@@ -10,9 +10,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.acceptance import Acceptance
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason
-from paceline.engine.round_counts import RoundCounts
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.llm.admission import Admitted
 from paceline.server.answer import Job, answer
@@ -72,7 +72,7 @@ def growth_of(
         cached_tokens=prompt,
         output_tokens=4,
         preemptions=0,
-        rounds=RoundCounts(),
+        acceptance=Acceptance(),
     )
     return RequestOutput(
         request_id="r",

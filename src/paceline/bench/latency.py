@@ -202,8 +202,8 @@ class LatencyBench:
             ttft_ms=1e3 * min(first_s),
             decode_tok_s=max(rates),
             spread=(max(rates) - min(rates)) / max(rates),
-            mean_tokens_per_round=Acceptance.of(
-                output.metrics for output in outputs if output.metrics is not None
+            mean_tokens_per_round=Acceptance.total(
+                output.metrics.acceptance for output in outputs if output.metrics is not None
             ).mean_tokens_per_round,
         )
 

@@ -186,7 +186,7 @@ def _compare(plain: LLM, speculative: LLM, shape: SpeculativeShape) -> Speculati
         forced=forced,
         texts=texts,
         output_len=shape.output_len,
-        acceptance=Acceptance.of(other.metrics for _, other in pairs),
+        acceptance=Acceptance.total(other.metrics.acceptance for _, other in pairs),
         plain_tok_s=total_rate([one for one, _ in pairs]),
         speculative_tok_s=total_rate([other for _, other in pairs]),
         speed_up=speed_up([other.rate / one.rate for one, other in pairs]),
@@ -197,7 +197,7 @@ def _compare(plain: LLM, speculative: LLM, shape: SpeculativeShape) -> Speculati
                 plain_tok_s=one.rate,
                 speculative_tok_s=other.rate,
                 speed_up=other.rate / one.rate,
-                acceptance=Acceptance.of([other.metrics]),
+                acceptance=other.metrics.acceptance,
             )
             for prompt, (one, other) in zip(prompts, pairs, strict=True)
         ),

@@ -60,8 +60,6 @@ class Painter:
 
 def draft_line(metrics: Any) -> str:
     """What speculation did for a request, for people."""
-    from paceline.engine.acceptance import Acceptance
-
     if not metrics.rounds:
         return "no rounds: nobody drafted; see --speculative-algorithm"
-    return str(Acceptance.of([metrics]))
+    return str(metrics.acceptance)

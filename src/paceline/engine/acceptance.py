@@ -1,4 +1,4 @@
-"""Acceptance: how many drafts a model took over several requests, and the band it should lie in.
+"""Acceptance: how many drafts a model took, of one request or several, and the band for it.
 
 A drafter that was measured brings `acceptance.json` beside its config.json: prompts, and how many
 tokens a round then emits on average.  Far fewer mean that something between target and drafter is
@@ -7,34 +7,49 @@ wrong, though no text shows it.
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.core.errors import ModelError, message
-from paceline.engine.outputs import RequestMetrics
 
 BAND_FILE = "acceptance.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Acceptance:
-    """Sums over requests."""
+    """Counts over the rounds that verified drafts; all 0 where nobody drafted.
 
-    rounds: int
-    drafted: int  # drafts verified
-    accepted: tuple[int, ...]  # [num_steps] rounds that took i + 1 drafts
+    A draft is accepted when the request took it and the token behind it: a round that emits m
+    tokens has accepted m - 1.
+    """
+
+    rounds: int = 0
+    drafted: int = 0  # drafts verified
+    accepted: list[int] = field(default_factory=list)  # [num_steps] rounds that took i + 1 drafts
+    fallbacks: set[str] = field(default_factory=set)  # reason codes: rounds that could not overlap
+
+    def note(self, *, drafted: int, emitted: int, num_steps: int) -> None:
+        """Count one round; one that emitted nothing failed, and verified nothing."""
+        if not emitted:
+            return
+        self._widen(num_steps)
+        self.rounds += 1
+        self.drafted += drafted
+        for depth in range(emitted - 1):
+            self.accepted[depth] += 1
 
     @classmethod
-    def of(cls, metrics: Iterable[RequestMetrics]) -> "Acceptance":
-        """What requests of one engine add up to."""
-        rounds, drafted, accepted = 0, 0, list[int]()
-        for each in metrics:
-            rounds += each.rounds
-            drafted += each.drafted_tokens
-            accepted += [0] * (len(each.accepted_by_position) - len(accepted))
-            for depth, count in enumerate(each.accepted_by_position):
-                accepted[depth] += count
-        return cls(rounds=rounds, drafted=drafted, accepted=tuple(accepted))
+    def total(cls, parts: Iterable["Acceptance"]) -> "Acceptance":
+        """The sum of several."""
+        found = cls()
+        for part in parts:
+            found._widen(len(part.accepted))
+            found.rounds += part.rounds
+            found.drafted += part.drafted
+            found.fallbacks |= part.fallbacks
+            for depth, count in enumerate(part.accepted):
+                found.accepted[depth] += count
+        return found
 
     @property
     def mean_tokens_per_round(self) -> float | None:
@@ -65,6 +80,9 @@ class Acceptance:
             "mean_tokens_per_round": self.mean_tokens_per_round,
             "accepted_by_position": list(self.by_position),
         }
+
+    def _widen(self, num_steps: int) -> None:
+        self.accepted += [0] * (num_steps - len(self.accepted))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from paceline.engine.acceptance import Acceptance
 from paceline.engine.request import FinishReason
-from paceline.engine.round_counts import RoundCounts
 from paceline.engine.token_logprobs import TokenLogprobs
 
 
@@ -91,7 +91,7 @@ class RequestMetrics:
         cached_tokens: int,
         output_tokens: int,
         preemptions: int,
-        rounds: RoundCounts,
+        acceptance: Acceptance,
     ) -> "RequestMetrics":
         """Metrics from readings of one clock."""
         decode_s = 0.0
@@ -105,11 +105,21 @@ class RequestMetrics:
             ttft_s=None if first_token_s is None else first_token_s - arrival_s,
             latency_s=None if last_token_s is None else last_token_s - arrival_s,
             decode_tok_s=(output_tokens - 1) / decode_s if decode_s > 0 else None,
-            rounds=rounds.rounds,
-            drafted_tokens=rounds.drafted,
-            accepted_by_position=tuple(rounds.accepted),
-            tokens_per_round=rounds.tokens_per_round,
-            fallbacks=tuple(sorted(rounds.fallbacks)),
+            rounds=acceptance.rounds,
+            drafted_tokens=acceptance.drafted,
+            accepted_by_position=tuple(acceptance.accepted),
+            tokens_per_round=acceptance.mean_tokens_per_round,
+            fallbacks=tuple(sorted(acceptance.fallbacks)),
+        )
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """The same counts of rounds, to be added up over requests."""
+        return Acceptance(
+            rounds=self.rounds,
+            drafted=self.drafted_tokens,
+            accepted=list(self.accepted_by_position),
+            fallbacks=set(self.fallbacks),
         )
 
 

@@ -17,7 +17,7 @@ from enum import Enum, StrEnum
 from paceline.core.errors import message
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.seeds import child_seed
-from paceline.engine.round_counts import RoundCounts
+from paceline.engine.acceptance import Acceptance
 
 
 class RequestState(Enum):
@@ -66,7 +66,7 @@ class Request:
     num_joins: int = 0
     num_preemptions: int = 0
     is_followed: bool = True  # by the drafter, since it (re)joined
-    rounds: RoundCounts = field(default_factory=RoundCounts)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     finish: FinishReason | None = None
     error: str | None = None
     tier: SamplerTier = field(init=False)  # of its parameters

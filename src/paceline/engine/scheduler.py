@@ -180,7 +180,7 @@ class Scheduler:
 
     def _has_exact_length(self, request: Request) -> bool:
         if not request.is_exact:
-            request.rounds.fallbacks.add(HOST_PLAN_SYNC)
+            request.acceptance.fallbacks.add(HOST_PLAN_SYNC)
         return request.is_exact
 
     def _plan_prefills(self, plan: StepPlan) -> None:
@@ -287,7 +287,7 @@ class Scheduler:
         if is_running:
             request.kv_known = request.num_known - 1 if row.emits else row.kv_len
         if has_drafts:
-            request.rounds.note(
+            request.acceptance.note(
                 drafted=row.extend_len - 1, emitted=len(tokens), num_steps=row.most - 1
             )
         code, reason = outputs.finish[index], None

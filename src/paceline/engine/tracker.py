@@ -3,10 +3,10 @@
 import time
 from collections.abc import Sequence
 
+from paceline.engine.acceptance import Acceptance
 from paceline.engine.completion import Completion
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason, Request
-from paceline.engine.round_counts import RoundCounts
 from paceline.engine.scheduler import RequestUpdate
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.text.tokenizer import Tokenizer
@@ -98,5 +98,5 @@ class Tracker:
             cached_tokens=self.request.num_cached,
             output_tokens=self.num_tokens,
             preemptions=sum(each.request.num_preemptions for each in self._completions),
-            rounds=RoundCounts.total(each.request.rounds for each in self._completions),
+            acceptance=Acceptance.total(each.request.acceptance for each in self._completions),
         )

@@ -43,7 +43,9 @@ def check_drafter(
     while not all(tracker.is_finished for tracker in trackers):
         engine.step()
     outputs = [tracker.snapshot() for tracker in trackers]
-    found = Acceptance.of(output.metrics for output in outputs if output.metrics is not None)
+    found = Acceptance.total(
+        each.metrics.acceptance for each in outputs if each.metrics is not None
+    )
     reached = found.mean_tokens_per_round or 0.0
     if reached >= band.least_tokens_per_round:
         engine.scheduler.limit_drafting(max_batch)

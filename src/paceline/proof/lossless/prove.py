@@ -250,4 +250,4 @@ def _blame(contender: Contestant, bug: Bug, make_llm: MakeLLM) -> Blame:
 
 
 def _acceptance(outputs: Sequence[RequestOutput]) -> Acceptance:
-    return Acceptance.of(each.metrics for each in outputs if each.metrics is not None)
+    return Acceptance.total(each.metrics.acceptance for each in outputs if each.metrics is not None)
