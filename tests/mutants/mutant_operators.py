@@ -54,7 +54,14 @@ ARITHMETIC: dict[type[ast.operator], tuple[bytes, bytes]] = {
 }
 EXTREMES = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum"}
 # Calls that say nothing about a step: messages, and hints of when a kernel may start.
-SILENT_CALLS = {"message", "reject", "wait_for_inputs", "let_next_start", "overlap_options"}
+SILENT_CALLS = {
+    "about",
+    "message",
+    "reject",
+    "wait_for_inputs",
+    "let_next_start",
+    "overlap_options",
+}
 SILENT_KEYWORDS = {"num_warps", "device", "non_blocking", "strict"}
 # Methods whose plain integers are dimensions.
 DIMENSIONED = {

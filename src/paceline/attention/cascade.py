@@ -23,7 +23,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.merge_partials import merge_partials
@@ -100,13 +100,11 @@ def cascade(inner: type[AttentionBackend]) -> type[CascadeBackend]:
     """
     can = inner.capabilities
     if not can.returns_lse:
-        raise ConfigError(
-            message(
-                "attention backend under a cascade",
-                expected="one that returns a log-sum-exp",
-                got=inner.name,
-                remedy="choose a backend with a tree mask, or add returns_lse to this one",
-            )
+        raise ConfigError.about(
+            "attention backend under a cascade",
+            expected="one that returns a log-sum-exp",
+            got=inner.name,
+            remedy="choose a backend with a tree mask, or add returns_lse to this one",
         )
     return type(
         "Cascade",

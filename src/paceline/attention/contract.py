@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention.held import tensor_bytes
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.modes import ExtendShape, MaskKind
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
@@ -176,13 +176,11 @@ class AttentionBackend(ABC):
         try:
             buffers = cls().make_buffers(limits)
         except RuntimeError as error:
-            raise ConfigError(
-                message(
-                    f"buffers of attention backend {cls.name}",
-                    expected="allocated on the meta device, to be counted",
-                    got=f"{type(error).__name__}: {error}",
-                    remedy="count them in a buffer_bytes of its own",
-                )
+            raise ConfigError.about(
+                f"buffers of attention backend {cls.name}",
+                expected="allocated on the meta device, to be counted",
+                got=f"{type(error).__name__}: {error}",
+                remedy="count them in a buffer_bytes of its own",
             ) from error
         return tensor_bytes(buffers)
 

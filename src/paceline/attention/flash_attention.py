@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part
 from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import StepView
 
@@ -155,13 +155,11 @@ def prefix_window(window: int, table: PageTablePlan, *, tokens: int) -> tuple[in
     """
     rows, reqs = table.max_extend_len, table.prefix_lens.shape[0]
     if table.mask is not MaskKind.CAUSAL or tokens != reqs * rows or window <= rows:
-        raise KernelArgumentError(
-            message(
-                "a window where the prefix is attended alone",
-                expected="wider than a chain's rows, of which every request brings as many",
-                got=f"{window}, {table.mask.value} mask, {tokens} rows of {reqs} requests, at most "
-                f"{rows} of one",
-                remedy="attend the layer with the triton backend",
-            )
+        raise KernelArgumentError.about(
+            "a window where the prefix is attended alone",
+            expected="wider than a chain's rows, of which every request brings as many",
+            got=f"{window}, {table.mask.value} mask, {tokens} rows of {reqs} requests, at most "
+            f"{rows} of one",
+            remedy="attend the layer with the triton backend",
         )
     return window - 1 - rows, rows - 1

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 
 # Metadata of a dataclass field that the walk passes over: a library's own objects, whose memory
 # the backend counts in its buffer_bytes and keeps in place itself.
@@ -77,16 +77,14 @@ def _parts(name: str, held: Any) -> Iterator[tuple[str, object]]:
 
 
 def _refusal(name: str, held: object) -> ConfigError:
-    return ConfigError(
-        message(
-            f"{name}, of what make_buffers returned",
-            expected="a tensor, number or text, or a dataclass, tuple, list, dict or plain "
-            "object of such",
-            got=f"a {type(held).__module__}.{type(held).__name__}",
-            remedy="hold tensors in one of these; a library's own object goes into a dataclass "
-            "field with metadata=paceline.attention.held.OPAQUE, and its bytes into "
-            "buffer_bytes",
-        )
+    return ConfigError.about(
+        f"{name}, of what make_buffers returned",
+        expected="a tensor, number or text, or a dataclass, tuple, list, dict or plain "
+        "object of such",
+        got=f"a {type(held).__module__}.{type(held).__name__}",
+        remedy="hold tensors in one of these; a library's own object goes into a dataclass "
+        "field with metadata=paceline.attention.held.OPAQUE, and its bytes into "
+        "buffer_bytes",
     )
 
 

@@ -11,7 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.gpus import published_row
 
 Phase = Literal["prefill", "decode"]
@@ -203,11 +203,9 @@ def _geometric_mean(values: Iterable[float]) -> float:
 
 
 def _no_table(source: str, got: str) -> ConfigError:
-    return ConfigError(
-        message(
-            f"table of measurements in {source}",
-            expected="a JSON list of rows as `paceline bench attention --save` writes them",
-            got=got,
-            remedy="name a new file, or one that it wrote",
-        )
+    return ConfigError.about(
+        f"table of measurements in {source}",
+        expected="a JSON list of rows as `paceline bench attention --save` writes them",
+        got=got,
+        remedy="name a new file, or one that it wrote",
     )

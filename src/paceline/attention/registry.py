@@ -8,7 +8,7 @@ from paceline.attention.contract import AttentionBackend, AttentionConfig, Capab
 from paceline.attention.hybrid import hybrid
 from paceline.attention.measurements import LayerShape, Phase, Table, package_table
 from paceline.attention.preference import prefer
-from paceline.core.errors import BackendUnsupported, ConfigError, message
+from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class
@@ -52,18 +52,16 @@ def load_backend(name: str) -> type[AttentionBackend]:
         return cascade(load_backend(name.removeprefix("cascade(").removesuffix(")")))
     target = BACKENDS.get(name, name)
     if ":" not in target:
-        raise ConfigError(
-            message(
-                "attention backend",
-                expected=f"{', '.join(BACKENDS)}, package.module:Class, prefill+decode of two, or "
-                "cascade(one)",
-                got=repr(name),
-                remedy=did_you_mean(
-                    name,
-                    BACKENDS,
-                    otherwise="name one of these, or auto where an engine is to choose",
-                ),
-            )
+        raise ConfigError.about(
+            "attention backend",
+            expected=f"{', '.join(BACKENDS)}, package.module:Class, prefill+decode of two, or "
+            "cascade(one)",
+            got=repr(name),
+            remedy=did_you_mean(
+                name,
+                BACKENDS,
+                otherwise="name one of these, or auto where an engine is to choose",
+            ),
         )
     found = load_class("attention backend", target, AttentionBackend)  # type: ignore[type-abstract]
     _require_complete(target, found)
@@ -84,14 +82,12 @@ def _require_complete(target: str, backend: type[AttentionBackend]) -> None:
     if is_planned and backend.host_plan is AttentionBackend.host_plan:
         missing.append("host_plan, which its capabilities declare")
     if missing:
-        raise ConfigError(
-            message(
-                f"attention backend {target}",
-                expected="complete",
-                got=f"no {', no '.join(missing)}",
-                remedy="define what is missing; docs/architecture.md, 'The attention contract', "
-                "has a whole one",
-            )
+        raise ConfigError.about(
+            f"attention backend {target}",
+            expected="complete",
+            got=f"no {', no '.join(missing)}",
+            remedy="define what is missing; docs/architecture.md, 'The attention contract', "
+            "has a whole one",
         )
 
 

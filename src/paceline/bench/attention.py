@@ -32,7 +32,7 @@ from paceline.bench.backends import BackendsReport, bench_backends, plan_of
 from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.bench.page import Bars, bars
 from paceline.bench.subject import by_field
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.plan.machine import local_device, versions
 
@@ -169,13 +169,11 @@ def choose_peer(peer: str, shape: AttentionShape, device_type: str) -> Peer:
         return Peer(name="flashinfer", why="the better of its kernels is the peer", makes=makes)
     if peer == "auto":
         return Peer(name=None, why=f"no flashinfer: {absent}", makes={})
-    raise ConfigError(
-        message(
-            "peer",
-            expected="a library that runs here",
-            got=f"{peer} ({absent})",
-            remedy="use --peer none, or a machine and a shape that FlashInfer serves",
-        )
+    raise ConfigError.about(
+        "peer",
+        expected="a library that runs here",
+        got=f"{peer} ({absent})",
+        remedy="use --peer none, or a machine and a shape that FlashInfer serves",
     )
 
 

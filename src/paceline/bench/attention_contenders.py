@@ -9,7 +9,7 @@ from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.registry import load_backend
 from paceline.bench.attention_shape import AttentionShape
 from paceline.bench.attention_workload import Workload, kv_dtype_of, make_workload
-from paceline.core.errors import ConfigError, IntegrityError, message
+from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.modes import MaskKind
 
@@ -89,13 +89,11 @@ def check(
     for name, make in makes.items():
         errors[name] = error = work.worst_error(make(work)(0), requests)
         if not error <= ERROR_LIMITS[shape.dtype]:
-            raise IntegrityError(
-                message(
-                    f"attention of {name}",
-                    expected=f"the definition's, within {ERROR_LIMITS[shape.dtype]:g} of the unit",
-                    got=f"an error of {error:.3g}",
-                    remedy="do not time this shape; leave its library or backend out",
-                )
+            raise IntegrityError.about(
+                f"attention of {name}",
+                expected=f"the definition's, within {ERROR_LIMITS[shape.dtype]:g} of the unit",
+                got=f"an error of {error:.3g}",
+                remedy="do not time this shape; leave its library or backend out",
             )
     return errors
 
@@ -122,11 +120,9 @@ def require_memory(shape: AttentionShape, layers: int, device: DeviceFacts) -> N
     numbers = 4 * shape.batch_size * shape.kv_len * shape.num_kv_heads * shape.head_dim
     needed = layers * shape.moved_bytes + 2 * numbers
     if needed > device.free_bytes:
-        raise ConfigError(
-            message(
-                f"memory for {layers} layers' K and V on {device.name}",
-                expected=f"at most {gib(device.free_bytes)}",
-                got=gib(needed),
-                remedy="lower --batch-size or --kv-len",
-            )
+        raise ConfigError.about(
+            f"memory for {layers} layers' K and V on {device.name}",
+            expected=f"at most {gib(device.free_bytes)}",
+            got=gib(needed),
+            remedy="lower --batch-size or --kv-len",
         )

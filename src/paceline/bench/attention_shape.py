@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from paceline.attention.measurements import LayerShape, Phase
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.flag import Flag
 from paceline.core.options import DTYPES
 
@@ -138,4 +138,4 @@ def suite(shape: AttentionShape) -> tuple[AttentionShape, ...]:
 
 def _refuse(name: str, expected: str, got: int) -> None:
     flag = "--" + name.replace("_", "-")
-    raise ConfigError(message(name, expected=expected, got=got, remedy=f"change {flag}"))
+    raise ConfigError.about(name, expected=expected, got=got, remedy=f"change {flag}")

@@ -36,7 +36,7 @@ from paceline.bench.attention_shape import AttentionShape, shape_of, suite
 from paceline.bench.attention_workload import make_workload
 from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.bench.page import Bars
-from paceline.core.errors import BackendUnsupported, ConfigError, message
+from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.core.progress import collect, cut_mark
 from paceline.plan.machine import installed, versions
@@ -255,18 +255,16 @@ def _known(path: Path) -> Table:
             if not existed:
                 each.unlink()
     except OSError as error:
-        raise ConfigError(
-            message(
-                "--save",
-                expected="a file that can be written",
-                got=f"{str(path)!r} ({error.strerror})",
-                remedy="name a file in a folder that exists and that you may write to",
-            )
+        raise ConfigError.about(
+            "--save",
+            expected="a file that can be written",
+            got=f"{str(path)!r} ({error.strerror})",
+            remedy="name a file in a folder that exists and that you may write to",
         ) from error
     return parse_table(text, source=str(path)) if text else ()
 
 
 def _contradiction(flag: str, expected: str, got: object) -> ConfigError:
-    return ConfigError(
-        message(flag, expected=expected, got=got, remedy="drop it, or change --backends")
+    return ConfigError.about(
+        flag, expected=expected, got=got, remedy="drop it, or change --backends"
     )

@@ -20,7 +20,7 @@ from typing import Any
 from paceline.bench.latency_shape import LatencyShape
 from paceline.bench.page import Bars, bars
 from paceline.bench.subject import attention_words, document, drafter_words, forced_words
-from paceline.core.errors import ConfigError, IntegrityError, message
+from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.progress import collect
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
@@ -123,13 +123,11 @@ class LatencyBench:
     ) -> None:
         rows = asked.get("max_num_seqs")
         if isinstance(rows, int) and rows < max(shape.batch_sizes):
-            raise ConfigError(
-                message(
-                    "max_num_seqs",
-                    expected=f"at least {max(shape.batch_sizes)}, the largest batch",
-                    got=rows,
-                    remedy="raise --max-num-seqs, leave it out, or lower --batch-size",
-                )
+            raise ConfigError.about(
+                "max_num_seqs",
+                expected=f"at least {max(shape.batch_sizes)}, the largest batch",
+                got=rows,
+                remedy="raise --max-num-seqs, leave it out, or lower --batch-size",
             )
         self._shape = shape
         self._asked = {
@@ -172,13 +170,11 @@ class LatencyBench:
             for _ in range(2)
         )
         if first != second:
-            raise IntegrityError(
-                message(
-                    "two greedy runs of one prompt",
-                    expected=f"equal tokens {first[0]}",
-                    got=second[0],
-                    remedy="do not trust a timing of this configuration; try --enforce-eager",
-                )
+            raise IntegrityError.about(
+                "two greedy runs of one prompt",
+                expected=f"equal tokens {first[0]}",
+                got=second[0],
+                remedy="do not trust a timing of this configuration; try --enforce-eager",
             )
         return LatencyCheck(tokens_compared=length)
 
@@ -249,13 +245,11 @@ def _load(shape: LatencyShape, **asked: object) -> Any:
     prepared = prepare(asked)
     needed, context_len = shape.input_len + shape.output_len, prepared.admission.context_len
     if needed > context_len:
-        raise ConfigError(
-            message(
-                "input_len and output_len",
-                expected=f"at most {context_len} tokens together, the context",
-                got=needed,
-                remedy="lower one, or raise --max-model-len if the model allows it",
-            )
+        raise ConfigError.about(
+            "input_len and output_len",
+            expected=f"at most {context_len} tokens together, the context",
+            got=needed,
+            remedy="lower one, or raise --max-model-len if the model allows it",
         )
     return LLM(prepared)
 
@@ -270,7 +264,7 @@ def random_prompts(
 
 def _count_error(name: str, expected: object, got: object) -> IntegrityError:
     remedy = "do not trust a timing of this configuration; lower --batch-size"
-    return IntegrityError(message(name, expected=expected, got=got, remedy=remedy))
+    return IntegrityError.about(name, expected=expected, got=got, remedy=remedy)
 
 
 def _tokens(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:

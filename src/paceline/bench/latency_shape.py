@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.flag import Flag
 
 FLAGS = (
@@ -35,8 +35,8 @@ class LatencyShape:
         ):
             if value < least:
                 remedy = "give a larger number"
-                raise ConfigError(
-                    message(name, expected=f"at least {least}", got=value, remedy=remedy)
+                raise ConfigError.about(
+                    name, expected=f"at least {least}", got=value, remedy=remedy
                 )
 
     @classmethod
@@ -52,12 +52,10 @@ class LatencyShape:
 def _batch_sizes(text: str) -> tuple[int, ...]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
-        raise ConfigError(
-            message(
-                "batch_size",
-                expected="numbers separated by commas",
-                got=repr(text),
-                remedy="write for example --batch-size 1,8,64",
-            )
+        raise ConfigError.about(
+            "batch_size",
+            expected="numbers separated by commas",
+            got=repr(text),
+            remedy="write for example --batch-size 1,8,64",
         )
     return tuple(int(part) for part in parts)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean, median
 
-from paceline.core.errors import IntegrityError, message
+from paceline.core.errors import IntegrityError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import RequestMetrics, RequestOutput
 from paceline.llm.inputs import Prompt
@@ -87,14 +87,12 @@ def count_verdicts(
         verdict = judge.verdict(parting)
         num_ties += verdict is Verdict.TIE
         if parting is not None and verdict is Verdict.BUG:
-            raise IntegrityError(
-                message(
-                    f"text of '{prompt.name}' with speculation",
-                    expected="that of plain decoding, up to ties",
-                    got=f"token {parting.got} for {parting.wanted} at output {parting.index}, "
-                    f"{parting.gap_ulps} ulps apart",
-                    remedy="there is no speed-up to tell of; run `paceline prove`",
-                )
+            raise IntegrityError.about(
+                f"text of '{prompt.name}' with speculation",
+                expected="that of plain decoding, up to ties",
+                got=f"token {parting.got} for {parting.wanted} at output {parting.index}, "
+                f"{parting.gap_ulps} ulps apart",
+                remedy="there is no speed-up to tell of; run `paceline prove`",
             )
     return Texts(equal=len(pairs) - num_ties, tie=num_ties)
 

@@ -24,7 +24,7 @@ from paceline.bench.paired_runs import (
 )
 from paceline.bench.speculative_shape import SpeculativeShape
 from paceline.bench.subject import document, drafter_of, drafter_words
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.options import engine_options, known
 from paceline.core.progress import collect
 from paceline.core.sampling_params import SamplingParams
@@ -133,13 +133,11 @@ def bench_speculative(
     build: Callable[..., LLM] = LLM if make_llm is None else make_llm
     drafting = with_drafter(asked)
     if drafting is None:
-        raise ConfigError(
-            message(
-                "speculative_algorithm",
-                expected="a drafter",
-                got="off",
-                remedy="name one, or leave the flag out",
-            )
+        raise ConfigError.about(
+            "speculative_algorithm",
+            expected="a drafter",
+            got="off",
+            remedy="name one, or leave the flag out",
         )
     shared = _shared(asked)
     plain = build(**without_speculation(asked), **shared)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.flag import Flag
 from paceline.proof.lossless.prompt_set import PROMPTS, NamedPrompt, read_prompts
 
@@ -31,8 +31,8 @@ class SpeculativeShape:
         ):
             if value < least:
                 remedy = "an interval needs two prompts" if name == "prompts" else "raise it"
-                raise ConfigError(
-                    message(name, expected=f"at least {least}", got=value, remedy=remedy)
+                raise ConfigError.about(
+                    name, expected=f"at least {least}", got=value, remedy=remedy
                 )
 
     @classmethod

@@ -22,7 +22,7 @@ from paceline.bench.traffic import Traffic, plan_traffic
 from paceline.bench.traffic_pass import TrafficPass, run_pass
 from paceline.bench.traffic_shape import TrafficShape
 from paceline.bench.turn_log import TurnLog
-from paceline.core.errors import IntegrityError, message
+from paceline.core.errors import IntegrityError
 from paceline.core.events import Event
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
@@ -122,14 +122,12 @@ def compare(llm: LLM, traffic: Traffic, first: TrafficPass, second: TrafficPass)
         parting = judge.part(prompt, first.tokens[index], second.tokens[index], params)
         assert parting is not None, "they differ"
         if judge.verdict(parting) is Verdict.BUG:
-            raise IntegrityError(
-                message(
-                    f"tokens of request {index}, sent twice",
-                    expected="the same, up to ties",
-                    got=f"token {parting.got} for {parting.wanted} at output {parting.index}, "
-                    f"{parting.gap_ulps} ulps apart",
-                    remedy="do not trust a timing of this configuration; try --enforce-eager",
-                )
+            raise IntegrityError.about(
+                f"tokens of request {index}, sent twice",
+                expected="the same, up to ties",
+                got=f"token {parting.got} for {parting.wanted} at output {parting.index}, "
+                f"{parting.gap_ulps} ulps apart",
+                remedy="do not trust a timing of this configuration; try --enforce-eager",
             )
     return Check(
         repeat_seconds=second.seconds,

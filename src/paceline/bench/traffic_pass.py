@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.bench.traffic import Arrival
 from paceline.bench.turn_log import TimedTurn, TurnLog
-from paceline.core.errors import IntegrityError, message
+from paceline.core.errors import IntegrityError
 from paceline.core.progress import Progress
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.request import FinishReason
@@ -112,11 +112,9 @@ def _check_counts(outputs: Sequence[RequestOutput], arrivals: Sequence[Arrival])
     for output, arrival in zip(outputs, arrivals, strict=True):
         (got,), wanted = output.outputs, arrival.params.max_tokens
         if len(got.token_ids) != wanted or got.finish_reason is not FinishReason.LENGTH:
-            raise IntegrityError(
-                message(
-                    f"output of '{output.request_id}'",
-                    expected=f"{wanted} tokens and finish_reason 'length'",
-                    got=f"{len(got.token_ids)} and {got.finish_reason!s} ({got.error})",
-                    remedy="do not trust a timing of this configuration; try --enforce-eager",
-                )
+            raise IntegrityError.about(
+                f"output of '{output.request_id}'",
+                expected=f"{wanted} tokens and finish_reason 'length'",
+                got=f"{len(got.token_ids)} and {got.finish_reason!s} ({got.error})",
+                remedy="do not trust a timing of this configuration; try --enforce-eager",
             )

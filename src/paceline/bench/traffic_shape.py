@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.flag import Flag
 from paceline.core.sampling_params import SamplingParams
 
@@ -25,13 +25,11 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.mean <= self.most:
-            raise ConfigError(
-                message(
-                    "lengths",
-                    expected="1 <= LEAST <= MEAN <= MOST",
-                    got=f"{self.least}:{self.mean:g}:{self.most}",
-                    remedy="write for example 16:493:2048, or one number",
-                )
+            raise ConfigError.about(
+                "lengths",
+                expected="1 <= LEAST <= MEAN <= MOST",
+                got=f"{self.least}:{self.mean:g}:{self.most}",
+                remedy="write for example 16:493:2048, or one number",
             )
 
     @classmethod
@@ -39,13 +37,11 @@ class Lengths:
         """'1024', or 'LEAST:MEAN:MOST'.  Raises ConfigError."""
         parts = text.split(":")
         if len(parts) not in (1, 3) or not all(part.strip().isdecimal() for part in parts):
-            raise ConfigError(
-                message(
-                    "a length",
-                    expected="a number, or three as LEAST:MEAN:MOST",
-                    got=repr(text),
-                    remedy="write for example 1024, or 16:493:2048",
-                )
+            raise ConfigError.about(
+                "a length",
+                expected="a number, or three as LEAST:MEAN:MOST",
+                got=repr(text),
+                remedy="write for example 1024, or 16:493:2048",
             )
         numbers = [int(part) for part in parts]
         return cls(least=numbers[0], mean=numbers[len(numbers) // 2], most=numbers[-1])
@@ -171,4 +167,4 @@ class TrafficShape:
 
 def refused(name: str, expected: str, got: object, remedy: str) -> ConfigError:
     """The error of a value that cannot be had."""
-    return ConfigError(message(name, expected=expected, got=got, remedy=remedy))
+    return ConfigError.about(name, expected=expected, got=got, remedy=remedy)

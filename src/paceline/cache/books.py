@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from paceline.cache.groups import Holding, PagedGroup
 from paceline.cache.pages import PoolCounts
 from paceline.cache.prefix_tree import Node, PrefixTree
-from paceline.core.errors import IntegrityError, message
+from paceline.core.errors import IntegrityError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +46,9 @@ def check_books(
 
 def _compare(group: PagedGroup, name: str, pool: int, others: int) -> None:
     if pool != others:
-        raise IntegrityError(
-            message(
-                f"{name} of cache group '{group.name}'",
-                expected=f"{others} by requests and tree",
-                got=pool,
-                remedy="find the call that changed one side only",
-            )
+        raise IntegrityError.about(
+            f"{name} of cache group '{group.name}'",
+            expected=f"{others} by requests and tree",
+            got=pool,
+            remedy="find the call that changed one side only",
         )

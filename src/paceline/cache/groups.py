@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from paceline.cache.pages import PagePool
 from paceline.cache.prefix_tree import Node, PrefixTree
-from paceline.core.errors import IntegrityError, message
+from paceline.core.errors import IntegrityError
 from paceline.core.model_config import CacheGroupSpec
 from paceline.core.padding import PAD_PAGE
 
@@ -157,13 +157,11 @@ class PagedGroup:
     def commit(self, holding: Holding, kv_len: int, epoch: int) -> None:
         """The KV of `kv_len` tokens, no fewer than before, exists once `epoch` retires."""
         if kv_len > holding.reserved(self._page_size):
-            raise IntegrityError(
-                message(
-                    f"committed tokens in cache group '{self.name}'",
-                    expected=f"at most {holding.reserved(self._page_size)} (reserved)",
-                    got=kv_len,
-                    remedy="reserve by upper bound before a step is launched",
-                )
+            raise IntegrityError.about(
+                f"committed tokens in cache group '{self.name}'",
+                expected=f"at most {holding.reserved(self._page_size)} (reserved)",
+                got=kv_len,
+                remedy="reserve by upper bound before a step is launched",
             )
         full_before, full = holding.committed // self._page_size, kv_len // self._page_size
         self.pool.mark_written(holding.pages[max(full_before, holding.first) : full], epoch)

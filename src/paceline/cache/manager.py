@@ -12,7 +12,7 @@ from typing import NamedTuple
 from paceline.cache.books import CacheStats, check_books
 from paceline.cache.groups import Holding, PagedGroup, PageRun
 from paceline.cache.prefix_tree import Node, PrefixTree
-from paceline.core.errors import ConfigError, IntegrityError, message
+from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.model_config import CacheGroupSpec
 
 
@@ -58,13 +58,11 @@ class CacheManager:
         """num_pages: [num_groups], page 0 included.  max_extend_len: tokens a step adds at most."""
         sizes = sorted({spec.page_size for spec in specs})
         if len(sizes) != 1:
-            raise ConfigError(
-                message(
-                    "page_size of the cache groups",
-                    expected="one size for all",
-                    got=sizes,
-                    remedy="the prefix tree shares whole pages; give every group the same size",
-                )
+            raise ConfigError.about(
+                "page_size of the cache groups",
+                expected="one size for all",
+                got=sizes,
+                remedy="the prefix tree shares whole pages; give every group the same size",
             )
         self._page_size = sizes[0]
         self._enabled = enable_prefix_cache
@@ -280,11 +278,9 @@ class CacheManager:
 
     def _require_retired(self, epoch: int) -> None:
         if epoch > self._retired:
-            raise IntegrityError(
-                message(
-                    "the epoch of written KV",
-                    expected=f"at most {self._retired} (retired)",
-                    got=epoch,
-                    remedy="call retire before written",
-                )
+            raise IntegrityError.about(
+                "the epoch of written KV",
+                expected=f"at most {self._retired} (retired)",
+                got=epoch,
+                remedy="call retire before written",
             )

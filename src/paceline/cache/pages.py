@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from paceline.core.errors import ConfigError, IntegrityError, message
+from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.padding import PAD_PAGE
 
 
@@ -44,13 +44,11 @@ class PagePool:
     def __init__(self, name: str, num_pages: int) -> None:
         """num_pages counts page 0, which is never handed out."""
         if num_pages < 2:
-            raise ConfigError(
-                message(
-                    f"num_pages of cache group '{name}'",
-                    expected="at least 2 (page 0 is reserved)",
-                    got=num_pages,
-                    remedy="give the KV cache more memory",
-                )
+            raise ConfigError.about(
+                f"num_pages of cache group '{name}'",
+                expected="at least 2 (page 0 is reserved)",
+                got=num_pages,
+                remedy="give the KV cache more memory",
             )
         self._name = name
         self._states = bytearray(num_pages)  # PageState of each; counted when idle
@@ -79,13 +77,11 @@ class PagePool:
         Otherwise the lowest ids, so that a fresh pool hands out consecutive pages.
         """
         if count > self._num_free:
-            raise IntegrityError(
-                message(
-                    f"pages reserved in cache group '{self._name}'",
-                    expected=f"at most {self._num_free} (free)",
-                    got=count,
-                    remedy="check num_free before reserving",
-                )
+            raise IntegrityError.about(
+                f"pages reserved in cache group '{self._name}'",
+                expected=f"at most {self._num_free} (free)",
+                got=count,
+                remedy="check num_free before reserving",
             )
         taken: list[int] = []
         states, free, reserved = self._states, PageState.FREE, PageState.RESERVED
@@ -114,13 +110,11 @@ class PagePool:
             self._require(page, PageState.WRITTEN, "shared")
             epoch = self._written_epochs[page]
             if epoch > self._retired:
-                raise IntegrityError(
-                    message(
-                        f"the epoch of shared page {page} of cache group '{self._name}'",
-                        expected=f"at most {self._retired} (retired)",
-                        got=epoch,
-                        remedy="share pages only after the step that wrote them has retired",
-                    )
+                raise IntegrityError.about(
+                    f"the epoch of shared page {page} of cache group '{self._name}'",
+                    expected=f"at most {self._retired} (retired)",
+                    got=epoch,
+                    remedy="share pages only after the step that wrote them has retired",
                 )
             self._states[page] = shareable
 
@@ -162,23 +156,19 @@ class PagePool:
         """Raise IntegrityError unless free + queued + cached + owned = total."""
         c = self.counts()
         if c.free + c.queued + c.cached + c.owned != c.total:
-            raise IntegrityError(
-                message(
-                    f"pages of cache group '{self._name}'",
-                    expected=f"{c.total} in total",
-                    got=f"{c.free} free + {c.queued} queued + {c.cached} cached + {c.owned} owned",
-                    remedy="find the call that took or returned a page twice",
-                )
+            raise IntegrityError.about(
+                f"pages of cache group '{self._name}'",
+                expected=f"{c.total} in total",
+                got=f"{c.free} free + {c.queued} queued + {c.cached} cached + {c.owned} owned",
+                remedy="find the call that took or returned a page twice",
             )
         free = self._states.count(PageState.FREE) - 1  # without page 0
         if free != c.free:
-            raise IntegrityError(
-                message(
-                    f"free pages of cache group '{self._name}'",
-                    expected=f"{free} by state",
-                    got=f"{c.free} by count",
-                    remedy="find the call that took or returned a page twice",
-                )
+            raise IntegrityError.about(
+                f"free pages of cache group '{self._name}'",
+                expected=f"{free} by state",
+                got=f"{c.free} by count",
+                remedy="find the call that took or returned a page twice",
             )
 
     def _pop_lowest(self) -> int:
@@ -192,11 +182,9 @@ class PagePool:
         if page != PAD_PAGE and self._states[page] == state:
             return
         named = PageState(self._states[page]).name.lower()
-        raise IntegrityError(
-            message(
-                f"page {page} of cache group '{self._name}', to be {verb},",
-                expected=state.name.lower(),
-                got="reserved for padding" if page == PAD_PAGE else named,
-                remedy="each page has one owner; find the second one",
-            )
+        raise IntegrityError.about(
+            f"page {page} of cache group '{self._name}', to be {verb},",
+            expected=state.name.lower(),
+            got="reserved for padding" if page == PAD_PAGE else named,
+            remedy="each page has one owner; find the second one",
         )

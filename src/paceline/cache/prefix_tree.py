@@ -21,7 +21,7 @@ from itertools import count
 from typing import TypeVar
 
 from paceline.cache.eviction_order import EvictionOrder
-from paceline.core.errors import IntegrityError, message
+from paceline.core.errors import IntegrityError
 
 T = TypeVar("T")
 
@@ -253,13 +253,11 @@ class PrefixTree:
 
     def _compare(self, name: str, expected: object, got: object) -> None:
         if expected != got:
-            raise IntegrityError(
-                message(
-                    f"{name} of the prefix tree",
-                    expected=f"{expected} by nodes",
-                    got=f"{got} by count",
-                    remedy="find the call that changed one side only",
-                )
+            raise IntegrityError.about(
+                f"{name} of the prefix tree",
+                expected=f"{expected} by nodes",
+                got=f"{got} by count",
+                remedy="find the call that changed one side only",
             )
 
 

@@ -9,7 +9,7 @@ import click
 
 from paceline.cli.verb import GroupedOption
 from paceline.core.asked import SIZES
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.flag import Flag
 from paceline.core.option_spec import OptionSpec, spec_of
 from paceline.core.options import EngineOptions, engine_options, named
@@ -50,13 +50,11 @@ def asked_arguments(values: Mapping[str, Any]) -> dict[str, object]:
 def _asked_model(positional: object, flag: object) -> dict[str, object]:
     """The model, given by position or by flag.  Raises ConfigError when given twice."""
     if positional is not None and flag is not None:
-        raise ConfigError(
-            message(
-                "model",
-                expected="given once",
-                got=f"{positional!r} by position and {flag!r} by --model",
-                remedy="keep one of the two",
-            )
+        raise ConfigError.about(
+            "model",
+            expected="given once",
+            got=f"{positional!r} by position and {flag!r} by --model",
+            remedy="keep one of the two",
         )
     model = positional if flag is None else flag
     return {} if model is None else {"model": model}

@@ -7,7 +7,7 @@ from dataclasses import Field
 from fractions import Fraction
 from typing import Any
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.near import did_you_mean
 from paceline.core.option_spec import OptionSpec, spec_of
 from paceline.core.parallel import PARALLEL_FLAGS, Parallel
@@ -102,4 +102,4 @@ def _require_alone(name: str, value: object) -> None:
 
 
 def _error(name: str, expected: str, got: str, remedy: str) -> ConfigError:
-    return ConfigError(message(name, expected=expected, got=got, remedy=remedy))
+    return ConfigError.about(name, expected=expected, got=got, remedy=remedy)

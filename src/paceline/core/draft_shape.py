@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 
 # A kernel holds all rows of a request's tree at once, and each row's path.
@@ -24,25 +24,21 @@ class DraftShape:
         _within("speculative_eagle_topk", self.topk, 1, MOST_BRANCHES)
         _within("speculative_num_draft_tokens", self.num_draft_tokens, 2, MOST_DRAFT_TOKENS)
         if self.is_chain and self.num_draft_tokens != self.num_steps + 1:
-            raise ConfigError(
-                message(
-                    "speculative_num_draft_tokens",
-                    expected=f"{self.num_steps + 1} (a chain of {self.num_steps} and its root)",
-                    got=self.num_draft_tokens,
-                    remedy="leave --speculative-num-draft-tokens out, or raise "
-                    "--speculative-eagle-topk",
-                )
+            raise ConfigError.about(
+                "speculative_num_draft_tokens",
+                expected=f"{self.num_steps + 1} (a chain of {self.num_steps} and its root)",
+                got=self.num_draft_tokens,
+                remedy="leave --speculative-num-draft-tokens out, or raise "
+                "--speculative-eagle-topk",
             )
         if self.num_draft_tokens - 1 > self.num_candidates:
-            raise ConfigError(
-                message(
-                    "speculative_num_draft_tokens",
-                    expected=f"at most {self.num_candidates + 1}: a tree of {self.num_steps} steps "
-                    f"with topk {self.topk} has {self.num_candidates} candidates, and a root",
-                    got=self.num_draft_tokens,
-                    remedy="lower --speculative-num-draft-tokens, or raise "
-                    "--speculative-num-steps or --speculative-eagle-topk",
-                )
+            raise ConfigError.about(
+                "speculative_num_draft_tokens",
+                expected=f"at most {self.num_candidates + 1}: a tree of {self.num_steps} steps "
+                f"with topk {self.topk} has {self.num_candidates} candidates, and a root",
+                got=self.num_draft_tokens,
+                remedy="lower --speculative-num-draft-tokens, or raise "
+                "--speculative-num-steps or --speculative-eagle-topk",
             )
 
     @property
@@ -76,11 +72,9 @@ class DraftShape:
 
 def _within(name: str, value: int, least: int, most: int) -> None:
     if not least <= value <= most:
-        raise ConfigError(
-            message(
-                name,
-                expected=f"from {least} to {most}",
-                got=value,
-                remedy=f"{'raise' if value < least else 'lower'} --{name.replace('_', '-')}",
-            )
+        raise ConfigError.about(
+            name,
+            expected=f"from {least} to {most}",
+            got=value,
+            remedy=f"{'raise' if value < least else 'lower'} --{name.replace('_', '-')}",
         )

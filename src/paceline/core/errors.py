@@ -15,12 +15,19 @@
     │   └── SanitizerError       a step whose output depends on bytes it may not read
     └── IntegrityError         books that do not balance
 
-Every message says: name, expected, got, remedy.  Build it with `message`.
+Every text says: name, expected, got, remedy, as `ConfigError.about` writes it.
 """
+
+from typing import Self
 
 
 class PacelineError(Exception):
     """Base of every error raised on purpose."""
+
+    @classmethod
+    def about(cls, name: str, *, expected: object, got: object, remedy: str) -> Self:
+        """One whose text is `message` of the same."""
+        return cls(message(name, expected=expected, got=got, remedy=remedy))
 
 
 class ConfigError(PacelineError):

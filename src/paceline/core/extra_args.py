@@ -6,7 +6,7 @@ What they mean is their processor's business; here only their form is checked.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.core.errors import RequestError, message
+from paceline.core.errors import RequestError
 
 ExtraArgs = tuple[tuple[str, Any], ...]  # (name, frozen value), by name
 MAX_DEPTH = 32  # lists and mappings in one another
@@ -49,4 +49,4 @@ def _frozen(where: str, value: object, depth: int) -> Any:
 
 def _error(name: str, expected: str, got: object) -> RequestError:
     remedy = "pass what json.loads could return"
-    return RequestError(message(name, expected=expected, got=f"{got!r}", remedy=remedy))
+    return RequestError.about(name, expected=expected, got=f"{got!r}", remedy=remedy)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +57,15 @@ def read_fix(folder: Path, fix_id: str) -> Fix:
     if fix_id not in known:
         near = get_close_matches(fix_id, known, n=3)
         hint = f"did you mean {', '.join(near)}?" if near else "`paceline debug fixes` lists them"
-        raise ConfigError(
-            message("fix", expected=f"one of {', '.join(known)}", got=repr(fix_id), remedy=hint)
+        raise ConfigError.about(
+            "fix", expected=f"one of {', '.join(known)}", got=repr(fix_id), remedy=hint
         )
     name = f"fix '{fix_id}'"
     try:
         table = tomllib.loads((folder / f"{fix_id}.toml").read_text(encoding="utf-8"))
     except ValueError as error:  # no TOML, or no UTF-8
-        raise ConfigError(
-            message(name, expected="a TOML file", got=str(error), remedy="correct the file")
+        raise ConfigError.about(
+            name, expected="a TOML file", got=str(error), remedy="correct the file"
         ) from error
     edits = table.pop("edits", None)
     if not isinstance(edits, list) or not edits:
@@ -96,4 +96,4 @@ def _texts(name: str, table: dict[str, object], keys: set[str]) -> dict[str, str
 
 
 def _refused(name: str, expected: object, got: object) -> ConfigError:
-    return ConfigError(message(name, expected=expected, got=got, remedy="correct the fix's file"))
+    return ConfigError.about(name, expected=expected, got=got, remedy="correct the fix's file")

@@ -6,7 +6,7 @@ Memory is a little below the marketed size, as drivers report it; a live device 
 
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.near import did_you_mean, plain
 
 GIB = 1 << 30
@@ -105,13 +105,11 @@ def gpu_by_name(name: str) -> DeviceFacts:
     rows = [row for key, row in GPUS.items() if plain(key) == plain(name)]
     if not rows:
         leave = "leave --gpu out to plan for this machine"
-        raise ConfigError(
-            message(
-                "gpu",
-                expected="one of " + ", ".join(sorted(GPUS)),
-                got=name,
-                remedy=did_you_mean(name, GPUS, otherwise=leave),
-            )
+        raise ConfigError.about(
+            "gpu",
+            expected="one of " + ", ".join(sorted(GPUS)),
+            got=name,
+            remedy=did_you_mean(name, GPUS, otherwise=leave),
         )
     return rows[0]
 

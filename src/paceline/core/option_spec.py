@@ -3,7 +3,7 @@
 from dataclasses import Field, dataclass, field
 from typing import Any
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.near import did_you_mean
 
 CHOSEN = "chosen by the engine"
@@ -78,11 +78,9 @@ def _refusal(
     option: Field[Any], expected: str, got: object, remedy: str | None = None
 ) -> ConfigError:
     unit = f" {spec_of(option).unit}" if spec_of(option).unit else ""
-    return ConfigError(
-        message(
-            option.name,
-            expected=expected + unit,
-            got=repr(got),
-            remedy=remedy or _remedy(option),
-        )
+    return ConfigError.about(
+        option.name,
+        expected=expected + unit,
+        got=repr(got),
+        remedy=remedy or _remedy(option),
     )

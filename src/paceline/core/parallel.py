@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 
 PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
 
@@ -16,24 +16,20 @@ class Parallel:
 
     def __post_init__(self) -> None:
         if self.size != 1 or self.rank != 0:
-            raise ConfigError(
-                message(
-                    "parallel",
-                    expected="rank 0 of size 1",
-                    got=f"rank {self.rank} of size {self.size}",
-                    remedy="several GPUs for one model: not yet; run one process per model and GPU",
-                )
+            raise ConfigError.about(
+                "parallel",
+                expected="rank 0 of size 1",
+                got=f"rank {self.rank} of size {self.size}",
+                remedy="several GPUs for one model: not yet; run one process per model and GPU",
             )
 
     def share(self, total: int, name: str) -> int:
         """This rank's part of `total` heads or columns."""
         if total % self.size:
-            raise ConfigError(
-                message(
-                    name,
-                    expected=f"divisible by {self.size}",
-                    got=total,
-                    remedy="choose a parallel size that divides it",
-                )
+            raise ConfigError.about(
+                name,
+                expected=f"divisible by {self.size}",
+                got=total,
+                remedy="choose a parallel size that divides it",
             )
         return total // self.size

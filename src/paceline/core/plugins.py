@@ -3,7 +3,7 @@
 import importlib
 from typing import TypeVar
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -17,21 +17,17 @@ def load_class(what: str, target: str, base: type[T]) -> type[T]:
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            message(
-                what,
-                expected="an importable package.module:Class",
-                got=f"{target!r} ({error})",
-                remedy="check the spelling and PYTHONPATH",
-            )
+        raise ConfigError.about(
+            what,
+            expected="an importable package.module:Class",
+            got=f"{target!r} ({error})",
+            remedy="check the spelling and PYTHONPATH",
         ) from error
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(
-            message(
-                what,
-                expected=f"a subclass of {base.__name__}",
-                got=f"{target!r}, a {type(found).__name__}",
-                remedy=f"derive it from {base.__module__}.{base.__name__}",
-            )
+        raise ConfigError.about(
+            what,
+            expected=f"a subclass of {base.__name__}",
+            got=f"{target!r}, a {type(found).__name__}",
+            remedy=f"derive it from {base.__module__}.{base.__name__}",
         )
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from paceline.core.anchors import AnchorError, replaced
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.fixes import Edit, Fix, read_fix
 
 VARIABLE = "PACELINE_REVERT_FIX"
@@ -30,13 +30,11 @@ def revert(ids: Sequence[str], *, fixes: Path, package: Path) -> None:
     sources = reverted_sources(listed, package=package)
     imported = sorted(sources.keys() & sys.modules.keys())
     if imported:
-        raise ConfigError(
-            message(
-                "modules to revert",
-                expected="not imported yet",
-                got=", ".join(imported),
-                remedy=f"set {VARIABLE} before the first import",
-            )
+        raise ConfigError.about(
+            "modules to revert",
+            expected="not imported yet",
+            got=", ".join(imported),
+            remedy=f"set {VARIABLE} before the first import",
         )
     sys.meta_path.insert(0, RevertingFinder(sources))
 
@@ -94,13 +92,11 @@ def _read_source(fix: Fix, module: str, package: Path) -> str:
     for path in (home.with_suffix(".py"), home / "__init__.py"):
         if root == package.name and path.is_file():
             return path.read_text(encoding="utf-8")
-    raise ConfigError(
-        message(
-            f"module of fix '{fix.id}'",
-            expected=f"a source file of {package.name}",
-            got=module,
-            remedy="name the module that the edited text lives in now",
-        )
+    raise ConfigError.about(
+        f"module of fix '{fix.id}'",
+        expected=f"a source file of {package.name}",
+        got=module,
+        remedy="name the module that the edited text lives in now",
     )
 
 
@@ -108,11 +104,9 @@ def _edited(fix: Fix, edit: Edit, source: str) -> str:
     try:
         return replaced(source, edit.symbol, edit.find, edit.replace)
     except (AnchorError, SyntaxError) as error:
-        raise ConfigError(
-            message(
-                f"what fix '{fix.id}' edits in {edit.module}",
-                expected=f"once in {edit.symbol}",
-                got=str(error),
-                remedy="write the edit for the source as it is now",
-            )
+        raise ConfigError.about(
+            f"what fix '{fix.id}' edits in {edit.module}",
+            expected=f"once in {edit.symbol}",
+            got=str(error),
+            remedy="write the edit for the source as it is now",
         ) from error

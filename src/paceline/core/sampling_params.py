@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
 from typing import Any, TypeGuard
 
-from paceline.core.errors import RequestError, message
+from paceline.core.errors import RequestError
 from paceline.core.extra_args import ExtraArgs, extra_args
 from paceline.core.near import did_you_mean
 
@@ -197,7 +197,7 @@ _NUMBERS: dict[str, tuple[float, float, str]] = {
 
 
 def _error(name: str, expected: object, got: object, remedy: str) -> RequestError:
-    return RequestError(message(name, expected=expected, got=got, remedy=remedy))
+    return RequestError.about(name, expected=expected, got=got, remedy=remedy)
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

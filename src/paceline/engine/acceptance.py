@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.core.errors import ModelError, message
+from paceline.core.errors import ModelError
 
 BAND_FILE = "acceptance.json"
 
@@ -122,12 +122,10 @@ def read_band(folder: Path) -> AcceptanceBand | None:
             least_tokens_per_round=float(document["least_tokens_per_round"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(
-            message(
-                f"acceptance band of the drafter in {str(folder)!r}",
-                expected="prompts, max_tokens, num_steps, tokens_per_round and "
-                "least_tokens_per_round as JSON",
-                got=f"{type(error).__name__}: {error}",
-                remedy=f"correct {BAND_FILE}, or remove it",
-            )
+        raise ModelError.about(
+            f"acceptance band of the drafter in {str(folder)!r}",
+            expected="prompts, max_tokens, num_steps, tokens_per_round and "
+            "least_tokens_per_round as JSON",
+            got=f"{type(error).__name__}: {error}",
+            remedy=f"correct {BAND_FILE}, or remove it",
         ) from error

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 
-from paceline.core.errors import PacelineError, RequestError, message
+from paceline.core.errors import PacelineError, RequestError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.loop import Launched, Runner, TurnFunction
 from paceline.engine.request import FinishReason, Request
@@ -132,11 +132,9 @@ class Engine:
 
     def _require_whole(self) -> None:
         if self._failure is not None:
-            raise PacelineError(
-                message(
-                    "engine",
-                    expected="whole",
-                    got=f"broken by {self._failure!r} in an earlier turn",
-                    remedy="build a new LLM",
-                )
+            raise PacelineError.about(
+                "engine",
+                expected="whole",
+                got=f"broken by {self._failure!r} in an earlier turn",
+                remedy="build a new LLM",
             ) from self._failure

@@ -13,7 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
-from paceline.core.errors import IntegrityError, RequestError, message
+from paceline.core.errors import IntegrityError, RequestError
 from paceline.core.padding import PAD_ROW
 from paceline.engine.request import FinishReason, Request, RequestState
 
@@ -100,13 +100,11 @@ class Roster:
         leader: waits until this one is released, or ends.
         """
         if request.request_id in self._requests:
-            raise RequestError(
-                message(
-                    "request_id",
-                    expected="new",
-                    got=f"'{request.request_id}', which is still running",
-                    remedy="give every request its own id",
-                )
+            raise RequestError.about(
+                "request_id",
+                expected="new",
+                got=f"'{request.request_id}', which is still running",
+                remedy="give every request its own id",
             )
         self._num_arrived += 1
         request.arrival = self._num_arrived
@@ -188,13 +186,11 @@ class Roster:
             ("rows in flight", len(flights), sum(r.in_flight for r in counted)),
         ):
             if expected != got:
-                raise IntegrityError(
-                    message(
-                        f"{name} of the scheduler",
-                        expected=expected,
-                        got=got,
-                        remedy="find the transition that changed one side only",
-                    )
+                raise IntegrityError.about(
+                    f"{name} of the scheduler",
+                    expected=expected,
+                    got=got,
+                    remedy="find the transition that changed one side only",
                 )
 
     def _stop_running(self, request: Request) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.cache.manager import CacheManager
-from paceline.core.errors import CapacityError, IntegrityError, message
+from paceline.core.errors import CapacityError, IntegrityError
 from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs
 from paceline.engine.request import FinishReason, Request, RequestState
 from paceline.engine.roster import Roster
@@ -73,13 +73,11 @@ class Scheduler:
         """Queue a request.  Raises CapacityError when it could never run to its end."""
         capacity = self._cache.can_ever_fit(self._kv_limit(request))
         if not capacity.fits:
-            raise CapacityError(
-                message(
-                    f"KV pages of request '{request.request_id}' ({request.max_len} tokens)",
-                    expected=f"at most {list(capacity.total)} (all pages, per cache group)",
-                    got=list(capacity.needed),
-                    remedy="lower max_tokens, shorten the prompt, or give the KV cache more memory",
-                )
+            raise CapacityError.about(
+                f"KV pages of request '{request.request_id}' ({request.max_len} tokens)",
+                expected=f"at most {list(capacity.total)} (all pages, per cache group)",
+                got=list(capacity.needed),
+                remedy="lower max_tokens, shorten the prompt, or give the KV cache more memory",
             )
         self._roster.add(request, leader=self._leader_to_await(request))
 
@@ -258,13 +256,11 @@ class Scheduler:
         if not request.is_exact or any(other.is_complete for other in running):
             return True
         if len(running) == 1:
-            raise IntegrityError(
-                message(
-                    f"pages for the only running request '{request.request_id}'",
-                    expected=f"enough for {kv_bound} tokens",
-                    got="too few, with none on their way back",
-                    remedy="a page is lost; run check_integrity()",
-                )
+            raise IntegrityError.about(
+                f"pages for the only running request '{request.request_id}'",
+                expected=f"enough for {kv_bound} tokens",
+                got="too few, with none on their way back",
+                remedy="a page is lost; run check_integrity()",
             )
         return False
 
@@ -326,11 +322,9 @@ class Scheduler:
 
     def _require_progress(self) -> None:
         if len(self._roster) and not self._in_flight:
-            raise IntegrityError(
-                message(
-                    "the scheduler",
-                    expected="able to run one of its requests while no step is in flight",
-                    got=f"{self.num_waiting} waiting, {self.num_running} running",
-                    remedy="a page or row is lost; run check_integrity()",
-                )
+            raise IntegrityError.about(
+                "the scheduler",
+                expected="able to run one of its requests while no step is in flight",
+                got=f"{self.num_waiting} waiting, {self.num_running} running",
+                remedy="a page or row is lost; run check_integrity()",
             )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.events import Event
 
 HOST_PLAN_SYNC = "host_plan_sync"  # reason code
@@ -52,13 +52,11 @@ class SchedulerConfig:
         }
         for name, low in least.items():
             if getattr(self, name) < low:
-                raise ConfigError(
-                    message(
-                        name,
-                        expected=f"at least {low}",
-                        got=getattr(self, name),
-                        remedy="a step must hold one token of every running request"
-                        if name == "max_batched_tokens"
-                        else "raise it",
-                    )
+                raise ConfigError.about(
+                    name,
+                    expected=f"at least {low}",
+                    got=getattr(self, name),
+                    remedy="a step must hold one token of every running request"
+                    if name == "max_batched_tokens"
+                    else "raise it",
                 )

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from paceline.core.errors import IntegrityError, message
+from paceline.core.errors import IntegrityError
 from paceline.core.step import Step, StepOutputs
 from paceline.engine.request import Request
 from paceline.engine.step_plan import PlannedRow
@@ -41,13 +41,11 @@ class StepsInFlight:
         """The rows of the oldest step.  Raises IntegrityError when it is another one's outputs."""
         launched = self._steps.popleft()
         if not launched.epoch == step.epoch == outputs.epoch:
-            raise IntegrityError(
-                message(
-                    "the epoch of processed outputs",
-                    expected=f"{launched.epoch} (the oldest step in flight)",
-                    got=f"step {step.epoch}, outputs {outputs.epoch}",
-                    remedy="process every launched step once, in order",
-                )
+            raise IntegrityError.about(
+                "the epoch of processed outputs",
+                expected=f"{launched.epoch} (the oldest step in flight)",
+                got=f"step {step.epoch}, outputs {outputs.epoch}",
+                remedy="process every launched step once, in order",
             )
         for row in launched.rows:
             request = row.request

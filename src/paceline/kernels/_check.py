@@ -5,12 +5,12 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 
 
 def reject(name: str, *, expected: str, got: Tensor | None, remedy: str) -> NoReturn:
     """Raise KernelArgumentError about tensor argument `name`."""
-    raise KernelArgumentError(message(name, expected=expected, got=describe(got), remedy=remedy))
+    raise KernelArgumentError.about(name, expected=expected, got=describe(got), remedy=remedy)
 
 
 def describe(tensor: Tensor | None) -> str:
@@ -28,11 +28,9 @@ def require_triton(op: str, *, otherwise: str) -> None:
     otherwise: what the caller can do without it.
     """
     if find_spec("triton") is None:
-        raise KernelArgumentError(
-            message(
-                op,
-                expected="run where triton is installed",
-                got="no module named triton",
-                remedy=f"install triton, or {otherwise}",
-            )
+        raise KernelArgumentError.about(
+            op,
+            expected="run where triton is installed",
+            got="no module named triton",
+            remedy=f"install triton, or {otherwise}",
         )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core import activations
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import Run, define_op
 
@@ -23,13 +23,11 @@ ACTIVATIONS = tuple(sorted(set(activations.ACTIVATIONS.values())))
 def check_activation(name: str, kind: str) -> None:
     """Raise KernelArgumentError about argument `name` unless it is one of ACTIVATIONS."""
     if kind not in ACTIVATIONS:
-        raise KernelArgumentError(
-            message(
-                name,
-                expected=f"one of {', '.join(ACTIVATIONS)}",
-                got=repr(kind),
-                remedy="map the model's hidden_act to one of them",
-            )
+        raise KernelArgumentError.about(
+            name,
+            expected=f"one of {', '.join(ACTIVATIONS)}",
+            got=repr(kind),
+            remedy="map the model's hidden_act to one of them",
         )
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.gumbel import gumbel_at
@@ -136,13 +136,11 @@ def _check_logits(logits: Tensor, k: int, d2t: Tensor | None) -> None:
         )
     vocab = logits.shape[1]
     if not 1 <= k <= min(MAX_DRAFTS, vocab):
-        raise KernelArgumentError(
-            message(
-                "k",
-                expected=f"1 to {min(MAX_DRAFTS, vocab)}",
-                got=k,
-                remedy="lower --speculative-eagle-topk",
-            )
+        raise KernelArgumentError.about(
+            "k",
+            expected=f"1 to {min(MAX_DRAFTS, vocab)}",
+            got=k,
+            remedy="lower --speculative-eagle-topk",
         )
     if d2t is not None and (d2t.shape != (vocab,) or d2t.dtype != torch.int64):
         reject(

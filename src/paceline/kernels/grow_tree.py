@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.draft_topk import TopDrafts
@@ -200,13 +200,11 @@ def select_tree(
             remedy="pass the newest token of each request",
         )
     if not 2 <= num_draft_tokens <= num_candidates + 1:
-        raise KernelArgumentError(
-            message(
-                "num_draft_tokens",
-                expected=f"2 to {num_candidates + 1}: as many candidates and a root",
-                got=num_draft_tokens,
-                remedy="take it from the shape that the candidates were made for",
-            )
+        raise KernelArgumentError.about(
+            "num_draft_tokens",
+            expected=f"2 to {num_candidates + 1}: as many candidates and a root",
+            got=num_draft_tokens,
+            remedy="take it from the shape that the candidates were made for",
         )
     if roots.device.type == "cpu":
         return select_tree_reference(candidates, roots, num_draft_tokens)
@@ -250,11 +248,9 @@ def _check_children(
                 remedy="draft for every slot of the frontier, and in step 0 for the root alone",
             )
     if (frontier is None) != (step == 0):
-        raise KernelArgumentError(
-            message(
-                "frontier",
-                expected="None in step 0, and what the step before returned in any other",
-                got=f"{'None' if frontier is None else 'a frontier'} in step {step}",
-                remedy="count the steps of a round from 0",
-            )
+        raise KernelArgumentError.about(
+            "frontier",
+            expected="None in step 0, and what the step before returned in any other",
+            got=f"{'None' if frontier is None else 'a frontier'} in step {step}",
+            remedy="count the steps of a round from 0",
         )

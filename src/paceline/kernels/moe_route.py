@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 
@@ -69,13 +69,11 @@ def moe_route(logits: Tensor, experts_per_token: int, *, renormalize: bool) -> R
             remedy="pass the output of the router",
         )
     if not 1 <= experts_per_token <= logits.shape[1]:
-        raise KernelArgumentError(
-            message(
-                "experts_per_token",
-                expected=f"1 to {logits.shape[1]}, the number of experts",
-                got=experts_per_token,
-                remedy="check the model's num_experts_per_tok",
-            )
+        raise KernelArgumentError.about(
+            "experts_per_token",
+            expected=f"1 to {logits.shape[1]}, the number of experts",
+            got=experts_per_token,
+            remedy="check the model's num_experts_per_tok",
         )
     shape = (logits.shape[0], experts_per_token)
     weights = torch.empty(shape, dtype=torch.float32, device=logits.device)

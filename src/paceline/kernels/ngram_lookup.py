@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 
@@ -130,13 +130,11 @@ def ngram_lookup(
     """
     _check(history, row_ids, known)
     if not 1 <= min_n <= max_n:
-        raise KernelArgumentError(
-            message(
-                "min_n",
-                expected=f"1 to max_n, which is {max_n}",
-                got=min_n,
-                remedy="lower min_n, or raise max_n",
-            )
+        raise KernelArgumentError.about(
+            "min_n",
+            expected=f"1 to max_n, which is {max_n}",
+            got=min_n,
+            remedy="lower min_n, or raise max_n",
         )
     if history.device.type == "cpu":
         return ngram_lookup_reference(

@@ -123,8 +123,8 @@ class Admission:
             got = f"{token}, the tokenizer's {self.require_tokenizer().token(token)!r}"
             remedy = "leave that piece out: the model has no embedding for it"
         expected = f"an integer from 0 to {vocab_size - 1}"
-        return RequestError(
-            message(f"prompt token id {place}", expected=expected, got=got, remedy=remedy)
+        return RequestError.about(
+            f"prompt token id {place}", expected=expected, got=got, remedy=remedy
         )
 
     def _check_fits(self, text: str) -> None:
@@ -136,7 +136,7 @@ class Admission:
     def _length_error(self, got: str, remedy: str) -> RequestError:
         context_len = self.context_len
         expected = f"1 to {context_len - 1} tokens (context {context_len}, 1 generated)"
-        return RequestError(message("prompt", expected=expected, got=got, remedy=remedy))
+        return RequestError.about("prompt", expected=expected, got=got, remedy=remedy)
 
     def _check_length(self, num_prompt: int, params: SamplingParams) -> None:
         context_len = self.context_len
@@ -152,13 +152,11 @@ class Admission:
 
     def _check_params(self, params: SamplingParams, *, prompt_len: int) -> None:
         if params.stop and self.tokenizer is None:
-            raise RequestError(
-                message(
-                    "stop",
-                    expected="empty for a model without a tokenizer",
-                    got=repr(params.stop),
-                    remedy="use stop_token_ids",
-                )
+            raise RequestError.about(
+                "stop",
+                expected="empty for a model without a tokenizer",
+                got=repr(params.stop),
+                remedy="use stop_token_ids",
             )
         vocab_size = self.config.vocab_size
         params.check_vocabulary(vocab_size)

@@ -122,22 +122,18 @@ class AsyncEngine:
     def require_room(self, num_completions: int) -> None:
         """Raise RequestError for what never has room, BusyError for what has none now."""
         if num_completions > self._max_open:
-            raise RequestError(
-                message(
-                    "n",
-                    expected=f"at most {self._max_open} completions at once, of all prompts",
-                    got=num_completions,
-                    remedy="send several requests, or raise max-queued-requests",
-                )
+            raise RequestError.about(
+                "n",
+                expected=f"at most {self._max_open} completions at once, of all prompts",
+                got=num_completions,
+                remedy="send several requests, or raise max-queued-requests",
             )
         if self._num_open + num_completions > self._max_open:
-            raise BusyError(
-                message(
-                    "the queue",
-                    expected=f"at most {self._max_open} completions, running and waiting",
-                    got=f"{self._num_open} and {num_completions} of this request",
-                    remedy="send it again later",
-                )
+            raise BusyError.about(
+                "the queue",
+                expected=f"at most {self._max_open} completions, running and waiting",
+                got=f"{self._num_open} and {num_completions} of this request",
+                remedy="send it again later",
             )
 
     def _on_close(self, ticket: Ticket) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError, PacelineError, RequestError, message
+from paceline.core.errors import ConfigError, PacelineError, RequestError
 from paceline.core.options import MAX_QUEUED
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.ticket import SNAPSHOTS, Ticket
@@ -35,13 +35,11 @@ class AsyncLLM:
         **options: Any,
     ) -> None:
         if type(max_queued_requests) is not int or max_queued_requests < 0:
-            raise ConfigError(
-                message(
-                    "max_queued_requests",
-                    expected="an integer of at least 0",
-                    got=repr(max_queued_requests),
-                    remedy=f"leave it out for {MAX_QUEUED}",
-                )
+            raise ConfigError.about(
+                "max_queued_requests",
+                expected="an integer of at least 0",
+                got=repr(max_queued_requests),
+                remedy=f"leave it out for {MAX_QUEUED}",
             )
         self._prepared = prepare(options if model is None else {"model": model, **options})
         self._max_queued = max_queued_requests
@@ -51,8 +49,8 @@ class AsyncLLM:
     async def start(self) -> None:
         """Boot beside the running loop and serve it; `async with` starts and closes."""
         if not self._is_new:
-            raise PacelineError(
-                message("AsyncLLM", expected="new", got="started", remedy="start it once")
+            raise PacelineError.about(
+                "AsyncLLM", expected="new", got="started", remedy="start it once"
             )
         self._is_new = False
         try:
@@ -142,8 +140,8 @@ class AsyncLLM:
     def _live(self) -> tuple[LLM, AsyncEngine]:
         if self._started is None:
             remedy = 'start it: `async with AsyncLLM("bundled") as llm:`'
-            raise PacelineError(
-                message("AsyncLLM", expected="started", got="new or closed", remedy=remedy)
+            raise PacelineError.about(
+                "AsyncLLM", expected="started", got="new or closed", remedy=remedy
             )
         return self._started
 
@@ -151,4 +149,4 @@ class AsyncLLM:
 def _require_one(name: str, several: Sequence[object]) -> None:
     if len(several) != 1:
         remedy = "ask for each in a task of its own, for example with asyncio.gather"
-        raise RequestError(message(name, expected="one", got=len(several), remedy=remedy))
+        raise RequestError.about(name, expected="one", got=len(several), remedy=remedy)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.core.errors import RequestError, message
+from paceline.core.errors import RequestError
 from paceline.core.sampling_params import SamplingParams
 
 
@@ -134,7 +134,7 @@ def _message_of(sent: object) -> Mapping[str, Any]:
     if None in texts:
         remedy = "send it as text: other content is not read"
         name, expected = f"content of {sent['role']}", "a text or a list of text parts"
-        raise RequestError(message(name, expected=expected, got=f"{content!r:.80}", remedy=remedy))
+        raise RequestError.about(name, expected=expected, got=f"{content!r:.80}", remedy=remedy)
     return {**sent, "content": "\n".join(text for text in texts if text is not None)}
 
 
@@ -153,7 +153,7 @@ def _check_variables(variables: object) -> None:
         got = repr(wrong[0])
     expected = f"{{name: value}}, of names other than {' and '.join(_OWN_VARIABLES)}"
     remedy = "pass these two as arguments of chat"
-    raise RequestError(message("chat_template_kwargs", expected=expected, got=got, remedy=remedy))
+    raise RequestError.about("chat_template_kwargs", expected=expected, got=got, remedy=remedy)
 
 
 def _is_integer(value: object) -> bool:
@@ -162,15 +162,15 @@ def _is_integer(value: object) -> bool:
 
 def _prompt_error(name: str, expected: str, got: str) -> RequestError:
     remedy = "pass a str, or the ids as a list of int"
-    return RequestError(message(name, expected=expected, got=got, remedy=remedy))
+    return RequestError.about(name, expected=expected, got=got, remedy=remedy)
 
 
 def _messages_error(got: str) -> RequestError:
     remedy = 'pass [{"role": "user", "content": "..."}], or several of these lists'
     expected = "a list of mappings with a role, at least one"
-    return RequestError(message("messages", expected=expected, got=got, remedy=remedy))
+    return RequestError.about("messages", expected=expected, got=got, remedy=remedy)
 
 
 def _params_error(expected: str, got: object) -> RequestError:
     remedy = "pass a single SamplingParams"
-    return RequestError(message("sampling_params", expected=expected, got=got, remedy=remedy))
+    return RequestError.about("sampling_params", expected=expected, got=got, remedy=remedy)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from paceline.core.errors import RequestError, message
+from paceline.core.errors import RequestError
 from paceline.engine.outputs import RequestOutput
 from paceline.llm.admission import Admission
 from paceline.llm.inputs import Conversation, Ids, as_prompt
@@ -76,4 +76,4 @@ def label_scores(
 
 def _error(name: str, expected: str, got: str) -> RequestError:
     remedy = "see LLM.score"
-    return RequestError(message(name, expected=expected, got=got, remedy=remedy))
+    return RequestError.about(name, expected=expected, got=got, remedy=remedy)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from paceline.core.errors import PacelineError, RequestError, message
+from paceline.core.errors import PacelineError, RequestError
 from paceline.core.options import known
 from paceline.core.progress import Progress
 from paceline.core.sampling_params import SamplingParams
@@ -104,8 +104,8 @@ class LLM:
         """
         if stream and use_tqdm:
             remedy = "count the snapshots that are finished"
-            raise RequestError(
-                message("use_tqdm", expected="left out of a stream", got="True", remedy=remedy)
+            raise RequestError.about(
+                "use_tqdm", expected="left out of a stream", got="True", remedy=remedy
             )
         queued = self._queue(prompts, sampling_params, return_errors=return_errors)
         if stream:
@@ -247,13 +247,11 @@ class LLM:
         while booted.engine.has_work and not is_busy:  # what is in flight has ended already
             booted.engine.step()
         if is_busy:
-            raise PacelineError(
-                message(
-                    "engine",
-                    expected="idle",
-                    got="busy with requests",
-                    remedy="finish or abort them first",
-                )
+            raise PacelineError.about(
+                "engine",
+                expected="idle",
+                got="busy with requests",
+                remedy="finish or abort them first",
             )
         most = known(self.prepared.options.max_num_batched_tokens)
         return Teacher(booted.runner.parts, scheduler.cache, max_step_tokens=most)
@@ -274,8 +272,8 @@ class LLM:
     @property
     def _live(self) -> Booted:
         if self._booted is None:
-            raise PacelineError(
-                message("LLM", expected="open", got="closed", remedy="build a new one")
+            raise PacelineError.about(
+                "LLM", expected="open", got="closed", remedy="build a new one"
             )
         return self._booted
 

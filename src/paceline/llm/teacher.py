@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.cache.groups import PageRun
 from paceline.cache.manager import CacheManager
 from paceline.core.draft_shape import DraftShape
-from paceline.core.errors import CapacityError, message
+from paceline.core.errors import CapacityError
 from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout
@@ -124,13 +124,11 @@ class Teacher:
             return [*admission.page_runs, *more]
         if admission is not None:
             cache.release(_NAME, tokens, 0, epoch=0)
-        raise CapacityError(
-            message(
-                "pages to compare what engines compute",
-                expected=f"enough for {kv_len} tokens in each cache group",
-                got="fewer",
-                remedy="shorten the prompts, lower --max-tokens, or give the KV cache more memory",
-            )
+        raise CapacityError.about(
+            "pages to compare what engines compute",
+            expected=f"enough for {kv_len} tokens in each cache group",
+            got="fewer",
+            remedy="shorten the prompts, lower --max-tokens, or give the KV cache more memory",
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.core.errors import WeightsError, message
+from paceline.core.errors import WeightsError
 from paceline.core.lfs import LFS_POINTER, LFS_REMEDY, is_lfs_pointer
 from paceline.models.weight_files import weight_files
 
@@ -127,30 +127,24 @@ def _open_shard(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         if is_lfs_pointer(path):
-            raise WeightsError(
-                message(
-                    str(path),
-                    expected="a complete safetensors file",
-                    got=LFS_POINTER,
-                    remedy=LFS_REMEDY,
-                )
-            ) from error
-        raise WeightsError(
-            message(
+            raise WeightsError.about(
                 str(path),
                 expected="a complete safetensors file",
-                got=f"{path.stat().st_size} bytes ({error})",
-                remedy="the file is truncated or damaged; download it again",
-            )
+                got=LFS_POINTER,
+                remedy=LFS_REMEDY,
+            ) from error
+        raise WeightsError.about(
+            str(path),
+            expected="a complete safetensors file",
+            got=f"{path.stat().st_size} bytes ({error})",
+            remedy="the file is truncated or damaged; download it again",
         ) from error
 
 
 def _duplicate(name: str, first: str, second: str) -> WeightsError:
-    return WeightsError(
-        message(
-            f"tensor '{name}'",
-            expected="in one of the weight files",
-            got=f"in {first} and in {second}",
-            remedy="remove the file that is not part of the model",
-        )
+    return WeightsError.about(
+        f"tensor '{name}'",
+        expected="in one of the weight files",
+        got=f"in {first} and in {second}",
+        remedy="remove the file that is not part of the model",
     )

@@ -2,7 +2,7 @@
 
 import re
 
-from paceline.core.errors import WeightsError, message
+from paceline.core.errors import WeightsError
 from paceline.models.kv_scales import kv_scale_name
 
 _VISION = ("vision_tower.", "multi_modal_projector.")
@@ -30,13 +30,11 @@ def canonical_names(stored: list[str], model: str) -> dict[str, str]:
         if canonical is None:
             continue
         if canonical in names:
-            raise WeightsError(
-                message(
-                    f"weights of '{model}'",
-                    expected=f"one tensor for {canonical}",
-                    got=f"{names[canonical]} and {name}",
-                    remedy="remove one of them, or download the model again",
-                )
+            raise WeightsError.about(
+                f"weights of '{model}'",
+                expected=f"one tensor for {canonical}",
+                got=f"{names[canonical]} and {name}",
+                remedy="remove one of them, or download the model again",
             )
         names[canonical] = name
     return names

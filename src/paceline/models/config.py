@@ -7,7 +7,7 @@ configuration class in transformers takes (`models.class_defaults`).
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.core.errors import ModelError, message
+from paceline.core.errors import ModelError
 from paceline.core.model_config import ModelConfig, RopeKind
 from paceline.core.options import DTYPES
 from paceline.models.class_defaults import CLASS_DEFAULTS
@@ -56,13 +56,11 @@ def parse_config(
     model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in _READERS:
         known = ", ".join(sorted({*_READERS, *MULTIMODAL}))
-        raise ModelError(
-            message(
-                "config.json: model_type",
-                expected=f"one of {known}",
-                got=repr(model_type),
-                remedy="use a model of a supported architecture",
-            )
+        raise ModelError.about(
+            "config.json: model_type",
+            expected=f"one of {known}",
+            got=repr(model_type),
+            remedy="use a model of a supported architecture",
         )
     fields = fields.behind(CLASS_DEFAULTS[model_type])
     layers = fields.get("num_hidden_layers")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import ModelError, message
+from paceline.core.errors import ModelError
 from paceline.core.model_config import ModelConfig, RopeConfig
 from paceline.layers.attention import AttentionContext
 from paceline.layers.embedding import Embedding
@@ -65,13 +65,11 @@ class Decoder(nn.Module):
     def _check_taps(self, taps: tuple[str, ...]) -> None:
         for name in taps:
             if name not in self.tap_names:
-                raise ModelError(
-                    message(
-                        "tap",
-                        expected=f"'embed', 'layer.0' to 'layer.{len(self.layers) - 1}' or 'final'",
-                        got=repr(name),
-                        remedy="name a hidden state that this model has",
-                    )
+                raise ModelError.about(
+                    "tap",
+                    expected=f"'embed', 'layer.0' to 'layer.{len(self.layers) - 1}' or 'final'",
+                    got=repr(name),
+                    remedy="name a hidden state that this model has",
                 )
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:

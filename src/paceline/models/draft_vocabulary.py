@@ -7,7 +7,7 @@ no table of ids: it marks the target tokens that the draft vocabulary has.
 import torch
 from torch import Tensor
 
-from paceline.core.errors import WeightsError, message
+from paceline.core.errors import WeightsError
 from paceline.models.checkpoint import StoredTensors
 
 _REMEDY = "check that the head's config.json, its weights and the target belong together"
@@ -21,13 +21,11 @@ def read_d2t(checkpoint: StoredTensors, size: int, vocab_size: int, *, head: str
     """
     if "d2t" not in checkpoint.names:
         if size < vocab_size:
-            raise WeightsError(
-                message(
-                    f"weights of '{head}'",
-                    expected=f"with a tensor d2t: its vocabulary has {size} of {vocab_size} tokens",
-                    got="none",
-                    remedy="download the head again, or correct draft_vocab_size",
-                )
+            raise WeightsError.about(
+                f"weights of '{head}'",
+                expected=f"with a tensor d2t: its vocabulary has {size} of {vocab_size} tokens",
+                got="none",
+                remedy="download the head again, or correct draft_vocab_size",
             )
         return torch.zeros(size, dtype=torch.int64)
     _check(checkpoint, "d2t", ("I64", "I32"), size)
@@ -63,4 +61,4 @@ def _check(checkpoint: StoredTensors, name: str, dtypes: tuple[str, ...], size: 
 
 
 def _refuse(name: str, expected: str, got: object) -> None:
-    raise WeightsError(message(f"tensor '{name}'", expected=expected, got=got, remedy=_REMEDY))
+    raise WeightsError.about(f"tensor '{name}'", expected=expected, got=got, remedy=_REMEDY)

@@ -153,13 +153,11 @@ def _refuse_others(fields: Fields, algorithm: Algorithm) -> None:
     is_eagle1 = any(name.endswith("Eagle") for name in architectures)
     actual = "EAGLE3" if is_eagle3 else "EAGLE" if is_eagle1 else algorithm
     if actual != algorithm:
-        raise ConfigError(
-            message(
-                "speculative_algorithm",
-                expected=f"{actual}, which the draft head's config.json describes",
-                got=algorithm,
-                remedy=f"pass --speculative-algorithm {actual}, or another head",
-            )
+        raise ConfigError.about(
+            "speculative_algorithm",
+            expected=f"{actual}, which the draft head's config.json describes",
+            got=algorithm,
+            remedy=f"pass --speculative-algorithm {actual}, or another head",
         )
 
 
@@ -175,22 +173,18 @@ def tap_names(config: EagleConfig, target: ModelConfig) -> tuple[str, ...]:
     if layers is None:
         layers = (1, target.num_layers // 2 - 1, target.num_layers - 4)
         if not layers[0] < layers[1] < layers[2]:
-            raise ConfigError(
-                message(
-                    "the target",
-                    expected="deep enough for the default taps 1 < L / 2 - 1 < L - 4",
-                    got=f"L = {target.num_layers} layers",
-                    remedy=f"name the layers in the head's config.json: eagle_config.{_IDS}",
-                )
+            raise ConfigError.about(
+                "the target",
+                expected="deep enough for the default taps 1 < L / 2 - 1 < L - 4",
+                got=f"L = {target.num_layers} layers",
+                remedy=f"name the layers in the head's config.json: eagle_config.{_IDS}",
             )
     if max(layers) > last:
-        raise ConfigError(
-            message(
-                f"the draft head's {_IDS}",
-                expected=f"layers 0 to {last} of the target",
-                got=list(layers),
-                remedy="pass --speculative-draft-model-path with a head for this target",
-            )
+        raise ConfigError.about(
+            f"the draft head's {_IDS}",
+            expected=f"layers 0 to {last} of the target",
+            got=list(layers),
+            remedy="pass --speculative-draft-model-path with a head for this target",
         )
     return tuple(f"layer.{index}" for index in layers)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.cache.pool import KVFormat, Scales, torch_kv_dtype
-from paceline.core.errors import WeightsError, message
+from paceline.core.errors import WeightsError
 from paceline.core.events import Event, Notify
 from paceline.core.options import FP8
 from paceline.models.checkpoint import Checkpoint, open_checkpoint
@@ -59,13 +59,11 @@ def kv_format(name: str, weights: Path | None, *, num_layers: int, notify: Notif
     found = {} if weights is None else read_kv_scales(weights)
     strangers = sorted({at.layer for at in found if at.layer >= num_layers})
     if strangers:
-        raise WeightsError(
-            message(
-                "scales of the KV cache",
-                expected=f"those of layers 0 to {num_layers - 1}",
-                got=f"layers {strangers}",
-                remedy="check that config.json and the weights belong together",
-            )
+        raise WeightsError.about(
+            "scales of the KV cache",
+            expected=f"those of layers 0 to {num_layers - 1}",
+            got=f"layers {strangers}",
+            remedy="check that config.json and the weights belong together",
         )
     scales = {
         layer: Scales(*(found.get(ScaleName(layer, side), 1.0) for side in "kv"))
@@ -81,11 +79,9 @@ def _scale(checkpoint: Checkpoint, name: str) -> float:
     values = checkpoint.tensor(name).flatten().tolist()
     if len(values) == 1 and math.isfinite(values[0]) and values[0] > 0:
         return float(values[0])
-    raise WeightsError(
-        message(
-            f"tensor '{name}'",
-            expected="one positive number, the scale of a layer's KV cache",
-            got=values[:4],
-            remedy="calibrate with one scale per layer, or leave --kv-cache-dtype out",
-        )
+    raise WeightsError.about(
+        f"tensor '{name}'",
+        expected="one positive number, the scale of a layer's KV cache",
+        got=values[:4],
+        remedy="calibrate with one scale per layer, or leave --kv-cache-dtype out",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.core.errors import WeightsError, message
+from paceline.core.errors import WeightsError
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import LOAD_FORMATS
 from paceline.core.parallel import Parallel
@@ -74,13 +74,11 @@ def load_model(
 def weights_folder(source: ModelSource) -> Path:
     """Where the weights are.  Raises WeightsError for a shape, which has none."""
     if source.folder is None:
-        raise WeightsError(
-            message(
-                f"model '{source.name}'",
-                expected="a model with weights",
-                got="a shape",
-                remedy="add --load-format dummy, or name a folder or a hub id",
-            )
+        raise WeightsError.about(
+            f"model '{source.name}'",
+            expected="a model with weights",
+            got="a shape",
+            remedy="add --load-format dummy, or name a folder or a hub id",
         )
     return source.folder
 
@@ -113,13 +111,11 @@ def _tie(checkpoint: StoredTensors, names: dict[str, str]) -> dict[str, str]:
     table, head = checkpoint.tensor(names[_EMBEDDING]), checkpoint.tensor(names[_HEAD])
     if not _equal(table, head):
         is_alike = table.shape == head.shape
-        raise WeightsError(
-            message(
-                f"tensor '{names[_HEAD]}'",
-                expected=f"equal to {names[_EMBEDDING]}, which config.json ties it to",
-                got="other numbers" if is_alike else f"{list(head.shape)}, not {list(table.shape)}",
-                remedy='write "tie_word_embeddings": false into config.json to use both',
-            )
+        raise WeightsError.about(
+            f"tensor '{names[_HEAD]}'",
+            expected=f"equal to {names[_EMBEDDING]}, which config.json ties it to",
+            got="other numbers" if is_alike else f"{list(head.shape)}, not {list(table.shape)}",
+            remedy='write "tie_word_embeddings": false into config.json to use both',
         )
     return others
 
@@ -153,13 +149,11 @@ def _check_names(model: str, names: dict[str, str], destinations: dict[str, Tens
         for word, found in (("missing", missing), ("unexpected", unexpected))
         if found
     ]
-    raise WeightsError(
-        message(
-            f"weights of '{model}'",
-            expected=f"the {len(destinations)} tensors its config.json implies",
-            got=" and ".join(parts),
-            remedy="check that config.json and the weights belong together",
-        )
+    raise WeightsError.about(
+        f"weights of '{model}'",
+        expected=f"the {len(destinations)} tensors its config.json implies",
+        got=" and ".join(parts),
+        remedy="check that config.json and the weights belong together",
     )
 
 
@@ -172,13 +166,11 @@ def _check_tensors(
         name = names[canonical]
         shape, stored = checkpoint.shape(name), checkpoint.dtype(name)
         if shape != tuple(destination.shape) or stored not in _FLOATS:
-            raise WeightsError(
-                message(
-                    f"tensor '{name}'",
-                    expected=f"floating point {list(destination.shape)}",
-                    got=f"{stored} {list(shape)}",
-                    remedy="check that config.json and the weights belong together",
-                )
+            raise WeightsError.about(
+                f"tensor '{name}'",
+                expected=f"floating point {list(destination.shape)}",
+                got=f"{stored} {list(shape)}",
+                remedy="check that config.json and the weights belong together",
             )
 
 

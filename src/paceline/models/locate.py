@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError, ModelError, message
+from paceline.core.errors import ConfigError, ModelError
 from paceline.core.near import did_you_mean
 from paceline.models.weight_files import gguf_refusal
 
@@ -90,17 +90,15 @@ def locate(
     _refuse_near_misses(model, path)
     if model.count("/") != 1 or model.startswith((".", "/")):
         shapes = _shapes() if is_draft else shape_names()
-        raise ModelError(
-            message(
-                "model",
-                expected=f"a hub id, an existing folder, 'bundled' or one of {', '.join(shapes)}",
-                got=repr(model),
-                remedy=did_you_mean(
-                    model,
-                    ("bundled", *shapes),
-                    otherwise="check the spelling; a hub id has the form owner/name",
-                ),
-            )
+        raise ModelError.about(
+            "model",
+            expected=f"a hub id, an existing folder, 'bundled' or one of {', '.join(shapes)}",
+            got=repr(model),
+            remedy=did_you_mean(
+                model,
+                ("bundled", *shapes),
+                otherwise="check the spelling; a hub id has the form owner/name",
+            ),
         )
     files = _DRAFT_FILES if is_draft else _WEIGHT_FILES
     folder = _download(model, revision, _SMALL_FILES + (files if weights else []))
@@ -125,47 +123,39 @@ def _refuse_near_misses(model: str, path: Path) -> None:
         remedy = (
             f"pass {'/'.join(parts)}" if len(parts) == 2 else "a hub id has the form owner/name"
         )
-        raise ModelError(
-            message(
-                "model",
-                expected="a hub id, not the address of its page",
-                got=repr(model),
-                remedy=remedy,
-            )
+        raise ModelError.about(
+            "model",
+            expected="a hub id, not the address of its page",
+            got=repr(model),
+            remedy=remedy,
         )
     if model.startswith("~"):
-        raise ModelError(
-            message(
-                "model",
-                expected="an existing folder",
-                got=f"{model!r}, and there is no {path}",
-                remedy="check the path; a hub id has the form owner/name",
-            )
+        raise ModelError.about(
+            "model",
+            expected="an existing folder",
+            got=f"{model!r}, and there is no {path}",
+            remedy="check the path; a hub id has the form owner/name",
         )
 
 
 def _refuse_revision(model: str, what: str, revision: str | None) -> None:
     if revision is not None:
-        raise ConfigError(
-            message(
-                "revision",
-                expected=f"left out for {what} ('{model}')",
-                got=repr(revision),
-                remedy="remove --revision, or name a hub id with --model",
-            )
+        raise ConfigError.about(
+            "revision",
+            expected=f"left out for {what} ('{model}')",
+            got=repr(revision),
+            remedy="remove --revision, or name a hub id with --model",
         )
 
 
 def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
     config_path = folder / "config.json"
     if not config_path.is_file():
-        raise ModelError(
-            message(
-                f"model '{name}'",
-                expected="a folder with config.json",
-                got=f"{folder} without it",
-                remedy="point --model at a folder in Hugging Face format",
-            )
+        raise ModelError.about(
+            f"model '{name}'",
+            expected="a folder with config.json",
+            got=f"{folder} without it",
+            remedy="point --model at a folder in Hugging Face format",
         )
     generation = folder / "generation_config.json"
     tokenizer = folder / "tokenizer.json"
@@ -183,13 +173,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(
-            message(str(path), expected="readable JSON", got=str(error), remedy="restore the file")
+        raise ModelError.about(
+            str(path), expected="readable JSON", got=str(error), remedy="restore the file"
         ) from error
     if not isinstance(data, dict):
         got = type(data).__name__
-        raise ModelError(
-            message(str(path), expected="a JSON object", got=got, remedy="restore the file")
+        raise ModelError.about(
+            str(path), expected="a JSON object", got=got, remedy="restore the file"
         )
     return data
 
@@ -198,13 +188,11 @@ def _download(model: str, revision: str | None, wanted: list[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ModelError(
-            message(
-                f"model '{model}'",
-                expected="a local folder when huggingface_hub is not installed",
-                got="a hub id",
-                remedy="pip install huggingface_hub, or pass the path of a downloaded folder",
-            )
+        raise ModelError.about(
+            f"model '{model}'",
+            expected="a local folder when huggingface_hub is not installed",
+            got="a hub id",
+            remedy="pip install huggingface_hub, or pass the path of a downloaded folder",
         ) from error
     ignored = ["*/*", "consolidated*"]
     try:
@@ -213,14 +201,12 @@ def _download(model: str, revision: str | None, wanted: list[str]) -> Path:
         )
     except (OSError, ValueError) as error:
         at = f" at revision '{revision}'" if revision else ""
-        raise ModelError(
-            message(
-                f"model '{model}'{at}",
-                expected="a hub model that can be reached or is in the local cache",
-                got=f"{type(error).__name__}: {_first_line(error)}",
-                remedy="check the name, the network, HF_HUB_OFFLINE and HF_TOKEN, "
-                "or pass a local folder",
-            )
+        raise ModelError.about(
+            f"model '{model}'{at}",
+            expected="a hub model that can be reached or is in the local cache",
+            got=f"{type(error).__name__}: {_first_line(error)}",
+            remedy="check the name, the network, HF_HUB_OFFLINE and HF_TOKEN, "
+            "or pass a local folder",
         ) from error
     return Path(folder)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.core.errors import WeightsError, message
+from paceline.core.errors import WeightsError
 
 PICKLED_NAME = "pytorch_model.bin"
 _SPELLED = {
@@ -57,11 +57,9 @@ def open_pickled(path: Path) -> PickledCheckpoint:
 
 
 def _refusal(path: Path, got: str) -> WeightsError:
-    return WeightsError(
-        message(
-            str(path),
-            expected="a complete file of named tensors",
-            got=got,
-            remedy="download it again, or convert it to safetensors",
-        )
+    return WeightsError.about(
+        str(path),
+        expected="a complete file of named tensors",
+        got=got,
+        remedy="download it again, or convert it to safetensors",
     )

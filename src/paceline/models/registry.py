@@ -9,7 +9,7 @@ from enum import Enum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import ModelError, message
+from paceline.core.errors import ModelError
 
 if TYPE_CHECKING:
     from paceline.models.causal_lm import CausalLM
@@ -59,13 +59,11 @@ ARCHITECTURES = {
 def architecture(model_type: str) -> Architecture:
     """Raises ModelError naming the known ones."""
     if model_type not in ARCHITECTURES:
-        raise ModelError(
-            message(
-                "model_type",
-                expected=f"one of {', '.join(sorted(ARCHITECTURES))}",
-                got=repr(model_type),
-                remedy="use a model of a supported architecture",
-            )
+        raise ModelError.about(
+            "model_type",
+            expected=f"one of {', '.join(sorted(ARCHITECTURES))}",
+            got=repr(model_type),
+            remedy="use a model of a supported architecture",
         )
     return ARCHITECTURES[model_type]
 

@@ -1,6 +1,6 @@
 """How many parameters a model has, from its configuration alone.  Imports no torch."""
 
-from paceline.core.errors import ModelError, message
+from paceline.core.errors import ModelError
 from paceline.core.model_config import ModelConfig, MoEConfig
 from paceline.core.options import ELEMENT_BYTES
 from paceline.models.eagle_config import EagleConfig
@@ -48,13 +48,11 @@ def eagle_parameter_count(config: EagleConfig, target: ModelConfig) -> int:
 
 def _element_bytes(dtype: str) -> int:
     if dtype not in ELEMENT_BYTES:
-        raise ModelError(
-            message(
-                "dtype",
-                expected=f"one of {', '.join(ELEMENT_BYTES)}",
-                got=repr(dtype),
-                remedy="choose with --dtype",
-            )
+        raise ModelError.about(
+            "dtype",
+            expected=f"one of {', '.join(ELEMENT_BYTES)}",
+            got=repr(dtype),
+            remedy="choose with --dtype",
         )
     return ELEMENT_BYTES[dtype]
 

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from paceline.core.errors import WeightsError, message
+from paceline.core.errors import WeightsError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -35,13 +35,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 def gguf_refusal(what: str, name: str) -> WeightsError:
     """The error about weights in the format of llama.cpp."""
-    return WeightsError(
-        message(
-            what,
-            expected="*.safetensors files",
-            got=f"{name}, which is GGUF",
-            remedy="name the model it was converted from: GGUF is not read",
-        )
+    return WeightsError.about(
+        what,
+        expected="*.safetensors files",
+        got=f"{name}, which is GGUF",
+        remedy="name the model it was converted from: GGUF is not read",
     )
 
 
@@ -53,7 +51,7 @@ def _incomplete(folder: Path, absent: list[str]) -> WeightsError:
     elif others:
         got, remedy = f"{', '.join(others)} alone", "add the model's own: these are not read"
     expected = "every shard of the checkpoint" if absent else "*.safetensors files"
-    return WeightsError(message(f"weights in {folder}", expected=expected, got=got, remedy=remedy))
+    return WeightsError.about(f"weights in {folder}", expected=expected, got=got, remedy=remedy)
 
 
 def _numbered_shards(folder: Path) -> list[Path]:
@@ -76,11 +74,9 @@ def _indexed_files(index: Path) -> list[Path]:
         files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         return [index.parent / name for name in files]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightsError(
-            message(
-                str(index),
-                expected="an index with a weight_map",
-                got=f"{type(error).__name__}: {error}",
-                remedy="download the model again",
-            )
+        raise WeightsError.about(
+            str(index),
+            expected="an index with a weight_map",
+            got=f"{type(error).__name__}: {error}",
+            remedy="download the model again",
         ) from error

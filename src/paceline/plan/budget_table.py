@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.gpus import gib
 from paceline.plan.capacity import Concurrency
 from paceline.plan.fit import Fit
@@ -67,13 +67,11 @@ def compare(fit: Fit, measured: Mapping[str, int]) -> str:
     planned |= {name: size for name, size in lines.items() if not name.startswith("KV ")}
     unknown = sorted(set(measured) - set(planned))
     if unknown:
-        raise ConfigError(
-            message(
-                "measured",
-                expected=f"names among {sorted(planned)}",
-                got=unknown,
-                remedy="use these names",
-            )
+        raise ConfigError.about(
+            "measured",
+            expected=f"names among {sorted(planned)}",
+            got=unknown,
+            remedy="use these names",
         )
     rows = [f"  {'':<16}{'planned':>12}{'measured':>12}"]
     for name, size in planned.items():

@@ -1,7 +1,7 @@
 """Contradictions: values that cannot hold together, refused before anything is planned by them."""
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import FP8, EngineOptions, known
@@ -11,40 +11,32 @@ from paceline.plan.footprint import nodes_of
 def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFacts) -> None:
     """Raise ConfigError where a value that was asked contradicts the model or the device."""
     if options.device is not None and options.device != device.device_type:
-        raise ConfigError(
-            message(
-                "device",
-                expected=f"{device.device_type} ({device.name})",
-                got=options.device,
-                remedy="leave --device out, or choose another --gpu",
-            )
+        raise ConfigError.about(
+            "device",
+            expected=f"{device.device_type} ({device.name})",
+            got=options.device,
+            remedy="leave --device out, or choose another --gpu",
         )
     if options.gpu_memory_utilization is not None and device.device_type == "cpu":
-        raise ConfigError(
-            message(
-                "gpu_memory_utilization",
-                expected="left out on a CPU",
-                got=options.gpu_memory_utilization,
-                remedy="size the cache with --kv-cache-memory-bytes",
-            )
+        raise ConfigError.about(
+            "gpu_memory_utilization",
+            expected="left out on a CPU",
+            got=options.gpu_memory_utilization,
+            remedy="size the cache with --kv-cache-memory-bytes",
         )
     if options.threads is not None and device.cpus is not None and options.threads > device.cpus:
-        raise ConfigError(
-            message(
-                "threads",
-                expected=f"at most {device.cpus}, the CPUs this process may use",
-                got=options.threads,
-                remedy="lower --threads, or leave it out to let the engine decide",
-            )
+        raise ConfigError.about(
+            "threads",
+            expected=f"at most {device.cpus}, the CPUs this process may use",
+            got=options.threads,
+            remedy="lower --threads, or leave it out to let the engine decide",
         )
     if options.max_model_len is not None and options.max_model_len > config.max_position:
-        raise ConfigError(
-            message(
-                "max_model_len",
-                expected=f"at most {config.max_position}, the model's context limit",
-                got=options.max_model_len,
-                remedy="lower --max-model-len",
-            )
+        raise ConfigError.about(
+            "max_model_len",
+            expected=f"at most {config.max_position}, the model's context limit",
+            got=options.max_model_len,
+            remedy="lower --max-model-len",
         )
 
 
@@ -58,23 +50,19 @@ def refuse_step(options: EngineOptions, drafts: DraftShape | None) -> None:
         lower = f"--max-num-seqs to {tokens // nodes}"
         if tokens < nodes:
             lower = "--speculative-num-draft-tokens"
-        raise ConfigError(
-            message(
-                "max_num_batched_tokens",
-                expected=f"at least {rows * nodes}",
-                got=tokens,
-                remedy=f"a step holds {held} of every running request: raise "
-                f"--max-num-batched-tokens to {rows * nodes}, or lower {lower}",
-            )
+        raise ConfigError.about(
+            "max_num_batched_tokens",
+            expected=f"at least {rows * nodes}",
+            got=tokens,
+            remedy=f"a step holds {held} of every running request: raise "
+            f"--max-num-batched-tokens to {rows * nodes}, or lower {lower}",
         )
     if chunk > tokens:
-        raise ConfigError(
-            message(
-                "chunked_prefill_size",
-                expected=f"at most {tokens}, the tokens of one step",
-                got=chunk,
-                remedy="lower --chunked-prefill-size or raise --max-num-batched-tokens",
-            )
+        raise ConfigError.about(
+            "chunked_prefill_size",
+            expected=f"at most {tokens}, the tokens of one step",
+            got=chunk,
+            remedy="lower --chunked-prefill-size or raise --max-num-batched-tokens",
         )
 
 
@@ -84,36 +72,30 @@ def refuse_graphs(options: EngineOptions, config: ModelConfig) -> None:
     length = options.max_model_len or config.max_position
     graph_rows, graph_tokens = options.cuda_graph_max_bs, options.cuda_graph_max_tokens
     if graph_rows is not None and graph_rows > rows:
-        raise ConfigError(
-            message(
-                "cuda_graph_max_bs",
-                expected=f"at most {rows}, the requests of one step",
-                got=graph_rows,
-                remedy="lower --cuda-graph-max-bs or raise --max-num-seqs",
-            )
+        raise ConfigError.about(
+            "cuda_graph_max_bs",
+            expected=f"at most {rows}, the requests of one step",
+            got=graph_rows,
+            remedy="lower --cuda-graph-max-bs or raise --max-num-seqs",
         )
     if graph_tokens is not None and graph_tokens > min(tokens, length):
         limit, what, flag = tokens, "tokens of one step", "--max-num-batched-tokens"
         if length < tokens:
             limit, what, flag = length, "tokens of one request", "--max-model-len"
-        raise ConfigError(
-            message(
-                "cuda_graph_max_tokens",
-                expected=f"at most {limit}, the {what}",
-                got=graph_tokens,
-                remedy=f"lower --cuda-graph-max-tokens or raise {flag}",
-            )
+        raise ConfigError.about(
+            "cuda_graph_max_tokens",
+            expected=f"at most {limit}, the {what}",
+            got=graph_tokens,
+            remedy=f"lower --cuda-graph-max-tokens or raise {flag}",
         )
 
 
 def refuse_cache(options: EngineOptions) -> None:
     """Raise ConfigError for a cache that is neither of the activations' format nor fp8."""
     if options.kv_cache_dtype not in (options.dtype, FP8):
-        raise ConfigError(
-            message(
-                "kv_cache_dtype",
-                expected=f"{options.dtype}, the format of the activations, or {FP8}",
-                got=options.kv_cache_dtype,
-                remedy="leave --kv-cache-dtype out, or set --dtype to the same",
-            )
+        raise ConfigError.about(
+            "kv_cache_dtype",
+            expected=f"{options.dtype}, the format of the activations, or {FP8}",
+            got=options.kv_cache_dtype,
+            remedy="leave --kv-cache-dtype out, or set --dtype to the same",
         )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from paceline.core.draft_shape import MOST_DRAFT_TOKENS, DraftShape
-from paceline.core.errors import ConfigError, ModelError, message
+from paceline.core.errors import ConfigError, ModelError
 from paceline.core.option_spec import spec_of
 from paceline.core.options import OFF, EngineOptions
 from paceline.models.locate import BUNDLED_FOLDER, ModelSource, SourceKind, locate
@@ -144,13 +144,11 @@ def _told_by(source: ModelSource) -> tuple[str, str]:
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > 1:
         return "STANDALONE", f"{where} describes a whole model"
-    raise ConfigError(
-        message(
-            "speculative_algorithm",
-            expected="named for a draft model of one layer, which may be a head or a model",
-            got=f"auto, and {where} of {', '.join(names) or 'no architectures'}",
-            remedy="add --speculative-algorithm EAGLE, or STANDALONE",
-        )
+    raise ConfigError.about(
+        "speculative_algorithm",
+        expected="named for a draft model of one layer, which may be a head or a model",
+        got=f"auto, and {where} of {', '.join(names) or 'no architectures'}",
+        remedy="add --speculative-algorithm EAGLE, or STANDALONE",
     )
 
 
@@ -161,18 +159,16 @@ def _refuse_settings(options: EngineOptions, expected: str) -> None:
         is_setting = name.startswith("speculative_") or name == "force_accept_len"
         if not is_setting or name == "speculative_algorithm" or value == field.default:
             continue
-        raise ConfigError(
-            message(
-                name,
-                expected=expected,
-                got=value,
-                remedy=f"remove {spec_of(field).flags[0]}, or name a drafter with "
-                "--speculative-algorithm: NGRAM needs no draft model",
-            )
+        raise ConfigError.about(
+            name,
+            expected=expected,
+            got=value,
+            remedy=f"remove {spec_of(field).flags[0]}, or name a drafter with "
+            "--speculative-algorithm: NGRAM needs no draft model",
         )
 
 
 def _bad_path(expected: str, got: str, remedy: str) -> ConfigError:
-    return ConfigError(
-        message("speculative_draft_model_path", expected=expected, got=got, remedy=remedy)
+    return ConfigError.about(
+        "speculative_draft_model_path", expected=expected, got=got, remedy=remedy
     )

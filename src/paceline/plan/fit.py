@@ -6,7 +6,7 @@ Weights and KV are exact from the config.  The rest are upper bounds by the form
 
 from dataclasses import asdict, dataclass
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions, known
@@ -120,31 +120,26 @@ def require_fit(fit: Fit, advice: str | None = None) -> None:
         return
     limit = fit.kv_limit_bytes
     if limit is not None and limit < fit.kv_least_bytes <= fit.kv_room_bytes:
-        raise ConfigError(
-            message(
-                f"memory for the KV cache on {fit.device}",
-                expected=f"at least {fit.kv_least_bytes} bytes",
-                got=f"{limit} bytes (short by {fit.short_by_bytes}; a request of "
-                f"{fit.max_model_len} tokens was wanted, the longest that fits has "
-                f"{fit.longest_len})",
-                remedy=advice
-                or f"raise --kv-cache-memory-bytes to {fit.kv_least_bytes}, or lower "
-                "--max-model-len",
-            )
+        raise ConfigError.about(
+            f"memory for the KV cache on {fit.device}",
+            expected=f"at least {fit.kv_least_bytes} bytes",
+            got=f"{limit} bytes (short by {fit.short_by_bytes}; a request of "
+            f"{fit.max_model_len} tokens was wanted, the longest that fits has "
+            f"{fit.longest_len})",
+            remedy=advice
+            or f"raise --kv-cache-memory-bytes to {fit.kv_least_bytes}, or lower --max-model-len",
         )
     others = fit.usable_bytes - fit.kv_room_bytes
     lower = "" if limit is None else "--kv-cache-memory-bytes, "
-    raise ConfigError(
-        message(
-            f"memory for the model on {fit.device}",
-            expected=f"at least {fit.usable_bytes + fit.short_by_bytes} bytes",
-            got=f"{fit.usable_bytes} bytes usable of {gib(fit.total_bytes)} "
-            f"(short by {gib(fit.short_by_bytes)}; weights "
-            f"{gib(fit.weights_bytes + fit.draft_weights_bytes)}, "
-            f"all but KV {gib(others)}; a request of {fit.max_model_len} tokens was wanted, "
-            f"the longest that fits has {fit.longest_len})",
-            remedy=advice
-            or f"lower {lower}--max-model-len, --max-num-seqs or --max-num-batched-tokens, "
-            "raise --gpu-memory-utilization, or choose a smaller model or dtype",
-        )
+    raise ConfigError.about(
+        f"memory for the model on {fit.device}",
+        expected=f"at least {fit.usable_bytes + fit.short_by_bytes} bytes",
+        got=f"{fit.usable_bytes} bytes usable of {gib(fit.total_bytes)} "
+        f"(short by {gib(fit.short_by_bytes)}; weights "
+        f"{gib(fit.weights_bytes + fit.draft_weights_bytes)}, "
+        f"all but KV {gib(others)}; a request of {fit.max_model_len} tokens was wanted, "
+        f"the longest that fits has {fit.longest_len})",
+        remedy=advice
+        or f"lower {lower}--max-model-len, --max-num-seqs or --max-num-batched-tokens, "
+        "raise --gpu-memory-utilization, or choose a smaller model or dtype",
     )

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts, published_row
 
 LIBRARIES = (
@@ -56,13 +56,11 @@ def local_device(device_type: str | None = None) -> DeviceFacts:
     if torch.cuda.is_available():
         return _gpu_facts(0)
     if device_type == "cuda":
-        raise ConfigError(
-            message(
-                "device",
-                expected="a CUDA device that torch can use",
-                got=f"none (torch {torch.__version__}, built for CUDA {torch.version.cuda})",
-                remedy="use --device cpu, or install a torch build for this GPU's driver",
-            )
+        raise ConfigError.about(
+            "device",
+            expected="a CUDA device that torch can use",
+            got=f"none (torch {torch.__version__}, built for CUDA {torch.version.cuda})",
+            remedy="use --device cpu, or install a torch build for this GPU's driver",
         )
     return cpu_facts()
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.core.errors import ConfigError, RequestError, message
+from paceline.core.errors import ConfigError, RequestError
 from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class
 from paceline.core.sampling_params import SamplingParams
@@ -58,13 +58,11 @@ def check_extra_args(
     for name, _ in params.extra_args:
         if name not in known:
             load = "load its processor with --logits-processor"
-            raise RequestError(
-                message(
-                    "a key of extra_args",
-                    expected=f"one of {', '.join(known)}" if known else "absent",
-                    got=f"{name!r}",
-                    remedy=did_you_mean(name, known, otherwise=load),
-                )
+            raise RequestError.about(
+                "a key of extra_args",
+                expected=f"one of {', '.join(known)}" if known else "absent",
+                got=f"{name!r}",
+                remedy=did_you_mean(name, known, otherwise=load),
             )
     for processor in processors:
         args = own_args(processor, params)
@@ -74,13 +72,11 @@ def check_extra_args(
             processor.check(args, vocab_size)
             column_values(processor, params, prompt_len=prompt_len, stop_ids=stop_ids)
         except _FAULTS as error:
-            raise RequestError(
-                message(
-                    f"extra_args of {type(processor).__name__}",
-                    expected="values it can pack",
-                    got=f"{args!r} ({error!r})",
-                    remedy="correct them, or let its check refuse them",
-                )
+            raise RequestError.about(
+                f"extra_args of {type(processor).__name__}",
+                expected="values it can pack",
+                got=f"{args!r} ({error!r})",
+                remedy="correct them, or let its check refuse them",
             ) from error
 
 
@@ -115,4 +111,4 @@ def _row_bytes(processor: LogitsProcessor) -> int:
 
 
 def _config_error(name: str, expected: str, got: object, remedy: str) -> ConfigError:
-    return ConfigError(message(name, expected=expected, got=got, remedy=remedy))
+    return ConfigError.about(name, expected=expected, got=got, remedy=remedy)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from paceline.core.errors import GraphGuardError, message
+from paceline.core.errors import GraphGuardError
 from paceline.core.step import Step
 from paceline.runner.graphs import GraphKey
 
@@ -68,6 +68,6 @@ class Guard:
     def _error(
         name: str, expected: object, got: object, *, remedy: str = "pad the step to a larger size"
     ) -> GraphGuardError:
-        return GraphGuardError(
-            message(f"padded step: {name}", expected=expected, got=got, remedy=remedy)
+        return GraphGuardError.about(
+            f"padded step: {name}", expected=expected, got=got, remedy=remedy
         )

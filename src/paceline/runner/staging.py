@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.errors import IntegrityError, message
+from paceline.core.errors import IntegrityError
 
 Copy = tuple[Tensor, Tensor]  # (device destination, pinned source)
 
@@ -48,13 +48,11 @@ class StagingSlot:
         size = values.nbytes
         start = (self._used + 15) & ~15
         if start + size > self._bytes.numel():
-            raise IntegrityError(
-                message(
-                    "staged bytes of one step",
-                    expected=f"at most {self._bytes.numel()}",
-                    got=start + size,
-                    remedy="bound what joins in one step by what the slot holds",
-                )
+            raise IntegrityError.about(
+                "staged bytes of one step",
+                expected=f"at most {self._bytes.numel()}",
+                got=start + size,
+                remedy="bound what joins in one step by what the slot holds",
             )
         self._used = start + size
         end = start + size

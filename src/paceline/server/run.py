@@ -14,7 +14,7 @@ from types import FrameType
 
 import uvicorn
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
 from paceline.plan.machine import settled
@@ -56,13 +56,11 @@ def bind(address: Address) -> socket.socket:
 
 
 def _not_free(address: Address, error: OSError) -> ConfigError:
-    return ConfigError(
-        message(
-            "--host and --port",
-            expected="an address that is free here",
-            got=f"{address.host}:{address.port} ({error})",
-            remedy="choose another port, or 0 for any that is free",
-        )
+    return ConfigError.about(
+        "--host and --port",
+        expected="an address that is free here",
+        got=f"{address.host}:{address.port} ({error})",
+        remedy="choose another port, or 0 for any that is free",
     )
 
 

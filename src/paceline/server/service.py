@@ -144,7 +144,7 @@ class Service:
         if self.admission.tokenizer is None:
             remedy = "send prompts as token ids to /v1/completions"
             expected = "sent to a model with tokenizer.json"
-            raise ModelError(message("text", expected=expected, got="one without", remedy=remedy))
+            raise ModelError.about("text", expected=expected, got="one without", remedy=remedy)
         return self.admission.tokenizer
 
 

@@ -9,7 +9,7 @@ content.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.core.errors import ConfigError, RequestError, message
+from paceline.core.errors import ConfigError, RequestError
 
 # What a template's expressions raise when they do not fit the messages.
 _FAULTS = (
@@ -31,13 +31,11 @@ class ChatTemplate:
         try:
             import jinja2
         except ImportError as error:
-            raise ConfigError(
-                message(
-                    "chat template",
-                    expected="the jinja2 package",
-                    got="an installation without it",
-                    remedy="pip install jinja2, or send plain prompts",
-                )
+            raise ConfigError.about(
+                "chat template",
+                expected="the jinja2 package",
+                got="an installation without it",
+                remedy="pip install jinja2, or send plain prompts",
             ) from error
         from paceline.text.template_sandbox import sandbox
 
@@ -70,22 +68,18 @@ class ChatTemplate:
 
 
 def _unusable(got: str) -> ConfigError:
-    return ConfigError(
-        message(
-            "chat template",
-            expected="a valid Jinja template",
-            got=got,
-            remedy="repair chat_template in the model's tokenizer_config.json",
-        )
+    return ConfigError.about(
+        "chat template",
+        expected="a valid Jinja template",
+        got=got,
+        remedy="repair chat_template in the model's tokenizer_config.json",
     )
 
 
 def _refusal(got: str) -> RequestError:
-    return RequestError(
-        message(
-            "messages",
-            expected="what the model's chat template accepts",
-            got=got,
-            remedy="check roles, their order and the content's type",
-        )
+    return RequestError.about(
+        "messages",
+        expected="what the model's chat template accepts",
+        got=got,
+        remedy="check roles, their order and the content's type",
     )

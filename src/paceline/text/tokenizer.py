@@ -59,13 +59,11 @@ class Tokenizer:
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ModelError(
-                message(
-                    "tokenizer",
-                    expected="tokenizer.json in the model folder",
-                    got=f"{folder} without it",
-                    remedy="save the model with a fast tokenizer, or pass token ids",
-                )
+            raise ModelError.about(
+                "tokenizer",
+                expected="tokenizer.json in the model folder",
+                got=f"{folder} without it",
+                remedy="save the model with a fast tokenizer, or pass token ids",
             )
         # Its thread pool does not survive a fork, and one prompt is too short to gain from it.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -240,16 +238,16 @@ def _token_text(value: object) -> str | None:
 def _check_text(text: object) -> None:
     remedy = "pass str; token ids go in as a list of ints"
     if not isinstance(text, str):
-        raise RequestError(
-            message("prompt", expected="a string", got=type(text).__name__, remedy=remedy)
+        raise RequestError.about(
+            "prompt", expected="a string", got=type(text).__name__, remedy=remedy
         )
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         got = f"a lone surrogate at index {error.start}"
         remedy = "decode the source with errors='replace'"
-        raise RequestError(
-            message("prompt", expected="valid Unicode", got=got, remedy=remedy)
+        raise RequestError.about(
+            "prompt", expected="valid Unicode", got=got, remedy=remedy
         ) from error
 
 
@@ -290,4 +288,4 @@ def _unreadable(path: Path, expected: str, got: object) -> ModelError:
     remedy = "restore the file from the model's source"
     if is_lfs_pointer(path):
         got, remedy = LFS_POINTER, LFS_REMEDY
-    return ModelError(message(str(path), expected=expected, got=got, remedy=remedy))
+    return ModelError.about(str(path), expected=expected, got=got, remedy=remedy)

@@ -14,7 +14,7 @@ from paceline.attention.contract import (
     LayerCache,
 )
 from paceline.attention.flash_attention import FlashAttentionBackend, PagedRows
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 
 MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")  # in this order
@@ -84,14 +84,11 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
                 return cast(FlashAttention3Library, importlib.import_module(name))
             except ImportError as error:
                 failures.append(f"{name}: {error}")
-        raise ConfigError(
-            message(
-                "attention backend fa3",
-                expected=f"an importable {' or '.join(MODULES)}",
-                got="; ".join(failures),
-                remedy="build flash-attention's hopper folder, or choose another "
-                "--attention-backend",
-            )
+        raise ConfigError.about(
+            "attention backend fa3",
+            expected=f"an importable {' or '.join(MODULES)}",
+            got="; ".join(failures),
+            remedy="build flash-attention's hopper folder, or choose another --attention-backend",
         )
 
     def attend(

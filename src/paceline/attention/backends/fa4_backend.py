@@ -19,7 +19,7 @@ from paceline.attention.contract import (
     LayerCache,
 )
 from paceline.attention.flash_attention import FlashAttentionBackend, PagedRows
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 
 PACKAGE = "flash-attn-4"
@@ -103,13 +103,11 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
         try:
             return cast(FlashAttention4Library, importlib.import_module(MODULE))
         except ImportError as error:
-            raise ConfigError(
-                message(
-                    "attention backend fa4",
-                    expected=f"an importable {MODULE}",
-                    got=f"{type(error).__name__}: {error}",
-                    remedy="pip install 'paceline[fa4]', or choose another --attention-backend",
-                )
+            raise ConfigError.about(
+                "attention backend fa4",
+                expected=f"an importable {MODULE}",
+                got=f"{type(error).__name__}: {error}",
+                remedy="pip install 'paceline[fa4]', or choose another --attention-backend",
             ) from error
 
     def attend(

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, Limits, Part
 from paceline.attention.layouts.csr import CsrBuffers, CsrLens
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.core.gpus import MOST_SMS
 from paceline.core.modes import MaskKind
 
@@ -65,14 +65,12 @@ def window_left(spec: AttentionSpec, shape: StepShape) -> int | None:
 
 def unplanned(part: Part, spec: AttentionSpec) -> KernelArgumentError:
     """What is wrong with asking for a part that no wrapper was planned for."""
-    return KernelArgumentError(
-        message(
-            "flashinfer forward",
-            expected="a part and layer constants of the step's host plan",
-            got=f"{part} with window {spec.window}",
-            remedy="call host_plan before plan; trees with windows run by cascade; a window over "
-            f"the prefix alone must be longer than a request's rows, at most {SMALLEST_TILE}",
-        )
+    return KernelArgumentError.about(
+        "flashinfer forward",
+        expected="a part and layer constants of the step's host plan",
+        got=f"{part} with window {spec.window}",
+        remedy="call host_plan before plan; trees with windows run by cascade; a window over "
+        f"the prefix alone must be longer than a request's rows, at most {SMALLEST_TILE}",
     )
 
 

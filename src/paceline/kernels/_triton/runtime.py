@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 
 _CPU_SHARED_BYTES = 232448  # what the interpreter pretends to have
 
@@ -41,13 +41,11 @@ def require_runnable(what: str, tensor: Tensor, kernel: object, *, otherwise: st
     what: the argument and its op; otherwise: what the caller may do instead.
     """
     if tensor.device.type == "cpu" and not interpreted(kernel):
-        raise KernelArgumentError(
-            message(
-                what,
-                expected="on a CUDA device",
-                got="a CPU tensor",
-                remedy=f"{otherwise}, or set TRITON_INTERPRET=1 before the first import of triton",
-            )
+        raise KernelArgumentError.about(
+            what,
+            expected="on a CUDA device",
+            got="a CPU tensor",
+            remedy=f"{otherwise}, or set TRITON_INTERPRET=1 before the first import of triton",
         )
 
 

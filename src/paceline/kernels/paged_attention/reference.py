@@ -16,7 +16,7 @@ weight goes to no value; lse leaves it out, and so does everything with prefix_o
 import torch
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
 
 
@@ -99,13 +99,11 @@ def visible_keys(
     elif mask is MaskKind.TREE and tree_mask is not None:
         among = tree_mask.cpu()
     else:
-        raise KernelArgumentError(
-            message(
-                "mask",
-                expected="causal or full, or tree with a tree_mask",
-                got=f"{mask.value} with tree_mask {'absent' if tree_mask is None else 'present'}",
-                remedy="a step without rows needs no attention; a tree needs its ancestors",
-            )
+        raise KernelArgumentError.about(
+            "mask",
+            expected="causal or full, or tree with a tree_mask",
+            got=f"{mask.value} with tree_mask {'absent' if tree_mask is None else 'present'}",
+            remedy="a step without rows needs no attention; a tree needs its ancestors",
         )
     visible = torch.cat((torch.ones(extend, prefix, dtype=torch.bool), among), dim=1)
     if window is None:

@@ -8,7 +8,7 @@ Order: the processors of the table, built-in ones first; then temperature, top-k
 import torch
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.layers.sampling.table import SamplingTable
 
 
@@ -38,13 +38,11 @@ def process_logits(
         )
         changed = stage.processor.apply(logits, at, positions, state)
         if changed.shape != logits.shape or changed.dtype != torch.float32:
-            raise KernelArgumentError(
-                message(
-                    f"logits returned by {type(stage.processor).__name__}",
-                    expected=f"float32 {list(logits.shape)}",
-                    got=f"{changed.dtype} {list(changed.shape)}",
-                    remedy="return a changed copy of the logits it was given",
-                )
+            raise KernelArgumentError.about(
+                f"logits returned by {type(stage.processor).__name__}",
+                expected=f"float32 {list(logits.shape)}",
+                got=f"{changed.dtype} {list(changed.shape)}",
+                remedy="return a changed copy of the logits it was given",
             )
         logits = changed
     return logits

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from paceline.core.errors import ConfigError, RequestError, message
+from paceline.core.errors import ConfigError, RequestError
 from paceline.core.sampling_params import SamplingParams
 
 Values = float | Sequence[float]  # of one column of one row; int64 columns hold integers
@@ -108,26 +108,22 @@ def column_values(
     )
     values = processor.pack(facts)
     if values.keys() != processor.columns.keys():
-        raise ConfigError(
-            message(
-                f"columns packed by {type(processor).__name__}",
-                expected=sorted(processor.columns),
-                got=sorted(values),
-                remedy="pack every column it declares, and no other",
-            )
+        raise ConfigError.about(
+            f"columns packed by {type(processor).__name__}",
+            expected=sorted(processor.columns),
+            got=sorted(values),
+            remedy="pack every column it declares, and no other",
         )
     for name, column in processor.columns.items():
         if not _fits(column, values[name]):
             kind = "64-bit integer" if column.dtype == torch.int64 else "number"
-            raise RequestError(
-                message(
-                    f"column '{name}' of {type(processor).__name__}",
-                    expected=f"one {kind}"
-                    if column.width is None
-                    else f"at most {column.width} {kind}s",
-                    got=f"{values[name]!r}",
-                    remedy="refuse such arguments in check, or declare another column",
-                )
+            raise RequestError.about(
+                f"column '{name}' of {type(processor).__name__}",
+                expected=f"one {kind}"
+                if column.width is None
+                else f"at most {column.width} {kind}s",
+                got=f"{values[name]!r}",
+                remedy="refuse such arguments in check, or declare another column",
             )
     return values
 

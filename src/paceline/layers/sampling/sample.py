@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.core.sampling_params import SamplerTier
 from paceline.kernels.draw import draw, draw_reference, scores_reference
 from paceline.kernels.edit_logits import SampledRows, edit_logits
@@ -61,8 +61,8 @@ def sample(
     if not logits.is_floating_point() or logits.ndim != 2:
         got = f"{logits.dtype} {list(logits.shape)}"
         remedy = "pass what the language-model head returned"
-        raise KernelArgumentError(
-            message("logits", expected="floating-point [num_rows, vocab]", got=got, remedy=remedy)
+        raise KernelArgumentError.about(
+            "logits", expected="floating-point [num_rows, vocab]", got=got, remedy=remedy
         )
     if tier is SamplerTier.GREEDY:
         chosen, finite = greedy(logits)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.proof.check.cell import CellResult, Status
 
 MACHINE = ("device", "versions")  # parts of a document on which every digest depends
@@ -99,22 +99,18 @@ def read_cells(path: Path) -> frozenset[str]:
 
 
 def _no_list(got: str) -> ConfigError:
-    return ConfigError(
-        message(
-            "--cells",
-            expected="a file with names of cells, one a line",
-            got=got,
-            remedy="`paceline check --full --json FILE` has all names",
-        )
+    return ConfigError.about(
+        "--cells",
+        expected="a file with names of cells, one a line",
+        got=got,
+        remedy="`paceline check --full --json FILE` has all names",
     )
 
 
 def _unusable(path: Path, got: str) -> ConfigError:
-    return ConfigError(
-        message(
-            "--against",
-            expected="a document of `paceline check --json` with digests",
-            got=f"{str(path)!r} ({got})",
-            remedy="run the older version with --json FILE first",
-        )
+    return ConfigError.about(
+        "--against",
+        expected="a document of `paceline check --json` with digests",
+        got=f"{str(path)!r} ({got})",
+        remedy="run the older version with --json FILE first",
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.proof.check.cell import CellResult, RunnerKind, Status
 from paceline.proof.check.filters import Filter
 from paceline.proof.check.workers import LastResult, Lost, Task, Workers
@@ -96,13 +96,11 @@ def cells_of(selection: Selection, cases: Iterable[Case]) -> list[Cell]:
     chosen = [cell for cell in cells if selection.wanted is None or selection.wanted(cell.id)]
     if not chosen:
         example = f", such as {cells[0].id}" if cells else ""
-        raise ConfigError(
-            message(
-                "the selection",
-                expected=f"true for some of {len(cells)} cells{example}",
-                got="none",
-                remedy="change --filter, --method or --mode, or use --full",
-            )
+        raise ConfigError.about(
+            "the selection",
+            expected=f"true for some of {len(cells)} cells{example}",
+            got="none",
+            remedy="change --filter, --method or --mode, or use --full",
         )
     return chosen
 
@@ -267,13 +265,11 @@ def _require_resolved(
     jobs = [Task(index, harness.resolve, (name, device_type)) for index, name in enumerate(names)]
     for index, outcome in pool.run(jobs):  # type: ignore[arg-type]
         if isinstance(outcome, Lost):
-            raise ConfigError(
-                message(
-                    "--backend",
-                    expected="a backend that can be loaded",
-                    got=f"{names[index]!r} ({outcome.reason})",
-                    remedy="mend that, or check the spelling and PYTHONPATH",
-                )
+            raise ConfigError.about(
+                "--backend",
+                expected="a backend that can be loaded",
+                got=f"{names[index]!r} ({outcome.reason})",
+                remedy="mend that, or check the spelling and PYTHONPATH",
             )
 
 
@@ -281,13 +277,11 @@ def _named(cells: Sequence[Cell], names: frozenset[str]) -> list[Cell]:
     """Raises ConfigError for a name that no cell has."""
     unknown = sorted(names - {cell.id for cell in cells})
     if unknown:
-        raise ConfigError(
-            message(
-                "--cells",
-                expected="names of cells of this device's backends, methods and modes",
-                got=f"{len(unknown)} others, such as {unknown[0]!r}",
-                remedy="take them out, or name their backend with --backend",
-            )
+        raise ConfigError.about(
+            "--cells",
+            expected="names of cells of this device's backends, methods and modes",
+            got=f"{len(unknown)} others, such as {unknown[0]!r}",
+            remedy="take them out, or name their backend with --backend",
         )
     return [cell for cell in cells if cell.id in names]
 
@@ -295,11 +289,9 @@ def _named(cells: Sequence[Cell], names: frozenset[str]) -> list[Cell]:
 def _require_known(flag: str, asked: tuple[str, ...], known: set[str]) -> None:
     for name in asked:
         if name not in known:
-            raise ConfigError(
-                message(
-                    flag,
-                    expected=f"one of {', '.join(sorted(known))}",
-                    got=repr(name),
-                    remedy="name one of these",
-                )
+            raise ConfigError.about(
+                flag,
+                expected=f"one of {', '.join(sorted(known))}",
+                got=repr(name),
+                remedy="name one of these",
             )

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.plan.machine import versions
 from paceline.proof.check.cell import CellResult, Status
@@ -163,13 +163,11 @@ def write(flag: str, path: Path, text: str) -> None:
 
 
 def _unwritable(flag: str, path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        message(
-            flag,
-            expected="a file that can be written",
-            got=f"{str(path)!r} ({error.strerror})",
-            remedy="name a file in a folder that exists and that you may write to",
-        )
+    return ConfigError.about(
+        flag,
+        expected="a file that can be written",
+        got=f"{str(path)!r} ({error.strerror})",
+        remedy="name a file in a folder that exists and that you may write to",
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.progress import INTERRUPTED, cut_mark
 from paceline.proof.check.baseline import Baseline, read_cells
 from paceline.proof.check.cell import CellResult
@@ -81,13 +81,11 @@ def run_check(
 def selection_of(values: Mapping[str, Any], device_type: str) -> Selection:
     """The cells that the flags want.  Raises ConfigError."""
     if values["quick"] and values["full"]:
-        raise ConfigError(
-            message(
-                "the suite",
-                expected="--quick or --full",
-                got="both",
-                remedy="drop one of the two; --full holds the quick cases too",
-            )
+        raise ConfigError.about(
+            "the suite",
+            expected="--quick or --full",
+            got="both",
+            remedy="drop one of the two; --full holds the quick cases too",
         )
     return Selection(
         device_type=device_type,
@@ -109,13 +107,11 @@ def output_paths(values: Mapping[str, Any]) -> dict[str, Path]:
     for flag, path in found.items():
         require_writable(flag, path)
     if len(found) == 2 and found["--json"].resolve() == found["--html"].resolve():
-        raise ConfigError(
-            message(
-                "--html",
-                expected="another file than --json",
-                got=repr(str(found["--html"])),
-                remedy="name two files",
-            )
+        raise ConfigError.about(
+            "--html",
+            expected="another file than --json",
+            got=repr(str(found["--html"])),
+            remedy="name two files",
         )
     return found
 
@@ -128,8 +124,8 @@ def num_workers(asked: int | None, device_type: str) -> int:
         cores = usable_cores()
         return cores if device_type == "cpu" else max(1, min(GPU_WORKERS, cores // 2))
     if asked < 1:
-        raise ConfigError(
-            message("--workers", expected="at least 1", got=asked, remedy="leave the flag out")
+        raise ConfigError.about(
+            "--workers", expected="at least 1", got=asked, remedy="leave the flag out"
         )
     return asked
 

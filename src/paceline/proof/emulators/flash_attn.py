@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.kernels.custom_op import define_op
 
 
@@ -119,7 +119,7 @@ def flash_attn_with_kvcache(
 def _require(holds: bool, name: str, expected: object, got: object) -> None:
     if not holds:
         remedy = "see the library's interface: the real kernel would read elsewhere, or refuse"
-        raise KernelArgumentError(message(name, expected=expected, got=got, remedy=remedy))
+        raise KernelArgumentError.about(name, expected=expected, got=got, remedy=remedy)
 
 
 def _require_matching(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 
 HEAD_DIMS = (64, 128, 256)
 NUM_SMS = 1  # of the emulated device
@@ -18,8 +18,8 @@ _ALIGNMENT = 16  # bytes, of every part of a workspace
 def error(name: str, expected: object, got: object) -> KernelArgumentError:
     """A broken rule."""
     remedy = "see the library's plan and run: the real kernels would read elsewhere, or refuse"
-    return KernelArgumentError(
-        message(f"flashinfer {name}", expected=expected, got=got, remedy=remedy)
+    return KernelArgumentError.about(
+        f"flashinfer {name}", expected=expected, got=got, remedy=remedy
     )
 
 

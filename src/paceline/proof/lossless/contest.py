@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError, message
+from paceline.core.errors import ConfigError
 from paceline.core.options import OFF, SAMPLE_AND_MATCH, engine_options
 from paceline.plan.speculation import Speculation, without_speculation
 from paceline.proof.lossless.drafting import speculation_of, with_drafter
@@ -37,13 +37,11 @@ def contenders_of(asked: Mapping[str, object], against: str | None) -> list[Cont
         if drafting is not None:
             found.append(_contender(f"speculation, attention {against}", drafting | on))
     if not found:
-        raise ConfigError(
-            message(
-                "what to compare",
-                expected="a drafter or another attention backend",
-                got=f"--speculative-algorithm {OFF} without --against",
-                remedy="leave the flag out, or add --against BACKEND",
-            )
+        raise ConfigError.about(
+            "what to compare",
+            expected="a drafter or another attention backend",
+            got=f"--speculative-algorithm {OFF} without --against",
+            remedy="leave the flag out, or add --against BACKEND",
         )
     return found
 
@@ -65,6 +63,6 @@ def _refuse_other_text(asked: Mapping[str, object]) -> None:
         if is_set:
             name = flag.removeprefix("--").replace("-", "_")
             got = getattr(options, name)
-            raise ConfigError(
-                message(flag, expected=expected, got=got, remedy="remove it from the command")
+            raise ConfigError.about(
+                flag, expected=expected, got=got, remedy="remove it from the command"
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import ConfigError, ModelError, message
+from paceline.core.errors import ConfigError, ModelError
 from paceline.core.flag import Flag
 
 if TYPE_CHECKING:  # they import torch, and the flag is read for --help
@@ -67,11 +67,9 @@ def _prompt(path: Path, number: int, row: object) -> NamedPrompt:
 
 
 def _refused(path: Path, got: str) -> ConfigError:
-    return ConfigError(
-        message(
-            f"prompts in {str(path)!r}",
-            expected="a TOML file of tables [[prompt]] with the strings `kind` and `text`",
-            got=got,
-            remedy="see src/paceline/proof/lossless/prompt_set.toml, or leave --prompts out",
-        )
+    return ConfigError.about(
+        f"prompts in {str(path)!r}",
+        expected="a TOML file of tables [[prompt]] with the strings `kind` and `text`",
+        got=got,
+        remedy="see src/paceline/proof/lossless/prompt_set.toml, or leave --prompts out",
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part
-from paceline.core.errors import KernelArgumentError, message
+from paceline.core.errors import KernelArgumentError
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 from paceline.runner.sanitizer.poison import bits_of
@@ -109,11 +109,9 @@ def _require(name: str, got: object, shape: tuple[int, ...], dtype: torch.dtype)
     if isinstance(got, Tensor) and tuple(got.shape) == shape and got.dtype is dtype:
         return
     found = f"{got.dtype} {list(got.shape)}" if isinstance(got, Tensor) else type(got).__name__
-    raise KernelArgumentError(
-        message(
-            f"{name} of forward",
-            expected=f"{dtype} {list(shape)}",
-            got=found,
-            remedy="return what AttentionBackend.forward promises",
-        )
+    raise KernelArgumentError.about(
+        f"{name} of forward",
+        expected=f"{dtype} {list(shape)}",
+        got=found,
+        remedy="return what AttentionBackend.forward promises",
     )

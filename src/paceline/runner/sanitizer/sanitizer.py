@@ -54,13 +54,11 @@ class Sanitizer:
         """A step writes in place: of a buffer that it replaces, a graph knows the old address."""
         moved = moved_names(were, addresses(small_tensors(self._parts)))
         if moved:
-            raise SanitizerError(
-                message(
-                    f"buffers of a step with attention backend '{self._parts.backend.name}'",
-                    expected="where they were allocated",
-                    got=f"moved: {', '.join(moved)}",
-                    remedy="allocate all of them in make_buffers, and write into them in place",
-                )
+            raise SanitizerError.about(
+                f"buffers of a step with attention backend '{self._parts.backend.name}'",
+                expected="where they were allocated",
+                got=f"moved: {', '.join(moved)}",
+                remedy="allocate all of them in make_buffers, and write into them in place",
             )
 
     def _report(self, runs: PoisonedRuns, checked: CheckedStep) -> str:
