@@ -22,9 +22,11 @@ from composed_cases import (
 from torch import Tensor
 
 from paceline.attention import cascade as cascade_module
-from paceline.attention.cascade import CascadePlan, cascade, windowed_tree_cpu, windowed_tree_triton
+from paceline.attention import paged
+from paceline.attention.cascade import CascadePlan, cascade
 from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.layouts.page_table import page_table_plan
+from paceline.attention.paged import attend_cpu, attend_triton, empty_outputs
 from paceline.core.errors import ConfigError
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
@@ -133,7 +135,8 @@ def test_padded_rows_do_not_change_live_rows(window: int | None) -> None:
 def test_the_triton_path_of_windowed_layers_means_the_same(part: Part, window: int) -> None:
     case = replace(TREE, window=window, has_sinks=True, part=part, head_dim=16, v_head_dim=16)
     built = build(replace(case, soft_cap=0.5))
-    out, lse = windowed_tree_triton(built.q, built.layer, page_table_plan(built.view), part)
+    out, lse = empty_outputs(built.q, built.layer)
+    attend_triton(built.q, built.layer, page_table_plan(built.view), part, out=out, lse=lse)
     expected, expected_lse = walk(built)
     assert difference(out.double(), expected) < TOLERANCE[torch.float32]
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0.0, atol=1e-4)
@@ -144,14 +147,25 @@ def test_a_windowed_layer_reads_the_pages_of_its_own_group(monkeypatch: pytest.M
     layer = replace(built.layer, spec=replace(built.layer.spec, group=1))
     [pages] = page_table_plan(built.view).page_tables
     table = replace(page_table_plan(built.view), page_tables=(torch.zeros_like(pages), pages))
-    out, _ = windowed_tree_cpu(built.q, layer, table, Part.ALL)
+    out, _ = attend_cpu(built.q, layer, table, Part.ALL, wants_lse=True)
     assert difference(out.double(), walk(built)[0]) < TOLERANCE[torch.float32]
     told = []
-    monkeypatch.setattr(cascade_module, "paged_extend", lambda *a, **k: told.append((a, k)))
-    windowed_tree_triton(built.q, layer, table, Part.ALL)
+    monkeypatch.setattr(paged, "paged_extend", lambda *a, **k: told.append((a, k)))
+    attend_triton(built.q, layer, table, Part.ALL, out=out, lse=out)
     [(arguments, named)] = told
     assert arguments[3] is pages
     assert named["max_extend_len"] == 5  # the grid: a row short, and a tile's last is not written
+
+
+def test_elsewhere_than_on_a_cpu_a_windowed_tree_takes_the_triton_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built, told = build(replace(TREE, window=2)), []
+    monkeypatch.setattr(cascade_module, "attend_triton", lambda *a, **k: told.append(k))
+    table = page_table_plan(built.view)
+    found = cascade_module._windowed_tree(built.q.to("meta"), built.layer, table, Part.ALL)
+    [outputs] = told
+    assert (outputs["out"], outputs["lse"]) == found
 
 
 def test_a_replay_follows_another_tree_and_other_lengths() -> None:

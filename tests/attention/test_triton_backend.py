@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.attention.backends import triton_backend
+from paceline.attention import paged
 from paceline.attention.backends.triton_backend import TritonBackend, TritonPlan
 from paceline.attention.contract import AttentionSpec, LayerCache, Part
 from paceline.attention.layouts.page_table import PageTablePlan
@@ -39,7 +39,7 @@ def test_an_extend_is_told_its_bound_its_group_and_its_scales(
 ) -> None:
     """The bound is the kernel's grid: one short, and the last rows of a tile are never written."""
     told: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    monkeypatch.setattr(triton_backend, "paged_extend", lambda *a, **k: told.append((a, k)))
+    monkeypatch.setattr(paged, "paged_extend", lambda *a, **k: told.append((a, k)))
     spec = AttentionSpec(
         layer_id=0,
         group=1,

@@ -46,6 +46,14 @@ _SHAPES = (
     "swa/target_verify/recorded/window4-topk2",
     "swa/draft_extend_v2/recorded/window12-fixed3",
 )
+_TRITON = (
+    *("dense/decode/recorded/tiny-page16", "dense/target_verify/eager/tiny-shapes"),
+    *("dense/extend/eager/tiny-page1-soft-cap", "dense/decode/eager/tiny-page1-sinks"),
+    *("dense/decode/eager/tiny-fp8-mha", "swa/decode/eager/tiny-window6-soft-cap"),
+    *("swa/extend/eager/tiny-window6-sinks", "swa/mixed/eager/tiny-window5"),
+    "dense/draft_decode/eager/tiny-frozen-kv",
+    "swa/target_verify/recorded/tiny-window3-topk2",
+)
 _SCALED = (
     *("dense/extend/recorded/fp8-cache", "dense/decode/recorded/fp8-cache"),
     *("dense/target_verify/recorded/topk4-sinks", "swa/decode/recorded/window12-sinks-soft-cap"),
@@ -168,6 +176,14 @@ TARGETS = (
         Killers(_cells("torch", *_STEP, *_SHAPES, *_SCALED), ("attention/test_torch_backend.py",)),
     ),
     Target(
+        "attention/paged.py",
+        ("attend_cpu", "attend_triton"),
+        Killers(
+            _cells("torch", *_STEP, *_SHAPES, *_SCALED) + _cells("triton", *_TRITON),
+            *(("attention/test_cascade.py", "attention/test_triton_backend.py"),),
+        ),
+    ),
+    Target(
         "kernels/paged_decode_cpu.py",
         ("_decode_slots", "_single_run"),
         Killers(_cells("torch", *_STEP, *_SHAPES), ("kernels/test_paged_decode_cpu.py",)),
@@ -176,15 +192,7 @@ TARGETS = (
         "attention/backends/triton_backend.py",
         ("TritonBackend.plan", "TritonBackend.forward"),
         Killers(
-            _cells(
-                "triton",
-                *("dense/decode/recorded/tiny-page16", "dense/target_verify/eager/tiny-shapes"),
-                *("dense/extend/eager/tiny-page1-soft-cap", "dense/decode/eager/tiny-page1-sinks"),
-                *("dense/decode/eager/tiny-fp8-mha", "swa/decode/eager/tiny-window6-soft-cap"),
-                *("swa/extend/eager/tiny-window6-sinks", "swa/mixed/eager/tiny-window5"),
-                "dense/draft_decode/eager/tiny-frozen-kv",
-                "swa/target_verify/recorded/tiny-window3-topk2",
-            ),
+            _cells("triton", *_TRITON),
             ("attention/test_triton_backend.py",),
         ),
     ),
@@ -224,8 +232,7 @@ TARGETS = (
         "attention/cascade.py",
         (
             *("CascadeBackend.plan", "CascadeBackend.host_plan", "CascadeBackend.forward"),
-            *("_with_tree", "_windowed_tree", "windowed_tree_cpu"),
-            "windowed_tree_triton",
+            *("_with_tree", "_windowed_tree"),
         ),
         Killers(
             _cells("fa4", *_STEP, *_SHAPES, *_SINKS) + _cells("flashinfer", *_STEP, *_SHAPES),

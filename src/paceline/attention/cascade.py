@@ -23,12 +23,11 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
+from paceline.attention.paged import attend_cpu, attend_triton, empty_outputs
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.merge_partials import merge_partials
-from paceline.kernels.paged_attention import paged_extend
-from paceline.kernels.paged_attention_cpu import paged_attention_cpu
 from paceline.kernels.step_view import StepView
 from paceline.kernels.tree_attention import tree_attention
 
@@ -156,8 +155,7 @@ def _with_tree(
     prefix_out, prefix_lse = prefix
     assert prefix_lse is not None, "a backend that returns_lse returns it with Part.PREFIX"
     assert table.tree_mask is not None, "a tree step carries a tree mask"
-    out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
-    lse = torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device)
+    out, lse = empty_outputs(q, layer)
     tree_attention(
         q,
         k,
@@ -180,61 +178,7 @@ def _windowed_tree(
 ) -> tuple[Tensor, Tensor | None]:
     """A windowed layer's whole tree step through our own paged kernels."""
     if q.device.type == "cpu":
-        return windowed_tree_cpu(q, layer, table, part)
-    return windowed_tree_triton(q, layer, table, part)
-
-
-def windowed_tree_cpu(
-    q: Tensor, layer: LayerCache, table: PageTablePlan, part: Part
-) -> tuple[Tensor, Tensor | None]:
-    """q: [padded_tokens, num_heads, head_dim].  Returns out and lse as AttentionBackend.forward."""
-    spec = layer.spec
-    return paged_attention_cpu(
-        q,
-        layer.k_cache,
-        layer.v_cache,
-        table.page_tables[spec.group],
-        table.prefix_lens,
-        table.cu_seqlens_q,
-        mask=table.mask,
-        tree_mask=table.tree_mask,
-        scale=spec.scale,
-        window=spec.window,
-        soft_cap=spec.soft_cap,
-        prefix_only=part is Part.PREFIX,
-        wants_lse=True,
-        k_scale=layer.k_scale,
-        v_scale=layer.v_scale,
-        sinks=None if part is Part.PREFIX else layer.sinks,
-    )
-
-
-def windowed_tree_triton(
-    q: Tensor, layer: LayerCache, table: PageTablePlan, part: Part
-) -> tuple[Tensor, Tensor]:
-    """The same on CUDA, and in Triton's interpreter."""
-    spec = layer.spec
-    out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
-    lse = torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device)
-    paged_extend(
-        q,
-        layer.k_cache,
-        layer.v_cache,
-        table.page_tables[spec.group],
-        table.prefix_lens,
-        table.kv_lens,
-        table.cu_seqlens_q,
-        max_extend_len=table.max_extend_len,
-        scale=spec.scale,
-        window=spec.window,
-        soft_cap=spec.soft_cap,
-        out=out,
-        lse=lse,
-        mask=table.mask,
-        tree_mask=table.tree_mask,
-        prefix_only=part is Part.PREFIX,
-        k_scale=layer.k_scale,
-        v_scale=layer.v_scale,
-        sinks=None if part is Part.PREFIX else layer.sinks,
-    )
+        return attend_cpu(q, layer, table, part, wants_lse=True)
+    out, lse = empty_outputs(q, layer)
+    attend_triton(q, layer, table, part, out=out, lse=lse)
     return out, lse

@@ -15,8 +15,8 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
+from paceline.attention.paged import attend_cpu
 from paceline.core.modes import MaskKind
-from paceline.kernels.paged_attention_cpu import paged_attention_cpu
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
 from paceline.kernels.step_view import StepView
 
@@ -116,21 +116,4 @@ class TorchBackend(AttentionBackend):
                 sinks=layer.sinks,
             )
             return out, None
-        return paged_attention_cpu(
-            q,
-            layer.k_cache,
-            layer.v_cache,
-            table.page_tables[spec.group],
-            table.prefix_lens,
-            table.cu_seqlens_q,
-            mask=table.mask,
-            tree_mask=table.tree_mask,
-            scale=spec.scale,
-            window=spec.window,
-            soft_cap=spec.soft_cap,
-            prefix_only=part is Part.PREFIX,
-            wants_lse=part is Part.PREFIX,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
-            sinks=None if part is Part.PREFIX else layer.sinks,
-        )
+        return attend_cpu(q, layer, table, part, wants_lse=part is Part.PREFIX)

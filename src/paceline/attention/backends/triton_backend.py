@@ -18,11 +18,11 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
+from paceline.attention.paged import attend_triton, empty_outputs
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import (
     SplitWorkspace,
     paged_decode,
-    paged_extend,
     split_workspace,
     split_workspace_bytes,
 )
@@ -101,16 +101,13 @@ class TritonBackend(AttentionBackend):
     ) -> tuple[Tensor, Tensor | None]:
         """See AttentionBackend.forward."""
         spec, table = layer.spec, plan.table
-        out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
-        lse = torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device)
-        page_table = table.page_tables[spec.group]
-        prefix_only = part is Part.PREFIX
-        if table.max_extend_len == 1 and not prefix_only:
+        out, lse = empty_outputs(q, layer)
+        if table.max_extend_len == 1 and part is Part.ALL:
             paged_decode(
                 q,
                 layer.k_cache,
                 layer.v_cache,
-                page_table,
+                table.page_tables[spec.group],
                 table.kv_lens,
                 scale=spec.scale,
                 window=spec.window,
@@ -123,28 +120,7 @@ class TritonBackend(AttentionBackend):
                 sinks=layer.sinks,
             )
         else:
-            paged_extend(
-                q,
-                layer.k_cache,
-                layer.v_cache,
-                page_table,
-                table.prefix_lens,
-                table.kv_lens,
-                table.cu_seqlens_q,
-                max_extend_len=table.max_extend_len,
-                scale=spec.scale,
-                window=spec.window,
-                soft_cap=spec.soft_cap,
-                out=out,
-                lse=lse,
-                mask=table.mask,
-                tree_mask=table.tree_mask,
-                prefix_only=prefix_only,
-                k_scale=layer.k_scale,
-                v_scale=layer.v_scale,
-                sinks=None if prefix_only else layer.sinks,
-                workspace=plan.workspace,
-            )
+            attend_triton(q, layer, table, part, out=out, lse=lse, workspace=plan.workspace)
         return out, lse
 
 
