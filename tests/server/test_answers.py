@@ -14,7 +14,7 @@ from paceline.engine.acceptance import Acceptance
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.engine.token_logprobs import TokenLogprobs
-from paceline.llm.admission import Admitted
+from paceline.llm.admission import AdmittedPrompt
 from paceline.server.answer import Job, answer
 from paceline.server.body import decoded
 from paceline.server.chat import ChatWriter
@@ -121,8 +121,8 @@ class FakeService:
     def engine(self) -> "FakeService":
         return self
 
-    async def admit(self, prompts, params) -> list[Admitted]:
-        return [Admitted(prompt=None, token_ids=tuple(ids), params=params) for ids in prompts]
+    async def admit(self, prompts, params) -> list[AdmittedPrompt]:
+        return [AdmittedPrompt(prompt=None, token_ids=tuple(ids), params=params) for ids in prompts]
 
     async def generate(self, admitted, *, telling, stream: bool) -> "FakeTicket":
         if stream:

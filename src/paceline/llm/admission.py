@@ -26,7 +26,7 @@ _SHORTEN = "shorten the prompt, or raise --max-model-len if the model allows it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
+class AdmittedPrompt:
     """A prompt that may be queued."""
 
     prompt: str | None  # its text; None when it was given as token ids
@@ -45,7 +45,7 @@ class Admission:
     notify: Notify
     tokenizer_fault: str | None = None  # why there is none, where the model brings one
 
-    def admit(self, prompts: object, params: object = None) -> list[Admitted]:
+    def admit(self, prompts: object, params: object = None) -> list[AdmittedPrompt]:
         """Every prompt with its parameters, in any form that `LLM.generate` takes.
 
         Raises RequestError for the first that is wrong, with its index among several.
@@ -54,7 +54,7 @@ class Admission:
 
     def admit_each(
         self, prompts: object, params: object = None
-    ) -> Iterator[Admitted | RequestError]:
+    ) -> Iterator[AdmittedPrompt | RequestError]:
         """The same one by one, with the error of each that is wrong.
 
         Raises RequestError for what is no batch, or has not as many parameters as prompts.
@@ -68,11 +68,11 @@ class Admission:
             except RequestError as error:
                 yield indexed(error, index, len(batch))
 
-    def _admit(self, prompt: object, params: SamplingParams) -> Admitted:
+    def _admit(self, prompt: object, params: SamplingParams) -> AdmittedPrompt:
         text, token_ids = self._read(as_prompt(prompt))
         self._check_length(len(token_ids), params)
         self._check_params(params, prompt_len=len(token_ids))
-        return Admitted(prompt=text, token_ids=token_ids, params=params)
+        return AdmittedPrompt(prompt=text, token_ids=token_ids, params=params)
 
     def require_tokenizer(self) -> Tokenizer:
         """Raises ModelError for a model that brought none."""
@@ -169,7 +169,7 @@ class Admission:
         )
 
 
-def require_admitted(outcome: Admitted | RequestError) -> Admitted:
+def require_admitted(outcome: AdmittedPrompt | RequestError) -> AdmittedPrompt:
     """Raises the error that it is."""
     if isinstance(outcome, RequestError):
         raise outcome

@@ -19,7 +19,7 @@ from paceline.core.options import MAX_QUEUED, known
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.ticket import Telling, Ticket
 from paceline.engine.tracker import Tracker
-from paceline.llm.admission import Admitted
+from paceline.llm.admission import AdmittedPrompt
 from paceline.llm.llm import LLM
 
 _News = tuple[Ticket, int, RequestOutput]  # whose, of which prompt, what
@@ -89,7 +89,7 @@ class AsyncEngine:
         self._commands.put(self._abort_running)
 
     async def generate(
-        self, admitted: Sequence[Admitted], *, telling: Telling, stream: bool
+        self, admitted: Sequence[AdmittedPrompt], *, telling: Telling, stream: bool
     ) -> Ticket:
         """Queue prompts, all or none.
 
@@ -174,7 +174,7 @@ class AsyncEngine:
         if news:
             self._tell(_deliver, news)
 
-    def _submit(self, ticket: Ticket, admitted: Sequence[Admitted]) -> None:
+    def _submit(self, ticket: Ticket, admitted: Sequence[AdmittedPrompt]) -> None:
         try:
             trackers = self._llm.enqueue(admitted)
         except PacelineError as error:

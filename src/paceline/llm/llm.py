@@ -19,7 +19,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.stream import OutputStream
 from paceline.engine.tracker import Tracker
-from paceline.llm.admission import Admission, Admitted, indexed, require_admitted
+from paceline.llm.admission import Admission, AdmittedPrompt, indexed, require_admitted
 from paceline.llm.boot import Booted, Knobs, boot
 from paceline.llm.inputs import Ids, Params, Prompt, as_conversations
 from paceline.llm.label_scores import Text, label_prompts, label_scores
@@ -291,7 +291,7 @@ class LLM:
         """
         return self.enqueue(self.admission.admit(prompts, sampling_params))
 
-    def enqueue(self, admitted: Sequence[Admitted]) -> list[Tracker]:
+    def enqueue(self, admitted: Sequence[AdmittedPrompt]) -> list[Tracker]:
         """Queue what was admitted, all or nothing.  Raises RequestError for what could never run to
         its end.
         """
@@ -312,14 +312,14 @@ class LLM:
             return [*self.submit(prompts, params)]
         return [self._add_or_refuse(each) for each in [*self.admission.admit_each(prompts, params)]]
 
-    def _add_or_refuse(self, admitted: Admitted | RequestError) -> Tracker | RequestOutput:
+    def _add_or_refuse(self, admitted: AdmittedPrompt | RequestError) -> Tracker | RequestOutput:
         name = self._next_id()
         try:
             return self._add(name, require_admitted(admitted))
         except RequestError as error:
             return RequestOutput.refused(name, str(error))
 
-    def _add(self, name: str, admitted: Admitted) -> Tracker:
+    def _add(self, name: str, admitted: AdmittedPrompt) -> Tracker:
         params = admitted.params
         if params.seed is None:
             params = replace(params, seed=self._seed())

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.core.errors import ModelError, message
 from paceline.core.sampling_params import SamplingParams
-from paceline.llm.admission import Admission, Admitted
+from paceline.llm.admission import Admission, AdmittedPrompt
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
@@ -65,7 +65,7 @@ class Service:
 
     async def admit(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams
-    ) -> list[Admitted]:
+    ) -> list[AdmittedPrompt]:
         """Prompts that share their parameters, checked.  Raises RequestError."""
         return await asyncio.to_thread(self.admission.admit, prompts, params)
 
