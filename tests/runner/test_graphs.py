@@ -2,13 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 
 import pytest
 import torch
 from host_planned_backend import HostPlannedBackend
 from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprobs
 
-from paceline.core.errors import GraphGuardError
+from paceline.cache.pool import KVPool
+from paceline.core.errors import GraphGuardError, IntegrityError
 from paceline.core.events import Event, EventLog
 from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier, SamplingParams
@@ -16,6 +18,7 @@ from paceline.core.step import FinishCode, RowLogprobs
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import CapturePolicy, Graph, GraphKey, GraphStore
+from paceline.runner.guard import Guard
 from paceline.runner.streams import DeferredStream
 
 LENGTHS = (5, 11, 3, 8, 17, 4, 9, 6)
@@ -494,6 +497,35 @@ def test_the_guard_names_a_rebound_buffer_before_it_is_replayed(tiny: TinyModel)
         "got moved: step.positions, table.token_ids; "
         "write into the captured tensors in place, or run with --enforce-eager"
     )
+
+
+def test_the_guard_sees_what_holds_a_buffer_replaced(tiny: TinyModel) -> None:
+    """A program would read the other holder's tensors, a graph those it has captured."""
+    driver = Driver(tiny)
+    start(driver)
+    table = driver.parts.table
+    table.sampling = copy(table.sampling)
+    with pytest.raises(GraphGuardError, match=r"moved: table\.sampling\.floats, .*\.ints;"):
+        driver.launch_decode(range(1, 9))
+
+
+def test_the_guard_sees_a_buffer_whose_storage_was_exchanged(tiny: TinyModel) -> None:
+    driver = Driver(tiny)
+    start(driver)
+    positions = driver.parts.buffers.positions
+    positions.set_(positions.clone())
+    with pytest.raises(GraphGuardError, match=r"moved: step\.positions;"):
+        driver.launch_decode(range(1, 9))
+
+
+def test_a_tensor_out_of_the_guards_sight_is_refused(
+    tiny: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = Driver(tiny).parts
+    hidden = torch.zeros(1)
+    monkeypatch.setattr(KVPool, "named_tensors", lambda pool: {"kv.hidden": hidden})
+    with pytest.raises(IntegrityError, match=r"tensor kv\.hidden of a graph must be in an attr"):
+        Guard(parts, kv_len_bound=8)
 
 
 def test_without_graphs_a_rebound_buffer_is_nobodys_matter(tiny: TinyModel) -> None:

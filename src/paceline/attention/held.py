@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import MemberDescriptorType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,20 +60,49 @@ def _is_constant(held: object) -> bool:
     return held is None or isinstance(held, _CONSTANTS)
 
 
-def _parts(name: str, held: Any) -> Iterator[tuple[str, object]]:
-    """What an object holds, by the last part of its name: items and attributes."""
+class Link(NamedTuple):
+    """What an object holds in one place."""
+
+    owner: Any
+    key: Any  # of an item; otherwise the attribute's name
+    value: Any  # when the link was found
+    is_item: bool
+
+    def holds(self) -> bool:
+        """Whether the same object is still there."""
+        if not self.is_item:
+            return getattr(self.owner, self.key, None) is self.value
+        try:
+            return self.owner[self.key] is self.value
+        except LookupError:
+            return False
+
+
+def links(held: Any) -> Iterator[Link]:
+    """Items of a container, attributes of an object; none of what cannot be looked into."""
     if isinstance(held, tuple | list | dict):
         pairs = held.items() if isinstance(held, dict) else enumerate(held)
-        yield from ((str(key), item) for key, item in pairs)
-    elif not (is_dataclass(held) or isinstance(held, SimpleNamespace) or _is_plain(held)):
-        raise _refusal(name, held)
+        yield from (Link(held, key, item, True) for key, item in pairs)
+    elif not _has_parts(held):
+        return
     declared = fields(held) if is_dataclass(held) else ()
     opaque = {each.name for each in declared if each.metadata.get("opaque")}
     slots = [slot for kind in type(held).__mro__ for slot in _slots(kind)]
     found = {slot: getattr(held, slot) for slot in slots if hasattr(held, slot)}
     for each, value in (found | dict(getattr(held, "__dict__", {}))).items():
         if each not in opaque:
-            yield each, value
+            yield Link(held, each, value, False)
+
+
+def _parts(name: str, held: Any) -> Iterator[tuple[str, object]]:
+    """What an object holds, by the last part of its name: items and attributes."""
+    if not (isinstance(held, tuple | list | dict) or _has_parts(held)):
+        raise _refusal(name, held)
+    yield from ((str(link.key), link.value) for link in links(held))
+
+
+def _has_parts(held: Any) -> bool:
+    return is_dataclass(held) or isinstance(held, SimpleNamespace) or _is_plain(held)
 
 
 def _refusal(name: str, held: object) -> ConfigError:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from paceline.attention.contract import AttentionBackend, Limits
-from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVFormat, KVPool
 from paceline.core.draft_shape import DraftShape
 from paceline.core.events import Notify
@@ -24,7 +23,7 @@ from paceline.runner.graphs import (
     GraphStore,
     RecordedGraphFactory,
 )
-from paceline.runner.guard import Guard, NamedTensors
+from paceline.runner.guard import Guard
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
@@ -170,7 +169,7 @@ def build_runner(
             # What is left over is a row of its own, which must stay within the context.
             max_tokens=min(limits.graph_max_tokens, bounds.max_tokens, limits.context_len),
         ),
-        guard=Guard(_owners(parts), kv_len_bound=limits.kv_len_bound),
+        guard=Guard(parts, kv_len_bound=limits.kv_len_bound),
         sanitizer=Sanitizer(parts) if limits.sanitize else None,
     )
 
@@ -207,20 +206,6 @@ def _request_table(
         device=device,
         plug_ins=limits.logits_processors,
     )
-
-
-def _owners(parts: Parts) -> list[NamedTensors]:
-    """Everything whose addresses a graph may hold."""
-    owners = [
-        parts.table.named_tensors,
-        parts.buffers.named_tensors,
-        *(pool.named_tensors for pool in parts.pools),
-        lambda: tensors_in("backend", parts.backend_buffers),
-    ]
-    if parts.proposer is not None:
-        owners += [pool.named_tensors for pool in parts.proposer.pools]
-        owners.append(parts.proposer.named_tensors)
-    return owners
 
 
 def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:

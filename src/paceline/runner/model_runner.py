@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.attention.held import tensors_in
 from paceline.core.progress import Progress
 from paceline.core.step import RunKind, Step, StepRun, padded_step
 from paceline.kernels.compile_ahead import compile_ahead
@@ -95,16 +94,9 @@ class ModelRunner:
     def named_bytes(self) -> dict[str, int]:
         """Bytes held: KV pools, the workspace of table, step and backend, and captured graphs."""
         parts = self._parts
-        owned = {
-            **parts.table.named_tensors(),
-            **parts.buffers.named_tensors(),
-            **tensors_in("backend", parts.backend_buffers),
-            **({} if parts.proposer is None else parts.proposer.named_tensors()),
-        }
-        pools = parts.pools if parts.proposer is None else (*parts.pools, *parts.proposer.pools)
         return {
-            "kv": sum(tensor.nbytes for pool in pools for tensor in pool.tensors),
-            "workspace": sum(tensor.nbytes for tensor in owned.values()),
+            "kv": sum(tensor.nbytes for pool in parts.all_pools for tensor in pool.tensors),
+            "workspace": sum(tensor.nbytes for tensor in parts.named_tensors().values()),
             "graphs": 0 if self._graphs is None else self._graphs.bytes_used,
         }
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache
+from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
@@ -43,6 +44,20 @@ class Parts:
     proposer: Proposer | None = None  # None: no speculation
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
+
+    @property
+    def all_pools(self) -> tuple[KVPool, ...]:
+        """[num_groups] the drafter's behind the target's."""
+        return self.pools if self.proposer is None else (*self.pools, *self.proposer.pools)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The tensors of table, step, backend and drafter by name: all but weights and pools."""
+        return {
+            **self.table.named_tensors(),
+            **self.buffers.named_tensors(),
+            **tensors_in("backend", self.backend_buffers),
+            **({} if self.proposer is None else self.proposer.named_tensors()),
+        }
 
 
 def target_view(parts: Parts, view: StepView) -> StepView:

@@ -62,7 +62,7 @@ class PoisonedRuns:
     """A step that has run once, and can run again from where it began."""
 
     def __init__(self, parts: Parts, checked: CheckedStep, before: Mapping[str, Tensor]) -> None:
-        """before: copies of `small_tensors` from before the first run."""
+        """before: copies from before the first run."""
         self._parts = parts
         self._checked = checked
         self._before = before
@@ -113,7 +113,7 @@ class PoisonedRuns:
         self._load(self._before)
 
     def _load(self, held: Mapping[str, Tensor]) -> None:
-        for name, tensor in small_tensors(self._parts).items():
+        for name, tensor in self._parts.named_tensors().items():
             tensor.copy_(held[name])
 
     def _output(self) -> dict[str, Output]:
@@ -180,16 +180,6 @@ def _groups(parts: Parts, live: LiveRows) -> list[_Group]:
     ]
 
 
-def small_tensors(parts: Parts) -> dict[str, Tensor]:
-    """Table, step, backend and drafter's tensors by name: all that a run changes but the pools."""
-    return {
-        **parts.table.named_tensors(),
-        **parts.buffers.named_tensors(),
-        **tensors_in("backend", parts.backend_buffers),
-        **({} if parts.proposer is None else parts.proposer.named_tensors()),
-    }
-
-
 def copies(parts: Parts) -> dict[str, Tensor]:
-    """What `small_tensors` hold now."""
-    return {name: tensor.clone() for name, tensor in small_tensors(parts).items()}
+    """What all but weights and pools hold now, by name."""
+    return {name: tensor.clone() for name, tensor in parts.named_tensors().items()}

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from paceline.core.errors import SanitizerError, message
-from paceline.runner.guard import addresses, moved_names
 from paceline.runner.program import Parts
 from paceline.runner.sanitizer.journal import Entry, listen, readers, writers
 from paceline.runner.sanitizer.poison import Region
@@ -21,7 +20,6 @@ from paceline.runner.sanitizer.poisoned_run import (
     CheckedStep,
     PoisonedRuns,
     copies,
-    small_tensors,
 )
 
 _WRITE_REMEDY = "write nothing but the step's own slots, rows and buffers"
@@ -40,7 +38,7 @@ class Sanitizer:
         Raises SanitizerError when the step reads or writes what is dead.
         """
         with torch.no_grad():
-            before, were = copies(self._parts), addresses(small_tensors(self._parts))
+            before, were = copies(self._parts), self._places()
             checked.run()
             self._require_in_place(were)
             runs = PoisonedRuns(self._parts, checked, before)
@@ -52,14 +50,20 @@ class Sanitizer:
 
     def _require_in_place(self, were: Mapping[str, int]) -> None:
         """A step writes in place: of a buffer that it replaces, a graph knows the old address."""
-        moved = moved_names(were, addresses(small_tensors(self._parts)))
-        if moved:
+        now = self._places()
+        if now != were:
+            names = were.keys() | now.keys()
+            moved = sorted(name for name in names if were.get(name) != now.get(name))
             raise SanitizerError.about(
                 f"buffers of a step with attention backend '{self._parts.backend.name}'",
                 expected="where they were allocated",
                 got=f"moved: {', '.join(moved)}",
                 remedy="allocate all of them in make_buffers, and write into them in place",
             )
+
+    def _places(self) -> dict[str, int]:
+        """Where each tensor is, by name."""
+        return {name: held.data_ptr() for name, held in self._parts.named_tensors().items()}
 
     def _report(self, runs: PoisonedRuns, checked: CheckedStep) -> str:
         step, size, proposer = checked.step, checked.size, self._parts.proposer
