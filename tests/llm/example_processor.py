@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from paceline.core.errors import RequestError, message
+from paceline.core.errors import RequestError
 from paceline.layers.sampling import Column, LogitsProcessor
 
 
@@ -22,7 +22,7 @@ class LengthDecay(LogitsProcessor):
         is_pair = isinstance(got, tuple) and len(got) == 2
         if not is_pair or any(not isinstance(number, int | float) for number in got):
             expected, remedy = "[tokens, factor]", "pass two numbers"
-            raise RequestError(message("length_decay", expected=expected, got=got, remedy=remedy))
+            raise RequestError.about("length_decay", expected=expected, got=got, remedy=remedy)
 
     def pack(self, row):
         start, factor = row.args.get("length_decay", (0, 1.0))
