@@ -93,7 +93,7 @@ class World:
         vocab = self.llm.report()["vocab_size"]
         ids = torch.randint(300, vocab, (num_turns + 8, rows), generator=generator)
         steps = torch.zeros(*ids.shape, 3, dtype=torch.int32)
-        steps[:, :, 0], steps[:, :, 1] = 1, ids
+        steps[:, :, 0], steps[:, :, 2] = 1, ids
         prompts = torch.randint(300, vocab, (rows, PROMPT_TOKENS), generator=generator).tolist()
         params = SamplingParams(
             temperature=0.0, max_tokens=num_turns + 4, ignore_eos=True, seed=0, stop=stop
@@ -103,9 +103,9 @@ class World:
         self.trackers = self.llm.submit(prompts, params)
         while any(tracker.num_tokens == 0 for tracker in self.trackers):
             engine.step()  # prompts are computed: their steps are no graphs on a CPU
-        results, tokens = runner.parts.buffers.results, iter(steps)
+        results, tokens = runner.parts.buffers.results_of(rows, 1), iter(steps)
         runner._graphs = GraphStore(
-            MadeUpGraphs(lambda **_: MadeUpGraph(results[:rows], tokens)),
+            MadeUpGraphs(lambda **_: MadeUpGraph(results, tokens)),
             reserve_factor=None,
             notify=print,
             policy=CapturePolicy(at_boot=False, on_use=1),

@@ -32,13 +32,13 @@ from profile_table import Kernel, idle, own_times
 
 ROUNDS = 20
 LISTED = 40  # kernels
-# Each segment ends with the last kernel of its pattern, and verification where acceptance begins;
+# Each segment ends with the last kernel of its pattern, and verification where commit begins;
 # what follows the last of them is observed.
 SEGMENTS = (
     ("derive", r"^_derive_kernel"),
     ("propose", r"draft_topk|select_tree|ngram"),
     ("verify", None),
-    ("accept", r"accept|compact_kv"),
+    ("commit", r"^_commit_kernel|compact_kv"),
 )
 
 
@@ -119,11 +119,11 @@ def segment_rows(rounds: Sequence[Sequence[Kernel]]) -> list[dict[str, Any]]:
     micros: dict[str, list[float]] = defaultdict(list)
     for kernels in rounds:
         times, names, start = own_times(kernels), [kernel.name for kernel in kernels], 0
-        accept = next((i for i, name in enumerate(names) if re.search(r"accept", name)), len(names))
+        commit = next((i for i, name in enumerate(names) if "_commit_kernel" in name), len(names))
         for segment, pattern in SEGMENTS:
-            stop = accept
+            stop = commit
             if pattern is not None:
-                limit = accept if segment == "propose" else len(names)
+                limit = commit if segment == "propose" else len(names)
                 found = [i for i in range(limit) if re.search(pattern, names[i])]
                 stop = max(start, found[-1] + 1) if found else start
             calls[segment] += stop - start

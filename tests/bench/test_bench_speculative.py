@@ -21,7 +21,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 from paceline.plan.speculation import FORCED
 from paceline.proof.lossless.prompt_set import NamedPrompt, read_prompts
-from paceline.runner.round_program import RoundProgram
+from paceline.runner.program import StepProgram
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"
 SHAPE = SpeculativeShape(
@@ -96,13 +96,14 @@ def test_an_engine_of_forced_acceptance_says_so(checkpoint):
 
 
 def test_no_speed_up_is_told_of_a_wrong_text(checkpoint, monkeypatch):
-    right = RoundProgram._accept
+    right = StepProgram._commit
 
-    def unverified(self, tree, sampled):
-        sampled.token_ids.view(tree.tokens.shape)[:, 0] = tree.tokens[:, 1]
-        return right(self, tree, sampled)
+    def unverified(self, sampled, tree):
+        if tree is not None:
+            sampled.token_ids.view(tree.tokens.shape)[:, 0] = tree.tokens[:, 1]
+        return right(self, sampled, tree)
 
-    monkeypatch.setattr(RoundProgram, "_accept", unverified)
+    monkeypatch.setattr(StepProgram, "_commit", unverified)
     with pytest.raises(IntegrityError, match="with speculation must be that of plain decoding"):
         bench_speculative(asked(checkpoint), SHAPE)
 

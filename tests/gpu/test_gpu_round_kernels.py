@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from accept_cases import (
+from commit_cases import (
     Round,
     assert_same,
     make_round,
@@ -19,9 +19,8 @@ from pass_cases import PassShape, make_base, make_view, on_device
 from step_cases import differences
 from torch import Tensor
 
-from paceline.kernels.accept import Accepted, Drafts, accept_and_commit
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
-from paceline.kernels.commit import CommittedRows, EndRules
+from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledRows, commit
 from paceline.kernels.compact_kv import compact_kv
 from paceline.kernels.derive import derive_rows
 
@@ -41,37 +40,33 @@ def on_cpu(tensors: Sequence[Tensor | None]) -> list[Tensor]:
     return [tensor.cpu() for tensor in tensors if tensor is not None]
 
 
-def accept_on_gpu(made: Round, *, forced: float | None) -> tuple[CommittedRows, Accepted]:
-    rows, out = CommittedRows(*on_gpu(made.rows)), Accepted(*on_gpu(made.out))
-    ends, drafts = EndRules(*on_gpu(made.ends)), Drafts(*on_gpu(made.drafts))
-    accept_and_commit(rows, ends, drafts, out, forced=forced)
-    return CommittedRows(*on_cpu(rows)), Accepted(*on_cpu(out))
+def commit_on_gpu(made: Round) -> dict[str, Tensor]:
+    """What it wrote, on the CPU again."""
+    device = Round(
+        CommittedRows(*on_gpu(made.rows)),
+        EndRules(*on_gpu(made.ends)),
+        SampledRows(*on_gpu(made.sampled)),
+        made.results.to(DEVICE),
+        Drafts(*on_gpu(made.drafts)),
+        Accepted(*on_gpu(made.accepted)),
+    )
+    commit(*device)
+    return {name: tensor.cpu() for name, tensor in device.written().items()}
 
 
 @pytest.mark.parametrize(("n", "max_path", "chains"), ROUNDS)
-def test_accept_walks_as_plain_python_does(n: int, max_path: int, chains: bool) -> None:
+def test_commit_walks_as_plain_python_does(n: int, max_path: int, chains: bool) -> None:
     requests = random_requests(500, n, chains=chains, seed=n)
     made = make_round(requests, max_path, chains=chains)
     wanted = wanted_after(made, [walk(request, max_path) for request in requests])
-    assert_same(accept_on_gpu(made, forced=None), wanted)
+    assert_same(commit_on_gpu(made), wanted)
 
 
-def test_accept_walks_every_small_tree() -> None:
+def test_commit_walks_every_small_tree() -> None:
     requests = list(small_trees(4))
     made = make_round(requests, 4, chains=False)
     wanted = wanted_after(made, [walk(request, 4) for request in requests])
-    assert_same(accept_on_gpu(made, forced=None), wanted)
-
-
-@pytest.mark.parametrize("forced", [1.0, 2.5, 3.7])
-@pytest.mark.parametrize(("n", "max_path", "chains"), ROUNDS)
-def test_forced_rounds_equal_their_reference(
-    n: int, max_path: int, chains: bool, forced: float
-) -> None:
-    made = make_round(random_requests(200, n, chains=chains, seed=n), max_path, chains=chains)
-    found = accept_on_gpu(made, forced=forced)
-    accept_and_commit(*made, forced=forced)
-    assert_same(found, (made.rows, made.out))
+    assert_same(commit_on_gpu(made), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn], ids=str)

@@ -266,9 +266,22 @@ TARGETS = (
     ),
     Target(
         "kernels/commit.py",
-        ("commit_reference", "_finish_codes"),
-        Killers((), ("runner/test_commit.py", "kernels/test_commit_kernel.py")),
+        ("commit_reference", "_walk", "_commit_one"),
+        Killers((), ("runner/test_commit.py", "kernels/test_commit_walk.py")),
     ),
-    Target("kernels/_triton/commit.py", (), Killers((), ("kernels/test_commit_kernel.py",))),
-    Target("runner/commit.py", (), Killers((), ("runner/test_commit.py",))),
+    Target(
+        "kernels/_triton/commit.py",
+        (),
+        Killers((), ("kernels/test_commit_kernel.py", "kernels/test_commit_walk.py")),
+    ),
+    Target(
+        "runner/commit.py",
+        (),
+        Killers((), ("runner/test_commit.py", "speculate/test_round_effects.py")),
+    ),
+    Target(
+        "runner/draft_paths.py",
+        ("force_drafts", "_forced_depths"),
+        Killers((), ("runner/test_forced_rounds.py",)),
+    ),
 )

@@ -74,7 +74,7 @@ class Bench:
             top_values=top_values,
         )
         commit(self.buffers, self.table, view, sampled)
-        return self.buffers.results[: len(rows)].tolist()
+        return self.buffers.results_of(len(rows), 1).tolist()
 
     def assert_pad_row_is_untouched(self) -> None:
         assert self.table.kv_committed[PAD_ROW] == PAD_PREFIX_LEN
@@ -86,11 +86,11 @@ def test_a_row_advances_by_its_extend_and_remembers_its_token() -> None:
     bench = Bench()
     bench.join(4, known=5, prefix=2)
     bench.join(1, known=7, prefix=6)
-    assert bench.step((4, 1), (3, 1), [41, 11]) == [[1, 41, RUNNING], [1, 11, RUNNING]]
+    assert bench.step((4, 1), (3, 1), [41, 11]) == [[1, RUNNING, 41], [1, RUNNING, 11]]
     assert bench.table.kv_committed.tolist() == [1, 7, 0, 0, 5, 0]
     assert bench.table.token_ids[4, :7].tolist() == [100, 101, 102, 103, 104, 41, 0]
     assert bench.table.token_ids[1, :9].tolist() == [*range(100, 107), 11, 0]
-    assert bench.step((4,), (1,), [42]) == [[1, 42, RUNNING]]
+    assert bench.step((4,), (1,), [42]) == [[1, RUNNING, 42]]
     assert bench.table.token_ids[4, :8].tolist() == [100, 101, 102, 103, 104, 41, 42, 0]
     bench.assert_pad_row_is_untouched()
 
@@ -122,7 +122,7 @@ def test_padded_rows_report_nothing() -> None:
     bench.join(2, known=4, prefix=3)
     bench.buffers.results.fill_(7)
     bench.step((2,), (1,), [50], padded_reqs=4)
-    assert bench.buffers.results[1:4].tolist() == [[0, 0, RUNNING]] * 3
+    assert bench.buffers.results_of(4, 1)[1:].tolist() == [[0, RUNNING, 0]] * 3
 
 
 def test_a_chunk_that_is_not_final_advances_and_emits_nothing() -> None:
@@ -130,7 +130,7 @@ def test_a_chunk_that_is_not_final_advances_and_emits_nothing() -> None:
     bench.join(1, known=10, prefix=0)
     bench.join(2, known=3, prefix=0)
     results = bench.step((1, 2), (4, 3), [2, 60], emits=(False, True))
-    assert results == [[0, 0, RUNNING], [1, 60, RUNNING]]
+    assert results == [[0, RUNNING, 0], [1, RUNNING, 60]]
     assert bench.table.kv_committed[1] == 4
     assert bench.table.token_ids[1, :10].tolist() == list(range(100, 110))
     bench.assert_pad_row_is_untouched()
@@ -141,7 +141,7 @@ def test_an_end_token_and_a_stop_id_freeze_the_row_and_are_emitted(token: int) -
     bench = Bench()
     bench.join(1, known=4, prefix=3, stop_token_ids=(77,))
     bench.join(2, known=4, prefix=3)
-    assert bench.step((1, 2), (1, 1), [token, 78])[0] == [1, token, STOP]
+    assert bench.step((1, 2), (1, 1), [token, 78])[0] == [1, STOP, token]
     assert bench.table.finish.tolist() == [0, STOP, 0, 0, 0, 0]
     assert bench.table.token_ids[1, 4] == token
 
@@ -150,33 +150,33 @@ def test_another_requests_stop_id_is_no_stop() -> None:
     bench = Bench()
     bench.join(1, known=4, prefix=3, stop_token_ids=(77,))
     bench.join(2, known=4, prefix=3)
-    assert bench.step((1, 2), (1, 1), [5, 77]) == [[1, 5, RUNNING], [1, 77, RUNNING]]
+    assert bench.step((1, 2), (1, 1), [5, 77]) == [[1, RUNNING, 5], [1, RUNNING, 77]]
 
 
 def test_ignore_eos_makes_the_end_token_plain() -> None:
     bench = Bench()
     bench.join(1, known=4, prefix=3, ignore_eos=True)
-    assert bench.step((1,), (1,), [EOS[0]]) == [[1, EOS[0], RUNNING]]
+    assert bench.step((1,), (1,), [EOS[0]]) == [[1, RUNNING, EOS[0]]]
 
 
 def test_a_row_that_knows_max_len_tokens_is_finished() -> None:
     bench = Bench()
     bench.join(1, known=4, prefix=3, max_len=6)
-    assert bench.step((1,), (1,), [50]) == [[1, 50, RUNNING]]  # knows 5
-    assert bench.step((1,), (1,), [51]) == [[1, 51, LENGTH]]  # knows 6
+    assert bench.step((1,), (1,), [50]) == [[1, RUNNING, 50]]  # knows 5
+    assert bench.step((1,), (1,), [51]) == [[1, LENGTH, 51]]  # knows 6
     assert bench.table.finish[1] == LENGTH
 
 
 def test_a_stop_at_the_limit_is_reported_as_a_stop() -> None:
     bench = Bench()
     bench.join(1, known=4, prefix=3, max_len=5)
-    assert bench.step((1,), (1,), [EOS[1]]) == [[1, EOS[1], STOP]]
+    assert bench.step((1,), (1,), [EOS[1]]) == [[1, STOP, EOS[1]]]
 
 
 def test_a_chunk_that_is_not_final_is_not_finished_by_its_sample() -> None:
     bench = Bench()
     bench.join(1, known=6, prefix=0, max_len=3)
-    assert bench.step((1,), (4,), [EOS[0]], emits=(False,)) == [[0, 0, RUNNING]]
+    assert bench.step((1,), (4,), [EOS[0]], emits=(False,)) == [[0, RUNNING, 0]]
     assert bench.table.finish[1] == RUNNING
 
 
@@ -185,15 +185,16 @@ def test_logits_that_are_not_finite_fail_that_row_only() -> None:
     for row in (1, 2, 3):
         bench.join(row, known=4, prefix=3)
     results = bench.step((1, 2, 3), (1, 1, 1), [50, 0, 52], finite=[True, False, True])
-    assert results == [[1, 50, RUNNING], [0, 0, NON_FINITE], [1, 52, RUNNING]]
+    assert results == [[1, RUNNING, 50], [0, NON_FINITE, 0], [1, RUNNING, 52]]
     assert bench.table.finish.tolist() == [0, RUNNING, NON_FINITE, RUNNING, 0, 0]
+    assert bench.table.kv_committed.tolist() == [1, 4, 3, 4, 0, 0]  # it emitted nothing
     assert not bench.table.token_ids[2, 4:].any()
 
 
 def test_a_chunk_that_is_not_final_may_have_any_logits() -> None:
     bench = Bench()
     bench.join(1, known=6, prefix=0)
-    assert bench.step((1,), (4,), [0], emits=(False,), finite=[False]) == [[0, 0, RUNNING]]
+    assert bench.step((1,), (4,), [0], emits=(False,), finite=[False]) == [[0, RUNNING, 0]]
 
 
 @pytest.mark.parametrize("code", [STOP, LENGTH, NON_FINITE])
@@ -203,7 +204,7 @@ def test_a_frozen_row_commits_nothing(code: int) -> None:
     bench.join(2, known=4, prefix=3)
     bench.table.finish[1] = code
     before = bench.table.token_ids[1].clone()
-    assert bench.step((1, 2), (1, 1), [50, 51]) == [[0, 0, RUNNING], [1, 51, RUNNING]]
+    assert bench.step((1, 2), (1, 1), [50, 51]) == [[0, RUNNING, 0], [1, RUNNING, 51]]
     assert bench.table.kv_committed[1] == 3
     assert bench.table.finish[1] == code
     assert torch.equal(bench.table.token_ids[1], before)
@@ -215,5 +216,5 @@ def test_a_join_wakes_a_frozen_row() -> None:
     bench.join(1, known=4, prefix=3)
     bench.step((1,), (1,), [EOS[0]])
     bench.join(1, known=6, prefix=2)
-    assert bench.step((1,), (4,), [50]) == [[1, 50, RUNNING]]
+    assert bench.step((1,), (4,), [50]) == [[1, RUNNING, 50]]
     assert bench.table.kv_committed[1] == 6

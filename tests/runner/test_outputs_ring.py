@@ -14,8 +14,12 @@ CPU = torch.device("cpu")
 MAX_REQS, MAX_PATH = 4, 3
 
 
-def buffers() -> StepBuffers:
-    """Every entry tells where it lies: `results` plainly, log-probabilities by their row."""
+ONE_EACH = [[1, 0, 70], [0, 3, 0], [1, 2, 72], [1, 1, 73]]
+PATHS = [[3, 0, 10, 11, 12], [0, 3, 0, 0, 0], [1, 1, 30, 0, 0], [2, 2, 40, 41, 0]]
+
+
+def buffers(results: list[list[int]], max_emitted: int) -> StepBuffers:
+    """Every entry tells where it lies: results plainly, log-probabilities by their row."""
     made = StepBuffers(
         max_reqs=MAX_REQS,
         max_tokens=16,
@@ -24,12 +28,7 @@ def buffers() -> StepBuffers:
         kv_len_bound=16,
         device=CPU,
     )
-    made.results.copy_(torch.tensor([[1, 70, 0], [0, 71, 3], [1, 72, 2], [1, 73, 1]]))
-    made.round_results.copy_(
-        torch.tensor(
-            [[3, 0, 10, 11, 12], [0, 3, 20, 21, 22], [1, 1, 30, 31, 32], [2, 2, 40, 41, 42]]
-        )
-    )
+    made.results_of(MAX_REQS, max_emitted).copy_(torch.tensor(results))
     rows = made.chosen_logprobs.shape[0]
     made.chosen_logprobs.copy_(-torch.arange(rows).float())
     made.top_ids.copy_(torch.arange(rows).unsqueeze(1).expand_as(made.top_ids))
@@ -37,13 +36,13 @@ def buffers() -> StepBuffers:
 
 
 def received(num_reqs: int, *, is_round: bool, logprobs: bool) -> StepOutputs:
-    extend = MAX_PATH if is_round else 1
+    most = MAX_PATH if is_round else 1
     step = Step(
         epoch=5,
         mode=ForwardMode.TARGET_VERIFY if is_round else ForwardMode.DECODE,
         layout=StepLayout(
             rows=tuple(range(1, num_reqs + 1)),
-            extend_lens=(extend,) * num_reqs,
+            extend_lens=(most,) * num_reqs,
             emits=(True,) * num_reqs,
             drafts=MaskKind.CAUSAL if is_round else None,
         ),
@@ -54,10 +53,10 @@ def received(num_reqs: int, *, is_round: bool, logprobs: bool) -> StepOutputs:
     )
     stream = InlineStream()
     slot = OutputsRing(MAX_REQS, 16, max_path=MAX_PATH, pinned=False).slot(step.epoch)
-    source = buffers()
-    stream.run(lambda: slot.receive(source, num_reqs, logprobs=logprobs, is_round=is_round))
-    run = StepRun(RunKind.EAGER, num_reqs, num_reqs * extend)
-    return LaunchedStep(step, run, stream.record(), slot).wait()
+    source = buffers(PATHS if is_round else ONE_EACH, most)
+    stream.run(lambda: slot.receive(source, num_reqs, max_emitted=most, logprobs=logprobs))
+    run = StepRun(RunKind.EAGER, num_reqs, num_reqs * most)
+    return LaunchedStep(step, run, stream.record(), slot, most).wait()
 
 
 def test_a_plain_step_brings_one_token_or_none() -> None:

@@ -10,10 +10,10 @@ from laws import SIGNIFICANCE, law_of, p_value, table_of
 from markov import DRAFT, DRAFT_IDS, TARGET, VOCAB, Said, speak
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.kernels.accept import accept_and_commit
 from paceline.kernels.draft_topk import draft_topk
 from paceline.layers.sampling import rejection, sample
-from paceline.runner import round_program
+from paceline.runner import program
+from paceline.runner.commit import commit
 from paceline.runner.recorded import RecordedGraph
 from paceline.speculate import drafting
 
@@ -103,18 +103,20 @@ def of_frozen_positions(logits, *, positions, **rest):
     )
 
 
-def keep_likely_drafts(rows, ends, drafts, out, *, forced):
+def keep_likely_drafts(buffers, table, view, sampled, drafts=None, **rest):
     """Take a draft where it is the target's best, whatever was sampled."""
-    best = TARGET.argmax(-1)[drafts.tokens[:, :-1]]
-    likely = torch.where(best == drafts.tokens[:, 1:], best, drafts.sampled[:, :-1])
-    sampled = torch.cat((likely, drafts.sampled[:, -1:]), dim=1)
-    accept_and_commit(rows, ends, drafts._replace(sampled=sampled), out, forced=forced)
+    if drafts is not None:
+        token_ids = sampled.token_ids.view(drafts.tokens.shape)
+        best = TARGET.argmax(-1)[drafts.tokens[:, :-1]]
+        likely = torch.where(best == drafts.tokens[:, 1:], best, token_ids[:, :-1])
+        sampled = replace(sampled, token_ids=torch.cat((likely, token_ids[:, -1:]), dim=1))
+    return commit(buffers, table, view, sampled, drafts, **rest)
 
 
 WRONG: dict[str, tuple[bool, object, str, Callable]] = {
-    "match-at-frozen-positions": (False, round_program, "sample", of_frozen_positions),
-    "match-or-likely": (False, round_program, "accept_and_commit", keep_likely_drafts),
-    "reject-or-likely": (True, round_program, "accept_and_commit", keep_likely_drafts),
+    "match-at-frozen-positions": (False, program, "sample", of_frozen_positions),
+    "match-or-likely": (False, program, "commit", keep_likely_drafts),
+    "reject-or-likely": (True, program, "commit", keep_likely_drafts),
     "coin-below-p": (True, rejection, "_is_kept", lambda coins, p, q: coins < p),
     "residual-is-p": (True, rejection, "_residual", lambda p, q: p),
     "drafts-of-the-noise-of-sampling": (True, drafting, "draft_seeds", lambda seeds: seeds),

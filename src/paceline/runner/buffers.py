@@ -69,11 +69,10 @@ class StepBuffers:
     req_ids, positions, input_ids, logits_loc, page_tables, out_cache_locs, tree_mask.
     chain_positions: [max_tokens]  int64  of a round of trees: positions of its rows as a chain;
         zero-sized where there are no trees
-    results: [max_reqs, 3]  int32  written by commit: emitted (0 or 1), token id, FinishCode
-    round_results: [max_reqs, 2 + max_path]  int32  written by a round: tokens emitted, FinishCode,
-        their ids; zero-sized where nobody drafts
-    chosen_logprobs, top_ids, top_logprobs: a row per request; of a round max_path rows per
-        request, one for each token it emitted, the rest hold anything
+    results: [max_reqs * (2 + max_path)]  int32  written by commit, a packed row per request: tokens
+        emitted, FinishCode, and their ids, as many as a row of the step emits at most
+    chosen_logprobs, top_ids, top_logprobs: a row for each token that may be emitted; those of
+        tokens that were not hold anything
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class StepBuffers:
         max_tokens: int,
         max_pages: tuple[int, ...],
         max_tree_rows: int = 0,
-        max_path: int = 0,
+        max_path: int = 1,
         of_passes: bool = False,
         kv_len_bound: int,
         device: torch.device,
@@ -100,8 +99,7 @@ class StepBuffers:
 
         self.facts = ints(own_reqs, 3)
         self.parents = ints(max_reqs * own_tree_rows)
-        self.results = ints(own_reqs, 3)
-        self.round_results = ints(max_reqs if max_path else 0, 2 + max_path)
+        self.results = ints(own_reqs * (2 + max_path))
         self.arange = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.row_ids = longs(own_reqs)
         self.prefix_lens = ints(max_reqs)
@@ -118,7 +116,7 @@ class StepBuffers:
         )  # rows as wide as the step's trees
         self.page_tables = tuple(ints(own_reqs, width) for width in max_pages)
         self.out_cache_locs = tuple(longs(max_tokens) for _ in max_pages)
-        emitted = own_reqs * max(max_path, 1)
+        emitted = own_reqs * max_path
         self.chosen_logprobs = torch.zeros(emitted, device=device)
         self.top_ids = longs(emitted, MAX_LOGPROBS)
         self.top_logprobs = torch.zeros(emitted, MAX_LOGPROBS, device=device)
@@ -197,6 +195,10 @@ class StepBuffers:
         """[padded_tokens, max_extend_len] of a uniform step."""
         return self.tree_mask[: size.tokens * size.max_extend_len].view(size.tokens, -1)
 
+    def results_of(self, reqs: int, max_emitted: int) -> Tensor:
+        """[reqs, 2 + max_emitted] of a step whose rows emit so many tokens at most."""
+        return packed_results(self.results, reqs, max_emitted)
+
     def named_tensors(self, owner: str = "step") -> dict[str, Tensor]:
         """The buffers by name, for guards."""
         named = {
@@ -210,3 +212,9 @@ class StepBuffers:
             named[f"{owner}.page_table.{group}"] = table
             named[f"{owner}.out_cache_loc.{group}"] = loc
         return named
+
+
+def packed_results(results: Tensor, reqs: int, max_emitted: int) -> Tensor:
+    """[reqs, 2 + max_emitted] of a flat buffer: one piece, which a copy to the host needs to be."""
+    width = 2 + max_emitted
+    return results[: reqs * width].view(reqs, width)

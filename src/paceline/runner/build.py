@@ -127,7 +127,7 @@ def build_runner(
     page_sizes = tuple(pool.spec.page_size for pool in (*pools, *draft_pools))
     max_pages = tuple(-(-limits.kv_len_bound // page_size) for page_size in page_sizes)
     draft = limits.draft
-    max_path = 0 if draft is None else draft.max_path
+    max_path = 1 if draft is None else draft.max_path
     parts = Parts(
         model=model,
         backend=backend,

@@ -14,8 +14,6 @@ from paceline.runner.graphs import Graph, GraphKey, GraphStore
 from paceline.runner.guard import Guard
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
 from paceline.runner.program import Parts, StepProgram
-from paceline.runner.round_program import RoundProgram
-from paceline.runner.sanitizer.live_output import Program
 from paceline.runner.sanitizer.poisoned_run import CheckedStep
 from paceline.runner.sanitizer.sanitizer import Sanitizer
 from paceline.runner.staging import Copy, StagingRing
@@ -50,7 +48,7 @@ class ModelRunner:
         self._keys = GraphKeys(parts, sizes)
         self._guard = guard
         self._sanitizer = sanitizer
-        self._captured: dict[GraphKey, Program] = {}  # what graphs leave; with a sanitizer
+        self._captured: dict[GraphKey, StepProgram] = {}  # what graphs leave; with a sanitizer
 
     def boot(self) -> None:
         """Unless nothing is captured ahead: load what steps launch, and capture the largest graph
@@ -133,13 +131,14 @@ class ModelRunner:
     def _receive(self, step: Step, size: PaddedSize, kind: RunKind) -> LaunchedStep:
         slot = self._outputs.slot(step.epoch)
         buffers, num_reqs = self._parts.buffers, step.layout.num_reqs
+        most = self._parts.max_emitted(is_round=step.is_round)
         self._stream.run(
-            lambda: slot.receive(buffers, num_reqs, logprobs=step.logprobs, is_round=step.is_round)
+            lambda: slot.receive(buffers, num_reqs, max_emitted=most, logprobs=step.logprobs)
         )
         run = StepRun(kind, size.reqs, size.tokens)
-        return LaunchedStep(step, run, self._stream.record(), slot)
+        return LaunchedStep(step, run, self._stream.record(), slot, most)
 
-    def _queue(self, step: Step, size: PaddedSize, run: Work, program: Program | None) -> None:
+    def _queue(self, step: Step, size: PaddedSize, run: Work, program: StepProgram | None) -> None:
         """Queue a step's work; program: the functions behind `run`, where they are known."""
         host_plan = self._host_plan(step, size)
         sanitizer = self._sanitizer
@@ -175,19 +174,14 @@ class ModelRunner:
 
         return plan
 
-    def _program_of(self, step: Step, size: PaddedSize) -> Program:
+    def _program_of(self, step: Step, size: PaddedSize) -> StepProgram:
         parts = self._parts
-        view = parts.buffers.view(size, step.mask)
-        if step.is_round:
-            assert parts.proposer is not None, "a round needs a proposer"
-            return RoundProgram(
-                parts, parts.proposer, view, sampler=step.sampler, logprobs=step.logprobs
-            )
         return StepProgram(
             parts,
-            view,
+            parts.buffers.view(size, step.mask),
             sampler=step.sampler,
             logprobs=step.logprobs,
+            is_round=step.is_round,
             prompt_spans=step.prompt_spans,
             observed=step.observed,
         )
@@ -200,7 +194,7 @@ class ModelRunner:
             found = self._capture(key, warm_up=False)
         return found
 
-    def _empty_program(self, key: GraphKey) -> Program:
+    def _empty_program(self, key: GraphKey) -> StepProgram:
         """The functions of a key's step, over padded rows alone: harmless to execute."""
         size, empty = key.size, empty_step(key)
         self._stream.run(lambda: self._parts.buffers.pad(size))
@@ -247,7 +241,7 @@ def _in_order(first: Work | None, second: Work) -> Work:
     return run
 
 
-def _without_autograd(program: Program) -> Callable[[], None]:
+def _without_autograd(program: StepProgram) -> Callable[[], None]:
     def run() -> None:
         with torch.inference_mode():
             program.run()

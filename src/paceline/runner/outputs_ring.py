@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.core.sampling_params import MAX_LOGPROBS
 from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs, StepRun
 from paceline.layers.sampling import SampledLogprobs
-from paceline.runner.buffers import StepBuffers
+from paceline.runner.buffers import StepBuffers, packed_results
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import StreamEvent
 
@@ -20,28 +20,21 @@ _FINISH_CODES = tuple(FinishCode)  # by their value
 class OutputsSlot:
     """Host side of the results of one step; columns as in StepBuffers."""
 
-    results: Tensor  # [max_reqs, 3]  int32  emitted, token id, FinishCode
-    round_results: Tensor  # [max_reqs or 0, 2 + max_path]  int32  tokens emitted, FinishCode, ids
-    chosen_logprobs: Tensor  # [max_reqs * max(max_path, 1)]  float32
-    top_ids: Tensor  # [max_reqs * max(max_path, 1), MAX_LOGPROBS]  int64
-    top_logprobs: Tensor  # [max_reqs * max(max_path, 1), MAX_LOGPROBS]  float32
+    results: Tensor  # [max_reqs * (2 + max_path)]  int32  tokens emitted, FinishCode, ids; packed
+    chosen_logprobs: Tensor  # [max_reqs * max_path]  float32
+    top_ids: Tensor  # [max_reqs * max_path, MAX_LOGPROBS]  int64
+    top_logprobs: Tensor  # [max_reqs * max_path, MAX_LOGPROBS]  float32
     prompt: SampledLogprobs  # [max_tokens] and [max_tokens, MAX_LOGPROBS], filled densely in order
 
-    @property
-    def max_path(self) -> int:
-        """Tokens a round emits at most, per request."""
-        return self.round_results.shape[1] - 2
-
     def receive(
-        self, buffers: StepBuffers, num_reqs: int, *, logprobs: bool, is_round: bool = False
+        self, buffers: StepBuffers, num_reqs: int, *, max_emitted: int, logprobs: bool
     ) -> None:
-        """Copy a step's results here; call on the step's stream, after its commit."""
-        num_rows = num_reqs * self.max_path if is_round else num_reqs
-        if is_round:
-            source = buffers.round_results[:num_reqs]
-            self.round_results[:num_reqs].copy_(source, non_blocking=True)
-        else:
-            self.results[:num_reqs].copy_(buffers.results[:num_reqs], non_blocking=True)
+        """Copy a step's results here; call on the step's stream, after its commit.
+
+        max_emitted: tokens that a row of the step emits at most.
+        """
+        num_rows, size = num_reqs * max_emitted, num_reqs * (2 + max_emitted)
+        self.results[:size].copy_(buffers.results[:size], non_blocking=True)
         if logprobs:
             self.chosen_logprobs[:num_rows].copy_(
                 buffers.chosen_logprobs[:num_rows], non_blocking=True
@@ -70,20 +63,19 @@ class OutputsRing:
         max_reqs: int,
         max_tokens: int,
         *,
-        max_path: int = 0,
+        max_path: int = 1,
         pinned: bool,
         depth: int = RING_DEPTH,
     ) -> None:
-        """max_path: tokens a round emits at most, per request; 0: nobody drafts."""
-        emitted = max_reqs * max(max_path, 1)
+        """max_path: tokens that a row of a step emits at most."""
+        emitted = max_reqs * max_path
 
         def host(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, pin_memory=pinned)
 
         self._slots = [
             OutputsSlot(
-                results=host(max_reqs, 3, dtype=torch.int32),
-                round_results=host(max_reqs if max_path else 0, 2 + max_path, dtype=torch.int32),
+                results=host(max_reqs * (2 + max_path), dtype=torch.int32),
                 chosen_logprobs=host(emitted, dtype=torch.float32),
                 top_ids=host(emitted, MAX_LOGPROBS, dtype=torch.int64),
                 top_logprobs=host(emitted, MAX_LOGPROBS, dtype=torch.float32),
@@ -109,6 +101,7 @@ class LaunchedStep:
     run: StepRun
     _done: StreamEvent
     _slot: OutputsSlot
+    _max_emitted: int  # tokens of a row
 
     def synchronize(self) -> None:
         """Block until the step has executed."""
@@ -117,32 +110,22 @@ class LaunchedStep:
     def wait(self) -> StepOutputs:
         """Block until the step has executed; its outputs as host values."""
         self.synchronize()
-        token_ids, finish = self._round_tokens() if self.step.is_round else self._tokens()
+        num_reqs = self.step.layout.num_reqs
+        rows = packed_results(self._slot.results, num_reqs, self._max_emitted).tolist()
+        token_ids = tuple([tuple(row[2 : 2 + row[0]]) for row in rows])
         return StepOutputs(
             epoch=self.step.epoch,
             token_ids=token_ids,
-            finish=finish,
+            finish=tuple([_FINISH_CODES[row[1]] for row in rows]),
             logprobs=self._logprobs(token_ids) if self.step.logprobs else None,
             prompt_logprobs=self._prompt_logprobs() if self.step.prompt_spans else {},
         )
 
-    def _tokens(self) -> tuple[tuple[tuple[int, ...], ...], tuple[FinishCode, ...]]:
-        """[num_reqs] emitted tokens, one or none, and how each row stands."""
-        rows = self._slot.results[: self.step.layout.num_reqs].tolist()
-        token_ids = tuple([(token,) if emitted else () for emitted, token, _ in rows])
-        return token_ids, tuple([_FINISH_CODES[code] for _, _, code in rows])
-
-    def _round_tokens(self) -> tuple[tuple[tuple[int, ...], ...], tuple[FinishCode, ...]]:
-        """The same of a round: as many tokens as it emitted."""
-        rows = self._slot.round_results[: self.step.layout.num_reqs].tolist()
-        token_ids = tuple(tuple(tokens[:emitted]) for emitted, _, *tokens in rows)
-        return token_ids, tuple([_FINISH_CODES[row[1]] for row in rows])
-
     def _logprobs(
         self, token_ids: tuple[tuple[int, ...], ...]
     ) -> tuple[tuple[RowLogprobs, ...], ...]:
-        """[num_reqs][num_emitted]; a round has max_path rows per request, another step one."""
-        slot, stride = self._slot, self._slot.max_path if self.step.is_round else 1
+        """[num_reqs][num_emitted]"""
+        slot, stride = self._slot, self._max_emitted
         num_rows = len(token_ids) * stride
         rows = _rows(
             slot.chosen_logprobs[:num_rows], slot.top_ids[:num_rows], slot.top_logprobs[:num_rows]

@@ -1,6 +1,7 @@
-"""StepProgram: the functions of a step of one padded size: derive, forward, sample and commit.
+"""StepProgram: the functions of a step of one padded size, a round of speculation or any other.
 
-Eager steps call them, graphs record them.  There is no second copy.
+derive, in a round propose, forward, sample, commit, observe.  Eager steps call them, graphs record
+them.  There is no second copy.
 """
 
 from dataclasses import dataclass, replace
@@ -12,19 +13,24 @@ from torch import Tensor
 from paceline.attention.contract import AttentionBackend, LayerCache
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
+from paceline.kernels.commit import Accepted, Drafts
+from paceline.kernels.compact_kv import compact_kv
+from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import AttentionContext
-from paceline.layers.sampling import SampledLogprobs, sample
+from paceline.layers.sampling import DrawnDrafts, Sampled, SampledLogprobs, sample
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.commit import commit
 from paceline.runner.derive import derive
+from paceline.runner.draft_paths import force_drafts, node_drafts, node_histories
 from paceline.runner.prompt_logprobs import prompt_logprobs
-from paceline.runner.proposer import Observed, Proposer
+from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
 from paceline.runner.request_table import RequestTable
 
 
@@ -49,6 +55,17 @@ class Parts:
     def all_pools(self) -> tuple[KVPool, ...]:
         """[num_groups] the drafter's behind the target's."""
         return self.pools if self.proposer is None else (*self.pools, *self.proposer.pools)
+
+    def max_emitted(self, *, is_round: bool) -> int:
+        """Tokens that a row of a step emits at most."""
+        return self.proposer.shape.max_path if is_round and self.proposer is not None else 1
+
+    def chain(self, view: StepView) -> StepView:
+        """The rows of a round as a causal chain, for derive and for who observes."""
+        is_tree = view.tree_mask is not None
+        chain = self.buffers.chain_positions[: view.padded_tokens]
+        positions = chain if is_tree else view.positions
+        return replace(view, mask=MaskKind.CAUSAL, tree_mask=None, positions=positions)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The tensors of table, step, backend and drafter by name: all but weights and pools."""
@@ -82,23 +99,13 @@ def taps_of(parts: Parts, output: Hidden) -> tuple[Tensor, ...]:
     return tuple(output.taps[name] for name in parts.taps)
 
 
-def observe(parts: Parts, view: StepView, taps: tuple[Tensor, ...]) -> None:
-    """Let the drafter, where there is one, follow a step that holds no drafts."""
-    if parts.proposer is None:
-        return
-    next_ids = torch.empty_like(view.positions)
-    chain_rows(
-        parts.table.token_ids,
-        parts.table.kv_committed,
-        StepRows(view.row_ids, view.req_ids, view.positions),
-        ChainRows(next_ids, None),
-    )
-    observed = Observed(view=view, next_ids=next_ids, last=view.logits_loc, taps=taps)
-    parts.proposer.observe(observed)
-
-
 class StepProgram:
-    """One padded size with one sampler tier; its results stay on fixed addresses once captured."""
+    """Steps of one padded size with one sampler tier; results stay on fixed addresses.
+
+    A round drafts before the target computes: its rows are a root and drafts of every request, all
+    of them sampled, and commit takes the path that was sampled.  Any other step samples behind the
+    last row of each request.  runner/proposer.py has a worked example of a round.
+    """
 
     def __init__(
         self,
@@ -107,31 +114,57 @@ class StepProgram:
         *,
         sampler: SamplerTier,
         logprobs: bool,
+        is_round: bool = False,
         prompt_spans: tuple[PromptSpan, ...] = (),
         observed: bool = True,
     ) -> None:
         """observed: the drafter, where there is one, follows."""
         self._parts = parts
         self._view = view
+        self._rows = parts.chain(view) if is_round else view  # what derive fills
         self._sampler = sampler
         self._top_logprobs = MAX_LOGPROBS if logprobs else 0
+        self._is_round = is_round
         self._prompt_spans = prompt_spans
-        self._observed = observed
+        self._observed = observed and parts.proposer is not None
         self.prompt_logprobs: SampledLogprobs | None = None  # [num_scored]  after forward
-        self.logits: Tensor | None = None  # [padded_reqs, vocab]  after forward; the head's dtype
+        # [sampled rows, vocab]  after forward; the head's dtype
+        self.logits: Tensor | None = None
 
     def run(self) -> None:
         """The step's segments in order; none needs the host before the next."""
-        parts, view = self._parts, self._view
-        derive(parts.buffers, parts.table, view, parts.page_sizes)
-        output = target_forward(parts, view)
+        parts = self._parts
+        derive(parts.buffers, parts.table, self._rows, parts.page_sizes)
+        tree = self._propose() if self._is_round else None
+        output = target_forward(parts, self._view)
         self._score(output.hidden)
-        self._sample()
+        accepted = self._commit(self._sample(tree), tree)
         if self._observed:
-            observe(parts, view, taps_of(parts, output))
+            self._observe(taps_of(parts, output), accepted)
+
+    def _propose(self) -> DraftTree:
+        """Make a proposer's drafts the rows of the step."""
+        parts, view = self._parts, self._view
+        assert parts.proposer is not None, "a round needs a proposer"
+        tree = parts.proposer.propose(
+            RoundState(
+                view=self._rows,
+                token_ids=parts.table.token_ids,
+                sampling=parts.table.sampling,
+                sampler=self._sampler,
+                draws=parts.rejects,
+            )
+        )
+        view.input_ids.view(tree.tokens.shape).copy_(tree.tokens)
+        if view.tree_mask is not None:
+            assert tree.parents is not None, f"{parts.proposer.name} promised trees"
+            parents = parts.buffers.parents[: view.padded_tokens]
+            parents.view(tree.parents.shape).copy_(tree.parents)
+            derive_tree(parents, view.prefix_lens, view.positions, tree_mask=view.tree_mask)
+        return tree
 
     def _score(self, hidden: Tensor) -> None:
-        """Logits of each request's last token; of the prompt's tokens, where asked for."""
+        """Logits of each row that is sampled; of the prompt's tokens, where asked for."""
         parts, view = self._parts, self._view
         if self._prompt_spans:
             self.prompt_logprobs = prompt_logprobs(
@@ -142,20 +175,78 @@ class StepProgram:
                 vocab_size=parts.model.head.vocab_size,
                 logits_of=parts.model.logits,
             )
-        if view.max_extend_len > 1:  # otherwise each token is its request's last
+        if not self._is_round and view.max_extend_len > 1:  # otherwise each row is sampled
             hidden = hidden.index_select(0, view.logits_loc)
         self.logits = parts.model.logits(hidden)
 
-    def _sample(self) -> None:
-        parts, view = self._parts, self._view
+    def _sample(self, tree: DraftTree | None) -> Sampled:
+        """Of a round: what plain decoding would sample behind each row, or the draft kept."""
+        table, view, tier = self._parts.table, self._view, self._sampler
         assert self.logits is not None, "forward runs before sample"
-        sampled = sample(
+        rows, positions = view.row_ids, view.kv_lens
+        drafts = histories = None
+        if tree is not None:
+            rows, positions = rows.index_select(0, view.req_ids), view.positions + 1
+            if tier is not SamplerTier.GREEDY:
+                drafts = node_drafts(view)
+            if tier is SamplerTier.PLUG_INS:
+                histories = node_histories(table.token_ids, rows, view)
+        return sample(
             self.logits,
-            rows=view.row_ids,
-            positions=view.kv_lens,
-            table=parts.table.sampling,
-            token_ids=parts.table.token_ids,
-            tier=self._sampler,
+            rows=rows,
+            positions=positions,
+            table=table.sampling,
+            token_ids=table.token_ids,
+            tier=tier,
             top_logprobs=self._top_logprobs,
+            drafts=drafts,
+            histories=histories,
+            drawn=None if tree is None else self._drawn(tree),
         )
-        commit(parts.buffers, parts.table, view, sampled)
+
+    def _drawn(self, tree: DraftTree) -> DrawnDrafts | None:
+        """What rejection compares; None: drafts count where they are sampled again."""
+        if not self._parts.rejects or self._sampler is SamplerTier.GREEDY:
+            return None
+        assert tree.q is not None, "the proposer draws no drafts"
+        return DrawnDrafts(tree.tokens[:, 1:], tree.q, tree.d2t)
+
+    def _commit(self, sampled: Sampled, tree: DraftTree | None) -> Accepted | None:
+        """Commit what was sampled, of a round the path that agrees, and bring its KV together."""
+        parts, view = self._parts, self._view
+        if tree is None:
+            return commit(parts.buffers, parts.table, view, sampled)
+        max_path = parts.max_emitted(is_round=True)
+        drafts = Drafts(tree.tokens, tree.parents, parts.table.sampling.max_drafts)
+        if parts.force_accept_len is not None:
+            drafts, token_ids = force_drafts(
+                drafts, sampled.token_ids, view, length=parts.force_accept_len, max_path=max_path
+            )
+            sampled = replace(sampled, token_ids=token_ids)
+        accepted = commit(parts.buffers, parts.table, view, sampled, drafts, max_path=max_path)
+        assert accepted is not None, "a round accepts something of its drafts"
+        if view.tree_mask is not None:  # a chain's KV lies together
+            shape = tree.tokens.shape
+            for pool, group in zip(parts.pools, view.groups, strict=False):
+                compact_kv(pool.tensors, group.out_cache_loc.view(shape), accepted.path)
+        return accepted
+
+    def _observe(self, taps: tuple[Tensor, ...], accepted: Accepted | None) -> None:
+        """The drafter follows, over the rows in the order of their tokens."""
+        parts, rows = self._parts, self._rows
+        assert parts.proposer is not None, "nobody observes"
+        path = None if accepted is None or self._view.tree_mask is None else accepted.path
+        next_ids = torch.empty_like(rows.positions)
+        tap_rows = None if path is None else torch.empty_like(rows.positions)
+        chain_rows(
+            parts.table.token_ids,
+            parts.table.kv_committed,
+            StepRows(rows.row_ids, rows.req_ids, rows.positions),
+            ChainRows(next_ids, tap_rows),
+            path=path,
+        )
+        if tap_rows is not None:
+            taps = tuple(tap.index_select(0, tap_rows) for tap in taps)
+            rows = replace(rows, input_ids=rows.input_ids.index_select(0, tap_rows))
+        last = rows.logits_loc if accepted is None else accepted.last
+        parts.proposer.observe(Observed(view=rows, next_ids=next_ids, last=last, taps=taps))

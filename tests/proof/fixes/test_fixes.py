@@ -80,7 +80,7 @@ def test_every_case_is_of_the_suite_or_a_test():
 def test_fixes_touch_every_part_of_a_round():
     modules = {module for fix in TESTS for module in fix.modules}
     assert modules >= {
-        "paceline.kernels.accept",
+        "paceline.kernels.commit",
         "paceline.kernels.compact_kv",
         "paceline.kernels.draft_topk",
         "paceline.kernels.grow_tree",
@@ -89,7 +89,6 @@ def test_fixes_touch_every_part_of_a_round():
         "paceline.models.eagle_head",
         "paceline.runner.build",
         "paceline.runner.program",
-        "paceline.runner.round_program",
         "paceline.speculate.draft_cache",
         "paceline.speculate.draft_passes",
         "paceline.speculate.drafting",

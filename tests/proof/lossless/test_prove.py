@@ -17,7 +17,7 @@ from paceline.proof.lossless.prompt_set import NamedPrompt
 from paceline.proof.lossless.proof import Outcome, Proof
 from paceline.proof.lossless.prove import Trial, prove
 from paceline.proof.lossless.report import document, table
-from paceline.runner.round_program import RoundProgram
+from paceline.runner.program import StepProgram
 
 SCHEMA = json.loads((Path(__file__).parents[3] / "docs" / "schemas" / "prove.json").read_text())
 CHAIN = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
@@ -109,16 +109,17 @@ def test_weights_that_differ_are_found_where_they_do_and_as_a_prompt_too(model, 
 
 def test_a_draft_that_nobody_verified_is_a_bug_of_no_layer(model, monkeypatch):
     """The first draft of a round is emitted, whatever was sampled."""
-    right = RoundProgram._accept
+    right = StepProgram._commit
 
-    def unverified(self, tree, sampled):
-        sampled.token_ids.view(tree.tokens.shape)[:, 0] = tree.tokens[:, 1]
-        return right(self, tree, sampled)
+    def unverified(self, sampled, tree):
+        if tree is not None:
+            sampled.token_ids.view(tree.tokens.shape)[:, 0] = tree.tokens[:, 1]
+        return right(self, sampled, tree)
 
     plain = without_speculation(asked(model))
     contenders = contenders_of(asked(model, **CHAIN), None)
     with monkeypatch.context() as patch:
-        patch.setattr(RoundProgram, "_accept", unverified)
+        patch.setattr(StepProgram, "_commit", unverified)
         proof = prove(plain, contenders, TRIAL)
     fault = proof.contests[0].fault
     assert proof.exit_code == 1

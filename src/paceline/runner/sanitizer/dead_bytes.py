@@ -31,7 +31,7 @@ class Extent:
 
     layout: StepLayout
     size: PaddedSize
-    max_path: int  # tokens that a row emits at most
+    max_emitted: int  # tokens that a row emits at most
 
     def of(self, field: str) -> int:
         """Leading entries of a step buffer that the step uses."""
@@ -44,9 +44,9 @@ class Extent:
         if field.startswith(_PER_TOKEN):
             return size.tokens
         if field in _PER_EMITTED:
-            return size.reqs * self.max_path
-        if field == ("results" if drafts is not None else "round_results"):
-            return 0
+            return size.reqs * self.max_emitted
+        if field == "results":
+            return size.reqs * (2 + self.max_emitted)
         return size.reqs + (field == "cu_seqlens_q")
 
     def is_staged(self, field: str) -> bool:

@@ -7,16 +7,14 @@ from torch import Tensor
 
 from paceline.core.step import Step
 from paceline.runner.program import Parts, StepProgram
-from paceline.runner.round_program import RoundProgram
 from paceline.runner.sanitizer.live_rows import LiveRow, LiveRows
 
-Program = StepProgram | RoundProgram
 # Rows of the request table, and [num_rows, ...] or a tensor of each.
 Output = tuple[tuple[int, ...], Tensor | tuple[Tensor, ...]]
 
 
 def live_output(
-    parts: Parts, step: Step, program: Program | None, live: LiveRows
+    parts: Parts, step: Step, program: StepProgram | None, live: LiveRows
 ) -> dict[str, Output]:
     """Copies of it by name, KV aside."""
     rows = step.layout.rows
@@ -30,17 +28,12 @@ def live_output(
     seen["the tokens"] = _of(live.target), _history(parts, live.target)
     seen |= _computed(parts, step, program, live.target)
     if step.logprobs:
-        seen |= _logprobs(parts, live.target, path=max_path(parts, step))
+        seen |= _logprobs(parts, live.target, max_emitted=parts.max_emitted(is_round=step.is_round))
     observed = [row for row in live.draft if _is_observed(row, is_round=step.is_round)]
     for name, features in feature_tensors(parts).items():
         index = list(_of(observed))
         seen[f"the rows of {name}"] = tuple(index), features[index]
     return seen
-
-
-def max_path(parts: Parts, step: Step) -> int:
-    """Tokens that a row of the step emits at most."""
-    return parts.buffers.round_results.shape[1] - 2 if step.is_round else 1
 
 
 def feature_tensors(parts: Parts) -> dict[str, Tensor]:
@@ -59,13 +52,9 @@ def _is_observed(row: LiveRow, *, is_round: bool) -> bool:
 
 
 def _results(parts: Parts, step: Step) -> Tensor:
-    """[num_reqs, ...]  int32"""
-    buffers, num = parts.buffers, step.layout.num_reqs
-    if step.is_round:
-        return buffers.round_results[:num].clone()
-    results = buffers.results[:num].clone()
-    results[:, 1] *= results[:, 0]  # a token that is not emitted means nothing
-    return results
+    """[num_reqs, 2 + max_emitted]  int32"""
+    most = parts.max_emitted(is_round=step.is_round)
+    return parts.buffers.results_of(step.layout.num_reqs, most).clone()
 
 
 def _history(parts: Parts, live: Sequence[LiveRow]) -> Tensor:
@@ -78,7 +67,7 @@ def _history(parts: Parts, live: Sequence[LiveRow]) -> Tensor:
 
 
 def _computed(
-    parts: Parts, step: Step, program: Program | None, live: Sequence[LiveRow]
+    parts: Parts, step: Step, program: StepProgram | None, live: Sequence[LiveRow]
 ) -> dict[str, Output]:
     """Drafts, and logits wherever a row is sampled."""
     index, rows = [row.index for row in live], _of(live)
@@ -99,10 +88,11 @@ def _computed(
     return seen
 
 
-def _logprobs(parts: Parts, live: Sequence[LiveRow], *, path: int) -> dict[str, Output]:
-    """Of every token that was emitted.  path: rows of the buffers per request."""
+def _logprobs(parts: Parts, live: Sequence[LiveRow], *, max_emitted: int) -> dict[str, Output]:
+    """Of every token that was emitted.  max_emitted: rows of the buffers per request."""
     buffers = parts.buffers
-    spans = [slice(row.index * path, row.index * path + row.num_emitted) for row in live]
+    starts = [row.index * max_emitted for row in live]
+    spans = [slice(at, at + row.num_emitted) for at, row in zip(starts, live, strict=True)]
     return {
         "the log-probabilities": (
             _of(live),

@@ -43,12 +43,13 @@ class LiveRows:
 def live_rows(parts: Parts, step: Step, size: PaddedSize) -> LiveRows:
     """Read off the buffers which rows a step was for, and what they emitted."""
     buffers = parts.buffers
-    written = buffers.round_results if step.is_round else buffers.results
+    num_sampled = size.max_extend_len if step.is_round else 1
+    results = buffers.results_of(size.reqs, parts.max_emitted(is_round=step.is_round))
     facts = zip(
         buffers.row_ids[: size.reqs].tolist(),
         buffers.prefix_lens[: size.reqs].tolist(),
         buffers.kv_lens[: size.reqs].tolist(),
-        written[: size.reqs, 0].tolist(),
+        results[:, 0].tolist(),
         strict=True,
     )
     target: list[LiveRow] = []
@@ -57,17 +58,18 @@ def live_rows(parts: Parts, step: Step, size: PaddedSize) -> LiveRows:
         if row == PAD_ROW or index >= step.layout.num_reqs:
             padding = max(padding, kv_len)
             continue
-        first = prefix_len + 1 if step.is_round else kv_len
-        follows = _is_followed(parts, step) and not step.layout.emits[index]
+        wants_token = step.layout.emits[index]
+        first = kv_len - num_sampled  # committed, whatever is sampled
+        follows = _is_followed(parts, step) and not wants_token
         target.append(
             LiveRow(
                 index=index,
                 row=row,
                 prefix_len=prefix_len,
                 kv_len=kv_len,
-                kept_len=prefix_len + num_emitted if step.is_round else kv_len,
-                known_len=first + bool(step.prompt_spans or follows),
-                first_emitted=first,
+                kept_len=first + num_emitted if wants_token else kv_len,
+                known_len=first + 1 + bool(step.prompt_spans or follows),
+                first_emitted=first + 1,
                 num_emitted=num_emitted,
             )
         )
@@ -87,8 +89,5 @@ def _reach(parts: Parts) -> int:
 
 
 def _in_draft_cache(parts: Parts, step: Step, row: LiveRow) -> LiveRow:
-    """A round's passes reach further there; the last KV needs the token behind it."""
-    if step.is_round:
-        return replace(row, kv_len=row.prefix_len + _reach(parts))
-    failed = step.layout.emits[row.index] and not row.num_emitted
-    return replace(row, kept_len=row.kv_len - failed)
+    """A round's passes reach further there."""
+    return replace(row, kv_len=row.prefix_len + _reach(parts)) if step.is_round else row

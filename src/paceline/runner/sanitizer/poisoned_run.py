@@ -10,7 +10,7 @@ from paceline.cache.pool import KVPool
 from paceline.core.errors import PacelineError
 from paceline.core.step import Step
 from paceline.runner.buffers import CONSTANT_FIELDS, PaddedSize
-from paceline.runner.program import Parts
+from paceline.runner.program import Parts, StepProgram
 from paceline.runner.sanitizer.dead_bytes import (
     Extent,
     backend_regions,
@@ -22,10 +22,8 @@ from paceline.runner.sanitizer.dead_bytes import (
 from paceline.runner.sanitizer.dead_slots import DeadSlots, slot_uses
 from paceline.runner.sanitizer.live_output import (
     Output,
-    Program,
     feature_tensors,
     live_output,
-    max_path,
 )
 from paceline.runner.sanitizer.live_rows import LiveRow, LiveRows, live_rows
 from paceline.runner.sanitizer.poison import Region, same_numbers
@@ -43,7 +41,7 @@ class CheckedStep:
     step: Step
     size: PaddedSize
     run: Callable[[], None]  # host plan and replay, or the eager functions
-    program: Program | None  # what `run` leaves beside the buffers, where it is known
+    program: StepProgram | None  # what `run` leaves beside the buffers, where it is known
     explain: Callable[[], None]  # the same functions, executed by Python
 
 
@@ -141,7 +139,7 @@ class PoisonedRuns:
 
     def _regions(self) -> list[Region]:
         parts, step, live = self._parts, self._checked.step, self._live
-        extent = Extent(step.layout, self._checked.size, max_path(parts, step))
+        extent = Extent(step.layout, self._checked.size, parts.max_emitted(is_round=step.is_round))
         named, kept = parts.table.named_tensors(), parts.backend.kept_fields
         regions = step_regions(parts.buffers.named_tensors(), extent)
         regions += backend_regions(tensors_in("backend", parts.backend_buffers), kept)
@@ -171,12 +169,11 @@ class PoisonedRuns:
 def _groups(parts: Parts, live: LiveRows) -> list[_Group]:
     """The target's, then the drafter's."""
     tables, num = parts.buffers.page_tables, len(parts.pools)
-    pools = parts.pools if parts.proposer is None else (*parts.pools, *parts.proposer.pools)
     return [
         _Group(f"kv.{index}", pool, table, live.target, live.target_padding)
         if index < num
         else _Group(f"draft.kv.{index}", pool, table, live.draft, live.draft_padding)
-        for index, (pool, table) in enumerate(zip(pools, tables, strict=True))
+        for index, (pool, table) in enumerate(zip(parts.all_pools, tables, strict=True))
     ]
 
 

@@ -1,11 +1,11 @@
-"""Rounds for accept_and_commit, and what they must emit, walked in plain Python.
+"""Rounds for commit, and what they must emit, walked in plain Python.
 
 Everything that may be written starts as rubbish, so that what is forgotten shows.
 """
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,15 +13,14 @@ from torch import Tensor
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.step import FinishCode
-from paceline.kernels.accept import Accepted, Drafts
-from paceline.kernels.commit import CommittedRows, EndRules
+from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledRows
 
 RUBBISH = -77
 WIDTH = 60  # tokens of a row's history
 MAX_STOP_IDS = 3
 SPARE_ROWS = 3  # of the table: in no round
 
-Accept = Callable[[CommittedRows, EndRules, Drafts, Accepted], None]
+Commit = Callable[[CommittedRows, EndRules, SampledRows, Tensor, Drafts, Accepted], None]
 
 
 class Request(NamedTuple):
@@ -36,6 +35,7 @@ class Request(NamedTuple):
     room: int = 40  # tokens until the limit
     max_drafts: int = 99
     is_padded: bool = False
+    wants_token: bool = True
 
 
 class Verdict(NamedTuple):
@@ -51,8 +51,15 @@ class Round(NamedTuple):
 
     rows: CommittedRows
     ends: EndRules
+    sampled: SampledRows
+    results: Tensor
     drafts: Drafts
-    out: Accepted
+    accepted: Accepted
+
+    def written(self) -> dict[str, Tensor]:
+        """What commit may write, by name."""
+        outputs = self.rows._asdict() | self.accepted._asdict()
+        return {**outputs, "results": self.results}
 
 
 def walk(request: Request, max_path: int) -> Verdict:
@@ -60,7 +67,7 @@ def walk(request: Request, max_path: int) -> Verdict:
     node = 0
     path: list[int] = []
     emitted: list[int] = []
-    while not request.is_padded:
+    while request.wants_token and not request.is_padded:
         if node in request.failed:
             return Verdict(path, emitted, FinishCode.NON_FINITE)
         token = request.sampled[node]
@@ -125,6 +132,7 @@ def random_requests(num: int, n: int, *, chains: bool, seed: int) -> list[Reques
             room=source.randrange(1, n + 4),
             max_drafts=source.choice((0, 1, 2, n, n)),
             is_padded=source.random() < 0.15,
+            wants_token=source.random() < 0.9,
         )
         for _ in range(num)
     ]
@@ -146,66 +154,66 @@ def make_round(requests: Sequence[Request], max_path: int, *, chains: bool) -> R
         if not request.is_padded:
             stops = (*request.stop_ids, *[-1] * (MAX_STOP_IDS - len(request.stop_ids)))
             rules_np[row] = (request.prefix + 1 + request.room, request.max_drafts, *stops)
-    prefix = [PAD_PREFIX_LEN if r.is_padded else r.prefix for r in requests]
     n = len(requests[0].tokens)
+    kv_lens = [n + (PAD_PREFIX_LEN if r.is_padded else r.prefix) for r in requests]
+    facts = [(row, n, r.wants_token) for row, r in zip(row_ids, requests, strict=True)]
+    parents = None
+    if not chains:
+        parents = torch.tensor([r.parents for r in requests], dtype=torch.int32)
     return Round(
         CommittedRows(state[:, 0], state[:, 1], history),
         EndRules(rules[:, 2:], rules[:, 0]),
-        Drafts(
+        SampledRows(
+            facts=torch.tensor(facts, dtype=torch.int32),
             row_ids=torch.tensor(row_ids),
-            prefix_lens=torch.tensor(prefix, dtype=torch.int32),
-            tokens=torch.tensor([r.tokens for r in requests]),
-            parents=None
-            if chains
-            else torch.tensor([r.parents for r in requests], dtype=torch.int32),
-            sampled=torch.tensor([r.sampled for r in requests]),
+            kv_lens=torch.tensor(kv_lens, dtype=torch.int32),
+            token_ids=torch.tensor([r.sampled for r in requests]),
             finite=torch.tensor([[row not in r.failed for row in range(n)] for r in requests]),
-            max_drafts=rules[:, 1],
         ),
-        Accepted(
-            path=torch.full((reqs, max_path), RUBBISH),
-            last=torch.full((reqs,), RUBBISH),
-            results=torch.full((reqs, 2 + max_path), RUBBISH, dtype=torch.int32),
-        ),
+        torch.full((reqs, 2 + max_path), RUBBISH, dtype=torch.int32),
+        Drafts(torch.tensor([r.tokens for r in requests]), parents, rules[:, 1]),
+        Accepted(torch.full((reqs, max_path), RUBBISH), torch.full((reqs,), RUBBISH)),
     )
 
 
-def wanted_after(made: Round, verdicts: Sequence[Verdict]) -> tuple[CommittedRows, Accepted]:
-    """The table and the outputs, by the walked verdicts; the round has not run yet."""
-    max_path, n = made.out.path.shape[1], made.drafts.tokens.shape[1]
+def wanted_after(made: Round, verdicts: Sequence[Verdict]) -> dict[str, Tensor]:
+    """What commit may write, by the walked verdicts; the round has not run yet."""
+    max_path, n = made.accepted.path.shape[1], made.drafts.tokens.shape[1]
     rows = CommittedRows(*(column.clone() for column in made.rows))
     kv_committed, finish, token_ids = (column.numpy() for column in rows)  # the same memory
-    prefix_lens = made.drafts.prefix_lens.tolist()
+    sampled = made.sampled
+    facts = zip(
+        sampled.row_ids.tolist(), sampled.kv_lens.tolist(), sampled.facts.tolist(), strict=True
+    )
     path, last, results = [], [], []
-    for req, (row, verdict) in enumerate(zip(made.drafts.row_ids.tolist(), verdicts, strict=True)):
+    for req, ((row, kv_len, (_, _, wants)), verdict) in enumerate(
+        zip(facts, verdicts, strict=True)
+    ):
         num = len(verdict.emitted)
         path.append([*verdict.path, *range(num, max_path)])
         last.append(req * n + max(num - 1, 0))
         results.append([num, verdict.code, *verdict.emitted, *[0] * (max_path - num)])
         if row != PAD_ROW:
-            first = prefix_lens[req] + 1
-            kv_committed[row], finish[row] = first - 1 + num, verdict.code
+            first = kv_len - n + 1
+            kv_committed[row] = first - 1 + num if wants else kv_len
+            finish[row] = verdict.code
             token_ids[row, first : first + num] = verdict.emitted
-    return rows, Accepted(
-        torch.tensor(path), torch.tensor(last), torch.tensor(results, dtype=torch.int32)
-    )
+    accepted = Accepted(torch.tensor(path), torch.tensor(last))
+    wanted = Round(rows, made.ends, sampled, torch.tensor(results).int(), made.drafts, accepted)
+    return wanted.written()
 
 
 def assert_walks(
-    accept: Accept, requests: Sequence[Request], max_path: int, *, chains: bool = False
+    commit: Commit, requests: Sequence[Request], max_path: int, *, chains: bool = False
 ) -> None:
     """Run a round of them; table and outputs are those of the plain walk, to the last entry."""
     made = make_round(requests, max_path, chains=chains)
     wanted = wanted_after(made, [walk(request, max_path) for request in requests])
-    accept(*made)
-    assert_same((made.rows, made.out), wanted)
+    commit(*made)
+    assert_same(made.written(), wanted)
 
 
-def assert_same(
-    found: tuple[CommittedRows, Accepted], wanted: tuple[CommittedRows, Accepted]
-) -> None:
+def assert_same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     """Compare every entry of the table and of the outputs."""
-    (rows, out), (other_rows, other_out) = found, wanted
-    others: dict[str, Tensor] = other_rows._asdict() | other_out._asdict()
-    for name, tensor in (rows._asdict() | out._asdict()).items():
-        assert torch.equal(tensor, others[name]), name
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
