@@ -73,7 +73,7 @@ def test_a_backend_that_cannot_be_asked_there_is_told_to_bring_a_formula() -> No
 def test_the_split_workspace_of_any_gpu_is_within_the_bound(
     sms: int, max_reqs: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "_num_sms", lambda device: sms)
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: sms)
     limits = replace(LIMITS, max_reqs=max_reqs, num_kv_heads=kv_heads)
     held = tensor_bytes(TritonBackend().make_buffers(limits))
     bound = TritonBackend.buffer_bytes(replace(limits, device=META.device))
@@ -87,7 +87,7 @@ def test_the_bound_of_flashinfer_holds_its_workspace_and_every_schedule(
     sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound = FlashInferBackend.buffer_bytes(META)
-    monkeypatch.setattr(flashinfer_wrappers, "_num_sms", lambda device: sms)
+    monkeypatch.setattr(flashinfer_wrappers, "multiprocessors", lambda device: sms)
     held = tensor_bytes(FlashInferBackend(library=object()).make_buffers(LIMITS))
     shapes = [(reqs, tokens) for reqs in (1, 2, 6) for tokens in (6, 12, 40)]
     for reqs, tokens in shapes:
@@ -104,7 +104,7 @@ def test_the_partial_results_of_flashinfer_are_bounded_for_any_gpu(
     """Of a small step they follow from the multiprocessors, not from its tokens."""
     small = replace(LIMITS, max_reqs=1, max_tokens=1)
     bound = flashinfer_wrappers.workspace_bytes(replace(small, device=META.device))
-    monkeypatch.setattr(flashinfer_wrappers, "_num_sms", lambda device: sms)
+    monkeypatch.setattr(flashinfer_wrappers, "multiprocessors", lambda device: sms)
     held = flashinfer_wrappers.workspace_bytes(small)
     assert held <= bound
     assert (held == bound) == (sms == MOST_SMS)

@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splits, "_num_sms", lambda device: SMS)
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: SMS)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.merge_partials import merge_partials
+from paceline.kernels.stand_in import device_type
 from paceline.kernels.step_view import StepView
 from paceline.kernels.tree_attention import tree_attention
 
@@ -177,7 +178,7 @@ def _windowed_tree(
     q: Tensor, layer: LayerCache, table: PageTablePlan, part: Part
 ) -> tuple[Tensor, Tensor | None]:
     """A windowed layer's whole tree step through our own paged kernels."""
-    if q.device.type == "cpu":
+    if device_type(q.device) == "cpu":
         return attend_cpu(q, layer, table, part, wants_lse=True)
     out, lse = empty_outputs(q, layer)
     attend_triton(q, layer, table, part, out=out, lse=lse)

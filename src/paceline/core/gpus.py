@@ -11,6 +11,7 @@ from paceline.core.near import did_you_mean, plain
 
 GIB = 1 << 30
 MOST_SMS = 192  # multiprocessors of a GPU that is not known, for bounds
+INTERPRETER_SMS = 4  # what kernels pretend to have on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

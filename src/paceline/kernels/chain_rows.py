@@ -19,6 +19,7 @@ from torch import Tensor
 
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.stand_in import device_type
 
 
 class StepRows(NamedTuple):
@@ -112,7 +113,7 @@ def chain_rows(
                 got=tensor,
                 remedy="pass an entry for each row of the step",
             )
-    if history.device.type == "cpu":
+    if device_type(history.device) == "cpu":
         chain_rows_reference(history, kv_committed, rows, out, path=path)
         return
     _CHAIN_ROWS(history, kv_committed, *rows, path, *out)

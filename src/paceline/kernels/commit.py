@@ -28,6 +28,7 @@ from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.step import FinishCode
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.stand_in import device_type
 
 
 class CommittedRows(NamedTuple):
@@ -212,7 +213,7 @@ def commit(
     storages.  Graph-safe: the grid depends on shapes only.  Raises KernelArgumentError.
     """
     _check_rows(sampled, results, drafts, accepted)
-    if results.device.type == "cpu":
+    if device_type(results.device) == "cpu":
         commit_reference(rows, ends, sampled, results, drafts, accepted)
         return
     of_round = _NO_DRAFTS if drafts is None or accepted is None else (*drafts, *accepted)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.stand_in import device_type
 
 
 def compact_kv_reference(pools: Sequence[Tensor], loc: Tensor, path: Tensor) -> None:
@@ -62,7 +63,7 @@ def compact_kv(pools: Sequence[Tensor], loc: Tensor, path: Tensor) -> None:
                 got=tensor,
                 remedy="pass the round's slots and what accept_and_commit wrote",
             )
-    if loc.device.type == "cpu":
+    if device_type(loc.device) == "cpu":
         compact_kv_reference(pools, loc, path)
         return
     _COMPACT_KV(list(pools), loc, path)

@@ -41,6 +41,7 @@ def define_op(
         _BINDS[operator] = bind
     if cuda is not None:
         _LIBRARY.impl(name, cuda, "CUDA")
+    _LIBRARY.impl(name, _nothing, "Meta")
     return operator
 
 
@@ -65,6 +66,10 @@ def host_array(x: Tensor) -> NDArray[Any]:
         return np.empty(tuple(x.shape), dtype)
     memory = (c_byte * (last + x.element_size())).from_address(x.data_ptr())
     return np.ndarray(tuple(x.shape), dtype, buffer=memory, strides=strides)
+
+
+def _nothing(*_: Any) -> None:
+    """On the meta device there is nothing to compute: outputs are the caller's."""
 
 
 def _run(bind: Bind, *args: Any) -> None:

@@ -32,6 +32,7 @@ from paceline.core.step import FinishCode
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.derive_tree import derive_tree_reference
+from paceline.kernels.stand_in import device_type
 from paceline.kernels.step_view import GroupView, StepView
 
 
@@ -184,7 +185,7 @@ def derive_rows(
         _check_table(source)
     else:
         _check_pass(source, view)
-    if view.positions.device.type == "cpu":
+    if device_type(view.positions.device) == "cpu":
         derive_rows_reference(source, view, page_sizes=page_sizes, offsets=offsets)
     elif isinstance(source, TableRows):
         written = (*_derived(view), view.input_ids, *_groups(view))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.stand_in import device_type
 
 
 def derive_tree_reference(
@@ -74,7 +75,7 @@ def derive_tree(
                 got=tensor,
                 remedy="every request of a tree step brings as many rows; take the step's buffers",
             )
-    if parents.device.type == "cpu":
+    if device_type(parents.device) == "cpu":
         derive_tree_reference(parents, prefix_lens, positions, tree_mask=tree_mask)
         return
     _DERIVE_TREE(parents, prefix_lens, positions, tree_mask)

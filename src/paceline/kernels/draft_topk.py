@@ -22,6 +22,7 @@ from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.gumbel import gumbel_at
+from paceline.kernels.stand_in import device_type
 
 MAX_DRAFTS = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -117,7 +118,7 @@ def draft_topk(
     drawn = DraftNoise(temperature, seeds, positions) if noise else None
     if drawn is not None:
         _check_noise(drawn, logits.shape[0])
-    if logits.device.type == "cpu":
+    if device_type(logits.device) == "cpu":
         return draft_topk_reference(logits, k, noise=drawn, d2t=d2t)
     shape = (logits.shape[0], k)
     tokens = torch.empty(shape, dtype=torch.int64, device=logits.device)

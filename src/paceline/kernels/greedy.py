@@ -9,6 +9,7 @@ from torch import Tensor
 
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.stand_in import device_type
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,7 +50,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
             got=logits,
             remedy="pass what the language-model head returned",
         )
-    if logits.device.type == "cpu":
+    if device_type(logits.device) == "cpu":
         return greedy_reference(logits)
     num_rows = logits.shape[:1]
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)

@@ -29,6 +29,7 @@ from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.draft_topk import TopDrafts
+from paceline.kernels.stand_in import device_type
 
 
 class Candidates(NamedTuple):
@@ -166,7 +167,7 @@ def grow_tree(
             got=candidates.tokens,
             remedy="allocate them by Candidates.empty for the proposer's shape",
         )
-    if children.tokens.device.type == "cpu":
+    if device_type(children.tokens.device) == "cpu":
         return grow_tree_reference(children, frontier, candidates, step=step)
     device = children.tokens.device
     out = Frontier(
@@ -206,7 +207,7 @@ def select_tree(
             got=num_draft_tokens,
             remedy="take it from the shape that the candidates were made for",
         )
-    if roots.device.type == "cpu":
+    if device_type(roots.device) == "cpu":
         return select_tree_reference(candidates, roots, num_draft_tokens)
     tokens = torch.empty((reqs, num_draft_tokens), dtype=torch.int64, device=roots.device)
     parents = torch.empty((reqs, num_draft_tokens), dtype=torch.int32, device=roots.device)

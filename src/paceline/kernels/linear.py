@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.linear_cpu import is_emulated, linear_cpu
 from paceline.kernels.skinny_linear import fits_skinny, skinny_linear
+from paceline.kernels.stand_in import device_type
 
 _ONEDNN_TOKENS = 3  # from here on oneDNN is faster
 
@@ -44,9 +45,9 @@ def linear(
     """
     if fits_skinny(x, weight):
         return skinny_linear(x, weight, bias, counters=counters)
-    if x.device.type == "cpu" and is_emulated(x.dtype):
+    if device_type(x.device) == "cpu" and is_emulated(x.dtype):
         return linear_cpu(x, weight, bias)
-    takes_onednn = x.device.type == "cpu" and x.dtype == torch.float32 and _onednn_gains()
+    takes_onednn = device_type(x.device) == "cpu" and x.dtype == torch.float32 and _onednn_gains()
     if takes_onednn and x.shape[0] >= _ONEDNN_TOKENS:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product

@@ -19,6 +19,7 @@ from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.linear import linear
 from paceline.kernels.moe_route import Routing
+from paceline.kernels.stand_in import device_type
 
 
 class ExpertWeights(NamedTuple):
@@ -177,7 +178,7 @@ def _check(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
         if tensor is None:
             continue
         fits = tensor.shape == wanted[name] and tensor.dtype == x.dtype
-        is_readable = x.device.type == "cpu" or tensor.is_contiguous()
+        is_readable = device_type(x.device) == "cpu" or tensor.is_contiguous()
         if not fits or tensor.device != x.device or not is_readable:
             reject(
                 f"weights.{name}",

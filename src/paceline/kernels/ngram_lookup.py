@@ -26,6 +26,7 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.stand_in import device_type
 
 
 class NgramDrafts(NamedTuple):
@@ -136,7 +137,7 @@ def ngram_lookup(
             got=min_n,
             remedy="lower min_n, or raise max_n",
         )
-    if history.device.type == "cpu":
+    if device_type(history.device) == "cpu":
         return ngram_lookup_reference(
             history, row_ids, known, shape=shape, min_n=min_n, max_n=max_n
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.kernels._check import reject, require_triton
 from paceline.kernels.act_and_mul import act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.stand_in import device_type
 
 MAX_TOKENS = 64
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -48,7 +49,7 @@ def fits_skinny(x: Tensor, weight: Tensor) -> bool:
     x: [tokens, inner]; weight: [rows, inner].
     """
     return (
-        x.device.type == "cuda"
+        device_type(x.device) == "cuda"
         and x.dim() == 2
         and 0 < x.shape[0] <= MAX_TOKENS
         and x.dtype in _DTYPES

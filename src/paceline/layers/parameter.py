@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from paceline.kernels.linear_cpu import is_emulated
+from paceline.kernels.stand_in import device_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ def empty_matrix(
     On a CPU float32 is stored column by column (see kernels.linear), and so is bfloat16 where it is
     emulated by one thread and has no bias (see kernels.linear_cpu); everything else row by row.
     """
-    one_thread = placement.device.type == "cpu" and torch.get_num_threads() == 1
+    one_thread = device_type(placement.device) == "cpu" and torch.get_num_threads() == 1
     if one_thread and is_emulated(placement.dtype) and not has_bias:
         return _by_columns(rows, columns, placement=placement)
     return _empty_matrices(rows, columns, placement=placement)
@@ -42,7 +43,7 @@ def empty_matrices(count: int, rows: int, columns: int, *, placement: Placement)
 
 
 def _empty_matrices(*shape: int, placement: Placement) -> nn.Parameter:
-    if placement.device.type != "cpu" or placement.dtype != torch.float32:
+    if device_type(placement.device) != "cpu" or placement.dtype != torch.float32:
         return empty_parameter(*shape, placement=placement)
     return _by_columns(*shape, placement=placement)
 

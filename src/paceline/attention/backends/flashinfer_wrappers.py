@@ -21,8 +21,8 @@ from torch import Tensor
 from paceline.attention.contract import AttentionSpec, Limits, Part
 from paceline.attention.layouts.csr import CsrBuffers, CsrLens
 from paceline.core.errors import KernelArgumentError
-from paceline.core.gpus import MOST_SMS
 from paceline.core.modes import MaskKind
+from paceline.kernels.stand_in import multiprocessors
 
 RING = 4  # wrappers that take turns; deeper than any number of steps in flight
 CTAS_PER_SM = 2  # of a schedule
@@ -85,7 +85,7 @@ class HostLens:
 
 def workspace_bytes(limits: Limits) -> int:
     """Of partial results: the largest step's, each tile of queries in float32 with its lse."""
-    ctas = CTAS_PER_SM * _num_sms(limits.device)
+    ctas = CTAS_PER_SM * multiprocessors(limits.device)
     largest = 0
     for spec in distinct_constants(limits.layers):
         group = spec.num_heads // spec.num_kv_heads
@@ -101,7 +101,7 @@ def schedule_bytes(spec: AttentionSpec, shape: StepShape, device: torch.device) 
     """Of one schedule: at least what the library's allocator will ask for."""
     group = spec.num_heads // spec.num_kv_heads
     tiles = -(-shape.tokens * group // SMALLEST_TILE) + shape.reqs
-    units = max(CTAS_PER_SM * _num_sms(device), tiles)
+    units = max(CTAS_PER_SM * multiprocessors(device), tiles)
     ints = 3 * units + shape.reqs + 1 + 2 + shape.tokens + 1
     return 4 * ints + units + 16 * ALIGNMENT
 
@@ -113,14 +113,6 @@ def rings_bytes(limits: Limits) -> int:
         2 * schedule_bytes(spec, shape, limits.device) + RING * WRAPPER_BYTES
         for spec in distinct_constants(limits.layers)
     )
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type == "meta":
-        return MOST_SMS
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def distinct_constants(layers: tuple[AttentionSpec, ...]) -> list[AttentionSpec]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.core.gpus import MOST_SMS
 from paceline.kernels._check import reject
+from paceline.kernels.stand_in import multiprocessors
 
 _PROGRAMS_PER_SM = 2
 _MOST_PROGRAMS_PER_SM = 4  # of a decode, whose tiles are small
@@ -23,7 +24,6 @@ FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: tiles as s
 _MOST_SPLIT_ROWS = 256  # an extend of more has work for every program without splits
 _ROW_TILES = (16, 32)  # of them in one program
 _FEW_PROGRAMS = 64  # so many leave processors idle
-_INTERPRETER_SMS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,7 +43,7 @@ def decode_splits(
     As many as let every multiprocessor hold two programs, or four where that gives few splits,
     whatever the lengths turn out to be, and no more than a request of `max_keys` can keep busy.
     """
-    programs, sms = num_reqs * num_kv_heads, _num_sms(device)
+    programs, sms = num_reqs * num_kv_heads, multiprocessors(device)
     splits = _shares(programs, _PROGRAMS_PER_SM * sms)
     denser = min(_MANY_SPLITS, _shares(programs, _MOST_PROGRAMS_PER_SM * sms))
     if denser >= _WORTHWHILE_SPLITS:
@@ -62,7 +62,7 @@ def decode_shares(
     splits = decode_splits(num_reqs, num_kv_heads, device=device)
     if splits > _MOST_BY_LENGTH or num_reqs == 0 or _worthwhile(max_keys) == 1:
         return None
-    return _shares_of_keys(num_reqs, num_kv_heads, _num_sms(device))
+    return _shares_of_keys(num_reqs, num_kv_heads, multiprocessors(device))
 
 
 def _shares_of_keys(num_reqs: int, num_kv_heads: int, num_sms: int) -> int:
@@ -94,7 +94,7 @@ def extend_splits(
     if max_rows > _MOST_SPLIT_ROWS:
         return 1
     row_tiles = -(-max_rows // row_tile(num_reqs, num_kv_heads, max_rows, dtype=dtype))
-    most = _PROGRAMS_PER_SM * _num_sms(workspace.partial_out.device)
+    most = _PROGRAMS_PER_SM * multiprocessors(workspace.partial_out.device)
     splits = _shares(num_reqs * num_kv_heads * row_tiles, most)
     has_counters = num_reqs * num_kv_heads * row_tiles <= workspace.finished.numel()
     affordable = workspace.partial_lse.shape[0] // tokens if has_counters else 1
@@ -139,7 +139,7 @@ def split_workspace(
         num_reqs * decode_splits(num_reqs, num_kv_heads, device=device)
         for num_reqs in range(1, max_reqs + 1)
     )
-    num_sms = _num_sms(device)
+    num_sms = multiprocessors(device)
     slots = decode_slots(max_reqs, _shares_of_keys(max_reqs, num_kv_heads, num_sms))
     rows = max(decode_rows, slots, _extend_rows(num_heads, num_sms))
     counters = max(max_reqs, -(-num_sms // num_heads))
@@ -186,9 +186,3 @@ def check_workspace(
                 got=tensor,
                 remedy="allocate it with split_workspace for the largest number of requests",
             )
-
-
-def _num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETER_SMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,65 @@
+"""Where an operation runs: on its tensors' device, or on the one that the meta device stands for.
+
+A budget is a run on the meta device, which computes nothing: within `StandIn` its tensors are those
+of a device that may not be here, and the code takes the path that it would take there.  Code asks
+this module, never `tensor.device.type`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from paceline.core.gpus import INTERPRETER_SMS, MOST_SMS
+from paceline.kernels.custom_op import DispatchMode
+
+
+class StandIn(DispatchMode):
+    """Within the block tensors of the meta device are those of a device of `device_type`.
+
+    multiprocessors: of a GPU; None: one that is not known, which has the most there are.
+    """
+
+    def __init__(self, device_type: str, multiprocessors: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device_type = device_type
+        self.multiprocessors = multiprocessors
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def device_type(device: torch.device) -> str:
+    """ "cpu" or "cuda"; "meta" outside of a StandIn."""
+    kind: str = device.type
+    if kind == "meta" and (stand_in := _innermost()) is not None:
+        return stand_in.device_type
+    return kind
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; of the meta device those it stands for, the most where none are known."""
+    if device.type == "cuda":
+        return _of_gpu(device)
+    if device_type(device) == "cpu":
+        return INTERPRETER_SMS
+    stand_in = _innermost()
+    return MOST_SMS if stand_in is None else stand_in.multiprocessors or MOST_SMS
+
+
+@cache
+def _of_gpu(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _innermost() -> StandIn | None:
+    modes = reversed(_get_current_dispatch_mode_stack())
+    return next((mode for mode in modes if isinstance(mode, StandIn)), None)
