@@ -25,6 +25,7 @@ class DeviceFacts:
     cuda_arch: tuple[int, int] | None  # compute capability
     bandwidth_bytes_s: float | None  # published peak of the main memory
     matmul_flops: float | None  # published peak of dense bfloat16 products, float32 accumulation
+    multiprocessors: int | None  # of a GPU
     cores: int | None  # physical cores this process may use and others leave idle (CPU)
     cpus: int | None  # logical ones it may use; None for a device known by name
     native_bf16: bool  # has bfloat16 multiply instructions
@@ -42,6 +43,7 @@ def _gpu(
     *,
     tb_s: float,
     tflop_s: float | None,
+    sms: int,
     source: str,
 ) -> DeviceFacts:
     total = int(memory_gib * GIB)
@@ -53,6 +55,7 @@ def _gpu(
         cuda_arch=arch,
         bandwidth_bytes_s=tb_s * 1e12,
         matmul_flops=None if tflop_s is None else tflop_s * 1e12,
+        multiprocessors=sms,
         cores=None,
         cpus=None,
         native_bf16=arch >= (8, 0),
@@ -82,8 +85,22 @@ _ROWS = (
         "NVIDIA RTX Blackwell whitepaper",
     ),
 )
+# Multiprocessors that are enabled, from NVIDIA's architecture whitepapers and datasheets.
+_SMS = {
+    "a10g": 80,
+    "a100-40gb": 108,
+    "a100-80gb": 108,
+    "b200": 148,
+    "h100": 132,
+    "h200": 132,
+    "l4": 58,
+    "l40s": 142,
+    "rtx-3090": 82,
+    "rtx-4090": 128,
+    "rtx-5090": 170,
+}
 GPUS: dict[str, DeviceFacts] = {
-    key: _gpu(name, memory, arch, tb_s=tb_s, tflop_s=tflop_s, source=source)
+    key: _gpu(name, memory, arch, tb_s=tb_s, tflop_s=tflop_s, sms=_SMS[key], source=source)
     for key, name, memory, arch, tb_s, tflop_s, source in _ROWS
 }
 

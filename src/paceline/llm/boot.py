@@ -12,23 +12,21 @@ from paceline.attention.registry import load_backend
 from paceline.cache.manager import CacheManager
 from paceline.core.events import Event, Notify
 from paceline.core.model_config import ModelConfig, cache_group_specs
-from paceline.core.options import REJECTION, EngineOptions, known
-from paceline.core.parallel import Parallel
+from paceline.core.options import known
 from paceline.engine.acceptance import read_band
 from paceline.engine.engine import Engine
 from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.llm.draft_self_test import check_drafter
-from paceline.llm.drafter import make_proposer
 from paceline.llm.measured import measured_bytes
 from paceline.llm.prepare import Prepared
-from paceline.models.causal_lm import CausalLM
+from paceline.llm.weights import StoredWeights
 from paceline.models.kv_scales import kv_format
-from paceline.models.loader import load_model
+from paceline.plan.assemble import Decided, assemble, join_tokens, runner_config
 from paceline.plan.budget_table import compare
 from paceline.plan.fit import Fit
-from paceline.runner.build import RunnerConfig, build_runner, tokens_in_flight
+from paceline.runner.build import RunnerConfig, wire_runner
 from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.staging import RING_DEPTH
@@ -75,8 +73,7 @@ def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
     options, notify = prepared.options, prepared.events
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model = _load(prepared, notify)
-    runner = _build(model, prepared, knobs, notify)
+    runner = _build(prepared, knobs, notify)
     runner.boot()
     _LOG.debug("memory, planned and measured\n%s", compare(prepared.fit, measured_bytes(runner)))
     tokenizer = prepared.admission.tokenizer
@@ -118,57 +115,35 @@ def _test_drafter(
         )
 
 
-def _load(prepared: Prepared, notify: Notify) -> CausalLM:
-    options = prepared.options
-    return load_model(
-        prepared.source,
-        _at_context(prepared.config, known(options.max_model_len), notify),
-        parallel=Parallel(),
-        device=prepared.torch_device,
-        dtype=prepared.dtype,
-        load_format=options.load_format,
-        max_positions=known(options.max_model_len) + tokens_in_flight(prepared.draft),
-        seed=options.seed,
-    )
-
-
-def _build(model: CausalLM, prepared: Prepared, knobs: Knobs, notify: Notify) -> ModelRunner:
-    options, source = prepared.options, prepared.source
-    groups = cache_group_specs(prepared.config, known(options.page_size))
-    backend = load_backend(prepared.attention.name)()
+def _build(prepared: Prepared, knobs: Knobs, notify: Notify) -> ModelRunner:
+    options, source, device = prepared.options, prepared.source, prepared.torch_device
+    _note_context(prepared.config, known(options.max_model_len), notify)
     num_pages = _num_pages(prepared.fit, knobs)
-    limits = _runner_config(prepared, knobs, num_pages[: len(groups)])
-    kv = kv_format(
-        known(options.kv_cache_dtype),
-        source.folder if options.load_format != "dummy" else None,
-        num_layers=prepared.config.num_layers,
-        notify=notify,
+    num_groups = len(cache_group_specs(prepared.config, known(options.page_size)))
+    limits = _runner_config(prepared, knobs, num_pages[:num_groups])
+    decided = Decided(
+        config=prepared.config,
+        options=options,
+        speculation=prepared.speculation,
+        limits=limits,
+        draft_pages=num_pages[num_groups:],
+        kv=kv_format(
+            known(options.kv_cache_dtype),
+            source.folder if options.load_format != "dummy" else None,
+            num_layers=prepared.config.num_layers,
+            notify=notify,
+        ),
     )
-    proposer = None
-    if prepared.speculation is not None:
-        draft_pages = num_pages[len(groups) :]
-        proposer = make_proposer(
-            prepared, model, backend=backend, limits=limits, num_pages=draft_pages, kv=kv
-        )
-        if prepared.speculation.caution is not None:
-            notify(prepared.speculation.caution)
-    return build_runner(
-        model,
-        prepared.config,
-        groups,
-        backend,
-        limits,
-        stream=knobs.stream or make_stream(prepared.torch_device),
-        device=prepared.torch_device,
-        dtype=prepared.dtype,
-        kv=kv,
-        notify=notify,
-        proposer=proposer,
-    )
+    if prepared.speculation is not None and prepared.speculation.caution is not None:
+        notify(prepared.speculation.caution)
+    backend = load_backend(prepared.attention.name)()
+    parts = assemble(decided, StoredWeights(prepared), backend, device)
+    stream = knobs.stream or make_stream(device)
+    return wire_runner(parts, limits, stream=stream, device=device, notify=notify)
 
 
-def _at_context(config: ModelConfig, context_len: int, notify: Notify) -> ModelConfig:
-    """The configuration at the context limit that is served; longrope's factors depend on it."""
+def _note_context(config: ModelConfig, context_len: int, notify: Notify) -> None:
+    """Say where the context limit that is served changes longrope's factors."""
     short = config.rope.short_context
     if short is not None and context_len > short:
         detail = (
@@ -176,30 +151,22 @@ def _at_context(config: ModelConfig, context_len: int, notify: Notify) -> ModelC
             f"the long factors, so short prompts are answered otherwise than up to {short}"
         )
         notify(Event("rope_long_factors", detail))
-    return replace(config, max_position=context_len)
 
 
 def _runner_config(prepared: Prepared, knobs: Knobs, num_pages: tuple[int, ...]) -> RunnerConfig:
     """num_pages: of the target's groups."""
-    options, speculation = prepared.options, prepared.speculation
-    return RunnerConfig(
-        max_running=known(options.max_num_seqs),
-        max_batched_tokens=known(options.max_num_batched_tokens),
-        context_len=known(options.max_model_len),
-        max_join_tokens=_join_tokens(options),
+    usual = runner_config(
+        prepared.options,
+        prepared.speculation,
         num_pages=num_pages,
-        graph_max_reqs=known(options.cuda_graph_max_bs),
-        graph_max_tokens=known(options.cuda_graph_max_tokens),
-        capture=not options.enforce_eager,
+        processors=prepared.admission.processors,
+    )
+    return replace(
+        usual,
         capture_policy=knobs.capture or _USUAL_CAPTURE[prepared.device.device_type],
         recorded_bytes=prepared.fit.graphs_bytes,
         poison_graphs=knobs.poison_graphs,
-        sanitize=options.sanitize,
         staging_depth=knobs.staging_depth,
-        logits_processors=prepared.admission.processors,
-        draft=prepared.draft,
-        force_accept_len=None if speculation is None else speculation.forced,
-        rejects=speculation is not None and speculation.acceptance == REJECTION,
     )
 
 
@@ -218,7 +185,7 @@ def _scheduler(
         max_running=known(options.max_num_seqs),
         max_batched_tokens=known(options.max_num_batched_tokens),
         chunked_prefill_size=known(options.chunked_prefill_size),
-        max_join_tokens=_join_tokens(options),
+        max_join_tokens=join_tokens(options),
         padded_tokens=padded_tokens,
         draft=draft,
         max_drafting=options.speculative_max_batch,
@@ -236,12 +203,3 @@ def _scheduler(
 def _num_pages(fit: Fit, knobs: Knobs) -> tuple[int, ...]:
     """[num_groups] pages of each pool; what is allocated and what is handed out must agree."""
     return knobs.num_pages or tuple(group.num_pages for group in fit.groups)
-
-
-def _join_tokens(options: EngineOptions) -> int:
-    """Known tokens that may join in one step: room for prefix hits beyond what is computed.
-
-    They cost pinned host memory, 4 bytes each; fewer make many small steps of requests that share a
-    long prefix.
-    """
-    return max(known(options.max_model_len), 32 * known(options.max_num_batched_tokens))

@@ -2,6 +2,7 @@
 
 import torch
 
+from paceline.plan.rehearsal import weight_bytes
 from paceline.runner.model_runner import ModelRunner
 
 
@@ -11,7 +12,7 @@ def measured_bytes(runner: ModelRunner) -> dict[str, int]:
     held = runner.named_bytes()
     drafter = None if proposer is None else proposer.model
     found = {
-        "weights": _weights_bytes(model),
+        "weights": weight_bytes(model),
         "KV": held["kv"],
         "workspace": held["workspace"] + sum(_tables(model).values()),
         "graphs": held["graphs"],
@@ -22,11 +23,7 @@ def measured_bytes(runner: ModelRunner) -> dict[str, int]:
     others = {parameter.data_ptr() for parameter in model.parameters()}
     own = {address: size for address, size in _tables(drafter).items() if address not in others}
     found["workspace"] += sum(own.values())
-    return found | {"draft weights": _weights_bytes(drafter)}
-
-
-def _weights_bytes(module: torch.nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
+    return found | {"draft weights": weight_bytes(drafter)}
 
 
 def _tables(module: torch.nn.Module) -> dict[int, int]:

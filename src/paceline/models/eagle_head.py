@@ -68,7 +68,8 @@ class EagleHead(nn.Module):
                 placement=placement,
             )
         self.head: LMHead | None = None
-        self.d2t: Tensor | None = None
+        self.d2t: Tensor | None
+        self.register_buffer("d2t", None, persistent=False)
         if config.draft_vocab_size is not None:
             self.head = LMHead(
                 config.draft_vocab_size,

@@ -89,6 +89,11 @@ class RunnerConfig:
         return max(self.max_tree_rows, drafted)
 
     @property
+    def max_path(self) -> int:
+        """Tokens that a row of a step emits at most."""
+        return 1 if self.draft is None else self.draft.max_path
+
+    @property
     def kv_len_bound(self) -> int:
         """Tokens of a page-table row: the context limit and what can be in flight behind it."""
         return self.context_len + tokens_in_flight(self.draft)
@@ -97,6 +102,51 @@ class RunnerConfig:
 def tokens_in_flight(draft: DraftShape | None) -> int:
     """What may be written behind the context limit: rope tables and page-table rows cover it."""
     return STEPS_IN_FLIGHT + (0 if draft is None else draft.reach)
+
+
+def build_parts(
+    model: CausalLM,
+    config: ModelConfig,
+    groups: Sequence[CacheGroupSpec],
+    backend: AttentionBackend,
+    limits: RunnerConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv: KVFormat,
+    proposer: Proposer | None = None,
+) -> Parts:
+    """Allocate everything whose address a graph may hold; arguments as of `build_runner`."""
+    bounds = _backend_limits(config, groups, limits, device=device, dtype=dtype, kv=kv)
+    pools = [
+        KVPool(group, num_pages, kv=kv, device=device)
+        for group, num_pages in zip(groups, limits.num_pages, strict=True)
+    ]
+    draft_pools = () if proposer is None else proposer.pools
+    page_sizes = tuple(pool.spec.page_size for pool in (*pools, *draft_pools))
+    max_pages = tuple(-(-limits.kv_len_bound // page_size) for page_size in page_sizes)
+    return Parts(
+        model=model,
+        backend=backend,
+        backend_buffers=backend.make_buffers(bounds),
+        layers=layer_caches(config, groups, pools, sinks=model.attention_sinks()),
+        pools=tuple(pools),
+        page_sizes=page_sizes,
+        table=_request_table(config, limits, max_pages, device),
+        buffers=StepBuffers(
+            max_reqs=bounds.max_reqs,
+            max_tokens=bounds.max_tokens,
+            max_pages=max_pages,
+            max_tree_rows=limits.tree_rows,
+            max_path=limits.max_path,
+            kv_len_bound=limits.kv_len_bound,
+            device=device,
+        ),
+        taps=limits.taps if proposer is None else proposer.taps,
+        proposer=proposer,
+        force_accept_len=limits.force_accept_len,
+        rejects=limits.rejects,
+    )
 
 
 def build_runner(
@@ -118,38 +168,24 @@ def build_runner(
     groups: the target's; those of `proposer` stand behind them in the request table and in a step.
     limits.num_pages: of the target's groups.
     """
-    bounds = _backend_limits(config, groups, limits, device=device, dtype=dtype, kv=kv)
-    pools = [
-        KVPool(group, num_pages, kv=kv, device=device)
-        for group, num_pages in zip(groups, limits.num_pages, strict=True)
-    ]
-    draft_pools = () if proposer is None else proposer.pools
-    page_sizes = tuple(pool.spec.page_size for pool in (*pools, *draft_pools))
-    max_pages = tuple(-(-limits.kv_len_bound // page_size) for page_size in page_sizes)
-    draft = limits.draft
-    max_path = 1 if draft is None else draft.max_path
-    parts = Parts(
-        model=model,
-        backend=backend,
-        backend_buffers=backend.make_buffers(bounds),
-        layers=layer_caches(config, groups, pools, sinks=model.attention_sinks()),
-        pools=tuple(pools),
-        page_sizes=page_sizes,
-        table=_request_table(config, limits, max_pages, device),
-        buffers=StepBuffers(
-            max_reqs=bounds.max_reqs,
-            max_tokens=bounds.max_tokens,
-            max_pages=max_pages,
-            max_tree_rows=limits.tree_rows,
-            max_path=max_path,
-            kv_len_bound=limits.kv_len_bound,
-            device=device,
-        ),
-        taps=limits.taps if proposer is None else proposer.taps,
+    parts = build_parts(
+        model,
+        config,
+        groups,
+        backend,
+        limits,
+        device=device,
+        dtype=dtype,
+        kv=kv,
         proposer=proposer,
-        force_accept_len=limits.force_accept_len,
-        rejects=limits.rejects,
     )
+    return wire_runner(parts, limits, stream=stream, device=device, notify=notify)
+
+
+def wire_runner(
+    parts: Parts, limits: RunnerConfig, *, stream: Stream, device: torch.device, notify: Notify
+) -> ModelRunner:
+    """A runner over `parts`, which were built under the same limits.  Captures nothing yet."""
     pinned = device.type == "cuda"
     if pinned:  # steps run on a stream of their own; all of this was filled here
         torch.cuda.synchronize(device)
@@ -159,7 +195,7 @@ def build_runner(
         stream=stream,
         staging=StagingRing(staged, pinned=pinned, depth=limits.staging_depth),
         outputs=OutputsRing(
-            limits.max_running, bounds.max_tokens, max_path=max_path, pinned=pinned
+            limits.max_running, limits.max_tokens, max_path=limits.max_path, pinned=pinned
         ),
         graphs=_graph_store(limits, device, notify),
         sizes=limits.sizes
@@ -167,7 +203,7 @@ def build_runner(
             min(limits.graph_max_reqs, limits.max_running),
             every=_EVERY_SIZE[device.type],
             # What is left over is a row of its own, which must stay within the context.
-            max_tokens=min(limits.graph_max_tokens, bounds.max_tokens, limits.context_len),
+            max_tokens=min(limits.graph_max_tokens, limits.max_tokens, limits.context_len),
         ),
         guard=Guard(parts, kv_len_bound=limits.kv_len_bound),
         sanitizer=Sanitizer(parts) if limits.sanitize else None,

@@ -94,7 +94,7 @@ class _Recording:
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
         """Take in one operator that was executed."""
-        given = list(_tensors((*args, *kwargs.values())))
+        given = list(tensors_among((*args, *kwargs.values())))
         self.seen.update((id(tensor), tensor) for tensor in given)
         if func._schema.is_mutable:
             self.calls.append(_again(func, args, kwargs))
@@ -125,13 +125,13 @@ class _Recording:
             )
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
     """The tensors among `values` and in lists among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_among(value)
 
 
 def _refill(

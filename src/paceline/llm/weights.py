@@ -1,0 +1,63 @@
+"""The weights of an engine, as they are read from where its model and its drafter were found."""
+
+from dataclasses import dataclass
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.llm.prepare import Prepared
+from paceline.models.causal_lm import CausalLM
+from paceline.models.eagle_config import EagleConfig
+from paceline.models.eagle_head import EagleHead
+from paceline.models.eagle_loader import load_eagle_head
+from paceline.models.loader import load_model
+from paceline.models.locate import ModelSource
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Modules with weights in them, on the engine's device; see `plan.assemble.Weights`.
+
+    Every method raises WeightsError, naming the tensors or the file at fault.
+    """
+
+    prepared: Prepared
+
+    def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
+        return self._model(self.prepared.source, config, max_positions)
+
+    def draft(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
+        return self._model(self._draft_source, config, max_positions)
+
+    def head(self, config: EagleConfig, target: CausalLM, *, max_positions: int) -> EagleHead:
+        prepared = self.prepared
+        return load_eagle_head(
+            self._draft_source,
+            config,
+            target,
+            parallel=Parallel(),
+            device=prepared.torch_device,
+            dtype=prepared.dtype,
+            load_format=prepared.options.load_format,
+            max_positions=max_positions,
+            seed=prepared.options.seed,
+        )
+
+    def _model(self, source: ModelSource, config: ModelConfig, max_positions: int) -> CausalLM:
+        prepared = self.prepared
+        return load_model(
+            source,
+            config,
+            parallel=Parallel(),
+            device=prepared.torch_device,
+            dtype=prepared.dtype,
+            load_format=prepared.options.load_format,
+            max_positions=max_positions,
+            seed=prepared.options.seed,
+        )
+
+    @property
+    def _draft_source(self) -> ModelSource:
+        speculation = self.prepared.speculation
+        assert speculation is not None, "somebody drafts"
+        assert speculation.source is not None, speculation
+        return speculation.source

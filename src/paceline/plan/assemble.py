@@ -1,0 +1,149 @@
+"""Assemble: from what was decided to the parts of an engine, on any device.
+
+Boot calls it with weights that it read, the memory budget with empty modules on the meta device:
+what is counted is what will be allocated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from paceline.attention.contract import AttentionBackend
+from paceline.cache.pool import KVFormat
+from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
+from paceline.core.options import REJECTION, EngineOptions, known
+from paceline.layers.sampling import LogitsProcessor
+from paceline.models.causal_lm import CausalLM
+from paceline.models.eagle_config import EagleConfig
+from paceline.models.eagle_head import EagleHead
+from paceline.plan.speculation import Speculation
+from paceline.runner.build import RunnerConfig, build_parts
+from paceline.runner.program import Parts
+from paceline.runner.proposer import Proposer
+from paceline.speculate.build import DraftPlacement, eagle_proposer, standalone_proposer
+from paceline.speculate.ngram import NgramProposer
+
+
+class Weights(Protocol):
+    """Makes the modules of an engine on its device, in its dtype.  `max_positions` sizes the rope
+    tables."""
+
+    def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM: ...
+
+    def draft(self, config: ModelConfig, *, max_positions: int) -> CausalLM: ...
+
+    def head(self, config: EagleConfig, target: CausalLM, *, max_positions: int) -> EagleHead: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decided:
+    """What an engine will be, before a tensor of it is."""
+
+    config: ModelConfig  # of the target
+    options: EngineOptions  # resolved
+    speculation: Speculation | None
+    limits: RunnerConfig
+    draft_pages: tuple[int, ...]  # [num_draft_groups] pages of each pool, the reserved one included
+    kv: KVFormat
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, known(self.options.dtype))
+        return dtype
+
+    @property
+    def groups(self) -> tuple[CacheGroupSpec, ...]:
+        """The target's."""
+        return cache_group_specs(self.config, known(self.options.page_size))
+
+
+def runner_config(
+    options: EngineOptions,
+    speculation: Speculation | None,
+    *,
+    num_pages: tuple[int, ...],
+    processors: Sequence[LogitsProcessor],
+) -> RunnerConfig:
+    """What `options`, resolved, say of an engine's sizes; capture policies are the usual ones.
+
+    num_pages: of the target's groups.
+    """
+    return RunnerConfig(
+        max_running=known(options.max_num_seqs),
+        max_batched_tokens=known(options.max_num_batched_tokens),
+        context_len=known(options.max_model_len),
+        max_join_tokens=join_tokens(options),
+        num_pages=num_pages,
+        graph_max_reqs=known(options.cuda_graph_max_bs),
+        graph_max_tokens=known(options.cuda_graph_max_tokens),
+        capture=not options.enforce_eager,
+        sanitize=options.sanitize,
+        logits_processors=tuple(processors),
+        draft=None if speculation is None else speculation.shape,
+        force_accept_len=None if speculation is None else speculation.forced,
+        rejects=speculation is not None and speculation.acceptance == REJECTION,
+    )
+
+
+def join_tokens(options: EngineOptions) -> int:
+    """Known tokens that may join in one step: room for prefix hits beyond what is computed.
+
+    They cost pinned host memory, 4 bytes each; fewer make many small steps of requests that share a
+    long prefix.
+    """
+    return max(known(options.max_model_len), 32 * known(options.max_num_batched_tokens))
+
+
+def assemble(
+    decided: Decided, weights: Weights, backend: AttentionBackend, device: torch.device
+) -> Parts:
+    """Make every tensor of an engine that stays, on `device`.  Raises what `weights` raises."""
+    limits = decided.limits
+    config = replace(decided.config, max_position=limits.context_len)
+    model = weights.target(config, max_positions=limits.kv_len_bound)
+    return build_parts(
+        model,
+        decided.config,
+        decided.groups,
+        backend,
+        limits,
+        device=device,
+        dtype=decided.dtype,
+        kv=decided.kv,
+        proposer=_proposer(decided, weights, model, backend, device),
+    )
+
+
+def _proposer(
+    decided: Decided,
+    weights: Weights,
+    target: CausalLM,
+    backend: AttentionBackend,
+    device: torch.device,
+) -> Proposer | None:
+    speculation, limits = decided.speculation, decided.limits
+    if speculation is None:
+        return None
+    if speculation.ngram is not None:
+        low, high = speculation.ngram
+        return NgramProposer(speculation.shape, min_n=low, max_n=high)
+    place = DraftPlacement(
+        groups=speculation.groups(known(decided.options.page_size)),
+        num_pages=decided.draft_pages,
+        backend=backend,
+        limits=limits,
+        kv=replace(decided.kv, scales={}),
+        dtype=decided.dtype,
+        device=device,
+    )
+    bound = limits.kv_len_bound
+    if speculation.head is not None:
+        head = weights.head(speculation.head, target, max_positions=bound)
+        algorithm, taps = speculation.algorithm, speculation.taps
+        return eagle_proposer(algorithm, speculation.shape, head, taps, place)
+    assert speculation.draft is not None, speculation
+    config = replace(speculation.draft, max_position=limits.context_len)
+    model = weights.draft(config, max_positions=bound)
+    return standalone_proposer(speculation.shape, model, speculation.draft, place)

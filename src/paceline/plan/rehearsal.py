@@ -1,0 +1,177 @@
+"""Rehearsal: an engine's parts and its largest steps on the meta device, and what they allocate.
+
+Nothing is computed and no memory is taken; neither weights nor the device need be here.  What is
+counted is what `assemble` makes and what the operators of a step return, with the scratch that our
+kernels ask for; what libraries take inside an operator is not seen.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.attention.contract import AttentionBackend
+from paceline.core.gpus import DeviceFacts
+from paceline.core.model_config import ModelConfig
+from paceline.core.modes import MaskKind
+from paceline.core.parallel import Parallel
+from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
+from paceline.core.step import PromptSpan
+from paceline.kernels.stand_in import StandIn
+from paceline.models.causal_lm import CausalLM
+from paceline.models.eagle_config import EagleConfig
+from paceline.models.eagle_head import EagleHead, build_eagle_head
+from paceline.models.registry import builder
+from paceline.plan.assemble import Decided, assemble
+from paceline.runner.buffers import PaddedSize
+from paceline.runner.program import Parts, StepProgram
+from paceline.runner.recorded import tensors_among
+
+META = torch.device("meta")
+_PIECES = {"cpu": 64, "cuda": 512}  # bytes: an allocator gives whole pieces
+
+
+class Allocations(StandIn):  # type: ignore[no-untyped-call]
+    """Bytes of the storages that operators return within the block: alive now and at most, and in
+    all.
+
+    Tensors of the meta device stand for those of `facts`.  piece: bytes that each is rounded up to.
+    """
+
+    def __init__(self, facts: DeviceFacts, *, piece: int = 1) -> None:
+        super().__init__(facts.device_type, facts.multiprocessors)
+        self.live, self.peak, self.total = 0, 0, 0
+        self._piece = piece
+        self._sizes: dict[int, int] = {}  # of storages alive, by address
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        given = {t.untyped_storage()._cdata for t in tensors_among((*args, *named.values()))}
+        result = func(*args, **named)
+        for tensor in tensors_among((result,)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in given:
+                self._note(storage)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._sizes:
+            return
+        size = -(-storage.nbytes() // self._piece) * self._piece
+        self._sizes[storage._cdata] = size
+        self.live += size
+        self.total += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, storage._cdata)
+
+    def _free(self, address: int) -> None:
+        self.live -= self._sizes.pop(address)
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyWeights:
+    """Modules without weights on the meta device; see `assemble.Weights`."""
+
+    dtype: torch.dtype
+
+    def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
+        model: CausalLM = builder(config.model_type)(
+            config,
+            parallel=Parallel(),
+            device=META,
+            dtype=self.dtype,
+            max_positions=max_positions,
+        )
+        return model
+
+    def draft(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
+        return self.target(config, max_positions=max_positions)
+
+    def head(self, config: EagleConfig, target: CausalLM, *, max_positions: int) -> EagleHead:
+        return build_eagle_head(
+            config,
+            target,
+            parallel=Parallel(),
+            device=META,
+            dtype=self.dtype,
+            max_positions=max_positions,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rehearsed:
+    """An engine's parts on the meta device, and their bytes."""
+
+    parts: Parts
+    weights: int  # of the target
+    draft_weights: int  # of the drafter's own; a head's map to the target's tokens is one
+    kv: int  # of all pools, scales included
+    workspace: int  # of all else that stays: tables, buffers, rope, what the backend holds
+
+
+def rehearse(decided: Decided, backend: type[AttentionBackend], facts: DeviceFacts) -> Rehearsed:
+    """Assemble an engine as it would be made on `facts`, without its weights.
+
+    Raises RuntimeError where `backend` cannot allocate on the meta device.
+    """
+    with Allocations(facts) as seen:
+        parts = assemble(decided, EmptyWeights(decided.dtype), backend(), META)
+    drafter = None if parts.proposer is None else parts.proposer.model
+    weights, draft_weights = (weight_bytes(model) for model in (parts.model, drafter))
+    pools = [pool.named_tensors().values() for pool in parts.all_pools]
+    kv = sum(tensor.nbytes for pool in pools for tensor in pool)
+    return Rehearsed(
+        parts=parts,
+        weights=weights,
+        draft_weights=draft_weights,
+        kv=kv,
+        workspace=seen.live - weights - draft_weights - kv,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """A step to rehearse."""
+
+    size: PaddedSize
+    sampler: SamplerTier
+    logprobs: bool
+    mask: MaskKind = MaskKind.CAUSAL
+    is_round: bool = False
+    scored: int = 0  # tokens of a prompt that are scored
+
+
+def allocated(parts: Parts, shape: StepShape, facts: DeviceFacts) -> Allocations:
+    """What an eager run of one step over padded rows allocates beside `parts`.
+
+    parts: on the meta device, or on the device of `facts`, whose buffers it writes.
+    """
+    seen = Allocations(facts, piece=_PIECES[facts.device_type])
+    parts.buffers.pad(shape.size)
+    spans = (PromptSpan(0, 0, shape.scored, MAX_LOGPROBS),) if shape.scored else ()
+    with torch.inference_mode(), seen:
+        StepProgram(
+            parts,
+            parts.buffers.view(shape.size, shape.mask),
+            sampler=shape.sampler,
+            logprobs=shape.logprobs,
+            is_round=shape.is_round,
+            prompt_spans=spans,
+        ).run()
+    return seen
+
+
+def weight_bytes(module: nn.Module | None) -> int:
+    """Bytes of a module's own parameters and buffers; of None none."""
+    if module is None:
+        return 0
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
