@@ -1,23 +1,28 @@
 """A budget by rehearsal: an engine on the meta device, beside the formulas and beside real ones."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from draft_models import CPU, H200, drafted, planned
+from draft_models import CPU, H200, drafted, named, planned
 
 from paceline.attention.registry import load_backend
 from paceline.cache.pool import KVFormat, torch_kv_dtype
 from paceline.core.gpus import GIB, DeviceFacts
-from paceline.core.model_config import cache_group_specs
-from paceline.core.options import known
+from paceline.core.model_config import ModelConfig
+from paceline.core.options import EngineOptions, known
 from paceline.core.sampling_params import SamplerTier
+from paceline.llm.boot import Knobs
+from paceline.llm.llm import LLM
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names
-from paceline.plan.assemble import Decided, runner_config
+from paceline.plan.assemble import Decided, decide
 from paceline.plan.fit import Fit
 from paceline.plan.rehearsal import Rehearsed, StepShape, allocated, rehearse
+from paceline.plan.speculation import Speculation
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import RunnerConfig
+from paceline.runner.graphs import AHEAD
 
 LARGE_CPU = replace(CPU, total_bytes=256 * GIB, free_bytes=256 * GIB, native_bf16=True)
 DEVICES = {"gpu": (H200, "triton"), "cpu": (LARGE_CPU, "torch")}
@@ -42,19 +47,20 @@ def rehearsed(
     asked = {"load_format": "dummy", "attention_backend": backend} | asked
     resolution, fit = planned(model, device, **asked)
     options, config = resolution.options, parse_config(locate(model).config)
-    speculation = drafted(model, **asked)
-    pages = tuple(group.num_pages for group in fit.groups)
-    num_groups = len(cache_group_specs(config, known(options.page_size)))
-    limits = runner_config(options, speculation, num_pages=pages[:num_groups], processors=())
-    decided = Decided(
-        config=config,
-        options=options,
-        speculation=speculation,
-        limits=limits,
-        draft_pages=pages[num_groups:],
+    decided = decided_of(config, options, drafted(model, **asked), fit)
+    return rehearse(decided, load_backend(backend), device), decided.limits, fit
+
+
+def decided_of(
+    config: ModelConfig, options: EngineOptions, speculation: Speculation | None, fit: Fit
+) -> Decided:
+    return decide(
+        config,
+        options,
+        speculation,
+        num_pages=tuple(group.num_pages for group in fit.groups),
         kv=KVFormat(dtype=torch_kv_dtype(known(options.kv_cache_dtype))),
     )
-    return rehearse(decided, load_backend(backend), device), limits, fit
 
 
 def largest_steps(limits: RunnerConfig) -> list[StepShape]:
@@ -80,3 +86,58 @@ def test_a_rehearsal_says_what_the_formulas_say_or_less(model, asked, where):
     assert 0.3 * fit.workspace_bytes < seen.workspace <= fit.workspace_bytes + COUNTERS
     peaks = [allocated(seen.parts, shape, device).peak for shape in largest_steps(limits)]
     assert 0.05 * fit.activations_bytes < max(peaks) <= fit.activations_bytes
+
+
+DRAFTERS = {
+    "nobody": {"algorithm": "off"},
+    "ngram": {"algorithm": "NGRAM"},
+    "chain": {"algorithm": "EAGLE3"},
+    "tree": {"algorithm": "EAGLE3", "topk": 4},
+    "rejection": {"algorithm": "EAGLE3", "acceptance": "rejection"},
+}
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def engine(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """A small one with weights; what it captures at boot are its largest graphs."""
+    asked = named("bundled", {"max_num_seqs": 3, "threads": 1} | DRAFTERS[request.param])
+    with LLM(**asked, max_num_batched_tokens=64, knobs=Knobs(capture=AHEAD)) as llm:
+        yield llm
+
+
+@pytest.fixture
+def twin(engine: LLM) -> tuple[Rehearsed, RunnerConfig]:
+    """The same without weights."""
+    prepared = engine.prepared
+    decided = decided_of(prepared.config, prepared.options, prepared.speculation, prepared.fit)
+    return rehearse(decided, load_backend("torch"), prepared.device), decided.limits
+
+
+def test_what_stays_is_what_is_measured_after_loading(engine, twin):
+    measured, (seen, _) = engine.report()["memory"]["measured"], twin
+    assert measured["weights"] == seen.weights
+    assert measured.get("draft weights", 0) == seen.draft_weights
+    assert measured["KV"] == seen.kv
+    assert measured["workspace"] == seen.workspace
+
+
+@pytest.mark.parametrize("sampler", SamplerTier)
+def test_a_step_allocates_on_the_meta_device_what_it_does_here(sampler, engine, twin):
+    seen, limits = twin
+    real, device = engine._live.runner.parts, engine.prepared.device
+    for shape in largest_steps(limits):
+        step = replace(shape, sampler=sampler)
+        here, there = (allocated(parts, step, device) for parts in (real, seen.parts))
+        assert (here.peak, here.total) == (there.peak, there.total)
+        assert here.peak > 0
+
+
+def test_recorded_graphs_hold_what_the_largest_greedy_step_allocates_in_all(engine, twin):
+    seen, limits = twin
+    greedy = {"sampler": SamplerTier.GREEDY, "logprobs": False}
+    decode = PaddedSize.uniform(limits.max_running, 1)
+    shape = StepShape(size=decode, **greedy)
+    if limits.draft is not None:
+        shape = replace(largest_steps(limits)[-1], **greedy)
+    total = allocated(seen.parts, shape, engine.prepared.device, captured=True).total
+    assert engine.report()["memory"]["measured"]["graphs"] == total

@@ -11,7 +11,7 @@ import torch
 from paceline.attention.registry import load_backend
 from paceline.cache.manager import CacheManager
 from paceline.core.events import Event, Notify
-from paceline.core.model_config import ModelConfig, cache_group_specs
+from paceline.core.model_config import ModelConfig
 from paceline.core.options import known
 from paceline.engine.acceptance import read_band
 from paceline.engine.engine import Engine
@@ -23,10 +23,10 @@ from paceline.llm.measured import measured_bytes
 from paceline.llm.prepare import Prepared
 from paceline.llm.weights import StoredWeights
 from paceline.models.kv_scales import kv_format
-from paceline.plan.assemble import Decided, assemble, join_tokens, runner_config
+from paceline.plan.assemble import assemble, decide, join_tokens
 from paceline.plan.budget_table import compare
 from paceline.plan.fit import Fit
-from paceline.runner.build import RunnerConfig, wire_runner
+from paceline.runner.build import wire_runner
 from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.staging import RING_DEPTH
@@ -118,21 +118,25 @@ def _test_drafter(
 def _build(prepared: Prepared, knobs: Knobs, notify: Notify) -> ModelRunner:
     options, source, device = prepared.options, prepared.source, prepared.torch_device
     _note_context(prepared.config, known(options.max_model_len), notify)
-    num_pages = _num_pages(prepared.fit, knobs)
-    num_groups = len(cache_group_specs(prepared.config, known(options.page_size)))
-    limits = _runner_config(prepared, knobs, num_pages[:num_groups])
-    decided = Decided(
-        config=prepared.config,
-        options=options,
-        speculation=prepared.speculation,
-        limits=limits,
-        draft_pages=num_pages[num_groups:],
+    decided = decide(
+        prepared.config,
+        options,
+        prepared.speculation,
+        num_pages=_num_pages(prepared.fit, knobs),
         kv=kv_format(
             known(options.kv_cache_dtype),
             source.folder if options.load_format != "dummy" else None,
             num_layers=prepared.config.num_layers,
             notify=notify,
         ),
+        processors=prepared.admission.processors,
+    )
+    limits = replace(
+        decided.limits,
+        capture_policy=knobs.capture or _USUAL_CAPTURE[prepared.device.device_type],
+        recorded_bytes=prepared.fit.graphs_bytes,
+        poison_graphs=knobs.poison_graphs,
+        staging_depth=knobs.staging_depth,
     )
     if prepared.speculation is not None and prepared.speculation.caution is not None:
         notify(prepared.speculation.caution)
@@ -151,23 +155,6 @@ def _note_context(config: ModelConfig, context_len: int, notify: Notify) -> None
             f"the long factors, so short prompts are answered otherwise than up to {short}"
         )
         notify(Event("rope_long_factors", detail))
-
-
-def _runner_config(prepared: Prepared, knobs: Knobs, num_pages: tuple[int, ...]) -> RunnerConfig:
-    """num_pages: of the target's groups."""
-    usual = runner_config(
-        prepared.options,
-        prepared.speculation,
-        num_pages=num_pages,
-        processors=prepared.admission.processors,
-    )
-    return replace(
-        usual,
-        capture_policy=knobs.capture or _USUAL_CAPTURE[prepared.device.device_type],
-        recorded_bytes=prepared.fit.graphs_bytes,
-        poison_graphs=knobs.poison_graphs,
-        staging_depth=knobs.staging_depth,
-    )
 
 
 def _scheduler(

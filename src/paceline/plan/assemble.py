@@ -59,23 +59,26 @@ class Decided:
         return cache_group_specs(self.config, known(self.options.page_size))
 
 
-def runner_config(
+def decide(
+    config: ModelConfig,
     options: EngineOptions,
     speculation: Speculation | None,
     *,
     num_pages: tuple[int, ...],
-    processors: Sequence[LogitsProcessor],
-) -> RunnerConfig:
-    """What `options`, resolved, say of an engine's sizes; capture policies are the usual ones.
+    kv: KVFormat,
+    processors: Sequence[LogitsProcessor] = (),
+) -> Decided:
+    """What resolved `options` make of a model and its drafter, with the usual capture policies.
 
-    num_pages: of the target's groups.
+    num_pages: [num_groups] of the target, then of the drafter.
     """
-    return RunnerConfig(
+    num_groups = len(cache_group_specs(config, known(options.page_size)))
+    limits = RunnerConfig(
         max_running=known(options.max_num_seqs),
         max_batched_tokens=known(options.max_num_batched_tokens),
         context_len=known(options.max_model_len),
         max_join_tokens=join_tokens(options),
-        num_pages=num_pages,
+        num_pages=num_pages[:num_groups],
         graph_max_reqs=known(options.cuda_graph_max_bs),
         graph_max_tokens=known(options.cuda_graph_max_tokens),
         capture=not options.enforce_eager,
@@ -84,6 +87,14 @@ def runner_config(
         draft=None if speculation is None else speculation.shape,
         force_accept_len=None if speculation is None else speculation.forced,
         rejects=speculation is not None and speculation.acceptance == REJECTION,
+    )
+    return Decided(
+        config=config,
+        options=options,
+        speculation=speculation,
+        limits=limits,
+        draft_pages=num_pages[num_groups:],
+        kv=kv,
     )
 
 

@@ -150,15 +150,18 @@ class StepShape:
     scored: int = 0  # tokens of a prompt that are scored
 
 
-def allocated(parts: Parts, shape: StepShape, facts: DeviceFacts) -> Allocations:
-    """What an eager run of one step over padded rows allocates beside `parts`.
+def allocated(
+    parts: Parts, shape: StepShape, facts: DeviceFacts, *, captured: bool = False
+) -> Allocations:
+    """What one step over padded rows allocates beside `parts`: an eager run, or the capture of a
+    graph, which sees what operators are made of.
 
     parts: on the meta device, or on the device of `facts`, whose buffers it writes.
     """
     seen = Allocations(facts, piece=_PIECES[facts.device_type])
     parts.buffers.pad(shape.size)
     spans = (PromptSpan(0, 0, shape.scored, MAX_LOGPROBS),) if shape.scored else ()
-    with torch.inference_mode(), seen:
+    with torch.no_grad() if captured else torch.inference_mode(), seen:
         StepProgram(
             parts,
             parts.buffers.view(shape.size, shape.mask),
