@@ -205,9 +205,9 @@ def test_a_hub_model_is_a_downloaded_folder(
 def test_finding_and_reading_a_model_imports_neither_torch_nor_the_hub_client() -> None:
     code = (
         "import sys\n"
-        "from paceline.models import config, locate, registry, size\n"
+        "from paceline.models import config, locate, registry\n"
         "parsed = config.parse_config(locate.locate('gemma-3-1b').config)\n"
-        "assert size.weights_bytes(parsed, 'bfloat16') > 1e9\n"
+        "assert parsed.num_layers and registry.architecture(parsed.model_type)\n"
         "assert not {'torch', 'huggingface_hub', 'safetensors'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from paceline.core.gpus import INTERPRETER_SMS, MOST_SMS
@@ -34,7 +35,34 @@ class StandIn(DispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        written = _written(func, args, kwargs or {})
+        if any(tensor.is_meta for tensor in written):
+            return _as_returned(func, written)  # there is nothing to compute
         return func(*args, **(kwargs or {}))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors an operator writes and gives back, in order; none where it makes new ones too, or
+    changes what a tensor is."""
+    schema = func._schema
+    if not schema.is_mutable or torch.Tag.inplace_view in func.tags:
+        return []
+    if any(each.alias_info is None for each in schema.returns):
+        return []
+    given = {each.name: value for each, value in zip(schema.arguments, args, strict=False)}
+    values = [(given | kwargs).get(each.name) for each in schema.arguments if _is_written(each)]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _as_returned(func: Any, written: list[Tensor]) -> Any:
+    num = len(func._schema.returns)
+    if num == 0:
+        return None
+    return written[0] if num == 1 else tuple(written)
 
 
 def device_type(device: torch.device) -> str:

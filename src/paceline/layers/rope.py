@@ -27,13 +27,15 @@ def rope_table(
     `context_len` is the context limit that is served, see `rope_frequencies`.
     """
     frequencies = rope_frequencies(rope, rotary_dim, context_len=context_len).to(device)
-    positions = torch.arange(max_positions, device=device, dtype=torch.float32)
-    angles = positions[:, None] * frequencies
+    positions = torch.empty(max_positions, device=device, dtype=torch.float32)
+    torch.arange(max_positions, out=positions)
+    angles = torch.empty(max_positions, rotary_dim // 2, device=device, dtype=torch.float32)
+    torch.mul(positions[:, None], frequencies, out=angles)
     table = torch.empty(max_positions, rotary_dim, device=device, dtype=torch.float32)
     cos, sin = table.chunk(2, dim=-1)
     factor = rope_attention_factor(rope)
-    torch.mul(angles.cos(), factor, out=cos)
-    torch.mul(angles.sin_(), factor, out=sin)
+    torch.cos(angles, out=cos).mul_(factor)
+    torch.sin(angles, out=sin).mul_(factor)
     return table
 
 

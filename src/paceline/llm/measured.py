@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.plan.rehearsal import weight_bytes
+from paceline.models.size import weight_bytes
 from paceline.runner.model_runner import ModelRunner
 
 

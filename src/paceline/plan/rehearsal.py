@@ -11,26 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.attention.contract import AttentionBackend
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
-from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
 from paceline.models.eagle_config import EagleConfig
-from paceline.models.eagle_head import EagleHead, build_eagle_head
-from paceline.models.registry import builder
+from paceline.models.eagle_head import EagleHead
+from paceline.models.size import META, empty_head, empty_model, weight_bytes
 from paceline.plan.assemble import Decided, assemble
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.recorded import tensors_among
 
-META = torch.device("meta")
 _PIECES = {"cpu": 64, "cuda": 512}  # bytes: an allocator gives whole pieces
 
 
@@ -56,7 +53,7 @@ class Allocations(StandIn):  # type: ignore[no-untyped-call]
     ) -> Any:
         named = kwargs or {}
         given = {t.untyped_storage()._cdata for t in tensors_among((*args, *named.values()))}
-        result = func(*args, **named)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tensors_among((result,)):
             storage = tensor.untyped_storage()
             if storage._cdata not in given:
@@ -84,27 +81,13 @@ class EmptyWeights:
     dtype: torch.dtype
 
     def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
-        model: CausalLM = builder(config.model_type)(
-            config,
-            parallel=Parallel(),
-            device=META,
-            dtype=self.dtype,
-            max_positions=max_positions,
-        )
-        return model
+        return empty_model(config, dtype=self.dtype, max_positions=max_positions)
 
     def draft(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
-        return self.target(config, max_positions=max_positions)
+        return empty_model(config, dtype=self.dtype, max_positions=max_positions)
 
     def head(self, config: EagleConfig, target: CausalLM, *, max_positions: int) -> EagleHead:
-        return build_eagle_head(
-            config,
-            target,
-            parallel=Parallel(),
-            device=META,
-            dtype=self.dtype,
-            max_positions=max_positions,
-        )
+        return empty_head(config, target, dtype=self.dtype, max_positions=max_positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -171,10 +154,3 @@ def allocated(
             prompt_spans=spans,
         ).run()
     return seen
-
-
-def weight_bytes(module: nn.Module | None) -> int:
-    """Bytes of a module's own parameters and buffers; of None none."""
-    if module is None:
-        return 0
-    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
