@@ -1,6 +1,6 @@
 """How an operation becomes a torch custom op, so that recorders, compilers and tests see it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_byte
 from functools import partial
 from typing import Any
@@ -14,13 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Kernel = Callable[..., None]
 Run = Callable[[], None]
 Bind = Callable[..., Run]  # an operator's arguments -> what computes it, now and again
+Scratch = Callable[..., int]  # an operator's arguments -> bytes its GPU kernel takes and gives back
 
 _LIBRARY = torch.library.Library("paceline", "FRAGMENT")
 _BINDS: dict[Any, Bind] = {}  # of CPU kernels; filled while kernel modules are imported
+_SCRATCH: dict[Any, Scratch] = {}  # of GPU kernels; filled likewise
 
 
 def define_op(
-    schema: str, *, cpu: Kernel | None = None, bind: Bind | None = None, cuda: Kernel | None = None
+    schema: str,
+    *,
+    cpu: Kernel | None = None,
+    bind: Bind | None = None,
+    cuda: Kernel | None = None,
+    scratch: Scratch | None = None,
 ) -> Any:
     """Define `paceline::<schema>` with its kernels; returns the operator.
 
@@ -28,6 +35,7 @@ def define_op(
     cpu, bind: the CPU's kernel, at most one.  bind makes it from its arguments, views, addresses
     and scratch included, so that a replay pays for these once; a call binds and runs.  Neither: the
     launcher runs torch's own operators on a CPU.
+    scratch: what the CUDA kernel allocates for itself, for the memory budget; None: nothing.
     """
     assert cpu is None or bind is None, f"{schema} has two CPU kernels"
     name = schema.partition("(")[0]
@@ -41,6 +49,8 @@ def define_op(
         _BINDS[operator] = bind
     if cuda is not None:
         _LIBRARY.impl(name, cuda, "CUDA")
+    if scratch is not None:
+        _SCRATCH[operator] = scratch
     _LIBRARY.impl(name, _nothing, "Meta")
     return operator
 
@@ -80,3 +90,9 @@ def bind_of(operator: Any) -> Bind | None:
     """How one of our operators is bound to arguments on a CPU: a replay calls what comes of it,
     without the dispatcher."""
     return _BINDS.get(operator)
+
+
+def scratch_bytes(operator: Any, args: Sequence[Any]) -> int:
+    """What one of our operators takes on a GPU while it runs, beside its arguments; 0 of others."""
+    scratch = _SCRATCH.get(operator)
+    return 0 if scratch is None else scratch(*args)

@@ -25,6 +25,7 @@ from paceline.kernels.gumbel import gumbel_at
 from paceline.kernels.stand_in import device_type
 
 MAX_DRAFTS = 16
+BLOCK_VOCAB = 1024  # tokens of a program: 126 of them for a row of 128,256
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LOW_BITS = 2**32 - 1
 
@@ -86,11 +87,18 @@ def _draft_topk_cuda(
     launch_draft_topk(logits, TopDrafts(tokens, scores), noise=noise, d2t=d2t)
 
 
+def _scratch(logits: Tensor, *others: Tensor) -> int:
+    """Of each block: the ranks of its best, the highest logit, its share of the softmax."""
+    (rows, vocab), k = logits.shape, others[-1].shape[1]
+    return rows * -(-vocab // BLOCK_VOCAB) * (8 * k + 8)
+
+
 _DRAFT_TOPK = define_op(
     "draft_topk(Tensor logits, Tensor? temperature, Tensor? seeds, Tensor? positions, "
     "Tensor? d2t, Tensor(a!) tokens, Tensor(b!) scores) -> ()",
     cpu=None,
     cuda=_draft_topk_cuda,
+    scratch=_scratch,
 )
 
 

@@ -30,6 +30,8 @@ from paceline.kernels.keep_mask import keep_mask
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DRAWS = int(Asks.DRAW)
+TOKENS_OF_BLOCK = 2048  # of a row, of one program on a GPU
+BUCKETS = 16  # of a block, between which the cut of a filter is looked for
 _SMALL_VOCAB = 8192  # below it the rows that sample go together through the definition
 
 
@@ -129,12 +131,20 @@ def _draw_cuda(logits: Tensor, *fields: Tensor | None) -> None:
     launch_draw(logits, at, laws, edits, token_ids, finite)
 
 
+def _scratch(logits: Tensor, *_: Tensor | None) -> int:
+    """Edited logits, how often each is known, and their keys; what is known of blocks and rows."""
+    rows, vocab = logits.shape
+    of_block = 4 * (7 + BUCKETS) + 16
+    return rows * (12 * vocab + -(-vocab // TOKENS_OF_BLOCK) * of_block + 48)
+
+
 _LAWS_SCHEMA = ", ".join(f"Tensor {name}" for name in Laws._fields)
 _DRAW = define_op(
     f"draw(Tensor logits, {ROWS_SCHEMA}, {_LAWS_SCHEMA}, {EDITS_SCHEMA}, "
     "Tensor(a!) drawn, Tensor(b!) finite) -> ()",
     bind=_bind_draw,
     cuda=_draw_cuda,
+    scratch=_scratch,
 )
 
 

@@ -178,12 +178,18 @@ def _edit_logits_cuda(logits: Tensor, *fields: Tensor | None) -> None:
     launch_edit_logits(logits, zero_counts(logits), at, edits)
 
 
+def _scratch(logits: Tensor, *_: Tensor | None) -> int:
+    """How often each row has each token."""
+    return 4 * logits.numel()
+
+
 ROWS_SCHEMA = "Tensor rows, Tensor positions, Tensor token_ids, Tensor? drafts"
 EDITS_SCHEMA = ", ".join(f"Tensor {name}" for name in Edits._fields)
 _EDIT_LOGITS = define_op(
     f"edit_logits(Tensor(a!) logits, {ROWS_SCHEMA}, {EDITS_SCHEMA}) -> ()",
     bind=_bind_edit_logits,
     cuda=_edit_logits_cuda,
+    scratch=_scratch,
 )
 
 

@@ -11,6 +11,7 @@ from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.stand_in import device_type
 
+BLOCK_VOCAB = 2048  # tokens of a program: 63 of them for a row of 128,000
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -28,10 +29,17 @@ def _greedy_cuda(logits: Tensor, token_ids: Tensor, finite: Tensor) -> None:
     launch_greedy(logits, token_ids, finite)
 
 
+def _scratch(logits: Tensor, *_: Tensor) -> int:
+    """The best of each block, and which token it is."""
+    rows, vocab = logits.shape
+    return rows * -(-vocab // BLOCK_VOCAB) * 8
+
+
 _GREEDY = define_op(
     "greedy(Tensor logits, Tensor(a!) token_ids, Tensor(b!) finite) -> ()",
     cpu=None,
     cuda=_greedy_cuda,
+    scratch=_scratch,
 )
 
 

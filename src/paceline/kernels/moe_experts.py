@@ -18,8 +18,11 @@ from torch import Tensor
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.linear import linear
+from paceline.kernels.moe_align import max_blocks
 from paceline.kernels.moe_route import Routing
 from paceline.kernels.stand_in import device_type
+
+_FEWEST_ROWS = 16  # of a tile
 
 
 class ExpertWeights(NamedTuple):
@@ -125,12 +128,22 @@ def _moe_experts_cuda(
     )
 
 
+def _scratch(x: Tensor, routing_weights: Tensor, expert_ids: Tensor, *weights: object) -> int:
+    """Of each pair of a token and its expert: gated, the result, and its place among tiles."""
+    down = weights[2]
+    assert isinstance(down, Tensor)
+    (experts, hidden, inter), pairs = down.shape, expert_ids.numel()
+    places = 4 * pairs + 12 * max_blocks(pairs, experts, _FEWEST_ROWS)
+    return pairs * (inter + hidden) * x.element_size() + places
+
+
 _MOE_EXPERTS = define_op(
     "moe_experts(Tensor x, Tensor routing_weights, Tensor expert_ids, Tensor gate_up, "
     "Tensor? gate_up_bias, Tensor down, Tensor? down_bias, float alpha, float? limit, "
     "float up_offset, Tensor(a!) out) -> ()",
     cpu=_moe_experts_cpu,
     cuda=_moe_experts_cuda,
+    scratch=_scratch,
 )
 
 

@@ -18,6 +18,7 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
+from paceline.kernels.custom_op import scratch_bytes
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
 from paceline.models.eagle_config import EagleConfig
@@ -28,6 +29,8 @@ from paceline.runner.buffers import PaddedSize
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.recorded import tensors_among
 
+# Bytes for each entry of the operand that torch's own CUDA kernels take while they run.
+LIBRARY_SCRATCH = {"aten::sort": 16}
 _PIECES = {"cpu": 64, "cuda": 512}  # bytes: an allocator gives whole pieces
 
 
@@ -58,6 +61,9 @@ class Allocations(StandIn):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             if storage._cdata not in given:
                 self._note(storage)
+        if self.device_type == "cuda":
+            hidden = scratch_bytes(func, args) + _library_bytes(func, args)
+            self.peak = max(self.peak, self.live + hidden)
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
@@ -72,6 +78,11 @@ class Allocations(StandIn):  # type: ignore[no-untyped-call]
 
     def _free(self, address: int) -> None:
         self.live -= self._sizes.pop(address)
+
+
+def _library_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    per_entry = LIBRARY_SCRATCH.get(func._schema.name)
+    return 0 if per_entry is None else per_entry * int(args[0].numel())
 
 
 @dataclass(frozen=True, slots=True)

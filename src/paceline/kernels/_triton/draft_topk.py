@@ -12,9 +12,7 @@ from torch import Tensor
 from paceline.kernels._triton.gumbel import gumbel_at
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.ranks import TAKEN, index_of, rank_of, take_best, value_of
-from paceline.kernels.draft_topk import DraftNoise, TopDrafts
-
-_BLOCK_VOCAB = 1024  # 126 programs for a row of 128,256
+from paceline.kernels.draft_topk import BLOCK_VOCAB, DraftNoise, TopDrafts
 
 
 @triton.jit
@@ -116,7 +114,7 @@ def launch_draft_topk(
     *,
     noise: DraftNoise | None,
     d2t: Tensor | None,
-    block_vocab: int = _BLOCK_VOCAB,
+    block_vocab: int = BLOCK_VOCAB,
 ) -> None:
     """One program per row and block of the vocabulary, then one per row."""
     (rows, vocab), k = logits.shape, out.tokens.shape[1]

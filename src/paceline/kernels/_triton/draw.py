@@ -15,7 +15,6 @@ from paceline.core.sampling_params import Asks
 from paceline.kernels._triton.draw_blocks import (
     FILTER,
     NO_TOKEN,
-    TOKENS_OF_BLOCK,
     block_tile,
     inverse_of,
     launch_best,
@@ -32,7 +31,7 @@ from paceline.kernels._triton.launch import (
     wait_for_inputs,
 )
 from paceline.kernels._triton.runtime import interpreted
-from paceline.kernels.draw import Laws
+from paceline.kernels.draw import TOKENS_OF_BLOCK, Laws
 from paceline.kernels.edit_logits import Edits, SampledRows
 
 DRAW = tl.constexpr(int(Asks.DRAW))

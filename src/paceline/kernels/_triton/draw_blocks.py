@@ -24,13 +24,11 @@ from paceline.kernels._triton.launch import (
     wait_for_inputs,
 )
 from paceline.kernels._triton.split_merge import finishes_last
-from paceline.kernels.draw import Laws
+from paceline.kernels.draw import BUCKETS, TOKENS_OF_BLOCK, Laws
 from paceline.kernels.edit_logits import Edits, SampledRows
 
 FILTER = tl.constexpr(int(Asks.FILTER))
 NO_TOKEN = tl.constexpr(2147483647)
-TOKENS_OF_BLOCK = 2048
-BUCKETS = 16
 WIDEST = tl.constexpr(32.0)  # of -scaled: tokens further below the best have no mass
 _DEEPEST = tl.constexpr(64.0)  # of -scaled, in moments
 _NARROWEST = tl.constexpr(1e-30)  # of -scaled

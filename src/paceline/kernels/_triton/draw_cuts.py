@@ -17,10 +17,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from paceline.kernels._triton.draw_blocks import (
-    BUCKETS,
     FILTER,
     NO_TOKEN,
-    TOKENS_OF_BLOCK,
     WIDEST,
     RowBlocks,
     block_tile,
@@ -36,7 +34,7 @@ from paceline.kernels._triton.launch import (
 )
 from paceline.kernels._triton.runtime import interpreted
 from paceline.kernels._triton.split_merge import finishes_last
-from paceline.kernels.draw import Laws
+from paceline.kernels.draw import BUCKETS, TOKENS_OF_BLOCK, Laws
 from paceline.kernels.edit_logits import Edits, SampledRows
 
 _SLACK = tl.constexpr(1e-4)  # relative error of masses; of a float32 sum over a row far less

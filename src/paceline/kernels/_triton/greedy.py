@@ -6,8 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-
-_BLOCK_VOCAB = 2048  # 63 programs for a row of 128,000
+from paceline.kernels.greedy import BLOCK_VOCAB
 
 
 @triton.jit
@@ -64,7 +63,7 @@ def _greedy_rows_kernel(
 
 
 def launch_greedy(
-    logits: Tensor, token_ids: Tensor, finite: Tensor, *, block_vocab: int = _BLOCK_VOCAB
+    logits: Tensor, token_ids: Tensor, finite: Tensor, *, block_vocab: int = BLOCK_VOCAB
 ) -> None:
     """One program per row and block of the vocabulary, then one per row."""
     rows, vocab = logits.shape
