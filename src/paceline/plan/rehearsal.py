@@ -7,7 +7,7 @@ kernels ask for; what libraries take inside an operator is not seen.
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from paceline.models.eagle_head import EagleHead
 from paceline.models.size import META, empty_head, empty_model, weight_bytes
 from paceline.plan.assemble import Decided, assemble
 from paceline.runner.buffers import PaddedSize
+from paceline.runner.build import RunnerConfig
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.recorded import tensors_among
 
@@ -142,6 +143,34 @@ class StepShape:
     mask: MaskKind = MaskKind.CAUSAL
     is_round: bool = False
     scored: int = 0  # tokens of a prompt that are scored
+
+
+def largest_steps(limits: RunnerConfig) -> list[StepShape]:
+    """The largest steps with the widest sampler: a ragged one, a prompt that is scored, and where
+    somebody drafts a round of all."""
+    wide = SamplerTier.PLUG_INS if limits.logits_processors else SamplerTier.BY_ROW
+    ragged = PaddedSize.ragged(limits.padded_reqs, limits.max_tokens)
+    shape = StepShape(size=ragged, sampler=wide, logprobs=True)
+    prompt = replace(shape, size=PaddedSize.ragged(1, limits.max_tokens), scored=limits.max_tokens)
+    return [shape, prompt, *_rounds(limits, shape)]
+
+
+def largest_graphs(limits: RunnerConfig) -> list[StepShape]:
+    """What is captured first: of a decode, or a round where somebody drafts; of a ragged step."""
+    reqs = min(limits.graph_max_reqs, limits.max_running)
+    tokens = min(limits.graph_max_tokens, limits.max_tokens, limits.context_len)
+    size = PaddedSize.uniform(reqs, 1)
+    decode = StepShape(size=size, sampler=SamplerTier.GREEDY, logprobs=False)
+    shapes = _rounds(replace(limits, max_running=reqs), decode) or [decode]
+    ragged = [replace(decode, size=PaddedSize.ragged(1, tokens))] if tokens else []
+    return ragged + shapes
+
+
+def _rounds(limits: RunnerConfig, like: StepShape) -> list[StepShape]:
+    if limits.draft is None:
+        return []
+    size = PaddedSize.uniform(limits.max_running, limits.draft.num_draft_tokens)
+    return [replace(like, size=size, mask=limits.draft.mask, is_round=True)]
 
 
 def allocated(
