@@ -18,6 +18,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.gpus import MOST_SMS
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import splits
+from paceline.kernels.stand_in import StandIn
 
 SPEC = AttentionSpec(
     layer_id=0,
@@ -70,16 +71,22 @@ def test_a_backend_that_cannot_be_asked_there_is_told_to_bring_a_formula() -> No
 @pytest.mark.parametrize("sms", [1, 40, 132, MOST_SMS])
 @pytest.mark.parametrize("max_reqs", [1, 6, 257])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
-def test_the_split_workspace_of_any_gpu_is_within_the_bound(
+def test_the_split_workspace_of_a_gpu_is_counted_without_it(
     sms: int, max_reqs: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(splits, "multiprocessors", lambda device: sms)
     limits = replace(LIMITS, max_reqs=max_reqs, num_kv_heads=kv_heads)
-    held = tensor_bytes(TritonBackend().make_buffers(limits))
-    bound = TritonBackend.buffer_bytes(replace(limits, device=META.device))
-    assert held <= bound
-    if sms == MOST_SMS and max_reqs > 1:
-        assert bound < 1.1 * held
+    with StandIn("cuda", sms):
+        counted = TritonBackend.buffer_bytes(replace(limits, device=META.device))
+    monkeypatch.setattr(splits, "multiprocessors", lambda device: sms)
+    assert counted == tensor_bytes(TritonBackend().make_buffers(limits))
+
+
+def test_a_larger_gpu_holds_a_larger_split_workspace() -> None:
+    sizes = []
+    for sms in (58, 132, MOST_SMS):
+        with StandIn("cuda", sms):
+            sizes.append(TritonBackend.buffer_bytes(META))
+    assert sizes == sorted(set(sizes))
 
 
 @pytest.mark.parametrize("sms", [1, 132, MOST_SMS])

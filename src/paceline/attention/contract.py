@@ -169,9 +169,10 @@ class AttentionBackend(ABC):
     def buffer_bytes(cls, limits: Limits) -> int:
         """The most bytes `make_buffers` and host plans hold, for the memory budget.
 
-        limits.device is the meta device, which stands for any.  This counts what `make_buffers`
-        allocates there; a backend that cannot, or that holds more, has a formula of its own.
-        Raises ConfigError where one that cannot has none.
+        limits.device is the meta device, which stands for the one that is planned for
+        (kernels/stand_in.py), or for any.  This counts what `make_buffers` allocates there; a
+        backend that cannot, or that holds more, has a formula of its own.  Raises ConfigError where
+        one that cannot has none.
         """
         try:
             buffers = cls().make_buffers(limits)

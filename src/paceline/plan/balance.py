@@ -7,6 +7,7 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.options import ELEMENT_BYTES, KV_ELEMENT_BYTES, EngineOptions, known
+from paceline.kernels.stand_in import StandIn
 from paceline.models.size import weights_bytes
 from paceline.plan.attention_choice import planned_backend, planned_limits
 from paceline.plan.draft_footprint import (
@@ -61,15 +62,19 @@ class Balance:
     draft_attention: Limits | None  # the same for the drafter's layers
 
     def backend_bytes(self, length: int) -> int:
-        """What the attention backend holds.  length: tokens in flight included."""
+        """What the attention backend holds on the device.  length: tokens in flight included."""
         if self.backend is None:
             return 0
-        held = self.backend.buffer_bytes(_at_length(self.attention, length))
+        with StandIn(self.device.device_type, self.device.multiprocessors):
+            return self._backend_bytes(self.backend, length)
+
+    def _backend_bytes(self, backend: type[AttentionBackend], length: int) -> int:
+        held = backend.buffer_bytes(_at_length(self.attention, length))
         if self.draft_attention is None or self.speculation is None:
             return held
         # Passes of a round share buffers, unless all of them are planned before it.
-        sets = self.speculation.passes if self.backend.capabilities.host_plan else 1
-        return held + sets * self.backend.buffer_bytes(_at_length(self.draft_attention, length))
+        sets = self.speculation.passes if backend.capabilities.host_plan else 1
+        return held + sets * backend.buffer_bytes(_at_length(self.draft_attention, length))
 
     @property
     def drafts(self) -> DraftShape | None:

@@ -25,6 +25,7 @@ from paceline.models.eagle_config import EagleConfig
 from paceline.models.eagle_head import EagleHead
 from paceline.models.size import META, empty_head, empty_model, weight_bytes
 from paceline.plan.assemble import Decided, assemble
+from paceline.plan.footprint import POOL_ROUNDING_BYTES
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import RunnerConfig
 from paceline.runner.program import Parts, StepProgram
@@ -194,3 +195,16 @@ def allocated(
             prompt_spans=spans,
         ).run()
     return seen
+
+
+def graphs_held(parts: Parts, limits: RunnerConfig, facts: DeviceFacts) -> int:
+    """Bytes that the graphs captured first hold.
+
+    CUDA graphs reuse storage and share a pool, which grows in large pieces; recorded graphs reuse
+    nothing and share an arena as large as the largest.
+    """
+    shapes = largest_graphs(limits)
+    seen = [allocated(parts, shape, facts, captured=True) for shape in shapes]
+    if facts.device_type == "cpu":
+        return max(each.total for each in seen)
+    return max(each.peak for each in seen) + POOL_ROUNDING_BYTES

@@ -24,7 +24,6 @@ from paceline.kernels.paged_attention import (
     SplitWorkspace,
     paged_decode,
     split_workspace,
-    split_workspace_bytes,
 )
 from paceline.kernels.step_view import StepView
 
@@ -80,16 +79,6 @@ class TritonBackend(AttentionBackend):
             limits.num_kv_heads,
             v_head_dim=limits.v_head_dim,
             device=limits.device,
-        )
-
-    @classmethod
-    def buffer_bytes(cls, limits: Limits) -> int:
-        """The same on the largest GPU."""
-        return split_workspace_bytes(
-            limits.max_reqs,
-            limits.num_heads,
-            limits.num_kv_heads,
-            v_head_dim=limits.v_head_dim,
         )
 
     def plan(self, view: StepView, buffers: SplitWorkspace) -> TritonPlan:

@@ -60,11 +60,13 @@ def make_csr_buffers(limits: Limits) -> CsrBuffers:
     def ints(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, device=limits.device)
 
+    page_range = ints(max(limits.max_pages))
+    torch.arange(max(limits.max_pages), out=page_range)
     return CsrBuffers(
         kv_indptr=ints(limits.max_reqs + 1),
         last_page_len=ints(limits.max_reqs),
         kv_indices=tuple(ints(limits.max_reqs * width + 1) for width in limits.max_pages),
-        page_range=torch.arange(max(limits.max_pages), dtype=torch.int32, device=limits.device),
+        page_range=page_range,
     )
 
 

@@ -7,7 +7,6 @@ from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
     decode_splits,
     split_workspace,
-    split_workspace_bytes,
 )
 
 __all__ = [
@@ -17,5 +16,4 @@ __all__ = [
     "paged_decode",
     "paged_extend",
     "split_workspace",
-    "split_workspace_bytes",
 ]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core.gpus import MOST_SMS
 from paceline.kernels._check import reject
 from paceline.kernels.stand_in import multiprocessors
 
@@ -149,19 +148,6 @@ def split_workspace(
         partial_lse=torch.empty(shape[:2], dtype=torch.float32, device=device),
         finished=torch.zeros((counters, num_heads), dtype=torch.int32, device=device),
     )
-
-
-def split_workspace_bytes(
-    max_reqs: int, num_heads: int, num_kv_heads: int, *, v_head_dim: int
-) -> int:
-    """The most bytes `split_workspace` allocates, on any device.
-
-    Splits beyond one share the device's programs; with one each, requests have a row each.
-    """
-    shares = _shares_of_keys(max_reqs, num_kv_heads, MOST_SMS)
-    rows = max(decode_slots(max_reqs, shares), shares, _extend_rows(num_heads, MOST_SMS))
-    counters = max(max_reqs, -(-MOST_SMS // num_heads))
-    return 4 * num_heads * (rows * (v_head_dim + 1) + counters)
 
 
 def _extend_rows(num_heads: int, num_sms: int) -> int:
