@@ -1,7 +1,8 @@
 """Fit: where the memory of a device will go, before a weight is read, and how far off that was.
 
-Weights and KV are exact from the config.  The rest are upper bounds by the formulas of
-`engine.footprint`; after loading, `budget_table.compare` puts what was measured beside them.
+Weights are counted and KV is exact.  The rest are upper bounds by the formulas of `plan.footprint`,
+beside which `plan.rehearsal` counts the same on the meta device; after loading,
+`budget_table.compare` puts what was measured beside them.
 """
 
 from dataclasses import asdict, dataclass
