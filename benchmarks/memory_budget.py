@@ -43,6 +43,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--algorithm", help="NGRAM, EAGLE3, ...")
     parser.add_argument("--topk", type=int, help="width of the tree of drafts")
     parser.add_argument("--acceptance", help="sample-and-match or rejection")
+    parser.add_argument("--backend", help="of attention")
     parser.add_argument("--max-num-seqs", type=int)
     parser.add_argument("--max-num-batched-tokens", type=int)
     parser.add_argument("--max-model-len", type=int)
@@ -54,6 +55,7 @@ def asked(args: argparse.Namespace) -> dict[str, Any]:
     found = {
         "model": args.model,
         "load_format": "dummy",
+        "attention_backend": args.backend,
         "speculative_draft_model_path": args.draft,
         "speculative_algorithm": args.algorithm or (None if args.draft else "off"),
         "speculative_eagle_topk": args.topk,
@@ -98,6 +100,11 @@ def name_of(shape: StepShape) -> str:
 def main() -> int:
     prepared = prepare(asked(options()))
     facts, fit, decided = prepared.device, prepared.fit, decided_of(prepared)
+    tokens, context = decided.limits.max_tokens, decided.limits.context_len
+    if context < tokens:  # one padded row holds all tokens of a step
+        sys.exit(f"--max-model-len must be at least {tokens}, the tokens of a step, got {context}")
+    if load_backend(prepared.attention.name).capabilities.host_plan:
+        sys.exit("a backend that plans on the host is not rehearsed; add --backend triton")
     began = time.process_time()
     seen = rehearse(decided, load_backend(prepared.attention.name), facts)
     steps = largest_steps(decided.limits)
