@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paceline.core.errors import message
 from paceline.plan.machine import versions
 from paceline.server.answer import Job, answer
 from paceline.server.body import body_schema, read_body
@@ -82,8 +81,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
 def check_query(request: Request) -> None:
     """Raise 400 for fields in the address, which would be ignored there."""
     for name in request.query_params:
-        text = message(name, expected="in the body", got="in the address", remedy="move it")
-        raise ApiError(400, text, param=name, code="unknown_parameter")
+        raise ApiError.about(
+            name,
+            expected="in the body",
+            got="in the address",
+            remedy="move it",
+            param=name,
+            code="unknown_parameter",
+        )
 
 
 async def _answer(service: Service, job: Job, request: Request) -> Response:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 
-from paceline.core.errors import message
 from paceline.server.errors import ApiError
 from paceline.server.faults import REMEDY, fault_of, not_json
 from paceline.server.wire import Wire
@@ -21,8 +20,9 @@ async def read_body(request: Request, kind: type[W]) -> W:
     """Raises ApiError, 400 for a body of another kind and 413 for one that is too long."""
     said = request.headers.get("content-type", "nothing")
     if said.partition(";")[0].strip().lower() != "application/json":
-        text = message("Content-Type", expected="application/json", got=repr(said), remedy=REMEDY)
-        raise ApiError(400, text)
+        raise ApiError.about(
+            "Content-Type", expected="application/json", got=repr(said), remedy=REMEDY
+        )
     return decoded(kind, await request.body())
 
 

@@ -7,7 +7,7 @@ that stops or whose queue is full, and from /health of an engine that has ended.
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -18,6 +18,7 @@ from paceline.core.errors import (
     ModelError,
     PacelineError,
     RequestError,
+    message,
 )
 
 _MAX_TEXT = 600  # characters of a refusal
@@ -40,6 +41,22 @@ class ApiError(Exception):
         self.headers = headers
         self.param = param
         self.code = code
+
+    @classmethod
+    def about(
+        cls,
+        name: str,
+        *,
+        expected: object,
+        got: object,
+        remedy: str,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+    ) -> Self:
+        """One whose text is `core.errors.message` of the first four; it is a 400 unless said."""
+        text = message(name, expected=expected, got=got, remedy=remedy)
+        return cls(status, text, param=param, code=code)
 
     def document(self) -> dict[str, Any]:
         """The body."""

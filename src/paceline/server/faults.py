@@ -5,7 +5,6 @@ import re
 import msgspec
 from msgspec import inspect
 
-from paceline.core.errors import message
 from paceline.server.errors import ApiError
 from paceline.server.places import ANY_KEY, Place, find, shortened, written
 
@@ -29,7 +28,7 @@ _BOUND = re.compile(r"Expected `(?P<type>\w+)`(?P<is_length> of length)? (?P<sig
 def not_json(error: Exception) -> ApiError:
     """A body that cannot be read."""
     got = "more levels than can be read" if isinstance(error, RecursionError) else str(error)
-    return ApiError(400, message("the body", expected="JSON", got=got, remedy=REMEDY))
+    return ApiError.about("the body", expected="JSON", got=got, remedy=REMEDY)
 
 
 def fault_of(error: msgspec.ValidationError, kind: type[msgspec.Struct], body: bytes) -> ApiError:
@@ -43,7 +42,7 @@ def fault_of(error: msgspec.ValidationError, kind: type[msgspec.Struct], body: b
     if not place:
         found = find(body, place, _is_no_text)
         got = "none" if found is None else found.text
-        return ApiError(400, message("the body", expected="an object", got=got, remedy=REMEDY))
+        return ApiError.about("the body", expected="an object", got=got, remedy=REMEDY)
     return _of_value(_expected(what, kind, place), place, body)
 
 
@@ -54,12 +53,24 @@ def _cut(told: str) -> str:
 
 def _of_name(how: str, param: str) -> ApiError:
     if how == "missing required":
-        text = message(param, expected="present", got="nothing", remedy="add it")
-        return ApiError(400, text, param=param, code="missing_required_parameter")
+        return ApiError.about(
+            param,
+            expected="present",
+            got="nothing",
+            remedy="add it",
+            param=param,
+            code="missing_required_parameter",
+        )
     remedy = "remove it; /openapi.json lists the fields of every endpoint"
-    expected, got, param = "a field of this endpoint", "an unknown one", shortened(param)
-    text = message(param, expected=expected, got=got, remedy=remedy)
-    return ApiError(400, text, param=param, code="unknown_parameter")
+    param = shortened(param)
+    return ApiError.about(
+        param,
+        expected="a field of this endpoint",
+        got="an unknown one",
+        remedy=remedy,
+        param=param,
+        code="unknown_parameter",
+    )
 
 
 def _of_value(expected: str, place: Place, body: bytes) -> ApiError:
@@ -68,7 +79,7 @@ def _of_value(expected: str, place: Place, body: bytes) -> ApiError:
     param = shortened(written(tuple(part for part in place if part != ANY_KEY)))
     name = f"a value of {param}" if ANY_KEY in place else param
     remedy = "types are strict: nothing is converted"
-    return ApiError(400, message(name, expected=expected, got=got, remedy=remedy), param=param)
+    return ApiError.about(name, expected=expected, got=got, remedy=remedy, param=param)
 
 
 def _expected(what: str, kind: type[msgspec.Struct], place: Place) -> str:

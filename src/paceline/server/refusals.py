@@ -12,7 +12,6 @@ from typing import NamedTuple, get_type_hints
 
 import msgspec
 
-from paceline.core.errors import message
 from paceline.server.errors import ApiError
 from paceline.server.places import Place, shortened, written
 
@@ -45,9 +44,14 @@ def check_refusals(body: msgspec.Struct, place: Place) -> None:
         sent = getattr(body, name)
         if sent is not msgspec.UNSET and not _is_one_of(sent, (None, *allowed)):
             expected = " or ".join(map(json.dumps, (None, *allowed)))
-            text = message(name, expected=expected, got=as_sent(sent), remedy=remedy)
-            param = written((*place, name))
-            raise ApiError(400, text, param=param, code="unsupported_parameter")
+            raise ApiError.about(
+                name,
+                expected=expected,
+                got=as_sent(sent),
+                remedy=remedy,
+                param=written((*place, name)),
+                code="unsupported_parameter",
+            )
 
 
 def _is_one_of(sent: msgspec.Raw, allowed: tuple[object, ...]) -> bool:

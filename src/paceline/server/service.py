@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import ModelError, message
+from paceline.core.errors import ModelError
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.admission import Admission, AdmittedPrompt
 from paceline.llm.async_engine import AsyncEngine
@@ -50,8 +50,15 @@ class Service:
         """Raise 404 for a model that is not served."""
         if name != self.model:
             got, remedy = shortened(repr(name)), "ask GET /v1/models"
-            text = message("model", expected=repr(self.model), got=got, remedy=remedy)
-            raise ApiError(404, text, param="model", code="model_not_found")
+            raise ApiError.about(
+                "model",
+                expected=repr(self.model),
+                got=got,
+                remedy=remedy,
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
 
     def describe(self) -> dict[str, Any]:
         """The model, as /v1/models shows it."""
@@ -127,17 +134,19 @@ class Service:
         """Raise 400 unless a prompt has a token and leaves room for its answer."""
         if not num_tokens:
             remedy = "send at least one token, for example the begin-of-text token"
-            text = message(param, expected="at least one token", got="none", remedy=remedy)
-            raise ApiError(400, text, param=param)
+            raise ApiError.about(
+                param, expected="at least one token", got="none", remedy=remedy, param=param
+            )
         if num_tokens + (max_tokens or 1) > self.admission.context_len:
             asked = f"and {max_tokens} to generate" if max_tokens else "and at least 1 more"
-            text = message(
+            raise ApiError.about(
                 param,
                 expected=f"within the context of {self.admission.context_len} tokens",
                 got=f"{got or num_tokens} {asked}",
                 remedy="shorten it or ask for fewer tokens",
+                param=param,
+                code="context_length_exceeded",
             )
-            raise ApiError(400, text, param=param, code="context_length_exceeded")
 
     @property
     def _tokenizer(self) -> Tokenizer:

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from paceline.core.errors import message
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.server.errors import ApiError
 from paceline.server.places import Place, written
@@ -110,8 +109,8 @@ def _check_extra_args(sent: Raw) -> None:
             msgspec.json.decode(sent)
             return
         expected, got = "an object", as_sent(sent)
-    text = message("extra_args", expected=expected, got=got, remedy="pass {name: value}")
-    raise ApiError(400, text, param="extra_args")
+    name, remedy = "extra_args", "pass {name: value}"
+    raise ApiError.about(name, expected=expected, got=got, remedy=remedy, param=name)
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -147,8 +146,9 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         index = next(at for at, each in enumerate(self.prompt) if type(each) is not first)
         param = written((*place, "prompt", index))
         remedy = "send texts, token ids or lists of token ids, one of these"
-        text = message(param, expected="like those before it", got="another type", remedy=remedy)
-        raise ApiError(400, text, param=param)
+        raise ApiError.about(
+            param, expected="like those before it", got="another type", remedy=remedy, param=param
+        )
 
 
 class TextPart(Wire, frozen=True, kw_only=True):
