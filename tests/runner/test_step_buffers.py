@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+from paceline.attention.held import tensors_in
 from paceline.core.step import StepLayout
-from paceline.runner.buffers import PaddedSize, StepBuffers
+from paceline.runner.buffers import Extent, PaddedSize, StepBuffers, StepUse
 from paceline.runner.staging import StagingRing
 
 LAYOUT = StepLayout(rows=(3, 1), extend_lens=(1, 1), emits=(True, True))
@@ -52,3 +54,25 @@ def test_the_first_padded_row_of_a_ragged_step_takes_the_tokens_that_are_left() 
     ragged = StepLayout(rows=(2, 4), extend_lens=(5, 3), emits=(True, False))
     fill(buffers, ragged, PaddedSize.ragged(4, 12))
     assert buffers.facts[:4].tolist() == [[2, 5, 1], [4, 3, 0], [0, 4, 0], [0, 0, 0]]
+
+
+def test_every_tensor_declares_what_its_entries_are_for() -> None:
+    """Sanitizer, guard and budget know of no other."""
+    held = make_buffers()
+    assert held.named_tensors().keys() == tensors_in("step", held).keys()
+    assert {extent for _, extent in held.extents().values()} == set(Extent)
+
+
+@pytest.mark.parametrize("has_tree", [False, True])
+def test_a_step_uses_the_first_entries_of_each_extent(has_tree: bool) -> None:
+    use = StepUse(PaddedSize.uniform(2, 3), has_tree=has_tree, max_emitted=4)
+    assert {extent.name: use.entries(extent) for extent in Extent} == {
+        "CONSTANT": 0,
+        "REQUEST": 2,
+        "BOUND": 3,
+        "TOKEN": 6,
+        "TREE_TOKEN": 6 * has_tree,
+        "TREE_PAIR": 18 * has_tree,
+        "EMITTED": 8,
+        "RESULT": 12,
+    }

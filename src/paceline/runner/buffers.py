@@ -6,11 +6,13 @@ the frozen StepView of one padded size.  Equal sizes give equal addresses, alway
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.attention.held import tensors_in
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.sampling_params import MAX_LOGPROBS
@@ -18,9 +20,43 @@ from paceline.core.step import StepLayout, padded_parents
 from paceline.kernels.step_view import GroupView, StepView
 from paceline.runner.staging import Copy, StagingSlot
 
-CONSTANT_FIELDS = frozenset(
-    {"arange"}
-)  # of StepBuffers: written when they are made, and never after
+
+class Extent(Enum):
+    """What the entries of a step buffer are for, of which a step uses the first."""
+
+    CONSTANT = "nothing of a step: written when it is made, and never after"
+    REQUEST = "a request"
+    BOUND = "the start of a request, and the end of the last"
+    TOKEN = "a token"
+    TREE_TOKEN = "a token of a step of trees"
+    TREE_PAIR = "a token of a step of trees, and a row of its request"
+    EMITTED = "a token that may be emitted"
+    RESULT = "a number of a request's results"
+
+
+# By the field of StepBuffers: the view, the sanitizer and named_tensors follow.
+EXTENTS = {
+    "facts": Extent.REQUEST,
+    "parents": Extent.TREE_TOKEN,
+    "results": Extent.RESULT,
+    "arange": Extent.CONSTANT,
+    "row_ids": Extent.REQUEST,
+    "prefix_lens": Extent.REQUEST,
+    "extend_lens": Extent.REQUEST,
+    "kv_lens": Extent.REQUEST,
+    "cu_seqlens_q": Extent.BOUND,
+    "req_ids": Extent.TOKEN,
+    "positions": Extent.TOKEN,
+    "chain_positions": Extent.TREE_TOKEN,
+    "input_ids": Extent.TOKEN,
+    "logits_loc": Extent.REQUEST,
+    "tree_mask": Extent.TREE_PAIR,
+    "page_tables": Extent.REQUEST,
+    "out_cache_locs": Extent.TOKEN,
+    "chosen_logprobs": Extent.EMITTED,
+    "top_ids": Extent.EMITTED,
+    "top_logprobs": Extent.EMITTED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +90,30 @@ class PaddedSize:
             return (self.max_extend_len,) * num
         assert num, f"{left} tokens are left of {self.tokens}, and no row to hold them"
         return (left,) + (0,) * (num - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepUse:
+    """How much of its buffers a step uses."""
+
+    size: PaddedSize
+    has_tree: bool
+    max_emitted: int  # tokens that a row emits at most
+
+    def entries(self, extent: Extent) -> int:
+        """The first so many."""
+        size = self.size
+        tree_tokens = size.tokens if self.has_tree else 0
+        return {
+            Extent.CONSTANT: 0,
+            Extent.REQUEST: size.reqs,
+            Extent.BOUND: size.reqs + 1,
+            Extent.TOKEN: size.tokens,
+            Extent.TREE_TOKEN: tree_tokens,
+            Extent.TREE_PAIR: tree_tokens * size.max_extend_len,
+            Extent.EMITTED: size.reqs * self.max_emitted,
+            Extent.RESULT: size.reqs * (2 + self.max_emitted),
+        }[extent]
 
 
 class StepBuffers:
@@ -202,17 +262,15 @@ class StepBuffers:
 
     def named_tensors(self, owner: str = "step") -> dict[str, Tensor]:
         """The buffers by name, for guards."""
-        named = {
-            f"{owner}.{name}": value
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
+        return {name: tensor for name, (tensor, _) in self.extents(owner).items()}
+
+    def extents(self, owner: str = "step") -> dict[str, tuple[Tensor, Extent]]:
+        """The buffers by name, with what their entries are for; of a tuple each tensor."""
+        return {
+            name: (tensor, extent)
+            for field, extent in EXTENTS.items()
+            for name, tensor in tensors_in(f"{owner}.{field}", getattr(self, field)).items()
         }
-        for group, (table, loc) in enumerate(
-            zip(self.page_tables, self.out_cache_locs, strict=True)
-        ):
-            named[f"{owner}.page_table.{group}"] = table
-            named[f"{owner}.out_cache_loc.{group}"] = loc
-        return named
 
 
 def packed_results(results: Tensor, reqs: int, max_emitted: int) -> Tensor:

@@ -1,15 +1,13 @@
 """What of the step buffers, the request table and a backend's buffers a step may not read."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import StepLayout
-from paceline.runner.buffers import CONSTANT_FIELDS, PaddedSize
+from paceline.runner.buffers import Extent, StepBuffers, StepUse
 from paceline.runner.sanitizer.live_rows import LiveRow
 from paceline.runner.sanitizer.poison import (
     LARGE,
@@ -20,51 +18,14 @@ from paceline.runner.sanitizer.poison import (
     poison_bits,
 )
 
-_PER_TOKEN = ("req_ids", "positions", "input_ids", "out_cache_loc")
-_OF_TREES = ("parents", "chain_positions")  # per token, where there are trees
-_PER_EMITTED = ("chosen_logprobs", "top_ids", "top_logprobs")
 
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """How far a step's buffers are in use."""
-
-    layout: StepLayout
-    size: PaddedSize
-    max_emitted: int  # tokens that a row emits at most
-
-    def of(self, field: str) -> int:
-        """Leading entries of a step buffer that the step uses."""
-        size, drafts = self.size, self.layout.drafts
-        has_tree = self.layout.has_tree or drafts is MaskKind.TREE
-        if field == "tree_mask":
-            return size.tokens * size.max_extend_len if has_tree else 0
-        if field in _OF_TREES:
-            return size.tokens if has_tree else 0
-        if field.startswith(_PER_TOKEN):
-            return size.tokens
-        if field in _PER_EMITTED:
-            return size.reqs * self.max_emitted
-        if field == "results":
-            return size.reqs * (2 + self.max_emitted)
-        return size.reqs + (field == "cu_seqlens_q")
-
-    def is_staged(self, field: str) -> bool:
-        """Whether the host wrote what of it is in use."""
-        return field == "facts" or (field == "parents" and self.layout.has_tree)
-
-
-def step_regions(named: Mapping[str, Tensor], extent: Extent) -> list[Region]:
-    """Tails behind the padded size, and what derive and commit must write anew.
-
-    named: StepBuffers.named_tensors().
-    """
+def step_regions(buffers: StepBuffers, use: StepUse, layout: StepLayout) -> list[Region]:
+    """Tails behind the padded size, and what derive and commit must write anew."""
     regions = []
-    for name, tensor in named.items():
-        field = name.partition(".")[2]
-        if field in CONSTANT_FIELDS:
+    for name, (tensor, extent) in buffers.extents().items():
+        if extent is Extent.CONSTANT:
             continue
-        end = extent.of(field)
+        end = use.entries(extent)
         if end < tensor.shape[0]:
             regions.append(
                 Region(
@@ -74,8 +35,8 @@ def step_regions(named: Mapping[str, Tensor], extent: Extent) -> list[Region]:
                     is_foreign=True,
                 )
             )
-        begin = 1 if field == "cu_seqlens_q" else 0  # its leading 0 is a constant
-        if not extent.is_staged(field) and begin < end:
+        begin = 1 if extent is Extent.BOUND else 0  # its leading 0 is a constant
+        if not _is_staged(name, layout) and begin < end:
             regions.append(
                 Region(
                     name=f"{name}[{begin}:{end}], of the step before",
@@ -84,6 +45,11 @@ def step_regions(named: Mapping[str, Tensor], extent: Extent) -> list[Region]:
                 )
             )
     return regions
+
+
+def _is_staged(name: str, layout: StepLayout) -> bool:
+    """Whether the host wrote what of it is in use."""
+    return name == "step.facts" or (name == "step.parents" and layout.has_tree)
 
 
 def backend_regions(named: Mapping[str, Tensor], kept: frozenset[str]) -> list[Region]:

@@ -8,11 +8,11 @@ from torch import Tensor
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool
 from paceline.core.errors import PacelineError
+from paceline.core.modes import MaskKind
 from paceline.core.step import Step
-from paceline.runner.buffers import CONSTANT_FIELDS, PaddedSize
+from paceline.runner.buffers import EXTENTS, Extent, PaddedSize, StepUse
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.sanitizer.dead_bytes import (
-    Extent,
     backend_regions,
     feature_regions,
     page_table_region,
@@ -139,9 +139,10 @@ class PoisonedRuns:
 
     def _regions(self) -> list[Region]:
         parts, step, live = self._parts, self._checked.step, self._live
-        extent = Extent(step.layout, self._checked.size, parts.max_emitted(is_round=step.is_round))
+        most = parts.max_emitted(is_round=step.is_round)
+        use = StepUse(self._checked.size, step.mask is MaskKind.TREE, most)
         named, kept = parts.table.named_tensors(), parts.backend.kept_fields
-        regions = step_regions(parts.buffers.named_tensors(), extent)
+        regions = step_regions(parts.buffers, use, step.layout)
         regions += backend_regions(tensors_in("backend", parts.backend_buffers), kept)
         regions += table_regions(named, step.layout, live.target)
         features = feature_tensors(parts)
@@ -149,8 +150,9 @@ class PoisonedRuns:
             regions += feature_regions(name, tensor, live.draft, is_round=step.is_round)
         if parts.proposer is not None:
             drafting = parts.proposer.named_tensors()
+            constants = {name for name, extent in EXTENTS.items() if extent is Extent.CONSTANT}
             own = {name: drafting[name] for name in drafting.keys() - features.keys()}
-            regions += backend_regions(dict(sorted(own.items())), kept | CONSTANT_FIELDS)
+            regions += backend_regions(dict(sorted(own.items())), kept | constants)
         for index, (group, slots) in enumerate(zip(self._groups, self._slots, strict=True)):
             regions.append(
                 page_table_region(
