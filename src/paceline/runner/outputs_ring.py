@@ -112,7 +112,11 @@ class LaunchedStep:
         self.synchronize()
         num_reqs = self.step.layout.num_reqs
         rows = packed_results(self._slot.results, num_reqs, self._max_emitted).tolist()
-        token_ids = tuple([tuple(row[2 : 2 + row[0]]) for row in rows])
+        token_ids: tuple[tuple[int, ...], ...]
+        if self._max_emitted == 1:  # the loop waits here in every turn: no slices
+            token_ids = tuple([(token,) if emitted else () for emitted, _, token in rows])
+        else:
+            token_ids = tuple([tuple(row[2 : 2 + row[0]]) for row in rows])
         return StepOutputs(
             epoch=self.step.epoch,
             token_ids=token_ids,
