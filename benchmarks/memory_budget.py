@@ -27,7 +27,7 @@ from paceline.core.options import known
 from paceline.llm.boot import Knobs, boot
 from paceline.llm.prepare import Prepared, prepare
 from paceline.plan.assemble import Decided, decide
-from paceline.plan.rehearsal import StepShape, allocated, graphs_held, largest_steps, rehearse
+from paceline.plan.rehearsal import RehearsedStep, allocated, graphs_held, largest_steps, rehearse
 from paceline.runner.graphs import AHEAD
 from paceline.runner.program import Parts
 
@@ -78,7 +78,7 @@ def decided_of(prepared: Prepared) -> Decided:
     )
 
 
-def peak(parts: Parts, shape: StepShape, facts: DeviceFacts) -> int:
+def peak(parts: Parts, shape: RehearsedStep, facts: DeviceFacts) -> int:
     """Bytes that one eager step takes at most, as the device's allocator counts them."""
     here = allocated(parts, shape, facts)  # loads the kernels
     if facts.device_type == "cpu":
@@ -92,7 +92,7 @@ def peak(parts: Parts, shape: StepShape, facts: DeviceFacts) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def name_of(shape: StepShape) -> str:
+def name_of(shape: RehearsedStep) -> str:
     kind = "round" if shape.is_round else "scored prompt" if shape.scored else "step"
     return f"{kind} of {shape.size.reqs} x {shape.size.tokens}"
 

@@ -20,7 +20,7 @@ from step_cases import differences
 from torch import Tensor
 
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
-from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledRows, commit
+from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledTokens, commit
 from paceline.kernels.compact_kv import compact_kv
 from paceline.kernels.derive import derive_rows
 
@@ -45,7 +45,7 @@ def commit_on_gpu(made: Round) -> dict[str, Tensor]:
     device = Round(
         CommittedRows(*on_gpu(made.rows)),
         EndRules(*on_gpu(made.ends)),
-        SampledRows(*on_gpu(made.sampled)),
+        SampledTokens(*on_gpu(made.sampled)),
         made.results.to(DEVICE),
         Drafts(*on_gpu(made.drafts)),
         Accepted(*on_gpu(made.accepted)),

@@ -17,7 +17,7 @@ from step_cases import (
 from paceline.kernels.commit import (
     CommittedRows,
     EndRules,
-    SampledRows,
+    SampledTokens,
     commit,
     commit_reference,
 )
@@ -50,7 +50,7 @@ def test_commit_equals_its_reference(shape: StepShape) -> None:
         device_rows = CommittedRows(*moved(rows, "cuda"))
         device_ends, device_step = (
             EndRules(*moved(ends, "cuda")),
-            SampledRows(*moved(step, "cuda")),
+            SampledTokens(*moved(step, "cuda")),
         )
         device_results = results.cuda()
         commit(device_rows, device_ends, device_step, device_results)
@@ -100,7 +100,7 @@ def test_a_replay_follows_what_the_device_holds() -> None:
         derive_rows(device_rows, view, page_sizes=shape.page_sizes, offsets=offsets)
         token_ids, finite = (column.view(reqs, 1) for column in greedy(logits))
         facts = device_rows.facts[:reqs]
-        tokens = SampledRows(facts, view.row_ids, view.kv_lens, token_ids, finite)
+        tokens = SampledTokens(facts, view.row_ids, view.kv_lens, token_ids, finite)
         columns = (device_rows.kv_committed, device_rows.finish, device_rows.token_ids)
         commit(CommittedRows(*columns), ends, tokens, results)
 

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.step import FinishCode
-from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledRows
+from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledTokens
 
 RUBBISH = -77
 WIDTH = 60  # tokens of a row's history
 MAX_STOP_IDS = 3
 SPARE_ROWS = 3  # of the table: in no round
 
-Commit = Callable[[CommittedRows, EndRules, SampledRows, Tensor, Drafts, Accepted], None]
+Commit = Callable[[CommittedRows, EndRules, SampledTokens, Tensor, Drafts, Accepted], None]
 
 
 class Request(NamedTuple):
@@ -51,7 +51,7 @@ class Round(NamedTuple):
 
     rows: CommittedRows
     ends: EndRules
-    sampled: SampledRows
+    sampled: SampledTokens
     results: Tensor
     drafts: Drafts
     accepted: Accepted
@@ -163,7 +163,7 @@ def make_round(requests: Sequence[Request], max_path: int, *, chains: bool) -> R
     return Round(
         CommittedRows(state[:, 0], state[:, 1], history),
         EndRules(rules[:, 2:], rules[:, 0]),
-        SampledRows(
+        SampledTokens(
             facts=torch.tensor(facts, dtype=torch.int32),
             row_ids=torch.tensor(row_ids),
             kv_lens=torch.tensor(kv_lens, dtype=torch.int32),

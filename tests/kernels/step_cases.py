@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.core.modes import MaskKind
 from paceline.core.step import FinishCode
 from paceline.kernels import derive as derive_module
-from paceline.kernels.commit import CommittedRows, EndRules, SampledRows
+from paceline.kernels.commit import CommittedRows, EndRules, SampledTokens
 from paceline.kernels.derive import TableRows, derive_rows_reference
 from paceline.kernels.step_view import GroupView, StepView
 
@@ -210,7 +210,7 @@ MAX_STOP_IDS = 5
 
 def make_commit(
     shape: StepShape, *, seed: int
-) -> tuple[CommittedRows, EndRules, SampledRows, Tensor]:
+) -> tuple[CommittedRows, EndRules, SampledTokens, Tensor]:
     """A derived step and its samples: stops, limits, failures and plain tokens among them."""
     state = make_rows(shape, seed=seed)
     step = derived(shape, state)
@@ -221,7 +221,7 @@ def make_commit(
     packed[:, 0] = shape.max_tokens
     margin = torch.randint(1, 4, (reqs,), generator=generator)  # 1: at its limit, just so
     packed[step.row_ids, 0] = step.kv_lens + margin
-    samples = SampledRows(
+    samples = SampledTokens(
         facts=state.facts[:reqs],
         row_ids=step.row_ids,
         kv_lens=step.kv_lens,

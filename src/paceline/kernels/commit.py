@@ -46,7 +46,7 @@ class EndRules(NamedTuple):
     max_len: Tensor  # [rows]  int64  finished once this many tokens are known
 
 
-class SampledRows(NamedTuple):
+class SampledTokens(NamedTuple):
     """What a step knows of its requests, and what it sampled behind n rows of each."""
 
     facts: Tensor  # [padded_reqs, 3]  int32  row, extend length, emits (0 or 1)
@@ -83,7 +83,7 @@ class _Walk(NamedTuple):
 def commit_reference(
     rows: CommittedRows,
     ends: EndRules,
-    sampled: SampledRows,
+    sampled: SampledTokens,
     results: Tensor,
     drafts: Drafts | None = None,
     accepted: Accepted | None = None,
@@ -129,7 +129,7 @@ def commit_reference(
     rows.token_ids.view(-1).index_copy_(0, index.view(-1), emitted.int().view(-1))
 
 
-def _walk(sampled: SampledRows, drafts: Drafts, max_path: int) -> _Walk:
+def _walk(sampled: SampledTokens, drafts: Drafts, max_path: int) -> _Walk:
     """From the root, from child to child."""
     reqs, n = drafts.tokens.shape
     columns = torch.arange(n, device=drafts.tokens.device)
@@ -148,7 +148,9 @@ def _walk(sampled: SampledRows, drafts: Drafts, max_path: int) -> _Walk:
     return _Walk(path, reached, sampled.token_ids.gather(1, path))
 
 
-def _commit_one(rows: CommittedRows, ends: EndRules, sampled: SampledRows, results: Tensor) -> None:
+def _commit_one(
+    rows: CommittedRows, ends: EndRules, sampled: SampledTokens, results: Tensor
+) -> None:
     """The same of one row each, without a walk: a plain step pays for nothing else."""
     token_ids, finite = sampled.token_ids[:, 0], sampled.finite[:, 0]
     is_live = sampled.row_ids != PAD_ROW
@@ -182,7 +184,7 @@ def _commit_cuda(*fields: Any) -> None:
     drafts = accepted = None
     if fields[11] is not None:
         drafts, accepted = Drafts(*fields[11:14]), Accepted(*fields[14:])
-    launch_commit(rows, ends, SampledRows(*sampled), fields[10], drafts, accepted)
+    launch_commit(rows, ends, SampledTokens(*sampled), fields[10], drafts, accepted)
 
 
 _COMMIT = define_op(
@@ -199,7 +201,7 @@ _NO_DRAFTS = (None,) * (len(Drafts._fields) + len(Accepted._fields))
 def commit(
     rows: CommittedRows,
     ends: EndRules,
-    sampled: SampledRows,
+    sampled: SampledTokens,
     results: Tensor,
     drafts: Drafts | None = None,
     accepted: Accepted | None = None,
@@ -221,7 +223,7 @@ def commit(
 
 
 def _check_rows(
-    sampled: SampledRows, results: Tensor, drafts: Drafts | None, accepted: Accepted | None
+    sampled: SampledTokens, results: Tensor, drafts: Drafts | None, accepted: Accepted | None
 ) -> None:
     assert (drafts is None) is (accepted is None), "a round's drafts and what is accepted of them"
     reqs, n, max_path = sampled.row_ids.shape[0], 1, 1

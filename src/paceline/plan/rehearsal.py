@@ -135,7 +135,7 @@ def rehearse(decided: Decided, backend: type[AttentionBackend], facts: DeviceFac
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepShape:
+class RehearsedStep:
     """A step to rehearse."""
 
     size: PaddedSize
@@ -146,28 +146,28 @@ class StepShape:
     scored: int = 0  # tokens of a prompt that are scored
 
 
-def largest_steps(limits: RunnerConfig) -> list[StepShape]:
+def largest_steps(limits: RunnerConfig) -> list[RehearsedStep]:
     """The largest steps with the widest sampler: a ragged one, a prompt that is scored, and where
     somebody drafts a round of all."""
     wide = SamplerTier.PLUG_INS if limits.logits_processors else SamplerTier.BY_ROW
     ragged = PaddedSize.ragged(limits.padded_reqs, limits.max_tokens)
-    shape = StepShape(size=ragged, sampler=wide, logprobs=True)
+    shape = RehearsedStep(size=ragged, sampler=wide, logprobs=True)
     prompt = replace(shape, size=PaddedSize.ragged(1, limits.max_tokens), scored=limits.max_tokens)
     return [shape, prompt, *_rounds(limits, shape)]
 
 
-def largest_graphs(limits: RunnerConfig) -> list[StepShape]:
+def largest_graphs(limits: RunnerConfig) -> list[RehearsedStep]:
     """What is captured first: of a decode, or a round where somebody drafts; of a ragged step."""
     reqs = min(limits.graph_max_reqs, limits.max_running)
     tokens = min(limits.graph_max_tokens, limits.max_tokens, limits.context_len)
     size = PaddedSize.uniform(reqs, 1)
-    decode = StepShape(size=size, sampler=SamplerTier.GREEDY, logprobs=False)
+    decode = RehearsedStep(size=size, sampler=SamplerTier.GREEDY, logprobs=False)
     shapes = _rounds(replace(limits, max_running=reqs), decode) or [decode]
     ragged = [replace(decode, size=PaddedSize.ragged(1, tokens))] if tokens else []
     return ragged + shapes
 
 
-def _rounds(limits: RunnerConfig, like: StepShape) -> list[StepShape]:
+def _rounds(limits: RunnerConfig, like: RehearsedStep) -> list[RehearsedStep]:
     if limits.draft is None:
         return []
     size = PaddedSize.uniform(limits.max_running, limits.draft.num_draft_tokens)
@@ -175,7 +175,7 @@ def _rounds(limits: RunnerConfig, like: StepShape) -> list[StepShape]:
 
 
 def allocated(
-    parts: Parts, shape: StepShape, facts: DeviceFacts, *, captured: bool = False
+    parts: Parts, shape: RehearsedStep, facts: DeviceFacts, *, captured: bool = False
 ) -> Allocations:
     """What one step over padded rows allocates beside `parts`: an eager run, or the capture of a
     graph, which sees what operators are made of.

@@ -7,7 +7,7 @@ of the context.  Strings, aborts and grammars are the host's.
 import torch
 from torch import Tensor
 
-from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledRows
+from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledTokens
 from paceline.kernels.commit import commit as commit_rows
 from paceline.kernels.step_view import StepView
 from paceline.layers.sampling import Sampled
@@ -38,7 +38,7 @@ def commit(
     commit_rows(
         CommittedRows(table.kv_committed, table.finish, table.token_ids),
         EndRules(table.sampling.stop_ids, table.sampling.max_len),
-        SampledRows(
+        SampledTokens(
             buffers.facts[:reqs],
             view.row_ids,
             view.kv_lens,

@@ -8,7 +8,7 @@ from torch import Tensor
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import FinishCode
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledRows
+from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledTokens
 
 _CODES = len(FinishCode)  # a row of the tree is packed as next row * _CODES + code
 _ONE_WARP = 32  # rows of a tree whose square one warp holds in registers
@@ -120,7 +120,7 @@ def _commit_kernel(
 def launch_commit(
     rows: CommittedRows,
     ends: EndRules,
-    sampled: SampledRows,
+    sampled: SampledTokens,
     results: Tensor,
     drafts: Drafts | None = None,
     accepted: Accepted | None = None,
