@@ -160,6 +160,18 @@ def test_implementations_of_one_interface_do_not_import_each_other(kind):
     assert not faults, "\n".join(faults)
 
 
+DRAFTERS = ("eagle", "standalone", "ngram", "n-gram", "prompt lookup")
+
+
+@pytest.mark.parametrize("room", ["engine", "runner"])
+def test_rooms_that_run_drafts_name_no_drafter(room):
+    """A drafter is a folder of `speculate`: these know the proposer's contract alone."""
+    sources = {path.name: path.read_text().lower() for path in (PACKAGE / room).rglob("*.py")}
+    assert sources
+    named = {name for name, text in sources.items() if any(word in text for word in DRAFTERS)}
+    assert not named
+
+
 def test_an_import_between_siblings_is_found():
     siblings = {"paceline.models.llama", "paceline.models.qwen2"}
     source = "from paceline.models.llama import LlamaForCausalLM"

@@ -120,7 +120,7 @@ def test_kernels_that_draft_have_a_role_and_the_product_before_them_is_a_head():
 
 
 def test_a_round_commits_what_it_accepted():
-    verified = [*step(LAYER)[:-2], ("_accept_kernel", "commit"), ("_compact_kv_kernel", "commit")]
+    verified = [*step(LAYER)[:-2], ("_commit_kernel", "commit"), ("_compact_kv_kernel", "commit")]
     observed = [("_chain_rows_kernel", "commit"), *LAYER, ("_rms_norm_kernel", "norm")]
     names, roles = zip(*verified, *observed, strict=True)
     assert roles_of(names) == list(roles)

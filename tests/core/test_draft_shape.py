@@ -40,3 +40,20 @@ def test_what_a_round_emits_and_writes_at_most(
     steps, topk, tokens = shape
     found = DraftShape(num_steps=steps, topk=topk, num_draft_tokens=tokens)
     assert (found.mask, found.max_path, found.reach) == (mask, max_path, reach)
+
+
+@pytest.mark.parametrize(
+    ("topk", "from_root", "rows"),
+    [
+        (1, False, (1, 1, 1)),  # the first of four drafts needs no pass
+        (1, True, (1, 1, 1, 1)),
+        (3, False, (3, 6, 9)),
+        (3, True, (1, 4, 7, 10)),
+    ],
+)
+def test_a_pass_over_a_tree_holds_the_rows_of_the_one_before(
+    topk: int, from_root: bool, rows: tuple[int, ...]
+) -> None:
+    shape = DraftShape(num_steps=4, topk=topk, num_draft_tokens=5)
+    assert shape.pass_rows(from_root=from_root) == rows
+    assert shape.reach >= max(rows)

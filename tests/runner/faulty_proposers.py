@@ -22,7 +22,7 @@ class WrappedProposer(Proposer):
         self.name, self.shape = inner.name, inner.shape
         self.pools, self.taps, self.model = inner.pools, inner.taps, inner.model
         self.inner = inner
-        self.features = inner.named_tensors()["draft.features"]
+        self.features = inner.request_state()["draft.features"]
 
     def propose(self, state: RoundState) -> DraftTree:
         extra = self.extra(state)
@@ -43,6 +43,9 @@ class WrappedProposer(Proposer):
 
     def named_tensors(self) -> dict[str, Tensor]:
         return self.inner.named_tensors()
+
+    def request_state(self) -> dict[str, Tensor]:
+        return self.inner.request_state()
 
 
 class ReadsUnknownToken(WrappedProposer):

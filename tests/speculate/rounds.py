@@ -43,6 +43,9 @@ class Spy(Proposer):
     def named_tensors(self) -> dict[str, Tensor]:
         return self.inner.named_tensors()
 
+    def request_state(self) -> dict[str, Tensor]:
+        return self.inner.request_state()
+
 
 def spied(make: MakeProposer) -> MakeProposer:
     """`make`'s proposer, and what it proposes."""

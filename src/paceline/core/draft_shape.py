@@ -64,10 +64,19 @@ class DraftShape:
     def reach(self) -> int:
         """Slots behind the committed length that a round may write, in any cache group.
 
-        Verification writes num_draft_tokens; the last draft pass over a tree writes a root and
-        topk nodes of each depth but the last.
+        Verification writes num_draft_tokens, a draft pass as many as it has rows.
         """
-        return max(self.num_draft_tokens, 1 + self.topk * (self.num_steps - 1))
+        return max(self.num_draft_tokens, *self.pass_rows(from_root=True))
+
+    def pass_rows(self, *, from_root: bool) -> tuple[int, ...]:
+        """[num_passes] rows per request of each pass of a drafter's layers in a round.
+
+        from_root: the first pass reads the root; otherwise what the drafter kept of it gives the
+        first drafts.  Of a tree a pass holds the rows of the one before and the newest nodes.
+        """
+        first = 0 if from_root else 1
+        nodes = [self.topk * depth for depth in range(first, self.num_steps)]
+        return tuple([1 if self.is_chain else from_root + num for num in nodes])
 
 
 def _within(name: str, value: int, least: int, most: int) -> None:

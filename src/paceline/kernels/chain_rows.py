@@ -83,7 +83,7 @@ def chain_rows(
     history: [table rows, max_tokens] int32, contiguous; kv_committed: [table rows] int32, after the
     step's commit: where in its history a request's newest token stands, which rows further on read
     too, so that no row learns from a token that nobody said.
-    path: [padded_reqs, max_path] int64 of accept_and_commit, where every request brought as many
+    path: [padded_reqs, max_path] int64 of commit, where every request brought as many
     rows; None: rows are in the order of their tokens.  On a CPU these are torch's operators, which
     a recorded graph replays on fixed storages.  Graph-safe: the grid depends on shapes only.
     Raises KernelArgumentError.

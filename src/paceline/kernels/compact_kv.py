@@ -61,7 +61,7 @@ def compact_kv(pools: Sequence[Tensor], loc: Tensor, path: Tensor) -> None:
                 name,
                 expected="contiguous int64 [padded_reqs, columns]",
                 got=tensor,
-                remedy="pass the round's slots and what accept_and_commit wrote",
+                remedy="pass the round's slots and what commit wrote",
             )
     if device_type(loc.device) == "cpu":
         compact_kv_reference(pools, loc, path)

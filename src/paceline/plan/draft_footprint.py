@@ -1,6 +1,6 @@
 """Draft footprint: how many bytes a drafter takes beside the model it drafts for, by formula.
 
-Upper bounds, as in `engine.footprint`; the drafter's KV is counted with the target's, by its cache
+Upper bounds, as in `plan.footprint`; the drafter's KV is counted with the target's, by its cache
 groups, and its attention backend's buffers by the backend.  No torch.
 """
 

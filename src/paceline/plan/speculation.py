@@ -85,7 +85,7 @@ class Speculation:
         """Calls of the drafter's layers in a round, the one that observes included."""
         if self.model is None:
             return 0
-        return self.shape.num_steps + (self.head is None)
+        return 1 + len(self.shape.pass_rows(from_root=self.head is None))
 
     @property
     def pass_rows(self) -> int:

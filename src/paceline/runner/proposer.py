@@ -94,8 +94,9 @@ class Proposer(ABC):
         return None
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Everything whose address a graph may hold, by name, KV pools excepted.
+        """Everything whose address a graph may hold, by name, KV pools excepted."""
+        return self.request_state()
 
-        What is kept per request, [table rows, ...], has a name that ends in "features".
-        """
+    def request_state(self) -> dict[str, Tensor]:
+        """Of these what is kept per request besides KV, [table rows, ...] floats each, by name."""
         return {}

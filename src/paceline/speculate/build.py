@@ -36,24 +36,28 @@ def eagle_proposer(
 ) -> EagleProposer:
     """An EAGLE head that is ready to draft."""
     config = head.config.layer
-    cache = _cache(config, shape.num_steps, place, sinks=(None,) * config.num_layers)
-    passes = _passes(cache, shape, max(1, shape.topk * (shape.num_steps - 1)), place)
-    rows = place.limits.max_running + 1
-    return EagleProposer(name, shape, head, taps=taps, cache=cache, passes=passes, table_rows=rows)
+    rows = shape.pass_rows(from_root=False)
+    cache = _cache(config, rows, place, sinks=(None,) * config.num_layers)
+    passes = _passes(cache, shape, rows, place)
+    table_rows = place.limits.max_running + 1
+    return EagleProposer(
+        name, shape, head, taps=taps, cache=cache, passes=passes, table_rows=table_rows
+    )
 
 
 def standalone_proposer(
     shape: DraftShape, model: CausalLM, config: ModelConfig, place: DraftPlacement
 ) -> StandaloneProposer:
     """A language model that is ready to draft."""
-    cache = _cache(config, shape.num_steps + 1, place, sinks=model.attention_sinks())
-    passes = _passes(cache, shape, 1 + shape.topk * (shape.num_steps - 1), place)
+    rows = shape.pass_rows(from_root=True)
+    cache = _cache(config, rows, place, sinks=model.attention_sinks())
+    passes = _passes(cache, shape, rows, place)
     return StandaloneProposer(shape, model, cache=cache, passes=passes)
 
 
 def _cache(
     config: ModelConfig,
-    num_passes: int,
+    rows: Sequence[int],
     place: DraftPlacement,
     *,
     sinks: Sequence[torch.Tensor | None],
@@ -67,7 +71,7 @@ def _cache(
         max_reqs=limits.padded_reqs,
         max_tokens=limits.draft_tokens,
         length=limits.kv_len_bound,
-        num_passes=num_passes,
+        num_passes=1 + len(rows),
         kv=place.kv,
         dtype=place.dtype,
         device=place.device,
@@ -76,12 +80,12 @@ def _cache(
 
 
 def _passes(
-    cache: DraftCache, shape: DraftShape, max_rows: int, place: DraftPlacement
+    cache: DraftCache, shape: DraftShape, rows: tuple[int, ...], place: DraftPlacement
 ) -> DraftPasses:
     return DraftPasses(
         cache,
         max_reqs=place.limits.padded_reqs,
-        max_rows=1 if shape.is_chain else max_rows,
+        rows=rows,
         is_chain=shape.is_chain,
         kv_len_bound=place.limits.kv_len_bound,
         device=place.device,

@@ -8,7 +8,6 @@ what was observed, so pass 1 runs them).
             positions 7 7                    positions 7 7 8 8, parents -1 -1 0 0
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -34,14 +33,16 @@ class DraftPasses:
         cache: DraftCache,
         *,
         max_reqs: int,
-        max_rows: int,
+        rows: tuple[int, ...],
         is_chain: bool,
         kv_len_bound: int,
         device: torch.device,
     ) -> None:
-        """max_rows: rows per request of the widest pass; kv_len_bound: no kv_len exceeds it."""
+        """rows: [num_passes] per request of each; kv_len_bound: no kv_len exceeds it."""
         self._cache = cache
+        self._rows = rows
         self._is_chain = is_chain
+        max_rows = max(rows, default=1)
         self._page_sizes = [pool.spec.page_size for pool in cache.pools]
         self._buffers = StepBuffers(
             max_reqs=max_reqs,
@@ -73,10 +74,10 @@ class DraftPasses:
         view.input_ids.view(tokens.shape).copy_(tokens)
         return view, self._cache.context(view, pass_id)
 
-    def host_plan(self, step: Step, rows: Sequence[int]) -> None:
+    def host_plan(self, step: Step) -> None:
         """Plan `observe` and the propose passes on the host.
 
-        step: with padded rows spelled out; rows: [num_passes] rows per request of pass 1, 2, ...
+        step: with padded rows spelled out.
         """
         layout = replace(step.layout, parents=None, drafts=None)
         mode = ForwardMode.DRAFT_EXTEND_V2 if step.is_round else ForwardMode.DRAFT_EXTEND
@@ -85,7 +86,7 @@ class DraftPasses:
         if not step.is_round:
             return
         num, is_live = layout.num_reqs, [row != PAD_ROW for row in layout.rows]
-        for pass_id, count in enumerate(rows, start=1):
+        for pass_id, count in enumerate(self._rows, start=1):
             advance = self._advance(pass_id)
             drafted = replace(
                 step,

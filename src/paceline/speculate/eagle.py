@@ -61,14 +61,16 @@ class EagleProposer(Proposer):
 
     def host_plan(self, step: Step) -> None:
         """Every pass of the step."""
-        width = self.shape.topk
-        rows = [1 if self.shape.is_chain else width * i for i in range(1, self.shape.num_steps)]
-        self._passes.host_plan(step, rows)
+        self._passes.host_plan(step)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Features, the passes' rows and the attention backend's buffers, by name."""
         held = {**self._passes.named_tensors(), **self._cache.named_tensors()}
-        return {"draft.features": self._features, **held}
+        return {**self.request_state(), **held}
+
+    def request_state(self) -> dict[str, Tensor]:
+        """The feature of each request."""
+        return {"draft.features": self._features}
 
 
 class _EagleRun(DraftRun):

@@ -47,9 +47,7 @@ class StandaloneProposer(Proposer):
 
     def host_plan(self, step: Step) -> None:
         """Every pass of the step."""
-        shape = self.shape
-        rows = [1 if shape.is_chain else 1 + shape.topk * i for i in range(shape.num_steps)]
-        self._passes.host_plan(step, rows)
+        self._passes.host_plan(step)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The passes' rows and the attention backend's buffers, by name."""

@@ -38,8 +38,7 @@ def live_output(
 
 def feature_tensors(parts: Parts) -> dict[str, Tensor]:
     """What the proposer keeps per request besides KV, by name: [table rows, ...] each."""
-    named = {} if parts.proposer is None else parts.proposer.named_tensors()
-    return {name: tensor for name, tensor in named.items() if name.endswith(".features")}
+    return {} if parts.proposer is None else parts.proposer.request_state()
 
 
 def _of(live: Sequence[LiveRow]) -> tuple[int, ...]:
