@@ -21,7 +21,7 @@ from commit_cases import (
 from paceline.core.modes import MaskKind
 from paceline.kernels.commit import commit
 from paceline.kernels.step_view import StepView
-from paceline.runner.draft_paths import force_drafts
+from paceline.runner.draft_paths import _forced_depths, force_drafts
 from paceline.runner.recorded import RecordedGraph
 
 
@@ -169,3 +169,39 @@ def test_a_replay_forces_the_drafts_it_finds(chains: bool) -> None:
     graph.replay()
     commit_forced(others, other_view, length)
     assert_same(made.written(), others.written())
+
+
+@pytest.mark.parametrize("length", [1.5, 2.71828, 3.3])
+def test_a_round_ends_where_the_requests_own_row_of_ends_says(length: float) -> None:
+    """Round k of row r ends at floor(k * length + phase of r); rows are spread over a length."""
+    requests = [Request([3] * 7, [4] * 7, chain_of(7), prefix=n % 25) for n in range(60)]
+    made = make_round(requests, 7, chains=True)
+    commit_forced(made, view_of(made, requests), length)
+    whole = round(length * 2**16)
+    wanted = []
+    for row, request in zip(made.sampled.row_ids.tolist(), requests, strict=True):
+        phase = row * 40503 % 2**16
+        ends = [(k * whole + phase) // 2**16 for k in range(-9, 60)]
+        before = max(end for end in ends if end <= request.prefix)
+        wanted.append(ends[ends.index(before) + 1] - before)
+    assert made.results[:, 0].tolist() == wanted
+    assert len(set(wanted)) > 1
+
+
+LAST_PHASE = -pow(40503, -1, 2**16) % 2**16  # a row that is all but one 2**-16 ahead
+
+
+@pytest.mark.parametrize(
+    ("row", "prefix", "length"),
+    [
+        (0, 2, 1.5),  # ends at 1, 3: the round before has not reached 3
+        (LAST_PHASE, 0, 1.5),  # ends at 0.99998 and 2.49998: it has reached 0
+        (LAST_PHASE, 0, 1 + 2**-16),  # ends at 0.99998 and 2 sharp
+    ],
+)
+def test_an_end_that_is_met_sharp_is_an_end(row: int, prefix: int, length: float) -> None:
+    request = Request([3] * 7, [4] * 7, chain_of(7))
+    view = view_of(make_round([request], 7, chains=True), [request])
+    view.row_ids.fill_(row)
+    view.prefix_lens.fill_(prefix)
+    assert _forced_depths(view, length).tolist() == [1]
