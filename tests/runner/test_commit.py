@@ -7,6 +7,7 @@ from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, StepLayout
+from paceline.kernels.commit import Drafts
 from paceline.layers.sampling import Sampled
 from paceline.runner.buffers import PaddedSize, StepBuffers
 from paceline.runner.commit import commit
@@ -106,6 +107,36 @@ def test_log_probabilities_go_to_the_rows_of_the_step() -> None:
     assert torch.equal(buffers.chosen_logprobs[:2], chosen)
     assert torch.equal(buffers.top_ids[:2, :3], ids)
     assert torch.equal(buffers.top_logprobs[:2, :3], values)
+
+
+def test_log_probabilities_of_a_round_follow_the_path_of_each_request() -> None:
+    """The first accepts the second child of its root; of what the other did not emit, anything."""
+    bench = Bench()
+    for row in (1, 2):
+        bench.join(row, known=5, prefix=4)
+    bench.step((1, 2), (3, 3), [41, 11])
+    buffers = StepBuffers(
+        max_reqs=2, max_tokens=6, max_pages=(WIDTH,), max_path=2, kv_len_bound=WIDTH, device=CPU
+    )
+    buffers.facts.copy_(bench.buffers.facts[:2])
+    view = bench.buffers.view(PaddedSize.uniform(2, 3), MaskKind.CAUSAL)
+    tokens = torch.tensor([[41, 50, 51], [11, 50, 51]])
+    parents = torch.tensor([[-1, 0, 0]] * 2, dtype=torch.int32)
+    sampled = Sampled(
+        token_ids=torch.tensor([51, 60, 61, 70, 71, 72]),
+        finite=torch.ones(6, dtype=torch.bool),
+        chosen_logprob=-torch.arange(6.0),
+        top_ids=torch.arange(12).view(6, 2),
+        top_values=-torch.arange(12.0).view(6, 2),
+    )
+    drafts = Drafts(tokens, parents, bench.table.sampling.max_drafts)
+    accepted = commit(buffers, bench.table, view, sampled, drafts, max_path=2)
+    assert accepted is not None
+    assert accepted.path.tolist() == [[0, 2], [0, 1]]
+    assert buffers.results_of(2, 2)[:, [0, 2, 3]].tolist() == [[2, 51, 61], [1, 70, 0]]
+    assert buffers.chosen_logprobs.tolist() == [0, -2, -3, -4]
+    assert buffers.top_ids[:3, :2].tolist() == [[0, 1], [4, 5], [6, 7]]
+    assert buffers.top_logprobs[:3, :2].tolist() == [[0, -1], [-4, -5], [-6, -7]]
 
 
 @pytest.mark.parametrize("padded_reqs", [1, 2, 6])
