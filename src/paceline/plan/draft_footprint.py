@@ -27,8 +27,8 @@ def draft_workspace_bytes(speculation: Speculation | None, limits: StepLimits, e
         return 0
     model, shape = speculation.model, speculation.shape
     features = (limits.rows + 1) * model.hidden_size * element
-    rows = limits.rows * speculation.pass_rows
-    passes = speculation.passes * rows * (_ROW_BYTES + speculation.pass_rows)
+    rows = limits.rows * shape.reach
+    passes = speculation.passes * rows * (_ROW_BYTES + shape.reach)
     candidates = limits.rows * shape.num_candidates * _CANDIDATE_BYTES
     tables = 1 if model.rope_local is None else 2
     rope = tables * limits.length * model.rotary_dim * 4
@@ -64,12 +64,12 @@ def draft_graph_bytes(
     model, shape = speculation.model, speculation.shape
     if device_type == "cuda":
         nodes = model.num_layers * (speculation.passes + (tokens > 0)) * GRAPH_NODE_BYTES
-        widest = max(rows * speculation.pass_rows, tokens)
+        widest = max(rows * shape.reach, tokens)
         shared = _layers_bytes(speculation, model, widest, element)
         shared += _logits_bytes(speculation, rows, DRAFT_PEAK)
         return reserve * (shared + nodes) + nodes + _q_bytes(speculation, rows, _Q_PEAK)
     # A recorded graph keeps what every pass allocates.
-    computed = speculation.passes * rows * speculation.pass_rows + tokens
+    computed = speculation.passes * rows * shape.reach + tokens
     forward = 2 * model.num_layers * _layers_bytes(speculation, model, computed, element)
     greedy = shape.num_steps * _logits_bytes(speculation, rows, DRAFT_TOTAL)
     return forward + greedy

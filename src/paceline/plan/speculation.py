@@ -88,13 +88,6 @@ class Speculation:
         return 1 + len(self.shape.pass_rows(from_root=self.head is None))
 
     @property
-    def pass_rows(self) -> int:
-        """Rows of a request in the widest of these calls."""
-        if self.shape.is_chain:
-            return self.shape.num_draft_tokens
-        return max(self.shape.num_draft_tokens, self.shape.reach)
-
-    @property
     def caution(self) -> Event | None:
         """What a reader of its texts must know."""
         if self.forced is None:

@@ -34,7 +34,7 @@ class Extent(Enum):
     RESULT = "a number of a request's results"
 
 
-# By the field of StepBuffers: the view, the sanitizer and named_tensors follow.
+# By the field of StepBuffers: named_tensors and the sanitizer follow.
 EXTENTS = {
     "facts": Extent.REQUEST,
     "parents": Extent.TREE_TOKEN,
