@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Kernel = Callable[..., None]
 Run = Callable[[], None]
 Bind = Callable[..., Run]  # an operator's arguments -> what computes it, now and again
-Scratch = Callable[..., int]  # an operator's arguments -> bytes its GPU kernel takes and gives back
+# An operator's arguments -> bytes of each tensor that its GPU kernel makes for itself.
+Scratch = Callable[..., tuple[int, ...]]
 
 _LIBRARY = torch.library.Library("paceline", "FRAGMENT")
 _BINDS: dict[Any, Bind] = {}  # of CPU kernels; filled while kernel modules are imported
@@ -35,7 +36,8 @@ def define_op(
     cpu, bind: the CPU's kernel, at most one.  bind makes it from its arguments, views, addresses
     and scratch included, so that a replay pays for these once; a call binds and runs.  Neither: the
     launcher runs torch's own operators on a CPU.
-    scratch: what the CUDA kernel allocates for itself, for the memory budget; None: nothing.
+    scratch: the sizes of what the CUDA kernel holds for itself at most, in the order of allocation,
+    for the memory budget; None: nothing.
     """
     assert cpu is None or bind is None, f"{schema} has two CPU kernels"
     name = schema.partition("(")[0]
@@ -92,7 +94,8 @@ def bind_of(operator: Any) -> Bind | None:
     return _BINDS.get(operator)
 
 
-def scratch_bytes(operator: Any, args: Sequence[Any]) -> int:
-    """What one of our operators takes on a GPU while it runs, beside its arguments; 0 of others."""
+def scratch_sizes(operator: Any, args: Sequence[Any]) -> tuple[int, ...]:
+    """Bytes of each tensor that one of our operators holds on a GPU while it runs, beside its
+    arguments; of others none."""
     scratch = _SCRATCH.get(operator)
-    return 0 if scratch is None else scratch(*args)
+    return () if scratch is None else scratch(*args)

@@ -87,10 +87,11 @@ def _draft_topk_cuda(
     launch_draft_topk(logits, TopDrafts(tokens, scores), noise=noise, d2t=d2t)
 
 
-def _scratch(logits: Tensor, *others: Tensor) -> int:
+def _scratch(logits: Tensor, *others: Tensor) -> tuple[int, ...]:
     """Of each block: the ranks of its best, the highest logit, its share of the softmax."""
     (rows, vocab), k = logits.shape, others[-1].shape[1]
-    return rows * -(-vocab // BLOCK_VOCAB) * (8 * k + 8)
+    blocks = rows * -(-vocab // BLOCK_VOCAB)
+    return 8 * k * blocks, 4 * blocks, 4 * blocks
 
 
 _DRAFT_TOPK = define_op(

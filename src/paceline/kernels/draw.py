@@ -131,11 +131,13 @@ def _draw_cuda(logits: Tensor, *fields: Tensor | None) -> None:
     launch_draw(logits, at, laws, edits, token_ids, finite)
 
 
-def _scratch(logits: Tensor, *_: Tensor | None) -> int:
-    """Edited logits, how often each is known, and their keys; what is known of blocks and rows."""
+def _scratch(logits: Tensor, *_: Tensor | None) -> tuple[int, ...]:
+    """Edited logits, what is known of blocks and rows, masses and sums of blocks, keys, cuts; how
+    often each token is known is gone when its keys are made."""
     rows, vocab = logits.shape
-    of_block = 4 * (7 + BUCKETS) + 16
-    return rows * (12 * vocab + -(-vocab // TOKENS_OF_BLOCK) * of_block + 48)
+    blocks, entries = rows * -(-vocab // TOKENS_OF_BLOCK), 4 * rows * vocab
+    known = (8 * blocks, 4 * blocks, 4 * rows, 20 * rows, 12 * rows)
+    return entries, *known, 4 * BUCKETS * blocks, 8 * rows, 16 * blocks, entries, 4 * rows
 
 
 _LAWS_SCHEMA = ", ".join(f"Tensor {name}" for name in Laws._fields)

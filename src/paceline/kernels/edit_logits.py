@@ -178,9 +178,9 @@ def _edit_logits_cuda(logits: Tensor, *fields: Tensor | None) -> None:
     launch_edit_logits(logits, zero_counts(logits), at, edits)
 
 
-def _scratch(logits: Tensor, *_: Tensor | None) -> int:
+def _scratch(logits: Tensor, *_: Tensor | None) -> tuple[int, ...]:
     """How often each row has each token."""
-    return 4 * logits.numel()
+    return (4 * logits.numel(),)
 
 
 ROWS_SCHEMA = "Tensor rows, Tensor positions, Tensor token_ids, Tensor? drafts"

@@ -29,10 +29,11 @@ def _greedy_cuda(logits: Tensor, token_ids: Tensor, finite: Tensor) -> None:
     launch_greedy(logits, token_ids, finite)
 
 
-def _scratch(logits: Tensor, *_: Tensor) -> int:
+def _scratch(logits: Tensor, *_: Tensor) -> tuple[int, ...]:
     """The best of each block, and which token it is."""
     rows, vocab = logits.shape
-    return rows * -(-vocab // BLOCK_VOCAB) * 8
+    blocks = rows * -(-vocab // BLOCK_VOCAB)
+    return 4 * blocks, 4 * blocks
 
 
 _GREEDY = define_op(

@@ -128,13 +128,15 @@ def _moe_experts_cuda(
     )
 
 
-def _scratch(x: Tensor, routing_weights: Tensor, expert_ids: Tensor, *weights: object) -> int:
-    """Of each pair of a token and its expert: gated, the result, and its place among tiles."""
+def _scratch(
+    x: Tensor, routing_weights: Tensor, expert_ids: Tensor, *weights: object
+) -> tuple[int, ...]:
+    """Of each pair of a token and its expert: its place among tiles, gated, the result."""
     down = weights[2]
     assert isinstance(down, Tensor)
     (experts, hidden, inter), pairs = down.shape, expert_ids.numel()
-    places = 4 * pairs + 12 * max_blocks(pairs, experts, _FEWEST_ROWS)
-    return pairs * (inter + hidden) * x.element_size() + places
+    places = (4 * pairs, 12 * max_blocks(pairs, experts, _FEWEST_ROWS))
+    return *places, pairs * inter * x.element_size(), pairs * hidden * x.element_size()
 
 
 _MOE_EXPERTS = define_op(

@@ -18,14 +18,14 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
-from paceline.kernels.custom_op import scratch_bytes
+from paceline.kernels.custom_op import scratch_sizes
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
 from paceline.models.eagle_config import EagleConfig
 from paceline.models.eagle_head import EagleHead
 from paceline.models.size import META, empty_head, empty_model, weight_bytes
 from paceline.plan.assemble import Decided, assemble
-from paceline.plan.footprint import POOL_ROUNDING_BYTES
+from paceline.plan.cuda_pool import PIECE, CudaPool, Piece
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import RunnerConfig
 from paceline.runner.program import Parts, StepProgram
@@ -33,7 +33,7 @@ from paceline.runner.recorded import tensors_among
 
 # Bytes for each entry of the operand that torch's own CUDA kernels take while they run.
 LIBRARY_SCRATCH = {"aten::sort": 16}
-_PIECES = {"cpu": 64, "cuda": 512}  # bytes: an allocator gives whole pieces
+_PIECES = {"cpu": 64, "cuda": PIECE}  # bytes: an allocator gives whole pieces
 
 
 class Allocations(StandIn):  # type: ignore[no-untyped-call]
@@ -41,13 +41,15 @@ class Allocations(StandIn):  # type: ignore[no-untyped-call]
     all.
 
     Tensors of the meta device stand for those of `facts`.  piece: bytes that each is rounded up to.
+    pool: takes the same, of a GPU.
     """
 
-    def __init__(self, facts: DeviceFacts, *, piece: int = 1) -> None:
+    def __init__(self, facts: DeviceFacts, *, piece: int = 1, pool: CudaPool | None = None) -> None:
         super().__init__(facts.device_type, facts.multiprocessors)
         self.live, self.peak, self.total = 0, 0, 0
         self._piece = piece
-        self._sizes: dict[int, int] = {}  # of storages alive, by address
+        self._pool = pool
+        self._alive: dict[int, tuple[int, Piece | None]] = {}  # storages by address: bytes, where
 
     def __torch_dispatch__(
         self,
@@ -64,27 +66,40 @@ class Allocations(StandIn):  # type: ignore[no-untyped-call]
             if storage._cdata not in given:
                 self._note(storage)
         if self.device_type == "cuda":
-            hidden = scratch_bytes(func, args) + _library_bytes(func, args)
-            self.peak = max(self.peak, self.live + hidden)
+            self._note_hidden((*scratch_sizes(func, args), *_library_sizes(func, args)))
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._sizes:
+        if storage._cdata in self._alive:
             return
-        size = -(-storage.nbytes() // self._piece) * self._piece
-        self._sizes[storage._cdata] = size
+        size = self._rounded(storage.nbytes())
+        piece = self._pool.take(size) if self._pool and size else None
+        self._alive[storage._cdata] = size, piece
         self.live += size
         self.total += size
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._free, storage._cdata)
 
+    def _note_hidden(self, sizes: Sequence[int]) -> None:
+        """What is taken and given back within an operator."""
+        self.peak = max(self.peak, self.live + sum(map(self._rounded, sizes)))
+        if self._pool is not None:
+            for piece in [self._pool.take(size) for size in sizes]:
+                self._pool.give_back(piece)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._piece) * self._piece
+
     def _free(self, address: int) -> None:
-        self.live -= self._sizes.pop(address)
+        size, piece = self._alive.pop(address)
+        self.live -= size
+        if self._pool is not None and piece is not None:
+            self._pool.give_back(piece)
 
 
-def _library_bytes(func: Any, args: tuple[Any, ...]) -> int:
+def _library_sizes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     per_entry = LIBRARY_SCRATCH.get(func._schema.name)
-    return 0 if per_entry is None else per_entry * int(args[0].numel())
+    return () if per_entry is None else (per_entry * int(args[0].numel()),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +190,20 @@ def _rounds(limits: RunnerConfig, like: RehearsedStep) -> list[RehearsedStep]:
 
 
 def allocated(
-    parts: Parts, shape: RehearsedStep, facts: DeviceFacts, *, captured: bool = False
+    parts: Parts,
+    shape: RehearsedStep,
+    facts: DeviceFacts,
+    *,
+    captured: bool = False,
+    pool: CudaPool | None = None,
 ) -> Allocations:
     """What one step over padded rows allocates beside `parts`: an eager run, or the capture of a
     graph, which sees what operators are made of.
 
-    parts: on the meta device, or on the device of `facts`, whose buffers it writes.
+    parts: on the meta device, or on the device of `facts`, whose buffers it writes.  pool: where a
+    GPU's memory is taken from.
     """
-    seen = Allocations(facts, piece=_PIECES[facts.device_type])
+    seen = Allocations(facts, piece=_PIECES[facts.device_type], pool=pool)
     parts.buffers.pad(shape.size)
     spans = (PromptSpan(0, 0, shape.scored, MAX_LOGPROBS),) if shape.scored else ()
     with torch.no_grad() if captured else torch.inference_mode(), seen:
@@ -200,11 +221,10 @@ def allocated(
 def graphs_held(parts: Parts, limits: RunnerConfig, facts: DeviceFacts) -> int:
     """Bytes that the graphs captured first hold.
 
-    CUDA graphs reuse storage and share a pool, which grows in large pieces; recorded graphs reuse
-    nothing and share an arena as large as the largest.
+    CUDA graphs reuse storage and share a pool; recorded graphs reuse nothing and share an arena as
+    large as the largest.
     """
+    pool = None if facts.device_type == "cpu" else CudaPool()
     shapes = largest_graphs(limits)
-    seen = [allocated(parts, shape, facts, captured=True) for shape in shapes]
-    if facts.device_type == "cpu":
-        return max(each.total for each in seen)
-    return max(each.peak for each in seen) + POOL_ROUNDING_BYTES
+    seen = [allocated(parts, shape, facts, captured=True, pool=pool) for shape in shapes]
+    return max(each.total for each in seen) if pool is None else pool.held
