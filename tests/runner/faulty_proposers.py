@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.step import Step
 from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
-from paceline.speculate.eagle import EagleProposer
+from paceline.speculate.eagle.proposer import EagleProposer
 
 OUTSIDE = 8  # a row of nobody's in the step
 

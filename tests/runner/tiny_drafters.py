@@ -13,12 +13,12 @@ from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.model_config import CacheGroupSpec, cache_group_specs
 from paceline.core.parallel import Parallel
-from paceline.models.eagle_config import parse_eagle_config, tap_names
-from paceline.models.eagle_head import EagleHead, build_eagle_head
 from paceline.models.loader import fill_dummy
 from paceline.runner.build import RunnerConfig, tokens_in_flight
 from paceline.runner.proposer import Proposer
 from paceline.speculate.build import DraftPlacement, eagle_proposer, standalone_proposer
+from paceline.speculate.eagle.config import parse_eagle_config, tap_names
+from paceline.speculate.eagle.head import EagleHead, build_eagle_head
 from paceline.speculate.ngram import NgramProposer
 
 MakeProposer = Callable[[RunnerConfig], Proposer]

@@ -6,11 +6,11 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.llm.prepare import Prepared
 from paceline.models.causal_lm import CausalLM
-from paceline.models.eagle_config import EagleConfig
-from paceline.models.eagle_head import EagleHead
-from paceline.models.eagle_loader import load_eagle_head
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource
+from paceline.speculate.eagle.config import EagleConfig
+from paceline.speculate.eagle.head import EagleHead
+from paceline.speculate.eagle.loader import load_eagle_head
 
 
 @dataclass(frozen=True, slots=True)

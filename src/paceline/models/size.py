@@ -14,8 +14,6 @@ from paceline.core.options import ELEMENT_BYTES
 from paceline.core.parallel import Parallel
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
-from paceline.models.eagle_config import EagleConfig
-from paceline.models.eagle_head import EagleHead, build_eagle_head
 from paceline.models.registry import builder
 
 META = torch.device("meta")
@@ -29,15 +27,6 @@ def empty_model(config: ModelConfig, *, dtype: torch.dtype, max_positions: int) 
     return model
 
 
-def empty_head(
-    config: EagleConfig, target: CausalLM, *, dtype: torch.dtype, max_positions: int
-) -> EagleHead:
-    """The modules of a draft head, on those of its target; as `empty_model`."""
-    return build_eagle_head(
-        config, target, parallel=Parallel(), device=META, dtype=dtype, max_positions=max_positions
-    )
-
-
 def weight_bytes(module: nn.Module | None) -> int:
     """Bytes of a module's own parameters and buffers; of None none."""
     if module is None:
@@ -49,26 +38,17 @@ def weight_bytes(module: nn.Module | None) -> int:
 def weights_bytes(config: ModelConfig, dtype: str) -> int:
     """Bytes of all weights in `dtype` ("bfloat16", "float16" or "float32"); a tied head counts
     once.  Raises ModelError for another dtype."""
-    return weight_bytes(_empty(config, dtype))
+    return weight_bytes(weightless(config, dtype))
 
 
-@cache
-def eagle_weights_bytes(config: EagleConfig, target: ModelConfig, dtype: str) -> int:
-    """Bytes of all weights of a draft head in `dtype`, and of its map to the target's tokens; what
-    it shares with the target counts as the target's.  Raises ModelError for another dtype."""
-    model = _empty(target, dtype)
+def weightless(config: ModelConfig, dtype: str) -> CausalLM:
+    """A model on the meta device to count; without positions: rope tables are no weights."""
     with StandIn("cpu", None):
-        head = empty_head(config, model, dtype=_torch_dtype(dtype), max_positions=1)
-    return weight_bytes(head)
+        return empty_model(config, dtype=torch_dtype(dtype), max_positions=1)
 
 
-def _empty(config: ModelConfig, dtype: str) -> CausalLM:
-    """Without positions: rope tables are no weights."""
-    with StandIn("cpu", None):
-        return empty_model(config, dtype=_torch_dtype(dtype), max_positions=1)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of weights called `name`.  Raises ModelError for one that is none."""
     if name not in ELEMENT_BYTES:
         raise ModelError.about(
             "dtype",

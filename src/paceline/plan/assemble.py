@@ -16,13 +16,13 @@ from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_
 from paceline.core.options import REJECTION, EngineOptions, known
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
-from paceline.models.eagle_config import EagleConfig
-from paceline.models.eagle_head import EagleHead
 from paceline.plan.speculation import Speculation
 from paceline.runner.build import RunnerConfig, build_parts
 from paceline.runner.program import Parts
 from paceline.runner.proposer import Proposer
 from paceline.speculate.build import DraftPlacement, eagle_proposer, standalone_proposer
+from paceline.speculate.eagle.config import EagleConfig
+from paceline.speculate.eagle.head import EagleHead
 from paceline.speculate.ngram import NgramProposer
 
 

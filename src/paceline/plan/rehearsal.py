@@ -21,15 +21,16 @@ from paceline.core.step import PromptSpan
 from paceline.kernels.custom_op import scratch_sizes
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
-from paceline.models.eagle_config import EagleConfig
-from paceline.models.eagle_head import EagleHead
-from paceline.models.size import META, empty_head, empty_model, weight_bytes
+from paceline.models.size import META, empty_model, weight_bytes
 from paceline.plan.assemble import Decided, assemble
 from paceline.plan.cuda_pool import PIECE, CudaPool, Piece
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import RunnerConfig
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.recorded import tensors_among
+from paceline.speculate.eagle.config import EagleConfig
+from paceline.speculate.eagle.head import EagleHead
+from paceline.speculate.eagle.size import empty_head
 
 # Bytes for each entry of the operand that torch's own CUDA kernels take while they run.
 LIBRARY_SCRATCH = {"aten::sort": 16}

@@ -19,15 +19,8 @@ from paceline.core.model_config import (
 )
 from paceline.core.options import OFF, SAMPLE_AND_MATCH, EngineOptions
 from paceline.models.config import parse_config
-from paceline.models.eagle_config import (
-    Algorithm,
-    EagleConfig,
-    parse_eagle_config,
-    require_match,
-    tap_names,
-)
 from paceline.models.locate import ModelSource
-from paceline.models.size import eagle_weights_bytes, weights_bytes
+from paceline.models.size import weights_bytes
 from paceline.plan.draft_checks import (
     refuse_acceptance,
     refuse_ngram,
@@ -41,6 +34,14 @@ from paceline.plan.draft_choice import (
     choose_ngram,
     choose_shape,
 )
+from paceline.speculate.eagle.config import (
+    Algorithm,
+    EagleConfig,
+    parse_eagle_config,
+    require_match,
+    tap_names,
+)
+from paceline.speculate.eagle.size import eagle_weights_bytes
 
 _HEADS: dict[str, Algorithm] = {"EAGLE": "EAGLE", "EAGLE3": "EAGLE3"}
 _DRAFTING = ("speculative_", "force_accept_len")  # how the names of its options begin

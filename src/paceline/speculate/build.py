@@ -10,11 +10,11 @@ from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.models.causal_lm import CausalLM
-from paceline.models.eagle_head import EagleHead
 from paceline.runner.build import RunnerConfig
 from paceline.speculate.draft_cache import DraftCache
 from paceline.speculate.draft_passes import DraftPasses
-from paceline.speculate.eagle import EagleProposer
+from paceline.speculate.eagle.head import EagleHead
+from paceline.speculate.eagle.proposer import EagleProposer
 from paceline.speculate.standalone import StandaloneProposer
 
 

@@ -85,14 +85,14 @@ def test_fixes_touch_every_part_of_a_round():
         "paceline.kernels.draft_topk",
         "paceline.kernels.grow_tree",
         "paceline.cache.prefix_tree",
-        "paceline.models.eagle_config",
-        "paceline.models.eagle_head",
+        "paceline.speculate.eagle.config",
+        "paceline.speculate.eagle.head",
         "paceline.runner.build",
         "paceline.runner.program",
         "paceline.speculate.draft_cache",
         "paceline.speculate.draft_passes",
         "paceline.speculate.drafting",
-        "paceline.speculate.eagle",
+        "paceline.speculate.eagle.proposer",
     }
 
 

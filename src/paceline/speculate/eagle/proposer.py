@@ -11,11 +11,11 @@ from torch import Tensor
 from paceline.core.draft_shape import DraftShape
 from paceline.core.step import Step
 from paceline.kernels.grow_tree import pass_parents
-from paceline.models.eagle_head import EagleHead
 from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
 from paceline.speculate.draft_cache import DraftCache
 from paceline.speculate.draft_passes import OBSERVE_PASS, DraftPasses
 from paceline.speculate.drafting import DraftRun, propose
+from paceline.speculate.eagle.head import EagleHead
 
 
 class EagleProposer(Proposer):

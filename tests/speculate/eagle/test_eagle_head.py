@@ -17,11 +17,11 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
-from paceline.models.eagle_config import EagleConfig, parse_eagle_config, tap_names
-from paceline.models.eagle_head import EagleHead, build_eagle_head
-from paceline.models.eagle_loader import load_eagle_head
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource, SourceKind, locate
+from paceline.speculate.eagle.config import EagleConfig, parse_eagle_config, tap_names
+from paceline.speculate.eagle.head import EagleHead, build_eagle_head
+from paceline.speculate.eagle.loader import load_eagle_head
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # of the largest number; the two differ in the order of float32 sums

@@ -19,15 +19,15 @@ from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import rope_tables
-from paceline.models.eagle_config import EagleConfig
-from paceline.models.eagle_layers import (
+from paceline.models.registry import QKNorm, architecture
+from paceline.speculate.eagle.config import EagleConfig
+from paceline.speculate.eagle.layers import (
     Eagle1Layer,
     Eagle3Layer,
     Fusion,
     HiddenStream,
     head_attention,
 )
-from paceline.models.registry import QKNorm, architecture
 
 
 class EagleHead(nn.Module):

@@ -16,12 +16,12 @@ from paceline.core.options import LOAD_FORMATS
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import StoredTensors, open_checkpoint
-from paceline.models.draft_vocabulary import read_d2t, spread_d2t
-from paceline.models.eagle_config import EagleConfig
-from paceline.models.eagle_head import EagleHead, build_eagle_head
 from paceline.models.loader import copy_weights, fill_dummy, weights_folder
 from paceline.models.locate import ModelSource
 from paceline.models.pickled_checkpoint import PICKLED_NAME, open_pickled
+from paceline.speculate.eagle.config import EagleConfig
+from paceline.speculate.eagle.head import EagleHead, build_eagle_head
+from paceline.speculate.eagle.vocabulary import read_d2t, spread_d2t
 
 _LATER_NORM = re.compile(r"layers\.([1-9]\d*)\.hidden_norm\.weight$")
 _AUX_NORMS = {f"aux_norm_{at}.weight": i for i, at in enumerate(("low", "mid", "high"))}
@@ -104,7 +104,7 @@ def canonical_names(stored: list[str], config: EagleConfig) -> dict[str, str]:
 
 def _canonical(name: str, config: EagleConfig) -> str | None:
     """None for a tensor that is not needed here: rope frequencies, the maps between vocabularies
-    (`models.draft_vocabulary` reads them), and copies of what the target has."""
+    (`eagle.vocabulary` reads them), and copies of what the target has."""
     name = name.removeprefix("model.")
     if name.startswith("midlayer."):
         name = "layers.0." + name.removeprefix("midlayer.")

@@ -7,9 +7,9 @@ import eagle_checkpoints as heads
 import pytest
 
 from paceline.models.config import parse_config
-from paceline.models.eagle_config import parse_eagle_config
 from paceline.models.locate import locate
-from paceline.models.size import eagle_weights_bytes
+from paceline.speculate.eagle.config import parse_eagle_config
+from paceline.speculate.eagle.size import eagle_weights_bytes
 
 
 def test_the_shipped_head_has_the_published_size() -> None:

@@ -17,7 +17,7 @@ from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
-from paceline.models.eagle_config import EagleConfig
+from paceline.speculate.eagle.config import EagleConfig
 
 
 class HiddenStream(NamedTuple):

@@ -9,14 +9,14 @@ import pytest
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.model_config import ModelConfig
 from paceline.models.config import parse_config
-from paceline.models.eagle_config import (
+from paceline.models.locate import locate, shape_names
+from paceline.speculate.eagle.config import (
     EagleConfig,
     eagle_mismatches,
     parse_eagle_config,
     require_match,
     tap_names,
 )
-from paceline.models.locate import locate, shape_names
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

@@ -16,11 +16,11 @@ from paceline.core.errors import WeightsError
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
-from paceline.models.eagle_config import parse_eagle_config
-from paceline.models.eagle_head import EagleHead
-from paceline.models.eagle_loader import load_eagle_head
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource, locate
+from paceline.speculate.eagle.config import parse_eagle_config
+from paceline.speculate.eagle.head import EagleHead
+from paceline.speculate.eagle.loader import load_eagle_head
 
 CPU = torch.device("cpu")
 Change = Callable[[dict[str, Tensor]], object]
