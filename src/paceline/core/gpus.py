@@ -48,7 +48,7 @@ def _gpu(
 ) -> DeviceFacts:
     total = int(memory_gib * GIB)
     return DeviceFacts(
-        name=name,
+        name=f"NVIDIA {name}",
         device_type="cuda",
         total_bytes=total,
         free_bytes=total,
@@ -63,45 +63,33 @@ def _gpu(
     )
 
 
-# Compute capabilities: NVIDIA, "CUDA GPU Compute Capability" table.
+# Compute capabilities: NVIDIA, "CUDA GPU Compute Capability" table; multiprocessors that are
+# enabled: NVIDIA's architecture whitepapers and datasheets.
 _ROWS = (
-    ("a10g", "NVIDIA A10G", 22.3, (8, 6), 0.600, None, "AWS G5 instance page: 24 GB, 600 GB/s"),
-    ("a100-40gb", "NVIDIA A100 40GB", 39.4, (8, 0), 1.555, 312.0, "NVIDIA A100 datasheet, SXM4"),
-    ("a100-80gb", "NVIDIA A100 80GB", 79.2, (8, 0), 2.039, 312.0, "NVIDIA A100 datasheet, SXM4"),
-    ("b200", "NVIDIA B200", 178.3, (10, 0), 8.0, 2250.0, "NVIDIA DGX B200 datasheet, an eighth"),
-    ("h100", "NVIDIA H100 80GB", 79.1, (9, 0), 3.35, 989.4, "NVIDIA H100 datasheet, SXM5"),
-    ("h200", "NVIDIA H200", 139.8, (9, 0), 4.8, 989.4, "NVIDIA H200 datasheet, SXM"),
-    ("l4", "NVIDIA L4", 22.0, (8, 9), 0.300, 121.0, "NVIDIA L4 datasheet"),
-    ("l40s", "NVIDIA L40S", 44.4, (8, 9), 0.864, 362.05, "NVIDIA L40S datasheet"),
-    ("rtx-3090", "NVIDIA GeForce RTX 3090", 23.6, (8, 6), 0.936, 71.0, "NVIDIA GA102 whitepaper"),
-    ("rtx-4090", "NVIDIA GeForce RTX 4090", 23.5, (8, 9), 1.008, 165.2, "NVIDIA Ada whitepaper"),
+    ("a10g", "A10G", 22.3, (8, 6), 0.600, None, 80, "AWS G5 instance page: 24 GB, 600 GB/s"),
+    ("a100-40gb", "A100 40GB", 39.4, (8, 0), 1.555, 312.0, 108, "NVIDIA A100 datasheet, SXM4"),
+    ("a100-80gb", "A100 80GB", 79.2, (8, 0), 2.039, 312.0, 108, "NVIDIA A100 datasheet, SXM4"),
+    ("b200", "B200", 178.3, (10, 0), 8.0, 2250.0, 148, "NVIDIA DGX B200 datasheet, an eighth"),
+    ("h100", "H100 80GB", 79.1, (9, 0), 3.35, 989.4, 132, "NVIDIA H100 datasheet, SXM5"),
+    ("h200", "H200", 139.8, (9, 0), 4.8, 989.4, 132, "NVIDIA H200 datasheet, SXM"),
+    ("l4", "L4", 22.0, (8, 9), 0.300, 121.0, 58, "NVIDIA L4 datasheet"),
+    ("l40s", "L40S", 44.4, (8, 9), 0.864, 362.05, 142, "NVIDIA L40S datasheet"),
+    ("rtx-3090", "GeForce RTX 3090", 23.6, (8, 6), 0.936, 71.0, 82, "NVIDIA GA102 whitepaper"),
+    ("rtx-4090", "GeForce RTX 4090", 23.5, (8, 9), 1.008, 165.2, 128, "NVIDIA Ada whitepaper"),
     (
         "rtx-5090",
-        "NVIDIA GeForce RTX 5090",
+        "GeForce RTX 5090",
         31.4,
         (12, 0),
         1.792,
         209.5,
+        170,
         "NVIDIA RTX Blackwell whitepaper",
     ),
 )
-# Multiprocessors that are enabled, from NVIDIA's architecture whitepapers and datasheets.
-_SMS = {
-    "a10g": 80,
-    "a100-40gb": 108,
-    "a100-80gb": 108,
-    "b200": 148,
-    "h100": 132,
-    "h200": 132,
-    "l4": 58,
-    "l40s": 142,
-    "rtx-3090": 82,
-    "rtx-4090": 128,
-    "rtx-5090": 170,
-}
 GPUS: dict[str, DeviceFacts] = {
-    key: _gpu(name, memory, arch, tb_s=tb_s, tflop_s=tflop_s, sms=_SMS[key], source=source)
-    for key, name, memory, arch, tb_s, tflop_s, source in _ROWS
+    key: _gpu(name, memory, arch, tb_s=tb_s, tflop_s=tflop_s, sms=sms, source=source)
+    for key, name, memory, arch, tb_s, tflop_s, sms, source in _ROWS
 }
 
 

@@ -19,10 +19,10 @@ from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.llm.draft_self_test import check_drafter
-from paceline.llm.measured import measured_bytes
 from paceline.llm.prepare import Prepared
 from paceline.llm.weights import StoredWeights
 from paceline.models.kv_scales import kv_format
+from paceline.models.size import weight_bytes
 from paceline.plan.assemble import assemble, decide, join_tokens
 from paceline.plan.budget_table import compare
 from paceline.plan.fit import Fit
@@ -190,3 +190,34 @@ def _scheduler(
 def _num_pages(fit: Fit, knobs: Knobs) -> tuple[int, ...]:
     """[num_groups] pages of each pool; what is allocated and what is handed out must agree."""
     return knobs.num_pages or tuple(group.num_pages for group in fit.groups)
+
+
+def measured_bytes(runner: ModelRunner) -> dict[str, int]:
+    """Bytes that are held now, by the names of `fit.compare`."""
+    model, proposer = runner.parts.model, runner.parts.proposer
+    held = runner.named_bytes()
+    drafter = None if proposer is None else proposer.model
+    found = {
+        "weights": weight_bytes(model),
+        "KV": held["kv"],
+        "workspace": held["workspace"] + sum(_tables(model).values()),
+        "graphs": held["graphs"],
+    }
+    if drafter is None:
+        return found
+    # A head looks tokens up in the target's table, which is no table of its own.
+    others = {parameter.data_ptr() for parameter in model.parameters()}
+    own = {address: size for address, size in _tables(drafter).items() if address not in others}
+    found["workspace"] += sum(own.values())
+    return found | {"draft weights": weight_bytes(drafter)}
+
+
+def _tables(module: torch.nn.Module) -> dict[int, int]:
+    """Address -> bytes of the tensors a model keeps beside its parameters, rope tables above all,
+    which layers share."""
+    return {
+        value.data_ptr(): value.nbytes
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, torch.Tensor)
+    }
