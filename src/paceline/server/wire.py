@@ -7,7 +7,8 @@ answer: they are accepted and not kept.
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Annotated, Literal
+from functools import cached_property
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -45,7 +46,7 @@ class StreamOptions(Wire, frozen=True, kw_only=True):
     include_obfuscation: Annotated[Unserved, Refusal((False,), "chunks are not padded")] = UNSET
 
 
-class GenerationRequest(Wire, frozen=True, kw_only=True):
+class GenerationRequest(Wire, frozen=True, kw_only=True, dict=True):
     """What both endpoints take."""
 
     model: str
@@ -79,8 +80,22 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
             if not self.stream:
                 text = "stream_options needs stream to be true; set it, or leave stream_options out"
                 raise ApiError(400, text, param="stream_options")
-        if self.extra_args is not UNSET:
-            _check_extra_args(self.extra_args)
+        _ = self._own_args
+
+    @cached_property
+    def _own_args(self) -> Any:
+        """extra_args, built once.  Raises ApiError, before that, unless it is an object or null of
+        bounded size."""
+        sent = self.extra_args
+        if sent is UNSET:
+            return None
+        expected, got = f"at most {_MAX_EXTRA_ARGS} bytes", str(len(sent))
+        if len(sent) <= _MAX_EXTRA_ARGS:
+            if bytes(memoryview(sent)[:1]) in (b"{", b"n"):
+                return msgspec.json.decode(sent)
+            expected, got = "an object", as_sent(sent)
+        name, remedy = "extra_args", "pass {name: value}"
+        raise ApiError.about(name, expected=expected, got=got, remedy=remedy, param=name)
 
     @property
     def include_usage(self) -> bool:
@@ -88,10 +103,8 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
 
     def _sampling(self, **own: int | None) -> SamplingParams:
         """With defaults for what was left out.  own: what the endpoints name each in its way."""
-        asked = {name: getattr(self, name) for name in _SAMPLING}
-        if self.extra_args is not UNSET:
-            asked["extra_args"] = msgspec.json.decode(self.extra_args)
-        said = {name: value for name, value in asked.items() if value not in (None, UNSET)}
+        asked = {name: getattr(self, name) for name in _SAMPLING} | {"extra_args": self._own_args}
+        said = {name: value for name, value in asked.items() if value is not None}
         return SamplingParams.from_dict(said | own)
 
 
@@ -99,18 +112,6 @@ class GenerationRequest(Wire, frozen=True, kw_only=True):
 _SAMPLING = {field.name for field in fields(SamplingParams)} & set(
     GenerationRequest.__struct_fields__
 )
-
-
-def _check_extra_args(sent: Raw) -> None:
-    """Before anything is built from it."""
-    expected, got = f"at most {_MAX_EXTRA_ARGS} bytes", str(len(sent))
-    if len(sent) <= _MAX_EXTRA_ARGS:
-        if bytes(memoryview(sent)[:1]) in (b"{", b"n"):
-            msgspec.json.decode(sent)
-            return
-        expected, got = "an object", as_sent(sent)
-    name, remedy = "extra_args", "pass {name: value}"
-    raise ApiError.about(name, expected=expected, got=got, remedy=remedy, param=name)
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
