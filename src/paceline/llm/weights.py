@@ -1,6 +1,8 @@
 """The weights of an engine, as they are read from where its model and its drafter were found."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
@@ -11,6 +13,8 @@ from paceline.models.locate import ModelSource
 from paceline.speculate.eagle.config import EagleConfig
 from paceline.speculate.eagle.head import EagleHead
 from paceline.speculate.eagle.loader import load_eagle_head
+
+M = TypeVar("M", CausalLM, EagleHead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +27,20 @@ class StoredWeights:
     prepared: Prepared
 
     def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
-        return self._model(self.prepared.source, config, max_positions)
+        source = self.prepared.source
+        return self._load(load_model, source, config, max_positions=max_positions)
 
     def draft(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
-        return self._model(self._draft_source, config, max_positions)
+        return self._load(load_model, self._draft_source, config, max_positions=max_positions)
 
     def head(self, config: EagleConfig, target: CausalLM, *, max_positions: int) -> EagleHead:
-        prepared = self.prepared
-        return load_eagle_head(
-            self._draft_source,
-            config,
-            target,
-            parallel=Parallel(),
-            device=prepared.torch_device,
-            dtype=prepared.dtype,
-            load_format=prepared.options.load_format,
-            max_positions=max_positions,
-            seed=prepared.options.seed,
-        )
+        source = self._draft_source
+        return self._load(load_eagle_head, source, config, target, max_positions=max_positions)
 
-    def _model(self, source: ModelSource, config: ModelConfig, max_positions: int) -> CausalLM:
+    def _load(self, load: Callable[..., M], *what: object, max_positions: int) -> M:
         prepared = self.prepared
-        return load_model(
-            source,
-            config,
+        return load(
+            *what,
             parallel=Parallel(),
             device=prepared.torch_device,
             dtype=prepared.dtype,
