@@ -1,4 +1,4 @@
-"""The pre-norm decoder layer of Llama and Qwen: norm, attention, norm, feed-forward."""
+"""The pre-norm decoder layer of Llama, Qwen and Granite: norm, attention, norm, feed-forward."""
 
 from torch import Tensor, nn
 
@@ -12,7 +12,7 @@ from paceline.layers.self_attention import SelfAttention
 
 
 class PreNormLayer(nn.Module):
-    """x += attention(norm(x)); x += mlp(norm(x))."""
+    """x += scale * attention(norm(x)); x += scale * mlp(norm(x)); few models have a scale."""
 
     def __init__(
         self,
@@ -24,6 +24,7 @@ class PreNormLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.attention = attention
+        self.scale = None if config.multipliers is None else config.multipliers.residual
         self.input_norm = hidden_norm(config, placement)
         self.mlp_norm = hidden_norm(config, placement)
         self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
@@ -31,11 +32,15 @@ class PreNormLayer(nn.Module):
     def forward(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: AttentionContext
     ) -> Tensor:
-        """delta, residual [tokens, hidden] -> the MLP output; residual += delta + attention."""
+        """delta, residual [tokens, hidden] -> the scaled MLP output; residual += delta + scaled
+        attention."""
         norm = self.input_norm
         x = norm(residual) if delta is None else norm.add(delta, residual)
-        x = self.attention(x, positions, ctx)
-        return self.mlp(self.mlp_norm.add(x, residual))
+        x = self._scaled(self.attention(x, positions, ctx))
+        return self._scaled(self.mlp(self.mlp_norm.add(x, residual)))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale is None else x.mul_(self.scale)
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""

@@ -37,7 +37,7 @@ def build_prenorm(
     embedding = Embedding(
         config.vocab_size,
         config.hidden_size,
-        scale=embedding_scale,
+        scale=embedding_scale if config.multipliers is None else config.multipliers.embedding,
         parallel=parallel,
         placement=placement,
     )
