@@ -17,16 +17,15 @@ from torch import Tensor
 from paceline.proof.emulators.flashinfer_kernel import emulated_paged, write_schedule
 from paceline.proof.emulators.flashinfer_ragged import BatchPrefillWithRaggedKVCacheWrapper
 from paceline.proof.emulators.flashinfer_rules import (
+    BoundWrapper,
     PlanFacts,
     PlanLists,
     bound_buffer,
-    error,
+    outputs,
     require,
     require_heads,
     require_inputs,
     require_lists,
-    require_output,
-    require_workspace,
     require_workspaces,
 )
 
@@ -38,10 +37,9 @@ __all__ = [
 __version__ = "0.6.12"
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_WORKSPACE_BYTES = 8 << 20  # of a wrapper's own schedule, until reset
 
 
-class BatchPrefillWithPagedKVCacheWrapper:
+class BatchPrefillWithPagedKVCacheWrapper(BoundWrapper):
     """Plans on the host, runs on the device; see the module."""
 
     def __init__(
@@ -55,10 +53,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         paged_kv_last_page_len_buf: Tensor | None = None,  # [reqs]  int32
         backend: str = "auto",
     ) -> None:
-        require(kv_layout == "NHD", "kv_layout", "'NHD'", repr(kv_layout))
-        require(use_cuda_graph, "use_cuda_graph", True, use_cuda_graph)
-        require(backend == "fa2", "backend", "'fa2'", repr(backend))
-        require_workspace("float_workspace_buffer", float_workspace_buffer)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         device = float_workspace_buffer.device
         self._qo_indptr = bound_buffer("qo_indptr_buf", qo_indptr_buf, device)
         self._kv_indptr = bound_buffer("paged_kv_indptr_buf", paged_kv_indptr_buf, device)
@@ -72,18 +67,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
             ("paged_kv_last_page_len_buf", self._last_page_len, self._reqs),
         ):
             require(len(buffer) == size, f"length of {name}", size, len(buffer))
-        self._workspace = float_workspace_buffer
-        self._schedule = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._most_rows: int | None = None  # set by the first plan
-        self._facts: PlanFacts | None = None
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        """Other workspaces for partial results and for schedules: [bytes] uint8 each."""
-        require_workspace("float_workspace_buffer", float_workspace_buffer)
-        require_workspace("int_workspace_buffer", int_workspace_buffer)
-        self._workspace, self._schedule = float_workspace_buffer, int_workspace_buffer
 
     def plan(
         self,
@@ -164,17 +147,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """out, and lse base 2 when asked for."""
-        facts = self._facts
-        if facts is None:
-            raise error("run", "after plan", "no plan")
+        facts = self._planned()
         k_cache, v_cache = paged_kv_cache
         require_inputs(facts, q, k_cache, v_cache)
-        if out is None:
-            out = torch.zeros_like(q)
-        require_output("out", out, tuple(q.shape), q.dtype)
-        if lse is None:
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        require_output("lse", lse, tuple(q.shape[:2]), torch.float32)
+        out, lse = outputs(q, out, lse)
         emulated_paged(
             q,
             k_cache,

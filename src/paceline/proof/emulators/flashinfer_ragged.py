@@ -16,23 +16,21 @@ from torch import Tensor
 
 from paceline.proof.emulators.flashinfer_kernel import emulated_ragged, write_schedule
 from paceline.proof.emulators.flashinfer_rules import (
+    BoundWrapper,
     PlanFacts,
     bound_buffer,
-    error,
+    outputs,
     require,
     require_heads,
     require_list,
-    require_output,
-    require_workspace,
     require_workspaces,
 )
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_WORKSPACE_BYTES = 8 << 20  # of a wrapper's own schedule, until reset
 _LOADED = 16  # bytes at once
 
 
-class BatchPrefillWithRaggedKVCacheWrapper:
+class BatchPrefillWithRaggedKVCacheWrapper(BoundWrapper):
     """Plans on the host, runs on the device; see the module."""
 
     def __init__(
@@ -46,10 +44,7 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         mask_indptr_buf: Tensor | None = None,  # [reqs + 1]  int32  in bytes
         backend: str = "auto",
     ) -> None:
-        require(kv_layout == "NHD", "kv_layout", "'NHD'", repr(kv_layout))
-        require(use_cuda_graph, "use_cuda_graph", True, use_cuda_graph)
-        require(backend == "fa2", "backend", "'fa2'", repr(backend))
-        require_workspace("float_workspace_buffer", float_workspace_buffer)
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, backend)
         device = float_workspace_buffer.device
         self._qo_indptr = bound_buffer("qo_indptr_buf", qo_indptr_buf, device)
         self._kv_indptr = bound_buffer("kv_indptr_buf", kv_indptr_buf, device)
@@ -62,18 +57,6 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         ):
             size = self._reqs + 1
             require(len(buffer) == size, f"length of {name}", size, len(buffer))
-        self._workspace = float_workspace_buffer
-        self._schedule = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._most_rows: int | None = None  # set by the first plan
-        self._facts: PlanFacts | None = None
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        """Other workspaces for partial results and for schedules: [bytes] uint8 each."""
-        require_workspace("float_workspace_buffer", float_workspace_buffer)
-        require_workspace("int_workspace_buffer", int_workspace_buffer)
-        self._workspace, self._schedule = float_workspace_buffer, int_workspace_buffer
 
     def plan(
         self,
@@ -154,16 +137,9 @@ class BatchPrefillWithRaggedKVCacheWrapper:
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """out, and lse base 2 when asked for."""
-        facts = self._facts
-        if facts is None:
-            raise error("run", "after plan", "no plan")
+        facts = self._planned()
         _require_rows(facts, q, k, v)
-        if out is None:
-            out = torch.zeros_like(q)
-        require_output("out", out, tuple(q.shape), q.dtype)
-        if lse is None:
-            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        require_output("lse", lse, tuple(q.shape[:2]), torch.float32)
+        out, lse = outputs(q, out, lse)
         emulated_ragged(
             q,
             k,

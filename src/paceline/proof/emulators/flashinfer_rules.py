@@ -13,6 +13,7 @@ HEAD_DIMS = (64, 128, 256)
 NUM_SMS = 1  # of the emulated device
 _CTAS_PER_SM = 2
 _ALIGNMENT = 16  # bytes, of every part of a workspace
+_WORKSPACE_BYTES = 8 << 20  # of a wrapper's own schedule, until reset
 
 
 def error(name: str, expected: object, got: object) -> KernelArgumentError:
@@ -232,8 +233,50 @@ def require_inputs(facts: PlanFacts, q: Tensor, k_cache: Tensor, v_cache: Tensor
         require(given.stride(-1) == 1, f"last stride of {name}", 1, given.stride(-1))
 
 
-def require_output(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """A contiguous tensor to write to."""
-    require(tuple(given.shape) == shape, f"{name} shape", shape, tuple(given.shape))
-    require(given.dtype == dtype, f"{name} dtype", dtype, given.dtype)
-    require(given.is_contiguous(), name, "contiguous", f"strides {given.stride()}")
+def outputs(q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(out as q, lse [rows, heads] float32) to write to, contiguous; made where not given."""
+    if out is None:
+        out = torch.zeros_like(q)
+    if lse is None:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    for name, given, shape, dtype in (
+        ("out", out, tuple(q.shape), q.dtype),
+        ("lse", lse, tuple(q.shape[:2]), torch.float32),
+    ):
+        require(tuple(given.shape) == shape, f"{name} shape", shape, tuple(given.shape))
+        require(given.dtype == dtype, f"{name} dtype", dtype, given.dtype)
+        require(given.is_contiguous(), name, "contiguous", f"strides {given.stride()}")
+    return out, lse
+
+
+# --- what both wrappers share ---------------------------------------------------------------------
+
+
+class BoundWrapper:
+    """What graph mode binds both wrappers to, besides their buffers; and what they have planned."""
+
+    def __init__(
+        self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool, backend: str
+    ) -> None:
+        require(kv_layout == "NHD", "kv_layout", "'NHD'", repr(kv_layout))
+        require(use_cuda_graph, "use_cuda_graph", True, use_cuda_graph)
+        require(backend == "fa2", "backend", "'fa2'", repr(backend))
+        require_workspace("float_workspace_buffer", float_workspace_buffer)
+        device = float_workspace_buffer.device
+        self._workspace = float_workspace_buffer
+        self._schedule = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._most_rows: int | None = None  # set by the first plan
+        self._facts: PlanFacts | None = None
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+    ) -> None:
+        """Other workspaces for partial results and for schedules: [bytes] uint8 each."""
+        require_workspace("float_workspace_buffer", float_workspace_buffer)
+        require_workspace("int_workspace_buffer", int_workspace_buffer)
+        self._workspace, self._schedule = float_workspace_buffer, int_workspace_buffer
+
+    def _planned(self) -> PlanFacts:
+        if self._facts is None:
+            raise error("run", "after plan", "no plan")
+        return self._facts
