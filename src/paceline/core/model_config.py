@@ -94,14 +94,14 @@ class ModelConfig:
     max_position: int  # context limit in tokens
     rms_norm_eps: float
     rope: RopeConfig
-    rope_local: RopeConfig | None  # of windowed layers where it differs (gemma3)
+    rope_local: RopeConfig | None = None  # of windowed layers where it differs (gemma3)
     layer_windows: tuple[int | None, ...]  # [num_layers] keys visible, itself included; None = all
     attention_scale: float  # multiplies q.k
-    attention_soft_cap: float | None
-    logit_soft_cap: float | None
-    attention_bias: bool  # biases on q, k, v
-    attention_out_bias: bool
-    mlp_bias: bool
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    attention_bias: bool = False  # biases on q, k, v
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
     hidden_act: str
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]

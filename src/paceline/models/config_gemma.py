@@ -21,7 +21,6 @@ def read_gemma(fields: Fields) -> dict[str, Any]:
         "hidden_act": act,
         "attention_bias": bias,
         "attention_out_bias": bias,
-        "mlp_bias": False,
         "layer_windows": uniform_windows(shared, None),
         "norm": NormKind.UNIT_OFFSET,
     }
@@ -33,7 +32,6 @@ def read_gemma2(fields: Fields) -> dict[str, Any]:
     return _gemma(fields) | {
         "max_position": context_limit(rope, fields.integer("max_position_embeddings")),
         "rope": rope,
-        "rope_local": None,
         "layer_windows": read_windows(
             fields,
             window=fields.integer("sliding_window", None),
@@ -61,7 +59,6 @@ def read_gemma3(fields: Fields) -> dict[str, Any]:
         "rope": full,
         "rope_local": sliding if differs else None,
         "layer_windows": windows,
-        "attention_soft_cap": None,
         "logit_soft_cap": fields.number("final_logit_softcapping", None),
     }
 
@@ -84,7 +81,6 @@ def _gemma(fields: Fields) -> dict[str, Any]:
         "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
         "attention_bias": bias,
         "attention_out_bias": bias,
-        "mlp_bias": False,
         "norm": NormKind.UNIT_OFFSET,
         "hidden_act": fields.choice("hidden_activation", tuple(ACTIVATIONS)),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.core.model_config import MoEConfig, NormKind
-from paceline.models.config_prenorm import no_biases, read_prenorm
+from paceline.models.config_prenorm import read_prenorm
 from paceline.models.config_windows import read_windows, switched_window, uniform_windows
 from paceline.models.fields import Fields
 
@@ -26,7 +26,6 @@ def read_qwen3_moe(fields: Fields) -> dict[str, Any]:
     return shared | {
         "attention_bias": bias,
         "attention_out_bias": bias,
-        "mlp_bias": False,
         "layer_windows": uniform_windows(shared, switched_window(fields)),
         "moe": _qwen_experts(fields),
     }
@@ -42,8 +41,6 @@ def read_qwen2_moe(fields: Fields) -> dict[str, Any]:
         experts = replace(experts, shared_size=shared_size)
     return read_prenorm(fields) | {
         "attention_bias": fields.flag("qkv_bias", True),
-        "attention_out_bias": False,
-        "mlp_bias": False,
         "layer_windows": read_windows(
             fields,
             window=switched_window(fields),
@@ -66,14 +63,7 @@ def read_mixtral(fields: Fields) -> dict[str, Any]:
         renormalize=True,
         bias=False,
     )
-    return (
-        shared
-        | no_biases()
-        | {
-            "layer_windows": uniform_windows(shared, window),
-            "moe": experts,
-        }
-    )
+    return shared | {"layer_windows": uniform_windows(shared, window), "moe": experts}
 
 
 def read_gpt_oss(fields: Fields) -> dict[str, Any]:
@@ -85,7 +75,6 @@ def read_gpt_oss(fields: Fields) -> dict[str, Any]:
     return read_prenorm(fields) | {
         "attention_bias": bias,
         "attention_out_bias": bias,
-        "mlp_bias": False,
         "layer_windows": read_windows(fields, window=window, default=lambda layer: layer % 2 == 0),
         "attention_sinks": True,
         "norm": NormKind.WIDE,

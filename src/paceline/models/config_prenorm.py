@@ -32,7 +32,7 @@ def read_mistral(fields: Fields) -> dict[str, Any]:
     windows = read_windows(fields, window=window, default=lambda _: window is not None)
     longest = shared["max_position"]
     windows = tuple(unless_reaching_all(each, longest) for each in windows)
-    return shared | no_biases() | {"layer_windows": windows}
+    return shared | {"layer_windows": windows}
 
 
 def read_phi3(fields: Fields) -> dict[str, Any]:
@@ -40,15 +40,13 @@ def read_phi3(fields: Fields) -> dict[str, Any]:
     fields.refuse("layer_types", "phi3 has one kind of layer; use a model of another type")
     shared = read_prenorm(fields, partial_rope=True)
     window = fields.integer("sliding_window", None)
-    return shared | no_biases() | {"layer_windows": uniform_windows(shared, window)}
+    return shared | {"layer_windows": uniform_windows(shared, window)}
 
 
 def read_qwen2(fields: Fields) -> dict[str, Any]:
     """Biases on Q, K and V; a window in the upper layers."""
     return read_prenorm(fields) | {
         "attention_bias": True,
-        "attention_out_bias": False,
-        "mlp_bias": False,
         "layer_windows": upper_windows(fields),
     }
 
@@ -59,7 +57,6 @@ def read_qwen3(fields: Fields) -> dict[str, Any]:
     return read_prenorm(fields) | {
         "attention_bias": bias,
         "attention_out_bias": bias,
-        "mlp_bias": False,
         "layer_windows": upper_windows(fields),
     }
 
@@ -101,15 +98,9 @@ def read_olmo2(fields: Fields) -> dict[str, Any]:
     return shared | {
         "attention_bias": bias,
         "attention_out_bias": bias,
-        "mlp_bias": False,
         "layer_windows": uniform_windows(shared, None),
         "norm": NormKind.WIDE,
     }
-
-
-def no_biases() -> dict[str, bool]:
-    """Of an architecture that has none."""
-    return {"attention_bias": False, "attention_out_bias": False, "mlp_bias": False}
 
 
 def read_prenorm(fields: Fields, *, partial_rope: bool = False) -> dict[str, Any]:
@@ -134,10 +125,7 @@ def read_prenorm(fields: Fields, *, partial_rope: bool = False) -> dict[str, Any
         "max_position": context_limit(rope, fields.integer("max_position_embeddings")),
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
         "rope": rope,
-        "rope_local": None,
         "attention_scale": dim**-0.5,
-        "attention_soft_cap": None,
-        "logit_soft_cap": None,
         "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
     }
