@@ -10,10 +10,12 @@ from paceline.core.errors import ConfigError, ModelError
 from paceline.core.options import engine_options
 from paceline.models.config import parse_config
 from paceline.models.locate import BUNDLED_FOLDER, locate
-from paceline.plan import draft_choice
 from paceline.plan.explain import explain_model
 from paceline.plan.speculation import plan_speculation, without_speculation
 from paceline.proof.lossless.drafting import with_drafter
+from paceline.speculate.eagle import drafter
+from paceline.speculate.eagle.drafter import EagleDrafter
+from paceline.speculate.ngram.drafter import NgramDrafter
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def bundled_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = json.loads((BUNDLED_FOLDER / "config.json").read_text())
     config |= {"num_hidden_layers": 1, "draft_vocab_size": 2048}
     path = Path(folder(tmp_path / "eagle3", config))
-    monkeypatch.setattr(draft_choice, "BUNDLED_HEAD", path)
+    monkeypatch.setattr(drafter, "BUNDLED_HEAD", path)
     return path
 
 
@@ -58,10 +60,10 @@ def test_nobody_drafts_unless_asked(target):
 def test_the_bundled_model_takes_its_own_head_and_says_so(bundled_head):
     plan = drafted("bundled")
     assert plan is not None
-    assert plan.algorithm == "EAGLE3"
-    assert plan.source is not None
-    assert plan.source.folder == bundled_head
-    assert plan.taps == ("layer.1", "layer.5", "layer.8")
+    assert plan.drafter.algorithm == "EAGLE3"
+    assert plan.drafter.source is not None
+    assert plan.drafter.source.folder == bundled_head
+    assert plan.drafter.taps == ("layer.1", "layer.5", "layer.8")
     resolution, _ = planned("bundled")
     assert resolution.options.speculative_algorithm == "EAGLE3"
     assert resolution.options.speculative_draft_model_path == "bundled"
@@ -85,31 +87,31 @@ def test_asked_for_by_name_the_bundled_head_is_found_too(bundled_head):
     for asked in ({"algorithm": "EAGLE3"}, {"algorithm": "EAGLE3", "path": "bundled"}):
         plan = drafted("bundled", **asked)
         assert plan is not None
-        assert plan.source is not None
-        assert plan.source.folder == bundled_head
-        assert plan.source.name == "bundled/eagle3"
+        assert plan.drafter.source is not None
+        assert plan.drafter.source.folder == bundled_head
+        assert plan.drafter.source.name == "bundled/eagle3"
 
 
 @pytest.mark.parametrize("word", ["EAGLE3", "eagle3", "auto"])
 def test_a_draft_head_is_told_by_its_configuration(target, head, word):
     plan = drafted(target, algorithm=word, path=head)
     assert plan is not None
-    assert plan.algorithm == "EAGLE3"
-    assert plan.head is not None
-    assert plan.model is plan.head.layer
-    assert plan.vocab_size == 20
-    assert [group.name for group in plan.groups(16)] == ["draft-full"]
-    assert plan.groups(16)[0].next_token
+    assert plan.drafter.algorithm == "EAGLE3"
+    assert isinstance(plan.drafter, EagleDrafter)
+    assert plan.drafter.model is plan.drafter.head.layer
+    assert plan.drafter.vocab_size == 20
+    assert [group.name for group in plan.drafter.groups(16)] == ["draft-full"]
+    assert plan.drafter.groups(16)[0].next_token
 
 
 def test_a_whole_draft_model_is_told_by_its_layers(target, tmp_path):
     draft = folder(tmp_path / "draft", TARGET | {"num_hidden_layers": 2}, WORDS)
     plan = drafted(target, path=draft)
     assert plan is not None
-    assert plan.algorithm == "STANDALONE"
-    assert plan.taps == ()
-    assert not plan.groups(16)[0].next_token
-    assert plan.weights_bytes(parse_config(TARGET), "float32") > 0
+    assert plan.drafter.algorithm == "STANDALONE"
+    assert plan.drafter.taps == ()
+    assert not plan.drafter.groups(16)[0].next_token
+    assert plan.drafter.weights_bytes(parse_config(TARGET), "float32") > 0
 
 
 def test_a_draft_model_of_one_layer_must_be_named(target, tmp_path):
@@ -120,7 +122,7 @@ def test_a_draft_model_of_one_layer_must_be_named(target, tmp_path):
     for algorithm in ("EAGLE", "STANDALONE"):
         plan = drafted(target, path=draft, algorithm=algorithm)
         assert plan is not None
-        assert plan.algorithm == algorithm
+        assert plan.drafter.algorithm == algorithm
 
 
 @pytest.mark.parametrize(
@@ -160,9 +162,10 @@ def test_prompt_lookup_drafts_whole_chains(target, asked, shape):
 def test_lengths_of_prompt_lookup_never_cross(target, asked, lengths):
     plan = drafted(target, algorithm="NGRAM", **asked)
     assert plan is not None
-    assert plan.ngram == lengths
-    assert plan.model is None
-    assert plan.groups(16) == ()
+    assert isinstance(plan.drafter, NgramDrafter)
+    assert plan.drafter.lengths == lengths
+    assert plan.drafter.model is None
+    assert plan.drafter.groups(16) == ()
 
 
 def test_forced_acceptance_is_named_forced(target):
@@ -299,8 +302,8 @@ def test_a_vocabulary_of_another_size_is_refused_where_there_is_no_tokenizer(tmp
 def test_a_vocabulary_padded_otherwise_is_seen_as_the_targets(target, tmp_path, rows):
     draft = folder(tmp_path / "draft", TARGET | {"vocab_size": rows}, WORDS)
     plan = drafted(target, algorithm="STANDALONE", path=draft)
-    assert plan.model.vocab_size == plan.vocab_size == 40
-    assert plan.model.stored_vocab_size == rows
+    assert plan.drafter.model.vocab_size == plan.drafter.vocab_size == 40
+    assert plan.drafter.model.stored_vocab_size == rows
 
 
 @pytest.mark.parametrize(
@@ -364,5 +367,5 @@ def test_explain_plans_shapes_that_could_not_be_loaded(draft):
     asked = {"model": "llama-3.1-8b", "speculative_draft_model_path": draft}
     plan = explain_model(asked, gpu="h200").speculation
     assert plan is not None
-    assert plan.source is not None
-    assert plan.source.name == draft
+    assert plan.drafter.source is not None
+    assert plan.drafter.source.name == draft

@@ -16,10 +16,12 @@ from paceline.core.parallel import Parallel
 from paceline.models.loader import fill_dummy
 from paceline.runner.build import RunnerConfig, tokens_in_flight
 from paceline.runner.proposer import Proposer
-from paceline.speculate.build import DraftPlacement, eagle_proposer, standalone_proposer
-from paceline.speculate.eagle.config import parse_eagle_config, tap_names
+from paceline.speculate.build import DraftPlacement
+from paceline.speculate.eagle.config import parse_eagle_config
+from paceline.speculate.eagle.drafter import eagle_drafter
 from paceline.speculate.eagle.head import EagleHead, build_eagle_head
-from paceline.speculate.ngram import NgramProposer
+from paceline.speculate.ngram.proposer import NgramProposer
+from paceline.speculate.standalone.drafter import StandaloneDrafter
 
 MakeProposer = Callable[[RunnerConfig], Proposer]
 
@@ -68,8 +70,8 @@ def eagle3(
         )
         place = _placement((group,), limits, backend)
         head = _eagle3_head(tiny, shape, max_position)
-        taps = tap_names(head.config, tiny.config)
-        return eagle_proposer("EAGLE3", shape, head, taps, place)
+        drafter = eagle_drafter("EAGLE3", shape, head.config, target=tiny.config)
+        return drafter.proposer(head, place)
 
     return make
 
@@ -115,7 +117,8 @@ def standalone(
                 shaken = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(shaken * noise * parameter.std())
         place = _placement(groups, limits, backend)
-        return standalone_proposer(shape, model, tiny.config, place)
+        drafter = StandaloneDrafter(algorithm="STANDALONE", shape=shape, model=tiny.config)
+        return drafter.proposer(model, place)
 
     return make
 

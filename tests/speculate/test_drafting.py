@@ -13,7 +13,7 @@ from paceline.kernels.ngram_lookup import ngram_lookup
 from paceline.layers.sampling import SamplingTable, draft_seeds, gumbel
 from paceline.runner.proposer import RoundState
 from paceline.speculate.drafting import DraftRun, propose
-from paceline.speculate.ngram import NgramProposer
+from paceline.speculate.ngram.proposer import NgramProposer
 
 VOCAB = 40
 PREFIX = (6, 11)

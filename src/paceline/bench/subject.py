@@ -69,9 +69,10 @@ def attention_words(prepared: Prepared) -> str:
 
 def drafter_words(plan: Speculation) -> str:
     """Who drafts and in what shape."""
-    shape, by = plan.shape, "" if plan.source is None else f" by {plan.source.name}"
+    shape, drafter = plan.shape, plan.drafter
+    by = "" if drafter.source is None else f" by {drafter.source.name}"
     return (
-        f"{plan.algorithm}{by}, {shape.num_steps} steps, topk {shape.topk}, "
+        f"{drafter.algorithm}{by}, {shape.num_steps} steps, topk {shape.topk}, "
         f"{shape.num_draft_tokens} tokens verified"
     )
 

@@ -126,7 +126,7 @@ class CacheGroupSpec:
     head_dim: int
     v_head_dim: int
     draft: bool = False  # of the drafter, not of the target
-    next_token: bool = False  # the KV of a token depends on the token behind it, too (EAGLE heads)
+    next_token: bool = False  # the KV of a token depends on the token behind it, too
 
     def page_bytes(self, element_bytes: int) -> int:
         """Bytes of one page over all layers of the group, K and V."""
@@ -156,7 +156,7 @@ def draft_group_specs(
 ) -> tuple[CacheGroupSpec, ...]:
     """A drafter's cache groups, by the layers of its own model; they stand behind the target's.
 
-    next_token: draft position p takes the token at p + 1, as EAGLE heads do.
+    next_token: draft position p takes the token at p + 1.
     """
     return tuple(
         replace(spec, name=f"draft-{spec.name}", draft=True, next_token=next_token)

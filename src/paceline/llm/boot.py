@@ -97,9 +97,9 @@ def _test_drafter(
 ) -> None:
     """See that the drafter accepts what it is known to, unless nobody knows or it is forced."""
     speculation, options = prepared.speculation, prepared.options
-    if speculation is None or speculation.source is None or speculation.forced is not None:
+    if speculation is None or speculation.drafter.source is None or speculation.forced is not None:
         return
-    folder = speculation.source.folder
+    folder = speculation.drafter.source.folder
     if folder is None or tokenizer is None or options.load_format == "dummy":
         return
     band, context_len = read_band(folder), known(options.max_model_len)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
@@ -20,10 +21,8 @@ from paceline.plan.speculation import Speculation
 from paceline.runner.build import RunnerConfig, build_parts
 from paceline.runner.program import Parts
 from paceline.runner.proposer import Proposer
-from paceline.speculate.build import DraftPlacement, eagle_proposer, standalone_proposer
-from paceline.speculate.eagle.config import EagleConfig
-from paceline.speculate.eagle.head import EagleHead
-from paceline.speculate.ngram import NgramProposer
+from paceline.speculate.build import DraftPlacement
+from paceline.speculate.drafter import Drafter
 
 
 class Weights(Protocol):
@@ -32,9 +31,9 @@ class Weights(Protocol):
 
     def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM: ...
 
-    def draft(self, config: ModelConfig, *, max_positions: int) -> CausalLM: ...
-
-    def head(self, config: EagleConfig, target: CausalLM, *, max_positions: int) -> EagleHead: ...
+    def draft(
+        self, drafter: Drafter, target: CausalLM, limits: RunnerConfig
+    ) -> nn.Module | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +136,9 @@ def _proposer(
     speculation, limits = decided.speculation, decided.limits
     if speculation is None:
         return None
-    if speculation.ngram is not None:
-        low, high = speculation.ngram
-        return NgramProposer(speculation.shape, min_n=low, max_n=high)
+    drafter = speculation.drafter
     place = DraftPlacement(
-        groups=speculation.groups(known(decided.options.page_size)),
+        groups=drafter.groups(known(decided.options.page_size)),
         num_pages=decided.draft_pages,
         backend=backend,
         limits=limits,
@@ -149,12 +146,4 @@ def _proposer(
         dtype=decided.dtype,
         device=device,
     )
-    bound = limits.kv_len_bound
-    if speculation.head is not None:
-        head = weights.head(speculation.head, target, max_positions=bound)
-        algorithm, taps = speculation.algorithm, speculation.taps
-        return eagle_proposer(algorithm, speculation.shape, head, taps, place)
-    assert speculation.draft is not None, speculation
-    config = replace(speculation.draft, max_position=limits.context_len)
-    model = weights.draft(config, max_positions=bound)
-    return standalone_proposer(speculation.shape, model, speculation.draft, place)
+    return drafter.proposer(weights.draft(drafter, target, limits), place)

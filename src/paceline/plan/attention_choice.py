@@ -55,7 +55,7 @@ def phase_choices(
             graph=graphs[phase],
             masks=frozenset(masks if phase == "decode" else {MaskKind.CAUSAL}),
         )
-        drafter = None if speculation is None else speculation.model
+        drafter = None if speculation is None else speculation.drafter.model
         drafts = None if drafter is None else asked(drafter)
         found = _choose(
             phase,

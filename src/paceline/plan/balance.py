@@ -73,7 +73,7 @@ class Balance:
         if self.draft_attention is None or self.speculation is None:
             return held
         # Passes of a round share buffers, unless all of them are planned before it.
-        sets = self.speculation.passes if backend.capabilities.host_plan else 1
+        sets = self.speculation.drafter.passes if backend.capabilities.host_plan else 1
         return held + sets * backend.buffer_bytes(_at_length(self.draft_attention, length))
 
     @property
@@ -107,20 +107,24 @@ class Balance:
             drafts=self.drafts,
             max_drafting=_max_drafting(options, here),
         )
-        graphs, drafter = 0, self.speculation
+        graphs, speculation = 0, self.speculation
         if not options.enforce_eager:
             rows = known(options.cuda_graph_max_bs)
-            graphs = graph_demand(config, options, here, rows=rows, length=length, drafter=drafter)
+            graphs = graph_demand(
+                config, options, here, rows=rows, length=length, drafter=speculation
+            )
         return Demand(
             context=CUDA_CONTEXT_BYTES if here == "cuda" else 0,
             weights=weights_bytes(config, dtype),
-            draft_weights=0 if drafter is None else drafter.weights_bytes(config, dtype),
+            draft_weights=0
+            if speculation is None
+            else speculation.drafter.weights_bytes(config, dtype),
             graphs=graphs,
             workspace=workspace_bytes(config, self.specs, limits)
-            + draft_workspace_bytes(drafter, limits, element)
+            + draft_workspace_bytes(speculation, limits, element)
             + self.backend_bytes(limits.length),
             activations=step_bytes(config, element, limits)
-            + draft_step_bytes(drafter, limits, element),
+            + draft_step_bytes(speculation, limits, element),
         )
 
     def least(self, length: int) -> int:
@@ -145,7 +149,7 @@ def balance_of(
 ) -> Balance:
     """The balance of `config`, with its drafter, under resolved `options`."""
     groups = all_groups(config, known(options.page_size), None)
-    drafter = None if speculation is None else speculation.model
+    drafter = None if speculation is None else speculation.drafter.model
     specs = all_groups(config, known(options.page_size), speculation)
     return Balance(
         config=config,

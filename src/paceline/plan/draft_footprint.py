@@ -23,26 +23,26 @@ _Q_PEAK = 8  # what rejection allocates per draft and vocabulary entry: q and wh
 
 def draft_workspace_bytes(speculation: Speculation | None, limits: StepLimits, element: int) -> int:
     """What stays allocated: features, rows of the passes, candidates, tables of rope and ids."""
-    if speculation is None or speculation.model is None:
+    if speculation is None or speculation.drafter.model is None:
         return 0
-    model, shape = speculation.model, speculation.shape
+    model, shape = speculation.drafter.model, speculation.shape
     features = (limits.rows + 1) * model.hidden_size * element
     rows = limits.rows * shape.reach
-    passes = speculation.passes * rows * (_ROW_BYTES + shape.reach)
+    passes = speculation.drafter.passes * rows * (_ROW_BYTES + shape.reach)
     candidates = limits.rows * shape.num_candidates * _CANDIDATE_BYTES
     tables = 1 if model.rope_local is None else 2
     rope = tables * limits.length * model.rotary_dim * 4
-    ids = 8 * speculation.vocab_size  # a head's d2t
+    ids = 8 * speculation.drafter.vocab_size  # a head's d2t
     return features + passes + candidates + rope + ids
 
 
 def draft_step_bytes(speculation: Speculation | None, limits: StepLimits, element: int) -> int:
     """What the drafter adds to the largest eager step: the target's hidden states that it reads,
     its own layers over them, and the logits and noise of one depth of its drafts."""
-    if speculation is None or speculation.model is None:
+    if speculation is None or speculation.drafter.model is None:
         return 0
     return (
-        _layers_bytes(speculation, speculation.model, limits.tokens, element)
+        _layers_bytes(speculation, speculation.drafter.model, limits.tokens, element)
         + _logits_bytes(speculation, limits.rows, DRAFT_PEAK)
         + _q_bytes(speculation, limits.rows, _Q_PEAK)
     )
@@ -59,17 +59,17 @@ def draft_graph_bytes(
 ) -> int:
     """What a drafter adds to `footprint.graph_bytes`.  rows: requests of a round; tokens: of the
     ragged step, 0 for none."""
-    if speculation is None or speculation.model is None:
+    if speculation is None or speculation.drafter.model is None:
         return 0
-    model, shape = speculation.model, speculation.shape
+    model, shape = speculation.drafter.model, speculation.shape
     if device_type == "cuda":
-        nodes = model.num_layers * (speculation.passes + (tokens > 0)) * GRAPH_NODE_BYTES
+        nodes = model.num_layers * (speculation.drafter.passes + (tokens > 0)) * GRAPH_NODE_BYTES
         widest = max(rows * shape.reach, tokens)
         shared = _layers_bytes(speculation, model, widest, element)
         shared += _logits_bytes(speculation, rows, DRAFT_PEAK)
         return reserve * (shared + nodes) + nodes + _q_bytes(speculation, rows, _Q_PEAK)
     # A recorded graph keeps what every pass allocates.
-    computed = speculation.passes * rows * shape.reach + tokens
+    computed = speculation.drafter.passes * rows * shape.reach + tokens
     forward = 2 * model.num_layers * _layers_bytes(speculation, model, computed, element)
     greedy = shape.num_steps * _logits_bytes(speculation, rows, DRAFT_TOTAL)
     return forward + greedy
@@ -77,18 +77,18 @@ def draft_graph_bytes(
 
 def _layers_bytes(speculation: Speculation, model: ModelConfig, tokens: int, element: int) -> int:
     """Hidden states of the target, side by side too; the layers' input; the layers."""
-    width = 2 * speculation.tap_width + 3 * model.hidden_size
+    width = 2 * speculation.drafter.tap_width + 3 * model.hidden_size
     return tokens * width * element + activation_bytes(model, tokens, element)
 
 
 def _logits_bytes(speculation: Speculation, rows: int, per_entry: int) -> int:
     wide = rows * speculation.shape.topk
-    return wide * speculation.vocab_size * (LOGITS_BYTES + per_entry)
+    return wide * speculation.drafter.vocab_size * (LOGITS_BYTES + per_entry)
 
 
 def _q_bytes(speculation: Speculation, rows: int, per_entry: int) -> int:
     """The distributions that rejection compares with the target's."""
     if speculation.acceptance != REJECTION:
         return 0
-    assert speculation.model is not None, "NGRAM has no distribution"
-    return rows * speculation.shape.num_steps * speculation.model.vocab_size * per_entry
+    assert speculation.drafter.model is not None, "drafts without a model have none"
+    return rows * speculation.shape.num_steps * speculation.drafter.model.vocab_size * per_entry

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.attention.contract import AttentionBackend
 from paceline.core.gpus import DeviceFacts
@@ -28,9 +29,7 @@ from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import RunnerConfig
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.recorded import tensors_among
-from paceline.speculate.eagle.config import EagleConfig
-from paceline.speculate.eagle.head import EagleHead
-from paceline.speculate.eagle.size import empty_head
+from paceline.speculate.drafter import Drafter
 
 # Bytes for each entry of the operand that torch's own CUDA kernels take while they run.
 LIBRARY_SCRATCH = {"aten::sort": 16}
@@ -112,11 +111,8 @@ class EmptyWeights:
     def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
         return empty_model(config, dtype=self.dtype, max_positions=max_positions)
 
-    def draft(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
-        return empty_model(config, dtype=self.dtype, max_positions=max_positions)
-
-    def head(self, config: EagleConfig, target: CausalLM, *, max_positions: int) -> EagleHead:
-        return empty_head(config, target, dtype=self.dtype, max_positions=max_positions)
+    def draft(self, drafter: Drafter, target: CausalLM, limits: RunnerConfig) -> nn.Module | None:
+        return drafter.empty(target, limits, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

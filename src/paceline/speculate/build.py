@@ -1,4 +1,4 @@
-"""From a loaded drafter to a Proposer, with everything whose address a graph may hold."""
+"""What a drafter's layers run on: their cache and the rows of their passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,13 +9,9 @@ from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
-from paceline.models.causal_lm import CausalLM
 from paceline.runner.build import RunnerConfig
 from paceline.speculate.draft_cache import DraftCache
 from paceline.speculate.draft_passes import DraftPasses
-from paceline.speculate.eagle.head import EagleHead
-from paceline.speculate.eagle.proposer import EagleProposer
-from paceline.speculate.standalone import StandaloneProposer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,37 +27,15 @@ class DraftPlacement:
     device: torch.device
 
 
-def eagle_proposer(
-    name: str, shape: DraftShape, head: EagleHead, taps: tuple[str, ...], place: DraftPlacement
-) -> EagleProposer:
-    """An EAGLE head that is ready to draft."""
-    config = head.config.layer
-    rows = shape.pass_rows(from_root=False)
-    cache = _cache(config, rows, place, sinks=(None,) * config.num_layers)
-    passes = _passes(cache, shape, rows, place)
-    table_rows = place.limits.max_running + 1
-    return EagleProposer(
-        name, shape, head, taps=taps, cache=cache, passes=passes, table_rows=table_rows
-    )
-
-
-def standalone_proposer(
-    shape: DraftShape, model: CausalLM, config: ModelConfig, place: DraftPlacement
-) -> StandaloneProposer:
-    """A language model that is ready to draft."""
-    rows = shape.pass_rows(from_root=True)
-    cache = _cache(config, rows, place, sinks=model.attention_sinks())
-    passes = _passes(cache, shape, rows, place)
-    return StandaloneProposer(shape, model, cache=cache, passes=passes)
-
-
-def _cache(
+def draft_cache(
     config: ModelConfig,
     rows: Sequence[int],
     place: DraftPlacement,
     *,
     sinks: Sequence[torch.Tensor | None],
 ) -> DraftCache:
+    """Pools and attention of a drafter's layers.  rows: [num_passes] per request of each pass that
+    drafts."""
     limits = place.limits
     return DraftCache(
         config,
@@ -79,9 +53,10 @@ def _cache(
     )
 
 
-def _passes(
+def draft_passes(
     cache: DraftCache, shape: DraftShape, rows: tuple[int, ...], place: DraftPlacement
 ) -> DraftPasses:
+    """Their rows, pass by pass."""
     return DraftPasses(
         cache,
         max_reqs=place.limits.padded_reqs,

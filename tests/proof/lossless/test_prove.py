@@ -144,7 +144,7 @@ def test_what_cannot_be_compared_is_refused(model, options, text):
 def test_without_a_drafter_of_its_own_a_model_is_proven_with_prompt_lookup(model):
     (contender,) = contenders_of(asked(model), None)
     assert contender.speculation is not None
-    assert contender.speculation.algorithm == "NGRAM"
+    assert contender.speculation.drafter.algorithm == "NGRAM"
 
 
 def test_a_drafter_and_a_backend_are_compared_apart_and_together(model):

@@ -24,5 +24,6 @@ def with_drafter(asked: Mapping[str, object]) -> dict[str, object] | None:
     """
     if engine_options(asked).speculative_algorithm == OFF:
         return None
-    drafter = speculation_of(asked)
-    return {**asked, "speculative_algorithm": ALWAYS if drafter is None else drafter.algorithm}
+    found = speculation_of(asked)
+    drafter = ALWAYS if found is None else found.drafter.algorithm
+    return {**asked, "speculative_algorithm": drafter}

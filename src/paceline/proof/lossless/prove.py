@@ -133,11 +133,12 @@ def _generate(llm: LLM, trial: Trial) -> dict[str, list[RequestOutput]]:
 def _band(llm: LLM, contender: Contestant) -> BandReading | None:
     """The drafter on the prompts of its band, where it brings one that holds for its depth."""
     speculation = contender.speculation
-    if speculation is None or speculation.source is None or speculation.source.folder is None:
+    source = None if speculation is None else speculation.drafter.source
+    if speculation is None or source is None or source.folder is None:
         return None
     if contender.options.get("load_format") == "dummy":
         return None
-    band = read_band(speculation.source.folder)
+    band = read_band(source.folder)
     if band is None or not band.holds_for(speculation.shape.num_steps):
         return None
     params = SamplingParams(temperature=0.0, max_tokens=band.max_tokens)

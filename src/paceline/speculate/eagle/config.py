@@ -22,7 +22,7 @@ _OWN_FIELDS = (
 )
 _IDS = "eagle_aux_hidden_state_layer_ids"
 
-Algorithm = Literal["EAGLE", "EAGLE3"]
+AlgorithmName = Literal["EAGLE", "EAGLE3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class EagleConfig:
         return self.version == 3 and self.tap_width != self.hidden_size
 
 
-def parse_eagle_config(config: Mapping[str, Any], algorithm: Algorithm) -> EagleConfig:
+def parse_eagle_config(config: Mapping[str, Any], algorithm: AlgorithmName) -> EagleConfig:
     """The head's shape.
 
     Raises ModelError for a wrong field or an unsupported feature, and ConfigError where the file is
@@ -139,7 +139,7 @@ def _read_taps(fields: Fields) -> tuple[tuple[int, ...] | None, int]:
     return tuple(ids), len(ids)
 
 
-def _refuse_others(fields: Fields, algorithm: Algorithm) -> None:
+def _refuse_others(fields: Fields, algorithm: AlgorithmName) -> None:
     """Raise for a head of the other algorithm, or of a format that is not read."""
     for name in ("transformer_layer_config", "speculators_model_type"):
         fields.refuse(name, "use a head in the format of LlamaForCausalLMEagle3")

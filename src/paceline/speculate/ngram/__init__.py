@@ -1,0 +1,1 @@
+"""NGRAM: prompt lookup, from its settings to a proposer."""
