@@ -4,7 +4,7 @@ from typing import Any
 
 from paceline.core.activations import ACTIVATIONS
 from paceline.core.model_config import NormKind
-from paceline.models.config_prenorm import read_prenorm
+from paceline.models.config_prenorm import attention_biases, read_prenorm
 from paceline.models.config_rope import context_limit, read_dual_rope, read_rope
 from paceline.models.config_windows import read_windows, uniform_windows
 from paceline.models.fields import Fields
@@ -16,11 +16,9 @@ def read_gemma(fields: Fields) -> dict[str, Any]:
     act = "gelu_pytorch_tanh" if shared["hidden_act"] == "gelu" else shared["hidden_act"]
     if fields.get("hidden_activation") not in (None, act):
         fields.fail("hidden_activation", f"hidden_act, {act}", fields.get("hidden_activation"))
-    bias = fields.flag("attention_bias", False)
     return shared | {
         "hidden_act": act,
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        **attention_biases(fields),
         "layer_windows": uniform_windows(shared, None),
         "norm": NormKind.UNIT_OFFSET,
     }
@@ -64,7 +62,6 @@ def read_gemma3(fields: Fields) -> dict[str, Any]:
 
 
 def _gemma(fields: Fields) -> dict[str, Any]:
-    bias = fields.flag("attention_bias", False)
     head_dim = fields.integer("head_dim")
     heads = fields.integer("num_attention_heads")
     return {
@@ -79,8 +76,7 @@ def _gemma(fields: Fields) -> dict[str, Any]:
         "rotary_dim": head_dim,
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
         "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        **attention_biases(fields),
         "norm": NormKind.UNIT_OFFSET,
         "hidden_act": fields.choice("hidden_activation", tuple(ACTIVATIONS)),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),

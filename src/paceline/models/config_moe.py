@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.core.model_config import MoEConfig, NormKind
-from paceline.models.config_prenorm import read_prenorm
+from paceline.models.config_prenorm import attention_biases, read_prenorm
 from paceline.models.config_windows import read_windows, switched_window, uniform_windows
 from paceline.models.fields import Fields
 
@@ -22,10 +22,9 @@ _GPT_OSS_ROPE = {
 def read_qwen3_moe(fields: Fields) -> dict[str, Any]:
     """Qwen 3 with experts; one window for all layers."""
     fields.refuse("layer_types", "qwen3_moe has one kind of layer; use a model of another type")
-    shared, bias = read_prenorm(fields), fields.flag("attention_bias", False)
+    shared = read_prenorm(fields)
     return shared | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        **attention_biases(fields),
         "layer_windows": uniform_windows(shared, switched_window(fields)),
         "moe": _qwen_experts(fields),
     }
@@ -70,11 +69,9 @@ def read_gpt_oss(fields: Fields) -> dict[str, Any]:
     """Experts in every layer, sinks, and a window in every other layer, the first too."""
     # Where the file has no rope, its class takes this one.
     fields = fields.defaulting({"rope_theta": 150_000.0, "rope_parameters": _GPT_OSS_ROPE})
-    bias = fields.flag("attention_bias", True)
     window = fields.integer("sliding_window", None)
     return read_prenorm(fields) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        **attention_biases(fields, default=True),
         "layer_windows": read_windows(fields, window=window, default=lambda layer: layer % 2 == 0),
         "attention_sinks": True,
         "norm": NormKind.WIDE,

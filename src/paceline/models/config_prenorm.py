@@ -17,10 +17,8 @@ from paceline.models.fields import Fields
 
 def read_llama(fields: Fields) -> dict[str, Any]:
     """Biases where the file asks for them."""
-    bias = fields.flag("attention_bias", False)
     return read_prenorm(fields) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        **attention_biases(fields),
         "mlp_bias": fields.flag("mlp_bias", False),
         "layer_windows": read_windows(fields, window=None, default=lambda _: False),
     }
@@ -53,10 +51,8 @@ def read_qwen2(fields: Fields) -> dict[str, Any]:
 
 def read_qwen3(fields: Fields) -> dict[str, Any]:
     """A head size of its own; a window in the upper layers."""
-    bias = fields.flag("attention_bias", False)
     return read_prenorm(fields) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        **attention_biases(fields),
         "layer_windows": upper_windows(fields),
     }
 
@@ -93,14 +89,18 @@ def read_smollm3(fields: Fields) -> dict[str, Any]:
 def read_olmo2(fields: Fields) -> dict[str, Any]:
     """Norms whose product is taken in float32."""
     fields.refuse("clip_qkv", "OLMo 2 has norms of Q and K in its place")
-    bias = fields.flag("attention_bias", False)
     shared = read_prenorm(fields)
     return shared | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        **attention_biases(fields),
         "layer_windows": uniform_windows(shared, None),
         "norm": NormKind.WIDE,
     }
+
+
+def attention_biases(fields: Fields, *, default: bool = False) -> dict[str, bool]:
+    """Of files with one flag for all projections of attention."""
+    bias = fields.flag("attention_bias", default)
+    return {"attention_bias": bias, "attention_out_bias": bias}
 
 
 def read_prenorm(fields: Fields, *, partial_rope: bool = False) -> dict[str, Any]:
