@@ -11,6 +11,7 @@ time the device idles within a step and between two, and one JSON document as th
 import argparse
 import json
 from collections import defaultdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def report(
             f"{row['calls_per_step']:>7.1f}{row['us_per_step']:>10.1f}{row['share']:>8.1%}"
             f"  {row['kernel'][:90]}"
         )
-    print(idle_line(idles, limit_us))
+    print(idles.line(limit_us))
     return {
         "benchmark": "profile",
         "phase": args.phase,
@@ -167,7 +168,7 @@ def report(
         "kv_len": kv_len,
         "steps": len(steps),
         "limit_us_per_step": limit_us,
-        **idles,
+        **asdict(idles),
         "roles": roles,
         "kernels": rows,
     }
@@ -192,19 +193,6 @@ def kernel_rows(steps: list[list[Kernel]]) -> list[dict[str, Any]]:
         for name in calls
     ]
     return sorted(rows, key=lambda row: -row["us_per_step"])
-
-
-def idle_line(idles: dict[str, float | None], limit_us: float | None) -> str:
-    """One line about the whole step."""
-    line = f"busy {idles['busy_us']:.0f} us/step"
-    if limit_us is not None:
-        line += f", {limit_us / idles['busy_us']:.1%} of the limit ({limit_us:.0f} us)"
-    line += f"; idle within a step {idles['idle_within_us']:.1f} us"
-    line += f" ({idles['idle_within_share']:.1%})"
-    if idles["idle_between_us"] is not None:
-        line += f", between steps {idles['idle_between_us']:.1f} us"
-        line += f" ({idles['idle_between_share']:.1%})"
-    return line
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from paceline.bench.page import page, profile_bars
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
-from profile_decode import idle_line, kernel_rows, kernels_of, require_steady
+from profile_decode import kernel_rows, kernels_of, require_steady
 from profile_table import Kernel, idle, own_times
 
 ROUNDS = 20
@@ -161,7 +162,7 @@ def report(
             f"{row['calls_per_step']:>7.1f}{row['us_per_step']:>10.1f}{row['share']:>8.1%}"
             f"  {row['kernel'][:90]}"
         )
-    print(idle_line(idles, None))
+    print(idles.line(None))
     print(f"{launches / ROUNDS:.2f} graph launches per round")
     return {
         "benchmark": "profile-round",
@@ -174,7 +175,7 @@ def report(
         "input_len": args.input_len,
         "rounds": len(rounds),
         "graph_launches_per_round": launches / ROUNDS,
-        **idles,
+        **asdict(idles),
         "segments": segments,
         "kernels": rows,
     }

@@ -60,6 +60,28 @@ class Kernel:
     end: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """Medians over steps: microseconds busy and idle, shares of a step's period.  None: of a single
+    step there is no pause."""
+
+    busy_us: float
+    idle_within_us: float
+    idle_between_us: float | None
+    idle_within_share: float
+    idle_between_share: float | None
+
+    def line(self, limit_us: float | None) -> str:
+        """One line about the whole step."""
+        line = f"busy {self.busy_us:.0f} us/step"
+        if limit_us is not None:
+            line += f", {limit_us / self.busy_us:.1%} of the limit ({limit_us:.0f} us)"
+        line += f"; idle within a step {self.idle_within_us:.1f} us ({self.idle_within_share:.1%})"
+        if self.idle_between_us is not None:
+            line += f", between steps {self.idle_between_us:.1f} us ({self.idle_between_share:.1%})"
+        return line
+
+
 def kind_of(name: str) -> str:
     """The kind of a kernel by its name alone; products have no role yet."""
     for kind, pattern in NAMES:
@@ -103,21 +125,21 @@ def split_steps(kernels: Iterable[Kernel], steps: int) -> list[list[Kernel]]:
     return [ordered[a:b] for a, b in pairwise(bounds)]
 
 
-def idle(steps: Sequence[Sequence[Kernel]]) -> dict[str, float | None]:
-    """Medians over steps: microseconds busy, idle within a step, and idle between two steps."""
+def idle(steps: Sequence[Sequence[Kernel]]) -> Idle:
+    """What the device did not use of the steps."""
     busy = [sum(own_times(step)) for step in steps]
     spans = [max(k.end for k in step) - step[0].start for step in steps]
     between = [after[0].start - max(k.end for k in before) for before, after in pairwise(steps)]
     within = statistics.median(span - work for span, work in zip(spans, busy, strict=True))
     gap = max(0.0, statistics.median(between)) if between else None
     period = statistics.median(spans) + (gap or 0.0)
-    return {
-        "busy_us": statistics.median(busy),
-        "idle_within_us": within,
-        "idle_between_us": gap,
-        "idle_within_share": within / period,
-        "idle_between_share": None if gap is None else gap / period,
-    }
+    return Idle(
+        busy_us=statistics.median(busy),
+        idle_within_us=within,
+        idle_between_us=gap,
+        idle_within_share=within / period,
+        idle_between_share=None if gap is None else gap / period,
+    )
 
 
 def own_times(step: Sequence[Kernel]) -> list[float]:

@@ -164,17 +164,20 @@ def test_steps_without_a_known_derive_begin_after_the_longest_pause():
 def test_idle_time_is_told_apart_within_and_between_steps():
     kernels = traces(["_derive_kernel", "a", "b", "_commit_kernel"], 5, pause=3.0)
     found = idle(split_steps(kernels, 5))
-    assert found["busy_us"] == pytest.approx(8.0)
-    assert found["idle_within_us"] == pytest.approx(1.5)
-    assert found["idle_between_us"] == pytest.approx(3.0)
-    assert found["idle_within_share"] == pytest.approx(1.5 / 12.5)
-    assert found["idle_between_share"] == pytest.approx(3.0 / 12.5)
+    assert found.busy_us == pytest.approx(8.0)
+    assert found.idle_within_us == pytest.approx(1.5)
+    assert found.idle_between_us == pytest.approx(3.0)
+    assert found.idle_within_share == pytest.approx(1.5 / 12.5)
+    assert found.idle_between_share == pytest.approx(3.0 / 12.5)
+    assert found.line(None).endswith(
+        "; idle within a step 1.5 us (12.0%), between steps 3.0 us (24.0%)"
+    )
 
 
 def test_one_long_pause_does_not_move_the_median():
     kernels = traces(["_derive_kernel", "_commit_kernel"], 5, pause=3.0)
     late = [Kernel(k.name, k.start + 1e4, k.end + 1e4) for k in kernels[4:]]
-    assert idle(split_steps(kernels[:4] + late, 5))["idle_between_us"] == pytest.approx(3.0)
+    assert idle(split_steps(kernels[:4] + late, 5)).idle_between_us == pytest.approx(3.0)
 
 
 def test_overlapping_kernels_are_not_counted_twice():
