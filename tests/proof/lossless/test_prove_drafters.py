@@ -111,7 +111,7 @@ def test_a_drafter_as_it_was_made_lies_within_its_band(pair, request):
 
 def test_a_wrong_tap_is_a_collapse(head, monkeypatch):
     wrong = reverted("tap-one-layer-early").tap_names
-    monkeypatch.setattr("paceline.plan.speculation.tap_names", wrong)
+    monkeypatch.setattr("paceline.speculate.eagle.drafter.tap_names", wrong)
     assert_collapse(proof_of(head))
 
 
