@@ -22,7 +22,6 @@ from paceline.cache.pool import KVFormat
 from paceline.core.errors import GraphGuardError
 from paceline.core.events import EventLog
 from paceline.core.model_config import ModelConfig, RopeConfig, cache_group_specs
-from paceline.core.modes import ForwardMode
 from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import JoinDelta, PageDelta, Step, StepLayout
@@ -117,19 +116,18 @@ def prefill(num_reqs: int) -> Step:
                 row=row, group=0, start=0, page_ids=tuple(range(first, first + pages_per_row))
             )
         )
-    return _step(num_reqs, 1, ForwardMode.EXTEND, extend=PROMPT_LEN, prefix=0, deltas=tuple(deltas))
+    return _step(num_reqs, 1, extend=PROMPT_LEN, prefix=0, deltas=tuple(deltas))
 
 
 def decode(num_reqs: int, number: int) -> Step:
     """Decode step `number`, from 0."""
     prefix = PROMPT_LEN + number
-    return _step(num_reqs, 2 + number, ForwardMode.DECODE, extend=1, prefix=prefix, deltas=())
+    return _step(num_reqs, 2 + number, extend=1, prefix=prefix, deltas=())
 
 
 def _step(
     num_reqs: int,
     epoch: int,
-    mode: ForwardMode,
     *,
     extend: int,
     prefix: int,
@@ -137,12 +135,12 @@ def _step(
 ) -> Step:
     return Step(
         epoch=epoch,
-        mode=mode,
         layout=StepLayout(
             rows=tuple(range(1, num_reqs + 1)),
             extend_lens=(extend,) * num_reqs,
             emits=(True,) * num_reqs,
         ),
+        is_ragged=extend > 1,
         prefix_lens_bound=(prefix,) * num_reqs,
         sampler=SamplerTier.GREEDY,
         logprobs=False,

@@ -24,7 +24,7 @@ from paceline.bench.attention_shape import AttentionShape
 from paceline.bench.attention_workload import Workload, make_workload
 from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.core.errors import PacelineError
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.paged_attention import paged_attention_reference
 from paceline.plan.machine import local_device, versions
@@ -75,8 +75,9 @@ class RoundWork(Workload):
         """The step as its scheduler would have decided it."""
         step: Step = Workload.step.fget(self)  # type: ignore[attr-defined]
         trees = None if self.parents is None else (self.parents,) * len(self.kv_lens)
-        mode = step.mode if self.shape.extend_len == 1 else ForwardMode.TARGET_VERIFY
-        return replace(step, mode=mode, layout=replace(step.layout, parents=trees))
+        mask = MaskKind.CAUSAL if trees is None else MaskKind.TREE
+        layout = replace(step.layout, parents=trees)
+        return replace(step, is_ragged=False, mask=mask, layout=layout)
 
 
 def make_round(case: Case, *, layers: int, device: torch.device) -> RoundWork:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend, FlashInferBuffers
 from paceline.attention.contract import AttentionSpec, Limits, Part
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.proof.emulators import flashinfer as emulator
@@ -23,20 +23,21 @@ TOLERANCE = 0.8  # of sums of up to 23 values of size 50 in bfloat16
 LSE_TOLERANCE = 1e-4
 
 
-def step_of(built: Built, *, mode: ForwardMode = ForwardMode.EXTEND, epoch: int = 1) -> Step:
+def step_of(built: Built, *, epoch: int = 1) -> Step:
     """What the runner would hand to host_plan: padded rows are spelled out."""
     case = built.case
     stride = max(case.extend_lens)
     extends = case.extend_lens + (stride,) * case.padded_reqs
     return Step(
         epoch=epoch,
-        mode=mode,
         layout=StepLayout(
             rows=tuple(range(1, len(extends) + 1)),
             extend_lens=extends,
             emits=(True,) * len(extends),
             parents=tuple((-1,) * n for n in extends) if case.mask is MaskKind.TREE else None,
         ),
+        is_ragged=True,
+        mask=case.mask,
         prefix_lens_bound=case.prefix_lens + (1,) * case.padded_reqs,
         sampler=SamplerTier.GREEDY,
         logprobs=False,
@@ -61,6 +62,7 @@ def limits(built: Built, *specs: AttentionSpec) -> Limits:
         head_dim=case.head_dim,
         v_head_dim=case.v_head_dim,
         page_size=case.page_size,
+        prefix_alone=case.part is Part.PREFIX,
     )
 
 
@@ -75,19 +77,19 @@ def forward(
     return backend.forward(built.q, k, v, built.layer, plan, built.case.part)
 
 
-def run(built: Built, *, mode: ForwardMode = ForwardMode.EXTEND) -> tuple[Tensor, Tensor | None]:
+def run(built: Built) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of the live tokens in float64."""
     backend = FlashInferBackend(emulator)
     buffers = backend.make_buffers(limits(built))
-    backend.host_plan(step_of(built, mode=mode), buffers)
+    backend.host_plan(step_of(built), buffers)
     out, lse = forward(built, backend, buffers)
     return out[: built.num_live].double(), None if lse is None else lse[: built.num_live].double()
 
 
-def check(case: Case, *, mode: ForwardMode = ForwardMode.EXTEND) -> None:
+def check(case: Case) -> None:
     """The backend against the walk; then against every wrong meaning, which must be told apart."""
     built = written(build(case))
-    out, lse = run(built, mode=mode)
+    out, lse = run(built)
     wanted, wanted_lse = walk(built)
     assert difference(out, wanted) < TOLERANCE
     if lse is not None:

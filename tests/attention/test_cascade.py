@@ -28,7 +28,7 @@ from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.layouts.page_table import page_table_plan
 from paceline.attention.paged import attend_cpu, attend_triton, empty_outputs
 from paceline.core.errors import ConfigError
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.runner.recorded import RecordedGraph
@@ -55,8 +55,8 @@ WANTED = AttentionConfig(
 )
 STEP = Step(
     epoch=1,
-    mode=ForwardMode.DECODE,
     layout=StepLayout(rows=(1,), extend_lens=(1,), emits=(True,)),
+    is_ragged=False,
     prefix_lens_bound=(3,),
     sampler=SamplerTier.GREEDY,
     logprobs=False,

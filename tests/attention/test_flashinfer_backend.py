@@ -32,7 +32,7 @@ from paceline.attention.backends.flashinfer_wrappers import RING, WrapperRing
 from paceline.attention.contract import AttentionConfig, AttentionSpec, GraphSupport, Part
 from paceline.attention.registry import load_backend
 from paceline.core.errors import KernelArgumentError
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.step import StepLayout
 from paceline.proof.emulators import flashinfer as emulator
 from paceline.runner.recorded import RecordedGraph
@@ -68,7 +68,7 @@ def test_sinks_and_quantised_caches(
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_the_prefix_alone_has_no_sink(is_fp8: bool) -> None:
     case = replace(CHAIN, is_fp8=is_fp8, has_sinks=True, part=Part.PREFIX)
-    check(replace(case, extend_lens=(2, 2, 2)), mode=ForwardMode.DRAFT_DECODE)
+    check(replace(case, extend_lens=(2, 2, 2)))
 
 
 def test_padded_rows_read_the_reserved_page() -> None:
@@ -80,7 +80,7 @@ def test_padded_rows_read_the_reserved_page() -> None:
 def test_the_prefix_alone_has_a_natural_lse(mask: MaskKind, prefixes: tuple[int, ...]) -> None:
     case = replace(CHAIN, part=Part.PREFIX, mask=mask, prefix_lens=prefixes)
     built = build(replace(case, extend_lens=(5, 5, 5)))
-    out, lse = run(built, mode=ForwardMode.TARGET_VERIFY)
+    out, lse = run(built)
     assert lse is not None
     wanted, wanted_lse = walk(built)
     empty = wanted_lse.isinf()
@@ -93,7 +93,7 @@ def test_the_prefix_alone_has_a_natural_lse(mask: MaskKind, prefixes: tuple[int,
 def test_a_window_over_the_prefix_counts_from_the_query(extend: int, window: int) -> None:
     case = replace(CHAIN, part=Part.PREFIX, window=window, extend_lens=(extend,) * 3)
     built = build(case)
-    out, lse = run(built, mode=ForwardMode.DRAFT_DECODE)
+    out, lse = run(built)
     wanted, wanted_lse = walk(built)
     assert difference(out, wanted) < TOLERANCE
     assert lse is not None
@@ -109,7 +109,7 @@ def test_a_window_over_the_prefix_that_the_library_cannot_say_is_refused(
 ) -> None:
     case = replace(CHAIN, part=Part.PREFIX, window=window, extend_lens=(extend,) * 3)
     with pytest.raises(KernelArgumentError, match="a window over the prefix alone must be longer"):
-        run(build(case), mode=ForwardMode.DRAFT_DECODE)
+        run(build(case))
 
 
 def test_a_forward_without_a_host_plan_is_refused() -> None:
@@ -253,8 +253,8 @@ def test_a_shape_that_two_modes_share_keeps_no_part_of_an_older_step() -> None:
     older, built = build(case), build(replace(case, prefix_lens=(18, 0, 7)), seed=1)
     backend = FlashInferBackend(emulator)
     buffers = backend.make_buffers(limits(built))
-    backend.host_plan(step_of(older, mode=ForwardMode.TARGET_VERIFY), buffers)
-    backend.host_plan(step_of(built, mode=ForwardMode.DRAFT_EXTEND_V2, epoch=2), buffers)
+    backend.host_plan(step_of(older), buffers)
+    backend.host_plan(step_of(built, epoch=2), buffers)
     out, lse = forward(built, backend, buffers)
     wanted, wanted_lse = walk(built)
     assert difference(out.double(), wanted) < TOLERANCE

@@ -31,11 +31,10 @@ from paceline.attention.cascade import cascade
 from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.registry import choose
 from paceline.core.errors import KernelArgumentError
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.proof.emulators import flashinfer as emulator
 from paceline.runner.recorded import RecordedGraph
 
-VERIFY = ForwardMode.TARGET_VERIFY
 TREE = replace(CHAIN, mask=MaskKind.TREE, extend_lens=(5, 5, 5))
 CASES = {
     "plain": TREE,
@@ -58,19 +57,19 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_node_sees_its_prefix_and_its_ancestors(name: str) -> None:
-    check(CASES[name], mode=VERIFY)
+    check(CASES[name])
 
 
 def test_a_tree_of_roots_sees_what_a_decode_sees() -> None:
     one = replace(TREE, extend_lens=(1, 1, 1))
-    out, _ = run(build(one), mode=VERIFY)
+    out, _ = run(build(one))
     assert difference(out, walk(build(replace(one, mask=MaskKind.CAUSAL)))[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_the_lse_of_a_tree_counts_no_sink(has_sinks: bool) -> None:
     built = build(replace(TREE, has_sinks=has_sinks))
-    _, lse = run(built, mode=VERIFY)
+    _, lse = run(built)
     assert lse is not None
     assert difference(lse, walk(built)[1]) < 1e-3
 
@@ -108,7 +107,7 @@ def recorded(
         plan = backend.plan(built.view, buffers)
         found.append(backend.forward(built.q, k, v, built.layer, plan, Part.ALL)[0])
 
-    backend.host_plan(step_of(built, mode=VERIFY), buffers)
+    backend.host_plan(step_of(built), buffers)
     graph = RecordedGraph(poison=True)
     graph.capture(step)
     return graph, (k, v), found
@@ -127,7 +126,7 @@ def test_a_graph_replays_another_tree_of_other_requests(is_fp8: bool) -> None:
     built.view.groups[0].out_cache_loc.copy_(slots_of(other))
     for rows, others in zip(fresh, fresh_rows(other), strict=True):
         rows.copy_(others)
-    backend.host_plan(step_of(other, mode=VERIFY, epoch=2), buffers)
+    backend.host_plan(step_of(other, epoch=2), buffers)
     graph.replay()
     wanted = walk(other)[0]
     assert difference(found[0].double(), wanted) < TOLERANCE
@@ -148,7 +147,7 @@ def test_own_rows_are_planned_once_for_a_shape() -> None:
     backend = FlashInferBackend(library)
     buffers = backend.make_buffers(limits(built))
     for epoch in range(1, RING + 1):
-        backend.host_plan(step_of(built, mode=VERIFY, epoch=epoch), buffers)
+        backend.host_plan(step_of(built, epoch=epoch), buffers)
         out = forward(built, backend, buffers)[0].double()
         assert difference(out, walk(built)[0]) < TOLERANCE
     assert len(library.plans) == RING + 1
@@ -160,7 +159,7 @@ def test_two_shapes_of_trees_keep_their_own_masks() -> None:
     large, small = build(TREE), build(replace(TREE, extend_lens=(3, 3, 3)))
     buffers = backend.make_buffers(limits(large))
     for built in (large, small, large):
-        backend.host_plan(step_of(built, mode=VERIFY), buffers)
+        backend.host_plan(step_of(built), buffers)
         out = forward(built, backend, buffers)[0].double()
         assert difference(out, walk(built)[0]) < TOLERANCE
 
@@ -169,7 +168,7 @@ def test_layers_with_other_constants_merge_their_own_rows() -> None:
     plain, capped = build(TREE), build(replace(TREE, soft_cap=0.5))
     backend = FlashInferBackend(emulator)
     buffers = backend.make_buffers(limits(plain, plain.layer.spec, capped.layer.spec))
-    backend.host_plan(step_of(plain, mode=VERIFY), buffers)
+    backend.host_plan(step_of(plain), buffers)
     for built in (plain, capped):
         out = forward(built, backend, buffers)[0].double()
         assert difference(out, walk(built)[0]) < TOLERANCE
@@ -183,7 +182,7 @@ def test_with_windows_a_cascade_serves_every_layer_of_a_tree() -> None:
     library = Counting()
     backend = cascade(FlashInferBackend)(FlashInferBackend(library))
     buffers = backend.make_buffers(limits(plain, plain.layer.spec, narrow.layer.spec))
-    backend.host_plan(step_of(plain, mode=VERIFY), buffers)
+    backend.host_plan(step_of(plain), buffers)
     assert len(library.plans) == RING, "the prefix of the plain layer alone"
     for built in (plain, narrow):
         plan = backend.plan(built.view, buffers)
@@ -195,7 +194,7 @@ def test_a_tree_beside_windows_without_a_cascade_is_refused() -> None:
     plain, narrow = build(TREE), build(replace(TREE, window=3))
     backend = FlashInferBackend(emulator)
     buffers = backend.make_buffers(limits(plain, plain.layer.spec, narrow.layer.spec))
-    backend.host_plan(step_of(plain, mode=VERIFY), buffers)
+    backend.host_plan(step_of(plain), buffers)
     with pytest.raises(KernelArgumentError, match="trees with windows run by cascade"):
         forward(plain, backend, buffers)
 

@@ -21,7 +21,7 @@ from paceline.attention.hybrid import (
     may_serve,
     serves_decode,
 )
-from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout, padded_step
 from paceline.kernels.step_view import StepView
@@ -47,17 +47,22 @@ WANTED = AttentionConfig(
 BASE = build(Case()).view
 
 
-def a_step(mode: ForwardMode, extends: tuple[int, ...], *, tree: bool = False) -> Step:
+def a_step(
+    extends: tuple[int, ...], *, is_ragged: bool = False, mask: MaskKind = MaskKind.CAUSAL
+) -> Step:
     layout = StepLayout(
         rows=tuple(range(1, len(extends) + 1)),
         extend_lens=extends,
         emits=(True,) * len(extends),
-        parents=tuple((-1, *range(extend - 1)) for extend in extends) if tree else None,
+        parents=tuple((-1, *range(extend - 1)) for extend in extends)
+        if mask is MaskKind.TREE
+        else None,
     )
     return Step(
         epoch=1,
-        mode=mode,
         layout=layout,
+        is_ragged=is_ragged,
+        mask=mask,
         prefix_lens_bound=(3,) * len(extends),
         sampler=SamplerTier.GREEDY,
         logprobs=False,
@@ -77,11 +82,11 @@ def view_of(step: Step, size: PaddedSize) -> StepView:
 
 
 def sizes(step: Step) -> Iterator[PaddedSize]:
-    """Every shape a runner may give a step: as it is, and padded as its mode is padded."""
+    """Every shape a runner may give a step: as it is, and padded as its like is padded."""
     layout = step.layout
     yield PaddedSize.exact(layout)
     for more in range(3):
-        if step.mode.facts.extend is not ExtendShape.RAGGED:
+        if not step.is_ragged:
             yield PaddedSize.uniform(layout.num_reqs + more, layout.extend_lens[0])
             continue
         for tokens in (0, 1, 4, 7):
@@ -91,21 +96,15 @@ def sizes(step: Step) -> Iterator[PaddedSize]:
 
 def every_step() -> Iterator[Step]:
     lengths = (1, 2, 5, MAX_DECODE_ROWS, MAX_DECODE_ROWS + 1)
-    for mode in ForwardMode:
-        for reqs in (1, 2, 3):
-            for extends in itertools.product(lengths, repeat=reqs):
-                is_alike = len(set(extends)) == 1
-                if mode.facts.extend is ExtendShape.ONE and set(extends) != {1}:
-                    continue
-                if mode.facts.extend is ExtendShape.UNIFORM and not is_alike:
-                    continue
-                yield a_step(mode, extends)
-                if mode.facts.mask is MaskKind.TREE:
-                    yield a_step(mode, extends, tree=True)
+    for reqs in (1, 2, 3):
+        for extends in itertools.product(lengths, repeat=reqs):
+            yield a_step(extends, is_ragged=True)
+            if len(set(extends)) == 1:
+                yield from (a_step(extends, mask=mask) for mask in MaskKind)
 
 
 def test_who_gets_a_step_has_planned_it_on_the_host() -> None:
-    """In every mode, at every shape; and who cannot get it plans it in one case only."""
+    """Of every kind, at every shape; and who cannot get it plans it in one case only."""
     num_decode = num_prefill = 0
     for step in every_step():
         for size in sizes(step):
@@ -114,7 +113,7 @@ def test_who_gets_a_step_has_planned_it_on_the_host() -> None:
             for_prefill, for_decode = may_serve(padded)
             assert for_decode if is_decode else for_prefill, (step, size)
             if for_prefill and for_decode:
-                assert step.mode.facts.extend is ExtendShape.RAGGED
+                assert step.is_ragged
                 assert len(set(step.layout.extend_lens)) == 1
             num_decode += is_decode
             num_prefill += not is_decode
@@ -123,29 +122,28 @@ def test_who_gets_a_step_has_planned_it_on_the_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "extends", "tree", "decodes"),
+    ("extends", "is_ragged", "mask", "decodes"),
     [
-        (ForwardMode.DECODE, (1, 1, 1), False, True),
-        (ForwardMode.TARGET_VERIFY, (4, 4), False, True),
-        (ForwardMode.TARGET_VERIFY, (4, 4), True, True),
-        (ForwardMode.TARGET_VERIFY, (100, 100), True, True),
-        (ForwardMode.DRAFT_EXTEND_V2, (3, 3), False, True),
-        (ForwardMode.DLLM_EXTEND, (128,), False, True),
-        (ForwardMode.EXTEND, (7, 3), False, False),
-        (ForwardMode.MIXED, (1, 1, 9), False, False),
-        (ForwardMode.EXTEND, (500,), False, False),
+        ((1, 1, 1), False, MaskKind.CAUSAL, True),
+        ((4, 4), False, MaskKind.CAUSAL, True),
+        ((4, 4), False, MaskKind.TREE, True),
+        ((100, 100), False, MaskKind.TREE, True),
+        ((128,), False, MaskKind.FULL, True),
+        ((7, 3), True, MaskKind.CAUSAL, False),
+        ((1, 1, 9), True, MaskKind.CAUSAL, False),
+        ((500,), True, MaskKind.CAUSAL, False),
     ],
     ids=str,
 )
 def test_few_rows_for_every_request_decode_and_prompts_prefill(
-    mode: ForwardMode, extends: tuple[int, ...], tree: bool, decodes: bool
+    extends: tuple[int, ...], is_ragged: bool, mask: MaskKind, decodes: bool
 ) -> None:
-    step = a_step(mode, extends, tree=tree)
+    step = a_step(extends, is_ragged=is_ragged, mask=mask)
     assert serves_decode(view_of(step, PaddedSize.exact(step.layout))) == decodes
 
 
 def test_a_ragged_step_padded_to_tokens_is_a_prefill_however_its_requests_look() -> None:
-    step = a_step(ForwardMode.EXTEND, (2, 2, 2))
+    step = a_step((2, 2, 2), is_ragged=True)
     size = PaddedSize.ragged(3, 6)
     assert not serves_decode(view_of(step, size))
     assert may_serve(padded_step(step, size.pad_lens(step.layout))) == (True, True)
@@ -187,8 +185,8 @@ def test_a_cascade_may_be_one_of_two_and_two_may_be_under_a_cascade() -> None:
 
 # --- forwarding -----------------------------------------------------------------------------------
 
-RAGGED = a_step(ForwardMode.EXTEND, (2, 3))
-DECODE = a_step(ForwardMode.DECODE, (1, 1))
+RAGGED = a_step((2, 3), is_ragged=True)
+DECODE = a_step((1, 1))
 RAGGED_VIEW = view_of(RAGGED, PaddedSize.exact(RAGGED.layout))
 DECODE_VIEW = view_of(DECODE, PaddedSize.exact(DECODE.layout))
 BUFFERS = HybridBuffers(prefill="for prefill", decode="for decode")

@@ -2,38 +2,43 @@
 
 import pytest
 
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout, padded_step
 
 
-def verify(**layout: object) -> Step:
+def step(*extend_lens: int, **facts: object) -> Step:
+    num = len(extend_lens)
     return Step(
         epoch=1,
-        mode=ForwardMode.TARGET_VERIFY,
-        layout=StepLayout(rows=(1, 2), extend_lens=(3, 3), emits=(True, True), **layout),  # type: ignore[arg-type]
-        prefix_lens_bound=(5, 7),
+        layout=StepLayout(
+            rows=tuple(range(1, num + 1)), extend_lens=extend_lens, emits=(True,) * num
+        ),
+        prefix_lens_bound=(5,) * num,
         sampler=SamplerTier.GREEDY,
         logprobs=False,
         deltas=(),
+        **{"is_ragged": False} | facts,  # type: ignore[arg-type]
     )
 
 
-@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.TREE])
-def test_a_round_has_the_mask_of_its_drafts(mask: MaskKind) -> None:
-    step = verify(drafts=mask)
-    assert step.is_round
-    assert step.mask is mask
-
-
-def test_a_verification_that_the_host_spells_out_is_no_round() -> None:
-    step = verify(parents=((-1, 0, 0), (-1, 0, 1)))
-    assert not step.is_round
-    assert step.mask is MaskKind.TREE
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (step(1, 1), "decode step"),
+        (step(1, 7, is_ragged=True), "ragged step"),
+        (step(1, 1, is_ragged=True), "ragged step"),
+        (step(3, 3), "step of 3 tokens each"),
+        (step(3, 3, is_round=True), "round"),
+        (step(), "decode step"),
+    ],
+)
+def test_people_are_told_what_a_step_is(made: Step, kind: str) -> None:
+    assert made.kind == kind
 
 
 def test_a_padded_round_is_a_round() -> None:
-    padded = padded_step(verify(drafts=MaskKind.TREE), (3,))
+    padded = padded_step(step(3, 3, is_round=True, mask=MaskKind.TREE), (3,))
     assert padded.is_round
     assert padded.mask is MaskKind.TREE
     assert padded.layout.extend_lens == (3, 3, 3)

@@ -201,7 +201,7 @@ class FakeDevice:
         if not step.is_round:
             return
         assert self._shape is not None, "a round without drafts"
-        assert step.layout.drafts is self._shape.mask
+        assert step.mask is self._shape.mask
         assert row.kv_len + 1 == len(row.tokens), "a round begins with the newest token"
 
     def _advance(

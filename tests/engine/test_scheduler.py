@@ -8,7 +8,6 @@ from scheduler_world import FakeDevice, group_specs, output_ids, run_alone
 from cache_probe import cached_len
 from paceline.cache.manager import CacheManager
 from paceline.core.errors import CapacityError, ConfigError, IntegrityError, RequestError
-from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import (
     FinishCode,
@@ -135,7 +134,7 @@ def test_steady_decode_repeats_an_equal_layout_without_deltas():
     assert {step.layout for step in steps} == {
         StepLayout(rows=(1, 2, 3), extend_lens=(1, 1, 1), emits=(True, True, True))
     }
-    assert {step.mode for step in steps} == {ForwardMode.DECODE}
+    assert {step.kind for step in steps} == {"decode step"}
     assert not any(step.deltas for step in steps)  # admission reserved for all that follows
     assert [s.prefix_lens_bound[0] for s in steps] == list(range(6, 36))
 
@@ -148,7 +147,7 @@ def test_a_prompt_is_computed_in_chunks_and_only_the_last_one_emits():
     assert [s.layout.emits for s in steps] == [(False,), (False,), (True,), (True,)]
     assert [s.prefix_lens_bound for s in steps] == [(0,), (16,), (32,), (37,)]
     assert [s.kv_lens_bound for s in steps] == [(16,), (32,), (37,), (38,)]
-    assert [s.mode for s in steps] == [ForwardMode.EXTEND] * 3 + [ForwardMode.DECODE]
+    assert [s.kind for s in steps] == ["ragged step"] * 3 + ["decode step"]
 
 
 def test_decode_rows_come_before_chunks_before_new_requests():
@@ -158,7 +157,7 @@ def test_decode_rows_come_before_chunks_before_new_requests():
     loop.add("b", 40)
     step = loop.turn()
     assert extends(step) == {1: 1, 2: 16}
-    assert step.mode is ForwardMode.MIXED
+    assert step.is_ragged
     loop.add("c", 10)
     assert extends(loop.turn()) == {1: 1, 2: 16, 3: 1}
 
@@ -168,8 +167,8 @@ def test_without_mixing_steps_alternate_between_prompts_and_decoding():
     loop.add("a", 4)
     loop.turn()
     loop.add("b", 40)
-    modes = [loop.turn().mode for _ in range(6)]
-    assert modes == [ForwardMode.DECODE, ForwardMode.EXTEND] * 3
+    kinds = [loop.turn().kind for _ in range(6)]
+    assert kinds == ["decode step", "ragged step"] * 3
 
 
 def test_arrival_order_is_kept_when_the_head_of_the_queue_does_not_fit():

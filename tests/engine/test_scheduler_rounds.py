@@ -6,7 +6,7 @@ from test_scheduler import Loop, extends
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.engine.request import FinishReason, RequestState
 from paceline.engine.scheduler_config import HOST_PLAN_SYNC, SchedulerConfig
@@ -21,8 +21,8 @@ def drafting(shape: DraftShape = CHAIN, **config) -> Loop:
     return Loop(draft=shape, **config)
 
 
-def modes(steps: list[Step]) -> set[ForwardMode]:
-    return {step.mode for step in steps}
+def kinds(steps: list[Step]) -> set[str]:
+    return {step.kind for step in steps}
 
 
 @pytest.mark.parametrize(("shape", "mask"), [(CHAIN, MaskKind.CAUSAL), (TREE, MaskKind.TREE)])
@@ -35,7 +35,7 @@ def test_a_round_verifies_the_drafts_of_every_request(shape: DraftShape, mask: M
     assert extends(step) == dict.fromkeys([1, 2], shape.num_draft_tokens)
     assert step is not None
     assert step.is_round
-    assert (step.mode, step.mask) == (ForwardMode.TARGET_VERIFY, mask)
+    assert (step.is_ragged, step.mask) == (False, mask)
     assert step.layout.emits == (True, True)
 
 
@@ -87,7 +87,7 @@ def test_without_drafts_in_any_request_plain_decoding_runs() -> None:
     loop.add("a", 5, LONG, speculative=False)
     loop.add("b", 5, LONG, speculative=False)
     steps = loop.run()
-    assert modes(steps) == {ForwardMode.EXTEND, ForwardMode.DECODE}
+    assert kinds(steps) == {"ragged step", "decode step"}
     assert all(step.mask is MaskKind.CAUSAL and not step.is_round for step in steps)
     assert loop.requests["a"].acceptance.rounds == 0
 
@@ -117,7 +117,7 @@ def test_more_requests_than_may_draft_decode_plainly_until_few_are_left(most: in
     for name in ("short", "shorter")[:most]:
         loop.add(name, 5, 6)
     steps = [step for step in loop.run() if step is not None]
-    decodes = [step for step in steps if step.mode is not ForwardMode.EXTEND]
+    decodes = [step for step in steps if not step.is_ragged]
     crowded = [step for step in decodes if len(extends(step)) > most]
     assert crowded
     assert not any(step.is_round for step in crowded)
@@ -261,9 +261,9 @@ def test_all_tokens_of_a_round_but_the_last_are_drafts() -> None:
 def test_who_stops_drafting_decodes_plainly_from_the_next_step_on() -> None:
     loop = drafting()
     loop.add("a", 5, LONG)
-    assert modes([loop.turn(), loop.turn()]) == {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}
+    assert kinds([loop.turn(), loop.turn()]) == {"ragged step", "round"}
     loop.scheduler.limit_drafting(0)
     while loop.in_flight:
         loop.process()
-    assert modes(loop.run()) == {ForwardMode.DECODE}
+    assert kinds(loop.run()) == {"decode step"}
     assert output_ids(loop.requests["a"]) == tuple(loop.expected("a"))

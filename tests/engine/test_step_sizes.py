@@ -10,7 +10,6 @@ from scheduler_world import group_specs, output_ids
 from test_scheduler import Loop, extends
 
 from paceline.cache.manager import CacheManager
-from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, Step, StepOutputs
 from paceline.engine.request import Request
@@ -117,7 +116,7 @@ class Traffic:
 
     def note(self, step: Step) -> None:
         num_reqs, num_tokens = step.layout.num_reqs, step.layout.num_tokens
-        if step.mode is ForwardMode.DECODE:
+        if not step.is_ragged:
             size = self.sizes.pad(num_reqs, 1)
         else:
             size = self.sizes.pad_ragged(num_reqs, num_tokens)

@@ -17,7 +17,6 @@ from llm_cases import (
     tokens_of,
 )
 
-from paceline.core.modes import ForwardMode
 from paceline.core.step import JoinDelta, PageDelta
 from paceline.engine.outputs import RequestOutput
 from paceline.llm.boot import Knobs
@@ -104,4 +103,4 @@ def test_100_steady_decode_steps_change_nothing_on_the_device(
     assert sum(isinstance(delta, JoinDelta) for delta in deltas) == 3
     assert sum(isinstance(delta, PageDelta) for delta in deltas) == 3
     steady = steps[50:200]
-    assert all(step.deltas == () and step.mode is ForwardMode.DECODE for step in steady)
+    assert all(step.deltas == () and step.kind == "decode step" for step in steady)

@@ -10,11 +10,11 @@ import sys
 import time
 from dataclasses import replace
 
-from paceline.core.modes import ForwardMode
 from paceline.proof.check.cell import Status
 from paceline.proof.check.matrix import Cell, Harness
 from paceline.proof.check.workers import LastResult
 from paceline.proof.suite.case import Batch, Case
+from paceline.proof.suite.modes import ForwardMode
 
 
 def case(name, *, method="dense", mode=ForwardMode.DECODE, is_quick=True):

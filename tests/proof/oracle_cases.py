@@ -3,8 +3,9 @@
 from dataclasses import replace
 from random import Random
 
-from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.proof.suite.case import Batch, Case, Inputs, Layer, PageLayout
+from paceline.proof.suite.modes import ExtendShape, ForwardMode
 
 PLAIN = Case(
     name="plain",

@@ -7,24 +7,21 @@ import pytest
 from host_planned_backend import HostPlannedBackend
 from tiny_runner import GREEDY, Driver, TinyModel, random_prompts, with_logprobs
 
-from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplingParams
 from paceline.runner.graphs import GraphKey
 from paceline.runner.recorded import RecordedGraph
 
 LENGTHS = (5, 11, 3)
 SAMPLED = SamplingParams(temperature=0.7, seed=1, max_tokens=None, ignore_eos=True)
-DECODE = ForwardMode.DECODE
-# Field of the key -> driver options, parameters of row 2, step (rows -> extend length) and mode; it
+# Field of the key -> driver options, parameters of row 2, and step (rows -> extend length); it
 # differs from a greedy decode of rows 1 and 3 in that one fact.
-FACTS: dict[str, tuple[dict[str, Any], SamplingParams, dict[int, int], ForwardMode]] = {
-    "phase": ({}, GREEDY, {1: 1, 2: 1}, ForwardMode.DRAFT_EXTEND_V2),
-    "padded_reqs": ({}, GREEDY, {1: 1, 2: 1, 3: 1}, DECODE),
-    "extend_len": ({}, GREEDY, {1: 2, 2: 2}, DECODE),
-    "backend": ({"backend": HostPlannedBackend()}, GREEDY, {1: 1, 2: 1}, DECODE),
-    "sampler": ({}, SAMPLED, {1: 1, 2: 1}, DECODE),
-    "logprobs": ({}, with_logprobs(2), {1: 1, 2: 1}, DECODE),
-    "taps": ({"taps": ("embed",)}, GREEDY, {1: 1, 2: 1}, DECODE),
+FACTS: dict[str, tuple[dict[str, Any], SamplingParams, dict[int, int]]] = {
+    "padded_reqs": ({}, GREEDY, {1: 1, 2: 1, 3: 1}),
+    "extend_len": ({}, GREEDY, {1: 2, 2: 2}),
+    "backend": ({"backend": HostPlannedBackend()}, GREEDY, {1: 1, 2: 1}),
+    "sampler": ({}, SAMPLED, {1: 1, 2: 1}),
+    "logprobs": ({}, with_logprobs(2), {1: 1, 2: 1}),
+    "taps": ({"taps": ("embed",)}, GREEDY, {1: 1, 2: 1}),
 }
 NO_DECODE_STEP_HAS_IT = {
     "mask",
@@ -34,13 +31,11 @@ NO_DECODE_STEP_HAS_IT = {
 }  # fix graph-key-without-mask, test_ragged_graphs, test_llm_draft_acceptance
 
 
-def replayed_key(
-    driver: Driver, extends: dict[int, int], mode: ForwardMode, replays: list[RecordedGraph]
-) -> GraphKey:
+def replayed_key(driver: Driver, extends: dict[int, int], replays: list[RecordedGraph]) -> GraphKey:
     """The key under which the second use of a step replays."""
     for _ in range(2):
         replays.clear()
-        driver.collect(driver.runner.launch(driver.make_step(extends, mode=mode)))
+        driver.collect(driver.runner.launch(driver.make_step(extends)))
     graphs = driver.runner._graphs.graphs  # type: ignore[union-attr]
     (found,) = [key for key, held in graphs.items() if [held] == replays]
     return found
@@ -54,7 +49,7 @@ def test_every_field_of_a_key_is_told_apart_below() -> None:
 def test_a_step_that_differs_in_one_fact_replays_another_graph(
     tiny: TinyModel, replays: list[RecordedGraph], fact: str
 ) -> None:
-    options, params, extends, mode = FACTS[fact]
+    options, params, extends = FACTS[fact]
     one = Driver(tiny, sanitize=False)
     another = Driver(tiny, sanitize=False, **options) if options else one
     for driver in (one, another):
@@ -62,8 +57,8 @@ def test_a_step_that_differs_in_one_fact_replays_another_graph(
         for row, prompt in enumerate(prompts, start=1):
             driver.join(row, prompt, params if row == 2 else GREEDY)
         driver.collect(driver.launch_prefill(dict(enumerate(LENGTHS, start=1))))
-    plain = replayed_key(one, {1: 1, 3: 1}, DECODE, replays)
-    other = replayed_key(another, extends, mode, replays)
+    plain = replayed_key(one, {1: 1, 3: 1}, replays)
+    other = replayed_key(another, extends, replays)
     differ = [
         field.name
         for field in fields(GraphKey)

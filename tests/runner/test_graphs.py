@@ -12,7 +12,7 @@ from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprob
 from paceline.cache.pool import KVPool
 from paceline.core.errors import GraphGuardError, IntegrityError
 from paceline.core.events import Event, EventLog
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import FinishCode, RowLogprobs
 from paceline.runner.buffers import PaddedSize
@@ -26,7 +26,6 @@ LENGTHS = (5, 11, 3, 8, 17, 4, 9, 6)
 
 def key(padded_reqs: int, **changes: object) -> GraphKey:
     fields: dict[str, object] = {
-        "phase": ForwardMode.DECODE,
         "extend_len": 1,
         "ragged_tokens": None,
         "mask": MaskKind.CAUSAL,
@@ -135,7 +134,7 @@ def test_a_short_reserve_keeps_a_key_eager_and_says_so() -> None:
         assert not store.wants(key(4))
     event = Event(
         "graph_reserve_short",
-        "decode x 4, 4 tokens, stays eager: needs about 5 bytes, 0 of 10 left",
+        "decode step x 4, 4 tokens, stays eager: needs about 5 bytes, 0 of 10 left",
     )
     assert events.counts() == {event: 2}
     assert store.find(key(4)) is None
@@ -144,7 +143,7 @@ def test_a_short_reserve_keeps_a_key_eager_and_says_so() -> None:
 def test_a_graph_that_shares_the_storage_of_larger_ones_needs_no_reserve() -> None:
     events = EventLog()
     store = GraphStore(SizedFactory(shares_memory=True), reserve_factor=1, notify=events)
-    ragged = {"phase": ForwardMode.EXTEND, "extend_len": None}
+    ragged = {"extend_len": None}
     store.capture(key(1, ragged_tokens=64, **ragged), lambda: None)
     store.capture(key(8), lambda: None)
     fits = [key(4), key(2, ragged_tokens=32, **ragged), key(8, ragged_tokens=64, **ragged)]
@@ -222,8 +221,8 @@ def test_with_a_short_reserve_the_runner_goes_on_eagerly(
     assert driver.runner.named_bytes()["graphs"] == 0
     details = [event.detail for event in driver.events.counts()]
     assert details[1] == (
-        "decode x 2, 2 tokens, stays eager: bytes of a recorded graph's intermediates must be at "
-        "most 1000, got 1244 and more; run the step without a graph"
+        "decode step x 2, 2 tokens, stays eager: bytes of a recorded graph's intermediates must be "
+        "at most 1000, got 1244 and more; run the step without a graph"
     )
     assert {event.reason for event in driver.events.counts()} == {"graph_reserve_short"}
     assert driver.tokens[2] == tiny.greedy(prompts[2], 6)
@@ -456,7 +455,7 @@ def guard_of(driver: Driver) -> Callable[..., None]:
 def test_the_guard_refuses_more_requests_than_the_graph_holds(tiny: TinyModel) -> None:
     driver = Driver(tiny)
     start(driver, range(1, 4))
-    step = driver.make_step({1: 1, 2: 1, 3: 1}, mode=ForwardMode.DECODE)
+    step = driver.make_step({1: 1, 2: 1, 3: 1})
     with pytest.raises(GraphGuardError, match=r"requests must be at most 2, got 3; pad the step"):
         guard_of(driver)(key(2), step)
 
@@ -465,7 +464,7 @@ def test_the_guard_refuses_more_requests_than_the_graph_holds(tiny: TinyModel) -
 def test_the_guard_refuses_another_stride(tiny: TinyModel, extends: dict[int, int]) -> None:
     driver = Driver(tiny)
     start(driver, range(1, 3))
-    step = driver.make_step(extends, mode=ForwardMode.DECODE)
+    step = driver.make_step(extends)
     got = tuple(extends.values())
     with pytest.raises(GraphGuardError) as caught:
         guard_of(driver)(key(2), step)
@@ -477,9 +476,9 @@ def test_the_guard_refuses_a_length_beyond_the_bound(tiny: TinyModel) -> None:
     start(driver, range(1, 3))
     bound = CONTEXT + 2  # the context and the tokens that can be in flight behind it
     driver._known[2] = bound - 1
-    guard_of(driver)(key(2), driver.make_step({1: 1, 2: 1}, mode=ForwardMode.DECODE))
+    guard_of(driver)(key(2), driver.make_step({1: 1, 2: 1}))
     driver._known[2] = bound
-    step = driver.make_step({1: 1, 2: 1}, mode=ForwardMode.DECODE)
+    step = driver.make_step({1: 1, 2: 1})
     with pytest.raises(GraphGuardError, match=rf"kv_lens must be at most {bound}, got {bound + 1}"):
         guard_of(driver)(key(2), step)
 
@@ -543,7 +542,7 @@ def test_a_uniform_step_whose_rows_differ_in_stride_never_runs(
 ) -> None:
     driver = Driver(tiny, graph_max_reqs=graph_max_reqs)
     start(driver, range(1, 3))
-    step = driver.make_step({1: 1, 2: 2}, mode=ForwardMode.DECODE)
+    step = driver.make_step({1: 1, 2: 2})
     with pytest.raises(GraphGuardError, match="extend_lens must be 2 everywhere"):
         driver.runner.launch(step)
 

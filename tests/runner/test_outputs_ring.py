@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from paceline.core.modes import ForwardMode, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import FinishCode, RunKind, Step, StepLayout, StepOutputs, StepRun
 from paceline.runner.buffers import StepBuffers
@@ -39,13 +38,13 @@ def received(num_reqs: int, *, is_round: bool, logprobs: bool) -> StepOutputs:
     most = MAX_PATH if is_round else 1
     step = Step(
         epoch=5,
-        mode=ForwardMode.TARGET_VERIFY if is_round else ForwardMode.DECODE,
         layout=StepLayout(
             rows=tuple(range(1, num_reqs + 1)),
             extend_lens=(most,) * num_reqs,
             emits=(True,) * num_reqs,
-            drafts=MaskKind.CAUSAL if is_round else None,
         ),
+        is_ragged=False,
+        is_round=is_round,
         prefix_lens_bound=(4,) * num_reqs,
         sampler=SamplerTier.GREEDY,
         logprobs=logprobs,

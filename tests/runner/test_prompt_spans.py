@@ -8,7 +8,6 @@ from faulty_backends import ReadsTailOfPrompts
 from tiny_runner import Driver, TinyModel, random_prompts
 
 from paceline.core.errors import SanitizerError
-from paceline.core.modes import ForwardMode
 from paceline.core.step import PromptSpan
 
 
@@ -27,7 +26,7 @@ def test_spans_of_several_rows_come_back_by_row(tiny: TinyModel, prompts) -> Non
     driver = Driver(tiny)
     for row, prompt in enumerate(prompts, start=1):
         driver.join(row, prompt)
-    step = driver.make_step({1: 9, 2: 6}, mode=ForwardMode.EXTEND)
+    step = driver.make_step({1: 9, 2: 6}, is_ragged=True)
     spans = (PromptSpan(0, 3, 4, 2), PromptSpan(1, 9, 5, 3))
     found = driver.collect(driver.runner.launch(replace(step, prompt_spans=spans))).prompt_logprobs
     assert found.keys() == {0, 1}
@@ -44,7 +43,7 @@ def test_spans_of_several_rows_come_back_by_row(tiny: TinyModel, prompts) -> Non
 def test_a_step_with_spans_is_never_replayed(tiny: TinyModel, prompts) -> None:
     driver = Driver(tiny)
     driver.prefill({1: prompts[0]})
-    step = driver.make_step({1: 1}, mode=ForwardMode.DECODE)
+    step = driver.make_step({1: 1})
     assert driver.runner._keys.of(step) is not None
     assert driver.runner._keys.of(replace(step, prompt_spans=(PromptSpan(0, 0, 1, 1),))) is None
 
@@ -59,6 +58,6 @@ def test_the_sanitizer_looks_at_scores_of_prompts(tiny: TinyModel, prompts) -> N
     driver = Driver(tiny, backend=ReadsTailOfPrompts(layer_id=1), graph_max_reqs=4)
     driver.prefill({1: prompts[0]})  # nobody asks for the tokens before the last
     driver.join(2, prompts[1])
-    step = driver.make_step({2: 6}, mode=ForwardMode.EXTEND)
+    step = driver.make_step({2: 6}, is_ragged=True)
     with pytest.raises(SanitizerError, match="changes the prompt's log-probabilities of rows 2"):
         driver.runner.launch(replace(step, prompt_spans=(PromptSpan(0, 0, 5, 1),)))

@@ -9,7 +9,6 @@ import torch
 from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprobs
 
 from paceline.core.errors import GraphGuardError
-from paceline.core.modes import ForwardMode
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.streams import DeferredStream
@@ -103,7 +102,7 @@ def test_mixed_steps_and_chunks_replay(tiny: TinyModel, counts: Counter[str]) ->
     while left:
         chunk = min(left, rng.randrange(8, 14))
         left -= chunk
-        step = driver.make_step({1: 1, 2: 1, 3: chunk}, mode=ForwardMode.MIXED)
+        step = driver.make_step({1: 1, 2: 1, 3: chunk}, is_ragged=True)
         emits = (True, True, left == 0)
         object.__setattr__(step.layout, "emits", emits)
         driver.collect(driver.runner.launch(step))
@@ -176,7 +175,7 @@ def test_no_graph_is_larger_than_a_row_can_be_long(tiny: TinyModel) -> None:
 def test_the_guard_refuses_more_tokens_than_the_graph_holds(tiny: TinyModel) -> None:
     driver = Driver(tiny, graph_max_tokens=MAX_TOKENS)
     driver.join(1, random_prompts((70,))[0])
-    step = driver.make_step({1: 70}, mode=ForwardMode.EXTEND)
+    step = driver.make_step({1: 70}, is_ragged=True)
     key = next(k for k in driver.runner._graphs.graphs if k.extend_len is None)  # type: ignore[union-attr]
     with pytest.raises(GraphGuardError, match="tokens must be at most 64, got 70"):
         driver.runner._guard.check(key, step)
@@ -187,8 +186,8 @@ def test_the_guard_keeps_a_row_for_the_tokens_that_are_left_over(tiny: TinyModel
     key = next(k for k in driver.runner._graphs.graphs if k.extend_len is None)  # type: ignore[union-attr]
     for row, tokens in ((1, MAX_TOKENS), (2, MAX_TOKENS - 1)):
         driver.join(row, random_prompts((tokens,))[0])
-    driver.runner._guard.check(key, driver.make_step({1: MAX_TOKENS}, mode=ForwardMode.EXTEND))
-    step = driver.make_step({2: MAX_TOKENS - 1}, mode=ForwardMode.EXTEND)
+    driver.runner._guard.check(key, driver.make_step({1: MAX_TOKENS}, is_ragged=True))
+    step = driver.make_step({2: MAX_TOKENS - 1}, is_ragged=True)
     with pytest.raises(GraphGuardError, match="requests must be at most 0, got 1; pad the step"):
         driver.runner._guard.check(key, step)
 
@@ -196,7 +195,7 @@ def test_the_guard_keeps_a_row_for_the_tokens_that_are_left_over(tiny: TinyModel
 def test_padding_takes_the_stride_or_what_is_left(tiny: TinyModel) -> None:
     driver = Driver(tiny)
     driver.join(1, random_prompts((9,))[0])
-    layout = driver.make_step({1: 3}, mode=ForwardMode.EXTEND).layout
+    layout = driver.make_step({1: 3}, is_ragged=True).layout
     assert PaddedSize.uniform(4, 3).pad_lens(layout) == (3, 3, 3)
     assert PaddedSize.ragged(4, 16).pad_lens(layout) == (13, 0, 0)
     assert PaddedSize.exact(layout).pad_lens(layout) == ()

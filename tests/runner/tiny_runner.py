@@ -18,7 +18,6 @@ from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.events import EventLog
 from paceline.core.model_config import ModelConfig, cache_group_specs
-from paceline.core.modes import ForwardMode
 from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
@@ -223,7 +222,7 @@ class Driver:
         self.finish[row] = FinishCode.RUNNING
 
     def make_step(
-        self, extend_lens: Mapping[int, int], *, mode: ForwardMode, emits: bool = True
+        self, extend_lens: Mapping[int, int], *, is_ragged: bool = False, emits: bool = True
     ) -> Step:
         """The next step over rows -> extend length; takes the deltas of joins since the last."""
         self._epoch += 1
@@ -231,10 +230,10 @@ class Driver:
         params = [self._params[row] for row in rows]
         step = Step(
             epoch=self._epoch,
-            mode=mode,
             layout=StepLayout(
                 rows=rows, extend_lens=tuple(extend_lens.values()), emits=(emits,) * len(rows)
             ),
+            is_ragged=is_ragged,
             prefix_lens_bound=tuple(self._known[row] for row in rows),
             sampler=max((p.sampler_tier for p in params), default=SamplerTier.GREEDY),
             logprobs=any(p.logprobs is not None for p in params),
@@ -247,21 +246,18 @@ class Driver:
 
     def launch_prefill(self, extend_lens: Mapping[int, int], *, emits: bool = True) -> LaunchedStep:
         """Queue a ragged step."""
-        step = self.make_step(extend_lens, mode=ForwardMode.EXTEND, emits=emits)
+        step = self.make_step(extend_lens, is_ragged=True, emits=emits)
         return self.runner.launch(step)
 
     def launch_decode(self, rows: Sequence[int]) -> LaunchedStep:
         """Queue one decode step."""
-        return self.runner.launch(self.make_step(dict.fromkeys(rows, 1), mode=ForwardMode.DECODE))
+        return self.runner.launch(self.make_step(dict.fromkeys(rows, 1)))
 
     def launch_round(self, rows: Sequence[int]) -> LaunchedStep:
         """Queue one round of the proposer."""
         assert self._draft is not None, "a driver without a proposer has no rounds"
-        step = self.make_step(
-            dict.fromkeys(rows, self._draft.num_draft_tokens), mode=ForwardMode.TARGET_VERIFY
-        )
-        layout = replace(step.layout, drafts=self._draft.mask)
-        return self.runner.launch(replace(step, layout=layout))
+        step = self.make_step(dict.fromkeys(rows, self._draft.num_draft_tokens))
+        return self.runner.launch(replace(step, mask=self._draft.mask, is_round=True))
 
     def rounds(self, rows: Sequence[int], num: int) -> list[Outputs]:
         """Rounds, each waited for."""

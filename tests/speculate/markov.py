@@ -16,7 +16,6 @@ from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.events import EventLog
 from paceline.core.model_config import cache_group_specs
-from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout, StepOutputs
 from paceline.models.config import parse_config
@@ -177,8 +176,8 @@ def _first_step(params: Sequence[SamplingParams], length: int) -> Step:
     rows = tuple(range(1, num + 1))
     return Step(
         epoch=1,
-        mode=ForwardMode.DECODE,
         layout=StepLayout(rows=rows, extend_lens=(1,) * num, emits=(True,) * num),
+        is_ragged=False,
         prefix_lens_bound=(0,) * num,
         sampler=max(one.sampler_tier for one in params),
         logprobs=False,
@@ -192,8 +191,9 @@ def _next_round(step: Step, length: int) -> Step:
     return replace(
         step,
         epoch=step.epoch + 1,
-        mode=ForwardMode.TARGET_VERIFY,
-        layout=replace(step.layout, extend_lens=lens, drafts=SHAPE.mask),
+        layout=replace(step.layout, extend_lens=lens),
+        mask=SHAPE.mask,
+        is_round=True,
         prefix_lens_bound=(length - 1,) * num,
         deltas=(),
     )

@@ -13,7 +13,6 @@ from torch import Tensor
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend, Capabilities, LayerCache, Limits, Part
 from paceline.core.draft_shape import DraftShape
-from paceline.core.modes import ForwardMode
 from paceline.core.padding import PAD_PREFIX_LEN
 from paceline.core.step import Step, padded_step
 from paceline.kernels.step_view import StepView
@@ -75,8 +74,8 @@ def test_a_padded_row_does_not_advance(tiny: TinyModel) -> None:
     make = standalone(tiny, CHAIN, backend=backend)
     driver = prefilled(tiny, CHAIN, make, backend=HostPlannedBackend()).driver
     rows = CHAIN.num_draft_tokens
-    step = driver.make_step({2: rows}, mode=ForwardMode.TARGET_VERIFY)
-    drafted = replace(step, layout=replace(step.layout, drafts=CHAIN.mask))
+    step = driver.make_step({2: rows})
+    drafted = replace(step, mask=CHAIN.mask, is_round=True)
     driver.parts.proposer.host_plan(padded_step(drafted, (rows, rows)))
     (prefix,) = step.prefix_lens_bound
     planned = sorted(own.prefix_lens_bound for own in backend.steps.values())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.attention.held import tensor_bytes
 from paceline.core.errors import ConfigError
-from paceline.core.modes import ExtendShape, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 
@@ -30,12 +30,14 @@ class GraphSupport(IntEnum):
     ALWAYS = 3  # ragged steps too
 
 
-# What a backend must support for a step of this shape to be captured; other shapes run eagerly.
-NEEDED_SUPPORT = {
-    ExtendShape.ONE: GraphSupport.DECODE,
-    ExtendShape.UNIFORM: GraphSupport.UNIFORM,
-    ExtendShape.RAGGED: GraphSupport.ALWAYS,
-}
+def needed_support(extend_len: int | None) -> GraphSupport:
+    """What a backend must support for a step to be captured; others run eagerly.
+
+    extend_len: tokens that every row brings, None: each its own number.
+    """
+    if extend_len is None:
+        return GraphSupport.ALWAYS
+    return GraphSupport.DECODE if extend_len == 1 else GraphSupport.UNIFORM
 
 
 class Part(Enum):
@@ -124,6 +126,8 @@ class Limits:
     head_dim: int
     v_head_dim: int
     page_size: int
+    prefix_alone: bool = False  # forward is asked for Part.PREFIX of causal steps too: the cache is
+    # frozen, and the step's own keys are not in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -18,7 +18,7 @@ from paceline.attention.contract import (
     Limits,
     Part,
 )
-from paceline.core.modes import ExtendShape, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 
@@ -108,7 +108,7 @@ def serves_decode(view: StepView) -> bool:
 def may_serve(step: Step) -> tuple[bool, bool]:
     """(prefill, decode): which of the two `serves_decode` may choose for a step's view.
 
-    Both may in one case: requests of a ragged mode that happen to extend alike.  Their view is
+    Both may in one case: requests of a ragged step that happen to extend alike.  Their view is
     uniform at its exact size, and ragged when it is padded to a number of tokens, which the step
     does not tell.
     """
@@ -118,7 +118,7 @@ def may_serve(step: Step) -> tuple[bool, bool]:
     is_short_and_alike = len(extends) <= 1 and max(extends, default=0) <= MAX_DECODE_ROWS
     if not is_short_and_alike:
         return True, False
-    return step.mode.facts.extend is ExtendShape.RAGGED, True
+    return step.is_ragged, True
 
 
 def hybrid(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[HybridBackend]:

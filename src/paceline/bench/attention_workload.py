@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, LayerCache, Limits
 from paceline.bench.attention_shape import AttentionShape
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.kernels.paged_attention import paged_attention_reference
@@ -64,10 +64,10 @@ class Workload:
         reqs, extend = len(self.kv_lens), self.shape.extend_len
         return Step(
             epoch=1,
-            mode=ForwardMode.DECODE if extend == 1 else ForwardMode.EXTEND,
             layout=StepLayout(
                 rows=tuple(range(1, reqs + 1)), extend_lens=(extend,) * reqs, emits=(True,) * reqs
             ),
+            is_ragged=extend > 1,
             prefix_lens_bound=tuple(length - extend for length in self.kv_lens),
             sampler=SamplerTier.GREEDY,
             logprobs=False,

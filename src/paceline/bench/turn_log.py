@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from paceline.core.modes import ForwardMode
 from paceline.core.step import RunKind, Step, StepOutputs, StepRun
 from paceline.engine.engine import Engine
 from paceline.engine.loop import Launched, Runner, Schedules, Turn, TurnFunction
@@ -123,16 +122,13 @@ def _facts(launched: Launched) -> StepFacts:
 
 
 def _kind(step: Step) -> StepKind:
+    """From its rows: a row of one token that emits decodes, or might as well."""
     if step.is_round:
         return StepKind.ROUND
-    return _KINDS[step.mode]
-
-
-_KINDS = {
-    ForwardMode.DECODE: StepKind.DECODE,
-    ForwardMode.MIXED: StepKind.MIXED,
-    ForwardMode.EXTEND: StepKind.PREFILL,
-}
+    if not step.is_ragged:
+        return StepKind.DECODE
+    rows = zip(step.layout.extend_lens, step.layout.emits, strict=True)
+    return StepKind.MIXED if (1, True) in rows else StepKind.PREFILL
 
 
 class _TimedScheduler:

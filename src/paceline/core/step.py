@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 
@@ -67,11 +67,8 @@ class StepLayout:
     extend_lens: tuple[int, ...]  # [num_reqs] tokens computed in this step
     emits: tuple[bool, ...]  # [num_reqs] False for a prompt chunk that is not the last
     # [num_reqs][extend_len] the row of the same request that each row hangs on, always an earlier
-    # one, or -1: the prefix.  None: a chain, or the mode's own mask.
+    # one, or -1: the prefix.  None: the mask says all, or a proposer writes them on the device.
     parents: tuple[tuple[int, ...], ...] | None = None
-    # Of a round: each row is a root and the drafts below it, which a proposer writes on the device;
-    # CAUSAL: a chain, TREE: a tree.  None: the host knows the tokens and parents of every row.
-    drafts: MaskKind | None = None
 
     def __post_init__(self) -> None:
         if self.parents is None:
@@ -79,10 +76,6 @@ class StepLayout:
         for parents, extend in zip(self.parents, self.extend_lens, strict=True):
             assert len(parents) == extend, f"{len(parents)} parents of {extend} rows"
             assert all(-1 <= parent < row for row, parent in enumerate(parents)), parents
-
-    @property
-    def has_tree(self) -> bool:
-        return self.parents is not None
 
     @property
     def num_reqs(self) -> int:
@@ -103,8 +96,11 @@ class Step:
     """
 
     epoch: int  # strictly increasing
-    mode: ForwardMode
     layout: StepLayout
+    is_ragged: bool  # each row has its own number of tokens; otherwise all have the same
+    mask: MaskKind = MaskKind.CAUSAL  # which keys of the step a row sees
+    is_round: bool = False  # each row is a root and the drafts below it, which a proposer writes on
+    # the device: a chain where the mask is CAUSAL; of them the device accepts a path per request
     prefix_lens_bound: tuple[int, ...]  # [num_reqs] tokens in the cache before the step
     sampler: SamplerTier  # the widest any of its rows needs
     logprobs: bool  # some row asked for log-probabilities
@@ -113,23 +109,24 @@ class Step:
     observed: bool = True  # by the drafter, where there is one; False: no row drafts again
 
     @property
-    def mask(self) -> MaskKind:
-        """Which keys of the step a row sees; a tree without branches is a causal chain."""
-        if self.layout.drafts is not None:
-            return self.layout.drafts
-        kind = self.mode.facts.mask
-        return MaskKind.CAUSAL if kind is MaskKind.TREE and not self.layout.has_tree else kind
-
-    @property
-    def is_round(self) -> bool:
-        """Whether its rows are drafts, of which the device accepts a path per request."""
-        return self.layout.drafts is not None
+    def kind(self) -> str:
+        """For people."""
+        extend_len = None if self.is_ragged else max(self.layout.extend_lens, default=1)
+        return kind_of_step(extend_len, is_round=self.is_round)
 
     @property
     def kv_lens_bound(self) -> tuple[int, ...]:
         """[num_reqs] prefix + extend, always."""
         pairs = zip(self.prefix_lens_bound, self.layout.extend_lens, strict=True)
         return tuple([prefix + extend for prefix, extend in pairs])
+
+
+def kind_of_step(extend_len: int | None, *, is_round: bool) -> str:
+    """For people.  extend_len: tokens of every row, None: ragged."""
+    if is_round:
+        return "round"
+    names = {None: "ragged step", 1: "decode step"}
+    return names.get(extend_len, f"step of {extend_len} tokens each")
 
 
 def padded_step(step: Step, pad_lens: tuple[int, ...]) -> Step:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from paceline.cache.groups import PageRun
 from paceline.core.draft_shape import DraftShape
-from paceline.core.modes import ForwardMode
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Delta, JoinDelta, PageDelta, PromptSpan, Step, StepLayout
 from paceline.engine.request import Request
@@ -128,30 +128,22 @@ class StepPlan:
                 self.rows[row.request] = shorter
                 self.budget += cut
 
-    @property
-    def mode(self) -> ForwardMode:
-        """From facts: a last prompt chunk of one token is computed as a decode step is."""
-        if self.draft is not None:
-            return ForwardMode.TARGET_VERIFY
-        if all(row.extend_len == 1 and row.emits for row in self.rows.values()):
-            return ForwardMode.DECODE
-        if all(row.is_prefill for row in self.rows.values()):
-            return ForwardMode.EXTEND
-        return ForwardMode.MIXED
-
     def build(self, epoch: int) -> Step:
         """The frozen step."""
-        rows = list(self.rows.values())
+        rows, draft = list(self.rows.values()), self.draft
+        # A last prompt chunk of one token is computed as a decode step is.
+        is_decode = all(row.extend_len == 1 and row.emits for row in rows)
         emitting = [row.request for row in rows if row.emits]
         return Step(
             epoch=epoch,
-            mode=self.mode,
             layout=StepLayout(
                 rows=tuple([_row_of(row.request) for row in rows]),
                 extend_lens=tuple([row.extend_len for row in rows]),
                 emits=tuple([row.emits for row in rows]),
-                drafts=None if self.draft is None else self.draft.mask,
             ),
+            is_ragged=draft is None and not is_decode,
+            mask=MaskKind.CAUSAL if draft is None else draft.mask,
+            is_round=draft is not None,
             prefix_lens_bound=tuple([row.prefix_len for row in rows]),
             sampler=max([request.tier for request in emitting], default=SamplerTier.GREEDY),
             logprobs=any(request.params.logprobs is not None for request in emitting),

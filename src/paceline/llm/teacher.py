@@ -22,7 +22,7 @@ from paceline.cache.groups import PageRun
 from paceline.cache.manager import CacheManager
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError
-from paceline.core.modes import ForwardMode
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout
 from paceline.runner.buffers import PaddedSize
@@ -41,8 +41,7 @@ class Form:
     """How tokens are computed.  Those before `start` are a prompt, in every form."""
 
     start: int
-    mode: ForwardMode = ForwardMode.EXTEND  # of the rest: EXTEND, DECODE or TARGET_VERIFY
-    shape: DraftShape | None = None  # of the round, TARGET_VERIFY alone
+    shape: DraftShape | None = None  # of the round that verifies the rest; None: one after another
 
     @classmethod
     def plain(cls, num_tokens: int) -> "Form":
@@ -50,12 +49,12 @@ class Form:
 
     @classmethod
     def decode(cls, start: int) -> "Form":
-        return cls(start=start, mode=ForwardMode.DECODE)
+        return cls(start=start)
 
     @classmethod
     def verify(cls, start: int, shape: DraftShape) -> "Form":
         """At most shape.max_path tokens may follow `start`."""
-        return cls(start=start, mode=ForwardMode.TARGET_VERIFY, shape=shape)
+        return cls(start=start, shape=shape)
 
 
 class Reading(NamedTuple):
@@ -71,7 +70,7 @@ class _Pass(NamedTuple):
 
     prefix_len: int
     rows: tuple[int, ...]  # [extend_len] token ids
-    mode: ForwardMode
+    is_ragged: bool
     parents: tuple[int, ...] | None  # [extend_len] of a tree
     kept: tuple[int, ...]  # rows in the order of the tokens
 
@@ -135,16 +134,15 @@ class Teacher:
 def _passes(tokens: Sequence[int], form: Form, max_step_tokens: int) -> Iterator[_Pass]:
     for at in range(0, form.start, max_step_tokens):
         rows = tuple(tokens[at : min(at + max_step_tokens, form.start)])
-        yield _Pass(at, rows, ForwardMode.EXTEND, None, tuple(range(len(rows))))
+        yield _Pass(at, rows, True, None, tuple(range(len(rows))))
     rest = tuple(tokens[form.start :])
     if form.shape is not None:
         assert len(rest) <= form.shape.max_path, f"{len(rest)} tokens of {form.shape}"
         rows, parents, kept = round_rows(rest, form.shape)
-        yield _Pass(form.start, rows, form.mode, parents, kept)
+        yield _Pass(form.start, rows, False, parents, kept)
         return
-    assert not rest or form.mode is ForwardMode.DECODE, f"{len(rest)} tokens are left of {form}"
     for offset, token in enumerate(rest):
-        yield _Pass(form.start + offset, (token,), ForwardMode.DECODE, None, (0,))
+        yield _Pass(form.start + offset, (token,), False, None, (0,))
 
 
 def round_rows(
@@ -188,13 +186,14 @@ def _step(tokens: Sequence[int], each: _Pass, runs: Sequence[PageRun]) -> Step:
     deltas: tuple[Delta, ...] = (join, *pages)
     return Step(
         epoch=0,
-        mode=each.mode,
         layout=StepLayout(
             rows=(_ROW,),
             extend_lens=(len(each.rows),),
             emits=(False,),
             parents=None if each.parents is None else (each.parents,),
         ),
+        is_ragged=each.is_ragged,
+        mask=MaskKind.CAUSAL if each.parents is None else MaskKind.TREE,
         prefix_lens_bound=(each.prefix_len,),
         sampler=SamplerTier.GREEDY,
         logprobs=False,

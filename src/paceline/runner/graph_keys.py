@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.attention.contract import NEEDED_SUPPORT
-from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
+from paceline.attention.contract import needed_support
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.runner.buffers import PaddedSize
@@ -23,13 +23,13 @@ class GraphKeys:
     @property
     def ragged_tokens(self) -> tuple[int, ...]:
         """Ascending sizes that ragged steps are padded to, up to the last; (): they are not."""
-        return self._sizes.tokens if self._supports(ForwardMode.MIXED) else ()
+        return self._sizes.tokens if self._supports(None) else ()
 
     def longest_extend(self) -> GraphKey | None:
         """The key of the longest ragged step; None: these run eagerly."""
-        if not self._sizes.tokens or not self._supports(ForwardMode.EXTEND):
+        if not self.ragged_tokens:
             return None
-        return self._key(ForwardMode.EXTEND, PaddedSize.ragged(1, self._sizes.tokens[-1]))
+        return self._key(PaddedSize.ragged(1, self._sizes.tokens[-1]), is_ragged=True)
 
     def largest_decode(self) -> GraphKey:
         """What brings requests forward: a round where there is a drafter, else one token each."""
@@ -46,38 +46,39 @@ class GraphKeys:
         keys = [make(reqs) for make in makers for reqs in _one_per_power(sizes)]
         wider = [tier for tier in SamplerTier if tier is not SamplerTier.GREEDY]
         keys += [replace(makers[-1](sizes[-1]), sampler=tier) for tier in wider]
-        if self._sizes.tokens and self._supports(ForwardMode.EXTEND):
+        if self.ragged_tokens:
             few = [(1, tokens) for tokens in (*_one_per_power(self._sizes.tokens), longest)]
             many = [(sizes[-1] + 1, self._sizes.tokens[index]) for index in (0, -1)]
             shapes = [PaddedSize.ragged(reqs, tokens) for reqs, tokens in few + many]
-            keys += [self._key(ForwardMode.EXTEND, shape) for shape in shapes]
+            keys += [self._key(shape, is_ragged=True) for shape in shapes]
         return keys
 
     def _decode(self, reqs: int) -> GraphKey:
-        return self._key(ForwardMode.DECODE, PaddedSize.uniform(reqs, 1))
+        return self._key(PaddedSize.uniform(reqs, 1))
 
     def _round(self, reqs: int) -> GraphKey:
         assert self._parts.proposer is not None, "a round needs a proposer"
         shape = self._parts.proposer.shape
         size = PaddedSize.uniform(reqs, shape.num_draft_tokens)
-        return self._key(ForwardMode.TARGET_VERIFY, size, mask=shape.mask, is_round=True)
+        return self._key(size, mask=shape.mask, is_round=True)
 
     def of(self, step: Step) -> GraphKey | None:
         """The key a step replays under, or would; None when it can be no graph."""
-        if not self._supports(step.mode):
+        layout = step.layout
+        extend_len = max(layout.extend_lens)
+        if not self._supports(None if step.is_ragged else extend_len):
             return None
         if step.prompt_spans:  # their number is host data of this step alone
             return None
-        layout = step.layout
-        if step.mode.facts.extend is ExtendShape.RAGGED:
+        if step.is_ragged:
             size = self._sizes.pad_ragged(layout.num_reqs, layout.num_tokens)
         else:
-            size = self._sizes.pad(layout.num_reqs, max(layout.extend_lens))
+            size = self._sizes.pad(layout.num_reqs, extend_len)
         if size is None:
             return None
         return self._key(
-            step.mode,
             size,
+            is_ragged=step.is_ragged,
             mask=step.mask,
             is_round=step.is_round,
             sampler=step.sampler,
@@ -85,24 +86,22 @@ class GraphKeys:
             observed=step.observed,
         )
 
-    def _supports(self, mode: ForwardMode) -> bool:
-        """Whether steps of this mode may be captured with this backend."""
-        return self._parts.backend.capabilities.graph >= NEEDED_SUPPORT[mode.facts.extend]
+    def _supports(self, extend_len: int | None) -> bool:
+        """Whether steps of so many tokens a row, None: ragged, may be captured."""
+        return self._parts.backend.capabilities.graph >= needed_support(extend_len)
 
     def _key(
         self,
-        phase: ForwardMode,
         size: PaddedSize,
         *,
+        is_ragged: bool = False,
         mask: MaskKind = MaskKind.CAUSAL,
         is_round: bool = False,
         sampler: SamplerTier = SamplerTier.GREEDY,
         logprobs: bool = False,
         observed: bool = True,
     ) -> GraphKey:
-        is_ragged = phase.facts.extend is ExtendShape.RAGGED
         return GraphKey(
-            phase=phase,
             padded_reqs=size.reqs,
             extend_len=None if is_ragged else size.max_extend_len,
             ragged_tokens=size.tokens if is_ragged else None,
@@ -125,14 +124,15 @@ def empty_step(key: GraphKey) -> Step:
     """The step of a key before anything is in it."""
     return Step(
         epoch=0,
-        mode=key.phase,
         layout=StepLayout(
             rows=(),
             extend_lens=(),
             emits=(),
             parents=() if key.mask is MaskKind.TREE and not key.is_round else None,
-            drafts=key.mask if key.is_round else None,
         ),
+        is_ragged=key.extend_len is None,
+        mask=key.mask,
+        is_round=key.is_round,
         prefix_lens_bound=(),
         sampler=key.sampler,
         logprobs=key.logprobs,

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from paceline.core.events import Event, Notify
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
+from paceline.core.step import kind_of_step
 from paceline.runner.arena import Arena
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.host_reads import refuse_host_reads
@@ -21,7 +22,6 @@ from paceline.runner.recorded import GraphTooLarge, RecordedGraph
 class GraphKey:
     """Everything that is frozen into a graph.  Whatever is not here is device data or a bound."""
 
-    phase: ForwardMode
     padded_reqs: int
     extend_len: int | None  # exact, of every row; None: ragged
     ragged_tokens: int | None  # padded tokens of a ragged step in all, which bound each row's
@@ -257,7 +257,8 @@ class GraphStore:
         return graph
 
     def _stays_eager(self, key: GraphKey, why: str) -> None:
-        what = f"{key.phase.value} x {key.padded_reqs}, {key.size.tokens} tokens"
+        kind = kind_of_step(key.extend_len, is_round=key.is_round)
+        what = f"{kind} x {key.padded_reqs}, {key.size.tokens} tokens"
         self._notify(Event("graph_reserve_short", f"{what}, stays eager: {why}"))
 
     def _is_covered(self, key: GraphKey) -> bool:

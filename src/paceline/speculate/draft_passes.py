@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import Step
 from paceline.kernels.derive import PassRows, derive_rows
@@ -79,23 +79,18 @@ class DraftPasses:
 
         step: with padded rows spelled out.
         """
-        layout = replace(step.layout, parents=None, drafts=None)
-        mode = ForwardMode.DRAFT_EXTEND_V2 if step.is_round else ForwardMode.DRAFT_EXTEND
-        observed = replace(step, mode=mode, layout=layout)
-        self._cache.host_plan(observed, OBSERVE_PASS)
+        layout = step.layout
+        self._cache.host_plan(replace(step, mask=MaskKind.CAUSAL), OBSERVE_PASS)
         if not step.is_round:
             return
         num, is_live = layout.num_reqs, [row != PAD_ROW for row in layout.rows]
+        mask = MaskKind.CAUSAL if self._is_chain else MaskKind.TREE
         for pass_id, count in enumerate(self._rows, start=1):
             advance = self._advance(pass_id)
             drafted = replace(
                 step,
-                mode=ForwardMode.DRAFT_DECODE,
-                layout=replace(
-                    layout,
-                    extend_lens=(count,) * num,
-                    drafts=MaskKind.CAUSAL if self._is_chain else MaskKind.TREE,
-                ),
+                mask=mask,
+                layout=replace(layout, extend_lens=(count,) * num),
                 prefix_lens_bound=tuple(
                     prefix + advance * live
                     for prefix, live in zip(step.prefix_lens_bound, is_live, strict=True)

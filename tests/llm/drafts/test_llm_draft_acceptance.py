@@ -28,7 +28,6 @@ from speculative_cases import (
     tight_pages,
 )
 
-from paceline.core.modes import ForwardMode
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Step
 from paceline.engine.outputs import RequestOutput
@@ -140,7 +139,7 @@ def test_a_model_that_drafts_for_itself_is_right_behind_plain_steps(
         while not all(tracker.is_finished for tracker in (first, *others)):
             llm.engine.step()
         assert_idle(llm)
-    rounds, plain = ForwardMode.TARGET_VERIFY, ForwardMode.DECODE
+    rounds, plain = "round", "decode step"
     assert _changes(steps) == [rounds, plain, rounds]
     assert all(step.observed for step in steps)
     metrics = first.snapshot().metrics
@@ -164,8 +163,8 @@ def test_who_met_company_where_one_may_draft_is_followed_no_more(
         (second,) = llm.submit([short], replace(GREEDY, max_tokens=9))
         while not (first.is_finished and second.is_finished):
             llm.engine.step()
-        decodes = [step for step in steps if step.mode is not ForwardMode.EXTEND]
-        assert _changes(steps) == [ForwardMode.TARGET_VERIFY, ForwardMode.DECODE]
+        decodes = [step for step in steps if not step.is_ragged]
+        assert _changes(steps) == ["round", "decode step"]
         assert [step.observed for step in decodes] == [step.is_round for step in decodes]
         told = first.snapshot()
         for tracker, prompt, length in ((first, long, 60), (second, short, 9)):
@@ -177,9 +176,9 @@ def test_who_met_company_where_one_may_draft_is_followed_no_more(
         assert_idle(llm)
 
 
-def _changes(steps: list[Step]) -> list[ForwardMode]:
+def _changes(steps: list[Step]) -> list[str]:
     """Kinds of decode steps, each once per change."""
-    kinds = [step.mode for step in steps if step.mode is not ForwardMode.EXTEND]
+    kinds = [step.kind for step in steps if not step.is_ragged]
     return [kind for kind, _ in itertools.groupby(kinds)]
 
 
@@ -327,7 +326,7 @@ def test_what_was_decoded_without_drafts_is_known_to_the_drafter(
     prompt, other = random_prompts((20, 5))
     with drafted.llm(page_size=1) as llm, recorded_steps(llm) as steps:
         plain = llm.generate([prompt], replace(GREEDY, speculative=False))[0]
-        assert {step.mode for step in steps[1:]} == {ForwardMode.DECODE}
+        assert {step.kind for step in steps[1:]} == {"decode step"}
         told = [*prompt, *plain.outputs[0].token_ids, *other]
         hit = llm.generate([told], GREEDY)[0]
     assert hit.metrics.cached_tokens >= 45
@@ -345,4 +344,4 @@ def test_a_request_without_drafts_leaves_those_of_others_alone(eagle3: Drafted) 
     assert all(step.is_round for step in steps[1:first])
     alone = steps[first + 1 :]  # one more round was in flight when its end was seen
     assert alone
-    assert {step.mode for step in alone} == {ForwardMode.DECODE}
+    assert {step.kind for step in alone} == {"decode step"}

@@ -11,7 +11,6 @@ import pytest
 from fake_harness import HARNESS, case
 
 from paceline.core.errors import ConfigError
-from paceline.core.modes import ForwardMode
 from paceline.proof.check import workers
 from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.check.filters import parse_filter
@@ -25,6 +24,7 @@ from paceline.proof.check.matrix import (
     run_cells,
 )
 from paceline.proof.check.workers import LastResult, ProcessUsage, usage_of
+from paceline.proof.suite.modes import ForwardMode
 
 CASES = [
     case("short"),

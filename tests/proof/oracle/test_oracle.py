@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import paceline.proof
-from paceline.core.modes import ForwardMode
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.oracle.inputs import make_inputs
 from paceline.proof.oracle.oracle import attend, attend_both, visible_keys
 from paceline.proof.oracle.wrong import answer
 from paceline.proof.suite.case import Batch, Case, Layer
+from paceline.proof.suite.modes import ForwardMode
 
 ROOT = Path(paceline.proof.__file__).parent
 

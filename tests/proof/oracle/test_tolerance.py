@@ -8,12 +8,12 @@ import torch
 from oracle_cases import PLAIN, TREE, random_case
 from torch import Tensor
 
-from paceline.core.modes import ForwardMode
 from paceline.proof.oracle.inputs import make_inputs
 from paceline.proof.oracle.oracle import attend
 from paceline.proof.oracle.tolerance import Expectation, expect
 from paceline.proof.oracle.wrong import wrong_answers
 from paceline.proof.suite.case import Batch, Case, Layer
+from paceline.proof.suite.modes import ForwardMode
 
 DECODE = replace(PLAIN, name="decode", mode=ForwardMode.DECODE, batches=(Batch((300, 40), (1, 1)),))
 

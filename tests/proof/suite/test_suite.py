@@ -5,11 +5,12 @@ from collections import Counter
 
 import pytest
 
-from paceline.core.modes import ExtendShape, ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
 from paceline.proof.oracle.oracle import visible_keys
 from paceline.proof.rig.placement import place
 from paceline.proof.suite.case import PageLayout
 from paceline.proof.suite.cases import cases
+from paceline.proof.suite.modes import ExtendShape, ForwardMode
 
 CASES = cases()
 QUICK = [case for case in CASES if case.is_quick]

@@ -156,15 +156,11 @@ class FlashInferBackend(AttentionBackend):
         return standing + (KEPT_SHAPES + RECORDED_SHAPES) * rings_bytes(limits)
 
     def host_plan(self, step: Step, buffers: FlashInferBuffers) -> None:
-        """Plan each part the step may ask for, and each that another mode planned for its shape:
-        `plan` takes what it finds.  Makes the wrappers of a new shape.
-        """
+        """Plan each part the step may ask for; makes the wrappers of a new shape."""
         layout, page_size = step.layout, buffers.limits.page_size
         qo_indptr = torch.tensor([0, *accumulate(layout.extend_lens)], dtype=torch.int32)
-        for part in Part:
+        for part in _parts(step.mask, buffers.limits):
             shape = StepShape(part, step.mask, layout.num_reqs, layout.num_tokens)
-            if part not in _parts(step) and shape not in buffers.wrappers:
-                continue
             kv_lens = step.prefix_lens_bound if part is Part.PREFIX else step.kv_lens_bound
             lens = HostLens(
                 qo_indptr=qo_indptr,
@@ -187,7 +183,7 @@ class FlashInferBackend(AttentionBackend):
         """The page ids of every part that was planned for this shape, and a tree's mask."""
         planned: dict[Part, Wrappers] = {}
         lists: list[CsrPlan] = []
-        for part in Part:
+        for part in _parts(view.mask, buffers.limits):
             shape = StepShape(part, view.mask, view.padded_reqs, view.padded_tokens)
             wrappers = buffers.wrappers.get(shape)
             if wrappers is None or not wrappers.rings:
@@ -264,14 +260,11 @@ def _forget_oldest(buffers: FlashInferBuffers) -> None:
         del buffers.wrappers[loose[0]]
 
 
-def _parts(step: Step) -> tuple[Part, ...]:
-    """What pages may be read for: of a tree the prefix alone, as its own rows are read apart; of a
-    chain that might have been a tree either part."""
-    if step.mask is MaskKind.TREE:
+def _parts(mask: MaskKind, limits: Limits) -> tuple[Part, ...]:
+    """What pages may be read for: of a tree the prefix alone, as its own rows are read apart."""
+    if mask is MaskKind.TREE:
         return (Part.PREFIX,)
-    if step.mode.facts.mask is MaskKind.TREE:
-        return (Part.ALL, Part.PREFIX)
-    return (Part.ALL,)
+    return (Part.ALL, Part.PREFIX) if limits.prefix_alone else (Part.ALL,)
 
 
 def _make_wrappers(buffers: FlashInferBuffers, shape: StepShape) -> Wrappers:

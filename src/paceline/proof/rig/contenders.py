@@ -7,10 +7,10 @@ import torch
 
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import (
-    NEEDED_SUPPORT,
     AttentionBackend,
     AttentionConfig,
     GraphSupport,
+    needed_support,
 )
 from paceline.attention.hybrid import hybrid
 from paceline.attention.registry import halves, is_cascade, load_backend
@@ -75,7 +75,7 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
     dtype: torch.dtype = getattr(torch, case.dtype)
     graph = GraphSupport.NEVER
     if runner is not RunnerKind.EAGER:
-        graph = NEEDED_SUPPORT[case.mode.facts.extend]
+        graph = needed_support(None if case.is_ragged else case.max_extend_len)
     config = AttentionConfig(
         device_type=device.type if is_local else "cuda",
         cuda_arch=arch if not is_local or device.type == "cuda" else None,

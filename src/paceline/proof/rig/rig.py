@@ -11,7 +11,6 @@ from paceline.cache.pool import KVFormat, Scales
 from paceline.core.errors import SanitizerError
 from paceline.core.events import EventLog
 from paceline.core.model_config import cache_group_specs
-from paceline.core.modes import ExtendShape
 from paceline.core.padding import PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
@@ -72,7 +71,7 @@ class Rig:
             sinks=None if sinks is None else sinks.float().to(device),
             device=device,
         )
-        self._watched = watch(backend())
+        self._watched = watch(backend(), prefix_alone=case.prefix_only)
         self._stream = make_stream(device)
         self._runner = self._build(self._data[0])
         self._pools = Pools(
@@ -178,7 +177,7 @@ class Rig:
         context = max(case.max_kv_len, case.captured_tokens) + _SLACK
         config = probe_config(case, data.scale, max_position=context)
         sizes = (case.captured_reqs,) if case.captured_reqs and self._is_graph else ()
-        tokens = (case.captured_tokens,) if _is_ragged(case) and sizes else ()
+        tokens = (case.captured_tokens,) if case.is_ragged and sizes else ()
         dtype: torch.dtype = getattr(torch, case.dtype)
         return build_runner(
             cast(CausalLM, self._probe),  # it has what a step asks of one
@@ -196,7 +195,7 @@ class Rig:
                 capture=self._is_graph,
                 poison_graphs=True,
                 sanitize=self._is_graph,
-                max_tree_rows=_longest(case) if any(b.parents for b in case.batches) else 0,
+                max_tree_rows=case.max_extend_len if any(b.parents for b in case.batches) else 0,
                 sizes=OneSize(sizes, tokens),
             ),
             stream=self._stream,
@@ -248,13 +247,14 @@ class Rig:
             ]
         return Step(
             epoch=self._epoch,
-            mode=self._case.mode,
             layout=StepLayout(
                 rows=placement.rows,
                 extend_lens=batch.extend_lens,
                 emits=(False,) * batch.num_reqs,
                 parents=batch.parents,
             ),
+            is_ragged=self._case.is_ragged,
+            mask=self._case.mask(batch),
             prefix_lens_bound=batch.prefix_lens,
             sampler=SamplerTier.GREEDY,
             logprobs=False,
@@ -262,19 +262,10 @@ class Rig:
         )
 
 
-def _is_ragged(case: Case) -> bool:
-    return case.mode.facts.extend is ExtendShape.RAGGED
-
-
-def _longest(case: Case) -> int:
-    """Tokens that a request brings in one step."""
-    return max(max(batch.extend_lens) for batch in case.batches)
-
-
 def _max_tokens(case: Case) -> int:
     """Tokens of the largest step, padded."""
     live = max(batch.num_tokens for batch in case.batches)
-    padded = case.captured_tokens if _is_ragged(case) else case.captured_reqs * _longest(case)
+    padded = case.captured_tokens if case.is_ragged else case.captured_reqs * case.max_extend_len
     return max(live, padded)
 
 

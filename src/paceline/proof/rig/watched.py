@@ -5,6 +5,7 @@ so that they tell of a replay as of an eager run.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ class Watched(AttentionBackend):
     layers_with_lse: those whose forward returned one when Python called it last
     """
 
-    def __init__(self, inner: AttentionBackend) -> None:
+    def __init__(self, inner: AttentionBackend, *, prefix_alone: bool) -> None:
         self._inner = inner
+        self._prefix_alone = prefix_alone
         self.name = inner.name  # type: ignore[misc]
         self.capabilities = inner.capabilities  # type: ignore[misc]
         self.kept_fields = inner.kept_fields  # type: ignore[misc]
@@ -46,7 +48,7 @@ class Watched(AttentionBackend):
         )
         size = (len(limits.layers), len(_ARGUMENTS))
         self.was_changed = torch.zeros(size, dtype=torch.bool, device=limits.device)
-        return self._inner.make_buffers(limits)
+        return self._inner.make_buffers(replace(limits, prefix_alone=self._prefix_alone))
 
     def plan(self, view: StepView, buffers: Any) -> Any:
         plan = self._inner.plan(view, buffers)
@@ -98,10 +100,13 @@ class Watched(AttentionBackend):
             flag.logical_or_((was != bits_of(tensor)).any())
 
 
-def watch(inner: AttentionBackend) -> Watched:
-    """`inner` watched, by a class that reports call its backend's: their lines name its file."""
+def watch(inner: AttentionBackend, *, prefix_alone: bool) -> Watched:
+    """`inner` watched, by a class that reports call its backend's: their lines name its file.
+
+    prefix_alone: what it is to be asked for, see Limits.
+    """
     named: type[Watched] = type("Watched", (Watched,), {"__module__": type(inner).__module__})
-    return named(inner)
+    return named(inner, prefix_alone=prefix_alone)
 
 
 def _require(name: str, got: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:

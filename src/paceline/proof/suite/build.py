@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.core.modes import ForwardMode
 from paceline.proof.suite.case import Batch, Case, Layer
+from paceline.proof.suite.modes import ForwardMode
 from paceline.proof.suite.trees import Parents
 
 Rows = tuple[tuple[int, int], ...]  # [num_reqs] prefix and extend lengths

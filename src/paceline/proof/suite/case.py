@@ -7,7 +7,8 @@ first ones is replayed with other data, fewer rows and shorter or longer request
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.core.modes import ForwardMode, MaskKind
+from paceline.core.modes import MaskKind
+from paceline.proof.suite.modes import ExtendShape, ForwardMode
 
 
 class PageLayout(Enum):
@@ -107,6 +108,16 @@ class Case:
         if kind is MaskKind.TREE and batch.parents is None:
             return MaskKind.CAUSAL  # a chain
         return kind
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether requests bring each their own number of tokens."""
+        return self.mode.facts.extend is ExtendShape.RAGGED
+
+    @property
+    def max_extend_len(self) -> int:
+        """Tokens that a request brings in one step, at most."""
+        return max(max(batch.extend_lens) for batch in self.batches)
 
     @property
     def max_kv_len(self) -> int:

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from paceline.core.modes import ForwardMode
 from paceline.proof.suite.build import (
     base_case,
     full,
@@ -12,6 +11,7 @@ from paceline.proof.suite.build import (
     with_prefixes,
 )
 from paceline.proof.suite.case import Case, Inputs, Layer, PageLayout
+from paceline.proof.suite.modes import ForwardMode
 
 _BASE = base_case(ForwardMode.DECODE)
 _EDGES = (14, 15, 16)  # totals below, at and above a page of 16

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from paceline.core.modes import ForwardMode
 from paceline.proof.suite.build import base_case, ragged_case, tree_case, uniform_case
 from paceline.proof.suite.case import Case
+from paceline.proof.suite.modes import ForwardMode
 from paceline.proof.suite.trees import VERIFY_TREES
 
 _DIMS = ((80, 80), (96, 96), (128, 64), (192, 128), (256, 256))  # of K, of V

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from paceline.core.modes import ForwardMode
 from paceline.proof.suite.build import Rows, base_case, full, ragged_case, with_frozen
 from paceline.proof.suite.case import Case, Inputs, Layer, PageLayout
+from paceline.proof.suite.modes import ForwardMode
 
 _BASE = base_case(ForwardMode.EXTEND)
 _EDGES: Rows = ((15, 1), (16, 2), (0, 31))  # prefix and total on both sides of a page of 16

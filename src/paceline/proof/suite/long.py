@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from paceline.core.modes import ForwardMode
 from paceline.proof.suite.build import base_case, full, ragged_case, tree_case, uniform_case
 from paceline.proof.suite.case import Case
+from paceline.proof.suite.modes import ForwardMode
 from paceline.proof.suite.trees import VERIFY_TREES, beam, draft_step
 
 _LENGTHS = (("1k", 1023), ("8k", 8192))  # name, prefix

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from paceline.core.modes import ForwardMode
 from paceline.proof.suite.build import (
     base_case,
     full,
@@ -15,6 +14,7 @@ from paceline.proof.suite.build import (
     with_trees,
 )
 from paceline.proof.suite.case import Case, Inputs, Layer, PageLayout
+from paceline.proof.suite.modes import ForwardMode
 from paceline.proof.suite.trees import VERIFY_TREES, beam, chain, draft_step, forest, irregular
 
 _VERIFY = base_case(ForwardMode.TARGET_VERIFY)

@@ -6,7 +6,6 @@ off where a GPU rounds.
 
 from dataclasses import replace
 
-from paceline.core.modes import ForwardMode
 from paceline.proof.suite.build import (
     base_case,
     interpreted,
@@ -16,6 +15,7 @@ from paceline.proof.suite.build import (
     with_frozen,
 )
 from paceline.proof.suite.case import Case, Layer, PageLayout
+from paceline.proof.suite.modes import ForwardMode
 from paceline.proof.suite.trees import beam, chain, draft_step, irregular
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from paceline.core.modes import ForwardMode
 from paceline.proof.suite.build import base_case, full, ragged_case, tree_case, uniform_case
 from paceline.proof.suite.case import Case, PageLayout
+from paceline.proof.suite.modes import ForwardMode
 from paceline.proof.suite.trees import VERIFY_TREES, beam, draft_step
 
 _LAYOUTS = (PageLayout.CONTIGUOUS, PageLayout.SHUFFLED, PageLayout.INTERLEAVED, PageLayout.REVERSED)

@@ -49,7 +49,7 @@ def step_regions(buffers: StepBuffers, use: StepUse, layout: StepLayout) -> list
 
 def _is_staged(name: str, layout: StepLayout) -> bool:
     """Whether the host wrote what of it is in use."""
-    return name == "step.facts" or (name == "step.parents" and layout.has_tree)
+    return name == "step.facts" or (name == "step.parents" and layout.parents is not None)
 
 
 def backend_regions(named: Mapping[str, Tensor], kept: frozenset[str]) -> list[Region]:

@@ -67,9 +67,8 @@ class Sanitizer:
 
     def _report(self, runs: PoisonedRuns, checked: CheckedStep) -> str:
         step, size, proposer = checked.step, checked.size, self._parts.proposer
-        kind = "round" if step.is_round else f"{step.mode.value} step"
         name = (
-            f"{kind} of {step.layout.num_reqs} requests, padded to {size.reqs}, "
+            f"{step.kind} of {step.layout.num_reqs} requests, padded to {size.reqs}, "
             f"with attention backend '{self._parts.backend.name}'"
             + (f", drafts by {proposer.name}" if proposer is not None else "")
         )

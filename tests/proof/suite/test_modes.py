@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from paceline.core.modes import MODE_FACTS, ExtendShape, ForwardMode, MaskKind, ModeFacts
+from paceline.core.modes import MaskKind
+from paceline.proof.suite.modes import MODE_FACTS, ExtendShape, ForwardMode, ModeFacts
 
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
 HEADER = ["mode", "mask", "extend"]
