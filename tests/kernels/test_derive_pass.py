@@ -179,8 +179,7 @@ def test_a_pass_is_what_the_table_and_derive_tree_make_of_the_same_requests(is_t
     offsets = torch.arange(shape.reqs * shape.rows, dtype=torch.int32)
     derive_rows(table, step, page_sizes=shape.page_sizes, offsets=offsets)
     if base.source.parents is not None and step.tree_mask is not None:
-        parents = base.source.parents.view(-1)
-        derive_tree(parents, step.prefix_lens, step.positions, tree_mask=step.tree_mask)
+        derive_tree(base.source.parents.view(-1), step)
     mine, theirs = fields_of(drafted), fields_of(step)
     assert mine.keys() == theirs.keys()
     assert [name for name in mine if not torch.equal(mine[name], theirs[name])] == []

@@ -1,6 +1,7 @@
 """derive_tree: ancestors and depths, walked by hand, and the kernel against the definition."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -39,7 +40,13 @@ def make(trees: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return parents, torch.tensor(PREFIX, dtype=torch.int32), positions, mask
 
 
-@pytest.mark.parametrize("fill", [derive_tree, derive_tree_reference, launch_derive_tree])
+def fill_view(parents: Tensor, prefix: Tensor, positions: Tensor, *, tree_mask: Tensor) -> None:
+    """As of a step whose view has these tensors."""
+    view = SimpleNamespace(prefix_lens=prefix, positions=positions, tree_mask=tree_mask)
+    derive_tree(parents, view)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fill", [fill_view, derive_tree_reference, launch_derive_tree])
 @pytest.mark.parametrize("name", TREES)
 def test_a_row_sees_itself_and_its_ancestors_and_stands_at_its_depth(
     name: str, fill: Callable[..., None]
@@ -67,4 +74,4 @@ def test_tensors_of_another_shape_are_refused_by_name(broken: int) -> None:
     tensors[broken] = tensors[broken][:-1]
     name = ("parents", "prefix_lens", "positions", "tree_mask")[broken]
     with pytest.raises(KernelArgumentError, match=rf"{name} must be contiguous .*; every request"):
-        derive_tree(*tensors[:3], tree_mask=tensors[3])
+        fill_view(*tensors[:3], tree_mask=tensors[3])

@@ -18,12 +18,17 @@ from torch import Tensor
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.stand_in import device_type
+from paceline.kernels.step_view import StepView
 
 
 def derive_tree_reference(
     parents: Tensor, prefix_lens: Tensor, positions: Tensor, *, tree_mask: Tensor
 ) -> None:
-    """The definition, and the CPU's path; arguments and mutation as `derive_tree`."""
+    """The definition, and the CPU's path; mutation as `derive_tree`.
+
+    parents: [reqs * rows] int32; prefix_lens: [reqs] int32; positions: [reqs * rows] int64;
+    tree_mask: [reqs * rows, rows] bool.
+    """
     reqs, rows = prefix_lens.shape[0], tree_mask.shape[1]
     columns = torch.arange(rows, dtype=torch.int32, device=parents.device)
     reach = (parents.view(reqs, rows, 1) == columns) | (columns == columns.unsqueeze(1))
@@ -51,16 +56,15 @@ _DERIVE_TREE = define_op(
 )
 
 
-def derive_tree(
-    parents: Tensor, prefix_lens: Tensor, positions: Tensor, *, tree_mask: Tensor
-) -> None:
-    """Fill `positions` and `tree_mask` of a tree step in place.
+def derive_tree(parents: Tensor, view: StepView) -> None:
+    """Fill `positions` and `tree_mask` of a tree step in place, from its prefix_lens.
 
-    parents: [reqs * rows] int32, each -1 or an earlier row of the same request; trusted: it lives
-    on the device.  prefix_lens: [reqs] int32.  positions: [reqs * rows] int64.  tree_mask: [reqs *
-    rows, rows] bool, contiguous.  Graph-safe: shapes alone decide the grid.
-    Raises KernelArgumentError.
+    parents: [padded_tokens] int32, each -1 or an earlier row of the same request; trusted: it lives
+    on the device.  view: of a step with a tree mask; its sizes are checked.  Graph-safe: shapes
+    alone decide the grid.  Raises KernelArgumentError.
     """
+    prefix_lens, positions, tree_mask = view.prefix_lens, view.positions, view.tree_mask
+    assert tree_mask is not None, "a step of trees has a mask"
     reqs, rows = prefix_lens.shape[0], tree_mask.shape[1]
     wanted = (
         ("parents", parents, torch.int32, (reqs * rows,)),

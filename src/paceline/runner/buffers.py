@@ -5,7 +5,7 @@ the frozen StepView of one padded size.  Equal sizes give equal addresses, alway
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 import numpy as np
@@ -34,7 +34,7 @@ class Extent(Enum):
     RESULT = "a number of a request's results"
 
 
-# By the field of StepBuffers: named_tensors and the sanitizer follow.
+# By the field of StepBuffers: views, named_tensors and the sanitizer follow.
 EXTENTS = {
     "facts": Extent.REQUEST,
     "parents": Extent.TREE_TOKEN,
@@ -57,6 +57,13 @@ EXTENTS = {
     "top_ids": Extent.EMITTED,
     "top_logprobs": Extent.EMITTED,
 }
+
+# What the view of a step, or of a pass, has under the same name: the first entries it uses.
+_VIEWED = tuple(
+    field.name
+    for field in fields(StepView)
+    if field.name in EXTENTS and field.name not in ("row_ids", "tree_mask")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,30 +238,27 @@ class StepBuffers:
     def _view(
         self, size: PaddedSize, mask: MaskKind, row_ids: Tensor, page_tables: Sequence[Tensor]
     ) -> StepView:
-        reqs, tokens = size.reqs, size.tokens
+        has_tree = mask is MaskKind.TREE
+        use = StepUse(size, has_tree=has_tree, max_emitted=0)
+
+        def used(field: str, tensor: Tensor | None = None) -> Tensor:
+            whole: Tensor = getattr(self, field) if tensor is None else tensor
+            return whole[: use.entries(EXTENTS[field])]
+
         return StepView(
             row_ids=row_ids,
-            prefix_lens=self.prefix_lens[:reqs],
-            extend_lens=self.extend_lens[:reqs],
-            kv_lens=self.kv_lens[:reqs],
-            cu_seqlens_q=self.cu_seqlens_q[: reqs + 1],
-            req_ids=self.req_ids[:tokens],
-            positions=self.positions[:tokens],
-            input_ids=self.input_ids[:tokens],
-            logits_loc=self.logits_loc[:reqs],
+            **{field: used(field) for field in _VIEWED},
             groups=tuple(
-                GroupView(page_table=table[:reqs], out_cache_loc=loc[:tokens])
+                GroupView(
+                    page_table=used("page_tables", table), out_cache_loc=used("out_cache_locs", loc)
+                )
                 for table, loc in zip(page_tables, self.out_cache_locs, strict=True)
             ),
             mask=mask,
-            tree_mask=self._tree_mask(size) if mask is MaskKind.TREE else None,
+            tree_mask=used("tree_mask").view(size.tokens, -1) if has_tree else None,
             max_extend_len=size.max_extend_len,
             kv_len_bound=self.kv_len_bound,
         )
-
-    def _tree_mask(self, size: PaddedSize) -> Tensor:
-        """[padded_tokens, max_extend_len] of a uniform step."""
-        return self.tree_mask[: size.tokens * size.max_extend_len].view(size.tokens, -1)
 
     def results_of(self, reqs: int, max_emitted: int) -> Tensor:
         """[reqs, 2 + max_emitted] of a step whose rows emit so many tokens at most."""

@@ -33,9 +33,4 @@ def derive(
         offsets=buffers.arange,
     )
     if view.tree_mask is not None:
-        derive_tree(
-            buffers.parents[: view.padded_tokens],
-            view.prefix_lens,
-            view.positions,
-            tree_mask=view.tree_mask,
-        )
+        derive_tree(buffers.parents[: view.padded_tokens], view)

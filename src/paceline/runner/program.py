@@ -160,7 +160,7 @@ class StepProgram:
             assert tree.parents is not None, f"{parts.proposer.name} promised trees"
             parents = parts.buffers.parents[: view.padded_tokens]
             parents.view(tree.parents.shape).copy_(tree.parents)
-            derive_tree(parents, view.prefix_lens, view.positions, tree_mask=view.tree_mask)
+            derive_tree(parents, view)
         return tree
 
     def _score(self, hidden: Tensor) -> None:

@@ -95,7 +95,7 @@ def test_a_case_says_what_it_asks():
     [
         (DECODE, GraphSupport.DECODE),
         (TREE, GraphSupport.UNIFORM),
-        (FROZEN_KV, GraphSupport.UNIFORM),
+        (FROZEN_KV, GraphSupport.DECODE),
         (EXTEND, GraphSupport.ALWAYS),
     ],
     ids=lambda each: getattr(each, "name", None),

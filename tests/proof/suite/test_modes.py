@@ -6,7 +6,7 @@ from pathlib import Path
 from paceline.core.modes import MaskKind
 from paceline.proof.suite.modes import MODE_FACTS, ExtendShape, ForwardMode, ModeFacts
 
-PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
+PAGE = Path(__file__).parents[3] / "docs" / "layouts.md"
 HEADER = ["mode", "mask", "extend"]
 
 
