@@ -86,7 +86,12 @@ _PASS_TESTS = (
     "speculate/test_eagle_state.py",
     "llm/drafts/test_llm_speculative_backends.py::test_drafts_change_no_text_where_the_host_plans",
 )
-_KEY_TESTS = (*_GUARD_TESTS, *_PADDING_TESTS, "runner/test_graph_keys.py")
+_KEY_TESTS = (
+    *_GUARD_TESTS,
+    *_PADDING_TESTS,
+    "runner/test_graph_keys.py",
+    "runner/test_keys_ahead.py",
+)
 
 TARGETS = (
     Target(
