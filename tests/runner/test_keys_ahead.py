@@ -1,4 +1,6 @@
-"""The keys that a runner runs and captures before the first request."""
+"""The keys that a runner runs and captures before the first request, and the steps of keys."""
+
+from dataclasses import replace
 
 import pytest
 from tiny_drafters import TREE, eagle3
@@ -6,7 +8,8 @@ from tiny_runner import Driver, TinyModel
 
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
-from paceline.runner.graph_keys import GraphKeys
+from paceline.core.step import Step, StepLayout
+from paceline.runner.graph_keys import GraphKeys, empty_step
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import GraphKey
 from paceline.runner.program import Parts
@@ -66,3 +69,45 @@ def test_the_largest_of_each_shape_is_captured_first(parts: Parts, drafting: Par
     assert told([drafted.largest_decode()]) == [(8, TREE.num_draft_tokens, None, True, GREEDY)]
     assert drafted.longest_extend() is None
     assert (keys.ragged_tokens, drafted.ragged_tokens) == (SIZES.tokens, ())
+
+
+def ragged_step(**facts: object) -> Step:
+    """Rows of 3, 1 and 2 tokens."""
+    return Step(
+        epoch=1,
+        layout=StepLayout(rows=(1, 2, 3), extend_lens=(3, 1, 2), emits=(True,) * 3),
+        is_ragged=True,
+        prefix_lens_bound=(0, 4, 0),
+        sampler=GREEDY,
+        logprobs=False,
+        deltas=(),
+        **facts,  # type: ignore[arg-type]
+    )
+
+
+def test_a_ragged_step_is_padded_by_its_tokens_and_its_rows(parts: Parts) -> None:
+    (key,) = told([GraphKeys(parts, SIZES).of(ragged_step())])  # type: ignore[list-item]
+    assert key == (4, None, 16, False, GREEDY)
+
+
+@pytest.mark.parametrize("observed", [True, False])
+def test_a_key_and_its_empty_step_say_whether_the_drafter_looks(
+    parts: Parts, observed: bool
+) -> None:
+    key = GraphKeys(parts, SIZES).of(ragged_step(observed=observed))
+    assert key is not None
+    assert (key.observed, empty_step(key).observed) == (observed, observed)
+
+
+@pytest.mark.parametrize("is_round", [True, False])
+@pytest.mark.parametrize("mask", [MaskKind.CAUSAL, MaskKind.TREE])
+@pytest.mark.parametrize("extend_len", [3, None])
+def test_an_empty_step_is_of_its_keys_kind(
+    parts: Parts, extend_len: int | None, mask: MaskKind, is_round: bool
+) -> None:
+    """The host spells out the parents of a tree, unless a proposer writes them on the device."""
+    key = GraphKeys(parts, SIZES).largest_decode()
+    step = empty_step(replace(key, extend_len=extend_len, mask=mask, is_round=is_round))
+    assert (step.is_ragged, step.mask, step.is_round) == (extend_len is None, mask, is_round)
+    has_parents = mask is MaskKind.TREE and not is_round
+    assert step.layout.parents == (() if has_parents else None)
