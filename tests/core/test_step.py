@@ -1,5 +1,7 @@
 """Step: what it says of its rows, plain, drafted and padded."""
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.core.modes import MaskKind
@@ -42,3 +44,9 @@ def test_a_padded_round_is_a_round() -> None:
     assert padded.is_round
     assert padded.mask is MaskKind.TREE
     assert padded.layout.extend_lens == (3, 3, 3)
+
+
+def test_a_padded_tree_has_padded_rows_that_hang_on_their_prefix() -> None:
+    tree = step(2, 2, mask=MaskKind.TREE)
+    tree = replace(tree, layout=replace(tree.layout, parents=((-1, 0), (-1, -1))))
+    assert padded_step(tree, (2,)).layout.parents == ((-1, 0), (-1, -1), (-1, -1))

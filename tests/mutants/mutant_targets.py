@@ -159,7 +159,7 @@ TARGETS = (
         ("StepLayout", "Step", "padded_step", "padded_parents"),
         Killers(
             _TORCH + _cells("flashinfer", *_STEP),
-            (*_PADDING_TESTS, *_DERIVE_TESTS),
+            ("core/test_step.py", *_PADDING_TESTS, *_DERIVE_TESTS),
         ),
     ),
     Target(

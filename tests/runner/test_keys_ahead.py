@@ -6,6 +6,8 @@ import pytest
 from tiny_drafters import TREE, eagle3
 from tiny_runner import Driver, TinyModel
 
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.contract import GraphSupport
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
@@ -72,10 +74,10 @@ def test_the_largest_of_each_shape_is_captured_first(parts: Parts, drafting: Par
 
 
 def ragged_step(**facts: object) -> Step:
-    """Rows of 3, 1 and 2 tokens."""
+    """Rows of 30, 1 and 2 tokens."""
     return Step(
         epoch=1,
-        layout=StepLayout(rows=(1, 2, 3), extend_lens=(3, 1, 2), emits=(True,) * 3),
+        layout=StepLayout(rows=(1, 2, 3), extend_lens=(30, 1, 2), emits=(True,) * 3),
         is_ragged=True,
         prefix_lens_bound=(0, 4, 0),
         sampler=GREEDY,
@@ -87,7 +89,32 @@ def ragged_step(**facts: object) -> Step:
 
 def test_a_ragged_step_is_padded_by_its_tokens_and_its_rows(parts: Parts) -> None:
     (key,) = told([GraphKeys(parts, SIZES).of(ragged_step())])  # type: ignore[list-item]
-    assert key == (4, None, 16, False, GREEDY)
+    assert key == (4, None, 48, False, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("support", "captured"),
+    [
+        (GraphSupport.NEVER, set()),
+        (GraphSupport.DECODE, {1}),
+        (GraphSupport.UNIFORM, {1, 2}),
+        (GraphSupport.ALWAYS, {1, 2, None}),
+    ],
+)
+def test_a_backend_captures_the_steps_it_supports(
+    parts: Parts, support: GraphSupport, captured: set[int | None]
+) -> None:
+    able = type("Able", (TorchBackend,), {})()
+    able.capabilities = replace(TorchBackend.capabilities, graph=support)
+    keys = GraphKeys(replace(parts, backend=able), SIZES)
+    found = set()
+    for extend in (1, 2, None):
+        step = ragged_step()
+        if extend is not None:
+            layout = replace(step.layout, extend_lens=(extend,) * 3)
+            step = replace(step, layout=layout, is_ragged=False)
+        found |= {extend} if keys.of(step) is not None else set()
+    assert found == captured
 
 
 @pytest.mark.parametrize("observed", [True, False])
