@@ -1,12 +1,14 @@
 """What a run of `paceline check` does."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.core.errors import ConfigError
-from paceline.core.progress import INTERRUPTED, cut_mark
+from paceline.core.progress import INTERRUPTED, collect, cut_mark
+from paceline.proof.check import report
 from paceline.proof.check.baseline import Baseline, read_cells
 from paceline.proof.check.cell import CellResult
 from paceline.proof.check.filters import parse_filter
@@ -24,6 +26,7 @@ from paceline.proof.check.matrix import (
 from paceline.proof.suite.case import Case
 
 Suite = Callable[[], Iterable[Case]]
+MOST_REASON = 160  # characters of a reason on one line; the report has all
 GPU_WORKERS = 6  # a GPU's cells wait for the oracle and for compilers
 
 
@@ -44,7 +47,6 @@ def run_check(
     after the tables only for a file that can no longer be written.
     """
     from paceline.plan.machine import local_device
-    from paceline.proof.check import report
     from paceline.proof.check.html import page
 
     device = local_device(None if values["device"] == "auto" else values["device"])
@@ -139,27 +141,29 @@ def _run(
     err: TextIO,
 ) -> tuple[list[CellResult], bool]:
     """(the results, whether Ctrl-C ended them early); raises KeyboardInterrupt before the first."""
-    from paceline.proof.check.progress import CellProgress
-
     workers = min(num_workers(values["workers"], device_type), len(cells))
-    progress = CellProgress(len(cells), err)
-    results, is_cut = list[CellResult](), False
-    try:
-        for result in run_cells(
-            cells,
-            device_type=device_type,
-            workers=workers,
-            limit_s=limit_s,
-            harness=harness,
-        ):
-            progress.add(result)
-            results.append(result)
-    except KeyboardInterrupt:
-        if not results:
-            raise
-        is_cut = True
-    progress.end()
+    began = time.monotonic()
+    run = run_cells(
+        cells, device_type=device_type, workers=workers, limit_s=limit_s, harness=harness
+    )
+    results, is_cut = collect("check", _telling(run, err), total=len(cells), unit="cell")
+    failing = sum(map(report.is_failing, results))
+    seconds = time.monotonic() - began
+    text = f"{len(results)} of {len(cells)} cells, {failing} failing, {seconds:.1f} s"
+    print(text, file=err, flush=True)
     return results, is_cut
+
+
+def _telling(results: Iterable[CellResult], err: TextIO) -> Iterator[CellResult]:
+    """The same results; one that fails is said at once, above the bar."""
+    from tqdm import tqdm
+
+    for result in results:
+        if report.is_failing(result):
+            word = report.said(result.status).upper()
+            reason = (result.reason or "").partition("\n")[0][:MOST_REASON]
+            tqdm.write(f"{word} {result.id}: {reason}", file=err)
+        yield result
 
 
 def _suite() -> Iterable[Case]:
