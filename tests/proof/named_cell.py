@@ -7,12 +7,12 @@ from paceline.proof.rig.contenders import contender
 from paceline.proof.rig.harness import run_cell
 from paceline.proof.suite.cases import cases
 
+CASES = {(case.method, case.mode.value, case.name): case for case in cases()}
+
 
 def run_named(cell_id: str) -> CellResult:
-    """Run method/backend/mode/runner/variant.  Raises ValueError where the suite has no such case,
+    """Run method/backend/mode/runner/variant.  Raises KeyError where the suite has no such case,
     ConfigError for a backend that there is not."""
     method, backend, mode, runner, name = cell_id.split("/")
-    wanted = (method, mode, name)
-    [case] = [case for case in cases() if (case.method, case.mode.value, case.name) == wanted]
     who = contender(backend, "cpu")
-    return run_cell(case, who, RunnerKind(runner), torch.device("cpu"))
+    return run_cell(CASES[method, mode, name], who, RunnerKind(runner), torch.device("cpu"))

@@ -59,16 +59,16 @@ def cells() -> Iterator[object]:
     """Every quick cell of a CPU."""
     few = pairwise([case for case in QUICK if not case.is_interpreted])
     tiny = pairwise([case for case in QUICK if case.is_interpreted])
-    for case in QUICK:  # case after case: each is made ready once
+    for turn, case in enumerate(QUICK):  # case after case: each is made ready once
         for number, name in enumerate(BACKENDS["cpu"]):
             cell = Cell(case=case, backend=name, runner=RUNNERS["cpu"][0])
             if absence(cell, "cpu") or ("triton" in name and not INTERPRETS):
                 continue
             for runner in RUNNERS["cpu"]:
                 cell = Cell(case=case, backend=name, runner=runner)
-                turn = (number + QUICK.index(case)) % 2 == RUNNERS["cpu"].index(runner)
+                is_its_turn = (number + turn) % 2 == RUNNERS["cpu"].index(runner)
                 chosen = few if "triton" not in name else tiny
-                is_fast = turn and (name == "torch" or case in chosen)
+                is_fast = is_its_turn and (name == "torch" or case in chosen)
                 yield pytest.param(cell.id, marks=[] if is_fast else pytest.mark.slow)
 
 
