@@ -3,8 +3,6 @@
 The tokenizer's tokens are pairs of letters: id 0 is "aa", id 1 is "ab", id 26 is "ba".
 """
 
-import itertools
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny_checkpoints
 import tokenizers
 import torch
 import transformers
 from torch import Tensor
 
+from covers import Cell
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend, Capabilities
 from paceline.core.sampling_params import SamplingParams
@@ -35,9 +33,6 @@ CONTEXT = tiny_checkpoints.CONTEXT
 VOCAB = 160
 EOS = (2, 3)
 TIE_ULPS = 32  # of float32 at the largest logit: what another order of summation may move
-COVERS = 60  # tried by `pairwise`
-# What a value multiplies a cell's time by, roughly: poison and a second run, and work done again.
-DEAR = {"deferred": 2.5, "tight": 1.3}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=46, ignore_eos=True)
 Tokens = tuple[int, ...]
 
@@ -218,7 +213,6 @@ def recorded_steps(llm: LLM) -> Iterator[list[Step]]:
         engine._runner = runner
 
 
-Cell = Mapping[str, Any]
 AXES: dict[str, tuple[Any, ...]] = {
     "enforce_eager": (False, True),
     "page_size": (1, 16, 64),
@@ -228,62 +222,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "pool": ("roomy", "tight"),
     "stream": ("inline", "deferred"),
 }
-
-
-def every_cell(axes: Mapping[str, tuple[Any, ...]]) -> list[Cell]:
-    """The full product."""
-    return [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-
-
-def pairwise(axes: Mapping[str, tuple[Any, ...]]) -> list[Cell]:
-    """Few cells that hold every pair of values of two axes: the cheapest of many covers."""
-    covers = (_cover(axes, random.Random(seed)) for seed in range(COVERS))
-    return min(covers, key=lambda cells: sum(map(_cost, cells)))
-
-
-def _cost(cell: Cell) -> float:
-    return math.prod(DEAR.get(value, 1.0) for value in cell.values())
-
-
-def _cover(axes: Mapping[str, tuple[Any, ...]], rng: random.Random) -> list[Cell]:
-    """Each cell begins with a pair that is left, and takes the values that hold most others; of
-    those that hold as many, the cheapest."""
-    pairs = [
-        frozenset(((one, a), (other, b)))
-        for one, other in itertools.combinations(axes, 2)
-        for a, b in itertools.product(axes[one], axes[other])
-    ]
-    left, cells = dict.fromkeys(pairs), []
-    while left:
-        cell = dict(sorted(rng.choice(list(left))))
-        for name in rng.sample([name for name in axes if name not in cell], len(axes) - 2):
-            cell[name] = max(
-                rng.sample(axes[name], len(axes[name])),
-                key=lambda value: (
-                    sum(frozenset((item, (name, value))) in left for item in cell.items()),
-                    -DEAR.get(value, 1.0),
-                ),
-            )
-        cells.append({name: cell[name] for name in axes})
-        for pair in itertools.combinations(cell.items(), 2):
-            left.pop(frozenset(pair), None)
-    return cells
-
-
-def all_with_a_cover(axes: Mapping[str, tuple[Any, ...]]) -> list[Any]:
-    """The full product as parameters of a test; what is beyond a pairwise cover is slow."""
-    cover = pairwise(axes)
-    return [
-        pytest.param(cell, id=cell_name(cell), marks=() if cell in cover else pytest.mark.slow)
-        for cell in every_cell(axes)
-    ]
-
-
-def cell_name(cell: Cell) -> str:
-    short = {"enforce_eager": ("graph", "eager"), "enable_prefix_cache": ("nocache", "cache")}
-    short["overlap"] = ("twin", "overlap")
-    words = [short[k][v] if k in short else f"{v}" for k, v in cell.items()]
-    return "-".join(words)
 
 
 def llm_of(

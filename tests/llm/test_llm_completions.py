@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from llm_cases import (
     GREEDY,
-    Cell,
     Checkpoint,
     assert_idle,
     llm_of,
@@ -16,6 +15,7 @@ from llm_cases import (
     text_of,
 )
 
+from covers import Cell
 from paceline.core.errors import CapacityError, RequestError
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.seeds import child_seed

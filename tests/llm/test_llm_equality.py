@@ -10,18 +10,14 @@ import transformers
 from llm_cases import (
     AXES,
     GREEDY,
-    Cell,
     Checkpoint,
     Tokens,
     assert_idle,
     assert_same_or_tie,
-    cell_name,
-    every_cell,
     llm_of,
     make_checkpoint,
     make_head64_checkpoint,
     make_llm,
-    pairwise,
     random_prompts,
     recorded_steps,
     shared_prompts,
@@ -29,6 +25,7 @@ from llm_cases import (
     tokens_of,
 )
 
+from covers import Cell, cell_name, every_cell, pairwise
 from paceline.core.model_config import cache_group_specs
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs

@@ -13,17 +13,14 @@ import torch
 import transformers
 from llm_cases import (
     GREEDY,
-    Cell,
     Checkpoint,
     Tokens,
     assert_idle,
     assert_same_or_tie,
-    cell_name,
     llm_of,
     make_checkpoint,
     make_head64_checkpoint,
     make_llm,
-    pairwise,
     random_prompts,
     shared_prompts,
     tokens_of,
@@ -31,6 +28,7 @@ from llm_cases import (
 from safetensors.torch import save_file
 from torch import Tensor
 
+from covers import Cell, cell_name, pairwise
 from paceline.core.errors import WeightsError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import RequestOutput

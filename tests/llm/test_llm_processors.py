@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from llm_cases import (
     EOS,
     GREEDY,
-    Cell,
     Checkpoint,
     assert_idle,
     llm_of,
@@ -26,6 +25,7 @@ from llm_cases import (
 from torch import Tensor
 from transformers.generation.logits_process import ExponentialDecayLengthPenalty
 
+from covers import Cell
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError, HostReadError, KernelArgumentError, RequestError
 from paceline.core.sampling_params import SamplerTier, SamplingParams

@@ -7,7 +7,6 @@ import pytest
 import torch
 from llm_cases import (
     GREEDY,
-    Cell,
     Checkpoint,
     assert_idle,
     llm_of,
@@ -19,6 +18,7 @@ from llm_cases import (
     tokens_of,
 )
 
+from covers import Cell
 from paceline.core.errors import RequestError
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import JoinDelta, RowLogprobs

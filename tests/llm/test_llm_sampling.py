@@ -7,7 +7,6 @@ from llm_cases import (
     CONTEXT,
     EOS,
     GREEDY,
-    Cell,
     Checkpoint,
     Tokens,
     assert_idle,
@@ -20,6 +19,7 @@ from llm_cases import (
 )
 
 from cache_probe import cached_len
+from covers import Cell
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs
 from paceline.engine.completion import Completion

@@ -11,7 +11,6 @@ import pytest
 from draft_checkpoints import save_eagle, save_eagle3, save_relative, soften
 from llm_cases import (
     CONTEXT,
-    Cell,
     Checkpoint,
     assert_idle,
     assert_same_or_tie,
@@ -23,6 +22,7 @@ from llm_cases import (
     text_of,
 )
 
+from covers import Cell
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason

@@ -7,12 +7,8 @@ from typing import Any
 
 import pytest
 from llm_cases import (
-    Cell,
     Checkpoint,
-    all_with_a_cover,
     assert_idle,
-    cell_name,
-    every_cell,
     make_checkpoint,
     make_llm,
     random_prompts,
@@ -28,6 +24,7 @@ from speculative_cases import (
     tight_pages,
 )
 
+from covers import Cell, all_with_a_cover, cell_name, every_cell
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Step
 from paceline.engine.outputs import RequestOutput

@@ -1,7 +1,7 @@
 """With any drafter the text is that of plain decoding, whatever else goes on in the engine."""
 
 import pytest
-from llm_cases import CONTEXT, Cell, cell_name, every_cell, pairwise
+from llm_cases import CONTEXT
 from speculative_cases import (
     AXES,
     PARAMS,
@@ -15,6 +15,8 @@ from speculative_cases import (
     serve,
     with_chosen,
 )
+
+from covers import Cell, cell_name, every_cell, pairwise
 
 FULL = ("drafter", "topk", "page_size", "enforce_eager", "pool")  # in every combination
 PRODUCT = every_cell({name: AXES[name] for name in FULL} | {"params": ("greedy", "top-p")})

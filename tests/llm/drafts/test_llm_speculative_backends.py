@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from draft_checkpoints import save_eagle, save_eagle3, save_relative, soften
-from llm_cases import Cell, cell_name, every_cell, make_checkpoint, make_head64_checkpoint, pairwise
+from llm_cases import make_checkpoint, make_head64_checkpoint
 from speculative_cases import (
     Served,
     Truth,
@@ -19,6 +19,7 @@ from speculative_cases import (
     truth_of,
 )
 
+from covers import Cell, cell_name, every_cell, pairwise
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.contract import Capabilities
 from paceline.proof.emulators import flashinfer, flashinfer_ragged
