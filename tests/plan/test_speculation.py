@@ -203,6 +203,23 @@ def test_forced_acceptance_is_named_forced(target):
             "speculative_eagle_topk must be from 1 to 16, got 0",
         ),
         (
+            {"algorithm": "NGRAM", "steps": 65},
+            "speculative_num_steps must be from 1 to 64 tokens, got 65",
+        ),
+        (
+            {"algorithm": "NGRAM", "topk": 17},
+            "speculative_eagle_topk must be from 1 to 16, got 17",
+        ),
+        (
+            {"algorithm": "NGRAM", "tokens": 1},
+            "speculative_num_draft_tokens must be from 2 to 256 tokens, got 1",
+        ),
+        (
+            {"algorithm": "NGRAM", "tokens": 66},
+            "speculative_num_steps must be from 1 to 64, got 65; lower "
+            "--speculative-num-draft-tokens, or raise --speculative-eagle-topk",
+        ),
+        (
             {"algorithm": "NGRAM", "steps": 3, "tokens": 5},
             "speculative_num_draft_tokens must be 4 (a chain of 3 and its root), got 5",
         ),

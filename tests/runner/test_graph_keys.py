@@ -9,10 +9,19 @@ from tiny_runner import GREEDY, Driver, TinyModel, random_prompts, with_logprobs
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.runner.graphs import GraphKey
+from paceline.runner.proposer import Nobody
 from paceline.runner.recorded import RecordedGraph
 
 LENGTHS = (5, 11, 3)
 SAMPLED = SamplingParams(temperature=0.7, seed=1, max_tokens=None, ignore_eos=True)
+
+
+class Tapping(Nobody):
+    """Wants a hidden state, and drafts nothing."""
+
+    taps = ("embed",)
+
+
 # Field of the key -> driver options, parameters of row 2, and step (rows -> extend length); it
 # differs from a greedy decode of rows 1 and 3 in that one fact.
 FACTS: dict[str, tuple[dict[str, Any], SamplingParams, dict[int, int]]] = {
@@ -21,7 +30,7 @@ FACTS: dict[str, tuple[dict[str, Any], SamplingParams, dict[int, int]]] = {
     "backend": ({"backend": HostPlannedBackend()}, GREEDY, {1: 1, 2: 1}),
     "sampler": ({}, SAMPLED, {1: 1, 2: 1}),
     "logprobs": ({}, with_logprobs(2), {1: 1, 2: 1}),
-    "taps": ({"taps": ("embed",)}, GREEDY, {1: 1, 2: 1}),
+    "taps": ({"make_proposer": lambda limits: Tapping()}, GREEDY, {1: 1, 2: 1}),
 }
 NO_DECODE_STEP_HAS_IT = {
     "mask",

@@ -1,8 +1,13 @@
-"""StepProgram: which hidden rows the language-model head reads."""
+"""StepProgram: which hidden rows the language-model head reads, and what a drafter adds."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
+from tiny_drafters import CHAIN, eagle3, ngram
 from tiny_runner import Driver, TinyModel, random_prompts
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.models.decoder import Hidden
 
@@ -47,3 +52,36 @@ def test_where_every_token_is_a_last_one_the_head_reads_them_in_place(
     for hidden, given in seen[-2:]:
         assert given.data_ptr() == hidden.data_ptr()
         assert given.shape == hidden.shape
+
+
+class Operators(TorchDispatchMode):
+    """Notes the names of those that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.seen.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_decode_step(tiny: TinyModel, **drafter: Any) -> list[str]:
+    driver = Driver(tiny, graph_max_reqs=None, sanitize=False, **drafter)
+    driver.prefill(dict(zip([3, 1], random_prompts([5, 4]), strict=True)))
+    with Operators() as operators:
+        driver.decode([3, 1])
+    return operators.seen
+
+
+def test_a_drafter_that_does_not_observe_adds_nothing_to_a_decode_step(tiny: TinyModel) -> None:
+    nobody = operators_of_a_decode_step(tiny)
+    observing = operators_of_a_decode_step(tiny, draft=CHAIN, make_proposer=eagle3(tiny, CHAIN))
+    assert operators_of_a_decode_step(tiny, draft=CHAIN, make_proposer=ngram(CHAIN)) == nobody
+    assert len(observing) > len(nobody)

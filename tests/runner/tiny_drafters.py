@@ -15,7 +15,7 @@ from paceline.core.model_config import CacheGroupSpec, cache_group_specs
 from paceline.core.parallel import Parallel
 from paceline.models.loader import fill_dummy
 from paceline.runner.build import RunnerConfig, tokens_in_flight
-from paceline.runner.proposer import Proposer
+from paceline.runner.proposer import NOBODY, Proposer
 from paceline.speculate.build import DraftPlacement
 from paceline.speculate.eagle.config import parse_eagle_config
 from paceline.speculate.eagle.drafter import eagle_drafter
@@ -126,6 +126,11 @@ def standalone(
 def ngram(shape: DraftShape) -> MakeProposer:
     """Prompt lookup."""
     return lambda limits: NgramProposer(shape, min_n=1, max_n=3)
+
+
+def nobody(limits: RunnerConfig) -> Proposer:
+    """Proposes nothing."""
+    return NOBODY
 
 
 def _placement(

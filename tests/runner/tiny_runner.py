@@ -15,7 +15,7 @@ import transformers
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import EventLog
 from paceline.core.model_config import ModelConfig, cache_group_specs
 from paceline.core.parallel import Parallel
@@ -29,7 +29,7 @@ from paceline.models.locate import locate
 from paceline.runner.build import RunnerConfig, build_runner
 from paceline.runner.graphs import AHEAD, CapturePolicy
 from paceline.runner.outputs_ring import LaunchedStep
-from paceline.runner.proposer import Proposer
+from paceline.runner.proposer import NOBODY, Proposer
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import InlineStream, Stream
 
@@ -130,13 +130,12 @@ class Driver:
         max_running: int = MAX_RUNNING,
         capture_policy: CapturePolicy = AHEAD,
         recorded_bytes: int | None = None,
-        taps: tuple[str, ...] = (),
-        draft: DraftShape | None = None,
-        make_proposer: Callable[[RunnerConfig], Proposer] | None = None,
+        draft: DraftShape = NO_DRAFTS,
+        make_proposer: Callable[[RunnerConfig], Proposer] = lambda limits: NOBODY,
     ) -> None:
         """make_proposer: of a driver whose `launch_round` drafts; draft: its shape."""
         groups = cache_group_specs(tiny.config, page_size)
-        pages_per_row = -(-(CONTEXT + (draft.reach if draft else 0)) // page_size)
+        pages_per_row = -(-(CONTEXT + draft.reach) // page_size)
         num_pages = 1 + max_running * pages_per_row
         self.events = EventLog()
         limits = RunnerConfig(
@@ -153,10 +152,8 @@ class Driver:
             poison_graphs=poison,
             sanitize=sanitize,
             staging_depth=staging_depth,
-            taps=taps,
             draft=draft,
         )
-        proposer = None if make_proposer is None else make_proposer(limits)
         self.runner = build_runner(
             tiny.ours,
             tiny.config,
@@ -168,17 +165,16 @@ class Driver:
             dtype=torch.float32,
             kv=KVFormat(dtype=torch.float32),
             notify=self.events,
-            proposer=proposer,
+            proposer=make_proposer(limits),
         )
         self._draft = draft
         if boot:
             self.runner.boot()
-        num_groups = len(groups) + (0 if proposer is None else len(proposer.pools))
         self._pages = [
             {row: ids[(row - 1) * pages_per_row :][:pages_per_row] for row in range(1, 9)}
             for ids in (
                 random.Random(g).sample(range(1, num_pages), num_pages - 1)
-                for g in range(num_groups)
+                for g in range(len(self.parts.all_pools))
             )
         ]
         self._deltas: list[Delta] = []
@@ -255,7 +251,6 @@ class Driver:
 
     def launch_round(self, rows: Sequence[int]) -> LaunchedStep:
         """Queue one round of the proposer."""
-        assert self._draft is not None, "a driver without a proposer has no rounds"
         step = self.make_step(dict.fromkeys(rows, self._draft.num_draft_tokens))
         return self.runner.launch(replace(step, mask=self._draft.mask, is_round=True))
 

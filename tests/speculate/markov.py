@@ -22,7 +22,7 @@ from paceline.models.config import parse_config
 from paceline.models.decoder import Hidden
 from paceline.runner.build import RunnerConfig, build_runner
 from paceline.runner.graph_sizes import GraphSizes
-from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
+from paceline.runner.proposer import DraftTree, Proposer, RoundState
 from paceline.runner.streams import InlineStream
 from paceline.speculate.drafting import DraftRun, propose
 
@@ -75,7 +75,7 @@ class _Run(DraftRun):
 class MarkovDrafter(Proposer):
     """Drafts by the engine's own rules from logits that depend on the token before."""
 
-    name, shape, pools, taps = "MARKOV", SHAPE, (), ()
+    name, shape = "MARKOV", SHAPE
 
     def __init__(self, ids: Tensor, logits: Tensor) -> None:
         self._ids, self._logits = ids, logits
@@ -83,9 +83,6 @@ class MarkovDrafter(Proposer):
     def propose(self, state: RoundState) -> DraftTree:
         roots = state.view.input_ids.view(state.view.padded_reqs, -1)[:, 0]
         return propose(_Run(roots, self._ids, self._logits), state, SHAPE)
-
-    def observe(self, observed: Observed) -> None:
-        """It knows the last token."""
 
 
 @dataclass

@@ -26,6 +26,7 @@ class Spy(Proposer):
     def __init__(self, inner: Proposer) -> None:
         self.name, self.shape = inner.name, inner.shape
         self.pools, self.taps, self.model = inner.pools, inner.taps, inner.model
+        self.observes = inner.observes
         self.inner = inner
         self.trees: list[DraftTree] = []
 
@@ -70,17 +71,16 @@ class Requests:
 def prefilled(
     tiny: TinyModel,
     shape: DraftShape,
-    make: MakeProposer | None,
+    make: MakeProposer,
     *,
     params: Sequence[SamplingParams] = (GREEDY,) * 3,
     max_lens: Sequence[int] = (CONTEXT,) * 3,
     lengths: Sequence[int] = LENGTHS,
     **settings: object,
 ) -> Requests:
-    """Three requests behind prompts in two chunks; make: None: nobody drafts."""
-    draft = None if make is None else shape
+    """Three requests behind prompts in two chunks."""
     settings = {"graph_max_reqs": None, "boot": False, "sanitize": False} | settings
-    driver = Driver(tiny, draft=draft, make_proposer=make, **settings)
+    driver = Driver(tiny, draft=shape, make_proposer=make, **settings)
     prompts = dict(zip(ROWS, random_prompts(lengths), strict=True))
     for row, wanted, max_len in zip(ROWS, params, max_lens, strict=True):
         driver.join(row, prompts[row], wanted, max_len=max_len)
@@ -110,9 +110,8 @@ def cached(pool: KVPool, layer_id: int, page_ids: Tensor, length: int) -> tuple[
 def cache_of(requests: Requests, row: int, length: int) -> dict[str, Tensor]:
     """K and V of a row in every layer of both models, by name."""
     parts = requests.driver.parts
-    pools = (*parts.pools, *(() if parts.proposer is None else parts.proposer.pools))
     found = {}
-    for pool, table in zip(pools, parts.table.page_tables, strict=True):
+    for pool, table in zip(parts.all_pools, parts.table.page_tables, strict=True):
         for layer_id in pool.spec.layer_ids:
             sides = cached(pool, layer_id, table[row], length)
             for name, side in zip("kv", sides, strict=True):

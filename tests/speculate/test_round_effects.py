@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 from rounds import ROWS, Requests, cache_of, prefilled, rounds_in_changing_company
-from tiny_drafters import CHAIN, TREE, eagle3, ngram, standalone
+from tiny_drafters import CHAIN, TREE, eagle3, ngram, nobody, standalone
 from tiny_runner import CONTEXT, GREEDY, Driver, TinyModel
 
+from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode
 
@@ -19,7 +20,7 @@ ROUND_ROBIN = replace(GREEDY, frequency_penalty=2.0, logit_bias={10: 60.0, 11: 5
 
 def plain_text(tiny: TinyModel, requests: Requests, params: SamplingParams) -> dict[int, list[int]]:
     """What plain decoding says for as long."""
-    plain = prefilled(tiny, CHAIN, None, params=(params,) * 3)
+    plain = prefilled(tiny, NO_DRAFTS, nobody, params=(params,) * 3)
     said = requests.driver.tokens
     plain.driver.decode(ROWS, max(map(len, said.values())))
     return {row: plain.driver.tokens[row][: len(said[row])] for row in ROWS}
@@ -32,6 +33,14 @@ def test_the_text_is_that_of_plain_decoding(tiny: TinyModel, shape, params) -> N
     requests = prefilled(tiny, shape, make, params=(params,) * 3)
     rounds_in_changing_company(requests)
     requests.driver.rounds(ROWS, 4)
+    assert requests.driver.tokens == plain_text(tiny, requests, params)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_round_that_nobody_drafts_is_a_decode_step(tiny: TinyModel, params) -> None:
+    requests = prefilled(tiny, NO_DRAFTS, nobody, params=(params,) * 3)
+    outputs = requests.driver.rounds(ROWS, 4)
+    assert {len(tokens) for each in outputs for tokens in each.token_ids} == {1}
     assert requests.driver.tokens == plain_text(tiny, requests, params)
 
 

@@ -13,16 +13,16 @@ MOST_DRAFT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftShape:
-    """A tree of drafts; a chain is the tree of one branch.  Raises ConfigError when it is none."""
+    """A tree of drafts; a chain is the tree of one branch.  Raises ConfigError when it is none.
+
+    A root alone, NO_DRAFTS, is what a step without drafts brings of each request.
+    """
 
     num_steps: int  # depth: drafts on the longest path
     topk: int  # children of a node that was expanded
     num_draft_tokens: int  # rows verified per request, the root included
 
     def __post_init__(self) -> None:
-        _within("speculative_num_steps", self.num_steps, 1, MOST_STEPS)
-        _within("speculative_eagle_topk", self.topk, 1, MOST_BRANCHES)
-        _within("speculative_num_draft_tokens", self.num_draft_tokens, 2, MOST_DRAFT_TOKENS)
         if self.is_chain and self.num_draft_tokens != self.num_steps + 1:
             raise ConfigError.about(
                 "speculative_num_draft_tokens",
@@ -40,6 +40,10 @@ class DraftShape:
                 remedy="lower --speculative-num-draft-tokens, or raise "
                 "--speculative-num-steps or --speculative-eagle-topk",
             )
+
+    @property
+    def has_drafts(self) -> bool:
+        return self.num_steps > 0
 
     @property
     def is_chain(self) -> bool:
@@ -66,7 +70,8 @@ class DraftShape:
 
         Verification writes num_draft_tokens, a draft pass as many as it has rows.
         """
-        return max(self.num_draft_tokens, *self.pass_rows(from_root=True))
+        rows = (self.num_draft_tokens, *self.pass_rows(from_root=True))
+        return max(rows) if self.has_drafts else 0  # nobody has rounds
 
     def pass_rows(self, *, from_root: bool) -> tuple[int, ...]:
         """[num_passes] rows per request of each pass of a drafter's layers in a round.
@@ -79,11 +84,4 @@ class DraftShape:
         return tuple([1 if self.is_chain else from_root + num for num in nodes])
 
 
-def _within(name: str, value: int, least: int, most: int) -> None:
-    if not least <= value <= most:
-        raise ConfigError.about(
-            name,
-            expected=f"from {least} to {most}",
-            got=value,
-            remedy=f"{'raise' if value < least else 'lower'} --{name.replace('_', '-')}",
-        )
+NO_DRAFTS = DraftShape(num_steps=0, topk=1, num_draft_tokens=1)

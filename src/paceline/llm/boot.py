@@ -194,9 +194,8 @@ def _num_pages(fit: Fit, knobs: Knobs) -> tuple[int, ...]:
 
 def measured_bytes(runner: ModelRunner) -> dict[str, int]:
     """Bytes that are held now, by the names of `fit.compare`."""
-    model, proposer = runner.parts.model, runner.parts.proposer
+    model, drafter = runner.parts.model, runner.parts.proposer.model
     held = runner.named_bytes()
-    drafter = None if proposer is None else proposer.model
     found = {
         "weights": weight_bytes(model),
         "KV": held["kv"],

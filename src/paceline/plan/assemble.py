@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
+from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.options import REJECTION, EngineOptions, known
 from paceline.layers.sampling import LogitsProcessor
@@ -20,7 +21,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.plan.speculation import Speculation
 from paceline.runner.build import RunnerConfig, build_parts
 from paceline.runner.program import Parts
-from paceline.runner.proposer import Proposer
+from paceline.runner.proposer import NOBODY, Proposer
 from paceline.speculate.build import DraftPlacement
 from paceline.speculate.drafter import Drafter
 
@@ -83,7 +84,7 @@ def decide(
         capture=not options.enforce_eager,
         sanitize=options.sanitize,
         logits_processors=tuple(processors),
-        draft=None if speculation is None else speculation.shape,
+        draft=NO_DRAFTS if speculation is None else speculation.shape,
         force_accept_len=None if speculation is None else speculation.forced,
         rejects=speculation is not None and speculation.acceptance == REJECTION,
     )
@@ -132,10 +133,10 @@ def _proposer(
     target: CausalLM,
     backend: AttentionBackend,
     device: torch.device,
-) -> Proposer | None:
+) -> Proposer:
     speculation, limits = decided.speculation, decided.limits
     if speculation is None:
-        return None
+        return NOBODY
     drafter = speculation.drafter
     place = DraftPlacement(
         groups=drafter.groups(known(decided.options.page_size)),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from paceline.attention.contract import AttentionBackend, Limits
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.options import ELEMENT_BYTES, KV_ELEMENT_BYTES, EngineOptions, known
@@ -102,7 +102,7 @@ class Balance:
         limits = StepLimits(
             rows=self.attention.max_reqs,
             tokens=self.attention.max_tokens,
-            length=length + tokens_in_flight(self.drafts),
+            length=length + tokens_in_flight(self.drafts or NO_DRAFTS),
             plug_ins=bool(options.logits_processors),
             drafts=self.drafts,
             max_drafting=_max_drafting(options, here),
@@ -193,7 +193,7 @@ def graph_demand(
         element,
         rows=decode_rows(rows, most, drafts),
         tokens=tokens,
-        length=length + tokens_in_flight(drafts),
+        length=length + tokens_in_flight(drafts or NO_DRAFTS),
         device_type=device_type,
         reserve=RESERVE_FACTOR,
     )

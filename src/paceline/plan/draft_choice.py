@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import MOST_STEPS, DraftShape
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.option_spec import spec_of
 from paceline.core.options import OFF, EngineOptions
@@ -71,6 +71,13 @@ def choose_shape(
         if topk > 1:
             tokens, why = algorithm.usual_tokens(steps, topk)
         chosen["speculative_num_draft_tokens"] = (tokens, why)
+    if steps > MOST_STEPS:
+        raise ConfigError.about(
+            "speculative_num_steps",
+            expected=f"from 1 to {MOST_STEPS}",
+            got=steps,
+            remedy="lower --speculative-num-draft-tokens, or raise --speculative-eagle-topk",
+        )
     return DraftShape(num_steps=steps, topk=topk, num_draft_tokens=tokens), chosen
 
 

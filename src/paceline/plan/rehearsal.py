@@ -133,8 +133,7 @@ def rehearse(decided: Decided, backend: type[AttentionBackend], facts: DeviceFac
     """
     with Allocations(facts) as seen:
         parts = assemble(decided, EmptyWeights(decided.dtype), backend(), META)
-    drafter = None if parts.proposer is None else parts.proposer.model
-    weights, draft_weights = (weight_bytes(model) for model in (parts.model, drafter))
+    weights, draft_weights = (weight_bytes(m) for m in (parts.model, parts.proposer.model))
     pools = [pool.named_tensors().values() for pool in parts.all_pools]
     kv = sum(tensor.nbytes for pool in pools for tensor in pool)
     return Rehearsed(
@@ -180,7 +179,7 @@ def largest_graphs(limits: RunnerConfig) -> list[RehearsedStep]:
 
 
 def _rounds(limits: RunnerConfig, like: RehearsedStep) -> list[RehearsedStep]:
-    if limits.draft is None:
+    if not limits.draft.has_drafts:
         return []
     size = PaddedSize.uniform(limits.max_running, limits.draft.num_draft_tokens)
     return [replace(like, size=size, mask=limits.draft.mask, is_round=True)]

@@ -7,7 +7,7 @@ import torch
 
 from paceline.attention.contract import AttentionBackend, Limits
 from paceline.cache.pool import KVFormat, KVPool
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Notify
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.layers.attention import attention_limits, layer_caches
@@ -27,7 +27,7 @@ from paceline.runner.guard import Guard
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
 from paceline.runner.program import Parts
-from paceline.runner.proposer import Proposer
+from paceline.runner.proposer import NOBODY, Proposer
 from paceline.runner.request_table import RequestTable
 from paceline.runner.sanitizer.sanitizer import Sanitizer
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT, StagingRing
@@ -57,9 +57,8 @@ class RunnerConfig:
     poison_graphs: bool = False
     sanitize: bool = False  # run every step twice, over poison
     staging_depth: int = RING_DEPTH
-    taps: tuple[str, ...] = ()
     max_tree_rows: int = 0  # of a request in a step whose rows form trees; 0: no such steps
-    draft: DraftShape | None = None  # of a proposer's rounds
+    draft: DraftShape = NO_DRAFTS  # of a proposer's rounds
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
     logits_processors: tuple[LogitsProcessor, ...] = ()  # behind the built-in ones
@@ -67,14 +66,12 @@ class RunnerConfig:
     @property
     def max_tokens(self) -> int:
         """Tokens of a step, of a round's rows too."""
-        rows = 1 if self.draft is None else self.draft.num_draft_tokens
-        return max(self.max_batched_tokens, self.max_running * rows)
+        return max(self.max_batched_tokens, self.max_running * self.draft.num_draft_tokens)
 
     @property
     def draft_tokens(self) -> int:
         """Tokens of a draft pass: of a step it observes, or of a tree's last pass."""
-        reach = 0 if self.draft is None else self.draft.reach
-        return max(self.max_tokens, self.padded_reqs * reach)
+        return max(self.max_tokens, self.padded_reqs * self.draft.reach)
 
     @property
     def padded_reqs(self) -> int:
@@ -84,14 +81,7 @@ class RunnerConfig:
     @property
     def tree_rows(self) -> int:
         """Rows of a request's tree at most; 0: no trees."""
-        draft = self.draft
-        drafted = 0 if draft is None or draft.is_chain else draft.num_draft_tokens
-        return max(self.max_tree_rows, drafted)
-
-    @property
-    def max_path(self) -> int:
-        """Tokens that a row of a step emits at most."""
-        return 1 if self.draft is None else self.draft.max_path
+        return max(self.max_tree_rows, 0 if self.draft.is_chain else self.draft.num_draft_tokens)
 
     @property
     def kv_len_bound(self) -> int:
@@ -99,9 +89,9 @@ class RunnerConfig:
         return self.context_len + tokens_in_flight(self.draft)
 
 
-def tokens_in_flight(draft: DraftShape | None) -> int:
+def tokens_in_flight(draft: DraftShape) -> int:
     """What may be written behind the context limit: rope tables and page-table rows cover it."""
-    return STEPS_IN_FLIGHT + (0 if draft is None else draft.reach)
+    return STEPS_IN_FLIGHT + draft.reach
 
 
 def build_parts(
@@ -114,7 +104,7 @@ def build_parts(
     device: torch.device,
     dtype: torch.dtype,
     kv: KVFormat,
-    proposer: Proposer | None = None,
+    proposer: Proposer = NOBODY,
 ) -> Parts:
     """Allocate everything whose address a graph may hold; arguments as of `build_runner`."""
     bounds = _backend_limits(config, groups, limits, device=device, dtype=dtype, kv=kv)
@@ -122,8 +112,7 @@ def build_parts(
         KVPool(group, num_pages, kv=kv, device=device)
         for group, num_pages in zip(groups, limits.num_pages, strict=True)
     ]
-    draft_pools = () if proposer is None else proposer.pools
-    page_sizes = tuple(pool.spec.page_size for pool in (*pools, *draft_pools))
+    page_sizes = tuple(pool.spec.page_size for pool in (*pools, *proposer.pools))
     max_pages = tuple(-(-limits.kv_len_bound // page_size) for page_size in page_sizes)
     return Parts(
         model=model,
@@ -138,11 +127,11 @@ def build_parts(
             max_tokens=bounds.max_tokens,
             max_pages=max_pages,
             max_tree_rows=limits.tree_rows,
-            max_path=limits.max_path,
+            max_path=limits.draft.max_path,
             kv_len_bound=limits.kv_len_bound,
             device=device,
         ),
-        taps=limits.taps if proposer is None else proposer.taps,
+        taps=proposer.taps,
         proposer=proposer,
         force_accept_len=limits.force_accept_len,
         rejects=limits.rejects,
@@ -161,7 +150,7 @@ def build_runner(
     dtype: torch.dtype,
     kv: KVFormat,
     notify: Notify,
-    proposer: Proposer | None = None,
+    proposer: Proposer = NOBODY,
 ) -> ModelRunner:
     """Allocate everything whose address a graph may hold and wire it up.  Captures nothing yet.
 
@@ -195,7 +184,7 @@ def wire_runner(
         stream=stream,
         staging=StagingRing(staged, pinned=pinned, depth=limits.staging_depth),
         outputs=OutputsRing(
-            limits.max_running, limits.max_tokens, max_path=limits.max_path, pinned=pinned
+            limits.max_running, limits.max_tokens, max_path=limits.draft.max_path, pinned=pinned
         ),
         graphs=_graph_store(limits, device, notify),
         sizes=limits.sizes

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.attention.contract import needed_support
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
@@ -33,8 +34,7 @@ class GraphKeys:
 
     def largest_decode(self) -> GraphKey:
         """What brings requests forward: a round where there is a drafter, else one token each."""
-        reqs = self._sizes.sizes[-1]
-        return self._decode(reqs) if self._parts.proposer is None else self._round(reqs)
+        return self._decode(self._sizes.sizes[-1], self._parts.proposer.shape)
 
     def ahead(self) -> list[GraphKey]:
         """Keys whose steps launch every variant of every kernel between them.
@@ -42,25 +42,20 @@ class GraphKeys:
         Tiles are powers of two, so a size of each; every other sampler with one of them.
         """
         sizes, longest = self._sizes.sizes, self._parts.buffers.input_ids.shape[0]
-        makers = [self._decode] if self._parts.proposer is None else [self._decode, self._round]
-        keys = [make(reqs) for make in makers for reqs in _one_per_power(sizes)]
+        shapes = dict.fromkeys((NO_DRAFTS, self._parts.proposer.shape))
+        keys = [self._decode(reqs, shape) for shape in shapes for reqs in _one_per_power(sizes)]
         wider = [tier for tier in SamplerTier if tier is not SamplerTier.GREEDY]
-        keys += [replace(makers[-1](sizes[-1]), sampler=tier) for tier in wider]
+        keys += [replace(self.largest_decode(), sampler=tier) for tier in wider]
         if self.ragged_tokens:
             few = [(1, tokens) for tokens in (*_one_per_power(self._sizes.tokens), longest)]
             many = [(sizes[-1] + 1, self._sizes.tokens[index]) for index in (0, -1)]
-            shapes = [PaddedSize.ragged(reqs, tokens) for reqs, tokens in few + many]
-            keys += [self._key(shape, is_ragged=True) for shape in shapes]
+            ragged = [PaddedSize.ragged(reqs, tokens) for reqs, tokens in few + many]
+            keys += [self._key(size, is_ragged=True) for size in ragged]
         return keys
 
-    def _decode(self, reqs: int) -> GraphKey:
-        return self._key(PaddedSize.uniform(reqs, 1))
-
-    def _round(self, reqs: int) -> GraphKey:
-        assert self._parts.proposer is not None, "a round needs a proposer"
-        shape = self._parts.proposer.shape
+    def _decode(self, reqs: int, shape: DraftShape) -> GraphKey:
         size = PaddedSize.uniform(reqs, shape.num_draft_tokens)
-        return self._key(size, mask=shape.mask, is_round=True)
+        return self._key(size, mask=shape.mask, is_round=shape.has_drafts)
 
     def of(self, step: Step) -> GraphKey | None:
         """The key a step replays under, or would; None when it can be no graph."""

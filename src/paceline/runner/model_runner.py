@@ -169,8 +169,7 @@ class ModelRunner:
 
         def plan() -> None:
             backend.host_plan(padded, held)
-            if proposer is not None:
-                proposer.host_plan(padded)
+            proposer.host_plan(padded)
 
         return plan
 

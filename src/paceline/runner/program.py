@@ -30,7 +30,7 @@ from paceline.runner.commit import commit
 from paceline.runner.derive import derive
 from paceline.runner.draft_paths import force_drafts, node_drafts, node_histories
 from paceline.runner.prompt_logprobs import prompt_logprobs
-from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
+from paceline.runner.proposer import NOBODY, DraftTree, Observed, Proposer, RoundState
 from paceline.runner.request_table import RequestTable
 
 
@@ -47,18 +47,18 @@ class Parts:
     table: RequestTable
     buffers: StepBuffers
     taps: tuple[str, ...]
-    proposer: Proposer | None = None  # None: no speculation
+    proposer: Proposer = NOBODY
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
 
     @property
     def all_pools(self) -> tuple[KVPool, ...]:
         """[num_groups] the drafter's behind the target's."""
-        return self.pools if self.proposer is None else (*self.pools, *self.proposer.pools)
+        return (*self.pools, *self.proposer.pools)
 
     def max_emitted(self, *, is_round: bool) -> int:
         """Tokens that a row of a step emits at most."""
-        return self.proposer.shape.max_path if is_round and self.proposer is not None else 1
+        return self.proposer.shape.max_path if is_round else 1
 
     def chain(self, view: StepView) -> StepView:
         """The rows of a round as a causal chain, for derive and for who observes."""
@@ -73,7 +73,7 @@ class Parts:
             **self.table.named_tensors(),
             **self.buffers.named_tensors(),
             **tensors_in("backend", self.backend_buffers),
-            **({} if self.proposer is None else self.proposer.named_tensors()),
+            **self.proposer.named_tensors(),
         }
 
 
@@ -118,7 +118,7 @@ class StepProgram:
         prompt_spans: tuple[PromptSpan, ...] = (),
         observed: bool = True,
     ) -> None:
-        """observed: the drafter, where there is one, follows."""
+        """observed: a drafter that observes follows."""
         self._parts = parts
         self._view = view
         self._rows = parts.chain(view) if is_round else view  # what derive fills
@@ -126,7 +126,7 @@ class StepProgram:
         self._top_logprobs = MAX_LOGPROBS if logprobs else 0
         self._is_round = is_round
         self._prompt_spans = prompt_spans
-        self._observed = observed and parts.proposer is not None
+        self._observed = observed and parts.proposer.observes
         self.prompt_logprobs: SampledLogprobs | None = None  # [num_scored]  after forward
         # [sampled rows, vocab]  after forward; the head's dtype
         self.logits: Tensor | None = None
@@ -145,7 +145,6 @@ class StepProgram:
     def _propose(self) -> DraftTree:
         """Make a proposer's drafts the rows of the step."""
         parts, view = self._parts, self._view
-        assert parts.proposer is not None, "a round needs a proposer"
         tree = parts.proposer.propose(
             RoundState(
                 view=self._rows,
@@ -234,7 +233,6 @@ class StepProgram:
     def _observe(self, taps: tuple[Tensor, ...], accepted: Accepted | None) -> None:
         """The drafter follows, over the rows in the order of their tokens."""
         parts, rows = self._parts, self._rows
-        assert parts.proposer is not None, "nobody observes"
         path = None if accepted is None or self._view.tree_mask is None else accepted.path
         next_ids = torch.empty_like(rows.positions)
         tap_rows = None if path is None else torch.empty_like(rows.positions)

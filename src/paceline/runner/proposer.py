@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from paceline.cache.pool import KVPool
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
@@ -66,25 +66,27 @@ class Observed:
 
 
 class Proposer(ABC):
-    """Drafts for every request of an engine.
+    """Drafts for every request of an engine; NOBODY proposes none.
 
     Its cache groups stand behind the target's in every tuple of groups; their KV covers as many
-    tokens as the target's: kv_committed of the request table holds for both.
+    tokens as the target's: kv_committed of the request table holds for both.  The defaults are
+    those of one that computes nothing.
     """
 
     name: str
     shape: DraftShape
-    pools: tuple[KVPool, ...]  # [num_draft_groups] of its cache groups
-    taps: tuple[str, ...]  # hidden states of the target that `observe` wants
-    model: nn.Module | None  # what it computes with; None: nothing is learnt
+    pools: tuple[KVPool, ...] = ()  # [num_draft_groups] of its cache groups
+    taps: tuple[str, ...] = ()  # hidden states of the target that `observe` wants
+    model: nn.Module | None = None  # what it computes with; None: nothing is learnt
+    observes: bool = False  # True: steps end with `observe`, else with their commit
 
     @abstractmethod
     def propose(self, state: RoundState) -> DraftTree:
         """A tree for every request of the round, padded rows included."""
 
-    @abstractmethod
     def observe(self, observed: Observed) -> None:
         """Take in what the target computed; rows behind the last accepted one hold anything."""
+        return None
 
     def host_plan(self, step: Step) -> None:
         """Let the attention backend of the draft passes plan on the host, before the step runs.
@@ -100,3 +102,17 @@ class Proposer(ABC):
     def request_state(self) -> dict[str, Tensor]:
         """Of these what is kept per request besides KV, [table rows, ...] floats each, by name."""
         return {}
+
+
+class Nobody(Proposer):
+    """Proposes nothing: a round of its is a decode step."""
+
+    name = "nobody"
+    shape = NO_DRAFTS
+
+    def propose(self, state: RoundState) -> DraftTree:
+        """The roots alone."""
+        return DraftTree(state.view.input_ids.unsqueeze(1), None)
+
+
+NOBODY = Nobody()

@@ -30,15 +30,10 @@ def live_output(
     if step.logprobs:
         seen |= _logprobs(parts, live.target, max_emitted=parts.max_emitted(is_round=step.is_round))
     observed = [row for row in live.draft if _is_observed(row, is_round=step.is_round)]
-    for name, features in feature_tensors(parts).items():
+    for name, features in parts.proposer.request_state().items():
         index = list(_of(observed))
         seen[f"the rows of {name}"] = tuple(index), features[index]
     return seen
-
-
-def feature_tensors(parts: Parts) -> dict[str, Tensor]:
-    """What the proposer keeps per request besides KV, by name: [table rows, ...] each."""
-    return {} if parts.proposer is None else parts.proposer.request_state()
 
 
 def _of(live: Sequence[LiveRow]) -> tuple[int, ...]:

@@ -74,20 +74,11 @@ def live_rows(parts: Parts, step: Step, size: PaddedSize) -> LiveRows:
             )
         )
     follow = target if _is_followed(parts, step) else []
-    draft = tuple(_in_draft_cache(parts, step, row) for row in follow)
-    is_padded = padding > 0 and step.is_round
-    draft_padding = max(padding, PAD_PREFIX_LEN + _reach(parts)) if is_padded else padding
+    reach = parts.proposer.shape.reach if step.is_round else 0  # a round's passes go further
+    draft = tuple(replace(row, kv_len=max(row.kv_len, row.prefix_len + reach)) for row in follow)
+    draft_padding = max(padding, PAD_PREFIX_LEN + reach) if padding else 0
     return LiveRows(tuple(target), draft, padding, draft_padding)
 
 
 def _is_followed(parts: Parts, step: Step) -> bool:
-    return parts.proposer is not None and step.observed
-
-
-def _reach(parts: Parts) -> int:
-    return 0 if parts.proposer is None else parts.proposer.shape.reach
-
-
-def _in_draft_cache(parts: Parts, step: Step, row: LiveRow) -> LiveRow:
-    """A round's passes reach further there."""
-    return replace(row, kv_len=row.prefix_len + _reach(parts)) if step.is_round else row
+    return parts.proposer.observes and step.observed

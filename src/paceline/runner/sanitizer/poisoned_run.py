@@ -20,11 +20,7 @@ from paceline.runner.sanitizer.dead_bytes import (
     table_regions,
 )
 from paceline.runner.sanitizer.dead_slots import DeadSlots, slot_uses
-from paceline.runner.sanitizer.live_output import (
-    Output,
-    feature_tensors,
-    live_output,
-)
+from paceline.runner.sanitizer.live_output import Output, live_output
 from paceline.runner.sanitizer.live_rows import LiveRow, LiveRows, live_rows
 from paceline.runner.sanitizer.poison import Region, same_numbers
 
@@ -145,14 +141,12 @@ class PoisonedRuns:
         regions = step_regions(parts.buffers, use, step.layout)
         regions += backend_regions(tensors_in("backend", parts.backend_buffers), kept)
         regions += table_regions(named, step.layout, live.target)
-        features = feature_tensors(parts)
+        features, drafting = parts.proposer.request_state(), parts.proposer.named_tensors()
         for name, tensor in features.items():
             regions += feature_regions(name, tensor, live.draft, is_round=step.is_round)
-        if parts.proposer is not None:
-            drafting = parts.proposer.named_tensors()
-            constants = {name for name, extent in EXTENTS.items() if extent is Extent.CONSTANT}
-            own = {name: drafting[name] for name in drafting.keys() - features.keys()}
-            regions += backend_regions(dict(sorted(own.items())), kept | constants)
+        constants = {name for name, extent in EXTENTS.items() if extent is Extent.CONSTANT}
+        own = {name: drafting[name] for name in drafting.keys() - features.keys()}
+        regions += backend_regions(dict(sorted(own.items())), kept | constants)
         for index, (group, slots) in enumerate(zip(self._groups, self._slots, strict=True)):
             regions.append(
                 page_table_region(

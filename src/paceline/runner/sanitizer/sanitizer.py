@@ -66,11 +66,11 @@ class Sanitizer:
         return {name: held.data_ptr() for name, held in self._parts.named_tensors().items()}
 
     def _report(self, runs: PoisonedRuns, checked: CheckedStep) -> str:
-        step, size, proposer = checked.step, checked.size, self._parts.proposer
+        step, size = checked.step, checked.size
         name = (
             f"{step.kind} of {step.layout.num_reqs} requests, padded to {size.reqs}, "
-            f"with attention backend '{self._parts.backend.name}'"
-            + (f", drafts by {proposer.name}" if proposer is not None else "")
+            f"with attention backend '{self._parts.backend.name}', "
+            f"drafts by {self._parts.proposer.name}"
         )
         repeated = runs.findings(())
         if repeated:

@@ -21,6 +21,7 @@ from paceline.speculate.eagle.head import EagleHead
 class EagleProposer(Proposer):
     """Owns the recurrent feature of every request: [table rows, hidden]."""
 
+    observes = True
     model: EagleHead
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from paceline.core.draft_shape import DraftShape
 from paceline.kernels.ngram_lookup import ngram_lookup
-from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
+from paceline.runner.proposer import DraftTree, Proposer, RoundState
 
 
 class NgramProposer(Proposer):
@@ -12,9 +12,6 @@ class NgramProposer(Proposer):
     """
 
     name = "NGRAM"
-    taps = ()
-    pools = ()
-    model = None
 
     def __init__(self, shape: DraftShape, *, min_n: int, max_n: int) -> None:
         self.shape = shape
@@ -33,6 +30,3 @@ class NgramProposer(Proposer):
             max_n=self._max_n,
         )
         return DraftTree(drafts.tokens, drafts.parents)
-
-    def observe(self, observed: Observed) -> None:
-        """The history says it all."""

@@ -22,7 +22,7 @@ class StandaloneProposer(Proposer):
     """Keeps nothing per request but KV."""
 
     name = "STANDALONE"
-    taps = ()
+    observes = True
     model: CausalLM
 
     def __init__(
