@@ -12,7 +12,7 @@ history, and writes junk to every slot that a round may write.
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.model_config import CacheGroupSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, PageDelta, RowLogprobs, Step, StepOutputs
@@ -127,7 +127,7 @@ class FakeDevice:
         specs: list[CacheGroupSpec],
         num_pages: list[int],
         *,
-        shape: DraftShape | None = None,
+        shape: DraftShape = NO_DRAFTS,
         exact: bool = True,
     ) -> None:
         """exact: every bound of a prefix is the prefix."""
@@ -200,7 +200,7 @@ class FakeDevice:
         assert row.kv_len <= bound <= row.max_len - 2
         if not step.is_round:
             return
-        assert self._shape is not None, "a round without drafts"
+        assert self._shape.has_drafts, "a round without drafts"
         assert step.mask is self._shape.mask
         assert row.kv_len + 1 == len(row.tokens), "a round begins with the newest token"
 

@@ -51,11 +51,11 @@ class Loop:
         self.cache = CacheManager(
             specs,
             [num_pages] * len(specs),
-            max_extend_len=max(made.chunked_prefill_size, made.reach),
+            max_extend_len=max(made.chunked_prefill_size, made.draft.reach),
             enable_prefix_cache=caching,
         )
         self.scheduler = Scheduler(made, self.cache)
-        exact = made.draft is None or made.exact_lengths
+        exact = made.exact_lengths or not made.draft.has_drafts
         self.device = FakeDevice(specs, [num_pages] * len(specs), shape=made.draft, exact=exact)
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[tuple[Step, StepOutputs]] = deque()

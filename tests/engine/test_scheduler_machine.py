@@ -21,7 +21,7 @@ from scheduler_world import FakeDevice, group_specs, output_ids, run_alone
 
 from cache_probe import num_shared_pages
 from paceline.cache.manager import CacheManager
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError
 from paceline.core.model_config import CacheGroupSpec
 from paceline.core.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     """One engine loop around the fake device."""
 
     tally: Counter[str]
-    shape: DraftShape | None = None
+    shape = NO_DRAFTS
     draft_specs: tuple[CacheGroupSpec, ...] = ()
     exact_lengths = False
 
@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tight,
     ):
         self.specs = [*group_specs(windows, page_size), *self.draft_specs]
-        reach = 0 if self.shape is None else self.shape.reach
+        reach = self.shape.reach
         max_extend = max(chunk, reach)
         # About one long request: everything else lives from eviction, waiting and preemption.
         tokens = CONTEXT_LEN // 2 + reach + 8 * pages
@@ -104,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             padded_tokens=(4, 6, 8, 16) if ahead else (),
         )
         self.scheduler = Scheduler(config, self.cache)
-        exact = self.shape is None or self.exact_lengths
+        exact = self.exact_lengths or not self.shape.has_drafts
         self.device = FakeDevice(self.specs, num_pages, shape=self.shape, exact=exact)
         self.delay = delay
         self.in_flight = deque()

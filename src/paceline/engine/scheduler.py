@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.cache.manager import CacheManager
+from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError, IntegrityError
 from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs
 from paceline.engine.request import FinishReason, Request, RequestState
@@ -109,7 +110,7 @@ class Scheduler:
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""
         plan = StepPlan(self._config.max_batched_tokens)
-        if self._config.mix_prefill_and_decode and self._config.draft is None:
+        if self._config.mix_prefill_and_decode and not self._config.draft.has_drafts:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
         else:
@@ -149,14 +150,14 @@ class Scheduler:
         ready = [request for request in self._roster.running if request.can_decode]
         if self._config.exact_lengths:
             ready = [request for request in ready if self._has_exact_length(request)]
-        if self._config.draft is not None:
+        if self._config.draft.has_drafts:
             self._plan_drafts(plan, ready)
-        extend_len = 1 if plan.draft is None else plan.draft.num_draft_tokens
+        extend_len = plan.draft.num_draft_tokens
         for request in ready:
             if request.state is RequestState.RUNNING:
                 self._plan_row(plan, request, extend_len)
         if not plan.rows:
-            plan.draft, plan.observed = None, True
+            plan.draft, plan.observed = NO_DRAFTS, True
 
     def _plan_drafts(self, plan: StepPlan, ready: Sequence[Request]) -> None:
         """Whether the step is a round, and whether the drafter observes it."""
@@ -201,7 +202,7 @@ class Scheduler:
             if plan.joined_tokens and joined > self._config.max_join_tokens:
                 return
             limit = self._kv_limit(request)
-            margin = self._config.admission_margin + self._config.reach
+            margin = self._config.admission_margin + self._config.draft.reach
             reserve_to = min(request.num_known + margin, limit)
             admission = self._cache.admit(
                 request.request_id,
@@ -231,7 +232,7 @@ class Scheduler:
 
     def _plan_row(self, plan: StepPlan, request: Request, extend_len: int) -> None:
         """Give a running request its place, if its pages can be had now or by preemption."""
-        kv_bound = request.kv_bound + (extend_len if plan.draft is None else plan.draft.reach)
+        kv_bound = request.kv_bound + max(extend_len, plan.draft.reach)
         if self._cache.holds(request.request_id, kv_bound):
             plan.add(request, extend_len, ())
             return
@@ -306,7 +307,7 @@ class Scheduler:
 
     def _kv_limit(self, request: Request) -> int:
         """Tokens a request ever has pages for."""
-        return request.max_len - 1 + self._config.reach
+        return request.max_len - 1 + self._config.draft.reach
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request; its pages come back when the last step that holds it retires."""

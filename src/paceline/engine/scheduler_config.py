@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.errors import ConfigError
 from paceline.core.events import Event
 
@@ -21,19 +21,14 @@ class SchedulerConfig:
     reserve_ahead: int = 256  # tokens a request grows by while the pool is roomy
     admission_margin: int = 32  # tokens of room behind a prompt that admission asks for
     mix_prefill_and_decode: bool = True  # False: steps alternate between the two; so with a drafter
-    draft: DraftShape | None = None  # of every round; None: nobody drafts
+    draft: DraftShape = NO_DRAFTS  # of every round
     max_drafting: int | None = None  # requests of a round; while more decode: plain.  None: all
     exact_lengths: bool = False  # a backend plans on the host: rounds of a request do not overlap
 
     @property
-    def reach(self) -> int:
-        """Tokens behind its length that a request has pages for before a round."""
-        return 0 if self.draft is None else self.draft.reach
-
-    @property
     def fallback(self) -> Event | None:
         """What an engine of these limits does other than usual; for its report."""
-        if self.draft is None or not self.exact_lengths:
+        if not (self.draft.has_drafts and self.exact_lengths):
             return None
         return Event(
             HOST_PLAN_SYNC,

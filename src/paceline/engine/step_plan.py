@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.cache.groups import PageRun
-from paceline.core.draft_shape import DraftShape
-from paceline.core.modes import MaskKind
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Delta, JoinDelta, PageDelta, PromptSpan, Step, StepLayout
 from paceline.engine.request import Request
@@ -85,13 +84,13 @@ class StepPlan:
     rows: dict[Request, PlannedRow] = field(default_factory=dict)  # in the order of the step
     joined_tokens: int = 0  # known tokens of the requests admitted so far
     is_stalled: bool = False  # a running request waits for pages: admit nobody
-    draft: DraftShape | None = None  # the step is a round; None: a plain step
+    draft: DraftShape = NO_DRAFTS  # with drafts the step is a round
     observed: bool = True  # False: no row of it drafts again
 
     def add(self, request: Request, extend_len: int, deltas: tuple[Delta, ...]) -> None:
         """Give a running request its place in the step: behind all others."""
         least = most = extend_len
-        if self.draft is not None:
+        if self.draft.has_drafts:
             least, most = 1, self.draft.max_path if request.params.speculative else 1
         prefix_len, is_prefill = request.kv_bound, request.is_prefilling
         emits = prefix_len + extend_len >= request.join_len
@@ -141,9 +140,9 @@ class StepPlan:
                 extend_lens=tuple([row.extend_len for row in rows]),
                 emits=tuple([row.emits for row in rows]),
             ),
-            is_ragged=draft is None and not is_decode,
-            mask=MaskKind.CAUSAL if draft is None else draft.mask,
-            is_round=draft is not None,
+            is_ragged=not (draft.has_drafts or is_decode),
+            mask=draft.mask,
+            is_round=draft.has_drafts,
             prefix_lens_bound=tuple([row.prefix_len for row in rows]),
             sampler=max([request.tier for request in emitting], default=SamplerTier.GREEDY),
             logprobs=any(request.params.logprobs is not None for request in emitting),

@@ -26,6 +26,7 @@ from paceline.models.size import weight_bytes
 from paceline.plan.assemble import assemble, decide, join_tokens
 from paceline.plan.budget_table import compare
 from paceline.plan.fit import Fit
+from paceline.plan.speculation import shape_of
 from paceline.runner.build import wire_runner
 from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.model_runner import ModelRunner
@@ -160,12 +161,11 @@ def _note_context(config: ModelConfig, context_len: int, notify: Notify) -> None
 def _scheduler(
     prepared: Prepared, knobs: Knobs, notify: Notify, *, padded_tokens: tuple[int, ...]
 ) -> Scheduler:
-    options, draft = prepared.options, prepared.draft
-    longest_round = 0 if draft is None else draft.reach
+    options, draft = prepared.options, shape_of(prepared.speculation)
     cache = CacheManager(
         prepared.groups,
         _num_pages(prepared.fit, knobs),
-        max_extend_len=max(known(options.chunked_prefill_size), longest_round),
+        max_extend_len=max(known(options.chunked_prefill_size), draft.reach),
         enable_prefix_cache=options.enable_prefix_cache,
     )
     limits = SchedulerConfig(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from paceline.attention.registry import Choice
-from paceline.core.draft_shape import DraftShape
 from paceline.core.events import EventLog
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
@@ -56,10 +55,6 @@ class Prepared:
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, known(self.options.dtype))
         return dtype
-
-    @property
-    def draft(self) -> DraftShape | None:
-        return None if self.speculation is None else self.speculation.shape
 
     @property
     def groups(self) -> tuple[CacheGroupSpec, ...]:

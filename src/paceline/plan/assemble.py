@@ -13,12 +13,11 @@ from torch import nn
 
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
-from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.options import REJECTION, EngineOptions, known
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
-from paceline.plan.speculation import Speculation
+from paceline.plan.speculation import Speculation, shape_of
 from paceline.runner.build import RunnerConfig, build_parts
 from paceline.runner.program import Parts
 from paceline.runner.proposer import NOBODY, Proposer
@@ -84,7 +83,7 @@ def decide(
         capture=not options.enforce_eager,
         sanitize=options.sanitize,
         logits_processors=tuple(processors),
-        draft=NO_DRAFTS if speculation is None else speculation.shape,
+        draft=shape_of(speculation),
         force_accept_len=None if speculation is None else speculation.forced,
         rejects=speculation is not None and speculation.acceptance == REJECTION,
     )

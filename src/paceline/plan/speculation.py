@@ -8,7 +8,7 @@ options -> who drafts (named, or told from the draft model, or the bundled head)
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Event
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.options import OFF, SAMPLE_AND_MATCH, EngineOptions
@@ -96,6 +96,11 @@ def plan_speculation(
         forced=options.force_accept_len,
         chosen={**choice.chosen, **chosen, **drafter.chosen},
     )
+
+
+def shape_of(speculation: Speculation | None) -> DraftShape:
+    """Of an engine's rounds."""
+    return NO_DRAFTS if speculation is None else speculation.shape
 
 
 def all_groups(
