@@ -1,6 +1,7 @@
 """StepProgram: which hidden rows the language-model head reads, and what a drafter adds."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,16 +73,25 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators_of_a_decode_step(tiny: TinyModel, **drafter: Any) -> list[str]:
+def operators_of_a_decode_step(
+    tiny: TinyModel, *, observed: bool = True, **drafter: Any
+) -> list[str]:
     driver = Driver(tiny, graph_max_reqs=None, sanitize=False, **drafter)
     driver.prefill(dict(zip([3, 1], random_prompts([5, 4]), strict=True)))
+    step = replace(driver.make_step({3: 1, 1: 1}), observed=observed)
     with Operators() as operators:
-        driver.decode([3, 1])
+        driver.collect(driver.runner.launch(step))
     return operators.seen
 
 
 def test_a_drafter_that_does_not_observe_adds_nothing_to_a_decode_step(tiny: TinyModel) -> None:
-    nobody = operators_of_a_decode_step(tiny)
-    observing = operators_of_a_decode_step(tiny, draft=CHAIN, make_proposer=eagle3(tiny, CHAIN))
-    assert operators_of_a_decode_step(tiny, draft=CHAIN, make_proposer=ngram(CHAIN)) == nobody
-    assert len(observing) > len(nobody)
+    unobserved = operators_of_a_decode_step(tiny, observed=False)
+    assert operators_of_a_decode_step(tiny) == unobserved
+    drafter = {"draft": CHAIN, "make_proposer": ngram(CHAIN)}
+    assert operators_of_a_decode_step(tiny, **drafter) == unobserved
+
+
+def test_a_step_that_the_drafter_need_not_follow_leaves_it_out(tiny: TinyModel) -> None:
+    drafter = {"draft": CHAIN, "make_proposer": eagle3(tiny, CHAIN)}
+    unobserved = operators_of_a_decode_step(tiny, observed=False, **drafter)
+    assert len(operators_of_a_decode_step(tiny, **drafter)) > len(unobserved)

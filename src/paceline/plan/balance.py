@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from paceline.attention.contract import AttentionBackend, Limits
-from paceline.core.draft_shape import NO_DRAFTS, DraftShape
+from paceline.core.draft_shape import DraftShape
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.options import ELEMENT_BYTES, KV_ELEMENT_BYTES, EngineOptions, known
@@ -24,7 +24,7 @@ from paceline.plan.footprint import (
     step_bytes,
     workspace_bytes,
 )
-from paceline.plan.speculation import Speculation, all_groups
+from paceline.plan.speculation import Speculation, all_groups, shape_of
 from paceline.runner.build import tokens_in_flight
 from paceline.runner.graphs import RESERVE_FACTOR
 
@@ -77,13 +77,13 @@ class Balance:
         return held + sets * backend.buffer_bytes(_at_length(self.draft_attention, length))
 
     @property
-    def drafts(self) -> DraftShape | None:
-        return None if self.speculation is None else self.speculation.shape
+    def drafts(self) -> DraftShape:
+        return shape_of(self.speculation)
 
     @property
     def reach(self) -> int:
         """Tokens that a round may write behind a request's length."""
-        return 0 if self.drafts is None else self.drafts.reach
+        return self.drafts.reach
 
     @property
     def kv_element(self) -> int:
@@ -102,7 +102,7 @@ class Balance:
         limits = StepLimits(
             rows=self.attention.max_reqs,
             tokens=self.attention.max_tokens,
-            length=length + tokens_in_flight(self.drafts or NO_DRAFTS),
+            length=length + tokens_in_flight(self.drafts),
             plug_ins=bool(options.logits_processors),
             drafts=self.drafts,
             max_drafting=_max_drafting(options, here),
@@ -185,7 +185,7 @@ def graph_demand(
     drafter: Speculation | None,
 ) -> int:
     """What graphs of up to `rows` requests of `length` tokens may hold."""
-    drafts = None if drafter is None else drafter.shape
+    drafts = shape_of(drafter)
     element, tokens = ELEMENT_BYTES[known(options.dtype)], options.cuda_graph_max_tokens or 0
     most = _max_drafting(options, device_type)
     held = graph_bytes(
@@ -193,7 +193,7 @@ def graph_demand(
         element,
         rows=decode_rows(rows, most, drafts),
         tokens=tokens,
-        length=length + tokens_in_flight(drafts or NO_DRAFTS),
+        length=length + tokens_in_flight(drafts),
         device_type=device_type,
         reserve=RESERVE_FACTOR,
     )

@@ -5,7 +5,6 @@ from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import FP8, EngineOptions, known
-from paceline.plan.footprint import nodes_of
 
 
 def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFacts) -> None:
@@ -40,13 +39,13 @@ def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFact
         )
 
 
-def refuse_step(options: EngineOptions, drafts: DraftShape | None) -> None:
+def refuse_step(options: EngineOptions, drafts: DraftShape) -> None:
     """Raise ConfigError where numbers of one step contradict each other; `options` has them."""
     rows, tokens = known(options.max_num_seqs), known(options.max_num_batched_tokens)
     chunk = known(options.chunked_prefill_size)
-    nodes = nodes_of(drafts)
+    nodes = drafts.num_draft_tokens
     if tokens < rows * nodes:
-        held = "one token" if drafts is None else f"the {nodes} tokens of a round"
+        held = f"the {nodes} tokens of a round" if drafts.has_drafts else "one token"
         lower = f"--max-num-seqs to {tokens // nodes}"
         if tokens < nodes:
             lower = "--speculative-num-draft-tokens"

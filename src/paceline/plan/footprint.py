@@ -7,7 +7,7 @@ with the allowances named below; a CPU kernel's private scratch is not counted.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.draft_shape import DraftShape
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, MoEConfig
 from paceline.core.sampling_params import (
     MAX_LOGIT_BIAS,
@@ -48,7 +48,7 @@ class StepLimits:
     tokens: int
     length: int  # tokens of one request, those in flight behind its limit included
     plug_ins: bool = False  # logits processors beside the built-in ones
-    drafts: DraftShape | None = None  # of a round; None: no rounds
+    drafts: DraftShape = NO_DRAFTS  # of a round
     max_drafting: int | None = None  # requests of a round; None: all
 
     @property
@@ -57,15 +57,10 @@ class StepLimits:
         return decode_rows(self.rows, self.max_drafting, self.drafts)
 
 
-def nodes_of(drafts: DraftShape | None) -> int:
-    """Rows that a request brings to a step that is no prefill."""
-    return 1 if drafts is None else drafts.num_draft_tokens
-
-
-def decode_rows(requests: int, max_drafting: int | None, drafts: DraftShape | None) -> int:
+def decode_rows(requests: int, max_drafting: int | None, drafts: DraftShape) -> int:
     """Rows of the largest step that is no prefill: plain, or a round of at most `max_drafting`."""
     drafting = requests if max_drafting is None else min(requests, max_drafting)
-    return max(requests, drafting * nodes_of(drafts))
+    return max(requests, drafting * drafts.num_draft_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +111,7 @@ def sampler_bytes(config: ModelConfig, rows: int, length: int, *, cost: SamplerC
 def step_bytes(config: ModelConfig, element: int, limits: StepLimits) -> int:
     """What the largest eager step allocates and gives back."""
     sampling = sampler_bytes(config, limits.sampled, limits.length, cost=SAMPLER_PEAK)
-    if limits.drafts is not None:
+    if limits.drafts.has_drafts:
         sampling += limits.sampled * limits.length * NODE_TOKEN_BYTES
     entries = min(PROMPT_BLOCK_ENTRIES, limits.tokens * config.vocab_size)
     scoring = max(entries, config.vocab_size) * PROMPT_ENTRY_BYTES
@@ -165,7 +160,7 @@ def workspace_bytes(
     table = (limits.rows + 1) * (8 + 4 * limits.length + page_rows + sampling_row)
     step_row = 64 + page_rows + 4 + 12 * MAX_LOGPROBS
     step = limits.rows * step_row + limits.tokens * (28 + 8 * len(specs)) + 4
-    if limits.drafts is not None:
+    if limits.drafts.has_drafts:
         path = limits.drafts.max_path
         step += limits.rows * (4 * (2 + path) + path * (4 + 12 * MAX_LOGPROBS))
         step += (

@@ -19,9 +19,8 @@ from paceline.core.options import DTYPES, FP8, EngineOptions, known
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names
 from paceline.plan.fit import SHORTEST_LEN, Fit
-from paceline.plan.footprint import nodes_of
 from paceline.plan.resolve import resolve
-from paceline.plan.speculation import Speculation, without_speculation
+from paceline.plan.speculation import Speculation, shape_of, without_speculation
 from paceline.plan.suggestion import Asked, Change, Command, Nearest
 
 LEAST_STEP = 256  # tokens; a shorter step makes every prompt slow
@@ -75,7 +74,7 @@ def nearest(
             return False
         return not budget.short_by_bytes and runs(found.options)
 
-    nodes = nodes_of(None if speculation is None else speculation.shape)
+    nodes = shape_of(speculation).num_draft_tokens
     options = knobs(asked, resolution.options, fit, device=device, nodes=nodes)
     for size in range(1, len(options) + 1):
         found = [push(asked, chosen, fits) for chosen in combinations(options, size)]

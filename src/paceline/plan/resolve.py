@@ -14,9 +14,9 @@ from paceline.core.options import KV_ELEMENT_BYTES, OFF, EngineOptions, engine_o
 from paceline.plan.balance import graph_demand
 from paceline.plan.contradictions import refuse_asked, refuse_cache, refuse_graphs, refuse_step
 from paceline.plan.fit import Fit, plan_memory
-from paceline.plan.footprint import nodes_of, request_bytes, standing_bytes
+from paceline.plan.footprint import request_bytes, standing_bytes
 from paceline.plan.resolution import Resolution
-from paceline.plan.speculation import Speculation, all_groups
+from paceline.plan.speculation import Speculation, all_groups, shape_of
 
 CPU_KV_LIMIT = 4 * GIB
 # Longer steps keep the GPU busy while the next operations are launched: a quarter of a full step,
@@ -67,7 +67,7 @@ def resolve(
     resolution = _choose_drafter(start, speculation)
     resolution = _choose_shape(_choose_device(resolution, config, device), device, speculation)
     resolution = _choose_graphs(resolution, config, device, speculation)
-    refuse_step(resolution.options, None if speculation is None else speculation.shape)
+    refuse_step(resolution.options, shape_of(speculation))
     refuse_graphs(resolution.options, config)
     refuse_cache(resolution.options)
     if device.device_type == "cpu":
@@ -184,8 +184,8 @@ def _choose_step(
     """
     resolution = _choose_drafting(resolution, device, speculation)
     options, (usual, why) = resolution.options, _usual(device)
-    nodes = nodes_of(None if speculation is None else speculation.shape)
-    each = "one token" if speculation is None else f"{nodes} tokens"
+    nodes = shape_of(speculation).num_draft_tokens
+    each = "one token" if nodes == 1 else f"{nodes} tokens"
     rows, why_rows = usual.requests, why
     if speculation is not None and options.speculative_max_batch is None:
         rows, why_rows = max(1, rows // nodes), f"{each} of each, in all the rows {why}"
@@ -234,7 +234,7 @@ def _choose_cpu_cache(
     specs = all_groups(config, known(options.page_size), speculation)
     element = KV_ELEMENT_BYTES[known(options.kv_cache_dtype)]
     longest = options.max_model_len or config.max_position
-    longest += 0 if speculation is None else speculation.shape.reach
+    longest += shape_of(speculation).reach
     full = known(options.max_num_seqs) * request_bytes(specs, longest, element)
     full += standing_bytes(specs, element, known(options.max_num_batched_tokens))
     limits = {
