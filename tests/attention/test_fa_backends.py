@@ -3,12 +3,14 @@
 import sys
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from attention_cases import Built, Case, build, walk, wrong_meanings
 from torch import Tensor
 
+from covers import Cell, cell_name, pairwise
 from paceline.attention.backends.fa3_backend import FlashAttention3Backend
 from paceline.attention.backends.fa4_backend import FlashAttention4Backend
 from paceline.attention.cascade import cascade
@@ -105,42 +107,43 @@ def check(backend: AttentionBackend, case: Case) -> None:
         assert (out - wrong).abs().max() > 2 * tolerance, f"{name} passes for the right answer"
 
 
-@either
-@pytest.mark.parametrize("soft_cap", [None, 0.5], ids=["plain", "capped"])
-@pytest.mark.parametrize("window", [None, 1, 3, 6])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_pages_windows_and_caps(
-    page_size: int, window: int | None, soft_cap: float | None, backend_class: type
-) -> None:
-    case = replace(IN_BF16, page_size=page_size, window=window, soft_cap=soft_cap)
-    check(backend_class(flash_attn), case)
+AXES: dict[str, tuple[Any, ...]] = {
+    "backend": tuple(BOTH),
+    "page_size": (1, 3, 16),
+    "soft_cap": (None, 0.5),
+    "extend_lens": ((1, 1, 1), (1, 2, 5), (5, 5, 5)),
+    "heads": ((3, 3), (14, 2), (6, 1)),
+    "dtype": tuple(TOLERANCE),
+}
+WINDOWS = {"window": (None, 1, 3, 6)}
+FROZEN: dict[str, tuple[Any, ...]] = {
+    "backend": tuple(BOTH),
+    "page_size": (1, 3, 16),
+    "extend_and_window": ((1, 2), (1, 6), (3, 4), (3, 9), (5, 40)),
+}
 
 
-@either
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("extends", [(1, 1, 1), (4, 4, 4), (1, 2, 5)], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (14, 2), (6, 1)])
-def test_head_groups_dtypes_and_extends(
-    heads: int, kv_heads: int, extends: tuple[int, ...], dtype: torch.dtype, backend_class: type
-) -> None:
-    case = Case(dtype=dtype, extend_lens=extends, heads=heads, kv_heads=kv_heads)
-    check(backend_class(flash_attn), case)
+def case_of(cell: Cell, **fixed: Any) -> Case:
+    """The step of a cell."""
+    chosen = {name: value for name, value in cell.items() if name not in ("backend", "heads")}
+    heads, kv_heads = cell["heads"]
+    return Case(heads=heads, kv_heads=kv_heads, **chosen, **fixed)
 
 
-@either
-@pytest.mark.parametrize("soft_cap", [None, 0.5], ids=["plain", "capped"])
-@pytest.mark.parametrize("extends", [(1, 1, 1), (1, 2, 5), (5, 5, 5)], ids=str)
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_the_prefix_alone_with_its_lse(
-    page_size: int, extends: tuple[int, ...], soft_cap: float | None, backend_class: type
-) -> None:
+@pytest.mark.parametrize("cell", pairwise(AXES | WINDOWS), ids=cell_name)
+def test_a_chain_of_any_kind_equals_the_walk(cell: Cell) -> None:
+    check(cell["backend"](flash_attn), case_of(cell))
+
+
+@pytest.mark.parametrize("cell", pairwise(AXES), ids=cell_name)
+def test_the_prefix_alone_with_its_lse(cell: Cell) -> None:
     """A request without a prefix gives 0 and −inf: nothing to merge."""
-    case = replace(PREFIX_ALONE, page_size=page_size, extend_lens=extends, soft_cap=soft_cap)
-    check(backend_class(flash_attn), case)
-    out, lse = run(backend_class(flash_attn), built_finite(case))
+    case = case_of(cell, part=Part.PREFIX)
+    check(cell["backend"](flash_attn), case)
+    out, lse = run(cell["backend"](flash_attn), built_finite(case))
     assert lse is not None
-    assert not out[: extends[0]].any()
-    assert (lse[: extends[0]] == float("-inf")).all()
+    assert not out[: case.extend_lens[0]].any()
+    assert (lse[: case.extend_lens[0]] == float("-inf")).all()
 
 
 @either
@@ -162,15 +165,12 @@ def test_a_tree_by_cascade(window: int | None, backend_class: type) -> None:
     check(cascade(backend_class)(backend_class(flash_attn)), case)
 
 
-@either
-@pytest.mark.parametrize(("extend", "window"), [(1, 2), (1, 6), (3, 4), (3, 9), (5, 40)])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_a_windowed_prefix_of_uniform_rows(
-    page_size: int, extend: int, window: int, backend_class: type
-) -> None:
+@pytest.mark.parametrize("cell", pairwise(FROZEN), ids=cell_name)
+def test_a_windowed_prefix_of_uniform_rows(cell: Cell) -> None:
     """Frozen KV: the window counts from the query, which lies behind the keys."""
-    case = replace(PREFIX_ALONE, page_size=page_size, window=window)
-    check(backend_class(flash_attn), replace(case, extend_lens=(extend,) * 3))
+    extend, window = cell["extend_and_window"]
+    case = replace(PREFIX_ALONE, page_size=cell["page_size"], window=window)
+    check(cell["backend"](flash_attn), replace(case, extend_lens=(extend,) * 3))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from flashinfer_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covers import Cell, cell_name, pairwise
 from paceline.attention.backends.flashinfer_backend import (
     FlashInferBackend,
     FlashInferBuffers,
@@ -37,21 +38,21 @@ from paceline.core.step import StepLayout
 from paceline.proof.emulators import flashinfer as emulator
 from paceline.runner.recorded import RecordedGraph
 
-
-@pytest.mark.parametrize("soft_cap", [None, 0.5], ids=["plain", "capped"])
-@pytest.mark.parametrize(("page_size", "window"), [(1, None), (3, 2), (3, 3), (16, 17), (16, None)])
-@pytest.mark.parametrize("extends", [(1, 1, 1), (1, 2, 5), (5, 5, 5)], ids=str)
-def test_windows_and_caps_at_every_page_size(
-    extends: tuple[int, ...], page_size: int, window: int | None, soft_cap: float | None
-) -> None:
-    case = replace(CHAIN, extend_lens=extends, page_size=page_size)
-    check(replace(case, window=window, soft_cap=soft_cap))
+AXES: dict[str, tuple[Any, ...]] = {
+    "page_and_window": ((1, None), (3, 2), (3, 3), (16, 17), (16, None)),
+    "soft_cap": (None, 0.5),
+    "extend_lens": ((1, 1, 1), (1, 2, 5), (5, 5, 5)),
+    "heads": ((4, 2), (3, 3), (7, 1), (14, 2)),
+    "is_permuted": (True, False),
+}
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (7, 1), (14, 2)])
-@pytest.mark.parametrize("is_permuted", [True, False], ids=["permuted", "neighbours"])
-def test_head_groups_and_page_order(heads: int, kv_heads: int, is_permuted: bool) -> None:
-    check(replace(CHAIN, heads=heads, kv_heads=kv_heads, is_permuted=is_permuted))
+@pytest.mark.parametrize("cell", pairwise(AXES), ids=cell_name)
+def test_a_chain_of_any_kind_equals_the_walk(cell: Cell) -> None:
+    chosen = dict(cell)
+    (heads, kv_heads), (page_size, window) = chosen.pop("heads"), chosen.pop("page_and_window")
+    case = replace(CHAIN, heads=heads, kv_heads=kv_heads, page_size=page_size, window=window)
+    check(replace(case, **chosen))
 
 
 @pytest.mark.parametrize("soft_cap", [None, 0.5], ids=["plain", "capped"])

@@ -9,6 +9,7 @@ import torch
 from host_planned_backend import HostPlannedBackend
 from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprobs
 
+from covers import Cell, cell_name, pairwise
 from paceline.cache.pool import KVPool
 from paceline.core.errors import GraphGuardError, IntegrityError
 from paceline.core.events import Event, EventLog
@@ -254,18 +255,16 @@ def test_recorded_graphs_hold_what_the_largest_holds(tiny: TinyModel) -> None:
 # --- replay is the same step ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("graph_max_reqs", [None, 8], ids=["eager", "recorded"])
+DECODES = {"family": ("llama", "gemma3"), "page_size": (1, 3, 16), "graph_max_reqs": (None, 8)}
+
+
+@pytest.mark.parametrize("cell", pairwise(DECODES), ids=cell_name)
 def test_greedy_tokens_are_those_of_transformers(
-    tiny: TinyModel,
-    tiny_gemma: TinyModel,
-    family: str,
-    page_size: int,
-    graph_max_reqs: int | None,
+    tiny: TinyModel, tiny_gemma: TinyModel, cell: Cell
 ) -> None:
-    model = tiny if family == "llama" else tiny_gemma
-    driver = Driver(model, page_size=page_size, graph_max_reqs=graph_max_reqs)
+    options = dict(cell)
+    model = tiny if options.pop("family") == "llama" else tiny_gemma
+    driver = Driver(model, **options)
     prompts = start(driver, range(1, 4))
     driver.decode([1, 2, 3], steps=19)
     for row, prompt in prompts.items():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprobs
 
+from covers import Cell, cell_name, pairwise
 from paceline.core.errors import GraphGuardError
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_sizes import GraphSizes
@@ -61,24 +62,24 @@ def test_steps_of_other_token_counts_replay_other_graphs(tiny: TinyModel) -> Non
     assert ragged == {16, 24, 48, MAX_TOKENS}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("stream", ["inline", "deferred"])
-@pytest.mark.parametrize("page_size", [1, 3, 16])
+PREFILLS = {
+    "family": ("llama", "gemma3"),
+    "stream": ("inline", "deferred"),
+    "page_size": (1, 3, 16),
+}
+
+
+@pytest.mark.parametrize("cell", pairwise(PREFILLS), ids=cell_name)
 def test_replayed_prefills_give_the_tokens_of_transformers(
-    tiny: TinyModel,
-    tiny_gemma: TinyModel,
-    counts: Counter[str],
-    family: str,
-    stream: str,
-    page_size: int,
+    tiny: TinyModel, tiny_gemma: TinyModel, counts: Counter[str], cell: Cell
 ) -> None:
     """Prompts of changing lengths share a few graphs; stale tails of longer ones stay behind."""
-    model = tiny if family == "llama" else tiny_gemma
+    model = tiny if cell["family"] == "llama" else tiny_gemma
     driver = Driver(
         model,
         graph_max_tokens=MAX_TOKENS,
-        page_size=page_size,
-        stream=DeferredStream() if stream == "deferred" else None,
+        page_size=cell["page_size"],
+        stream=DeferredStream() if cell["stream"] == "deferred" else None,
     )
     for lengths in ((20, 25), (9, 21), (30, 3), (17, 1), (40,), (16, 13), (5, 6), (7, 1)):
         prompts = dict(enumerate(random_prompts(lengths, seed=sum(lengths)), start=1))

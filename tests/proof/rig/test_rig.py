@@ -35,9 +35,14 @@ def spreading(base, source, page):
     return Spreading
 
 
-@pytest.mark.parametrize("case", [DECODE, EXTEND, FP8, TREE], ids=lambda c: c.mode.value)
-@pytest.mark.parametrize("base", [Exact, LoadsDead])
-@pytest.mark.parametrize("source", [0, -1], ids=["live", "padded"])
+SPREAD = [  # every two of them meet; source -1 is a padded token
+    pytest.param(case, base, source, id=f"{case.mode.value}-{base.__name__}-{source}")
+    for turn, case in enumerate((DECODE, EXTEND, FP8, TREE))
+    for base, source in zip((Exact, LoadsDead), ((0, -1), (-1, 0))[turn % 2], strict=True)
+]
+
+
+@pytest.mark.parametrize(("case", "base", "source"), SPREAD)
 def test_a_token_in_a_free_slot_is_seen_in_k_and_in_v(case, base, source):
     # The last batch is padded in a graph: its last token is a padded one.
     reason = cell(spreading(base, source, free_page(case)), case).reason
