@@ -1,11 +1,11 @@
 """The emulator of FlashAttention equals float64 by hand, and refuses what breaks a rule."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from by_hand import Row, by_hand, gathered
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
@@ -45,32 +45,20 @@ def call(**changes: Any) -> dict[str, Any]:
     return legal | changes
 
 
-def by_hand(given: dict[str, Any], sees: Callable[[int, int], bool]) -> tuple[Tensor, Tensor]:
-    """(out [tokens, heads, dim], lse [heads, tokens]) in float64, key by key.
+def expected(given: dict[str, Any], sees: Callable[[int, int], bool]) -> tuple[Tensor, Tensor]:
+    """(out [tokens, heads, dim], lse [heads, tokens]) of a call.
 
     sees(own, key): whether the query at position `own` sees the key at position `key`.
     """
-    q, k, v = (given[name].double() for name in "qkv")
-    out, lse = torch.zeros(5, HEADS, DIM).double(), torch.zeros(HEADS, 5).double()
-    row = 0
-    for request, (extend, keys) in enumerate(zip(EXTENDS, KEYS, strict=True)):
+    rows: list[Row] = []
+    for pages, extend, keys in zip(given["page_table"].tolist(), EXTENDS, KEYS, strict=True):
+        k, v = (gathered(given[name], pages, keys) for name in "kv")
         for own in range(keys - extend, keys):
-            for head in range(HEADS):
-                weight, mixed = 0.0, torch.zeros(DIM).double()
-                for key in range(keys):
-                    page = int(given["page_table"][request, key // PAGE])
-                    at = (page, key % PAGE, head // 2)
-                    score = 0.5 * float(q[row, head] @ k[at])
-                    if given.get("softcap"):
-                        score = given["softcap"] * math.tanh(score / given["softcap"])
-                    if sees(own, key):
-                        weight += math.exp(score)
-                        mixed += math.exp(score) * v[at]
-                if given.get("learnable_sink") is not None:
-                    weight += math.exp(given["learnable_sink"][head])
-                out[row, head], lse[head, row] = mixed / weight, math.log(weight)
-            row += 1
-    return out, lse
+            seen = [key for key in range(keys) if sees(own, key)]
+            rows.append(Row(given["q"][len(rows)], k, v, seen))
+    cap, sinks = given.get("softcap"), given.get("learnable_sink")
+    out, lse = by_hand(rows, scale=0.5, soft_cap=cap, sinks=sinks)
+    return out, lse.T
 
 
 @pytest.mark.parametrize(
@@ -94,7 +82,7 @@ def test_the_answer_is_that_of_the_sum_by_hand(
 ) -> None:
     given = call(**changes)
     out, lse = flash_attn_varlen_func(**given, return_lse=True)
-    wanted, wanted_lse = by_hand(given, sees)
+    wanted, wanted_lse = expected(given, sees)
     assert lse is not None
     assert (out.double() - wanted).abs().max() < TOLERANCE
     assert (lse.double() - wanted_lse).abs().max() < 1e-5

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import Row, by_hand, gathered
 from torch import Tensor
 
 from paceline.core.errors import HostReadError, KernelArgumentError
@@ -76,34 +77,23 @@ def planned(bound: dict[str, Any] | None = None, **changes: Any) -> Any:
     return wrapper
 
 
-def by_hand(
+def expected(
     given: dict[str, Any], sees: Callable[[int, int], bool], soft_cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out [rows, heads, dim], lse base 2 [rows, heads]) in float64, key by key.
+    """(out [rows, heads, dim], lse base 2 [rows, heads]) of a run.
 
     sees(own, key): whether the query at position `own` sees the key at position `key`.
     """
-    q = given["q"].double()
-    k, v = (cache.double() for cache in given["paged_kv_cache"])
-    out, lse = torch.zeros(ROWS, HEADS, DIM).double(), torch.zeros(ROWS, HEADS).double()
-    row, first = 0, 0
+    rows: list[Row] = []
+    left = list(INDICES)
     for extend, keys in zip(EXTENDS, KEYS, strict=True):
+        pages, left = left[: -(-keys // PAGE)], left[-(-keys // PAGE) :]
+        k, v = (gathered(cache, pages, keys) for cache in given["paged_kv_cache"])
         for own in range(keys - extend, keys):
-            for head in range(HEADS):
-                weight, mixed = 0.0, torch.zeros(DIM).double()
-                for key in range(keys):
-                    at = INDICES[first + key // PAGE], key % PAGE, head // (HEADS // KV_HEADS)
-                    score = 0.2 * float(q[row, head] @ k[at])
-                    if soft_cap is not None:
-                        score = soft_cap * math.tanh(score / soft_cap)
-                    if sees(own, key):
-                        weight += math.exp(score)
-                        mixed += math.exp(score) * v[at]
-                out[row, head] = mixed / weight if weight else mixed
-                lse[row, head] = math.log2(weight) if weight else -math.inf
-            row += 1
-        first += -(-keys // PAGE)
-    return out, lse
+            seen = [key for key in range(keys) if sees(own, key)]
+            rows.append(Row(given["q"][len(rows)], k, v, seen))
+    out, lse = by_hand(rows, scale=0.2, soft_cap=soft_cap)
+    return out, lse / math.log(2)
 
 
 def near(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
@@ -129,7 +119,7 @@ VISIBLE: dict[str, tuple[dict[str, Any], Callable[[int, int], bool]]] = {
 @pytest.mark.parametrize("name", VISIBLE)
 def test_it_equals_float64_by_hand(name: str) -> None:
     changes, sees = VISIBLE[name]
-    assert near(planned(**changes).run(**inputs()), by_hand(inputs(), sees))
+    assert near(planned(**changes).run(**inputs()), expected(inputs(), sees))
 
 
 @pytest.mark.parametrize("name", VISIBLE)
@@ -137,13 +127,13 @@ def test_by_hand_tells_the_masks_apart(name: str) -> None:
     found = planned(**VISIBLE[name][0]).run(**inputs())
     for other, (_, sees) in VISIBLE.items():
         if other != name:
-            assert not near(found, by_hand(inputs(), sees))
+            assert not near(found, expected(inputs(), sees))
 
 
 def test_soft_cap_comes_before_the_mask() -> None:
     found = planned(logits_soft_cap=0.7).run(**inputs())
-    assert near(found, by_hand(inputs(), lambda own, key: key <= own, soft_cap=0.7))
-    assert not near(found, by_hand(inputs(), lambda own, key: key <= own))
+    assert near(found, expected(inputs(), lambda own, key: key <= own, soft_cap=0.7))
+    assert not near(found, expected(inputs(), lambda own, key: key <= own))
 
 
 def test_a_request_without_keys_gives_zero_and_minus_infinity() -> None:
@@ -180,7 +170,7 @@ def test_an_8_bit_cache_is_read_as_stored() -> None:
     given = inputs()
     small = tuple(cache.to(torch.float8_e4m3fn) for cache in given["paged_kv_cache"])
     found = planned(kv_data_type=torch.float8_e4m3fn).run(**given | {"paged_kv_cache": small})
-    assert near(found, by_hand(given | {"paged_kv_cache": small}, lambda own, key: key <= own))
+    assert near(found, expected(given | {"paged_kv_cache": small}, lambda own, key: key <= own))
 
 
 def test_outputs_are_written_where_the_caller_says() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import Row, by_hand
 from torch import Tensor
 
 from paceline.core.errors import HostReadError, KernelArgumentError
@@ -79,29 +80,18 @@ def planned(bound: dict[str, Any] | None = None, **changes: Any) -> Any:
     return wrapper
 
 
-def by_hand(
+def expected(
     given: dict[str, Any], seen: tuple[Any, ...] = SEEN, soft_cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(out [rows, heads, dim], lse base 2 [rows, heads]) in float64, key by key."""
-    q, k, v = (given[name].double() for name in ("q", "k", "v"))
-    out, lse = torch.zeros(ROWS, HEADS, DIM).double(), torch.zeros(ROWS, HEADS).double()
-    row, first = 0, 0
-    for rows, keys in zip(seen, KEYS, strict=True):
-        for visible in rows:
-            for head in range(HEADS):
-                weight = 0.0
-                for key in [index for index, sees in enumerate(visible) if sees]:
-                    at = first + key, head // (HEADS // KV_HEADS)
-                    score = 0.2 * float(q[row, head] @ k[at])
-                    if soft_cap is not None:
-                        score = soft_cap * math.tanh(score / soft_cap)
-                    weight += math.exp(score)
-                    out[row, head] += math.exp(score) * v[at]
-                out[row, head] /= weight
-                lse[row, head] = math.log2(weight)
-            row += 1
-        first += keys
-    return out, lse
+    """(out [rows, heads, dim], lse base 2 [rows, heads]) of a run."""
+    rows: list[Row] = []
+    pairs = zip(given["k"].split(KEYS), given["v"].split(KEYS), seen, strict=True)
+    for k, v, masks in pairs:
+        for mask in masks:
+            visible = [key for key, sees in enumerate(mask) if sees]
+            rows.append(Row(given["q"][len(rows)], k, v, visible))
+    out, lse = by_hand(rows, scale=0.2, soft_cap=soft_cap)
+    return out, lse / math.log(2)
 
 
 def near(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
@@ -113,15 +103,15 @@ def near(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
 def test_it_equals_float64_by_hand(soft_cap: float | None) -> None:
     found = planned(logits_soft_cap=soft_cap).run(**inputs())
-    assert near(found, by_hand(inputs(), soft_cap=soft_cap))
-    assert not near(found, by_hand(inputs(), soft_cap=0.3))
+    assert near(found, expected(inputs(), soft_cap=soft_cap))
+    assert not near(found, expected(inputs(), soft_cap=0.3))
 
 
 @pytest.mark.parametrize("query", range(3))
 def test_by_hand_tells_masks_apart(query: int) -> None:
     rows = list(SEEN[0])
     rows[query] = (1, 1, 1) if rows[query] != (1, 1, 1) else (1, 0, 0)
-    assert not near(planned().run(**inputs()), by_hand(inputs(), (tuple(rows), *SEEN[1:])))
+    assert not near(planned().run(**inputs()), expected(inputs(), (tuple(rows), *SEEN[1:])))
 
 
 def test_a_plan_leaves_the_mask_to_the_caller() -> None:
@@ -154,8 +144,8 @@ def test_a_replay_reads_the_bits_of_the_moment() -> None:
     bound["custom_mask_buf"][0] = 0b11111111
     graph.replay()
     seen = (((1, 1, 1), (1, 1, 1), (1, 1, 1)), *SEEN[1:])
-    assert near((out, lse), by_hand(given, seen))
-    assert not near((out, lse), by_hand(given))
+    assert near((out, lse), expected(given, seen))
+    assert not near((out, lse), expected(given))
 
 
 # --- rules ----------------------------------------------------------------------------------------
