@@ -23,6 +23,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
+from paceline.attention.names import Cascade
 from paceline.attention.paged import attend_cpu, attend_triton, empty_outputs
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
@@ -112,7 +113,7 @@ def cascade(inner: type[AttentionBackend]) -> type[CascadeBackend]:
         {
             "__doc__": f"{inner.__name__} with trees.",
             "inner": inner,
-            "name": f"cascade({inner.name})",
+            "name": str(Cascade(inner.name)),
             "capabilities": replace(can, masks=can.masks | {MaskKind.TREE}, tree_windows=True),
             "kept_fields": inner.kept_fields,
         },

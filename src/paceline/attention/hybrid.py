@@ -18,6 +18,7 @@ from paceline.attention.contract import (
     Limits,
     Part,
 )
+from paceline.attention.names import Pair
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
@@ -132,7 +133,7 @@ def hybrid(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> t
             "__doc__": f"{prefill.__name__} for prefill, {decode.__name__} for decode.",
             "prefill": prefill,
             "decode": decode,
-            "name": f"{prefill.name}+{decode.name}",
+            "name": str(Pair(prefill.name, decode.name)),
             "capabilities": _common(prefill.capabilities, decode.capabilities),
             "kept_fields": prefill.kept_fields | decode.kept_fields,
         },

@@ -1,12 +1,14 @@
 """The registry of attention backends, and the one place where `auto` may choose."""
 
 import importlib.metadata
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import AttentionBackend, AttentionConfig, Capabilities
 from paceline.attention.hybrid import hybrid
 from paceline.attention.measurements import LayerShape, Phase, Table, package_table
+from paceline.attention.names import Cascade, Name, Pair, parse
 from paceline.attention.preference import prefer
 from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.modes import MaskKind
@@ -45,11 +47,20 @@ def load_backend(name: str) -> type[AttentionBackend]:
 
     Raises ConfigError when there is none, or one that lacks a part of the contract.
     """
-    pair = halves(name)
-    if pair is not None:
-        return hybrid(load_backend(pair[0]), load_backend(pair[1]))
-    if is_cascade(name):
-        return cascade(load_backend(name.removeprefix("cascade(").removesuffix(")")))
+    return compose(parse(name), _load_single)
+
+
+def compose(name: Name, load: Callable[[str], type[AttentionBackend]]) -> type[AttentionBackend]:
+    """The backend of a parsed name, of what `load` gives for each that is not composed."""
+    match name:
+        case Pair(prefill, decode):
+            return hybrid(compose(prefill, load), compose(decode, load))
+        case Cascade(inner):
+            return cascade(compose(inner, load))
+    return load(name)
+
+
+def _load_single(name: str) -> type[AttentionBackend]:
     target = BACKENDS.get(name, name)
     if ":" not in target:
         raise ConfigError.about(
@@ -91,20 +102,6 @@ def _require_complete(target: str, backend: type[AttentionBackend]) -> None:
         )
 
 
-def halves(name: str) -> tuple[str, str] | None:
-    """The two sides of the + that stands in no bracket; None when there is none."""
-    for index, letter in enumerate(name):
-        before = name[:index]
-        if letter == "+" and before.count("(") == before.count(")"):
-            return before, name[index + 1 :]
-    return None
-
-
-def is_cascade(name: str) -> bool:
-    """Whether a name that is no pair is cascade(another name)."""
-    return name.startswith("cascade(") and name.endswith(")")
-
-
 def _composed(
     name: str, config: AttentionConfig, drafts: AttentionConfig | None
 ) -> tuple[str, str]:
@@ -114,7 +111,7 @@ def _composed(
     if not any(needs_cascade(can, layers.masks, window=layers.window) for layers in asked):
         return name, ""
     lacks = "windows in a tree" if MaskKind.TREE in can.masks else "tree mask"
-    return f"cascade({name})", f"; {name} has no {lacks}, so trees run by cascade"
+    return str(Cascade(name)), f"; {name} has no {lacks}, so trees run by cascade"
 
 
 def _reasons(name: str, config: AttentionConfig, drafts: AttentionConfig | None) -> list[str]:

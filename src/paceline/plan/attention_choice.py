@@ -9,6 +9,7 @@ import torch
 
 from paceline.attention.contract import AttentionBackend, AttentionConfig, GraphSupport, Limits
 from paceline.attention.measurements import Phase
+from paceline.attention.names import Cascade, Pair
 from paceline.attention.registry import Choice, choose, load_backend
 from paceline.cache.pool import torch_kv_dtype
 from paceline.core.errors import BackendUnsupported
@@ -82,7 +83,7 @@ def one_backend(phases: Sequence[PhaseChoice]) -> Choice:
             advice = ["it can run without graphs: add --enforce-eager"] if eager else []
             raise BackendUnsupported(asked, [*reasons, *advice])
         names.append(choice.backend)
-    if names == [names[0], f"cascade({names[0]})"]:
+    if names == [names[0], str(Cascade(names[0]))]:
         names = names[1:]  # one backend, which runs trees by cascade and all else as it is
     whys = dict.fromkeys(choice.why for choice in phases)
     why = "; ".join(f"{choice.phase}: {choice.why}" for choice in phases)
@@ -92,7 +93,7 @@ def one_backend(phases: Sequence[PhaseChoice]) -> Choice:
             known_reasons = rejected.setdefault(name, [])
             known_reasons += [reason for reason in reasons if reason not in known_reasons]
     return Choice(
-        name="+".join(dict.fromkeys(names)),
+        name=str(Pair(*names)) if len(set(names)) > 1 else names[0],
         why=why if len(whys) > 1 else next(iter(whys)),
         rejected={name: reasons for name, reasons in rejected.items() if name not in names},
     )

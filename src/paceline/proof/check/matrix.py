@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from paceline.attention.names import parse, singles
 from paceline.core.errors import ConfigError
 from paceline.proof.check.cell import CellResult, RunnerKind, Status
 from paceline.proof.check.filters import Filter
@@ -198,8 +199,7 @@ def absence(cell: Cell, device_type: str) -> str | None:
     On a GPU a vendor's library has no stand-in; on a CPU Triton's interpreter takes hours for
     what is not made for it.
     """
-    for part in cell.backend.split("+"):
-        name = part.removeprefix("cascade(").rstrip(")")
+    for name in singles(parse(cell.backend)):
         if device_type == "cuda" and name in LIBRARIES and not _is_installed(LIBRARIES[name]):
             return f"{name} needs the module {LIBRARIES[name]}, which is not installed"
         if device_type == "cpu" and name == "triton" and not cell.case.is_interpreted:

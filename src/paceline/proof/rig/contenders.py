@@ -12,8 +12,8 @@ from paceline.attention.contract import (
     GraphSupport,
     needed_support,
 )
-from paceline.attention.hybrid import hybrid
-from paceline.attention.registry import halves, is_cascade, load_backend
+from paceline.attention.names import parse, singles
+from paceline.attention.registry import compose, load_backend
 from paceline.core.modes import MaskKind
 from paceline.proof.check.cell import RunnerKind
 from paceline.proof.suite.case import Case
@@ -41,21 +41,11 @@ def contender(name: str, device_type: str) -> Contender:
 
     On a CPU a vendor's library is its emulator.  Raises ConfigError for an unknown name.
     """
-    pair = halves(name)
-    if pair is not None:
-        one, other = (contender(half, device_type) for half in pair)
-        return Contender(
-            name=name,
-            backend=hybrid(one.backend, other.backend),
-            is_emulated=one.is_emulated or other.is_emulated,
-        )
-    if is_cascade(name):
-        inner = contender(name.removeprefix("cascade(").removesuffix(")"), device_type)
-        return Contender(name=name, backend=cascade(inner.backend), is_emulated=inner.is_emulated)
-    backend = load_backend(name)
-    if device_type == "cuda" or name not in EMULATORS:
-        return Contender(name=name, backend=backend, is_emulated=False)
-    return Contender(name=name, backend=_emulated(backend, EMULATORS[name]), is_emulated=True)
+    if device_type == "cuda":
+        return Contender(name=name, backend=load_backend(name), is_emulated=False)
+    parsed = parse(name)
+    is_emulated = not EMULATORS.keys().isdisjoint(singles(parsed))
+    return Contender(name=name, backend=compose(parsed, _on_a_cpu), is_emulated=is_emulated)
 
 
 def for_case(who: Contender, case: Case) -> type[AttentionBackend]:
@@ -107,9 +97,12 @@ def _has_window(case: Case) -> bool:
     return any(layer.window is not None for layer in case.layers)
 
 
-def _emulated(backend: type[AttentionBackend], module: str) -> type[AttentionBackend]:
-    """`backend` on an emulator of its library."""
-    library = import_module(module)
+def _on_a_cpu(name: str) -> type[AttentionBackend]:
+    """The backend of a name that is not composed, on the emulator of its library if it has one."""
+    backend = load_backend(name)
+    if name not in EMULATORS:
+        return backend
+    library = import_module(EMULATORS[name])
 
     class Emulated(backend):  # type: ignore[misc,valid-type]
         def __init__(self) -> None:
