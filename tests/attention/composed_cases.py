@@ -12,7 +12,6 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
-    Capabilities,
     LayerCache,
     Limits,
     Part,
@@ -25,10 +24,8 @@ from paceline.kernels.step_view import StepView
 class NoTree(AttentionBackend):
     """What a kernel library without tree masks can do, in torch; it never looks at a tree mask."""
 
-    name: ClassVar[str] = "no-tree"
-    capabilities: ClassVar[Capabilities] = replace(
-        TorchBackend.capabilities, masks=frozenset({MaskKind.CAUSAL})
-    )
+    name = "no-tree"
+    capabilities = replace(TorchBackend.capabilities, masks=frozenset({MaskKind.CAUSAL}))
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
@@ -57,19 +54,17 @@ class NoTree(AttentionBackend):
 class Listener(NoTree):
     """Remembers the name and the arguments of every call, its own instance left out."""
 
-    name: ClassVar[str] = "listener"
-    capabilities: ClassVar[Capabilities] = replace(NoTree.capabilities, host_plan=True)
+    name = "listener"
+    capabilities = replace(NoTree.capabilities, host_plan=True)
     heard: ClassVar[list[tuple[str, tuple[object, ...]]]] = []
 
-    @classmethod
-    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
-        cls.heard.append(("unsupported_reasons", (config,)))
-        return [f"{cls.name} is busy"]
+    def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
+        self.heard.append(("unsupported_reasons", (config,)))
+        return [f"{self.name} is busy"]
 
-    @classmethod
-    def buffer_bytes(cls, limits: Limits) -> int:
-        cls.heard.append(("buffer_bytes", (limits,)))
-        return len(cls.name)
+    def buffer_bytes(self, limits: Limits) -> int:
+        self.heard.append(("buffer_bytes", (limits,)))
+        return len(self.name)
 
     def make_buffers(self, limits: Limits) -> Any:
         self.heard.append(("make_buffers", (limits,)))

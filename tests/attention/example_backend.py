@@ -4,7 +4,7 @@ It reads every key of every request and masks what a query may not see, so it is
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ class DensePlan:
 class DenseBackend(AttentionBackend):
     """Causal attention of one cache group in plain torch, on any device."""
 
-    name: ClassVar[str] = "dense-example"
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    name = "dense-example"
+    capabilities = Capabilities(
         device_types=frozenset({"cpu", "cuda"}),
         min_cuda_arch=None,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
@@ -59,7 +59,7 @@ class DenseBackend(AttentionBackend):
         host_plan=False,
         loads_dead_slots=True,
     )
-    kept_fields: ClassVar[frozenset[str]] = frozenset({"key_positions"})
+    kept_fields = frozenset({"key_positions"})
 
     def make_buffers(self, limits: Limits) -> DenseBuffers:
         """Called once; `plan` cuts these to the size of a step."""

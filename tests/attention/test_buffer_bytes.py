@@ -53,7 +53,7 @@ META = replace(LIMITS, device=torch.device("meta"))
 def test_a_backend_without_a_formula_is_asked_on_the_meta_device(
     backend: type[AttentionBackend],
 ) -> None:
-    assert backend.buffer_bytes(META) == tensor_bytes(backend().make_buffers(LIMITS)) > 0
+    assert backend().buffer_bytes(META) == tensor_bytes(backend().make_buffers(LIMITS)) > 0
 
 
 class ReadsBack(TorchBackend):
@@ -65,7 +65,7 @@ class ReadsBack(TorchBackend):
 
 def test_a_backend_that_cannot_be_asked_there_is_told_to_bring_a_formula() -> None:
     with pytest.raises(ConfigError, match="backend torch must be allocated on the meta device"):
-        ReadsBack.buffer_bytes(META)
+        ReadsBack().buffer_bytes(META)
 
 
 @pytest.mark.parametrize("sms", [1, 40, 132, MOST_SMS])
@@ -76,7 +76,7 @@ def test_the_split_workspace_of_a_gpu_is_counted_without_it(
 ) -> None:
     limits = replace(LIMITS, max_reqs=max_reqs, num_kv_heads=kv_heads)
     with StandIn("cuda", sms):
-        counted = TritonBackend.buffer_bytes(replace(limits, device=META.device))
+        counted = TritonBackend().buffer_bytes(replace(limits, device=META.device))
     monkeypatch.setattr(splits, "multiprocessors", lambda device: sms)
     assert counted == tensor_bytes(TritonBackend().make_buffers(limits))
 
@@ -85,7 +85,7 @@ def test_a_larger_gpu_holds_a_larger_split_workspace() -> None:
     sizes = []
     for sms in (58, 132, MOST_SMS):
         with StandIn("cuda", sms):
-            sizes.append(TritonBackend.buffer_bytes(META))
+            sizes.append(TritonBackend().buffer_bytes(META))
     assert sizes == sorted(set(sizes))
 
 
@@ -93,7 +93,7 @@ def test_a_larger_gpu_holds_a_larger_split_workspace() -> None:
 def test_the_bound_of_flashinfer_holds_its_workspace_and_every_schedule(
     sms: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bound = FlashInferBackend.buffer_bytes(META)
+    bound = FlashInferBackend().buffer_bytes(META)
     monkeypatch.setattr(flashinfer_wrappers, "multiprocessors", lambda device: sms)
     held = tensor_bytes(FlashInferBackend(library=object()).make_buffers(LIMITS))
     shapes = [(reqs, tokens) for reqs in (1, 2, 6) for tokens in (6, 12, 40)]
@@ -119,4 +119,4 @@ def test_the_partial_results_of_flashinfer_are_bounded_for_any_gpu(
 
 def test_the_bound_of_flash_attention_needs_no_library() -> None:
     held = FlashAttention4Backend(library=object()).make_buffers(LIMITS)  # type: ignore[arg-type]
-    assert FlashAttention4Backend.buffer_bytes(META) == tensor_bytes(held)
+    assert FlashAttention4Backend().buffer_bytes(META) == tensor_bytes(held)

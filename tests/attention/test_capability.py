@@ -172,8 +172,8 @@ def test_the_torch_backend_serves_any_model_on_a_cpu() -> None:
         needs_lse=True,
         graph=GraphSupport.ALWAYS,
     )
-    assert TorchBackend.unsupported_reasons(wanted) == []
-    assert TorchBackend.unsupported_reasons(FITS) == ["device must be cpu, got cuda"]
+    assert TorchBackend().unsupported_reasons(wanted) == []
+    assert TorchBackend().unsupported_reasons(FITS) == ["device must be cpu, got cuda"]
 
 
 def test_a_backend_that_says_nothing_of_dead_slots_is_taken_to_load_them() -> None:
@@ -184,7 +184,7 @@ def test_a_backend_that_says_nothing_of_dead_slots_is_taken_to_load_them() -> No
 
 def test_the_triton_backend_refuses_what_its_kernels_cannot_do() -> None:
     wanted = replace(FITS, head_dim=20, v_head_dim=20, dtype=torch.float64)
-    reasons = TritonBackend.unsupported_reasons(wanted)
+    reasons = TritonBackend().unsupported_reasons(wanted)
     assert "head dim must be [64, 80, 96, 128, 256], got 20" in reasons
     assert any(reason.startswith("dtype must be ['torch.bfloat16'") for reason in reasons)
 
@@ -195,5 +195,5 @@ def test_the_triton_backend_reads_an_fp8_cache_where_the_device_converts_it(
 ) -> None:
     wanted = replace(FITS, cuda_arch=arch, kv_dtype=torch.float8_e4m3fn)
     reason = "CUDA arch must be at least (8, 9) for an fp8 cache, got (8, 0)"
-    assert (reason in TritonBackend.unsupported_reasons(wanted)) == (arch < (8, 9))
-    assert not [r for r in TritonBackend.unsupported_reasons(wanted) if r.startswith("KV")]
+    assert (reason in TritonBackend().unsupported_reasons(wanted)) == (arch < (8, 9))
+    assert not [r for r in TritonBackend().unsupported_reasons(wanted) if r.startswith("KV")]

@@ -69,7 +69,7 @@ def check(case: Case) -> None:
     parts = list(Part) if any(case.prefix_lens) else [Part.ALL]
     for part in parts:
         built = build(replace(case, part=part))
-        out, lse = run(cascade(NoTree)(), built, part)
+        out, lse = run(cascade(NoTree()), built, part)
         expected, expected_lse = walk(built)
         live = expected_lse.isfinite()
         assert difference(out[live], expected[live]) < TOLERANCE[case.dtype]
@@ -103,7 +103,7 @@ def test_every_node_sees_its_prefix_and_its_ancestors(name: str) -> None:
 
 def test_a_tree_asks_the_inner_backend_for_the_prefix_alone() -> None:
     inner = NoTree()
-    backend = cascade(NoTree)(inner)
+    backend = cascade(inner)
     run(backend, build(TREE))
     assert inner.parts == [Part.PREFIX]
     run(backend, build(replace(TREE, window=3)))
@@ -115,7 +115,7 @@ def test_a_tree_asks_the_inner_backend_for_the_prefix_alone() -> None:
 def test_a_step_without_a_tree_is_the_inner_backend_alone(sinks: bool, window: int | None) -> None:
     built = build(Case(window=window, has_sinks=sinks))
     inner = NoTree()
-    out, _ = run(cascade(NoTree)(inner), built)
+    out, _ = run(cascade(inner), built)
     assert inner.parts == [Part.ALL]
     alone, _ = run(NoTree(), built)
     assert torch.equal(out, alone)
@@ -125,8 +125,8 @@ def test_a_step_without_a_tree_is_the_inner_backend_alone(sinks: bool, window: i
 def test_padded_rows_do_not_change_live_rows(window: int | None) -> None:
     """Padded rows read page 0, which holds NaN here; nobody sees what they get."""
     case = replace(TREE, window=window)
-    alone, _ = run(cascade(NoTree)(), build(case))
-    padded, _ = run(cascade(NoTree)(), build(replace(case, padded_reqs=3)))
+    alone, _ = run(cascade(NoTree()), build(case))
+    padded, _ = run(cascade(NoTree()), build(replace(case, padded_reqs=3)))
     assert torch.equal(alone, padded)
 
 
@@ -172,7 +172,7 @@ def test_a_replay_follows_another_tree_and_other_lengths() -> None:
     """The graph is recorded over one step and replayed over another: there the tree is a chain."""
     first = build(TREE)
     second = build(replace(TREE, prefix_lens=(4, 18, 2)), seed=1)
-    backend = cascade(NoTree)()
+    backend = cascade(NoTree())
     buffers = backend.make_buffers(limits(first))
     k, v = fresh_rows(first)
     results: list[Tensor] = []
@@ -232,13 +232,13 @@ CALLS: dict[str, Call] = {  # hook -> what it returned, and what the inner backe
 def test_every_hook_is_forwarded(name: str) -> None:
     """A hook the contract gains later has no row here and fails."""
     inner, control = listener("inner"), listener("inner")
-    _, expected = CALLS[name](cascade(inner)())
+    _, expected = CALLS[name](cascade(inner()))
     assert heard_by(inner, name) == [expected]
-    assert CALLS[name](cascade(inner)())[0] == getattr(control(), name)(*expected)
+    assert CALLS[name](cascade(inner()))[0] == getattr(control(), name)(*expected)
 
 
 def test_what_it_can_do_is_what_the_inner_backend_can_and_trees() -> None:
-    made = cascade(Listener)
+    made = cascade(Listener())
     can, inner = made.capabilities, Listener.capabilities
     assert can.masks == {MaskKind.CAUSAL, MaskKind.TREE}
     assert replace(can, masks=inner.masks) == inner
@@ -248,32 +248,32 @@ def test_what_it_can_do_is_what_the_inner_backend_can_and_trees() -> None:
 def test_every_fact_of_the_class_is_stated() -> None:
     """A fact the contract gains later is not in the class and fails."""
     inner = type("Keeping", (NoTree,), {"kept_fields": frozenset({"counter"})})
-    assert facts() <= vars(cascade(inner)).keys()
-    assert cascade(inner).kept_fields == {"counter"}
+    assert facts() <= vars(cascade(inner())).keys()
+    assert cascade(inner()).kept_fields == {"counter"}
 
 
 def test_trees_ask_the_inner_backend_for_an_lse_and_no_tree() -> None:
     inner = listener("inner")
-    assert cascade(inner).unsupported_reasons(WANTED) == ["inner is busy"]
+    assert cascade(inner()).unsupported_reasons(WANTED) == ["inner is busy"]
     asked = replace(WANTED, masks=frozenset({MaskKind.CAUSAL}), needs_lse=True)
     assert heard_by(inner, "unsupported_reasons") == [(asked,)]
 
 
 def test_a_quantised_cache_is_refused_for_trees_alone() -> None:
     fp8 = replace(WANTED, kv_dtype=torch.float8_e4m3fn)
-    assert cascade(NoTree).unsupported_reasons(fp8) == [
+    assert cascade(NoTree()).unsupported_reasons(fp8) == [
         "KV dtype must be torch.float32 under a cascade, got torch.float8_e4m3fn: a tree's new "
         "keys would be read as computed, not as the cache rounds them"
     ]
     chains = replace(fp8, masks=frozenset({MaskKind.CAUSAL}))
-    assert cascade(NoTree).unsupported_reasons(chains) == []
-    assert cascade(NoTree).unsupported_reasons(WANTED) == []
+    assert cascade(NoTree()).unsupported_reasons(chains) == []
+    assert cascade(NoTree()).unsupported_reasons(WANTED) == []
 
 
 def test_a_gpu_without_triton_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    reasons = cascade(NoTree).unsupported_reasons(replace(WANTED, device_type="cuda"))
+    reasons = cascade(NoTree()).unsupported_reasons(replace(WANTED, device_type="cuda"))
     assert "triton must be installed for a cascade's tree part, got no such package" in reasons
 
 
@@ -282,7 +282,7 @@ def test_a_backend_without_an_lse_cannot_be_under_a_cascade() -> None:
         "Mute", (NoTree,), {"capabilities": replace(NoTree.capabilities, returns_lse=False)}
     )
     with pytest.raises(ConfigError) as caught:
-        cascade(mute)
+        cascade(mute())
     assert str(caught.value) == (
         "attention backend under a cascade must be one that returns a log-sum-exp, got no-tree; "
         "choose a backend with a tree mask, or add returns_lse to this one"

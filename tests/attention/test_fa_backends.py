@@ -162,7 +162,7 @@ def test_sinks_count_in_the_whole_and_not_in_the_prefix(window: int | None) -> N
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_tree_by_cascade(window: int | None, backend_class: type) -> None:
     case = replace(IN_BF16, mask=MaskKind.TREE, extend_lens=(5, 5, 5), window=window)
-    check(cascade(backend_class)(backend_class(flash_attn)), case)
+    check(cascade(backend_class(flash_attn)), case)
 
 
 @pytest.mark.parametrize("cell", pairwise(FROZEN), ids=cell_name)
@@ -248,9 +248,9 @@ def for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @either
 @pytest.mark.usefixtures("for_another_machine")
 def test_a_plain_decoder_on_a_hopper_gpu_is_served(backend_class: type[AttentionBackend]) -> None:
-    assert backend_class.unsupported_reasons(H200) == []
+    assert backend_class().unsupported_reasons(H200) == []
     other = replace(H200, page_size=1, head_dim=64, v_head_dim=64, dtype=torch.float16)
-    assert backend_class.unsupported_reasons(replace(other, kv_dtype=torch.float16)) == []
+    assert backend_class().unsupported_reasons(replace(other, kv_dtype=torch.float16)) == []
 
 
 @pytest.mark.parametrize(
@@ -282,13 +282,13 @@ def test_a_plain_decoder_on_a_hopper_gpu_is_served(backend_class: type[Attention
 def test_what_the_library_cannot_do_is_a_reason(
     backend_class: type[AttentionBackend], config: AttentionConfig, text: str
 ) -> None:
-    assert any(text in reason for reason in backend_class.unsupported_reasons(config))
+    assert any(text in reason for reason in backend_class().unsupported_reasons(config))
 
 
 @pytest.mark.usefixtures("for_another_machine")
 def test_a_head_dim_of_96_is_served_where_nobody_asks_for_lse() -> None:
     config = replace(H200, head_dim=96, v_head_dim=96, needs_lse=False)
-    assert FlashAttention4Backend.unsupported_reasons(config) == []
+    assert FlashAttention4Backend().unsupported_reasons(config) == []
 
 
 def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_a_missing_library_is_a_reason_on_a_machine_with_a_gpu(
     backend_class: type[AttentionBackend], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_libraries(monkeypatch)
-    assert backend_class.unsupported_reasons(H200) == [text]
+    assert backend_class().unsupported_reasons(H200) == [text]
 
 
 @pytest.mark.parametrize(

@@ -375,18 +375,20 @@ def wish(**changes: Any) -> AttentionConfig:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_it_cannot_serve_has_a_reason(changes: dict[str, Any], text: str) -> None:
-    assert any(text in reason for reason in FlashInferBackend.unsupported_reasons(wish(**changes)))
+    assert any(
+        text in reason for reason in FlashInferBackend().unsupported_reasons(wish(**changes))
+    )
 
 
 def test_another_machine_may_have_the_library() -> None:
-    assert not FlashInferBackend.unsupported_reasons(wish())
-    assert load_backend("flashinfer") is FlashInferBackend
+    assert not FlashInferBackend().unsupported_reasons(wish())
+    assert load_backend("flashinfer") == FlashInferBackend()
 
 
 def test_this_machine_must_have_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    reasons = FlashInferBackend.unsupported_reasons(wish())
+    reasons = FlashInferBackend().unsupported_reasons(wish())
     assert reasons == ["flashinfer must be installed, got no such package"]
 
 

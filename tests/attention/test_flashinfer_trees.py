@@ -180,7 +180,7 @@ def test_layers_with_other_constants_merge_their_own_rows() -> None:
 def test_with_windows_a_cascade_serves_every_layer_of_a_tree() -> None:
     plain, narrow = build(TREE), build(replace(TREE, window=3))
     library = Counting()
-    backend = cascade(FlashInferBackend)(FlashInferBackend(library))
+    backend = cascade(FlashInferBackend(library))
     buffers = backend.make_buffers(limits(plain, plain.layer.spec, narrow.layer.spec))
     backend.host_plan(step_of(plain), buffers)
     assert len(library.plans) == RING, "the prefix of the plain layer alone"
@@ -228,7 +228,7 @@ def test_trees_with_windows_run_by_cascade_and_why_says_so() -> None:
     choice = choose(replace(WISH, window=True), "flashinfer")
     assert choice.name == "cascade(flashinfer)"
     assert choice.why == ("asked for; flashinfer has no windows in a tree, so trees run by cascade")
-    reasons = FlashInferBackend.unsupported_reasons(replace(WISH, window=True))
+    reasons = FlashInferBackend().unsupported_reasons(replace(WISH, window=True))
     assert reasons == ["sliding window in a tree must be absent, got present"]
 
 

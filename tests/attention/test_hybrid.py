@@ -162,13 +162,13 @@ def test_a_ragged_step_padded_to_tokens_is_a_prefill_however_its_requests_look()
 )
 def test_both_answer_as_a_walk_over_the_keys(case: Case) -> None:
     built = build(case)
-    out, _ = run(hybrid(NoTree, TorchBackend)(), built)
+    out, _ = run(hybrid(NoTree(), TorchBackend()), built)
     assert difference(out, walk(built)[0]) < 2e-4
 
 
 def test_each_backend_runs_its_own_steps_alone() -> None:
     prefill, decode = NoTree(), NoTree()
-    backend = hybrid(NoTree, NoTree)(prefill, decode)
+    backend = hybrid(prefill, decode)
     run(backend, build(Case()))
     assert (prefill.parts, decode.parts) == ([Part.ALL], [])
     run(backend, build(Case(extend_lens=(1, 1, 1))))
@@ -177,10 +177,10 @@ def test_each_backend_runs_its_own_steps_alone() -> None:
 
 def test_a_cascade_may_be_one_of_two_and_two_may_be_under_a_cascade() -> None:
     built = build(Case(extend_lens=(5, 5, 5), mask=MaskKind.TREE))
-    for backend in (hybrid(NoTree, cascade(NoTree)), cascade(hybrid(NoTree, NoTree))):
-        out, _ = run(backend(), built)
+    for backend in (hybrid(NoTree(), cascade(NoTree())), cascade(hybrid(NoTree(), NoTree()))):
+        out, _ = run(backend, built)
         assert difference(out, walk(built)[0]) < 2e-4
-    assert cascade(hybrid(NoTree, NoTree)).name == "cascade(no-tree+no-tree)"
+    assert cascade(hybrid(NoTree(), NoTree())).name == "cascade(no-tree+no-tree)"
 
 
 # --- forwarding -----------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ CAUSAL = replace(WANTED, masks=frozenset({MaskKind.CAUSAL}))
 
 
 def _forward(backend: Any) -> None:
-    for half in (backend._prefill, backend._decode):
+    for half in (backend.prefill, backend.decode):
         backend.forward("q", "k", "v", "layer", HybridPlan(backend=half, plan="p"), Part.PREFIX)
 
 
@@ -231,19 +231,19 @@ def test_every_hook_is_forwarded_to_both(name: str) -> None:
     """A hook the contract gains later has no row here and fails."""
     prefill, decode = listener("prefill"), listener("decode")
     call, for_prefill, for_decode = CALLS[name]
-    call(hybrid(prefill, decode)())
+    call(hybrid(prefill(), decode()))
     assert heard_by(prefill, name) == [for_prefill]
     assert heard_by(decode, name) == [for_decode]
 
 
 def test_a_backend_that_does_not_plan_on_the_host_is_not_asked_to() -> None:
-    backend = hybrid(NoTree, listener("decode"))()
+    backend = hybrid(NoTree(), listener("decode")())
     backend.host_plan(RAGGED, BUFFERS)
     backend.host_plan(DECODE, BUFFERS)
 
 
 def test_the_plan_names_the_backend_that_runs() -> None:
-    backend = hybrid(listener("prefill"), listener("decode"))()
+    backend = hybrid(listener("prefill")(), listener("decode")())
     assert backend.plan(RAGGED_VIEW, BUFFERS).backend.name == "prefill"
     assert backend.plan(DECODE_VIEW, BUFFERS).backend.name == "decode"
     assert backend.plan(DECODE_VIEW, BUFFERS).plan == "plan of decode"
@@ -255,10 +255,10 @@ def test_the_plan_names_the_backend_that_runs() -> None:
 def test_reasons_of_both_are_given_with_the_name_of_each() -> None:
     pages = {"capabilities": replace(NoTree.capabilities, page_sizes=frozenset({4}))}
     small = type("Small", (NoTree,), {"name": "small", **pages})
-    assert hybrid(small, TorchBackend).unsupported_reasons(WANTED) == [
+    assert hybrid(small(), TorchBackend()).unsupported_reasons(WANTED) == [
         "small: page size must be [4], got 16"
     ]
-    assert hybrid(TorchBackend, small).unsupported_reasons(WANTED) == [
+    assert hybrid(TorchBackend(), small()).unsupported_reasons(WANTED) == [
         "small: page size must be [4], got 16",
         "small: mask kind must be ['causal'], got ['causal', 'tree']",
     ]
@@ -304,7 +304,7 @@ def test_what_both_can_do_together(
     field: str, prefill: object, decode: object, common: object
 ) -> None:
     halves = [
-        type("Half", (NoTree,), {"capabilities": _can(**{field: value})})
+        type("Half", (NoTree,), {"capabilities": _can(**{field: value})})()
         for value in (prefill, decode)
     ]
     assert getattr(hybrid(*halves).capabilities, field) == common
@@ -316,10 +316,10 @@ def test_every_capability_has_a_rule() -> None:
 
 def test_every_fact_of_the_class_is_stated() -> None:
     """A fact the contract gains later is not in the class and fails."""
-    halves = [type("Half", (NoTree,), {"kept_fields": frozenset({kept})}) for kept in "ab"]
+    halves = [type("Half", (NoTree,), {"kept_fields": frozenset({kept})})() for kept in "ab"]
     assert facts() <= vars(hybrid(*halves)).keys()
     assert hybrid(*halves).kept_fields == {"a", "b"}
 
 
 def test_its_name_is_prefill_plus_decode() -> None:
-    assert hybrid(listener("a"), listener("b")).name == "a+b"
+    assert hybrid(listener("a")(), listener("b")()).name == "a+b"

@@ -2,14 +2,13 @@
 
 import re
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
 
 from paceline.attention import registry
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import AttentionConfig, Capabilities, GraphSupport
+from paceline.attention.contract import AttentionConfig, GraphSupport
 from paceline.attention.measurements import Measurement
 from paceline.attention.registry import AUTO_ORDER, BACKENDS, choose, load_backend
 from paceline.core.errors import BackendUnsupported, ConfigError
@@ -124,7 +123,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name: str, remedy: str) 
 
 
 def test_a_third_party_backend_is_named_by_module_and_class() -> None:
-    assert issubclass(load_backend(OUTSIDE), TorchBackend)
+    assert isinstance(load_backend(OUTSIDE), TorchBackend)
     choice = choose(replace(ON_CPU, page_size=4), OUTSIDE)
     assert (choice.name, choice.why) == (OUTSIDE, "asked for")
 
@@ -166,10 +165,8 @@ WITH_TREES = replace(ON_CPU, masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE}))
 class NoTree(TorchBackend):
     """Named from this file."""
 
-    name: ClassVar[str] = "no-tree"
-    capabilities: ClassVar[Capabilities] = replace(
-        TorchBackend.capabilities, masks=frozenset({MaskKind.CAUSAL})
-    )
+    name = "no-tree"
+    capabilities = replace(TorchBackend.capabilities, masks=frozenset({MaskKind.CAUSAL}))
 
 
 NO_TREE = f"{__name__}:NoTree"

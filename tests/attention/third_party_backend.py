@@ -1,10 +1,8 @@
 """What a package outside the engine brings: a backend by name, and two things that are none."""
 
 from dataclasses import replace
-from typing import ClassVar
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import Capabilities
 
 NOT_A_CLASS = 3
 
@@ -12,10 +10,8 @@ NOT_A_CLASS = 3
 class OutsideBackend(TorchBackend):
     """Runs pages of 4 only."""
 
-    name: ClassVar[str] = "outside"
-    capabilities: ClassVar[Capabilities] = replace(
-        TorchBackend.capabilities, page_sizes=frozenset({4}), window=False
-    )
+    name = "outside"
+    capabilities = replace(TorchBackend.capabilities, page_sizes=frozenset({4}), window=False)
 
 
 class NotABackend:

@@ -123,7 +123,7 @@ def limit(case: PagedCase) -> float:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_tree_in_three_parts_is_the_whole(name: str, batch: BatchSpec) -> None:
     case = make_case(batch, SHAPES[name], seed=7, device="cuda", mask=MaskKind.TREE)
-    backend = cascade(TritonBackend)()
+    backend = cascade(TritonBackend())
     plan = backend.plan(view_of(case), backend.make_buffers(limits_of(case)))
     k, v = fresh_rows(case)
     out, lse = backend.forward(case.q, k, v, layer_of(case), plan, Part.ALL)
@@ -140,7 +140,7 @@ def test_a_replay_follows_another_tree() -> None:
     assert case.tree_mask is not None
     assert other.tree_mask is not None
     assert not torch.equal(case.tree_mask, other.tree_mask)
-    backend = cascade(TritonBackend)()
+    backend = cascade(TritonBackend())
     buffers = backend.make_buffers(limits_of(case))
     view, layer, (k, v) = view_of(case), layer_of(case), fresh_rows(case)
 

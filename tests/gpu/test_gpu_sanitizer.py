@@ -1,6 +1,6 @@
 """The sanitizer over CUDA graphs: a right engine passes, and a reader of dead slots is named."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -21,7 +21,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=1, max_tokens=24, ignore_eos=True
 class ReadsBehindEnd(TritonBackend):
     """Adds what lies on the page of the reserved row's slots that nobody may read."""
 
-    name: ClassVar[str] = "reads-behind-end"
+    name = "reads-behind-end"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: TritonPlan, part: Part

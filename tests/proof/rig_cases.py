@@ -33,7 +33,7 @@ def cell(
     emulated: bool = False,
 ) -> CellResult:
     """The result of a case on a class."""
-    who = Contender(name="planted", backend=backend, is_emulated=emulated)
+    who = Contender(name="planted", backend=backend(), is_emulated=emulated)
     return run_cell(case, who, runner, CPU)
 
 
@@ -41,7 +41,7 @@ def rig_of(
     case: Case, backend: type = TorchBackend, runner: RunnerKind = RunnerKind.RECORDED
 ) -> Rig:
     """A rig that has launched nothing."""
-    return Rig(prepare_case(case), backend, runner, CPU)
+    return Rig(prepare_case(case), backend(), runner, CPU)
 
 
 def free_page(case: Case) -> int:

@@ -3,18 +3,18 @@
 import os
 import time
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import AttentionBackend, Capabilities
+from paceline.attention.contract import AttentionBackend
 
 
 class Faultless(TorchBackend):
     """None: the others differ from it by their fault alone."""
 
-    name: ClassVar[str] = "rogue"
+    name = "rogue"
 
 
 class WrongShape(Faultless):
@@ -99,14 +99,14 @@ class PlansOnce(Faultless):
 class ForgetsHostPlan(Faultless):
     """Declares that it plans on the host, and does not."""
 
-    capabilities: ClassVar[Capabilities] = replace(TorchBackend.capabilities, host_plan=True)
+    capabilities = replace(TorchBackend.capabilities, host_plan=True)
 
 
 class ForgetsPlan(AttentionBackend):
     """Lacks a method that every backend must have."""
 
-    name: ClassVar[str] = "rogue"
-    capabilities: ClassVar[Capabilities] = TorchBackend.capabilities
+    name = "rogue"
+    capabilities = TorchBackend.capabilities
 
     def make_buffers(self, limits: Any) -> None:
         return None
@@ -118,7 +118,7 @@ class ForgetsPlan(AttentionBackend):
 class ForgetsCapabilities(AttentionBackend):
     """Says nothing about what it can do."""
 
-    name: ClassVar[str] = "rogue"
+    name = "rogue"
 
     def make_buffers(self, limits: Any) -> None:
         return None
@@ -133,7 +133,7 @@ class ForgetsCapabilities(AttentionBackend):
 class ForgetsName(AttentionBackend):
     """Is complete but for what messages call it."""
 
-    capabilities: ClassVar[Capabilities] = TorchBackend.capabilities
+    capabilities = TorchBackend.capabilities
     make_buffers = TorchBackend.make_buffers
     plan = TorchBackend.plan
     forward = TorchBackend.forward

@@ -4,13 +4,13 @@ Each adds what it wrongly reads to its output, so that only the sanitizer can te
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import AttentionBackend, Capabilities, LayerCache, Limits, Part
+from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part
 from paceline.kernels.step_view import StepView
 
 
@@ -32,9 +32,9 @@ class WrappedPlan:
 class WrappedBackend(AttentionBackend):
     """Right: `extra` adds nothing."""
 
-    name: ClassVar[str] = "wrapped"
-    capabilities: ClassVar[Capabilities] = TorchBackend.capabilities
-    kept_fields: ClassVar[frozenset[str]] = TorchBackend.kept_fields
+    name = "wrapped"
+    capabilities = TorchBackend.capabilities
+    kept_fields = TorchBackend.kept_fields
 
     def __init__(self) -> None:
         self._inner = TorchBackend()

@@ -1,12 +1,12 @@
 """A backend for tests that plans on the host, as FlashInfer does: it refuses to run unplanned."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import AttentionBackend, Capabilities, LayerCache, Limits, Part
+from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 
@@ -22,8 +22,8 @@ class HostPlans:
 class HostPlannedBackend(AttentionBackend):
     """The torch backend behind a host plan."""
 
-    name: ClassVar[str] = "host-planned"
-    capabilities: ClassVar[Capabilities] = replace(TorchBackend.capabilities, host_plan=True)
+    name = "host-planned"
+    capabilities = replace(TorchBackend.capabilities, host_plan=True)
 
     def __init__(self) -> None:
         self.plans = HostPlans()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ CONTAINERS: dict[str, Callable[[Any, Tensor], Any]] = {
 class Held(TorchBackend):
     """Right: keeps the longest prefix in a buffer of its own, where `make` says."""
 
-    name: ClassVar[str] = "held"
+    name = "held"
 
     def __init__(self, make: Callable[[Any, Tensor], Any]) -> None:
         self._make = make

@@ -1,7 +1,7 @@
 """A draft pass has the lengths on the device that the host planned it with."""
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 from host_planned_backend import HostPlannedBackend
@@ -11,7 +11,7 @@ from tiny_runner import TinyModel
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import AttentionBackend, Capabilities, LayerCache, Limits, Part
+from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part
 from paceline.core.draft_shape import DraftShape
 from paceline.core.padding import PAD_PREFIX_LEN
 from paceline.core.step import Step, padded_step
@@ -21,8 +21,8 @@ from paceline.kernels.step_view import StepView
 class PlannedTwice(AttentionBackend):
     """The torch backend; compares what the host planned for a pass with the device's view of it."""
 
-    name: ClassVar[str] = "planned-twice"
-    capabilities: ClassVar[Capabilities] = replace(TorchBackend.capabilities, host_plan=True)
+    name = "planned-twice"
+    capabilities = replace(TorchBackend.capabilities, host_plan=True)
 
     def __init__(self) -> None:
         self.steps: dict[int, Step] = {}  # by the buffers of a pass

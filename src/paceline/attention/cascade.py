@@ -9,7 +9,7 @@ Every other step is the inner backend's alone.
 
 import importlib.util
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,57 +42,55 @@ class CascadePlan:
     tree: PageTablePlan | None  # None: the inner backend serves the whole step
 
 
+@dataclass(frozen=True, kw_only=True)
 class CascadeBackend(AttentionBackend):
-    """`inner` with trees.  `cascade` makes the subclass that names it."""
+    """`inner` with trees; `cascade` makes it."""
 
-    inner: ClassVar[type[AttentionBackend]]
+    inner: AttentionBackend
+    name: str
+    capabilities: Capabilities
+    kept_fields: frozenset[str]
 
-    def __init__(self, backend: AttentionBackend | None = None) -> None:
-        """backend: an instance of `inner` that was built with arguments; None builds one."""
-        self._backend = backend if backend is not None else self.inner()
-
-    @classmethod
-    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+    def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """What the inner backend lacks besides the tree, and what the tree part lacks."""
         if MaskKind.TREE not in config.masks:
-            return cls.inner.unsupported_reasons(config)
+            return self.inner.unsupported_reasons(config)
         asked = replace(config, masks=config.masks - {MaskKind.TREE}, needs_lse=True)
-        return cls.inner.unsupported_reasons(asked) + _tree_reasons(config)
+        return self.inner.unsupported_reasons(asked) + _tree_reasons(config)
 
     def make_buffers(self, limits: Limits) -> Any:
         """The inner backend's buffers: the tree part has none that outlive a step."""
-        return self._backend.make_buffers(limits)
+        return self.inner.make_buffers(limits)
 
-    @classmethod
-    def buffer_bytes(cls, limits: Limits) -> int:
+    def buffer_bytes(self, limits: Limits) -> int:
         """Those of the inner backend."""
-        return cls.inner.buffer_bytes(limits)
+        return self.inner.buffer_bytes(limits)
 
     def plan(self, view: StepView, buffers: Any) -> CascadePlan:
         """The inner plan, which is one for Part.PREFIX when the step is a tree."""
-        inner = self._backend.plan(view, buffers)
+        inner = self.inner.plan(view, buffers)
         is_tree = view.mask is MaskKind.TREE
         return CascadePlan(inner=inner, tree=page_table_plan(view) if is_tree else None)
 
     def host_plan(self, step: Step, buffers: Any) -> None:
         """Forwarded where the inner backend has one."""
-        self._backend.host_plan(step, buffers)
+        self.inner.host_plan(step, buffers)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: CascadePlan, part: Part
     ) -> tuple[Tensor, Tensor | None]:
         """See AttentionBackend.forward; a tree step returns its lse with either part."""
         if plan.tree is None:
-            return self._backend.forward(q, k, v, layer, plan.inner, part)
+            return self.inner.forward(q, k, v, layer, plan.inner, part)
         if layer.spec.window is not None:
             return _windowed_tree(q, layer, plan.tree, part)
-        prefix = self._backend.forward(q, k, v, layer, plan.inner, Part.PREFIX)
+        prefix = self.inner.forward(q, k, v, layer, plan.inner, Part.PREFIX)
         if part is Part.PREFIX:
             return prefix
         return _with_tree(q, k, v, prefix, layer=layer, table=plan.tree)
 
 
-def cascade(inner: type[AttentionBackend]) -> type[CascadeBackend]:
+def cascade(inner: AttentionBackend) -> CascadeBackend:
     """`inner` composed with our tree kernel: all it can do, and MaskKind.TREE.
 
     Its name is cascade(name of inner), which `load_backend` takes too: what an engine chose, what
@@ -107,16 +105,11 @@ def cascade(inner: type[AttentionBackend]) -> type[CascadeBackend]:
             got=inner.name,
             remedy="choose a backend with a tree mask, or add returns_lse to this one",
         )
-    return type(
-        "Cascade",
-        (CascadeBackend,),
-        {
-            "__doc__": f"{inner.__name__} with trees.",
-            "inner": inner,
-            "name": str(Cascade(inner.name)),
-            "capabilities": replace(can, masks=can.masks | {MaskKind.TREE}, tree_windows=True),
-            "kept_fields": inner.kept_fields,
-        },
+    return CascadeBackend(
+        inner=inner,
+        name=str(Cascade(inner.name)),
+        capabilities=replace(can, masks=can.masks | {MaskKind.TREE}, tree_windows=True),
+        kept_fields=inner.kept_fields,
     )
 
 

@@ -9,7 +9,7 @@ padding, keeps no state between calls, and reads no device value on the host.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,17 +149,16 @@ class LayerCache:
 class AttentionBackend(ABC):
     """Prepares and runs attention for every layer of a step.  Stateless: buffers are arguments."""
 
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities]
-    kept_fields: ClassVar[frozenset[str]] = frozenset()  # fields of its buffers that plan and
+    name: str
+    capabilities: Capabilities
+    kept_fields: frozenset[str] = frozenset()  # fields of its buffers that plan and
     # host_plan do not write anew in each step: constants, counters that a kernel leaves at 0
 
-    @classmethod
-    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+    def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Every reason why this backend cannot serve `config`; empty when it can."""
         from paceline.attention.capability import capability_reasons
 
-        return capability_reasons(cls.capabilities, config)
+        return capability_reasons(self.capabilities, config)
 
     @abstractmethod
     def make_buffers(self, limits: Limits) -> Any:
@@ -169,8 +168,7 @@ class AttentionBackend(ABC):
         walk them (attention/held.py).  plan and host_plan write in place and replace none.
         """
 
-    @classmethod
-    def buffer_bytes(cls, limits: Limits) -> int:
+    def buffer_bytes(self, limits: Limits) -> int:
         """The most bytes `make_buffers` and host plans hold, for the memory budget.
 
         limits.device is the meta device, which stands for the one that is planned for
@@ -179,10 +177,10 @@ class AttentionBackend(ABC):
         one that cannot has none.
         """
         try:
-            buffers = cls().make_buffers(limits)
+            buffers = self.make_buffers(limits)
         except RuntimeError as error:
             raise ConfigError.about(
-                f"buffers of attention backend {cls.name}",
+                f"buffers of attention backend {self.name}",
                 expected="allocated on the meta device, to be counted",
                 got=f"{type(error).__name__}: {error}",
                 remedy="count them in a buffer_bytes of its own",

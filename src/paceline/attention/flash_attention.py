@@ -55,14 +55,14 @@ class PagedRows:
     wants_lse: bool
 
 
+@dataclass(frozen=True)
 class FlashAttentionBackend(AttentionBackend, Generic[LibraryT]):
     """A backend of one call per layer; `attend` makes it.
 
     library: whatever has the library's functions; None imports the real one in make_buffers.
     """
 
-    def __init__(self, library: LibraryT | None = None) -> None:
-        self._library = library
+    library: LibraryT | None = None
 
     @abstractmethod
     def import_library(self) -> LibraryT:
@@ -80,13 +80,12 @@ class FlashAttentionBackend(AttentionBackend, Generic[LibraryT]):
         Raises ConfigError where the library cannot be imported.
         """
         return FlashAttentionBuffers(
-            library=self.import_library() if self._library is None else self._library,
+            library=self.import_library() if self.library is None else self.library,
             prefix_used=torch.ones(limits.max_reqs, dtype=torch.int32, device=limits.device),
             lacks_prefix=torch.zeros(limits.max_tokens, dtype=torch.bool, device=limits.device),
         )
 
-    @classmethod
-    def buffer_bytes(cls, limits: Limits) -> int:
+    def buffer_bytes(self, limits: Limits) -> int:
         """The same without the library, which need not be here."""
         return 4 * limits.max_reqs + limits.max_tokens
 

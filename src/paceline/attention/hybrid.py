@@ -6,7 +6,7 @@ backend.  The decision is made in `plan` and travels in the plan, so forward can
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -42,24 +42,20 @@ class HybridPlan:
     plan: Any
 
 
+@dataclass(frozen=True, kw_only=True)
 class HybridBackend(AttentionBackend):
-    """Two backends by turns.  `hybrid` makes the subclass that names them."""
+    """Two backends by turns; `hybrid` makes it."""
 
-    prefill: ClassVar[type[AttentionBackend]]
-    decode: ClassVar[type[AttentionBackend]]
+    prefill: AttentionBackend
+    decode: AttentionBackend
+    name: str
+    capabilities: Capabilities
+    kept_fields: frozenset[str]
 
-    def __init__(
-        self, prefill: AttentionBackend | None = None, decode: AttentionBackend | None = None
-    ) -> None:
-        """prefill, decode: instances built with arguments; None builds them."""
-        self._prefill = prefill if prefill is not None else self.prefill()
-        self._decode = decode if decode is not None else self.decode()
-
-    @classmethod
-    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+    def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """The reasons of both, each for the steps it would serve, prefixed by its name."""
         causal = replace(config, masks=config.masks & {MaskKind.CAUSAL})
-        halves = ((cls.prefill, causal), (cls.decode, config))
+        halves = ((self.prefill, causal), (self.decode, config))
         return [
             f"{half.name}: {reason}"
             for half, asked in halves
@@ -69,27 +65,26 @@ class HybridBackend(AttentionBackend):
     def make_buffers(self, limits: Limits) -> HybridBuffers:
         """The buffers of both: either may get any step that fits the limits."""
         return HybridBuffers(
-            prefill=self._prefill.make_buffers(limits), decode=self._decode.make_buffers(limits)
+            prefill=self.prefill.make_buffers(limits), decode=self.decode.make_buffers(limits)
         )
 
-    @classmethod
-    def buffer_bytes(cls, limits: Limits) -> int:
+    def buffer_bytes(self, limits: Limits) -> int:
         """Those of both."""
-        return cls.prefill.buffer_bytes(limits) + cls.decode.buffer_bytes(limits)
+        return self.prefill.buffer_bytes(limits) + self.decode.buffer_bytes(limits)
 
     def plan(self, view: StepView, buffers: HybridBuffers) -> HybridPlan:
         """The plan of the backend this step belongs to."""
         if serves_decode(view):
-            return HybridPlan(backend=self._decode, plan=self._decode.plan(view, buffers.decode))
-        return HybridPlan(backend=self._prefill, plan=self._prefill.plan(view, buffers.prefill))
+            return HybridPlan(backend=self.decode, plan=self.decode.plan(view, buffers.decode))
+        return HybridPlan(backend=self.prefill, plan=self.prefill.plan(view, buffers.prefill))
 
     def host_plan(self, step: Step, buffers: HybridBuffers) -> None:
         """Forwarded to each backend that has one and may get the step; see `may_serve`."""
         for_prefill, for_decode = may_serve(step)
-        if for_prefill and self._prefill.capabilities.host_plan:
-            self._prefill.host_plan(step, buffers.prefill)
-        if for_decode and self._decode.capabilities.host_plan:
-            self._decode.host_plan(step, buffers.decode)
+        if for_prefill and self.prefill.capabilities.host_plan:
+            self.prefill.host_plan(step, buffers.prefill)
+        if for_decode and self.decode.capabilities.host_plan:
+            self.decode.host_plan(step, buffers.decode)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: HybridPlan, part: Part
@@ -122,21 +117,16 @@ def may_serve(step: Step) -> tuple[bool, bool]:
     return step.is_ragged, True
 
 
-def hybrid(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[HybridBackend]:
+def hybrid(prefill: AttentionBackend, decode: AttentionBackend) -> HybridBackend:
     """`prefill` and `decode` as one backend named prefill+decode: what both can do, and the masks
     of `decode`.
     """
-    return type(
-        "Hybrid",
-        (HybridBackend,),
-        {
-            "__doc__": f"{prefill.__name__} for prefill, {decode.__name__} for decode.",
-            "prefill": prefill,
-            "decode": decode,
-            "name": str(Pair(prefill.name, decode.name)),
-            "capabilities": _common(prefill.capabilities, decode.capabilities),
-            "kept_fields": prefill.kept_fields | decode.kept_fields,
-        },
+    return HybridBackend(
+        prefill=prefill,
+        decode=decode,
+        name=str(Pair(prefill.name, decode.name)),
+        capabilities=_common(prefill.capabilities, decode.capabilities),
+        kept_fields=prefill.kept_fields | decode.kept_fields,
     )
 
 

@@ -41,8 +41,8 @@ class Choice:
     rejected: dict[str, list[str]]  # name -> every reason
 
 
-def load_backend(name: str) -> type[AttentionBackend]:
-    """The backend class of a short name or of `package.module:Class`, or composed of such:
+def load_backend(name: str) -> AttentionBackend:
+    """The backend of a short name or of `package.module:Class`, or composed of such:
     `prefill+decode` (attention/hybrid.py) and `cascade(name)` (attention/cascade.py).
 
     Raises ConfigError when there is none, or one that lacks a part of the contract.
@@ -50,7 +50,7 @@ def load_backend(name: str) -> type[AttentionBackend]:
     return compose(parse(name), _load_single)
 
 
-def compose(name: Name, load: Callable[[str], type[AttentionBackend]]) -> type[AttentionBackend]:
+def compose(name: Name, load: Callable[[str], AttentionBackend]) -> AttentionBackend:
     """The backend of a parsed name, of what `load` gives for each that is not composed."""
     match name:
         case Pair(prefill, decode):
@@ -60,7 +60,7 @@ def compose(name: Name, load: Callable[[str], type[AttentionBackend]]) -> type[A
     return load(name)
 
 
-def _load_single(name: str) -> type[AttentionBackend]:
+def _load_single(name: str) -> AttentionBackend:
     target = BACKENDS.get(name, name)
     if ":" not in target:
         raise ConfigError.about(
@@ -76,7 +76,7 @@ def _load_single(name: str) -> type[AttentionBackend]:
         )
     found = load_class("attention backend", target, AttentionBackend)  # type: ignore[type-abstract]
     _require_complete(target, found)
-    return found
+    return found()
 
 
 def _require_complete(target: str, backend: type[AttentionBackend]) -> None:

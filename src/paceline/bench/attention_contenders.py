@@ -50,7 +50,7 @@ def our_make(name: str) -> Make:
     """A backend as the engine runs it: buffers once, one plan of the step, forward per layer."""
 
     def make(workload: Workload) -> Callable[[int], Tensor]:
-        backend = load_backend(name)()
+        backend = load_backend(name)
         buffers = backend.make_buffers(workload.limits)
         if backend.capabilities.host_plan:
             backend.host_plan(workload.step, buffers)

@@ -141,7 +141,7 @@ def _build(prepared: Prepared, knobs: Knobs, notify: Notify) -> ModelRunner:
     )
     if prepared.speculation is not None and prepared.speculation.caution is not None:
         notify(prepared.speculation.caution)
-    backend = load_backend(prepared.attention.name)()
+    backend = load_backend(prepared.attention.name)
     parts = assemble(decided, StoredWeights(prepared), backend, device)
     stream = knobs.stream or make_stream(device)
     return wire_runner(parts, limits, stream=stream, device=device, notify=notify)

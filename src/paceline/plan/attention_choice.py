@@ -104,7 +104,7 @@ def planned_backend(
     options: EngineOptions,
     device: DeviceFacts,
     speculation: Speculation | None,
-) -> type[AttentionBackend] | None:
+) -> AttentionBackend | None:
     """The backend that an engine would run; None where none can.  Raises ConfigError."""
     try:
         phases = phase_choices(config, options, device, speculation)

@@ -57,7 +57,7 @@ class Balance:
     device: DeviceFacts
     speculation: Speculation | None
     specs: tuple[CacheGroupSpec, ...]  # the target's, then the drafter's
-    backend: type[AttentionBackend] | None  # None: none can run, and nothing is allocated
+    backend: AttentionBackend | None  # None: none can run, and nothing is allocated
     attention: Limits  # for the backend, at a length of one token
     draft_attention: Limits | None  # the same for the drafter's layers
 
@@ -68,7 +68,7 @@ class Balance:
         with StandIn(self.device.device_type, self.device.multiprocessors):
             return self._backend_bytes(self.backend, length)
 
-    def _backend_bytes(self, backend: type[AttentionBackend], length: int) -> int:
+    def _backend_bytes(self, backend: AttentionBackend, length: int) -> int:
         held = backend.buffer_bytes(_at_length(self.attention, length))
         if self.draft_attention is None or self.speculation is None:
             return held

@@ -126,13 +126,13 @@ class Rehearsed:
     workspace: int  # of all else that stays: tables, buffers, rope, what the backend holds
 
 
-def rehearse(decided: Decided, backend: type[AttentionBackend], facts: DeviceFacts) -> Rehearsed:
+def rehearse(decided: Decided, backend: AttentionBackend, facts: DeviceFacts) -> Rehearsed:
     """Assemble an engine as it would be made on `facts`, without its weights.
 
     Raises RuntimeError where `backend` cannot allocate on the meta device.
     """
     with Allocations(facts) as seen:
-        parts = assemble(decided, EmptyWeights(decided.dtype), backend(), META)
+        parts = assemble(decided, EmptyWeights(decided.dtype), backend, META)
     weights, draft_weights = (weight_bytes(m) for m in (parts.model, parts.proposer.model))
     pools = [pool.named_tensors().values() for pool in parts.all_pools]
     kv = sum(tensor.nbytes for pool in pools for tensor in pool)

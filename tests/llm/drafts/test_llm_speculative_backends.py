@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +21,6 @@ from speculative_cases import (
 
 from covers import Cell, cell_name, every_cell, pairwise
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend
-from paceline.attention.contract import Capabilities
 from paceline.proof.emulators import flashinfer, flashinfer_ragged
 
 WINDOWED = "gemma3-untied-full-rope-linear"
@@ -60,7 +59,7 @@ WINDOWED_JOBS = (
 class HostPlanned(FlashInferBackend):
     """FlashInfer on its emulator, in float32."""
 
-    capabilities: ClassVar[Capabilities] = replace(
+    capabilities = replace(
         FlashInferBackend.capabilities,
         device_types=frozenset({"cpu"}),
         min_cuda_arch=None,

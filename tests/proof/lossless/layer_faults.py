@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import AttentionBackend, Capabilities, LayerCache, Limits, Part
+from paceline.attention.contract import AttentionBackend, LayerCache, Limits, Part
 from paceline.kernels.step_view import StepView
 
 ROUND_ROWS = 4  # of the rounds that are wrong; no prompt of the tests is so short
@@ -23,8 +23,8 @@ class FaultInLayer(AttentionBackend):
 
     layer_id: ClassVar[int]
     rows: ClassVar[int] = ROUND_ROWS
-    capabilities: ClassVar[Capabilities] = TorchBackend.capabilities
-    kept_fields: ClassVar[frozenset[str]] = TorchBackend.kept_fields
+    capabilities = TorchBackend.capabilities
+    kept_fields = TorchBackend.kept_fields
 
     def __init__(self) -> None:
         self._inner = TorchBackend()

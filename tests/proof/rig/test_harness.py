@@ -72,8 +72,7 @@ class NoCapabilities(AttentionBackend):
 
 
 class ReasonsRaise(TorchBackend):
-    @classmethod
-    def unsupported_reasons(cls, config):
+    def unsupported_reasons(self, config):
         raise KeyError("head dims")
 
 

@@ -2,7 +2,8 @@
 
 import importlib
 import importlib.util
-from typing import ClassVar, Protocol, cast
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -43,11 +44,12 @@ class FlashAttention3Library(Protocol):
         """See `flash_attn_interface`; out, or (out, lse, ...) with return_softmax_lse."""
 
 
+@dataclass(frozen=True)
 class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
     """Causal attention over paged keys, and the prefix alone with lse."""
 
-    name: ClassVar[str] = "fa3"
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    name = "fa3"
+    capabilities = Capabilities(
         device_types=frozenset({"cuda"}),
         min_cuda_arch=(9, 0),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
@@ -65,8 +67,7 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
         loads_dead_slots=True,
     )
 
-    @classmethod
-    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+    def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether a build can be found."""
         reasons = super().unsupported_reasons(config)
         arch = config.cuda_arch or (0, 0)

@@ -7,7 +7,8 @@ the first call of a variant (seconds), which is an eager one: graphs are capture
 import importlib
 import importlib.metadata
 import os
-from typing import ClassVar, Protocol, cast
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -54,11 +55,12 @@ class FlashAttention4Library(Protocol):
         """See `flash_attn.cute.interface`."""
 
 
+@dataclass(frozen=True)
 class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
     """Causal attention over paged keys, and the prefix alone with lse."""
 
-    name: ClassVar[str] = "fa4"
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    name = "fa4"
+    capabilities = Capabilities(
         device_types=frozenset({"cuda"}),
         min_cuda_arch=(9, 0),  # its kernels of 8.x take no page table
         dtypes=frozenset({torch.bfloat16, torch.float16}),
@@ -76,8 +78,7 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
         loads_dead_slots=True,
     )
 
-    @classmethod
-    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+    def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, what holds for some architectures alone, and whether it is installed."""
         reasons = super().unsupported_reasons(config)
         arch = config.cuda_arch or (0, 0)

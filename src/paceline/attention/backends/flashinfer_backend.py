@@ -8,9 +8,9 @@ with one row.  A tree is its prefix and, under a mask of bits, its own rows, mer
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,14 +96,16 @@ class FlashInferPlan:
         return None if prefix is None else prefix.tree
 
 
+@dataclass(frozen=True)
 class FlashInferBackend(AttentionBackend):
     """Causal steps, trees and prefixes of either; with windows, trees need a cascade.
 
     library: the module flashinfer, or one with its classes; None imports it when it is needed.
     """
 
-    name: ClassVar[str] = "flashinfer"
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    library: Any = None
+    name = "flashinfer"
+    capabilities = Capabilities(
         device_types=frozenset({"cuda"}),
         min_cuda_arch=(8, 0),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
@@ -121,13 +123,9 @@ class FlashInferBackend(AttentionBackend):
         loads_dead_slots=True,  # those before a window
         tree_windows=False,  # it counts a window by rows, a tree by depth
     )
-    kept_fields: ClassVar[frozenset[str]] = frozenset({"page_range"})
+    kept_fields = frozenset({"page_range"})
 
-    def __init__(self, library: Any = None) -> None:
-        self._library = library
-
-    @classmethod
-    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+    def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether the library is there when planning for this machine."""
         reasons = super().unsupported_reasons(config)
         is_here = config.device_type == "cuda" and torch.cuda.is_available()
@@ -140,7 +138,7 @@ class FlashInferBackend(AttentionBackend):
         device = limits.device
         return FlashInferBuffers(
             limits=limits,
-            library=self._library or importlib.import_module(MODULE),
+            library=self.library or importlib.import_module(MODULE),
             workspace=torch.empty(workspace_bytes(limits), dtype=torch.uint8, device=device),
             qo_indptr=torch.zeros(limits.max_reqs + 1, dtype=torch.int32, device=device),
             everything=make_csr_buffers(limits),
@@ -149,10 +147,9 @@ class FlashInferBackend(AttentionBackend):
             recorded=set(),
         )
 
-    @classmethod
-    def buffer_bytes(cls, limits: Limits) -> int:
+    def buffer_bytes(self, limits: Limits) -> int:
         """What make_buffers allocates, which needs no library for it, and the wrappers' own."""
-        standing = tensor_bytes(cls(library=cls).make_buffers(limits))
+        standing = tensor_bytes(replace(self, library=MODULE).make_buffers(limits))
         return standing + (KEPT_SHAPES + RECORDED_SHAPES) * rings_bytes(limits)
 
     def host_plan(self, step: Step, buffers: FlashInferBuffers) -> None:

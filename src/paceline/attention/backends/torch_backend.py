@@ -1,7 +1,6 @@
 """The `torch` backend: every mask and shape on the CPU, and the CPU's production path."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -40,11 +39,12 @@ class TorchPlan:
     groups: tuple[GroupSlots, ...] | None  # [num_groups]; None unless every row extends by one
 
 
+@dataclass(frozen=True)
 class TorchBackend(AttentionBackend):
     """Attention on the CPU through opaque operators; all that the contract can ask."""
 
-    name: ClassVar[str] = "torch"
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    name = "torch"
+    capabilities = Capabilities(
         device_types=frozenset({"cpu"}),
         min_cuda_arch=None,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),

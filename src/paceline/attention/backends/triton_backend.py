@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,11 +38,12 @@ class TritonPlan:
     workspace: SplitWorkspace
 
 
+@dataclass(frozen=True)
 class TritonBackend(AttentionBackend):
     """Runs on CUDA, and on a CPU through Triton's interpreter (TRITON_INTERPRET=1), slowly."""
 
-    name: ClassVar[str] = "triton"
-    capabilities: ClassVar[Capabilities] = Capabilities(
+    name = "triton"
+    capabilities = Capabilities(
         device_types=frozenset({"cuda", "cpu"}),
         min_cuda_arch=(8, 0),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
@@ -60,10 +60,9 @@ class TritonBackend(AttentionBackend):
         host_plan=False,
         loads_dead_slots=False,
     )
-    kept_fields: ClassVar[frozenset[str]] = frozenset({"finished"})
+    kept_fields = frozenset({"finished"})
 
-    @classmethod
-    def unsupported_reasons(cls, config: AttentionConfig) -> list[str]:
+    def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether Triton can run on this device."""
         reasons = super().unsupported_reasons(config) + _triton_reasons(config.device_type)
         arch = config.cuda_arch or FP8_ARCH

@@ -1,10 +1,11 @@
 """Contenders: backends as the matrix runs them, on the real library or on its emulator."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
 
+from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import (
     AttentionBackend,
@@ -12,6 +13,7 @@ from paceline.attention.contract import (
     GraphSupport,
     needed_support,
 )
+from paceline.attention.flash_attention import FlashAttentionBackend
 from paceline.attention.names import parse, singles
 from paceline.attention.registry import compose, load_backend
 from paceline.core.modes import MaskKind
@@ -32,7 +34,7 @@ class Contender:
     """One backend of the matrix."""
 
     name: str
-    backend: type[AttentionBackend]
+    backend: AttentionBackend
     is_emulated: bool
 
 
@@ -48,8 +50,8 @@ def contender(name: str, device_type: str) -> Contender:
     return Contender(name=name, backend=compose(parsed, _on_a_cpu), is_emulated=is_emulated)
 
 
-def for_case(who: Contender, case: Case) -> type[AttentionBackend]:
-    """The class that runs a case: by cascade where a tree is more than the backend can mask."""
+def for_case(who: Contender, case: Case) -> AttentionBackend:
+    """What runs a case: by cascade where a tree is more than the backend can mask."""
     can = who.backend.capabilities
     if needs_cascade(can, _masks(case), window=_has_window(case)):
         return cascade(who.backend)
@@ -97,16 +99,10 @@ def _has_window(case: Case) -> bool:
     return any(layer.window is not None for layer in case.layers)
 
 
-def _on_a_cpu(name: str) -> type[AttentionBackend]:
+def _on_a_cpu(name: str) -> AttentionBackend:
     """The backend of a name that is not composed, on the emulator of its library if it has one."""
     backend = load_backend(name)
     if name not in EMULATORS:
         return backend
-    library = import_module(EMULATORS[name])
-
-    class Emulated(backend):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            super().__init__(library=library)
-
-    Emulated.__name__ = f"Emulated{backend.__name__}"
-    return Emulated
+    assert isinstance(backend, FlashInferBackend | FlashAttentionBackend)
+    return replace(backend, library=import_module(EMULATORS[name]))

@@ -51,7 +51,7 @@ class Rig:
     def __init__(
         self,
         prepared: PreparedCase,
-        backend: type[AttentionBackend],
+        backend: AttentionBackend,
         runner: RunnerKind,
         device: torch.device,
     ) -> None:
@@ -71,7 +71,7 @@ class Rig:
             sinks=None if sinks is None else sinks.float().to(device),
             device=device,
         )
-        self._watched = watch(backend(), prefix_alone=case.prefix_only)
+        self._watched = watch(backend, prefix_alone=case.prefix_only)
         self._stream = make_stream(device)
         self._runner = self._build(self._data[0])
         self._pools = Pools(

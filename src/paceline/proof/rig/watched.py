@@ -33,9 +33,9 @@ class Watched(AttentionBackend):
     def __init__(self, inner: AttentionBackend, *, prefix_alone: bool) -> None:
         self._inner = inner
         self._prefix_alone = prefix_alone
-        self.name = inner.name  # type: ignore[misc]
-        self.capabilities = inner.capabilities  # type: ignore[misc]
-        self.kept_fields = inner.kept_fields  # type: ignore[misc]
+        self.name = inner.name
+        self.capabilities = inner.capabilities
+        self.kept_fields = inner.kept_fields
         self.planned: tuple[StepView, Any] | None = None  # of the last call
         self.layers_with_lse: set[int] = set()
         self.lses: tuple[Tensor, ...] = ()
