@@ -92,6 +92,12 @@ _KEY_TESTS = (
     "runner/test_graph_keys.py",
     "runner/test_keys_ahead.py",
 )
+_PROGRAM_TESTS = (
+    *("runner/test_program.py", "runner/test_prompt_spans.py", "runner/test_forced_rounds.py"),
+    *("speculate/test_round_effects.py", "speculate/test_eagle_state.py"),
+    *("speculate/test_acceptance_distribution.py", "runner/test_sanitizer_rounds.py"),
+    "llm/drafts/test_llm_speculative_requests.py",
+)
 
 TARGETS = (
     Target(
@@ -153,6 +159,7 @@ TARGETS = (
         ("GraphKeys", "empty_step"),
         Killers(_TORCH + _cells("flashinfer", *_STEP), _KEY_TESTS),
     ),
+    Target("runner/program.py", (), Killers(_TORCH, _PROGRAM_TESTS)),
     Target("runner/guard.py", ("Guard.check_shape",), Killers(_TORCH, _KEY_TESTS)),
     Target(
         "core/step.py",

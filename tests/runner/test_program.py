@@ -55,6 +55,9 @@ def test_where_every_token_is_a_last_one_the_head_reads_them_in_place(
         assert given.shape == hidden.shape
 
 
+NOT_DRAFTING: dict[str, Any] = {}
+
+
 class Operators(TorchDispatchMode):
     """Notes the names of those that run."""
 
@@ -74,11 +77,12 @@ class Operators(TorchDispatchMode):
 
 
 def operators_of_a_decode_step(
-    tiny: TinyModel, *, observed: bool = True, **drafter: Any
+    tiny: TinyModel, drafter: Mapping[str, Any] = NOT_DRAFTING, **facts: bool
 ) -> list[str]:
+    """facts: of the step."""
     driver = Driver(tiny, graph_max_reqs=None, sanitize=False, **drafter)
     driver.prefill(dict(zip([3, 1], random_prompts([5, 4]), strict=True)))
-    step = replace(driver.make_step({3: 1, 1: 1}), observed=observed)
+    step = replace(driver.make_step({3: 1, 1: 1}), **facts)
     with Operators() as operators:
         driver.collect(driver.runner.launch(step))
     return operators.seen
@@ -88,10 +92,15 @@ def test_a_drafter_that_does_not_observe_adds_nothing_to_a_decode_step(tiny: Tin
     unobserved = operators_of_a_decode_step(tiny, observed=False)
     assert operators_of_a_decode_step(tiny) == unobserved
     drafter = {"draft": CHAIN, "make_proposer": ngram(CHAIN)}
-    assert operators_of_a_decode_step(tiny, **drafter) == unobserved
+    assert operators_of_a_decode_step(tiny, drafter) == unobserved
 
 
 def test_a_step_that_the_drafter_need_not_follow_leaves_it_out(tiny: TinyModel) -> None:
     drafter = {"draft": CHAIN, "make_proposer": eagle3(tiny, CHAIN)}
-    unobserved = operators_of_a_decode_step(tiny, observed=False, **drafter)
-    assert len(operators_of_a_decode_step(tiny, **drafter)) > len(unobserved)
+    unobserved = operators_of_a_decode_step(tiny, drafter, observed=False)
+    assert len(operators_of_a_decode_step(tiny, drafter)) > len(unobserved)
+
+
+def test_the_likeliest_tokens_are_sought_where_the_step_asks(tiny: TinyModel) -> None:
+    asked = [operators_of_a_decode_step(tiny, logprobs=logprobs) for logprobs in (True, False)]
+    assert ["aten::topk" in seen for seen in asked] == [True, False]

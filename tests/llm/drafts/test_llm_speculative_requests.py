@@ -79,6 +79,21 @@ def test_a_plug_in_processor_sees_each_draft_at_its_own_position(
         assert tokens_of(drafted.generate(prompts, params)) == tokens_of(expected)
 
 
+@pytest.mark.parametrize("topk", [1, 4])
+def test_a_plug_in_processor_reads_the_drafts_of_each_path(truth: Truth, topk: int) -> None:
+    """Which of two tokens comes next depends on the draft before it."""
+    options = {"logits_processors": ("alternating_processor:Alternate",)}
+    params = replace(GREEDY, extra_args={"alternate": 100.0})
+    prompts = random_prompts((9, 20, 3))
+    plain, drafted = both(truth, "NGRAM", topk, **options)
+    with plain, drafted:
+        expected = tokens_of(plain.generate(prompts, params))
+        assert {len(set(tokens)) for tokens in expected} == {2}
+        outputs = drafted.generate(prompts, params)
+    assert tokens_of(outputs) == expected
+    assert all(sum(output.metrics.accepted_by_position) > 0 for output in outputs)
+
+
 @pytest.mark.parametrize(("drafter", "topk"), DRAFTS)
 def test_every_seed_and_temperature_gives_the_text_of_plain_decoding(
     truth: Truth, drafter: str, topk: int
