@@ -1,9 +1,6 @@
 """Models with experts in the whole engine: batches, padded rows, graphs, memory."""
 
-from typing import Any
-
 import pytest
-import torch
 from llm_cases import (
     Checkpoint,
     assert_idle,
@@ -15,12 +12,8 @@ from llm_cases import (
 )
 
 from paceline.core.sampling_params import SamplingParams
-from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
-from paceline.kernels.moe_route import moe_route
 from paceline.llm.boot import Knobs
-from paceline.models.config import parse_config
 from paceline.plan.explain import explain_model
-from paceline.plan.footprint import activation_bytes
 from paceline.runner import build
 
 CASES = ("qwen3_moe-window-every-second-layer", "gpt-oss-sinks-alternating-windows")
@@ -78,37 +71,6 @@ def test_measured_weights_of_experts_were_planned(checkpoint: Checkpoint) -> Non
         memory = llm.report()["memory"]
     assert memory["measured"]["weights"] == memory["planned"]["weights_bytes"]
     assert memory["measured"]["workspace"] <= memory["planned"]["workspace_bytes"]
-
-
-def test_what_the_gpu_kernels_of_experts_allocate_is_planned(monkeypatch) -> None:
-    """Routing, alignment, products and results of a step, as the launchers allocate them."""
-    from paceline.kernels._triton.moe_experts import launch_moe_experts
-
-    config = parse_config(
-        {"model_type": "qwen3_moe", "vocab_size": 30, "num_hidden_layers": 1}
-        | {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96}
-        | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
-        | {"num_experts": 4, "num_experts_per_tok": 3, "max_position_embeddings": 64}
-    )
-    tokens, gate = 24, SwiGLU(1.0, None, 0.0)
-    x = torch.randn(tokens, 64)
-    weights = ExpertWeights(torch.randn(4, 192, 64), None, torch.randn(4, 64, 96), None)
-    sizes: list[int] = []
-    original = torch.empty
-
-    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        made: torch.Tensor = original(*args, **kwargs)
-        sizes.append(made.nbytes)
-        return made
-
-    monkeypatch.setattr(torch, "empty", empty)
-    logits = torch.empty(tokens, 4).zero_()
-    routing = moe_route(logits, 3, renormalize=True)
-    out = torch.empty(tokens, 64)
-    launch_moe_experts(x, routing, weights, gate=gate, out=out)
-    planned = activation_bytes(config, tokens, 4)
-    others = 4 * tokens * (2 * 64 + 8)  # residual, normed; q, k, v, attention out
-    assert 0.9 * (planned - others) < sum(sizes) <= planned - others
 
 
 def test_a_shape_with_experts_is_explained() -> None:

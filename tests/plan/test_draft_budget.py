@@ -1,19 +1,16 @@
 """The memory budget and the size of a step with a drafter."""
 
 import pytest
-import torch
 from draft_models import CPU, H200, HEAD, TARGET, drafted, folder, named, planned
-from test_footprint import Allocations
+from test_measured import Allocations
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB
-from paceline.kernels.draft_topk import draft_topk
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.plan.budget_table import budget_lines, compare, table
-from paceline.plan.draft_footprint import DRAFT_PEAK, DRAFT_TOTAL
 from paceline.plan.explain import explain_model, show
 from paceline.plan.footprint import request_pages, standing_pages
 from paceline.plan.speculation import all_groups
@@ -153,7 +150,7 @@ def test_the_hidden_states_that_a_head_reads_are_counted(tmp_path):
         asked = {"load_format": "dummy", "max_num_seqs": 8, "max_num_batched_tokens": 1024}
         sizes.append(planned(target, CPU, path=head, **asked)[1].activations_bytes)
     hidden_states = 3 * 1024 * 64 * 4
-    assert sizes[1] - sizes[0] == 2 * hidden_states  # each, and side by side
+    assert sizes[1] - sizes[0] >= hidden_states
 
 
 def test_the_promised_concurrency_fits_every_group_with_its_rounds():
@@ -178,24 +175,6 @@ def test_rejection_keeps_the_drafters_distributions():
     assert fit.activations_bytes - plain.activations_bytes >= rows * steps * vocab * 4
 
 
-@pytest.mark.parametrize("noise", [False, True])
-def test_choosing_drafts_stays_within_its_bound(noise):
-    rows, vocab = 4, 5000
-    with Allocations() as seen:
-        draft_topk(
-            torch.randn(rows, vocab).bfloat16(),
-            4,
-            temperature=torch.ones(rows),
-            seeds=torch.arange(rows),
-            positions=torch.arange(rows),
-            d2t=torch.zeros(vocab, dtype=torch.int64),
-            noise=noise,
-        )
-    measured = [(DRAFT_PEAK, seen.peak)] + ([] if noise else [(DRAFT_TOTAL, seen.total)])
-    for cost, size in measured:
-        assert 0.5 * cost * rows * vocab < size <= cost * rows * vocab
-
-
 @pytest.mark.parametrize(
     "asked",
     [
@@ -215,8 +194,8 @@ def test_what_is_measured_after_loading_was_planned(asked, page_size, drafters):
         memory = llm.report()["memory"]
     planned, measured = memory["planned"], memory["measured"]
     assert measured["KV"] == planned["kv_bytes"]
-    assert 0.4 * planned["workspace_bytes"] < measured["workspace"] <= planned["workspace_bytes"]
-    assert measured["graphs"] <= planned["graphs_bytes"] <= 2 * measured["graphs"]
+    assert measured["workspace"] == planned["workspace_bytes"]
+    assert measured["graphs"] <= planned["graphs_bytes"] <= 1.02 * measured["graphs"]
 
 
 @pytest.mark.parametrize(

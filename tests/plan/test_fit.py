@@ -16,7 +16,7 @@ from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.plan.budget_table import budget_lines, compare, table
 from paceline.plan.fit import require_fit
-from paceline.plan.footprint import activation_bytes, request_pages, standing_pages
+from paceline.plan.footprint import request_pages, standing_pages
 from paceline.plan.resolve import resolve
 
 DRAFTING = {
@@ -64,8 +64,9 @@ def test_an_8_bit_cache_halves_a_page_and_nothing_else(name):
     assert resolution.options.kv_cache_dtype == "fp8_e4m3"
     assert fit.groups[0].page_bytes * 2 == plain.groups[0].page_bytes
     assert fit.kv_tokens == pytest.approx(2 * plain.kv_tokens, rel=1e-4)
-    for field in ("weights_bytes", "graphs_bytes", "workspace_bytes", "activations_bytes"):
+    for field in ("weights_bytes", "graphs_bytes", "activations_bytes"):
         assert getattr(fit, field) == getattr(plain, field)
+    assert fit.workspace_bytes == pytest.approx(plain.workspace_bytes, abs=1024)  # scales are KV's
 
 
 def test_an_8_bit_cache_on_a_cpu_takes_half_for_every_running_request():
@@ -202,10 +203,12 @@ def test_prefill_graphs_leave_an_8b_model_its_context_on_a_small_gpu():
     _, without = plan(device=gpu_by_name("l4"), cuda_graph_max_tokens=0)
     resolution, fit = plan(device=gpu_by_name("l4"))
     tokens = resolution.options.cuda_graph_max_tokens
-    live = activation_bytes(config_of("llama-3.1-8b"), tokens, 2)
     assert tokens == 1024
-    assert live < fit.graphs_bytes - without.graphs_bytes < 3 * live
-    assert 19_500 < fit.max_model_len < without.max_model_len
+    step = (
+        5 * tokens * 14336 * 2
+    )  # bytes: gate|up and their product, half as much in layers' inputs
+    assert 0 < fit.graphs_bytes - without.graphs_bytes < 3 * step
+    assert 25_000 < fit.max_model_len < without.max_model_len
 
 
 def test_measured_stands_beside_planned():

@@ -1,4 +1,4 @@
-"""A budget by rehearsal: an engine on the meta device, beside the formulas and beside real ones."""
+"""A budget by rehearsal: an engine on the meta device, beside what is planned and real ones."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +24,7 @@ from paceline.plan.rehearsal import (
     graphs_held,
     largest_steps,
     rehearse,
+    steps_held,
 )
 from paceline.plan.speculation import Speculation
 from paceline.runner.build import RunnerConfig
@@ -32,7 +33,6 @@ from paceline.runner.graphs import AHEAD
 LARGE_CPU = replace(CPU, total_bytes=256 * GIB, free_bytes=256 * GIB, native_bf16=True)
 DEVICES = {"gpu": (H200, "triton"), "cpu": (LARGE_CPU, "torch")}
 HEAD = "eagle3-llama-3.1-8b"
-COUNTERS = 1 << 14  # bytes of split products, which the formula forgets
 CASES = [(name, {"algorithm": "off"}) for name in shape_names()]
 CASES += [
     ("llama-3.1-8b", {"algorithm": "EAGLE3", "path": HEAD}),
@@ -70,15 +70,15 @@ def decided_of(
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize(("model", "asked"), CASES, ids=str)
-def test_a_rehearsal_says_what_the_formulas_say_or_less(model, asked, where):
+def test_the_plan_is_a_rehearsal_with_the_backend_that_runs(model, asked, where):
+    """It knows of a backend what it declares."""
     device, backend = DEVICES[where]
     seen, limits, fit = rehearsed(model, device, backend, asked)
     assert seen.weights == fit.weights_bytes
     assert seen.draft_weights == fit.draft_weights_bytes
     assert seen.kv == fit.kv_bytes
-    assert 0.3 * fit.workspace_bytes < seen.workspace <= fit.workspace_bytes + COUNTERS
-    peaks = [allocated(seen.parts, shape, device).peak for shape in largest_steps(limits)]
-    assert 0.05 * fit.activations_bytes < max(peaks) <= fit.activations_bytes
+    assert seen.workspace == fit.workspace_bytes
+    assert steps_held(seen.parts, limits, device) == fit.activations_bytes
 
 
 DRAFTERS = {
@@ -127,5 +127,5 @@ def test_a_step_allocates_on_the_meta_device_what_it_does_here(sampler, engine, 
 
 def test_recorded_graphs_hold_what_the_largest_greedy_step_allocates_in_all(engine, twin):
     seen, limits = twin
-    held = graphs_held(seen.parts, limits, engine.prepared.device)
+    held, _ = graphs_held(seen.parts, limits, engine.prepared.device)
     assert engine.report()["memory"]["measured"]["graphs"] == held

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from paceline.core.gpus import INTERPRETER_SMS, MOST_SMS
 from paceline.kernels.custom_op import DispatchMode
+from paceline.kernels.shapes import result_of
 
 
 class StandIn(DispatchMode):
@@ -38,20 +39,29 @@ class StandIn(DispatchMode):
         written = _written(func, args, kwargs or {})
         if any(tensor.is_meta for tensor in written):
             return _as_returned(func, written)  # there is nothing to compute
+        result = result_of(func, args, kwargs or {})
+        if result is not NotImplemented:
+            return result
         return func(*args, **(kwargs or {}))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors an operator writes and gives back, in order; none where it makes new ones too, or
     changes what a tensor is."""
+    places = _places_written(func)
+    values = [args[i] if i < len(args) else kwargs.get(name) for i, name in places]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+@cache
+def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """(index, name) of the arguments that `_written` is about."""
     schema = func._schema
     if not schema.is_mutable or torch.Tag.inplace_view in func.tags:
-        return []
+        return ()
     if any(each.alias_info is None for each in schema.returns):
-        return []
-    given = {each.name: value for each, value in zip(schema.arguments, args, strict=False)}
-    values = [(given | kwargs).get(each.name) for each in schema.arguments if _is_written(each)]
-    return [value for value in values if isinstance(value, Tensor)]
+        return ()
+    return tuple((i, each.name) for i, each in enumerate(schema.arguments) if _is_written(each))
 
 
 def _is_written(argument: Any) -> bool:

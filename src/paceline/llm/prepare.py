@@ -83,7 +83,9 @@ def prepare(asked: Mapping[str, object]) -> Prepared:
         given, config, target.source, weights=given.load_format != "dummy"
     )
     resolution, fit = resolve(asked, config=config, device=facts, speculation=speculation)
-    short = nearest_if_short(asked, fit, config=config, device=facts, speculation=speculation)
+    short = nearest_if_short(
+        asked, resolution, fit, config=config, device=facts, speculation=speculation
+    )
     require_fit(fit, None if short is None else short.advice())
     events = EventLog()
     admission = Admission(

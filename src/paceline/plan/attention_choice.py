@@ -7,17 +7,16 @@ from typing import get_args
 
 import torch
 
-from paceline.attention.contract import AttentionBackend, AttentionConfig, GraphSupport, Limits
+from paceline.attention.contract import AttentionBackend, AttentionConfig, GraphSupport
 from paceline.attention.measurements import Phase
 from paceline.attention.names import Cascade, Pair
 from paceline.attention.registry import Choice, choose, load_backend
 from paceline.cache.pool import torch_kv_dtype
 from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import DeviceFacts
-from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.options import EngineOptions, known
-from paceline.layers.attention import attention_limits
 from paceline.plan.speculation import Speculation
 
 
@@ -111,23 +110,6 @@ def planned_backend(
         return load_backend(one_backend(phases).name)
     except BackendUnsupported:
         return None
-
-
-def planned_limits(
-    config: ModelConfig, options: EngineOptions, specs: tuple[CacheGroupSpec, ...]
-) -> Limits:
-    """The largest step, as a backend is told for the memory budget, at requests of one token."""
-    return attention_limits(
-        config,
-        specs,
-        device=torch.device("meta"),
-        dtype=getattr(torch, known(options.dtype)),
-        kv_dtype=torch_kv_dtype(known(options.kv_cache_dtype)),
-        # A padded ragged step may have a row more.
-        max_reqs=known(options.max_num_seqs) + bool(options.cuda_graph_max_tokens),
-        max_tokens=known(options.max_num_batched_tokens),
-        length=1,
-    )
 
 
 def attention_config(

@@ -22,8 +22,10 @@ class Piece:
     """A stretch of one segment."""
 
     nbytes: int
-    is_free: bool
-    segment: list["Piece"]  # all pieces of the segment in order of address, this one included
+    place: tuple[int, int]  # segment, offset in bytes
+    is_small: bool
+    before: "Piece | None" = None  # its neighbours within the segment
+    behind: "Piece | None" = None
 
 
 class CudaPool:
@@ -31,44 +33,48 @@ class CudaPool:
 
     def __init__(self) -> None:
         self.held = 0  # bytes of all segments
-        self._segments: dict[bool, list[list[Piece]]] = {True: [], False: []}  # is small: pieces
+        self._num_segments = 0
+        self._free: dict[bool, set[Piece]] = {True: set(), False: set()}  # is small: pieces
 
     def take(self, nbytes: int) -> Piece:
         """A piece of at least `nbytes`, which is 1 or more."""
         nbytes = -(-nbytes // PIECE) * PIECE
         is_small = nbytes <= _SMALL
-        free = (
-            piece
-            for segment in self._segments[is_small]
-            for piece in segment
-            if piece.is_free and piece.nbytes >= nbytes
-        )
-        piece = min(free, key=lambda each: each.nbytes, default=None) or self._grow(nbytes)
+        free = self._free[is_small]
+        fitting = (piece for piece in free if piece.nbytes >= nbytes)
+        piece = min(fitting, key=lambda each: (each.nbytes, each.place), default=None)
+        if piece is None:
+            piece = self._grow(nbytes, is_small)
+        free.discard(piece)
         left = piece.nbytes - nbytes
         if left > _SMALL or (is_small and left):
-            rest = Piece(left, True, piece.segment)
-            piece.segment.insert(piece.segment.index(piece) + 1, rest)
-            piece.nbytes = nbytes
-        piece.is_free = False
+            number, offset = piece.place
+            rest = Piece(left, (number, offset + nbytes), is_small, piece, piece.behind)
+            if rest.behind is not None:
+                rest.behind.before = rest
+            piece.nbytes, piece.behind = nbytes, rest
+            free.add(rest)
         return piece
 
     def give_back(self, piece: Piece) -> None:
-        """Free a piece that was taken."""
-        piece.is_free = True
-        index = piece.segment.index(piece)
-        for first in (index, index - 1):  # with the next one, then with the one before
-            pair = piece.segment[first : first + 2] if first >= 0 else []
-            if len(pair) == 2 and all(each.is_free for each in pair):
-                pair[0].nbytes += pair[1].nbytes
-                del piece.segment[first + 1]
+        """Free a piece that was taken; it is joined with its free neighbours."""
+        free = self._free[piece.is_small]
+        for first, second in ((piece, piece.behind), (piece.before, piece)):
+            other = second if first is piece else first
+            if first is None or second is None or other not in free:
+                continue
+            free.discard(other)
+            first.nbytes += second.nbytes
+            first.behind = second.behind
+            if first.behind is not None:
+                first.behind.before = first
+            piece = first
+        free.add(piece)
 
-    def _grow(self, nbytes: int) -> Piece:
-        is_small = nbytes <= _SMALL
+    def _grow(self, nbytes: int, is_small: bool) -> Piece:
         size = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
         if nbytes >= _OWN_SEGMENT:
             size = -(-nbytes // _ROUND_SEGMENT) * _ROUND_SEGMENT
-        segment: list[Piece] = []
-        segment.append(Piece(size, True, segment))
-        self._segments[is_small].append(segment)
+        self._num_segments += 1
         self.held += size
-        return segment[0]
+        return Piece(size, (self._num_segments, 0), is_small)

@@ -133,20 +133,23 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         resolution=resolution,
         fit=fit,
         phases=phase_choices(config, resolution.options, device, speculation),
-        nearest=nearest_if_short(asked, fit, config=config, device=device, speculation=speculation),
+        nearest=nearest_if_short(
+            asked, resolution, fit, config=config, device=device, speculation=speculation
+        ),
         text=TextPlan.of(target.source),
     )
 
 
 def nearest_if_short(
     asked: Mapping[str, object],
+    resolution: Resolution,
     fit: Fit,
     *,
     config: ModelConfig,
     device: DeviceFacts,
     speculation: Speculation | None = None,
 ) -> Nearest | None:
-    """The nearest options that fit, when `fit`, the budget of `asked`, is short."""
+    """The nearest options that fit, when `fit`, the budget of `resolution`, is short."""
     if not fit.short_by_bytes:
         return None
 
@@ -154,10 +157,11 @@ def nearest_if_short(
         phases = phase_choices(config, options, device, speculation)
         return [choice.phase for choice in phases if choice.backend is None]
 
-    planned, _ = resolve(asked, config=config, device=device, speculation=speculation)
-    usual = lacking(planned.options)
+    usual = lacking(resolution.options)
     return nearest(
         asked,
+        resolution,
+        fit,
         config=config,
         device=device,
         speculation=speculation,

@@ -1,20 +1,19 @@
 """Fit: where the memory of a device will go, before a weight is read, and how far off that was.
 
-Weights are counted and KV is exact.  The rest are upper bounds by the formulas of `plan.footprint`,
-beside which `plan.rehearsal` counts the same on the meta device; after loading,
-`budget_table.compare` puts what was measured beside them.
+KV is exact, and all else is counted in a rehearsal (`plan.rehearsal`), but for the allowances of
+`plan.demand`; after loading, `budget_table.compare` puts what was measured beside it.
 """
 
 from dataclasses import asdict, dataclass
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts, gib
-from paceline.core.model_config import ModelConfig
-from paceline.core.options import EngineOptions, known
-from paceline.plan.balance import balance_of
+from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.core.options import KV_ELEMENT_BYTES, EngineOptions, known
 from paceline.plan.capacity import Concurrency, concurrency, kv_tokens, planned_len, split_kv
-from paceline.plan.footprint import GroupBudget, longest_request
-from paceline.plan.speculation import Speculation
+from paceline.plan.demand import Demand, Demands
+from paceline.plan.footprint import GroupBudget, longest_request, request_bytes, standing_bytes
+from paceline.plan.speculation import all_groups, shape_of
 
 SHORTEST_LEN = 256  # tokens; a device that cannot hold one such request cannot serve
 
@@ -53,26 +52,89 @@ class Fit:
         return document
 
 
-def plan_memory(
-    config: ModelConfig,
-    options: EngineOptions,
-    device: DeviceFacts,
-    speculation: Speculation | None,
-) -> Fit:
-    """The budget of `config` under resolved `options`; only `max_model_len` may still be None.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Balance:
+    """What KV needs and what is left for it, by the length of the longest request."""
+
+    options: EngineOptions
+    device: DeviceFacts
+    specs: tuple[CacheGroupSpec, ...]  # the target's, then the drafter's
+    reach: int  # tokens that a round may write behind a request's length
+    demands: Demands
+
+    @property
+    def kv_element(self) -> int:
+        return KV_ELEMENT_BYTES[known(self.options.kv_cache_dtype)]
+
+    @property
+    def usable(self) -> int:
+        share = self.options.gpu_memory_utilization or 1.0
+        return min(int(self.device.total_bytes * share), self.device.free_bytes)
+
+    def demand(self, length: int) -> Demand:
+        """Bytes of everything else."""
+        return self.demands.of(self.options, length)
+
+    def least(self, length: int) -> int:
+        """KV bytes of one such request, and of what stands."""
+        standing = standing_bytes(
+            self.specs, self.kv_element, known(self.options.max_num_batched_tokens)
+        )
+        return standing + request_bytes(self.specs, length + self.reach, self.kv_element)
+
+    def spare(self, length: int) -> int:
+        """Bytes left beside one such request; below 0 where it does not fit."""
+        return self.budget(length) - self.least(length)
+
+    def short_by(self, length: int) -> int:
+        """Bytes that one such request, or the asked cache, lacks; 0 where both fit."""
+        room = self.usable - self.demand(length).total
+        return max(0, -self.spare(length), (self.options.kv_cache_bytes or 0) - room)
+
+    def longest(self, limit: int) -> int:
+        """The longest request, up to `limit` tokens, that fits; 0 when none does."""
+        pages = {"page_size": known(self.options.page_size), "reach": self.reach}
+        most = self.options.kv_cache_bytes
+        if most is not None:  # it decides alone in most cases, and costs nothing to ask
+            limit = longest_request(lambda n: most - self.least(n), limit=limit, **pages)
+        return longest_request(self.spare, limit=limit, **pages) if limit else 0
+
+    def budget(self, length: int) -> int:
+        """Bytes KV may take; below 0 when the rest is too large already."""
+        room = self.usable - self.demand(length).total
+        limit = self.options.kv_cache_bytes
+        return room if limit is None else min(room, limit)
+
+
+def balance_of(options: EngineOptions, demands: Demands) -> Balance:
+    """The balance of resolved `options`."""
+    speculation = demands.speculation
+    return Balance(
+        options=options,
+        device=demands.device,
+        specs=all_groups(demands.config, known(options.page_size), speculation),
+        reach=shape_of(speculation).reach,
+        demands=demands,
+    )
+
+
+def plan_memory(config: ModelConfig, options: EngineOptions, demands: Demands) -> Fit:
+    """The budget of resolved `options`, of which only `max_model_len` may still be None.
+
+    config: the model at the context that is taken.
 
     A left-out max_model_len becomes the model's limit, or less where the KV budget holds less.
     """
     step_tokens = known(options.max_num_batched_tokens)
-    balance = balance_of(config, options, device, speculation)
+    balance, device = balance_of(options, demands), demands.device
     specs = balance.specs
     wanted_len = options.max_model_len or config.max_position
-    longest = longest_request(lambda n: balance.least(n) <= balance.budget(n), limit=wanted_len)
+    longest = balance.longest(wanted_len)
     served = wanted_len if options.max_model_len else longest
     floor = max(served, min(wanted_len, SHORTEST_LEN))
     demand, kv = balance.demand(floor), balance.budget(floor)
     room, least = balance.usable - demand.total, balance.least(floor)
-    short = max(0, least - kv, (options.kv_cache_bytes or 0) - room)
+    short = balance.short_by(floor)
     groups: tuple[GroupBudget, ...] = ()
     if not short:
         longest_kv = floor + balance.reach

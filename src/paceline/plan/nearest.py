@@ -1,15 +1,15 @@
 """Nearest: the command closest to what was asked whose memory fits, when the asked one does not.
 
-One option is changed before two, and two before three.  Among equals the order of `knobs` decides:
-fewer requests at a time, a shorter context, a smaller KV format, another cache size, a shorter
-step, more of the GPU, a smaller number format.  Every change goes as far as needed and no further:
-one notch back towards the ask does not fit.
+One option is lowered alone where that is enough; otherwise all take turns, a notch at a time, until
+it fits, and what was not needed is undone.  The order is that of `knobs`: fewer requests at a time,
+a shorter context, a smaller KV format, another cache size, a shorter step, more of the GPU, a
+smaller number format.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
-from itertools import combinations
+from itertools import zip_longest
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GPUS, DeviceFacts
@@ -18,16 +18,18 @@ from paceline.core.option_spec import spec_of
 from paceline.core.options import DTYPES, FP8, EngineOptions, known
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names
+from paceline.models.size import weights_bytes
+from paceline.plan.demand import Demands
 from paceline.plan.fit import SHORTEST_LEN, Fit
-from paceline.plan.resolve import resolve
+from paceline.plan.resolution import Resolution
+from paceline.plan.resolve import resolve, shortage
 from paceline.plan.speculation import Speculation, shape_of, without_speculation
 from paceline.plan.suggestion import Asked, Change, Command, Nearest
 
 LEAST_STEP = 256  # tokens; a shorter step makes every prompt slow
 MOST_OF_A_GPU = 95  # percent; beyond it the driver and the allocator have no room
 MOST_COMMANDS = 4
-COMMON_STEPS = 1024
-Fits = Callable[[Asked], bool]
+Fits = Callable[[Asked], bool | None]  # None: it cannot run, however much memory there is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,53 +42,52 @@ class Knob:
     same: tuple[str, ...] = ()  # asked formats that must be this one's, and follow it
 
     def turned(self, asked: Asked, notch: int) -> dict[str, object]:
-        """`asked` with this option at values[notch]; -1 leaves it as it was."""
+        """`asked` with this option at values[notch]."""
         changed = dict(asked)
-        if notch >= 0:
-            value = changed[self.option] = self.values[notch]
-            for name in self.bounds:
-                bounded = changed.get(name)
-                if isinstance(bounded, int) and isinstance(value, int):
-                    changed[name] = min(bounded, value)
-            changed |= {name: value for name in self.same if changed.get(name) in DTYPES}
-        return changed
+        value = changed[self.option] = self.values[notch]
+        for name in self.bounds:
+            bounded = changed.get(name)
+            if isinstance(bounded, int) and isinstance(value, int):
+                changed[name] = min(bounded, value)
+        return changed | {name: value for name in self.same if changed.get(name) in DTYPES}
 
 
 def nearest(
     asked: Asked,
+    resolution: Resolution,
+    fit: Fit,
     *,
     config: ModelConfig,
     device: DeviceFacts,
     speculation: Speculation | None,
     runs: Callable[[EngineOptions], bool],
 ) -> Nearest:
-    """Search from `asked`, which resolves but is short of memory.
+    """Search from `asked`, which resolves to `resolution`, and whose budget `fit` is short.
 
     runs: whether resolved options have an attention backend.
     """
-    plan = partial(resolve, config=config, device=device, speculation=speculation)
-    resolution, fit = plan(asked)
+    demands = Demands(config, device, speculation)
 
-    def fits(options: Asked) -> bool:
-        try:
-            found, budget = plan(options)
-        except ConfigError:
-            return False
-        return not budget.short_by_bytes and runs(found.options)
+    def fits(options: Asked) -> bool | None:
+        return _fits(options, demands, runs)
 
     nodes = shape_of(speculation).num_draft_tokens
     options = knobs(asked, resolution.options, fit, device=device, nodes=nodes)
-    for size in range(1, len(options) + 1):
-        found = [push(asked, chosen, fits) for chosen in combinations(options, size)]
-        commands = [_command(asked, f, resolution.options) for f in found if f is not None]
-        if commands:
-            return Nearest(
-                commands=tuple(commands[:MOST_COMMANDS]),
-                short_by_bytes=0,
-                weights_over_bytes=0,
-                devices=(),
-                models=(),
-            )
+    alone = [lowered(asked, [knob], fits) for knob in options]
+    found = [each for each in alone if each is not None]
+    if not found:
+        able = [knob for knob in options if fits(knob.turned(asked, -1)) is not None]
+        together = lowered(asked, able, fits)
+        found = [] if together is None else [together]
+    if found:
+        commands = [_command(asked, each, resolution.options) for each in found]
+        return Nearest(
+            commands=tuple(commands[:MOST_COMMANDS]),
+            short_by_bytes=0,
+            weights_over_bytes=0,
+            devices=(),
+            models=(),
+        )
     return _nothing(asked, options, config=config, device=device, speculation=speculation)
 
 
@@ -99,10 +100,10 @@ def knobs(
     """
     rows, tokens = known(options.max_num_seqs), known(options.max_num_batched_tokens)
     found = [
-        Knob(option="max_num_seqs", values=range(rows - 1, 0, -1), bounds=("cuda_graph_max_bs",)),
+        Knob(option="max_num_seqs", values=_halves(rows, 1), bounds=("cuda_graph_max_bs",)),
         Knob(
             option="max_model_len",
-            values=range((options.max_model_len or 0) - 1, SHORTEST_LEN - 1, -1)
+            values=_lengths(known(options.max_model_len), fit.longest_len)
             if asked.get("max_model_len") is not None
             else (),
             bounds=("cuda_graph_max_tokens",),
@@ -114,7 +115,7 @@ def knobs(
         ),
         Knob(
             option="max_num_batched_tokens",
-            values=range(tokens - 1, max(rows * nodes, LEAST_STEP) - 1, -1),
+            values=_halves(tokens, max(rows * nodes, LEAST_STEP)),
             bounds=("chunked_prefill_size", "cuda_graph_max_tokens"),
         ),
         Knob(option="gpu_memory_utilization", values=_shares(options.gpu_memory_utilization)),
@@ -123,56 +124,59 @@ def knobs(
     return tuple(knob for knob in found if len(knob.values))
 
 
-def push(asked: Asked, chosen: Sequence[Knob], fits: Fits) -> dict[str, object] | None:
-    """`asked` with all of `chosen` turned as little as fits; None where their ends do not fit.
+def lowered(asked: Asked, options: Sequence[Knob], fits: Fits) -> dict[str, object] | None:
+    """`asked` with `options` turned by turns, as little as fits; None where their ends do not."""
+    turns = [
+        turn
+        for notches in zip_longest(*(range(len(knob.values)) for knob in options))
+        for turn in zip(options, notches, strict=True)
+        if turn[1] is not None
+    ]
 
-    First all together, by the same share of their way; then each back as far as it goes, the last
-    one first.
-    """
+    def turned(taken: Sequence[tuple[Knob, int]]) -> dict[str, object]:
+        changed = dict(asked)
+        for knob, notch in taken:
+            changed = knob.turned(changed, notch)
+        return changed
 
-    def fits_at(notches: Sequence[int]) -> bool:
-        return fits(_turned(asked, chosen, notches))
-
-    def fits_with(notches: list[int], index: int, notch: int) -> bool:
-        return fits_at([*notches[:index], notch, *notches[index + 1 :]])
-
-    def together(step: int) -> list[int]:
-        return [-(-step * len(knob.values) // COMMON_STEPS) - 1 for knob in chosen]
-
-    if not fits_at(together(COMMON_STEPS)):
+    if not turns or not fits(turned(turns)):
         return None
-    notches = together(_least(lambda step: fits_at(together(step)), 0, COMMON_STEPS))
-    before: list[int] = []
-    while notches != before:
-        before = list(notches)
-        for index in reversed(range(len(chosen))):
-            fits_alone = partial(fits_with, notches, index)
-            notches[index] = _least(fits_alone, -1, notches[index])
-    return _turned(asked, chosen, notches)
+    first = bisect_left(range(1, len(turns)), True, key=lambda num: bool(fits(turned(turns[:num]))))
+    taken = turns[: first + 1]
+    for knob in options if len(options) > 1 else ():
+        rest = [turn for turn in taken if turn[0] is not knob]
+        taken = rest if rest != taken and fits(turned(rest)) else taken
+    return turned(taken)
 
 
-def _least(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The number from `low` to `high`, which fits, below which the next one does not."""
-    if low == high or fits(low):
-        return low
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+def _fits(
+    asked: Asked, demands: Demands, runs: Callable[[EngineOptions], bool] = lambda _: True
+) -> bool | None:
+    try:
+        options, short = shortage(asked, demands)
+    except ConfigError:
+        return None
+    return not short if runs(options) else None
 
 
-def _turned(asked: Asked, chosen: Sequence[Knob], notches: Sequence[int]) -> dict[str, object]:
-    changed = dict(asked)
-    for knob, notch in zip(chosen, notches, strict=True):
-        changed = knob.turned(changed, notch)
-    return changed
+def _halves(value: int, least: int) -> Sequence[int]:
+    """Half of `value`, half of that, ... and `least`, without `value` itself."""
+    halves = [value >> bit for bit in range(1, value.bit_length()) if value >> bit > least]
+    return (*halves, least) if least < value else ()
+
+
+def _lengths(asked: int, longest: int) -> Sequence[int]:
+    """The longest that fits, where any does, and halves of what was asked."""
+    if longest >= SHORTEST_LEN:
+        return (longest, *_halves(longest, SHORTEST_LEN))
+    return _halves(asked, SHORTEST_LEN)
 
 
 def _cache_sizes(asked: object, least: int) -> Sequence[int | None]:
     """Up to the `least` that holds one request; or left out, where more was asked than there is."""
     if not isinstance(asked, int):
         return ()
-    return range(asked + 1, least + 1) if asked < least else (None,)
+    return (least,) if asked < least else (None,)
 
 
 def _shares(share: float | None) -> Sequence[float]:
@@ -211,7 +215,9 @@ def _nothing(
     speculation: Speculation | None,
 ) -> Nearest:
     """Why nothing fits, and what would."""
-    least = _turned(asked, options, [len(knob.values) - 1 for knob in options])
+    least = dict(asked)
+    for knob in options:
+        least = knob.turned(least, -1)
     _, fit = resolve(least, config=config, device=device, speculation=speculation)
     elsewhere = {name: value for name, value in asked.items() if name != "device"}
     plain = without_speculation(asked)  # a drafter is of one model
@@ -221,16 +227,15 @@ def _nothing(
         commands=(),
         short_by_bytes=fit.short_by_bytes,
         weights_over_bytes=max(0, weights + fit.context_bytes - fit.usable_bytes),
-        devices=tuple(n for n, gpu in GPUS.items() if _holds(elsewhere, config, gpu, speculation)),
-        models=tuple(n for n, shape in shapes.items() if _holds(plain, shape, device, None)),
+        devices=tuple(
+            name
+            for name, gpu in GPUS.items()
+            if weights < gpu.total_bytes and _fits(elsewhere, Demands(config, gpu, speculation))
+        ),
+        models=tuple(
+            name
+            for name, shape in shapes.items()
+            if weights_bytes(shape, "bfloat16") < fit.usable_bytes
+            and _fits(plain, Demands(shape, device, None))
+        ),
     )
-
-
-def _holds(
-    asked: Asked, config: ModelConfig, device: DeviceFacts, speculation: Speculation | None
-) -> bool:
-    try:
-        _, fit = resolve(asked, config=config, device=device, speculation=speculation)
-    except ConfigError:
-        return False
-    return not fit.short_by_bytes

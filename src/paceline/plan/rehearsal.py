@@ -58,20 +58,16 @@ class Allocations(StandIn):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        named = kwargs or {}
-        given = {t.untyped_storage()._cdata for t in tensors_among((*args, *named.values()))}
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for tensor in tensors_among((result,)):
             storage = tensor.untyped_storage()
-            if storage._cdata not in given:
+            if storage._cdata not in self._alive and not _is_among(storage, args, kwargs or {}):
                 self._note(storage)
         if self.device_type == "cuda":
             self._note_hidden((*scratch_sizes(func, args), *_library_sizes(func, args)))
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self._alive:
-            return
         size = self._rounded(storage.nbytes())
         piece = self._pool.take(size) if self._pool and size else None
         self._alive[storage._cdata] = size, piece
@@ -95,6 +91,14 @@ class Allocations(StandIn):  # type: ignore[no-untyped-call]
         self.live -= size
         if self._pool is not None and piece is not None:
             self._pool.give_back(piece)
+
+
+def _is_among(
+    storage: torch.UntypedStorage, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether an operator was given what it returns."""
+    given = tensors_among((*args, *kwargs.values()))
+    return any(tensor.untyped_storage()._cdata == storage._cdata for tensor in given)
 
 
 def _library_sizes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -157,31 +161,37 @@ class RehearsedStep:
     scored: int = 0  # tokens of a prompt that are scored
 
 
-def largest_steps(limits: RunnerConfig) -> list[RehearsedStep]:
+def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list[RehearsedStep]:
     """The largest steps with the widest sampler: a ragged one, a prompt that is scored, and where
-    somebody drafts a round of all."""
+    somebody drafts a round, of at most `max_drafting` requests."""
     wide = SamplerTier.PLUG_INS if limits.logits_processors else SamplerTier.BY_ROW
     ragged = PaddedSize.ragged(limits.padded_reqs, limits.max_tokens)
     shape = RehearsedStep(size=ragged, sampler=wide, logprobs=True)
-    prompt = replace(shape, size=PaddedSize.ragged(1, limits.max_tokens), scored=limits.max_tokens)
-    return [shape, prompt, *_rounds(limits, shape)]
+    scored = min(limits.max_tokens, limits.context_len)
+    prompt = replace(shape, size=PaddedSize.ragged(1, limits.max_tokens), scored=scored)
+    return [shape, prompt, *_rounds(limits, shape, limits.max_running, max_drafting)]
 
 
-def largest_graphs(limits: RunnerConfig) -> list[RehearsedStep]:
-    """What is captured first: of a decode, or a round where somebody drafts; of a ragged step."""
+def largest_graphs(limits: RunnerConfig, max_drafting: int | None = None) -> list[RehearsedStep]:
+    """What is captured first: of a ragged step, where any is; of a round, where somebody drafts;
+    of a decode, unless as many requests draft."""
     reqs = min(limits.graph_max_reqs, limits.max_running)
     tokens = min(limits.graph_max_tokens, limits.max_tokens, limits.context_len)
     size = PaddedSize.uniform(reqs, 1)
     decode = RehearsedStep(size=size, sampler=SamplerTier.GREEDY, logprobs=False)
-    shapes = _rounds(replace(limits, max_running=reqs), decode) or [decode]
+    rounds = _rounds(limits, decode, reqs, max_drafting)
     ragged = [replace(decode, size=PaddedSize.ragged(1, tokens))] if tokens else []
-    return ragged + shapes
+    covered = any(shape.size.reqs == reqs for shape in rounds)
+    return [*ragged, *rounds] if covered else [*ragged, decode, *rounds]
 
 
-def _rounds(limits: RunnerConfig, like: RehearsedStep) -> list[RehearsedStep]:
+def _rounds(
+    limits: RunnerConfig, like: RehearsedStep, reqs: int, max_drafting: int | None
+) -> list[RehearsedStep]:
     if not limits.draft.has_drafts:
         return []
-    size = PaddedSize.uniform(limits.max_running, limits.draft.num_draft_tokens)
+    drafting = reqs if max_drafting is None else min(reqs, max_drafting)
+    size = PaddedSize.uniform(drafting, limits.draft.num_draft_tokens)
     return [replace(like, size=size, mask=limits.draft.mask, is_round=True)]
 
 
@@ -214,13 +224,33 @@ def allocated(
     return seen
 
 
-def graphs_held(parts: Parts, limits: RunnerConfig, facts: DeviceFacts) -> int:
-    """Bytes that the graphs captured first hold.
+def steps_held(
+    parts: Parts, limits: RunnerConfig, facts: DeviceFacts, *, max_drafting: int | None = None
+) -> int:
+    """Bytes that the largest steps take and give back: of a CPU the peak, of a GPU what the
+    allocator keeps of them."""
+    pool = None if facts.device_type == "cpu" else CudaPool()
+    shapes = largest_steps(limits, max_drafting)
+    seen = [allocated(parts, shape, facts, pool=pool) for shape in shapes]
+    return max(each.peak for each in seen) if pool is None else pool.held
+
+
+def graphs_held(
+    parts: Parts, limits: RunnerConfig, facts: DeviceFacts, *, max_drafting: int | None = None
+) -> tuple[int, int]:
+    """Bytes that the graphs captured first hold, and what the widest sampler's add to them.
 
     CUDA graphs reuse storage and share a pool; recorded graphs reuse nothing and share an arena as
-    large as the largest.
+    large as the largest greedy one: what needs more runs without a graph.
     """
-    pool = None if facts.device_type == "cpu" else CudaPool()
-    shapes = largest_graphs(limits)
-    seen = [allocated(parts, shape, facts, captured=True, pool=pool) for shape in shapes]
-    return max(each.total for each in seen) if pool is None else pool.held
+    shapes = largest_graphs(limits, max_drafting)
+    if facts.device_type == "cpu":
+        seen = [allocated(parts, shape, facts, captured=True) for shape in shapes]
+        return max(each.total for each in seen), 0
+    pool = CudaPool()
+    for shape in shapes:
+        allocated(parts, shape, facts, captured=True, pool=pool)
+    first = pool.held
+    widest = replace(shapes[-1], sampler=SamplerTier.BY_ROW, logprobs=True)
+    allocated(parts, widest, facts, captured=True, pool=pool)
+    return first, pool.held - first

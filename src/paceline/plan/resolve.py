@@ -6,14 +6,13 @@ here shows what the engine would do there.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import KV_ELEMENT_BYTES, OFF, EngineOptions, engine_options, known
-from paceline.plan.balance import graph_demand
 from paceline.plan.contradictions import refuse_asked, refuse_cache, refuse_graphs, refuse_step
-from paceline.plan.fit import Fit, plan_memory
+from paceline.plan.demand import Demands
+from paceline.plan.fit import SHORTEST_LEN, Fit, balance_of, plan_memory
 from paceline.plan.footprint import request_bytes, standing_bytes
 from paceline.plan.resolution import Resolution
 from paceline.plan.speculation import Speculation, all_groups, shape_of
@@ -54,6 +53,30 @@ def resolve(
     Returns the resolution and the memory budget that belongs to it; the budget may be short, see
     `fit.require_fit`.  Raises ConfigError for values that contradict the model or the device.
     """
+    demands = Demands(config, device, speculation)
+    config, why, resolution = _decide(asked, demands)
+    fit = plan_memory(config, resolution.options, demands)
+    if fit.max_model_len < config.max_position:
+        why = f"what the KV budget holds; the model's limit is {config.max_position}"
+    resolution = resolution.choose("max_model_len", fit.max_model_len, why)
+    if fit.kv_bytes:
+        resolution = resolution.choose("kv_cache_bytes", fit.kv_bytes, "what the budget leaves")
+    return resolution, fit
+
+
+def shortage(asked: Mapping[str, object], demands: Demands) -> tuple[EngineOptions, int]:
+    """(what `asked` resolves to, bytes that it lacks; 0 where it fits), without a search for the
+    longest request.  Raises ConfigError as `resolve` does."""
+    config, _, resolution = _decide(asked, demands)
+    options = resolution.options
+    length = options.max_model_len or min(config.max_position, SHORTEST_LEN)
+    balance = balance_of(options, demands)
+    return replace(options, max_model_len=length), balance.short_by(length)
+
+
+def _decide(asked: Mapping[str, object], demands: Demands) -> tuple[ModelConfig, str, Resolution]:
+    """(the model at the context taken, why that, everything but its limit and the cache)."""
+    config, device, speculation = demands.config, demands.device, demands.speculation
     given = engine_options(asked)
     assert speculation is not None or given.speculative_algorithm in (None, OFF), "not planned"
     explicit = {n for n, v in asked.items() if v is not None and getattr(given, n) is not None}
@@ -66,19 +89,13 @@ def resolve(
     start = Resolution(options=given, origins=origins)
     resolution = _choose_drafter(start, speculation)
     resolution = _choose_shape(_choose_device(resolution, config, device), device, speculation)
-    resolution = _choose_graphs(resolution, config, device, speculation)
     refuse_step(resolution.options, shape_of(speculation))
-    refuse_graphs(resolution.options, config)
     refuse_cache(resolution.options)
+    resolution = _choose_graphs(resolution, config, device, demands)
+    refuse_graphs(resolution.options, config)
     if device.device_type == "cpu":
-        resolution = _choose_cpu_cache(resolution, config, device, speculation)
-    fit = plan_memory(config, resolution.options, device, speculation)
-    if fit.max_model_len < config.max_position:
-        why = f"what the KV budget holds; the model's limit is {config.max_position}"
-    resolution = resolution.choose("max_model_len", fit.max_model_len, why)
-    if fit.kv_bytes:
-        resolution = resolution.choose("kv_cache_bytes", fit.kv_bytes, "what the budget leaves")
-    return resolution, fit
+        resolution = _choose_cpu_cache(resolution, config, device, speculation, demands)
+    return config, why, resolution
 
 
 def _unasked_context(config: ModelConfig, given: EngineOptions) -> tuple[ModelConfig, str]:
@@ -138,7 +155,7 @@ def _choose_graphs(
     resolution: Resolution,
     config: ModelConfig,
     device: DeviceFacts,
-    speculation: Speculation | None,
+    demands: Demands,
 ) -> Resolution:
     """The largest decode batch that runs as a graph: all, where its graphs leave room for KV.
 
@@ -151,10 +168,13 @@ def _choose_graphs(
         rows, why = CPU_GRAPH_ROWS, "larger batches gain nothing from a graph on a CPU"
     length = options.max_model_len or config.max_position
     limit = device.free_bytes // 4
-    demand = partial(
-        graph_demand, config, options, device.device_type, length=length, drafter=speculation
-    )
-    while rows > 1 and demand(rows=rows) > limit:
+
+    def graph_bytes(rows: int) -> int:
+        asked = replace(options, cuda_graph_max_bs=rows, enforce_eager=False)
+        return demands.of(asked, length).graphs
+
+    is_open = options.cuda_graph_max_bs is None
+    while is_open and rows > 1 and graph_bytes(rows) > limit:
         rows, why = (rows + 1) // 2, "its graphs take at most a quarter of free memory"
     why = WITHOUT_GRAPHS if options.enforce_eager else why
     return resolution.choose("cuda_graph_max_bs", rows, why)
@@ -229,6 +249,7 @@ def _choose_cpu_cache(
     config: ModelConfig,
     device: DeviceFacts,
     speculation: Speculation | None,
+    demands: Demands,
 ) -> Resolution:
     options = resolution.options
     specs = all_groups(config, known(options.page_size), speculation)
@@ -242,7 +263,7 @@ def _choose_cpu_cache(
         CPU_KV_LIMIT: "the most taken unasked on a CPU",
         device.free_bytes // 4: "a quarter of free memory",
     }
-    fit = plan_memory(config, options, device, speculation)
+    fit = plan_memory(config, options, demands)
     if not fit.short_by_bytes:
         limits.setdefault(fit.kv_bytes, "what weights and buffers leave")
     size = min(limits)

@@ -1,4 +1,4 @@
-"""The budget's formulas are upper bounds of what is really allocated."""
+"""What a running engine holds and takes is what was planned."""
 
 import json
 import weakref
@@ -9,13 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from paceline.core.sampling_params import SamplerTier
-from paceline.layers.sampling import sample
-from paceline.layers.sampling.table import SamplingTable
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
-from paceline.models.config import parse_config
-from paceline.plan.footprint import SAMPLER_PEAK, activation_bytes
 from paceline.runner.graphs import AHEAD
 
 GEMMA = {
@@ -57,23 +52,6 @@ class Allocations(TorchDispatchMode):
             weakref.finalize(storage, self._live.pop, key, None)
 
 
-@pytest.mark.parametrize(("vocab_size", "history"), [(20_000, 64), (500, 20_000)])
-def test_the_widest_sampler_stays_within_its_bound(vocab_size, history):
-    rows = 4
-    with Allocations() as seen:
-        sample(
-            torch.randn(rows, vocab_size),
-            rows=torch.arange(1, rows + 1),
-            positions=torch.ones(rows, dtype=torch.int64),
-            table=SamplingTable(rows + 1, torch.device("cpu")),
-            token_ids=torch.zeros(rows + 1, history, dtype=torch.int32),
-            tier=SamplerTier.PLUG_INS,
-            top_logprobs=20,
-        )
-    bound = SAMPLER_PEAK.of(rows, vocab_size, history)
-    assert 0.5 * bound < seen.peak <= bound
-
-
 @pytest.fixture
 def gemma(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(GEMMA))
@@ -94,18 +72,14 @@ LLAMA = {
 
 
 @pytest.mark.parametrize("changes", [{}, {"model_type": "gemma2", "head_dim": 32}])
-def test_the_activations_of_a_long_prompt_stay_within_their_bound(changes, tmp_path):
-    config = LLAMA | changes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    prompt = [3] * 1000
+def test_a_long_prompt_takes_no_more_than_was_planned(changes, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
     with LLM(str(tmp_path), load_format="dummy", threads=1, enforce_eager=True) as llm:
         with Allocations() as seen:
-            llm.generate([prompt], {"max_tokens": 1, "temperature": 0.0})
-        report = llm.report()
-    element = 2 if report["options"]["dtype"]["value"] == "bfloat16" else 4
-    bound = activation_bytes(parse_config(config), len(prompt), element)
-    standing = report["memory"]["measured"]["workspace"]  # operators return some of it too
-    assert 0.7 * bound < seen.peak <= bound + standing < 1.2 * bound
+            llm.generate([[3] * 1000], {"max_tokens": 1, "temperature": 0.0})
+        memory = llm.report()["memory"]
+    planned, standing = memory["planned"]["activations_bytes"], memory["measured"]["workspace"]
+    assert 0.2 * planned < seen.peak <= planned + standing  # operators return some of it too
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -118,9 +92,8 @@ def test_what_is_measured_after_loading_was_planned(model, page_size, request):
         planned, measured = memory["planned"], memory["measured"]
         assert measured["weights"] == planned["weights_bytes"]
         assert measured["KV"] == planned["kv_bytes"]
-        assert 0.5 * planned["workspace_bytes"] < measured["workspace"]
-        assert measured["workspace"] <= planned["workspace_bytes"]
-        assert measured["graphs"] <= planned["graphs_bytes"] <= 2 * measured["graphs"]
+        assert measured["workspace"] == planned["workspace_bytes"]
+        assert measured["graphs"] <= planned["graphs_bytes"] <= 1.02 * measured["graphs"]
         rows = [line.split()[0] for line in llm.memory_table().splitlines()[1:]]
         assert rows[:2] == ["weights", "KV"]
 
@@ -132,7 +105,7 @@ def test_a_pair_of_backends_was_planned_for_both():
         with LLM("bundled", threads=1, load_format="dummy", **asked) as llm:
             memory = llm.report()["memory"]
             sizes[backend] = memory["measured"]["workspace"]
-            assert sizes[backend] <= memory["planned"]["workspace_bytes"]
+            assert sizes[backend] == memory["planned"]["workspace_bytes"]
     assert sizes["torch+torch"] > sizes["torch"]
 
 

@@ -1,0 +1,78 @@
+"""What rehearsed operators return is what torch's own meta device says."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_rehearsal import CASES, DEVICES, rehearsed
+
+from paceline.kernels import stand_in
+from paceline.kernels.shapes import result_of
+from paceline.plan.rehearsal import allocated, graphs_held, largest_steps
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize(("model", "asked"), CASES[1:11:3] + CASES[11:], ids=str)
+def test_operators_return_what_torch_says(model, asked, where, monkeypatch):
+    names = set()
+
+    def compared(func, args, kwargs):
+        ours = result_of(func, args, kwargs)
+        if ours is not NotImplemented:
+            theirs = func(*args, **kwargs)
+            assert described(ours, args) == described(theirs, args), func
+            names.add(func._schema.name)
+        return ours
+
+    device, backend = DEVICES[where]
+    seen, limits, _ = rehearsed(model, device, backend, asked)
+    monkeypatch.setattr(stand_in, "result_of", compared)
+    for shape in largest_steps(limits):
+        allocated(seen.parts, shape, device)
+    graphs_held(seen.parts, limits, device)
+    assert len(names) >= 15
+
+
+def described(result, args):
+    """Of each tensor: shape, dtype, strides that matter, and whether it is made anew."""
+    given = {arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor)}
+    tensors = result if isinstance(result, tuple) else (result,)
+    return [
+        (
+            [(size, step) for size, step in zip(t.shape, t.stride(), strict=True) if size != 1],
+            t.dim(),
+            t.dtype,
+            t.is_meta,
+            t.untyped_storage()._cdata in given,
+        )
+        for t in tensors
+    ]
+
+
+def test_an_operator_without_a_rule_is_asked_of_torch():
+    with stand_in.StandIn("cuda", 132):
+        x = torch.empty(6, 5, device="meta")
+        assert torch.linalg.cholesky(x[:5]).shape == (5, 5)
+        assert torch.cat([x, x.double()]).dtype is torch.float64
+        assert x[torch.empty(3, dtype=torch.int64, device="meta"), 2:].shape == (3, 3)
+
+
+def test_what_is_computed_on_a_real_device_is_computed():
+    with stand_in.StandIn("cpu", None):
+        assert (torch.ones(3) + torch.ones(3)).tolist() == [2.0] * 3
+        assert torch.arange(3).tolist() == [0, 1, 2]
+
+
+def test_planning_imports_no_compiler():
+    """sympy and torch._dynamo take longer than an engine takes to start."""
+    code = (
+        "import sys\n"
+        "from paceline.plan.explain import explain_model\n"
+        "asked = {'model': 'llama-3.1-8b', 'load_format': 'dummy'}\n"
+        "explain_model(asked, gpu='h200')\n"
+        "explain_model({**asked, 'max_model_len': 30000}, gpu='l4')\n"
+        "print(sorted({'sympy', 'torch._dynamo', 'torch._inductor'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
