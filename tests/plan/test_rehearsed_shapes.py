@@ -31,7 +31,7 @@ def test_operators_return_what_torch_says(model, asked, where, monkeypatch):
     for shape in largest_steps(limits):
         allocated(seen.parts, shape, device)
     graphs_held(seen.parts, limits, device)
-    assert len(names) >= 15
+    assert len(names) > 10
 
 
 def described(result, args):
