@@ -1,4 +1,4 @@
-"""How far is a memory budget from what an engine takes: by formula, by rehearsal, as measured?
+"""How far is a memory budget from what an engine takes: as planned, as rehearsed, as measured?
 
     PYTHONPATH=src python benchmarks/memory_budget.py --model llama-3.1-8b
     PYTHONPATH=src python benchmarks/memory_budget.py --model llama-3.1-8b \
@@ -6,6 +6,7 @@
 
 Boots an engine with dummy weights, and rehearses the same on the meta device.  Weights and KV must
 be equal, otherwise the script fails; the rest is to be no less than measured, and little more.
+Planned are graphs with their reserve and nodes, and all that the allocator keeps of the steps.
 Activations are the peak of one eager step over padded rows, behind one that loads its kernels.
 Prints a table, then one JSON document as the last line.
 """
@@ -104,13 +105,14 @@ def main() -> int:
     tokens, context = decided.limits.max_tokens, decided.limits.context_len
     if context < tokens:  # one padded row holds all tokens of a step
         sys.exit(f"--max-model-len must be at least {tokens}, the tokens of a step, got {context}")
-    if load_backend(prepared.attention.name).capabilities.host_plan:
+    backend = load_backend(prepared.attention.name)
+    if backend.capabilities.host_plan:
         sys.exit("a backend that plans on the host is not rehearsed; add --backend triton")
     began = time.process_time()
-    seen = rehearse(decided, load_backend(prepared.attention.name), facts)
+    seen = rehearse(decided, backend, facts)
     steps = largest_steps(decided.limits)
     rehearsed = [allocated(seen.parts, shape, facts).peak for shape in steps]
-    graphs = graphs_held(seen.parts, decided.limits, facts)
+    graphs, _ = graphs_held(seen.parts, decided.limits, facts)
     cpu_s = time.process_time() - began
 
     booted = boot(prepared, knobs=Knobs(capture=AHEAD))
@@ -134,9 +136,9 @@ def main() -> int:
     ]
     print(f"{prepared.source.name} on {facts.name}, {prepared.attention.name}, torch", end=" ")
     print(f"{torch.__version__}; rehearsed in {cpu_s:.2f} s of CPU time; MiB")
-    print(f"{'':28}{'formula':>12}{'rehearsed':>12}{'measured':>12}{'rehearsed/measured':>20}")
-    for name, formula, expected, found in rows:
-        sizes = "".join(f"{size / MIB:12.1f}" for size in (formula, expected, found))
+    print(f"{'':28}{'planned':>12}{'rehearsed':>12}{'measured':>12}{'rehearsed/measured':>20}")
+    for name, planned, expected, found in rows:
+        sizes = "".join(f"{size / MIB:12.1f}" for size in (planned, expected, found))
         print(f"{name:28}{sizes}{expected / found if found else 1.0:20.3f}")
     faults = [
         name
@@ -152,8 +154,8 @@ def main() -> int:
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "rehearsed_cpu_s": cpu_s,
         "bytes": {
-            name: {"formula": formula, "rehearsed": expected, "measured": found}
-            for name, formula, expected, found in rows
+            name: {"planned": planned, "rehearsed": expected, "measured": found}
+            for name, planned, expected, found in rows
         },
         "faults": faults,
     }

@@ -10,6 +10,7 @@ from paceline.cache.pool import KVFormat, KVPool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Notify
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.kernels.stand_in import device_type
 from paceline.layers.attention import attention_limits, layer_caches
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
@@ -175,7 +176,7 @@ def wire_runner(
     parts: Parts, limits: RunnerConfig, *, stream: Stream, device: torch.device, notify: Notify
 ) -> ModelRunner:
     """A runner over `parts`, which were built under the same limits.  Captures nothing yet."""
-    pinned = device.type == "cuda"
+    pinned = device_type(device) == "cuda"
     if pinned:  # steps run on a stream of their own; all of this was filled here
         torch.cuda.synchronize(device)
     staged = _staging_bytes(limits, parts.table)
@@ -190,7 +191,7 @@ def wire_runner(
         sizes=limits.sizes
         or GraphSizes.up_to(
             min(limits.graph_max_reqs, limits.max_running),
-            every=_EVERY_SIZE[device.type],
+            every=_EVERY_SIZE[device_type(device)],
             # What is left over is a row of its own, which must stay within the context.
             max_tokens=min(limits.graph_max_tokens, limits.max_tokens, limits.context_len),
         ),
@@ -246,7 +247,7 @@ def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:
 def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> GraphStore | None:
     if not limits.capture:
         return None
-    if device.type == "cuda":
+    if device_type(device) == "cuda":
         return GraphStore(
             CudaGraphFactory(),
             reserve_factor=RESERVE_FACTOR,

@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from paceline.kernels.stand_in import device_type
+
 Work = Callable[[], None]
 
 
@@ -108,4 +110,4 @@ class CudaStream(Stream):
 
 def make_stream(device: torch.device) -> Stream:
     """The production stream of a device."""
-    return CudaStream(device) if device.type == "cuda" else InlineStream()
+    return CudaStream(device) if device_type(device) == "cuda" else InlineStream()

@@ -72,10 +72,6 @@ class Drafter(ABC):
             return ()
         return draft_group_specs(self.model, page_size, next_token=not self.from_root)
 
-    def weights_bytes(self, target: ModelConfig, dtype: str) -> int:
-        """Bytes of its own weights in `dtype`."""
-        return 0
-
     def load(self, target: CausalLM, limits: RunnerConfig, how: Loading) -> nn.Module | None:
         """What it computes with, ready to run beside `target`, whose weights are in place.
 

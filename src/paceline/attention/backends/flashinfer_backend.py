@@ -47,6 +47,7 @@ from paceline.attention.layouts.csr import (
 )
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
+from paceline.kernels.stand_in import device_type
 from paceline.kernels.step_view import StepView
 
 MODULE = "flashinfer"
@@ -247,7 +248,7 @@ def _derive_pages(view: StepView, buffers: FlashInferBuffers, part: Part) -> Ite
 
 def may_be_recorded(device: torch.device) -> bool:
     """Whether a graph may be recording; on a CPU there is no way to tell."""
-    return device.type != "cuda" or torch.cuda.is_current_stream_capturing()
+    return device_type(device) != "cuda" or torch.cuda.is_current_stream_capturing()
 
 
 def _forget_oldest(buffers: FlashInferBuffers) -> None:

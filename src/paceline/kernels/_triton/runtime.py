@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from paceline.core.errors import KernelArgumentError
+from paceline.kernels.stand_in import device_type
 
 _CPU_SHARED_BYTES = 232448  # what the interpreter pretends to have
 
@@ -40,7 +41,7 @@ def require_runnable(what: str, tensor: Tensor, kernel: object, *, otherwise: st
 
     what: the argument and its op; otherwise: what the caller may do instead.
     """
-    if tensor.device.type == "cpu" and not interpreted(kernel):
+    if device_type(tensor.device) == "cpu" and not interpreted(kernel):
         raise KernelArgumentError.about(
             what,
             expected="on a CUDA device",

@@ -11,8 +11,10 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ModelError
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions
+from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.locate import BUNDLED_FOLDER, ModelSource
+from paceline.models.size import META
 from paceline.runner.build import RunnerConfig
 from paceline.speculate.build import DraftPlacement, draft_cache, draft_passes
 from paceline.speculate.drafter import Algorithm, Drafter, Loading
@@ -23,10 +25,9 @@ from paceline.speculate.eagle.config import (
     require_match,
     tap_names,
 )
-from paceline.speculate.eagle.head import EagleHead
+from paceline.speculate.eagle.head import EagleHead, build_eagle_head
 from paceline.speculate.eagle.loader import load_eagle_head
 from paceline.speculate.eagle.proposer import EagleProposer
-from paceline.speculate.eagle.size import eagle_weights_bytes, empty_head
 
 BUNDLED_HEAD = BUNDLED_FOLDER / "eagle3"
 
@@ -37,16 +38,21 @@ class EagleDrafter(Drafter):
 
     head: EagleConfig
 
-    def weights_bytes(self, target: ModelConfig, dtype: str) -> int:
-        return eagle_weights_bytes(self.head, target, dtype)
-
     def load(self, target: CausalLM, limits: RunnerConfig, how: Loading) -> EagleHead:
         assert self.source is not None, self
         bound = limits.kv_len_bound
         return load_eagle_head(self.source, self.head, target, max_positions=bound, **how)
 
     def empty(self, target: CausalLM, limits: RunnerConfig, dtype: torch.dtype) -> EagleHead:
-        return empty_head(self.head, target, dtype=dtype, max_positions=limits.kv_len_bound)
+        bound = limits.kv_len_bound
+        return build_eagle_head(
+            self.head,
+            target,
+            parallel=Parallel(),
+            device=META,
+            dtype=dtype,
+            max_positions=bound,
+        )
 
     def proposer(self, module: EagleHead, place: DraftPlacement) -> EagleProposer:
         layer = module.config.layer

@@ -15,7 +15,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource
-from paceline.models.size import empty_model, weights_bytes
+from paceline.models.size import empty_model
 from paceline.runner.build import RunnerConfig
 from paceline.speculate.build import DraftPlacement, draft_cache, draft_passes
 from paceline.speculate.drafter import Algorithm, Drafter, Loading
@@ -28,9 +28,6 @@ class StandaloneDrafter(Drafter):
     """A language model with the target's tokens."""
 
     model: ModelConfig
-
-    def weights_bytes(self, target: ModelConfig, dtype: str) -> int:
-        return weights_bytes(self.model, dtype)
 
     def load(self, target: CausalLM, limits: RunnerConfig, how: Loading) -> CausalLM:
         assert self.source is not None, self
