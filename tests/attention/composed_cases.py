@@ -1,11 +1,9 @@
-"""Backends under composition: one without trees, one that only listens; and how to run either."""
+"""Backends under composition: one without trees, one that only listens."""
 
 import inspect
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
-from attention_cases import Built
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
@@ -102,54 +100,6 @@ def hooks() -> list[str]:
 def facts() -> set[str]:
     """The class attributes of the contract: what a composition has to state."""
     return set(AttentionBackend.__annotations__)
-
-
-def limits(built: Built) -> Limits:
-    """The least a backend must allocate for this one step."""
-    case, view, spec = built.case, built.view, built.layer.spec
-    return Limits(
-        device=torch.device("cpu"),
-        dtype=case.dtype,
-        kv_dtype=built.layer.k_cache.dtype,
-        layers=(spec,),
-        max_reqs=view.padded_reqs,
-        max_tokens=view.padded_tokens,
-        max_pages=tuple(group.page_table.shape[1] for group in view.groups),
-        windows=(case.window,),
-        num_heads=case.heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=case.v_head_dim,
-        page_size=case.page_size,
-    )
-
-
-def fresh_rows(built: Built) -> tuple[Tensor, Tensor]:
-    """The step's own k and v [padded_tokens, kv_heads, *], as halves of one projection."""
-    keys = torch.cat([request.keys[request.prefix :] for request in built.requests])
-    values = torch.cat([request.values[request.prefix :] for request in built.requests])
-    both = torch.cat((keys, values), dim=2).to(built.case.dtype)
-    padded = both.new_zeros(built.q.shape[0], *both.shape[1:])
-    padded[: built.num_live] = both
-    return padded[..., : keys.shape[2]], padded[..., keys.shape[2] :]
-
-
-def run(
-    backend: AttentionBackend, built: Built, part: Part = Part.ALL
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of the live tokens, from a fresh plan."""
-    plan = backend.plan(built.view, backend.make_buffers(limits(built)))
-    k, v = fresh_rows(built)
-    out, lse = backend.forward(built.q, k, v, built.layer, plan, part)
-    assert out.shape == (built.q.shape[0], built.case.heads, built.case.v_head_dim)
-    assert out.dtype is built.case.dtype
-    return out[: built.num_live].double(), None if lse is None else lse[: built.num_live].double()
-
-
-def difference(out: Tensor, wanted: Tensor) -> float:
-    """The largest difference of an element; NaN counts as infinite."""
-    found = (out - wanted).abs().max().item()
-    return float("inf") if found != found else found
 
 
 def heard_by(listening: type[Listener], name: str) -> list[tuple[object, ...]]:

@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Built, build, walk, wrong_meanings
+from attention_runs import difference, limits
 from flashinfer_cases import (
     CHAIN,
     LSE_TOLERANCE,
     TOLERANCE,
     Counting,
     check,
-    difference,
     forward,
-    limits,
     moved,
     run,
     step_of,

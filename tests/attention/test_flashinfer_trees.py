@@ -6,15 +6,13 @@ import numpy
 import pytest
 import torch
 from attention_cases import Built, build, walk
-from composed_cases import fresh_rows
+from attention_runs import difference, fresh_rows, limits
 from flashinfer_cases import (
     CHAIN,
     TOLERANCE,
     Counting,
     check,
-    difference,
     forward,
-    limits,
     moved,
     run,
     step_of,

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Case, build, walk
-from composed_cases import NoTree, difference, facts, heard_by, hooks, listener, run
+from attention_runs import difference, run
+from composed_cases import NoTree, facts, heard_by, hooks, listener
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.cascade import cascade
