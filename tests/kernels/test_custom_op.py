@@ -1,36 +1,17 @@
 """define_op: what a recorder sees of our operators, and what a replay calls in their place."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from operators import Operators
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.kernels.custom_op import Run, bind_of, define_op, host_array
 from paceline.runner.arena import Arena
 from paceline.runner.recorded import RecordedGraph
-
-
-class Dispatched(TorchDispatchMode):
-    """Notes every operator that reaches the dispatcher."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
 
 ELSEWHERE = torch.library.Library("paceline_elsewhere", "FRAGMENT")  # define_op knows nothing of it
 CALLS: list[float] = []  # the scale of each call of a kernel
@@ -68,14 +49,14 @@ def replay_of(operator: Any) -> tuple[list[str], list[float], Tensor]:
     assert (CALLS, out.tolist()) == ([2.0], [2.0] * 3)
     CALLS.clear()
     x.fill_(4.0)
-    with Dispatched() as seen:
+    with Operators() as seen:
         graph.replay()
     return seen.names, list(CALLS), out
 
 
 def test_a_defined_operator_is_dispatched_under_its_name(ours: Any) -> None:
     x, out = torch.ones(3), torch.zeros(3)
-    with Dispatched() as seen:
+    with Operators() as seen:
         ours(x, 2.0, out)
     assert seen.names == ["paceline::scale_of_a_test"]
     assert out.tolist() == [2.0] * 3

@@ -1,14 +1,14 @@
 """StepProgram: which hidden rows the language-model head reads, and what a drafter adds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from operators import Operators
 from tiny_drafters import CHAIN, eagle3, ngram
 from tiny_runner import Driver, TinyModel, random_prompts
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.models.decoder import Hidden
 
@@ -58,24 +58,6 @@ def test_where_every_token_is_a_last_one_the_head_reads_them_in_place(
 NOT_DRAFTING: dict[str, Any] = {}
 
 
-class Operators(TorchDispatchMode):
-    """Notes the names of those that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        self.seen.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
 def operators_of_a_decode_step(
     tiny: TinyModel, drafter: Mapping[str, Any] = NOT_DRAFTING, **facts: bool
 ) -> list[str]:
@@ -85,7 +67,7 @@ def operators_of_a_decode_step(
     step = replace(driver.make_step({3: 1, 1: 1}), **facts)
     with Operators() as operators:
         driver.collect(driver.runner.launch(step))
-    return operators.seen
+    return operators.names
 
 
 def test_a_drafter_that_does_not_observe_adds_nothing_to_a_decode_step(tiny: TinyModel) -> None:
