@@ -28,7 +28,14 @@ from paceline.core.options import known
 from paceline.llm.boot import Knobs, boot
 from paceline.llm.prepare import Prepared, prepare
 from paceline.plan.assemble import Decided, decide
-from paceline.plan.rehearsal import RehearsedStep, allocated, graphs_held, largest_steps, rehearse
+from paceline.plan.rehearsal import (
+    RehearsedStep,
+    allocated,
+    graphs_held,
+    largest_graphs,
+    largest_steps,
+    rehearse,
+)
 from paceline.runner.graphs import AHEAD
 from paceline.runner.program import Parts
 
@@ -112,7 +119,7 @@ def main() -> int:
     seen = rehearse(decided, backend, facts)
     steps = largest_steps(decided.limits)
     rehearsed = [allocated(seen.parts, shape, facts).peak for shape in steps]
-    graphs, _ = graphs_held(seen.parts, decided.limits, facts)
+    graphs, _ = graphs_held(seen.parts, largest_graphs(decided.limits), facts)
     cpu_s = time.process_time() - began
 
     booted = boot(prepared, knobs=Knobs(capture=AHEAD))

@@ -19,7 +19,7 @@ Rule = Callable[..., Any]
 def result_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Meta tensors as `func` returns them, contiguous; NotImplemented where no rule says."""
     rule = _rule_of(func)
-    if rule is None or not _is_meta([*args, *kwargs.values()]):
+    if rule is None or not _is_meta((*args, *kwargs.values())):
         return NotImplemented
     return rule(*args, **kwargs)
 
@@ -34,18 +34,12 @@ def _rule_of(func: Any) -> Rule | None:
     return None
 
 
-def _is_meta(given: Sequence[Any]) -> bool:
+def _is_meta(given: Any) -> bool:
     """Whether an operator's tensors are of the meta device, or it makes one there."""
-    for each in given:
-        if isinstance(each, (list, tuple)) and _is_meta(each):
-            return True
-        if (
-            each.type == "meta"
-            if isinstance(each, torch.device)
-            else isinstance(each, Tensor) and each.is_meta
-        ):
-            return True
-    return False
+    if isinstance(given, (list, tuple)):
+        return any(map(_is_meta, given))
+    device = given.device if isinstance(given, Tensor) else given
+    return isinstance(device, torch.device) and device.type == "meta"
 
 
 def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -1,5 +1,6 @@
 """Demand: what an engine takes beside KV, by its options; a rehearsal counts it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +17,15 @@ from paceline.core.options import EngineOptions, known
 from paceline.kernels.step_view import StepView
 from paceline.plan.assemble import decide
 from paceline.plan.attention_choice import planned_backend
-from paceline.plan.rehearsal import graphs_held, rehearse, steps_held
+from paceline.plan.rehearsal import (
+    RehearsedStep,
+    graphs_held,
+    largest_graphs,
+    largest_steps,
+    rehearse,
+    steps_held,
+)
 from paceline.plan.speculation import Speculation, all_groups
-from paceline.runner.build import RunnerConfig
 from paceline.runner.graphs import RESERVE_FACTOR
 from paceline.runner.program import Parts
 
@@ -56,7 +63,8 @@ class Demands:
         self._known: dict[EngineOptions, Demand] = {}
 
     def of(self, options: EngineOptions, length: int) -> Demand:
-        """Of resolved `options`, whose longest request has `length` tokens."""
+        """Of resolved `options`, whose longest request has `length` tokens; with graphs, whether
+        or not they are asked for."""
         # A cache of any size has the same tables, and processors of users run nothing here.
         asked = replace(
             options,
@@ -68,10 +76,10 @@ class Demands:
         if asked not in self._known:
             self._known[asked] = self._rehearsed(asked)
         found = self._known[asked]
-        if options.logits_processors:
-            columns = (known(options.max_num_seqs) + 1) * PLUG_IN_ROW_BYTES
-            found = replace(found, workspace=found.workspace + columns)
-        return replace(found, graphs=0) if options.enforce_eager else found
+        if not options.logits_processors:
+            return found
+        columns = (known(options.max_num_seqs) + 1) * PLUG_IN_ROW_BYTES
+        return replace(found, workspace=found.workspace + columns)
 
     def _rehearsed(self, options: EngineOptions) -> Demand:
         config, device, speculation = self.config, self.device, self.speculation
@@ -84,22 +92,21 @@ class Demands:
             kv=KVFormat(dtype=torch_kv_dtype(known(options.kv_cache_dtype))),
         )
         seen = rehearse(decided, Declared.by(backend or load_backend("torch")), device)
-        limits = decided.limits
         # On a GPU a round of all is captured at boot, however many draft at a time.
         drafting = options.speculative_max_batch if device.device_type == "cpu" else None
         return Demand(
             context=CUDA_CONTEXT_BYTES if device.device_type == "cuda" else 0,
             weights=seen.weights,
             draft_weights=seen.draft_weights,
-            graphs=self._graphs(seen.parts, limits, drafting),
+            graphs=self._graphs(seen.parts, largest_graphs(decided.limits, drafting)),
             workspace=seen.workspace,
-            activations=steps_held(seen.parts, limits, device, max_drafting=drafting),
+            activations=steps_held(seen.parts, largest_steps(decided.limits, drafting), device),
         )
 
-    def _graphs(self, parts: Parts, limits: RunnerConfig, drafting: int | None) -> int:
+    def _graphs(self, parts: Parts, first: Sequence[RehearsedStep]) -> int:
         """What graphs may hold: on a GPU the reserve, which is a multiple of the first, the nodes
         of each, and one graph of the widest sampler, which may pass its end."""
-        held, widest = graphs_held(parts, limits, self.device, max_drafting=drafting)
+        held, widest = graphs_held(parts, first, self.device)
         if self.device.device_type == "cpu":
             return held
         drafter = None if self.speculation is None else self.speculation.drafter
@@ -107,8 +114,7 @@ class Demands:
         if drafter is not None and drafter.model is not None:
             layers += drafter.passes * drafter.model.num_layers
         nodes = GRAPH_NODE_BYTES * layers
-        num_first = 1 + (limits.graph_max_tokens > 0)
-        return RESERVE_FACTOR * (held + num_first * nodes) + nodes + widest
+        return RESERVE_FACTOR * (held + len(first) * nodes) + nodes + widest
 
 
 @dataclass(frozen=True)

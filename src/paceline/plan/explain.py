@@ -13,6 +13,7 @@ from paceline.core.options import EngineOptions, engine_options, named
 from paceline.models.locate import ModelSource
 from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
 from paceline.plan.budget_table import table
+from paceline.plan.demand import Demands
 from paceline.plan.fit import Fit, require_fit
 from paceline.plan.nearest import nearest
 from paceline.plan.processors import load_processors
@@ -162,9 +163,7 @@ def nearest_if_short(
         asked,
         resolution,
         fit,
-        config=config,
-        device=device,
-        speculation=speculation,
+        Demands(config, device, speculation),
         runs=lambda options: lacking(options) == usual,
     )
 

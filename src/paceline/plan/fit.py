@@ -4,10 +4,10 @@ KV is exact, and all else is counted in a rehearsal (`plan.rehearsal`), but for 
 `plan.demand`; after loading, `budget_table.compare` puts what was measured beside it.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from paceline.core.errors import ConfigError
-from paceline.core.gpus import DeviceFacts, gib
+from paceline.core.gpus import gib
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.options import KV_ELEMENT_BYTES, EngineOptions, known
 from paceline.plan.capacity import Concurrency, concurrency, kv_tokens, planned_len, split_kv
@@ -57,7 +57,6 @@ class Balance:
     """What KV needs and what is left for it, by the length of the longest request."""
 
     options: EngineOptions
-    device: DeviceFacts
     specs: tuple[CacheGroupSpec, ...]  # the target's, then the drafter's
     reach: int  # tokens that a round may write behind a request's length
     demands: Demands
@@ -68,19 +67,25 @@ class Balance:
 
     @property
     def usable(self) -> int:
-        share = self.options.gpu_memory_utilization or 1.0
-        return min(int(self.device.total_bytes * share), self.device.free_bytes)
+        share, device = self.options.gpu_memory_utilization or 1.0, self.demands.device
+        return min(int(device.total_bytes * share), device.free_bytes)
 
     def demand(self, length: int) -> Demand:
         """Bytes of everything else."""
-        return self.demands.of(self.options, length)
+        found = self.demands.of(self.options, length)
+        return replace(found, graphs=0) if self.options.enforce_eager else found
 
-    def least(self, length: int) -> int:
-        """KV bytes of one such request, and of what stands."""
+    def room(self, length: int) -> int:
+        """Bytes that everything else leaves; below 0 when it is too large already."""
+        return self.usable - self.demand(length).total
+
+    def least(self, length: int, requests: int = 1) -> int:
+        """KV bytes of so many such requests, and of what stands."""
         standing = standing_bytes(
             self.specs, self.kv_element, known(self.options.max_num_batched_tokens)
         )
-        return standing + request_bytes(self.specs, length + self.reach, self.kv_element)
+        each = request_bytes(self.specs, length + self.reach, self.kv_element)
+        return standing + requests * each
 
     def spare(self, length: int) -> int:
         """Bytes left beside one such request; below 0 where it does not fit."""
@@ -88,8 +93,8 @@ class Balance:
 
     def short_by(self, length: int) -> int:
         """Bytes that one such request, or the asked cache, lacks; 0 where both fit."""
-        room = self.usable - self.demand(length).total
-        return max(0, -self.spare(length), (self.options.kv_cache_bytes or 0) - room)
+        asked = self.options.kv_cache_bytes or 0
+        return max(0, -self.spare(length), asked - self.room(length))
 
     def longest(self, limit: int) -> int:
         """The longest request, up to `limit` tokens, that fits; 0 when none does."""
@@ -100,9 +105,8 @@ class Balance:
         return longest_request(self.spare, limit=limit, **pages) if limit else 0
 
     def budget(self, length: int) -> int:
-        """Bytes KV may take; below 0 when the rest is too large already."""
-        room = self.usable - self.demand(length).total
-        limit = self.options.kv_cache_bytes
+        """Bytes KV may take: the room, or as much of it as was asked for."""
+        room, limit = self.room(length), self.options.kv_cache_bytes
         return room if limit is None else min(room, limit)
 
 
@@ -111,7 +115,6 @@ def balance_of(options: EngineOptions, demands: Demands) -> Balance:
     speculation = demands.speculation
     return Balance(
         options=options,
-        device=demands.device,
         specs=all_groups(demands.config, known(options.page_size), speculation),
         reach=shape_of(speculation).reach,
         demands=demands,
@@ -121,9 +124,8 @@ def balance_of(options: EngineOptions, demands: Demands) -> Balance:
 def plan_memory(config: ModelConfig, options: EngineOptions, demands: Demands) -> Fit:
     """The budget of resolved `options`, of which only `max_model_len` may still be None.
 
-    config: the model at the context that is taken.
-
     A left-out max_model_len becomes the model's limit, or less where the KV budget holds less.
+    config: the model at the context that is taken.
     """
     step_tokens = known(options.max_num_batched_tokens)
     balance, device = balance_of(options, demands), demands.device
@@ -133,7 +135,7 @@ def plan_memory(config: ModelConfig, options: EngineOptions, demands: Demands) -
     served = wanted_len if options.max_model_len else longest
     floor = max(served, min(wanted_len, SHORTEST_LEN))
     demand, kv = balance.demand(floor), balance.budget(floor)
-    room, least = balance.usable - demand.total, balance.least(floor)
+    room, least = balance.room(floor), balance.least(floor)
     short = balance.short_by(floor)
     groups: tuple[GroupBudget, ...] = ()
     if not short:

@@ -9,11 +9,10 @@ smaller number format.
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GPUS, DeviceFacts
-from paceline.core.model_config import ModelConfig
 from paceline.core.option_spec import spec_of
 from paceline.core.options import DTYPES, FP8, EngineOptions, known
 from paceline.models.config import parse_config
@@ -22,8 +21,8 @@ from paceline.models.size import weights_bytes
 from paceline.plan.demand import Demands
 from paceline.plan.fit import SHORTEST_LEN, Fit
 from paceline.plan.resolution import Resolution
-from paceline.plan.resolve import resolve, shortage
-from paceline.plan.speculation import Speculation, shape_of, without_speculation
+from paceline.plan.resolve import shortage
+from paceline.plan.speculation import shape_of, without_speculation
 from paceline.plan.suggestion import Asked, Change, Command, Nearest
 
 LEAST_STEP = 256  # tokens; a shorter step makes every prompt slow
@@ -56,39 +55,36 @@ def nearest(
     asked: Asked,
     resolution: Resolution,
     fit: Fit,
+    demands: Demands,
     *,
-    config: ModelConfig,
-    device: DeviceFacts,
-    speculation: Speculation | None,
     runs: Callable[[EngineOptions], bool],
 ) -> Nearest:
     """Search from `asked`, which resolves to `resolution`, and whose budget `fit` is short.
 
-    runs: whether resolved options have an attention backend.
+    demands: of its model, drafter and device.  runs: whether resolved options have an attention
+    backend.
     """
-    demands = Demands(config, device, speculation)
 
     def fits(options: Asked) -> bool | None:
         return _fits(options, demands, runs)
 
-    nodes = shape_of(speculation).num_draft_tokens
-    options = knobs(asked, resolution.options, fit, device=device, nodes=nodes)
-    alone = [lowered(asked, [knob], fits) for knob in options]
-    found = [each for each in alone if each is not None]
+    nodes = shape_of(demands.speculation).num_draft_tokens
+    options = knobs(asked, resolution.options, fit, device=demands.device, nodes=nodes)
+    alone = (lowered(asked, [knob], fits) for knob in options)
+    found = list(islice((each for each in alone if each is not None), MOST_COMMANDS))
     if not found:
         able = [knob for knob in options if fits(knob.turned(asked, -1)) is not None]
         together = lowered(asked, able, fits)
         found = [] if together is None else [together]
     if found:
-        commands = [_command(asked, each, resolution.options) for each in found]
         return Nearest(
-            commands=tuple(commands[:MOST_COMMANDS]),
+            commands=tuple(_command(asked, each, resolution.options) for each in found),
             short_by_bytes=0,
             weights_over_bytes=0,
             devices=(),
             models=(),
         )
-    return _nothing(asked, options, config=config, device=device, speculation=speculation)
+    return _nothing(asked, options, demands)
 
 
 def knobs(
@@ -153,10 +149,10 @@ def _fits(
     asked: Asked, demands: Demands, runs: Callable[[EngineOptions], bool] = lambda _: True
 ) -> bool | None:
     try:
-        options, short = shortage(asked, demands)
+        balance, short = shortage(asked, demands)
     except ConfigError:
         return None
-    return not short if runs(options) else None
+    return not short if runs(balance.options) else None
 
 
 def _halves(value: int, least: int) -> Sequence[int]:
@@ -206,27 +202,22 @@ def _command(asked: Asked, changed: Asked, options: EngineOptions) -> Command:
     return Command(asked=changed, changes=changes)
 
 
-def _nothing(
-    asked: Asked,
-    options: Sequence[Knob],
-    *,
-    config: ModelConfig,
-    device: DeviceFacts,
-    speculation: Speculation | None,
-) -> Nearest:
+def _nothing(asked: Asked, options: Sequence[Knob], demands: Demands) -> Nearest:
     """Why nothing fits, and what would."""
+    config, device, speculation = demands.config, demands.device, demands.speculation
     least = dict(asked)
     for knob in options:
         least = knob.turned(least, -1)
-    _, fit = resolve(least, config=config, device=device, speculation=speculation)
+    balance, short = shortage(least, demands)
+    needs = balance.demand(known(balance.options.max_model_len))
     elsewhere = {name: value for name, value in asked.items() if name != "device"}
     plain = without_speculation(asked)  # a drafter is of one model
     shapes = {name: parse_config(locate(name).config) for name in shape_names()}
-    weights = fit.weights_bytes + fit.draft_weights_bytes
+    weights = needs.weights + needs.draft_weights
     return Nearest(
         commands=(),
-        short_by_bytes=fit.short_by_bytes,
-        weights_over_bytes=max(0, weights + fit.context_bytes - fit.usable_bytes),
+        short_by_bytes=short,
+        weights_over_bytes=max(0, weights + needs.context - balance.usable),
         devices=tuple(
             name
             for name, gpu in GPUS.items()
@@ -235,7 +226,7 @@ def _nothing(
         models=tuple(
             name
             for name, shape in shapes.items()
-            if weights_bytes(shape, "bfloat16") < fit.usable_bytes
+            if weights_bytes(shape, "bfloat16") < balance.usable
             and _fits(plain, Demands(shape, device, None))
         ),
     )

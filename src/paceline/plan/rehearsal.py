@@ -224,26 +224,22 @@ def allocated(
     return seen
 
 
-def steps_held(
-    parts: Parts, limits: RunnerConfig, facts: DeviceFacts, *, max_drafting: int | None = None
-) -> int:
-    """Bytes that the largest steps take and give back: of a CPU the peak, of a GPU what the
-    allocator keeps of them."""
+def steps_held(parts: Parts, shapes: Sequence[RehearsedStep], facts: DeviceFacts) -> int:
+    """Bytes that steps take and give back in turn: of a CPU the peak, of a GPU what the allocator
+    keeps of them."""
     pool = None if facts.device_type == "cpu" else CudaPool()
-    shapes = largest_steps(limits, max_drafting)
     seen = [allocated(parts, shape, facts, pool=pool) for shape in shapes]
     return max(each.peak for each in seen) if pool is None else pool.held
 
 
 def graphs_held(
-    parts: Parts, limits: RunnerConfig, facts: DeviceFacts, *, max_drafting: int | None = None
+    parts: Parts, shapes: Sequence[RehearsedStep], facts: DeviceFacts
 ) -> tuple[int, int]:
-    """Bytes that the graphs captured first hold, and what the widest sampler's add to them.
+    """Bytes that graphs of `shapes` hold, and what the last adds to them with the widest sampler.
 
     CUDA graphs reuse storage and share a pool; recorded graphs reuse nothing and share an arena as
     large as the largest greedy one: what needs more runs without a graph.
     """
-    shapes = largest_graphs(limits, max_drafting)
     if facts.device_type == "cpu":
         seen = [allocated(parts, shape, facts, captured=True) for shape in shapes]
         return max(each.total for each in seen), 0

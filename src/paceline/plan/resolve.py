@@ -9,13 +9,12 @@ from dataclasses import dataclass, fields, replace
 
 from paceline.core.gpus import GIB, DeviceFacts
 from paceline.core.model_config import ModelConfig
-from paceline.core.options import KV_ELEMENT_BYTES, OFF, EngineOptions, engine_options, known
+from paceline.core.options import OFF, EngineOptions, engine_options, known
 from paceline.plan.contradictions import refuse_asked, refuse_cache, refuse_graphs, refuse_step
 from paceline.plan.demand import Demands
-from paceline.plan.fit import SHORTEST_LEN, Fit, balance_of, plan_memory
-from paceline.plan.footprint import request_bytes, standing_bytes
+from paceline.plan.fit import SHORTEST_LEN, Balance, Fit, balance_of, plan_memory
 from paceline.plan.resolution import Resolution
-from paceline.plan.speculation import Speculation, all_groups, shape_of
+from paceline.plan.speculation import Speculation, shape_of
 
 CPU_KV_LIMIT = 4 * GIB
 # Longer steps keep the GPU busy while the next operations are launched: a quarter of a full step,
@@ -64,14 +63,15 @@ def resolve(
     return resolution, fit
 
 
-def shortage(asked: Mapping[str, object], demands: Demands) -> tuple[EngineOptions, int]:
-    """(what `asked` resolves to, bytes that it lacks; 0 where it fits), without a search for the
-    longest request.  Raises ConfigError as `resolve` does."""
+def shortage(asked: Mapping[str, object], demands: Demands) -> tuple[Balance, int]:
+    """(the balance of `asked`, with its max_model_len or the shortest that is served; bytes that it
+    lacks, 0 where it fits), without a search for the longest request.  Raises ConfigError as
+    `resolve` does."""
     config, _, resolution = _decide(asked, demands)
     options = resolution.options
     length = options.max_model_len or min(config.max_position, SHORTEST_LEN)
-    balance = balance_of(options, demands)
-    return replace(options, max_model_len=length), balance.short_by(length)
+    balance = balance_of(replace(options, max_model_len=length), demands)
+    return balance, balance.short_by(length)
 
 
 def _decide(asked: Mapping[str, object], demands: Demands) -> tuple[ModelConfig, str, Resolution]:
@@ -91,10 +91,10 @@ def _decide(asked: Mapping[str, object], demands: Demands) -> tuple[ModelConfig,
     resolution = _choose_shape(_choose_device(resolution, config, device), device, speculation)
     refuse_step(resolution.options, shape_of(speculation))
     refuse_cache(resolution.options)
-    resolution = _choose_graphs(resolution, config, device, demands)
+    resolution = _choose_graphs(resolution, config, demands)
     refuse_graphs(resolution.options, config)
     if device.device_type == "cpu":
-        resolution = _choose_cpu_cache(resolution, config, device, speculation, demands)
+        resolution = _choose_cpu_cache(resolution, config, demands)
     return config, why, resolution
 
 
@@ -154,13 +154,13 @@ def _choose_shape(
 def _choose_graphs(
     resolution: Resolution,
     config: ModelConfig,
-    device: DeviceFacts,
     demands: Demands,
 ) -> Resolution:
     """The largest decode batch that runs as a graph: all, where its graphs leave room for KV.
 
     Without graphs steps are padded to the same sizes, so that answers are the same.
     """
+    device = demands.device
     resolution = _choose_graph_tokens(resolution, config, device)
     options = resolution.options
     rows, why = known(options.max_num_seqs), "every decode batch runs as a graph"
@@ -170,8 +170,7 @@ def _choose_graphs(
     limit = device.free_bytes // 4
 
     def graph_bytes(rows: int) -> int:
-        asked = replace(options, cuda_graph_max_bs=rows, enforce_eager=False)
-        return demands.of(asked, length).graphs
+        return demands.of(replace(options, cuda_graph_max_bs=rows), length).graphs
 
     is_open = options.cuda_graph_max_bs is None
     while is_open and rows > 1 and graph_bytes(rows) > limit:
@@ -247,17 +246,11 @@ def _usual(device: DeviceFacts) -> tuple[StepSize, str]:
 def _choose_cpu_cache(
     resolution: Resolution,
     config: ModelConfig,
-    device: DeviceFacts,
-    speculation: Speculation | None,
     demands: Demands,
 ) -> Resolution:
-    options = resolution.options
-    specs = all_groups(config, known(options.page_size), speculation)
-    element = KV_ELEMENT_BYTES[known(options.kv_cache_dtype)]
+    options, device = resolution.options, demands.device
     longest = options.max_model_len or config.max_position
-    longest += shape_of(speculation).reach
-    full = known(options.max_num_seqs) * request_bytes(specs, longest, element)
-    full += standing_bytes(specs, element, known(options.max_num_batched_tokens))
+    full = balance_of(options, demands).least(longest, known(options.max_num_seqs))
     limits = {
         full: "every running request at full length",
         CPU_KV_LIMIT: "the most taken unasked on a CPU",
