@@ -109,6 +109,9 @@ def test_one_size_of_each_program_is_checked_for_host_reads() -> None:
     for each in (key(8), key(4), key(4, logprobs=True), key(2, logprobs=True), key(2)):
         store.capture(each, lambda: None)
     assert factory.checked == [True, False, True, False, False]
+    for reqs, tokens in ((1, 16), (1, 32), (4, 32)):  # of ragged rows the kernels differ
+        store.capture(key(reqs, extend_len=None, ragged_tokens=tokens), lambda: None)
+    assert factory.checked[5:] == [True, False, False]
 
 
 def test_a_key_is_wanted_at_its_second_use() -> None:

@@ -36,9 +36,7 @@ class GraphKey:
     @property
     def program(self) -> "GraphKey":
         """The same for all sizes of one program."""
-        ragged = self.extend_len is None
-        one = 1 if ragged else None
-        return replace(self, padded_reqs=1, extend_len=None if ragged else 1, ragged_tokens=one)
+        return replace(self, padded_reqs=0, ragged_tokens=None)
 
     @property
     def size(self) -> PaddedSize:
