@@ -14,8 +14,6 @@ A single request whose slots are neighbours is read in place: extent holds its f
 """
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -127,19 +125,22 @@ def _bind_paged_decode(
     kv_heads = k_cache.shape[2]
     blocks = (reqs, kv_heads, heads // kv_heads, -1)
     queries, mixes = q.view(blocks), out.view(blocks)
-    slots_of_k, slots_of_v = _bind_slots(k_cache), _bind_slots(v_cache)
+    view_of_k, view_of_v = _view_slots(k_cache), _view_slots(v_cache)
     all_sinks = None if sinks is None else sinks.view(1, kv_heads, -1, 1)
 
     def run() -> None:
         longest, first = extent.tolist()
-        all_k, all_v, mask = slots_of_k(), slots_of_v(), None
+        all_k = k_cache.flatten(0, 1) if view_of_k is None else view_of_k
+        all_v = v_cache.flatten(0, 1) if view_of_v is None else view_of_v
+        mask = None
         if first:
             k, v = all_k[first : first + longest], all_v[first : first + longest]
         else:
             index = slots[: reqs * longest]
             k, v = all_k.index_select(0, index), all_v.index_select(0, index)
             mask = bias[: reqs * longest].view(reqs, 1, 1, longest)
-        k, v = (x.view(reqs, longest, kv_heads, -1).transpose(1, 2) for x in (k, v))
+        k = k.view(reqs, longest, kv_heads, -1).transpose(1, 2)
+        v = v.view(reqs, longest, kv_heads, -1).transpose(1, 2)
         if k.dtype != q.dtype:
             k, v = k.to(q.dtype), v.to(q.dtype)
         factor = scale if k_scale is None else scale * k_scale.item()
@@ -152,13 +153,11 @@ def _bind_paged_decode(
     return run
 
 
-def _bind_slots(cache: Tensor) -> Callable[[], Tensor]:
-    """[slots, kv_heads, dim] of one side of the cache: a view made once, or, where its pages do not
-    follow one another, a copy each time."""
-    if cache.stride(0) != cache.shape[1] * cache.stride(1):
-        return partial(cache.flatten, 0, 1)
-    slots = cache.flatten(0, 1)
-    return lambda: slots
+def _view_slots(cache: Tensor) -> Tensor | None:
+    """[slots, kv_heads, dim] of one side of the cache; None where its pages do not follow one
+    another, and each read copies them."""
+    follow = cache.stride(0) == cache.shape[1] * cache.stride(1)
+    return cache.flatten(0, 1) if follow else None
 
 
 def _with_sinks(
