@@ -7,6 +7,7 @@ approximate exp2, which still is a thousand times below what one lost key costs.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from paged_cases import (
@@ -133,10 +134,7 @@ def prepare_attention(
 ) -> Callable[[], None]:
     """A launch that can be repeated or captured."""
     shape = case.shape
-    options = {"scale": case.scale, "window": shape.window, "soft_cap": shape.soft_cap}
-    options |= {"out": outputs[0], "lse": outputs[1], "sinks": case.sinks}
-    options |= {"k_scale": case.k_scale, "v_scale": case.v_scale}
-    caches = (case.q, case.k_cache, case.v_cache, case.page_table)
+    call = case.call()._replace(out=outputs[0], lse=outputs[1])
     workspace = split_workspace(
         case.q.shape[0],
         shape.num_heads,
@@ -146,12 +144,7 @@ def prepare_attention(
     )
     workspace.partial_out.fill_(float("nan"))
     workspace.partial_lse.fill_(float("nan"))
-    if op == "paged_extend":
-        longest = int(case.extend_lens.max())
-        lens = (case.prefix_lens, case.kv_lens, case.cu_seqlens_q)
-        options |= {"mask": case.mask, "tree_mask": case.tree_mask, "max_extend_len": longest}
-        return lambda: paged_extend(*caches, *lens, workspace=workspace, **options)
-    return lambda: paged_decode(*caches, case.kv_lens, workspace=workspace, **options)
+    return partial(paged_extend if op == "paged_extend" else paged_decode, call, workspace)
 
 
 def check_attention(device: str, quick: bool) -> Iterator[tuple[str, Failure | None]]:

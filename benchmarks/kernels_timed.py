@@ -1,7 +1,7 @@
 """The workloads that benchmarks/kernels.py times: Llama-3.1-8B shapes in bfloat16."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -10,6 +10,10 @@ from torch import Tensor
 from kernels_gate import rope_table
 from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.paged_attention import (
+    PagedCache,
+    PagedCall,
+    PagedRows,
+    Scores,
     decode_splits,
     paged_decode,
     paged_extend,
@@ -160,37 +164,17 @@ def _decode_launches(
 ) -> list[Callable[[], None]]:
     from paceline.kernels._triton.paged_decode import launch_paged_decode
 
-    k_cache, v_cache, tables = _pages(batch, keys)
-    q = torch.randn(batch, HEADS, DIM, dtype=DTYPE, device=DEVICE)
-    options = {
-        "scale": DIM**-0.5,
-        "window": None,
-        "soft_cap": None,
-        "out": torch.empty_like(q),
-        "lse": torch.empty(batch, HEADS, device=DEVICE),
-    }
+    workspace = split_workspace(batch, HEADS, KV_HEADS, v_head_dim=DIM, device=DEVICE)
     if splits is None:
         launch = paged_decode
-        options["workspace"] = split_workspace(
-            batch, HEADS, KV_HEADS, v_head_dim=DIM, device=DEVICE
-        )
     else:
-        launch = partial(
-            launch_paged_decode,
-            splits=splits,
-            shares=None,
-            config=config,
-            k_scale=None,
-            v_scale=None,
-            sinks=None,
+        workspace = replace(
+            workspace,
+            partial_out=torch.empty(batch * splits, HEADS, DIM, device=DEVICE),
+            partial_lse=torch.empty(batch * splits, HEADS, device=DEVICE),
         )
-        options |= {
-            "partial_out": torch.empty(batch * splits, HEADS, DIM, device=DEVICE),
-            "partial_lse": torch.empty(batch * splits, HEADS, device=DEVICE),
-            "finished": torch.zeros(batch, HEADS, dtype=torch.int32, device=DEVICE),
-        }
-    lens = torch.full((batch,), keys, dtype=torch.int32, device=DEVICE)
-    return [partial(launch, q, k_cache, v_cache, table, lens, **options) for table in tables]
+        launch = partial(launch_paged_decode, splits=splits, shares=None, config=config)
+    return [partial(launch, call, workspace) for call in _calls(batch, keys, extend=1)]
 
 
 def _extend_launches(
@@ -198,28 +182,28 @@ def _extend_launches(
 ) -> list[Callable[[], None]]:
     from paceline.kernels._triton.paged_extend import launch_paged_extend
 
-    k_cache, v_cache, tables = _pages(batch, extend)
-    q = torch.randn(batch * extend, HEADS, DIM, dtype=DTYPE, device=DEVICE)
-    options = {
-        "max_extend_len": extend,
-        "scale": DIM**-0.5,
-        "window": None,
-        "soft_cap": None,
-        "prefix_only": False,
-        "out": torch.empty_like(q),
-        "lse": torch.empty(batch * extend, HEADS, device=DEVICE),
-    }
     launch = paged_extend
     if config is not None:
-        absent = dict.fromkeys(
-            ("tree_mask", "k_scale", "v_scale", "sinks", "partial_out", "partial_lse", "finished")
-        )
-        launch = partial(launch_paged_extend, config=config, mask="causal", splits=1, **absent)
-    lens = torch.full((batch,), extend, dtype=torch.int32, device=DEVICE)
+        launch = partial(launch_paged_extend, splits=1, config=config)
+    return [partial(launch, call, None) for call in _calls(batch, extend, extend=extend)]
+
+
+def _calls(batch: int, keys: int, *, extend: int) -> list[PagedCall]:
+    """The same rows over each page table of the pool."""
+    k_cache, v_cache, tables = _pages(batch, keys)
+    q = torch.randn(batch * extend, HEADS, DIM, dtype=DTYPE, device=DEVICE)
+    lens = torch.full((batch,), keys, dtype=torch.int32, device=DEVICE)
     starts = torch.arange(batch + 1, dtype=torch.int32, device=DEVICE) * extend
-    none = torch.zeros_like(lens)
+    out, lse = torch.empty_like(q), torch.empty(batch * extend, HEADS, device=DEVICE)
     return [
-        partial(launch, q, k_cache, v_cache, table, none, lens, starts, **options)
+        PagedCall(
+            q,
+            PagedCache(k_cache, v_cache),
+            PagedRows(table, lens - extend, lens, starts, extend),
+            Scores(DIM**-0.5),
+            out,
+            lse,
+        )
         for table in tables
     ]
 

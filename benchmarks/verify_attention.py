@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.attention.paged import cache_of
 from paceline.bench.attention_contenders import our_make
 from paceline.bench.attention_shape import AttentionShape
 from paceline.bench.attention_workload import Workload, make_workload
@@ -26,7 +27,7 @@ from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.core.errors import PacelineError
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
-from paceline.kernels.paged_attention import paged_attention_reference
+from paceline.kernels.paged_attention import PagedRows, Scores, paged_attention_reference
 from paceline.plan.machine import local_device, versions
 
 CONTEXT = 16384  # tokens that a page table has room for
@@ -121,18 +122,17 @@ def worst_error(work: RoundWork, out: Tensor) -> float:
     exact, plain = (
         paged_attention_reference(
             work.q[:rows],
-            layer.k_cache,
-            layer.v_cache,
-            view.groups[0].page_table[:reqs],
-            view.prefix_lens[:reqs],
-            view.extend_lens[:reqs],
-            view.cu_seqlens_q[: reqs + 1],
-            scale=layer.spec.scale,
-            window=None,
-            soft_cap=None,
-            mask=view.mask,
-            tree_mask=None if view.tree_mask is None else view.tree_mask[:rows],
-            prefix_only=False,
+            cache_of(layer),
+            PagedRows(
+                view.groups[0].page_table[:reqs],
+                view.prefix_lens[:reqs],
+                view.kv_lens[:reqs],
+                view.cu_seqlens_q[: reqs + 1],
+                view.max_extend_len,
+                None if view.tree_mask is None else view.tree_mask[:rows],
+                view.mask,
+            ),
+            Scores(layer.spec.scale),
             compute_dtype=dtype,
         )[0].double()
         for dtype in (torch.float64, work.q.dtype)

@@ -12,15 +12,15 @@ from composed_cases import Listener, NoTree, facts, heard_by, hooks, listener
 from torch import Tensor
 
 from paceline.attention import cascade as cascade_module
-from paceline.attention import paged
 from paceline.attention.cascade import CascadePlan, cascade
 from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.layouts.page_table import page_table_plan
-from paceline.attention.paged import attend_cpu, attend_triton, empty_outputs
+from paceline.attention.paged import attend_cpu, paged_call
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
+from paceline.kernels.paged_attention import paged_extend
 from paceline.runner.recorded import RecordedGraph
 
 TREE = Case(mask=MaskKind.TREE, extend_lens=(5, 5, 5))
@@ -119,37 +119,35 @@ def test_padded_rows_do_not_change_live_rows(window: int | None) -> None:
 def test_the_triton_path_of_windowed_layers_means_the_same(part: Part, window: int) -> None:
     case = replace(TREE, window=window, has_sinks=True, part=part, head_dim=16, v_head_dim=16)
     built = build(replace(case, soft_cap=0.5))
-    out, lse = empty_outputs(built.q, built.layer)
-    attend_triton(built.q, built.layer, page_table_plan(built.view), part, out=out, lse=lse)
+    call = paged_call(built.q, built.layer, page_table_plan(built.view), part)
+    paged_extend(call)
+    out, lse = call.out, call.lse
     expected, expected_lse = walk(built)
     assert difference(out.double(), expected) < TOLERANCE[torch.float32]
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0.0, atol=1e-4)
 
 
-def test_a_windowed_layer_reads_the_pages_of_its_own_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_windowed_layer_reads_the_pages_of_its_own_group() -> None:
     built = build(replace(TREE, window=2))
     layer = replace(built.layer, spec=replace(built.layer.spec, group=1))
     [pages] = page_table_plan(built.view).page_tables
     table = replace(page_table_plan(built.view), page_tables=(torch.zeros_like(pages), pages))
     out, _ = attend_cpu(built.q, layer, table, Part.ALL, wants_lse=True)
     assert difference(out.double(), walk(built)[0]) < TOLERANCE[torch.float32]
-    told = []
-    monkeypatch.setattr(paged, "paged_extend", lambda *a, **k: told.append((a, k)))
-    attend_triton(built.q, layer, table, Part.ALL, out=out, lse=out)
-    [(arguments, named)] = told
-    assert arguments[3] is pages
-    assert named["max_extend_len"] == 5  # the grid: a row short, and a tile's last is not written
+    rows = paged_call(built.q, layer, table, Part.ALL).rows
+    assert rows.page_table is pages
+    assert rows.max_extend_len == 5  # the grid: a row short, and a tile's last is not written
 
 
 def test_elsewhere_than_on_a_cpu_a_windowed_tree_takes_the_triton_path(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     built, told = build(replace(TREE, window=2)), []
-    monkeypatch.setattr(cascade_module, "attend_triton", lambda *a, **k: told.append(k))
+    monkeypatch.setattr(cascade_module, "paged_extend", told.append)
     table = page_table_plan(built.view)
     found = cascade_module._windowed_tree(built.q.to("meta"), built.layer, table, Part.ALL)
-    [outputs] = told
-    assert (outputs["out"], outputs["lse"]) == found
+    [call] = told
+    assert (call.out, call.lse) == found
 
 
 def test_a_replay_follows_another_tree_and_other_lengths() -> None:

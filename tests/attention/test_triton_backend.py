@@ -1,16 +1,14 @@
 """The triton backend: what it tells its kernels.  What they answer is in the matrix."""
 
-from typing import Any
-
 import pytest
 import torch
 
-from paceline.attention import paged
+from paceline.attention.backends import triton_backend
 from paceline.attention.backends.triton_backend import TritonBackend, TritonPlan
 from paceline.attention.contract import AttentionSpec, LayerCache, Part
 from paceline.attention.layouts.page_table import PageTablePlan
 from paceline.core.modes import MaskKind
-from paceline.kernels.paged_attention import split_workspace
+from paceline.kernels.paged_attention import PagedCall, SplitWorkspace, split_workspace
 
 EXTEND = 17
 
@@ -38,8 +36,8 @@ def test_an_extend_is_told_its_bound_its_group_and_its_scales(
     part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound is the kernel's grid: one short, and the last rows of a tile are never written."""
-    told: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-    monkeypatch.setattr(paged, "paged_extend", lambda *a, **k: told.append((a, k)))
+    told: list[tuple[PagedCall, SplitWorkspace]] = []
+    monkeypatch.setattr(triton_backend, "paged_extend", lambda *given: told.append(given))
     spec = AttentionSpec(
         layer_id=0,
         group=1,
@@ -58,13 +56,12 @@ def test_an_extend_is_told_its_bound_its_group_and_its_scales(
     )
     q, step = torch.zeros(EXTEND, 2, 64), plan()
     TritonBackend().forward(q, q, q, layer, step, part)
-    [(arguments, named)] = told
+    [(call, workspace)] = told
     table = step.table
-    tensors = (q, cache, cache, table.page_tables[1])
-    wanted = (*tensors, table.prefix_lens, table.kv_lens, table.cu_seqlens_q)
-    assert all(one is other for one, other in zip(arguments, wanted, strict=True))
-    assert (named["max_extend_len"], named["window"], named["soft_cap"]) == (EXTEND, 9, 30.0)
-    assert named["k_scale"] is k_scale
-    assert named["v_scale"] is v_scale
-    assert named["prefix_only"] is (part is Part.PREFIX)
-    assert named["sinks"] is (sinks if part is Part.ALL else None)
+    assert workspace is step.workspace
+    assert (call.q, call.cache) == (q, (cache, cache, k_scale, v_scale))
+    lens = (table.prefix_lens, table.kv_lens, table.cu_seqlens_q)
+    wanted = (table.page_tables[1], *lens, EXTEND, None, MaskKind.CAUSAL)
+    assert all(one is other for one, other in zip(call.rows, wanted, strict=True))
+    is_prefix = part is Part.PREFIX
+    assert call.scores == (0.5, 9, 30.0, is_prefix, None if is_prefix else sinks)

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.modes import MaskKind
-from paceline.kernels.paged_attention import paged_attention_reference
+from paceline.kernels.paged_attention import (
+    PagedCache,
+    PagedCall,
+    PagedRows,
+    Scores,
+    paged_attention_reference,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +65,33 @@ class PagedCase:
     @property
     def scale(self) -> float:
         return self.shape.head_dim**-0.5
+
+    @property
+    def cache(self) -> PagedCache:
+        return PagedCache(self.k_cache, self.v_cache, self.k_scale, self.v_scale)
+
+    @property
+    def rows(self) -> PagedRows:
+        return PagedRows(
+            self.page_table,
+            self.prefix_lens,
+            self.kv_lens,
+            self.cu_seqlens_q,
+            int(self.extend_lens.max()),
+            self.tree_mask,
+            self.mask,
+        )
+
+    @property
+    def scores(self) -> Scores:
+        return Scores(self.scale, self.shape.window, self.shape.soft_cap, sinks=self.sinks)
+
+    def call(self, *, prefix_only: bool = False) -> PagedCall:
+        """A launch into outputs full of NaN."""
+        scores = self.scores
+        if prefix_only:
+            scores = scores._replace(prefix_only=True, sinks=None)
+        return PagedCall(self.q, self.cache, self.rows, scores, *self.empty_outputs())
 
     def empty_outputs(self) -> tuple[Tensor, Tensor]:
         """(out, lse) full of NaN, to be written by a kernel."""
@@ -132,24 +165,11 @@ def reference(
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """The definition of `case`; `window` replaces the case's own."""
+    scores = case.scores._replace(prefix_only=prefix_only)
+    if window is not None:
+        scores = scores._replace(window=window)
     return paged_attention_reference(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.page_table,
-        case.prefix_lens,
-        case.extend_lens,
-        case.cu_seqlens_q,
-        scale=case.scale,
-        window=case.shape.window if window is None else window,
-        soft_cap=case.shape.soft_cap,
-        mask=case.mask,
-        tree_mask=case.tree_mask,
-        prefix_only=prefix_only,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-        sinks=case.sinks,
-        compute_dtype=compute_dtype,
+        case.q, case.cache, case.rows, scores, compute_dtype=compute_dtype
     )
 
 

@@ -5,6 +5,7 @@ from paged_cases import BatchSpec, PagedCase, first_key_dropped, reference, wors
 from torch import Tensor
 
 from paceline.kernels.paged_attention import (
+    PagedCall,
     SplitWorkspace,
     paged_decode,
     paged_extend,
@@ -32,55 +33,25 @@ def workspace_of(case: PagedCase, max_reqs: int) -> SplitWorkspace:
 
 
 def run_decode(case: PagedCase, kv_lens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    out, lse = case.empty_outputs()
-    workspace = workspace_of(case, case.q.shape[0])
-    paged_decode(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.page_table,
-        case.kv_lens if kv_lens is None else kv_lens,
-        scale=case.scale,
-        window=case.shape.window,
-        soft_cap=case.shape.soft_cap,
-        out=out,
-        lse=lse,
-        workspace=workspace,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-        sinks=case.sinks,
-    )
+    call, workspace = case.call(), workspace_of(case, case.q.shape[0])
+    if kv_lens is not None:
+        call = call._replace(rows=call.rows._replace(kv_lens=kv_lens))
+    paged_decode(call, workspace)
     assert not workspace.finished.any()
-    return out, lse
+    return outputs_of(call)
 
 
 def run_extend(
     case: PagedCase, *, prefix_only: bool = False, workspace: SplitWorkspace | None = None
 ) -> tuple[Tensor, Tensor]:
-    out, lse = case.empty_outputs()
-    paged_extend(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.page_table,
-        case.prefix_lens,
-        case.kv_lens,
-        case.cu_seqlens_q,
-        max_extend_len=int(case.extend_lens.max()),
-        scale=case.scale,
-        window=case.shape.window,
-        soft_cap=case.shape.soft_cap,
-        out=out,
-        lse=lse,
-        mask=case.mask,
-        tree_mask=case.tree_mask,
-        prefix_only=prefix_only,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-        sinks=None if prefix_only else case.sinks,
-        workspace=workspace,
-    )
-    return out, lse
+    call = case.call(prefix_only=prefix_only)
+    paged_extend(call, workspace)
+    return outputs_of(call)
+
+
+def outputs_of(call: PagedCall) -> tuple[Tensor, Tensor]:
+    assert call.lse is not None
+    return call.out, call.lse
 
 
 def assert_matches(

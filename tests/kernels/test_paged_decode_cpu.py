@@ -66,16 +66,7 @@ def list_slots(case: PagedCase, lists: dict[str, Tensor]) -> None:
 def attend(case: PagedCase, lists: dict[str, Tensor]) -> Tensor:
     """q is a slice of a fused row, as a model's is."""
     list_slots(case, lists)
-    return paged_decode_cpu(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        **lists,
-        scale=case.scale,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-        sinks=case.sinks,
-    )
+    return paged_decode_cpu(case.q, case.cache, case.scores, **lists)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

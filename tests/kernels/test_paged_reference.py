@@ -12,7 +12,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
-from paceline.kernels.paged_attention import paged_attention_reference
+from paceline.kernels.paged_attention import Scores, paged_attention_reference
 from paceline.kernels.paged_attention.reference import visible_keys
 
 RAGGED = BatchSpec(prefix_lens=(0, 19, 33, 5), extend_lens=(7, 1, 4, 9))
@@ -169,18 +169,9 @@ def with_mask(
 ) -> tuple[Tensor, Tensor]:
     return paged_attention_reference(
         case.q,
-        case.k_cache,
-        case.v_cache,
-        case.page_table,
-        case.prefix_lens,
-        case.extend_lens,
-        case.cu_seqlens_q,
-        scale=case.scale,
-        window=window,
-        soft_cap=None,
-        mask=mask,
-        tree_mask=tree,
-        prefix_only=prefix_only,
+        case.cache,
+        case.rows._replace(mask=mask, tree_mask=tree),
+        Scores(case.scale, window, prefix_only=prefix_only),
     )
 
 

@@ -5,17 +5,30 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from paged_cases import BatchSpec, PagedCase, Shape, make_case
-from paged_runs import CPU, DECODE, RAGGED, assert_matches, run_decode, run_extend
+from paged_runs import (
+    CPU,
+    DECODE,
+    RAGGED,
+    assert_matches,
+    outputs_of,
+    run_decode,
+    run_extend,
+    workspace_of,
+)
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels._triton import paged_extend as kernels
 from paceline.kernels.paged_attention import (
+    PagedCall,
+    SplitWorkspace,
     decode_splits,
     paged_decode,
     paged_extend,
@@ -163,32 +176,18 @@ def run_splits(
         live = [max(1, math.ceil(count / most)) for count in tiles]
         firsts = [sum(live[:req]) for req in range(num_reqs)]
         rows = splits = decode_slots(num_reqs, shares)
-    out, lse = case.empty_outputs()
+    call = case.call()
     partial_lse = torch.full((rows, heads), float("nan"))
     finished = torch.zeros(num_reqs, heads, dtype=torch.int32)
-    launch_paged_decode(
-        case.q,
-        case.k_cache,
-        case.v_cache,
-        case.page_table,
-        case.kv_lens,
-        k_scale=case.k_scale,
-        v_scale=case.v_scale,
-        sinks=case.sinks,
-        scale=case.scale,
-        window=case.shape.window,
-        soft_cap=case.shape.soft_cap,
-        splits=splits,
-        shares=shares,
-        out=out,
-        lse=lse,
+    workspace = SplitWorkspace(
         partial_out=torch.full((*partial_lse.shape, case.shape.v_head_dim), float("nan")),
         partial_lse=partial_lse,
         finished=finished,
-        config=SplitConfig(
-            block_rows=16, block_keys=16, num_warps=4, num_stages=2, min_tiles=min_tiles
-        ),
     )
+    config = SplitConfig(
+        block_rows=16, block_keys=16, num_warps=4, num_stages=2, min_tiles=min_tiles
+    )
+    launch_paged_decode(call, workspace, splits=splits, shares=shares, config=config)
     assert not finished.any()
     merged = {
         first + index
@@ -196,7 +195,7 @@ def run_splits(
         for index in range(count if count > 1 else 0)
     }
     assert set(partial_lse.isfinite().all(-1).nonzero()[:, 0].tolist()) == merged
-    return out, lse
+    return outputs_of(call)
 
 
 @pytest.mark.parametrize(("splits", "min_tiles"), [(1, 1), (2, 1), (5, 2), (7, 1), (64, 1)])
@@ -247,14 +246,14 @@ def test_split_workspace_covers_every_number_of_requests() -> None:
 def test_cpu_without_interpreter_is_refused_with_a_remedy() -> None:
     program = (
         "import torch\n"
-        "from paceline.kernels.paged_attention import split_workspace, paged_decode\n"
-        "cpu = torch.device('cpu')\n"
-        "cache = torch.zeros(2, 16, 1, 64)\n"
+        "from paceline.kernels.paged_attention import *\n"
+        "cache = PagedCache(torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 64))\n"
         "lens = torch.ones(1, dtype=torch.int32)\n"
-        "workspace = split_workspace(1, 1, 1, v_head_dim=64, device=cpu)\n"
-        "paged_decode(torch.zeros(1, 1, 64), cache, cache, lens[:, None], lens, scale=1.0,\n"
-        "    window=None, soft_cap=None, out=torch.zeros(1, 1, 64), lse=torch.zeros(1, 1),\n"
-        "    workspace=workspace)\n"
+        "workspace = split_workspace(1, 1, 1, v_head_dim=64, device=lens.device)\n"
+        "rows = PagedRows(lens[:, None], lens - 1, lens, torch.tensor([0, 1]), 1)\n"
+        "q = torch.zeros(1, 1, 64)\n"
+        "call = PagedCall(q, cache, rows, Scores(1.0), torch.zeros(1, 1, 64), torch.zeros(1, 1))\n"
+        "paged_decode(call, workspace)\n"
     )
     env = {"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
@@ -276,69 +275,59 @@ def test_missing_triton_is_named_with_a_remedy(
 
 BAD_ARGUMENTS = {
     "q": (lambda t: t[0], r"q must be \[tokens, heads, head_dim\]"),
-    "k_cache": (lambda t: t.half(), r"k_cache must be torch.float32 or torch.float8_e4m3fn \[num"),
-    "v_cache": (lambda t: t[:2], r"v_cache must be torch.float32"),
-    "page_table": (lambda t: t.long(), r"page_table must be int32 \[3, max_pages\]"),
-    "kv_lens": (lambda t: t[:2], r"kv_lens must be contiguous int32 \[3\]"),
+    "cache.k": (lambda t: t.half(), r"k_cache must be torch.float32 or torch.float8_e4m3fn \[num"),
+    "cache.v": (lambda t: t[:2], r"v_cache must be torch.float32"),
+    "cache.k_scale": (
+        lambda t: torch.ones(1),
+        r"k_scale must be None, for a cache of torch.float32",
+    ),
+    "rows.page_table": (lambda t: t.long(), r"page_table must be int32 \[3, max_pages\]"),
+    "rows.kv_lens": (lambda t: t[:2], r"kv_lens must be contiguous int32 \[3\]"),
+    "scores.sinks": (lambda t: torch.ones(3), r"sinks must be None or contiguous float32 \[2\]"),
     "out": (lambda t: t.half(), r"out must be torch.float32 \[3, 2, 64\]"),
-    "lse": (lambda t: t.half(), r"lse must be contiguous float32 \[3, 2\]"),
-    "workspace": (
-        lambda w: replace(w, partial_out=w.partial_out[:1]),
+    "lse": (lambda t: t.half(), r"lse must be contiguous float32 \[3, 2\], got float16"),
+    "lse ": (lambda t: None, r"lse must be contiguous float32 \[3, 2\], got None"),
+}
+BAD_WORKSPACES = {
+    "partial_out": (
+        lambda t: t[:1],
         r"workspace.partial_out must be contiguous torch.float32 with at least",
     ),
-    "counts": (
-        lambda w: replace(w, finished=w.finished.long()),
+    "finished": (
+        lambda t: t.long(),
         r"workspace.finished must be contiguous torch.int32 with at least 6 elements",
     ),
-    "k_scale": (lambda t: torch.ones(1), r"k_scale must be None, for a cache of torch.float32"),
-    "sinks": (lambda t: torch.ones(3), r"sinks must be None or contiguous float32 \[2\]"),
 }
 
 
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_bad_argument_is_named_with_what_was_expected(name: str) -> None:
-    spoil, text = BAD_ARGUMENTS[name]
+def spoiled(call: PagedCall, path: str, spoil: Callable[[Any], Any]) -> PagedCall:
+    """The call with one of its parts, or a part's field, replaced."""
+    part, _, field = path.strip().partition(".")
+    value = getattr(call, part)
+    spoilt = value._replace(**{field: spoil(getattr(value, field))}) if field else spoil(value)
+    return call._replace(**{part: spoilt})
+
+
+@pytest.mark.parametrize("path", BAD_ARGUMENTS)
+def test_bad_argument_is_named_with_what_was_expected(path: str) -> None:
+    spoil, text = BAD_ARGUMENTS[path]
     case = make_case(DECODE, SHAPES["mha-64-page1"], seed=19)
-    out, lse = case.empty_outputs()
-    arguments = {
-        "q": case.q,
-        "k_cache": case.k_cache,
-        "v_cache": case.v_cache,
-        "page_table": case.page_table,
-        "kv_lens": case.kv_lens,
-        "out": out,
-        "lse": lse,
-        "workspace": split_workspace(3, 2, 2, v_head_dim=64, device=CPU),
-        "k_scale": None,
-        "sinks": None,
-    }
-    key = "workspace" if name == "counts" else name
-    arguments[key] = spoil(arguments[key])
     with pytest.raises(KernelArgumentError, match=text):
-        paged_decode(**arguments, scale=1.0, window=None, soft_cap=None)
+        paged_decode(spoiled(case.call(), path, spoil), workspace_of(case, 3))
+
+
+@pytest.mark.parametrize("name", BAD_WORKSPACES)
+def test_bad_workspace_is_named_with_what_was_expected(name: str) -> None:
+    spoil, text = BAD_WORKSPACES[name]
+    case = make_case(DECODE, SHAPES["mha-64-page1"], seed=19)
+    workspace = workspace_of(case, 3)
+    with pytest.raises(KernelArgumentError, match=text):
+        paged_decode(case.call(), replace(workspace, **{name: spoil(getattr(workspace, name))}))
 
 
 @pytest.mark.parametrize("name", ["prefix_lens", "kv_lens", "cu_seqlens_q"])
 def test_bad_extend_lengths_are_named(name: str) -> None:
     case = make_case(RAGGED, SHAPES["mha-64-page1"], seed=21)
-    out, lse = case.empty_outputs()
-    lengths = {
-        "prefix_lens": case.prefix_lens,
-        "kv_lens": case.kv_lens,
-        "cu_seqlens_q": case.cu_seqlens_q,
-    }
-    lengths[name] = lengths[name].long()
+    call = spoiled(case.call(), f"rows.{name}", lambda lens: lens.long())
     with pytest.raises(KernelArgumentError, match=f"{name} must be contiguous int32"):
-        paged_extend(
-            case.q,
-            case.k_cache,
-            case.v_cache,
-            case.page_table,
-            **lengths,
-            max_extend_len=21,
-            scale=1.0,
-            window=None,
-            soft_cap=None,
-            out=out,
-            lse=lse,
-        )
+        paged_extend(call)

@@ -12,7 +12,7 @@ from tiny_runner import Driver, TinyModel, random_prompts
 from torch import Tensor, nn
 
 from paceline.core.errors import GraphError, HostReadError
-from paceline.core.modes import MaskKind
+from paceline.kernels.paged_attention import PagedCache, PagedCall, PagedRows, Scores
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
 from paceline.runner.arena import Arena
 from paceline.runner.host_reads import (
@@ -329,21 +329,9 @@ def test_an_opaque_operator_may_read_lengths() -> None:
     out = torch.zeros(1, 2, 8)
 
     def attend() -> Tensor:
-        found, _ = paged_attention_cpu(
-            q,
-            k,
-            v,
-            pages,
-            prefix,
-            offsets,
-            mask=MaskKind.CAUSAL,
-            tree_mask=None,
-            scale=0.3,
-            window=None,
-            soft_cap=None,
-            prefix_only=False,
-            wants_lse=False,
-        )
+        found = torch.empty_like(q)
+        rows = PagedRows(pages, prefix, prefix + 1, offsets, max_extend_len=1)
+        paged_attention_cpu(PagedCall(q, PagedCache(k, v), rows, Scores(0.3), found, None))
         return found
 
     graph = captured(lambda: out.copy_(attend()))

@@ -24,11 +24,12 @@ from paceline.attention.contract import (
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.names import Cascade
-from paceline.attention.paged import attend_cpu, attend_triton, empty_outputs
+from paceline.attention.paged import attend_cpu, empty_outputs, paged_call
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.merge_partials import merge_partials
+from paceline.kernels.paged_attention import paged_extend
 from paceline.kernels.stand_in import device_type
 from paceline.kernels.step_view import StepView
 from paceline.kernels.tree_attention import tree_attention
@@ -174,6 +175,6 @@ def _windowed_tree(
     """A windowed layer's whole tree step through our own paged kernels."""
     if device_type(q.device) == "cpu":
         return attend_cpu(q, layer, table, part, wants_lse=True)
-    out, lse = empty_outputs(q, layer)
-    attend_triton(q, layer, table, part, out=out, lse=lse)
-    return out, lse
+    call = paged_call(q, layer, table, part)
+    paged_extend(call)
+    return call.out, call.lse

@@ -1,4 +1,4 @@
-"""Our own paged kernels, asked for one layer of a step: on a CPU, and by Triton.
+"""A layer of a step as calls of our own paged kernels: on a CPU, and by Triton.
 
 Both take the page-table layout, every mask, and one part of the keys.  With Part.PREFIX the sinks
 wait for the merge that joins the parts.
@@ -9,76 +9,60 @@ from torch import Tensor
 
 from paceline.attention.contract import LayerCache, Part
 from paceline.attention.layouts.page_table import PageTablePlan
-from paceline.kernels.paged_attention import SplitWorkspace, paged_extend
+from paceline.kernels.paged_attention import PagedCache, PagedCall, PagedRows, Scores
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
+
+
+def paged_call(
+    q: Tensor, layer: LayerCache, table: PageTablePlan, part: Part, *, wants_lse: bool = True
+) -> PagedCall:
+    """q: [padded_tokens, num_heads, head_dim].  What AttentionBackend.forward returns is new."""
+    out, lse = empty_outputs(q, layer) if wants_lse else (_empty_out(q, layer), None)
+    return PagedCall(
+        q,
+        cache_of(layer),
+        PagedRows(
+            table.page_tables[layer.spec.group],
+            table.prefix_lens,
+            table.kv_lens,
+            table.cu_seqlens_q,
+            table.max_extend_len,
+            table.tree_mask,
+            table.mask,
+        ),
+        scores_of(layer, part),
+        out,
+        lse,
+    )
+
+
+def cache_of(layer: LayerCache) -> PagedCache:
+    """Where a layer's keys and values lie."""
+    return PagedCache(layer.k_cache, layer.v_cache, layer.k_scale, layer.v_scale)
+
+
+def scores_of(layer: LayerCache, part: Part) -> Scores:
+    """How a layer weighs the keys of a part."""
+    spec, is_prefix = layer.spec, part is Part.PREFIX
+    sinks = None if is_prefix else layer.sinks
+    return Scores(spec.scale, spec.window, spec.soft_cap, prefix_only=is_prefix, sinks=sinks)
 
 
 def attend_cpu(
     q: Tensor, layer: LayerCache, table: PageTablePlan, part: Part, *, wants_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """q: [padded_tokens, num_heads, head_dim].  Returns out and lse as AttentionBackend.forward."""
-    spec, is_prefix = layer.spec, part is Part.PREFIX
-    return paged_attention_cpu(
-        q,
-        layer.k_cache,
-        layer.v_cache,
-        table.page_tables[spec.group],
-        table.prefix_lens,
-        table.cu_seqlens_q,
-        mask=table.mask,
-        tree_mask=table.tree_mask,
-        scale=spec.scale,
-        window=spec.window,
-        soft_cap=spec.soft_cap,
-        prefix_only=is_prefix,
-        wants_lse=wants_lse,
-        k_scale=layer.k_scale,
-        v_scale=layer.v_scale,
-        sinks=None if is_prefix else layer.sinks,
-    )
-
-
-def attend_triton(
-    q: Tensor,
-    layer: LayerCache,
-    table: PageTablePlan,
-    part: Part,
-    *,
-    out: Tensor,
-    lse: Tensor,
-    workspace: SplitWorkspace | None = None,
-) -> None:
-    """The same on CUDA, and in Triton's interpreter; `out` and `lse` as `empty_outputs` makes them.
-
-    workspace: splits keys among programs where rows are few; see `paged_extend`.
-    """
-    spec, is_prefix = layer.spec, part is Part.PREFIX
-    paged_extend(
-        q,
-        layer.k_cache,
-        layer.v_cache,
-        table.page_tables[spec.group],
-        table.prefix_lens,
-        table.kv_lens,
-        table.cu_seqlens_q,
-        max_extend_len=table.max_extend_len,
-        scale=spec.scale,
-        window=spec.window,
-        soft_cap=spec.soft_cap,
-        out=out,
-        lse=lse,
-        mask=table.mask,
-        tree_mask=table.tree_mask,
-        prefix_only=is_prefix,
-        k_scale=layer.k_scale,
-        v_scale=layer.v_scale,
-        sinks=None if is_prefix else layer.sinks,
-        workspace=workspace,
-    )
+    call = paged_call(q, layer, table, part, wants_lse=wants_lse)
+    paged_attention_cpu(call)
+    return call.out, call.lse
 
 
 def empty_outputs(q: Tensor, layer: LayerCache) -> tuple[Tensor, Tensor]:
     """out [padded_tokens, num_heads, v_head_dim] like q, lse [padded_tokens, num_heads] float32."""
-    spec = layer.spec
-    out = q.new_empty(q.shape[0], spec.num_heads, spec.v_head_dim)
-    return out, torch.empty(q.shape[0], spec.num_heads, dtype=torch.float32, device=q.device)
+    heads = layer.spec.num_heads
+    lse = torch.empty(q.shape[0], heads, dtype=torch.float32, device=q.device)
+    return _empty_out(q, layer), lse
+
+
+def _empty_out(q: Tensor, layer: LayerCache) -> Tensor:
+    return q.new_empty(q.shape[0], layer.spec.num_heads, layer.spec.v_head_dim)

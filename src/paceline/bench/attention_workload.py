@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from paceline.attention.contract import AttentionSpec, LayerCache, Limits
+from paceline.attention.paged import cache_of
 from paceline.bench.attention_shape import AttentionShape
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
-from paceline.kernels.paged_attention import paged_attention_reference
+from paceline.kernels.paged_attention import PagedRows, Scores, paged_attention_reference
 from paceline.kernels.step_view import GroupView, StepView
 
 FREE_PAGES = 8  # poisoned, besides page 0
@@ -101,22 +102,18 @@ class Workload:
         """[rows, num_heads, head_dim]: the definition, of layer 0; rows before are its prefix."""
         one, layer = slice(request, request + 1), self.layers[0]
         first = request * self.shape.extend_len
+        prefix_lens = self.view.prefix_lens[one] + rows.start
         out, _ = paged_attention_reference(
             self.q[first + rows.start : first + rows.stop],
-            layer.k_cache,
-            layer.v_cache,
-            self.view.groups[0].page_table[one],
-            self.view.prefix_lens[one] + rows.start,
-            torch.full_like(self.view.extend_lens[one], len(rows)),
-            self.view.cu_seqlens_q[:2].clamp(max=len(rows)),
-            scale=layer.spec.scale,
-            window=None,
-            soft_cap=None,
-            mask=MaskKind.CAUSAL,
-            tree_mask=None,
-            prefix_only=False,
-            k_scale=layer.k_scale,
-            v_scale=layer.v_scale,
+            cache_of(layer),
+            PagedRows(
+                self.view.groups[0].page_table[one],
+                prefix_lens,
+                prefix_lens + len(rows),
+                self.view.cu_seqlens_q[:2].clamp(max=len(rows)),
+                len(rows),
+            ),
+            Scores(layer.spec.scale),
             compute_dtype=compute_dtype,
         )
         return out

@@ -7,6 +7,7 @@ pages happen to be neighbours.
 
 import itertools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,100 +15,42 @@ from torch import Tensor
 
 from paceline.core.modes import MaskKind
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.paged_attention.call import SCHEMA, PagedCall, Scores
 
 _EXPLICIT_ROWS = 256  # whose scores are in memory at a time
 
 
-def paged_attention_cpu(
-    q: Tensor,  # [tokens, heads, head_dim]
-    k_cache: Tensor,  # [num_pages, page_size, kv_heads, head_dim]
-    v_cache: Tensor,  # [num_pages, page_size, kv_heads, v_head_dim]
-    page_table: Tensor,  # [reqs, max_pages]  int32
-    prefix_lens: Tensor,  # [reqs]  int32
-    cu_seqlens_q: Tensor,  # [reqs + 1]  int32
-    *,
-    mask: MaskKind,
-    tree_mask: Tensor | None,  # [tokens, max_extend_len]  bool
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    prefix_only: bool,
-    wants_lse: bool,
-    k_scale: Tensor | None = None,  # [1]  float32, of a quantised cache
-    v_scale: Tensor | None = None,  # [1]  float32, of a quantised cache
-    sinks: Tensor | None = None,  # [heads]  float32
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of a step over its paged keys.
+def paged_attention_cpu(call: PagedCall) -> None:
+    """Attention of a step over its paged keys; mutates out and lse.
 
-    Returns out [tokens, heads, v_head_dim] and, when asked, lse [tokens, heads] float32 natural
-    log.  Rows that see no key give 0 and -inf.  Recordable.
+    Rows that see no key give 0 and -inf.  Recordable.
     """
-    tokens, heads, _ = q.shape
-    out = torch.empty(tokens, heads, v_cache.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device) if wants_lse else None
-    _PAGED_ATTENTION(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        prefix_lens,
-        cu_seqlens_q,
-        tree_mask,
-        k_scale,
-        v_scale,
-        sinks,
-        mask.value,
-        scale,
-        window,
-        soft_cap,
-        prefix_only,
-        out,
-        lse,
-    )
-    return out, lse
+    _PAGED_ATTENTION(*call.flat())
 
 
-def _implementation(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    prefix_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    tree_mask: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    sinks: Tensor | None,
-    mask: str,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    prefix_only: bool,
-    out: Tensor,
-    lse: Tensor | None,
-) -> None:
-    kind = MaskKind(mask)
-    offsets, prefixes = cu_seqlens_q.tolist(), prefix_lens.tolist()
-    keys, values = _KeyValues(k_cache, page_table), _KeyValues(v_cache, page_table)
-    pages = _live_pages(page_table, prefixes, offsets, k_cache.shape[1])
+def _implementation(*args: Any) -> None:
+    (q, cache, step, scores, out, lse), _ = PagedCall.taken(args)
+    page_table, tree_mask, window = step.page_table, step.tree_mask, scores.window
+    offsets, prefixes = step.cu_seqlens_q.tolist(), step.prefix_lens.tolist()
+    keys, values = _KeyValues(cache.k, page_table), _KeyValues(cache.v, page_table)
+    pages = _live_pages(page_table, prefixes, offsets, cache.k.shape[1])
     extends = [end - start for start, end in itertools.pairwise(offsets)]
-    is_fused = soft_cap is None and lse is None and sinks is None
-    if k_scale is not None:
-        scale *= k_scale.item()
+    is_fused = scores.soft_cap is None and lse is None and scores.sinks is None
+    scale = scores.scale if cache.k_scale is None else scores.scale * cache.k_scale.item()
     for request, (prefix, extend) in enumerate(zip(prefixes, extends, strict=True)):
         if not extend:  # a padded row of a ragged step may bring no token
             continue
         rows = slice(offsets[request], offsets[request + 1])
         # From the lowest key the step's first row can see; later rows see none before it.
         lowest = 0 if window is None else max(0, prefix + 1 - window)
-        reach = range(lowest, prefix if prefix_only else prefix + extend)
+        reach = range(lowest, prefix if scores.prefix_only else prefix + extend)
         visible = None
         # A prompt from its start is what torch's kernel calls causal: no mask to build or read.
-        sees_all_before = kind is MaskKind.CAUSAL and (window is None or window >= extend)
+        sees_all_before = step.mask is MaskKind.CAUSAL and (window is None or window >= extend)
         is_causal = is_fused and sees_all_before and reach == range(extend)
         if extend > 1 and not is_causal:
             tree = tree_mask[rows, :extend] if tree_mask is not None else None
-            visible = _visible(prefix, extend, reach, kind=kind, tree=tree, window=window)
+            visible = _visible(prefix, extend, reach, kind=step.mask, tree=tree, window=window)
         k = keys.select(request, pages[request], reach).to(q.dtype)
         v = values.select(request, pages[request], reach).to(q.dtype)
         if is_fused:
@@ -118,11 +61,9 @@ def _implementation(
             if visible is not None:
                 seen = visible[block.start - rows.start : block.stop - rows.start]
             block_lse = lse[block] if lse is not None else None
-            _explicit(
-                q[block], k, v, seen, out[block], block_lse, scale=scale, cap=soft_cap, sinks=sinks
-            )
-    if v_scale is not None:
-        out.mul_(v_scale)
+            _explicit(q[block], k, v, seen, out[block], block_lse, scores._replace(scale=scale))
+    if cache.v_scale is not None:
+        out.mul_(cache.v_scale)
 
 
 def _blocks(rows: slice, size: int) -> list[slice]:
@@ -227,24 +168,21 @@ def _explicit(
     visible: Tensor | None,  # [rows, keys]  bool
     out: Tensor,  # [rows, heads, v_head_dim]
     lse: Tensor | None,  # [rows, heads]  float32
-    *,
-    scale: float,
-    cap: float | None,
-    sinks: Tensor | None,  # [heads]  float32
+    weighing: Scores,
 ) -> None:
     """The same in plain steps, in float32: soft caps, lse, sinks and rows without keys."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.float().view(rows, kv_heads, heads // kv_heads, dim)
-    scores = torch.einsum("rkgd,ksd->kgrs", grouped, k[0].float()) * scale
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
+    scores = torch.einsum("rkgd,ksd->kgrs", grouped, k[0].float()) * weighing.scale
+    if weighing.soft_cap is not None:
+        scores = weighing.soft_cap * torch.tanh(scores / weighing.soft_cap)
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     normalizer = torch.logsumexp(scores, -1)  # [kv_heads, group, rows]
     total = normalizer
-    if sinks is not None:
-        total = torch.logaddexp(normalizer, sinks.view(kv_heads, -1, 1))
+    if weighing.sinks is not None:
+        total = torch.logaddexp(normalizer, weighing.sinks.view(kv_heads, -1, 1))
     # A row without keys divides by 1: its weights are exp(-inf) = 0, and NaN elsewhere stays NaN.
     divisor = total.masked_fill(total == -math.inf, 0.0)
     weights = torch.exp(scores - divisor.unsqueeze(-1))
@@ -255,9 +193,6 @@ def _explicit(
 
 
 _PAGED_ATTENTION = define_op(
-    "paged_attention_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, "
-    "Tensor prefix_lens, Tensor cu_seqlens_q, Tensor? tree_mask, Tensor? k_scale, "
-    "Tensor? v_scale, Tensor? sinks, str mask, float scale, int? window, float? soft_cap, "
-    "bool prefix_only, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    f"paged_attention_cpu({SCHEMA}) -> ()",
     cpu=_implementation,
 )

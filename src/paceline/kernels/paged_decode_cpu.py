@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.core.padding import PAD_PAGE
 from paceline.kernels.custom_op import Run, define_op
+from paceline.kernels.paged_attention.call import PagedCache, Scores
 
 
 def decode_slots_cpu(
@@ -44,26 +45,15 @@ def decode_slots_cpu(
 
 
 def paged_decode_cpu(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    extent: Tensor,
-    slots: Tensor,
-    bias: Tensor,
-    *,
-    scale: float,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, cache: PagedCache, scores: Scores, *, extent: Tensor, slots: Tensor, bias: Tensor
 ) -> Tensor:
     """Attend one query per request to the slots that `decode_slots_cpu` listed.
 
-    q: [reqs, heads, head_dim]; k_cache: [num_pages, page_size, kv_heads, head_dim], v_cache with
-    v_head_dim; bias in q's dtype; k_scale, v_scale: [1] float32, of a quantised cache; sinks:
-    [heads] float32.  Returns [reqs, heads, v_head_dim].  Recordable.
+    q: [reqs, heads, head_dim]; bias in q's dtype.  Returns [reqs, heads, v_head_dim].  Recordable.
+    Of the scores a window is in the slots, and there is no soft cap.
     """
-    out = torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype, device=q.device)
-    _PAGED_DECODE(q, k_cache, v_cache, extent, slots, bias, k_scale, v_scale, sinks, scale, out)
+    out = torch.empty(*q.shape[:2], cache.v.shape[3], dtype=q.dtype, device=q.device)
+    _PAGED_DECODE(q, *cache, extent, slots, bias, scores.sinks, scores.scale, out)
     return out
 
 
@@ -112,11 +102,11 @@ def _bind_paged_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     extent: Tensor,
     slots: Tensor,
     bias: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
     sinks: Tensor | None,
     scale: float,
     out: Tensor,
@@ -184,8 +174,8 @@ _DECODE_SLOTS = define_op(
     cpu=_decode_slots,
 )
 _PAGED_DECODE = define_op(
-    "paged_decode_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor extent, Tensor slots, "
-    "Tensor bias, Tensor? k_scale, Tensor? v_scale, Tensor? sinks, float scale, "
+    "paged_decode_cpu(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_scale, "
+    "Tensor? v_scale, Tensor extent, Tensor slots, Tensor bias, Tensor? sinks, float scale, "
     "Tensor(a!) out) -> ()",
     bind=_bind_paged_decode,
 )

@@ -14,7 +14,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
-from paceline.attention.paged import attend_cpu
+from paceline.attention.paged import attend_cpu, cache_of, scores_of
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
 from paceline.kernels.step_view import StepView
@@ -105,15 +105,11 @@ class TorchBackend(AttentionBackend):
             group = plan.groups[spec.group]
             out = paged_decode_cpu(
                 q,
-                layer.k_cache,
-                layer.v_cache,
-                group.extent,
-                group.slots,
-                group.bias,
-                scale=spec.scale,
-                k_scale=layer.k_scale,
-                v_scale=layer.v_scale,
-                sinks=layer.sinks,
+                cache_of(layer),
+                scores_of(layer, part),
+                extent=group.extent,
+                slots=group.slots,
+                bias=group.bias,
             )
             return out, None
         return attend_cpu(q, layer, table, part, wants_lse=part is Part.PREFIX)

@@ -17,11 +17,12 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
-from paceline.attention.paged import attend_triton, empty_outputs
+from paceline.attention.paged import paged_call
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import (
     SplitWorkspace,
     paged_decode,
+    paged_extend,
     split_workspace,
 )
 from paceline.kernels.step_view import StepView
@@ -88,28 +89,12 @@ class TritonBackend(AttentionBackend):
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: TritonPlan, part: Part
     ) -> tuple[Tensor, Tensor | None]:
         """See AttentionBackend.forward."""
-        spec, table = layer.spec, plan.table
-        out, lse = empty_outputs(q, layer)
-        if table.max_extend_len == 1 and part is Part.ALL:
-            paged_decode(
-                q,
-                layer.k_cache,
-                layer.v_cache,
-                table.page_tables[spec.group],
-                table.kv_lens,
-                scale=spec.scale,
-                window=spec.window,
-                soft_cap=spec.soft_cap,
-                out=out,
-                lse=lse,
-                workspace=plan.workspace,
-                k_scale=layer.k_scale,
-                v_scale=layer.v_scale,
-                sinks=layer.sinks,
-            )
+        call = paged_call(q, layer, plan.table, part)
+        if plan.table.max_extend_len == 1 and part is Part.ALL:
+            paged_decode(call, plan.workspace)
         else:
-            attend_triton(q, layer, table, part, out=out, lse=lse, workspace=plan.workspace)
-        return out, lse
+            paged_extend(call, plan.workspace)
+        return call.out, call.lse
 
 
 def _triton_reasons(device_type: str) -> list[str]:

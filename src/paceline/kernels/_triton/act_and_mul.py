@@ -6,6 +6,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import gated_activation
+from paceline.kernels._triton.runtime import cdiv
 
 _BLOCK = 1024
 
@@ -40,7 +41,7 @@ def launch_act_and_mul(x: Tensor, kind: str, out: Tensor) -> None:
         return
     launch(
         _act_and_mul_kernel,
-        (tokens, triton.cdiv(inter, _BLOCK)),
+        (tokens, cdiv(inter, _BLOCK)),
         x,
         out,
         x.stride(0),

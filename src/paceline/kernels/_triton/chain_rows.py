@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import cdiv
 from paceline.kernels.chain_rows import ChainRows, StepRows
 
 _BLOCK = 128  # tokens of a program
@@ -57,7 +58,7 @@ def launch_chain_rows(
     reqs, max_path = (1, 1) if path is None else path.shape
     launch(
         _chain_rows_kernel,
-        (triton.cdiv(num_tokens, _BLOCK),),
+        (cdiv(num_tokens, _BLOCK),),
         history,
         kv_committed,
         *rows,

@@ -8,6 +8,7 @@ from torch import Tensor
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import FinishCode
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import next_power_of_2
 from paceline.kernels.commit import Accepted, CommittedRows, Drafts, EndRules, SampledTokens
 
 _CODES = len(FinishCode)  # a row of the tree is packed as next row * _CODES + code
@@ -127,7 +128,7 @@ def launch_commit(
 ) -> None:
     """One program per request."""
     (reqs, n), max_stop_ids = sampled.token_ids.shape, ends.stop_ids.shape[1]
-    block, unused = triton.next_power_of_2(n), sampled.kv_lens
+    block, unused = next_power_of_2(n), sampled.kv_lens
     parents = None if drafts is None else drafts.parents
     launch(
         _commit_kernel,
@@ -148,7 +149,7 @@ def launch_commit(
         MAX_PATH=results.shape[1] - 2,
         BLOCK=block,
         MAX_STOP_IDS=max_stop_ids,
-        BLOCK_STOP_IDS=triton.next_power_of_2(max_stop_ids),
+        BLOCK_STOP_IDS=next_power_of_2(max_stop_ids),
         PAD_ROW=PAD_ROW,
         RUNNING=int(FinishCode.RUNNING),
         STOP_TOKEN=int(FinishCode.STOP_TOKEN),

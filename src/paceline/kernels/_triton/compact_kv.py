@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 
 _BLOCK_COLUMNS = 256  # numbers of a slot that one program moves
 _UNITS = (torch.int64, torch.int32, torch.int16)  # what a slot is moved in, the widest that fits
@@ -86,7 +87,7 @@ def launch_compact_kv(pools: Sequence[Tensor], loc: Tensor, path: Tensor) -> Non
     for first in range(0, len(views), 2):
         pair = views[first : first + 2]
         a, b = pair[0], pair[-1]
-        chunks = triton.cdiv(max(a.shape[2], b.shape[2]), _BLOCK_COLUMNS) * len(pair)
+        chunks = cdiv(max(a.shape[2], b.shape[2]), _BLOCK_COLUMNS) * len(pair)
         launch(
             _compact_kv_kernel,
             (loc.shape[0], a.shape[0], chunks),
@@ -100,7 +101,7 @@ def launch_compact_kv(pools: Sequence[Tensor], loc: Tensor, path: Tensor) -> Non
             loc.shape[1],
             max_path,
             HAS_B=len(pair) == 2,
-            BLOCK_PATH=triton.next_power_of_2(max(max_path - 1, 1)),
+            BLOCK_PATH=next_power_of_2(max(max_path - 1, 1)),
             BLOCK_COLUMNS=_BLOCK_COLUMNS,
             num_warps=4,
             **overlap_options(loc.device, _compact_kv_kernel),

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.core.padding import PAD_ROW, PAD_SLOT
 from paceline.core.step import FinishCode
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import cdiv
 from paceline.kernels.derive import TableRows
 
 _BLOCK = 1024  # requests summed at once, and page-table entries copied by a program
@@ -228,7 +229,7 @@ def launch_derive(
     strides = [tensor.stride(0) for tensor in columns]
     widest = max(table.shape[1] for table in source.page_tables)
     block_tokens = _FEW_TOKENS if max_extend_len <= _FEW_TOKENS else _MANY_TOKENS
-    chunks = max(triton.cdiv(max_extend_len, block_tokens), triton.cdiv(widest, block))
+    chunks = max(cdiv(max_extend_len, block_tokens), cdiv(widest, block))
     for first in range(0, len(groups), 2):
         a, b = groups[first], groups[min(first + 1, len(groups) - 1)]
         launch(

@@ -11,6 +11,7 @@ from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW, PAD_SLOT
 from paceline.kernels._triton.derive import store_lens, store_slots
 from paceline.kernels._triton.derive_tree import ancestors
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import next_power_of_2
 from paceline.kernels.derive import PassRows
 
 _ONE_WARP = 32  # rows of a tree whose mask one warp holds in registers
@@ -100,7 +101,7 @@ def launch_derive_pass(
     """
     reqs, positions = derived[0].shape[0], derived[-1]
     rows = positions.shape[0] // reqs
-    block = triton.next_power_of_2(rows)
+    block = next_power_of_2(rows)
     parents, mask = source.committed, source.committed  # of a chain: never read
     if source.parents is not None and tree_mask is not None:
         parents, mask = source.parents, tree_mask.view(torch.uint8)

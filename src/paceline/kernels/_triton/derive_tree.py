@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import next_power_of_2
 
 
 @triton.jit
@@ -66,7 +67,7 @@ def launch_derive_tree(
         positions,
         tree_mask.view(torch.uint8),
         rows,
-        BLOCK=triton.next_power_of_2(rows),
+        BLOCK=next_power_of_2(rows),
         num_warps=1,
         **overlap_options(parents.device, _derive_tree_kernel),
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.kernels._triton.gumbel import gumbel_at
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.ranks import TAKEN, index_of, rank_of, take_best, value_of
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels.draft_topk import BLOCK_VOCAB, DraftNoise, TopDrafts
 
 
@@ -120,11 +121,11 @@ def launch_draft_topk(
     (rows, vocab), k = logits.shape, out.tokens.shape[1]
     if rows == 0:
         return
-    device, num_blocks = logits.device, triton.cdiv(vocab, block_vocab)
+    device, num_blocks = logits.device, cdiv(vocab, block_vocab)
     ranks = torch.empty(rows, num_blocks, k, dtype=torch.int64, device=device)
     highest = torch.empty(rows, num_blocks, dtype=torch.float32, device=device)
     sums = torch.empty_like(highest)
-    block_k, block_ranks = triton.next_power_of_2(k), triton.next_power_of_2(num_blocks * k)
+    block_k, block_ranks = next_power_of_2(k), next_power_of_2(num_blocks * k)
     launch(
         _draft_topk_blocks_kernel,
         (num_blocks, rows),
@@ -155,7 +156,7 @@ def launch_draft_topk(
         num_blocks,
         K=k,
         BLOCK_K=block_k,
-        BLOCK=triton.next_power_of_2(num_blocks),
+        BLOCK=next_power_of_2(num_blocks),
         BLOCK_RANKS=block_ranks,
         MAPPED=d2t is not None,
         num_warps=min(max(block_ranks // 512, 1), 8),

@@ -23,6 +23,7 @@ from paceline.kernels._triton.launch import (
     overlap_options,
     wait_for_inputs,
 )
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels._triton.split_merge import finishes_last
 from paceline.kernels.draw import BUCKETS, TOKENS_OF_BLOCK, Laws
 from paceline.kernels.edit_logits import Edits, SampledRows
@@ -276,7 +277,7 @@ def launch_best(
 ) -> RowBlocks:
     """Edit the rows that ask, and find the best of every block."""
     (num_rows, vocab), device = logits.shape, logits.device
-    num_blocks = triton.cdiv(vocab, block_vocab)
+    num_blocks = cdiv(vocab, block_vocab)
     edited = torch.empty(num_rows, vocab, dtype=torch.float32, device=device)
     said = torch.empty(num_rows, vocab, dtype=torch.int32, device=device)
     best, lowest = torch.empty(2, num_rows, num_blocks, device=device).unbind(0)
@@ -287,7 +288,7 @@ def launch_best(
     copied = _BLOCKS_COPIED * block_vocab
     launch(
         _copy_edited_kernel,
-        (triton.cdiv(vocab, copied), num_rows),
+        (cdiv(vocab, copied), num_rows),
         logits,
         at.rows,
         edits.asks,
@@ -324,7 +325,7 @@ def launch_best(
         vocab,
         num_blocks,
         BUCKETS=BUCKETS,
-        BLOCK=triton.next_power_of_2(num_blocks),
+        BLOCK=next_power_of_2(num_blocks),
         **block_tile(block_vocab),
         **overlap_options(device, _best_kernel),
     )
@@ -338,7 +339,7 @@ def row_sizes(logits: Tensor, laws: Laws, edits: Edits, num_blocks: int) -> dict
         "stride_floats": laws.temperature.stride(0),
         "vocab": logits.shape[1],
         "num_blocks": num_blocks,
-        "BLOCK": triton.next_power_of_2(num_blocks),
+        "BLOCK": next_power_of_2(num_blocks),
     }
 
 

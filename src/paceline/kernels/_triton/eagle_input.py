@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import next_power_of_2
 
 if TYPE_CHECKING:
     from paceline.kernels.eagle_input import HalfNorms
@@ -56,7 +57,7 @@ def launch_eagle_input(
     tokens, dim = features.shape
     if tokens == 0:
         return
-    block_dim = triton.next_power_of_2(dim)
+    block_dim = next_power_of_2(dim)
     launch(
         _eagle_input_norm_kernel,
         (tokens, 2),

@@ -12,6 +12,7 @@ from paceline.kernels._triton.launch import (
     overlap_options,
     wait_for_inputs,
 )
+from paceline.kernels._triton.runtime import next_power_of_2
 from paceline.kernels.edit_logits import Edits, SampledRows
 
 BIAS = tl.constexpr(int(Asks.BIAS))
@@ -161,9 +162,9 @@ def launch_edit_logits(logits: Tensor, counts: Tensor, at: SampledRows, edits: E
         at.token_ids.shape[1],
         vocab,
         WIDTH=width,
-        BLOCK_WIDTH=triton.next_power_of_2(max(width, 1)),
-        BLOCK_BIAS=triton.next_power_of_2(edits.bias_ids.shape[1]),
-        BLOCK_STOPS=triton.next_power_of_2(edits.stop_ids.shape[1]),
+        BLOCK_WIDTH=next_power_of_2(max(width, 1)),
+        BLOCK_BIAS=next_power_of_2(edits.bias_ids.shape[1]),
+        BLOCK_STOPS=next_power_of_2(edits.stop_ids.shape[1]),
         BLOCK_HISTORY=_BLOCK_HISTORY,
         num_warps=_NUM_WARPS,
         **overlap_options(logits.device, _edit_rows_kernel),

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels.greedy import BLOCK_VOCAB
 
 
@@ -69,7 +70,7 @@ def launch_greedy(
     rows, vocab = logits.shape
     if rows == 0:
         return
-    num_blocks = triton.cdiv(vocab, block_vocab)
+    num_blocks = cdiv(vocab, block_vocab)
     best = torch.empty(rows, num_blocks, dtype=torch.float32, device=logits.device)
     block_token_ids = torch.empty(rows, num_blocks, dtype=torch.int32, device=logits.device)
     launch(
@@ -92,7 +93,7 @@ def launch_greedy(
         token_ids,
         finite.view(torch.uint8),
         num_blocks,
-        BLOCK=triton.next_power_of_2(num_blocks),
+        BLOCK=next_power_of_2(num_blocks),
         num_warps=1,
         **overlap_options(logits.device, _greedy_rows_kernel),
     )

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.ranks import TAKEN, index_of, rank_of, take_best, value_of
+from paceline.kernels._triton.runtime import next_power_of_2
 from paceline.kernels.draft_topk import TopDrafts
 from paceline.kernels.grow_tree import Candidates, Frontier
 
@@ -131,8 +132,8 @@ def launch_grow_tree(
         num_children,
         candidates.tokens.shape[1],
         TOPK=topk,
-        BLOCK_TOPK=triton.next_power_of_2(topk),
-        BLOCK=triton.next_power_of_2(num_children),
+        BLOCK_TOPK=next_power_of_2(topk),
+        BLOCK=next_power_of_2(num_children),
         HAS_FRONTIER=above is not None,
         num_warps=1,
         **overlap_options(out.ids.device, _grow_tree_kernel),
@@ -146,7 +147,7 @@ def launch_select_tree(
     reqs, num_candidates = candidates.tokens.shape
     if reqs == 0:
         return
-    block = triton.next_power_of_2(num_candidates)
+    block = next_power_of_2(num_candidates)
     launch(
         _select_tree_kernel,
         (reqs,),

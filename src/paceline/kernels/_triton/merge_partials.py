@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.runtime import require_runnable
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2, require_runnable
 
 
 @triton.jit
@@ -102,11 +102,11 @@ def launch_merge_partials(
         otherwise="call kernels.merge_partials.merge_partials",
     )
     tokens, heads, dim = out.shape
-    block_dim = triton.next_power_of_2(dim)
+    block_dim = next_power_of_2(dim)
     block_rows = max(1, 2048 // block_dim)
     launch(
         _merge_partials_kernel,
-        (triton.cdiv(tokens * heads, block_rows),),
+        (cdiv(tokens * heads, block_rows),),
         out_a,
         lse_a,
         out_b,

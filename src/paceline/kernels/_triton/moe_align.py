@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 from paceline.kernels.moe_align import Alignment, max_blocks
 
 # (pairs up to which it serves, pairs that one program places, pairs counted at a time).  Few sizes,
@@ -86,14 +87,14 @@ def launch_moe_align(expert_ids: Tensor, num_experts: int, block_rows: int) -> A
     chunk, tile = next((chunk, tile) for most, chunk, tile in _SIZES if num_pairs <= most)
     launch(
         _moe_align_kernel,
-        (triton.cdiv(num_pairs, chunk),),
+        (cdiv(num_pairs, chunk),),
         expert_ids,
         *made,
         num_pairs,
         blocks,
         NUM_EXPERTS=num_experts,
         BLOCK_ROWS=block_rows,
-        BINS=max(32, triton.next_power_of_2(num_experts + 1)),
+        BINS=max(32, next_power_of_2(num_experts + 1)),
         TILE=tile,
         CHUNK=chunk,
         MAP=_MAP,

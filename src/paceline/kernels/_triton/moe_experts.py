@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch
 from paceline.kernels._triton.moe_align import launch_moe_align
-from paceline.kernels._triton.runtime import interpreted
+from paceline.kernels._triton.runtime import cdiv, interpreted, next_power_of_2
 from paceline.kernels.moe_align import Alignment
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
 from paceline.kernels.moe_route import Routing
@@ -252,10 +252,10 @@ def launch_moe_experts(
     parts = torch.empty(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
     _launch_gate_up(x, weights, aligned, gate=gate, tiles=tiles, out=gated)
     _launch_down(gated, routing, weights, aligned=aligned, tiles=tiles, out=parts)
-    block = min(1024, triton.next_power_of_2(x.shape[1]))
+    block = min(1024, next_power_of_2(x.shape[1]))
     launch(
         _sum_kernel,
-        (x.shape[0], triton.cdiv(x.shape[1], block)),
+        (x.shape[0], cdiv(x.shape[1], block)),
         parts,
         out,
         EXPERTS_PER_TOKEN=routing.expert_ids.shape[1],
@@ -278,7 +278,7 @@ def _launch_gate_up(
     tile = tiles.gate_up
     launch(
         _gate_up_kernel,
-        (triton.cdiv(2 * inter, tile.cols), aligned.blocks.shape[0]),
+        (cdiv(2 * inter, tile.cols), aligned.blocks.shape[0]),
         x,
         weights.gate_up,
         weights.gate_up_bias,
@@ -314,7 +314,7 @@ def _launch_down(
     tile = tiles.down
     launch(
         _down_kernel,
-        (triton.cdiv(out.shape[1], tile.cols), aligned.blocks.shape[0]),
+        (cdiv(out.shape[1], tile.cols), aligned.blocks.shape[0]),
         gated,
         weights.down,
         weights.down_bias,

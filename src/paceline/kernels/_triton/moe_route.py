@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch
+from paceline.kernels._triton.runtime import next_power_of_2
 
 
 @triton.jit
@@ -54,7 +55,7 @@ def launch_moe_route(
     tokens, num_experts = logits.shape
     if tokens == 0:
         return
-    block_experts = triton.next_power_of_2(num_experts)
+    block_experts = next_power_of_2(num_experts)
     launch(
         _moe_route_kernel,
         (tokens,),
@@ -66,6 +67,6 @@ def launch_moe_route(
         EXPERTS_PER_TOKEN=weights.shape[1],
         RENORMALIZE=renormalize,
         BLOCK_EXPERTS=block_experts,
-        BLOCK_SLOTS=triton.next_power_of_2(weights.shape[1]),
+        BLOCK_SLOTS=next_power_of_2(weights.shape[1]),
         num_warps=max(1, min(4, block_experts // 128)),
     )

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import next_power_of_2
 from paceline.kernels.ngram_lookup import NgramDrafts
 
 _BLOCK_TOKENS = 2048
@@ -133,8 +134,8 @@ def launch_ngram_lookup(
         MAX_N=search.max_n,
         NUM_STEPS=search.num_steps,
         BRANCHES=search.branches,
-        BLOCK_BRANCHES=triton.next_power_of_2(search.branches),
-        BLOCK_ROWS=triton.next_power_of_2(max(num_draft_tokens, search.num_steps)),
+        BLOCK_BRANCHES=next_power_of_2(search.branches),
+        BLOCK_ROWS=next_power_of_2(max(num_draft_tokens, search.num_steps)),
         BLOCK_TOKENS=block_tokens,
         TREE=out.parents is not None,
         num_warps=min(max(block_tokens // 256, 1), 8),

@@ -17,7 +17,6 @@ requests have 1, 2 and 1, at slots 0, 1 to 2, and 3; programs of further slots l
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import (
@@ -33,8 +32,10 @@ from paceline.kernels._triton.primitives import (
 from paceline.kernels._triton.runtime import (
     SplitConfig,
     block_dim,
+    cdiv,
     interpreted,
     keys_per_stage,
+    next_power_of_2,
     require_runnable,
 )
 from paceline.kernels._triton.split_merge import (
@@ -43,6 +44,8 @@ from paceline.kernels._triton.split_merge import (
     splits_per_load,
     store_partial,
 )
+from paceline.kernels.paged_attention.call import PagedCall
+from paceline.kernels.paged_attention.splits import SplitWorkspace
 
 
 @triton.jit
@@ -294,68 +297,55 @@ def decode_config(
 
 
 def launch_paged_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    kv_lens: Tensor,
+    call: PagedCall,
+    workspace: SplitWorkspace,
     *,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
     splits: int,
     shares: int | None,
-    out: Tensor,
-    lse: Tensor,
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    finished: Tensor,
     config: SplitConfig | None = None,
 ) -> None:
     """One program per KV head, split and request, or per KV head and slot; `config` overrides the
     tile table."""
+    q, cache, rows, scores, out, lse = call
     require_runnable(
         "q of paged_decode", q, _decode_kernel, otherwise="choose the torch attention backend"
     )
     num_reqs, heads, head_dim = q.shape
-    _, page_size, kv_heads, v_head_dim = v_cache.shape
+    _, page_size, kv_heads, v_head_dim = cache.v.shape
     group = heads // kv_heads
     if config is None:
-        config = decode_config(group, head_dim, v_head_dim, kv_dtype=k_cache.dtype)
-    head_tiles = triton.cdiv(group, config.block_rows)
-    merge_rows = min(config.block_rows, triton.next_power_of_2(group))
+        config = decode_config(group, head_dim, v_head_dim, kv_dtype=cache.k.dtype)
+    head_tiles = cdiv(group, config.block_rows)
+    merge_rows = min(config.block_rows, next_power_of_2(group))
     launch(
         _decode_kernel,
         (kv_heads * head_tiles, splits, num_reqs if shares is None else 1),
         q,
-        k_cache,
-        v_cache,
-        page_table,
-        kv_lens,
-        k_scale,
-        v_scale,
-        sinks,
+        cache.k,
+        cache.v,
+        rows.page_table,
+        rows.kv_lens,
+        cache.k_scale,
+        cache.v_scale,
+        scores.sinks,
         out,
         lse,
-        partial_out,
-        partial_lse,
-        finished,
+        workspace.partial_out,
+        workspace.partial_lse,
+        workspace.finished,
         *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        page_table.stride(0),
-        page_table.shape[1],
+        *cache.k.stride()[:3],
+        *cache.v.stride()[:3],
+        rows.page_table.stride(0),
+        rows.page_table.shape[1],
         *out.stride()[:2],
         heads,
-        scale,
+        scores.scale,
         num_reqs,
         splits,
         shares or 0,
-        WINDOW=window,
-        SOFT_CAP=soft_cap,
+        WINDOW=scores.window,
+        SOFT_CAP=scores.soft_cap,
         GROUP=group,
         HEAD_TILES=head_tiles,
         PAGE_SIZE=page_size,
@@ -368,7 +358,7 @@ def launch_paged_decode(
         MIN_TILES=config.min_tiles,
         MERGE_ROWS=merge_rows,
         MERGE_SPLITS=splits_per_load(merge_rows, block_dim(v_head_dim), num_warps=config.num_warps),
-        BLOCK_REQS=None if shares is None else triton.next_power_of_2(num_reqs),
+        BLOCK_REQS=None if shares is None else next_power_of_2(num_reqs),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_decode_kernel),
         **overlap_options(q.device, _decode_kernel),
         num_warps=config.num_warps,

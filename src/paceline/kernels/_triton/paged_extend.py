@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from paceline.core.modes import MaskKind
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import (
     apply_sinks,
@@ -35,8 +35,10 @@ from paceline.kernels._triton.primitives import (
 from paceline.kernels._triton.runtime import (
     SplitConfig,
     block_dim,
+    cdiv,
     interpreted,
     keys_per_stage,
+    next_power_of_2,
     require_runnable,
     shared_memory_bytes,
 )
@@ -52,7 +54,8 @@ from paceline.kernels._triton.visible_keys import (
     tree_depths,
     visible_keys,
 )
-from paceline.kernels.paged_attention.splits import FEW_ROWS, row_tile
+from paceline.kernels.paged_attention.call import PagedCall
+from paceline.kernels.paged_attention.splits import FEW_ROWS, SplitWorkspace, row_tile
 
 _SHORT_ROWS = 16  # of a request among longer ones: one small tile, as of a decode
 _ALL_ROWS = 1 << 30
@@ -389,7 +392,7 @@ def extend_config(
         largest = 16
     else:
         largest = 128 if widest <= 128 else 64
-    block_rows = max(16, min(largest, triton.next_power_of_2(max_rows)))
+    block_rows = max(16, min(largest, next_power_of_2(max_rows)))
     return SplitConfig(
         block_rows=block_rows,
         block_keys=min(64, keys_per_stage(head_dim, v_head_dim, dtype.itemsize)),
@@ -400,40 +403,25 @@ def extend_config(
 
 
 def launch_paged_extend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    prefix_lens: Tensor,
-    kv_lens: Tensor,
-    cu_seqlens_q: Tensor,
+    call: PagedCall,
+    workspace: SplitWorkspace | None,
     *,
-    tree_mask: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    sinks: Tensor | None,
-    mask: str,
-    max_extend_len: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    prefix_only: bool,
     splits: int,
-    out: Tensor,
-    lse: Tensor,
-    partial_out: Tensor | None,
-    partial_lse: Tensor | None,
-    finished: Tensor | None,
     config: SplitConfig | None = None,
 ) -> None:
-    """One program per tile of rows, KV head and request; `config` overrides the tile table."""
+    """One program per tile of rows, KV head and request; `config` overrides the tile table.
+
+    workspace: where splits of several meet.
+    """
+    q, cache, reqs, scores, out, lse = call
     require_runnable(
         "q of paged_extend", q, _extend_kernel, otherwise="choose the torch attention backend"
     )
     tokens, heads, head_dim = q.shape
-    _, page_size, kv_heads, v_head_dim = v_cache.shape
-    group, num_reqs = heads // kv_heads, page_table.shape[0]
-    max_rows = max_extend_len * group
+    _, page_size, kv_heads, v_head_dim = cache.v.shape
+    group, num_reqs = heads // kv_heads, reqs.page_table.shape[0]
+    max_rows = reqs.max_extend_len * group
+    tree_mask = reqs.tree_mask
 
     def tiles_of(rows: int, *, is_split: bool) -> SplitConfig:
         return extend_config(
@@ -441,7 +429,7 @@ def launch_paged_extend(
             head_dim,
             v_head_dim,
             dtype=q.dtype,
-            kv_dtype=k_cache.dtype,
+            kv_dtype=cache.k.dtype,
             shared_bytes=shared_memory_bytes(q.device),
             row_tile=row_tile(num_reqs, kv_heads, rows, dtype=q.dtype),
             is_split=is_split,
@@ -450,52 +438,52 @@ def launch_paged_extend(
     config = config or tiles_of(max_rows, is_split=splits > 1)
     arguments = (
         q,
-        k_cache,
-        v_cache,
-        page_table,
-        prefix_lens,
-        kv_lens,
-        cu_seqlens_q,
+        cache.k,
+        cache.v,
+        reqs.page_table,
+        reqs.prefix_lens,
+        reqs.kv_lens,
+        reqs.cu_seqlens_q,
         tree_mask,
-        k_scale,
-        v_scale,
-        sinks,
+        cache.k_scale,
+        cache.v_scale,
+        scores.sinks,
         out,
         lse,
-        partial_out,
-        partial_lse,
-        finished,
+        None if workspace is None else workspace.partial_out,
+        None if workspace is None else workspace.partial_lse,
+        None if workspace is None else workspace.finished,
         *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        page_table.stride(0),
-        page_table.shape[1],
+        *cache.k.stride()[:3],
+        *cache.v.stride()[:3],
+        reqs.page_table.stride(0),
+        reqs.page_table.shape[1],
         0 if tree_mask is None else tree_mask.stride(0),
         *out.stride()[:2],
         heads,
-        scale,
+        scores.scale,
         splits,
         num_reqs,
     )
     constants = {
-        "MASK": mask,
-        "WINDOW": window,
-        "NODES": block_nodes(max_extend_len) if mask == "tree" else None,
-        "SOFT_CAP": soft_cap,
-        "PREFIX_ONLY": prefix_only,
+        "MASK": reqs.mask.value,
+        "WINDOW": scores.window,
+        "NODES": block_nodes(reqs.max_extend_len) if reqs.mask is MaskKind.TREE else None,
+        "SOFT_CAP": scores.soft_cap,
+        "PREFIX_ONLY": scores.prefix_only,
         "GROUP": group,
         "PAGE_SIZE": page_size,
         "DIM_K": head_dim,
         "DIM_V": v_head_dim,
         "BLOCK_DIM_K": block_dim(head_dim),
         "BLOCK_DIM_V": block_dim(v_head_dim),
-        "SAME_STRIDES": k_cache.stride()[:2] == v_cache.stride()[:2],
-        "ONE_LOOP": window is not None or splits > 1,
+        "SAME_STRIDES": cache.k.stride()[:2] == cache.v.stride()[:2],
+        "ONE_LOOP": scores.window is not None or splits > 1,
         "IS_SPLIT": splits > 1,
         "WIDEN": q.dtype == torch.bfloat16 and interpreted(_extend_kernel),
     }
     start = partial(_start, q.device, arguments, constants)
-    tiles = triton.cdiv(max_rows, config.block_rows)
+    tiles = cdiv(max_rows, config.block_rows)
     slots = tokens * group // config.block_rows + num_reqs
     if splits > 1 or slots >= tiles * num_reqs:
         start(config, (tiles, kv_heads * num_reqs, splits))

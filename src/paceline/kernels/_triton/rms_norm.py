@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -76,12 +77,12 @@ def launch_rms_norm(
     num_rows = x.shape[0] * heads
     if num_rows == 0:
         return
-    block_dim = triton.next_power_of_2(dim)
+    block_dim = next_power_of_2(dim)
     block_rows = max(1, 1024 // block_dim)
     added = x if residual is None else residual
     launch(
         _rms_norm_kernel,
-        (triton.cdiv(num_rows, block_rows),),
+        (cdiv(num_rows, block_rows),),
         x,
         added,
         weight,

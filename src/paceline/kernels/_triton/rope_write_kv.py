@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2
 
 _BLOCK_HEADS = 8  # heads of one program
 
@@ -267,8 +268,8 @@ def launch_rope_write_kv(
         return
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
     kv_heads, dim_v = k.shape[1], v.shape[2]
-    q_blocks = triton.cdiv(heads, block_heads) if half or q_norm is not None else 0
-    kv_blocks = triton.cdiv(kv_heads, block_heads)
+    q_blocks = cdiv(heads, block_heads) if half or q_norm is not None else 0
+    kv_blocks = cdiv(kv_heads, block_heads)
     launch(
         _rope_write_kv_kernel,
         (tokens, q_blocks + 2 * kv_blocks),
@@ -299,12 +300,12 @@ def launch_rope_write_kv(
         Q_BLOCKS=q_blocks,
         KV_BLOCKS=kv_blocks,
         BLOCK_HEADS=block_heads,
-        BLOCK_HALF=triton.next_power_of_2(max(half, 1)),
-        BLOCK_REST=triton.next_power_of_2(max(dim - 2 * half, 1)),
-        BLOCK_DIM_V=triton.next_power_of_2(dim_v),
+        BLOCK_HALF=next_power_of_2(max(half, 1)),
+        BLOCK_REST=next_power_of_2(max(dim - 2 * half, 1)),
+        BLOCK_DIM_V=next_power_of_2(dim_v),
         UNIT_OFFSET=unit_offset,
         num_warps=num_warps
-        or _num_warps(block_heads * triton.next_power_of_2(dim), quantised=k_scale is not None),
+        or _num_warps(block_heads * next_power_of_2(dim), quantised=k_scale is not None),
         **overlap_options(q.device, _rope_write_kv_kernel),
     )
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -65,9 +64,19 @@ def keys_per_stage(head_dim: int, v_head_dim: int, element_bytes: int) -> int:
     """
     row_bytes = (block_dim(head_dim) + block_dim(v_head_dim)) * element_bytes
     tile_bytes = 16384 if element_bytes == 4 else 32768
-    return max(16, min(128, tile_bytes // triton.next_power_of_2(row_bytes)))
+    return max(16, min(128, tile_bytes // next_power_of_2(row_bytes)))
+
+
+def next_power_of_2(n: int) -> int:
+    """The least that is not below n; on the host Triton's own costs more than torch's operators."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def cdiv(n: int, size: int) -> int:
+    """n / size, rounded up; on the host as above."""
+    return -(-n // size)
 
 
 def block_dim(dim: int) -> int:
     """A head dim as a tile edge: a power of two that a matrix unit can take."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, next_power_of_2(dim))

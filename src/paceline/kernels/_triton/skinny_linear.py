@@ -19,7 +19,9 @@ from torch import Tensor
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import dot, gated_activation
 from paceline.kernels._triton.runtime import (
+    cdiv,
     interpreted,
+    next_power_of_2,
     require_runnable,
     shared_memory_bytes,
 )
@@ -175,11 +177,11 @@ def launch_skinny_linear(
     tokens, inner = x.shape
     out_features = out.shape[1]
     if tokens == 1:
-        block_cols = triton.next_power_of_2(inner)
+        block_cols = next_power_of_2(inner)
         block_rows = max(1, _ROW_ELEMENTS // block_cols)
         launch(
             _one_token_kernel,
-            (triton.cdiv(out_features, block_rows),),
+            (cdiv(out_features, block_rows),),
             x,
             weight,
             bias,
@@ -198,7 +200,7 @@ def launch_skinny_linear(
     stage_bytes = (weight_rows + tile.tokens) * tile.inner * x.element_size()
     launch(
         _few_tokens_kernel,
-        (triton.cdiv(out_features, tile.features), splits),
+        (cdiv(out_features, tile.features), splits),
         x,
         weight,
         bias,

@@ -21,8 +21,10 @@ from paceline.kernels._triton.primitives import (
 from paceline.kernels._triton.runtime import (
     TileConfig,
     block_dim,
+    cdiv,
     interpreted,
     keys_per_stage,
+    next_power_of_2,
     require_runnable,
 )
 
@@ -111,8 +113,8 @@ def tree_config(
     most_rows = 16 if dtype == torch.float32 else 64
     most_keys = min(64, keys_per_stage(head_dim, v_head_dim, dtype.itemsize))
     return TileConfig(
-        block_rows=max(16, min(most_rows, triton.next_power_of_2(extend_len * group))),
-        block_keys=max(16, min(most_keys, triton.next_power_of_2(extend_len))),
+        block_rows=max(16, min(most_rows, next_power_of_2(extend_len * group))),
+        block_keys=max(16, min(most_keys, next_power_of_2(extend_len))),
         num_warps=4,
         num_stages=2,
     )
@@ -143,7 +145,7 @@ def launch_tree_attention(
     kv_heads, v_head_dim = v.shape[1:]
     group = heads // kv_heads
     config = tree_config(extend_len, group, head_dim=head_dim, v_head_dim=v_head_dim, dtype=q.dtype)
-    tiles = triton.cdiv(extend_len * group, config.block_rows)
+    tiles = cdiv(extend_len * group, config.block_rows)
     launch(
         _tree_attention_kernel,
         (tiles, kv_heads, tokens // extend_len),

@@ -7,6 +7,8 @@ the number 0b011, and with prefix 10 key 12, the third row, is not seen: bit 2 i
 import triton
 import triton.language as tl
 
+from paceline.kernels._triton.runtime import next_power_of_2
+
 
 @triton.jit
 def tree_depths(
@@ -90,4 +92,4 @@ def visible_keys(
 
 def block_nodes(max_extend_len: int) -> int | None:
     """Edge of the tile of a tree's rows whose bits fit one number; None: too many rows."""
-    return max(16, triton.next_power_of_2(max_extend_len)) if max_extend_len <= 64 else None
+    return max(16, next_power_of_2(max_extend_len)) if max_extend_len <= 64 else None

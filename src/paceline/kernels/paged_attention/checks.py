@@ -7,11 +7,21 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
+from paceline.kernels.paged_attention.call import PagedCache, PagedCall
 
 FP8 = torch.float8_e4m3fn  # the one quantised cache format
 
 
-def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def check_call(call: PagedCall, num_reqs: int) -> None:
+    """All of a call but its lengths and its mask."""
+    _check_cache(call.q, call.cache)
+    _check_scales(call.cache)
+    _check_sinks(call.q, call.scores.sinks)
+    _check_page_table(call.rows.page_table, num_reqs)
+    _check_outputs(call)
+
+
+def _check_cache(q: Tensor, cache: PagedCache) -> None:
     """q is [tokens, heads, head_dim] and the caches are NHD pages of its dtype or of fp8."""
     if q.dim() != 3 or q.stride(2) != 1:
         reject(
@@ -20,6 +30,7 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
             got=q,
             remedy="view the projection as heads",
         )
+    k_cache, v_cache = cache.k, cache.v
     is_pages = k_cache.dim() == 4 and k_cache.shape[3] == q.shape[2]
     if not is_pages or not (_matches(k_cache, q) or _matches(k_cache, q, FP8)):
         reject(
@@ -46,10 +57,10 @@ def check_caches(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         )
 
 
-def check_scales(k_cache: Tensor, *, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+def _check_scales(cache: PagedCache) -> None:
     """An fp8 cache has both scales, [1] float32; any other has none."""
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if k_cache.dtype == FP8:
+    for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale)):
+        if cache.k.dtype == FP8:
             if scale is None or scale.dtype != torch.float32 or scale.shape != (1,):
                 reject(
                     name,
@@ -60,13 +71,13 @@ def check_scales(k_cache: Tensor, *, k_scale: Tensor | None, v_scale: Tensor | N
         elif scale is not None:
             reject(
                 name,
-                expected=f"None, for a cache of {k_cache.dtype}",
+                expected=f"None, for a cache of {cache.k.dtype}",
                 got=scale,
                 remedy="only a quantised cache has scales",
             )
 
 
-def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+def _check_sinks(q: Tensor, sinks: Tensor | None) -> None:
     """None, or contiguous [heads] float32."""
     if sinks is None:
         return
@@ -79,17 +90,19 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
         )
 
 
-def check_outputs(q: Tensor, v_cache: Tensor, *, out: Tensor, lse: Tensor) -> None:
+def _check_outputs(call: PagedCall) -> None:
     """out is [tokens, heads, v_head_dim] in q's dtype, lse contiguous [tokens, heads] float32."""
+    q, out, lse, v_head_dim = call.q, call.out, call.lse, call.cache.v.shape[3]
     tokens, heads, _ = q.shape
-    if out.shape != (tokens, heads, v_cache.shape[3]) or not _matches(out, q):
+    if out.shape != (tokens, heads, v_head_dim) or not _matches(out, q):
         reject(
             "out",
-            expected=f"{q.dtype} [{tokens}, {heads}, {v_cache.shape[3]}] on {q.device}",
+            expected=f"{q.dtype} [{tokens}, {heads}, {v_head_dim}] on {q.device}",
             got=out,
             remedy="allocate it per step or in the backend's buffers",
         )
-    if lse.shape != (tokens, heads) or lse.dtype != torch.float32 or not lse.is_contiguous():
+    is_lse = lse is not None and lse.shape == (tokens, heads) and lse.dtype == torch.float32
+    if not is_lse or not lse.is_contiguous():
         reject(
             "lse",
             expected=f"contiguous float32 [{tokens}, {heads}]",
@@ -109,7 +122,7 @@ def check_index(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_page_table(page_table: Tensor, num_reqs: int) -> None:
+def _check_page_table(page_table: Tensor, num_reqs: int) -> None:
     """An int32 [reqs, max_pages] table with contiguous rows."""
     fits = page_table.dim() == 2 and page_table.shape[0] == num_reqs and page_table.stride(1) == 1
     if not fits or page_table.dtype != torch.int32:

@@ -6,18 +6,12 @@ the last split to finish merges all by their log-sum-exp (Dao et al. 2023, "Flas
 definition is paged_attention_reference with extend 1.
 """
 
-from torch import Tensor
+from typing import Any
 
 from paceline.kernels._check import require_triton
 from paceline.kernels.custom_op import define_op
-from paceline.kernels.paged_attention.checks import (
-    check_caches,
-    check_index,
-    check_outputs,
-    check_page_table,
-    check_scales,
-    check_sinks,
-)
+from paceline.kernels.paged_attention.call import SCHEMA, PagedCall
+from paceline.kernels.paged_attention.checks import check_call, check_index
 from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
     check_workspace,
@@ -28,122 +22,49 @@ from paceline.kernels.paged_attention.splits import (
 )
 
 
-def paged_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    kv_lens: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    out: Tensor,
-    lse: Tensor,
-    workspace: SplitWorkspace,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> None:
+def paged_decode(call: PagedCall, workspace: SplitWorkspace) -> None:
     """Attend one query per request, at position kv_len − 1.
 
-    q: [reqs, heads, head_dim], rows may be strided; k_cache: [num_pages, page_size, kv_heads,
-    head_dim] and v_cache with v_head_dim, both maybe strided views, in q's dtype or float8_e4m3fn
-    with k_scale and v_scale [1] float32; page_table: [reqs, max_pages] int32; kv_lens: [reqs]
-    int32; sinks: [heads] float32.  Mutates out [reqs, heads, v_head_dim], lse [reqs, heads] float32
-    (natural log, without sinks) and the workspace.  kv_len 0 gives out 0, lse −inf.
+    call: with q [reqs, heads, head_dim]; of the rows page_table and kv_lens are read.  Mutates out,
+    lse and the workspace.  kv_len 0 gives out 0, lse −inf.
     Graph-safe: grids depend on padded sizes only; no host sync.  Raises KernelArgumentError.
     """
-    check_caches(q, k_cache, v_cache)
-    check_scales(k_cache, k_scale=k_scale, v_scale=v_scale)
-    check_sinks(q, sinks)
+    q, cache, rows, scores = call[:4]
+    check_call(call, q.shape[0])
     num_reqs, num_heads, _ = q.shape
-    check_page_table(page_table, num_reqs)
-    check_index("kv_lens", kv_lens, (num_reqs,))
-    check_outputs(q, v_cache, out=out, lse=lse)
-    max_keys = most_keys(page_table, k_cache, window)
-    kv_heads = k_cache.shape[2]
+    check_index("kv_lens", rows.kv_lens, (num_reqs,))
+    max_keys = most_keys(rows.page_table, cache.k, scores.window)
+    kv_heads = cache.k.shape[2]
     splits = decode_splits(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
     shares = decode_shares(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
-    rows = num_reqs * splits
+    partials = num_reqs * splits
     if shares is not None:
-        rows = splits = decode_slots(num_reqs, shares)
-    check_workspace(workspace, rows, num_reqs, num_heads, v_cache.shape[3])
+        partials = splits = decode_slots(num_reqs, shares)
+    check_workspace(workspace, partials, num_reqs, num_heads, cache.v.shape[3])
     if num_reqs == 0:
         return
     _PAGED_DECODE(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        kv_lens,
-        k_scale,
-        v_scale,
-        sinks,
-        scale,
-        window,
-        soft_cap,
+        *call.flat(),
         splits,
         shares,
-        out,
-        lse,
         workspace.partial_out,
         workspace.partial_lse,
         workspace.finished,
     )
 
 
-def _launch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    kv_lens: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    splits: int,
-    shares: int | None,
-    out: Tensor,
-    lse: Tensor,
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    finished: Tensor,
-) -> None:
+def _launch(*args: Any) -> None:
     require_triton("paged_decode", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.paged_decode import launch_paged_decode
 
-    launch_paged_decode(
-        q,
-        k_cache,
-        v_cache,
-        page_table,
-        kv_lens,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        sinks=sinks,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        splits=splits,
-        shares=shares,
-        out=out,
-        lse=lse,
-        partial_out=partial_out,
-        partial_lse=partial_lse,
-        finished=finished,
-    )
+    call, (splits, shares, partial_out, partial_lse, finished) = PagedCall.taken(args)
+    workspace = SplitWorkspace(partial_out=partial_out, partial_lse=partial_lse, finished=finished)
+    launch_paged_decode(call, workspace, splits=splits, shares=shares)
 
 
 _PAGED_DECODE = define_op(
-    "paged_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor kv_lens, "
-    "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, "
-    "float scale, int? window, float? soft_cap, int splits, int? shares, "
-    "Tensor(a!) out, Tensor(b!) lse, Tensor(c!) partial_out, Tensor(d!) partial_lse, "
-    "Tensor(e!) finished) -> ()",
+    f"paged_decode({SCHEMA}, int splits, int? shares, Tensor(c!) partial_out, "
+    "Tensor(d!) partial_lse, Tensor(e!) finished) -> ()",
     cpu=_launch,
     cuda=_launch,
 )

@@ -18,59 +18,47 @@ from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
+from paceline.kernels.paged_attention.call import PagedCache, PagedRows, Scores
 
 
 def paged_attention_reference(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    prefix_lens: Tensor,
-    extend_lens: Tensor,
-    cu_seqlens_q: Tensor,
+    cache: PagedCache,
+    rows: PagedRows,
+    scores: Scores,
     *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    mask: MaskKind,
-    tree_mask: Tensor | None,
-    prefix_only: bool,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    sinks: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Attend in `compute_dtype`; returns (out, lse) and mutates nothing.
 
-    q: [tokens, heads, head_dim]; k_cache: [num_pages, page_size, kv_heads, head_dim]; v_cache with
-    v_head_dim; page_table: [reqs, max_pages]; prefix_lens, extend_lens: [reqs];
-    cu_seqlens_q: [reqs + 1]; tree_mask: [tokens, >= extend] bool, with MaskKind.TREE only;
-    k_scale, v_scale: [1], with a quantised cache only; sinks: [heads].
-    out: [tokens, heads, v_head_dim] in compute_dtype, unrounded; lse: [tokens, heads] float32
-    natural log.  A row that sees no key gives out 0 and lse −inf.  Raises KernelArgumentError.
+    q: [tokens, heads, head_dim].  out: [tokens, heads, v_head_dim] in compute_dtype, unrounded;
+    lse: [tokens, heads] float32 natural log.  A row that sees no key gives out 0 and lse −inf.
+    Raises KernelArgumentError.
     """
     tokens, heads, _ = q.shape
-    out = q.new_zeros((tokens, heads, v_cache.shape[3]), dtype=compute_dtype)
+    out = q.new_zeros((tokens, heads, cache.v.shape[3]), dtype=compute_dtype)
     lse = q.new_full((tokens, heads), float("-inf"), dtype=torch.float32)
-    starts = cu_seqlens_q.tolist()
-    lens = zip(prefix_lens.tolist(), extend_lens.tolist(), strict=True)
-    for r, (prefix, extend) in enumerate(lens):
+    starts = rows.cu_seqlens_q.tolist()
+    lens = zip(rows.prefix_lens.tolist(), rows.kv_lens.tolist(), strict=True)
+    for r, (prefix, kv_len) in enumerate(lens):
+        extend = kv_len - prefix
         if extend == 0:
             continue
-        rows = slice(starts[r], starts[r] + extend)
-        num_keys = prefix if prefix_only else prefix + extend
-        k = gather_pages(k_cache, page_table[r], num_keys, k_scale).to(compute_dtype)
-        v = gather_pages(v_cache, page_table[r], num_keys, v_scale).to(compute_dtype)
-        tree = None if tree_mask is None else tree_mask[rows, :extend]
-        visible = visible_keys(prefix, extend, mask, tree_mask=tree, window=window)
-        out[rows], lse[rows] = dense_attention(
-            q[rows].to(compute_dtype),
+        mine = slice(starts[r], starts[r] + extend)
+        num_keys = prefix if scores.prefix_only else kv_len
+        pages = rows.page_table[r]
+        k = gather_pages(cache.k, pages, num_keys, cache.k_scale).to(compute_dtype)
+        v = gather_pages(cache.v, pages, num_keys, cache.v_scale).to(compute_dtype)
+        tree = None if rows.tree_mask is None else rows.tree_mask[mine, :extend]
+        visible = visible_keys(prefix, extend, rows.mask, tree_mask=tree, window=scores.window)
+        out[mine], lse[mine] = dense_attention(
+            q[mine].to(compute_dtype),
             k,
             v,
             visible=visible[:, :num_keys].to(q.device),
-            scale=scale,
-            soft_cap=soft_cap,
-            sinks=None if prefix_only else sinks,
+            scale=scores.scale,
+            soft_cap=scores.soft_cap,
+            sinks=None if scores.prefix_only else scores.sinks,
         )
     return out, lse
 

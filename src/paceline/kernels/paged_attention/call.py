@@ -1,0 +1,81 @@
+"""PagedCall: what one launch of paged attention reads and writes, from a plan to a kernel."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from paceline.core.modes import MaskKind
+
+# Of an operator that takes a call; flat() and taken() keep its order.
+SCHEMA = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_scale, Tensor? v_scale, "
+    "Tensor page_table, Tensor prefix_lens, Tensor kv_lens, Tensor cu_seqlens_q, "
+    "int max_extend_len, Tensor? tree_mask, str mask, "
+    "float scale, int? window, float? soft_cap, bool prefix_only, Tensor? sinks, "
+    "Tensor(a!) out, Tensor(b!)? lse"
+)
+_MASKS = {mask.value: mask for mask in MaskKind}
+
+
+class PagedCache(NamedTuple):
+    """One layer's pages, which may be strided views; a float8_e4m3fn cache has scales."""
+
+    k: Tensor  # [num_pages, page_size, kv_heads, head_dim]  q's dtype or float8_e4m3fn
+    v: Tensor  # [num_pages, page_size, kv_heads, v_head_dim]  k's dtype
+    k_scale: Tensor | None = None  # [1]  float32
+    v_scale: Tensor | None = None  # [1]  float32
+
+
+class PagedRows(NamedTuple):
+    """The requests of a step and the pages of one cache group that are theirs."""
+
+    page_table: Tensor  # [reqs, max_pages]  int32  contiguous rows
+    prefix_lens: Tensor  # [reqs]  int32
+    kv_lens: Tensor  # [reqs]  int32  prefix + extend
+    cu_seqlens_q: Tensor  # [reqs + 1]  int32
+    max_extend_len: int  # no request extends by more
+    tree_mask: Tensor | None = None  # [tokens, >= max_extend_len]  bool  with MaskKind.TREE only
+    mask: MaskKind = MaskKind.CAUSAL
+
+
+class Scores(NamedTuple):
+    """How a query weighs its keys."""
+
+    scale: float
+    window: int | None = None  # keys visible, the query's own included
+    soft_cap: float | None = None
+    prefix_only: bool = False  # without the step's own keys; a window counts from the query
+    sinks: Tensor | None = None  # [heads]  float32
+
+
+class PagedCall(NamedTuple):
+    """Attend q to a paged cache, into out and lse, which alone are mutated."""
+
+    q: Tensor  # [tokens, heads, head_dim]  rows may be strided
+    cache: PagedCache
+    rows: PagedRows
+    scores: Scores
+    out: Tensor  # [tokens, heads, v_head_dim]  q's dtype
+    lse: Tensor | None  # [tokens, heads]  float32  natural log, without sinks; None: not wanted
+
+    def flat(self) -> tuple[Any, ...]:
+        """The arguments of SCHEMA."""
+        q, cache, rows, scores, out, lse = self
+        return (q, *cache, *rows[:-1], rows.mask.value, *scores, out, lse)
+
+    @staticmethod
+    def taken(args: Sequence[Any]) -> "tuple[PagedCall, Sequence[Any]]":
+        """The call that `args` begin with, and what is behind it."""
+        q, k, v, k_scale, v_scale, page_table, prefix_lens, kv_lens, cu_seqlens_q = args[:9]
+        longest, tree_mask, mask, scale, window, soft_cap, prefix_only, sinks, out, lse = args[9:19]
+        rows = (page_table, prefix_lens, kv_lens, cu_seqlens_q, longest, tree_mask, _MASKS[mask])
+        call = PagedCall(
+            q,
+            PagedCache(k, v, k_scale, v_scale),
+            PagedRows(*rows),
+            Scores(scale, window, soft_cap, prefix_only, sinks),
+            out,
+            lse,
+        )
+        return call, args[19:]
