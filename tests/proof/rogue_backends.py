@@ -139,6 +139,13 @@ class ForgetsName(AttentionBackend):
     forward = TorchBackend.forward
 
 
+class ForgetsDefaults(Faultless):
+    """Can be made by those alone who know what it wants."""
+
+    def __init__(self, depth: int, *, width: int = 1, **others: int) -> None:
+        super().__init__()
+
+
 class ForgetsAll(AttentionBackend):
     """Has nothing."""
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import AttentionBackend, AttentionConfig, Capabilities
@@ -92,6 +93,9 @@ def _require_complete(target: str, backend: type[AttentionBackend]) -> None:
     is_planned = isinstance(can, Capabilities) and can.host_plan
     if is_planned and backend.host_plan is AttentionBackend.host_plan:
         missing.append("host_plan, which its capabilities declare")
+    given = [p for p in signature(backend).parameters.values() if p.default is p.empty]
+    needed = [p.name for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    missing += [f"default for its constructor's {name}" for name in needed]
     if missing:
         raise ConfigError.about(
             f"attention backend {target}",

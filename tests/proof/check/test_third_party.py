@@ -93,6 +93,7 @@ def test_a_run_outlives_classes_that_end_their_process(tmp_path):
         ("ForgetsCapabilities", "no capabilities of type Capabilities"),
         ("ForgetsPlan", "no plan"),
         ("ForgetsHostPlan", "no host_plan, which its capabilities declare"),
+        ("ForgetsDefaults", "no default for its constructor's depth"),
         (
             "ForgetsAll",
             "no name of type str, no capabilities of type Capabilities, no forward, "
