@@ -26,9 +26,9 @@ from covers import Cell, cell_name, pairwise
 from paceline.attention.backends.flashinfer_backend import (
     FlashInferBackend,
     FlashInferBuffers,
-    may_be_recorded,
 )
-from paceline.attention.backends.flashinfer_wrappers import RING, WrapperRing
+from paceline.attention.backends.flashinfer_session import may_be_recorded
+from paceline.attention.backends.flashinfer_wrappers import RING, StepShape, WrapperRing
 from paceline.attention.contract import AttentionConfig, AttentionSpec, GraphSupport, Part
 from paceline.attention.registry import load_backend
 from paceline.core.errors import KernelArgumentError
@@ -228,7 +228,7 @@ def stepping(built: Built, backend: FlashInferBackend, buffers: FlashInferBuffer
 def test_the_oldest_shape_that_no_graph_holds_is_forgotten(
     is_recorded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = "paceline.attention.backends.flashinfer_backend"
+    module = "paceline.attention.backends.flashinfer_session"
     monkeypatch.setattr(f"{module}.KEPT_SHAPES", 2)
     monkeypatch.setattr(f"{module}.may_be_recorded", lambda device: is_recorded)
     shapes = [build(replace(CHAIN, extend_lens=(1, 2, n))) for n in (6, 5, 4)]
@@ -237,7 +237,7 @@ def test_the_oldest_shape_that_no_graph_holds_is_forgotten(
     buffers = backend.make_buffers(limits(shapes[0]))
     for built in (shapes[0], shapes[1], shapes[0], shapes[2]):  # the second is the oldest
         stepping(built, backend, buffers)
-    kept = {shape.tokens for shape in buffers.wrappers}
+    kept = {shape.tokens for shape in buffers.session.shapes()}
     assert kept == ({9, 8, 7} if is_recorded else {9, 7})
     made = len(library.plans)
     stepping(shapes[1], backend, buffers)
@@ -268,11 +268,12 @@ def test_a_failed_plan_leaves_the_wrappers_that_a_graph_holds(
     built, backend = build(CHAIN), FlashInferBackend(emulator)
     buffers = backend.make_buffers(limits(built))
     stepping(built, backend, buffers)
-    held = dict(buffers.wrappers)
+    shape = StepShape(Part.ALL, MaskKind.CAUSAL, built.view.padded_reqs, built.view.padded_tokens)
+    held = buffers.session.planned(shape)
     monkeypatch.setattr(WrapperRing, "plan", fail)
     with pytest.raises(RuntimeError, match="no room"):
         backend.host_plan(step_of(built, epoch=2), buffers)
-    assert buffers.wrappers == held
+    assert buffers.session.planned(shape) is held is not None
 
 
 def fail(*_: Any) -> None:
@@ -394,5 +395,7 @@ def test_this_machine_must_have_the_library(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_real_library_is_imported_when_buffers_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", emulator)
-    assert FlashInferBackend().make_buffers(limits(build(CHAIN))).library is emulator
+    library, built, backend = Counting(), build(CHAIN), FlashInferBackend()
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    stepping(built, backend, backend.make_buffers(limits(built)))
+    assert library.plans

@@ -227,8 +227,13 @@ TARGETS = (
         (
             *("FlashInferBackend.host_plan", "FlashInferBackend.plan"),
             "FlashInferBackend.forward",
-            *("_parts", "_make_wrappers", "_derive_pages", "_forget_oldest"),
+            *("_parts", "_derive_pages"),
         ),
+        Killers(_FLASHINFER, ("attention/test_flashinfer_backend.py",)),
+    ),
+    Target(
+        "attention/backends/flashinfer_session.py",
+        ("WrapperSession",),
         Killers(_FLASHINFER, ("attention/test_flashinfer_backend.py",)),
     ),
     Target(

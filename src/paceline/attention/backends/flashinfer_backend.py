@@ -15,22 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.attention.backends.flashinfer_session import (
+    KEPT_SHAPES,
+    RECORDED_SHAPES,
+    Wrappers,
+    WrapperSession,
+)
 from paceline.attention.backends.flashinfer_tree import LN2, TreeRows, as_cached
 from paceline.attention.backends.flashinfer_wrappers import (
     HostLens,
     StepShape,
-    WrapperRing,
     constants,
-    distinct_constants,
     rings_bytes,
     unplanned,
-    window_left,
     workspace_bytes,
 )
 from paceline.attention.contract import (
     AttentionBackend,
     AttentionConfig,
-    AttentionSpec,
     Capabilities,
     GraphSupport,
     LayerCache,
@@ -47,20 +49,9 @@ from paceline.attention.layouts.csr import (
 )
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
-from paceline.kernels.stand_in import device_type
 from paceline.kernels.step_view import StepView
 
 MODULE = "flashinfer"
-KEPT_SHAPES = 64  # that no graph holds; more than steps in flight
-RECORDED_SHAPES = 128  # allowance of the memory budget: that graphs hold
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Wrappers:
-    """What a shape runs."""
-
-    rings: dict[AttentionSpec, WrapperRing]  # by the layer's constants
-    tree: TreeRows | None  # with the prefix of a tree: the step's own rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,14 +59,11 @@ class FlashInferBuffers:
     """Everything whose address a graph may hold, at its largest, and the wrappers bound to it."""
 
     limits: Limits = field(metadata=OPAQUE)
-    library: Any = field(metadata=OPAQUE)
     workspace: Tensor  # [workspace_bytes]  uint8  partial results of one kernel
     qo_indptr: Tensor  # [max_reqs + 1]  int32  the library's copy of the step's cu_seqlens_q
     everything: CsrBuffers  # of Part.ALL
     prefix: CsrBuffers  # of Part.PREFIX
-    wrappers: dict[StepShape, Wrappers] = field(metadata=OPAQUE)  # made by a host plan, the
-    # longest unplanned first
-    recorded: set[StepShape] = field(metadata=OPAQUE)  # shapes whose wrappers a graph may hold
+    session: WrapperSession = field(metadata=OPAQUE)
 
     def csr(self, part: Part) -> CsrBuffers:
         """The lists of one part's keys."""
@@ -136,16 +124,16 @@ class FlashInferBackend(AttentionBackend):
 
     def make_buffers(self, limits: Limits) -> FlashInferBuffers:
         """Workspace and lists for the largest step; wrappers come with the steps' shapes."""
-        device = limits.device
+        device, library = limits.device, self.library or importlib.import_module(MODULE)
+        workspace = torch.empty(workspace_bytes(limits), dtype=torch.uint8, device=device)
+        qo_indptr = torch.zeros(limits.max_reqs + 1, dtype=torch.int32, device=device)
         return FlashInferBuffers(
             limits=limits,
-            library=self.library or importlib.import_module(MODULE),
-            workspace=torch.empty(workspace_bytes(limits), dtype=torch.uint8, device=device),
-            qo_indptr=torch.zeros(limits.max_reqs + 1, dtype=torch.int32, device=device),
+            workspace=workspace,
+            qo_indptr=qo_indptr,
             everything=make_csr_buffers(limits),
             prefix=make_csr_buffers(limits),
-            wrappers={},
-            recorded=set(),
+            session=WrapperSession(library, limits, workspace=workspace, qo_indptr=qo_indptr),
         )
 
     def buffer_bytes(self, limits: Limits) -> int:
@@ -165,17 +153,7 @@ class FlashInferBackend(AttentionBackend):
                 csr=csr_lens(kv_lens, page_size),
                 max_extend_len=max(layout.extend_lens),
             )
-            wrappers = buffers.wrappers.get(shape)
-            if wrappers is None:
-                _forget_oldest(buffers)
-                wrappers = _make_wrappers(buffers, shape)
-                for ring in wrappers.rings.values():
-                    ring.plan_first(lens)
-            else:
-                for ring in wrappers.rings.values():
-                    ring.plan(step.epoch, lens)
-            buffers.wrappers.pop(shape, None)  # a failed plan leaves what a graph holds
-            buffers.wrappers[shape] = wrappers
+            buffers.session.plan(shape, step.epoch, lens, buffers.csr(part))
 
     def plan(self, view: StepView, buffers: FlashInferBuffers) -> FlashInferPlan:
         """The page ids of every part that was planned for this shape, and a tree's mask."""
@@ -183,13 +161,10 @@ class FlashInferBackend(AttentionBackend):
         lists: list[CsrPlan] = []
         for part in _parts(view.mask, buffers.limits):
             shape = StepShape(part, view.mask, view.padded_reqs, view.padded_tokens)
-            wrappers = buffers.wrappers.get(shape)
-            if wrappers is None or not wrappers.rings:
-                continue
-            planned[part] = wrappers
-            if may_be_recorded(buffers.limits.device):
-                buffers.recorded.add(shape)
-            lists += _derive_pages(view, buffers, part)
+            wrappers = buffers.session.planned(shape)
+            if wrappers is not None:
+                planned[part] = wrappers
+                lists += _derive_pages(view, buffers, part)
         plan = FlashInferPlan(
             wrappers=planned,
             lists=tuple(lists),
@@ -246,43 +221,8 @@ def _derive_pages(view: StepView, buffers: FlashInferBuffers, part: Part) -> Ite
         )
 
 
-def may_be_recorded(device: torch.device) -> bool:
-    """Whether a graph may be recording; on a CPU there is no way to tell."""
-    return device_type(device) != "cuda" or torch.cuda.is_current_stream_capturing()
-
-
-def _forget_oldest(buffers: FlashInferBuffers) -> None:
-    """Make room for a shape: unpadded steps have a new one each."""
-    loose = [shape for shape in buffers.wrappers if shape not in buffers.recorded]
-    if len(loose) >= KEPT_SHAPES:
-        del buffers.wrappers[loose[0]]
-
-
 def _parts(mask: MaskKind, limits: Limits) -> tuple[Part, ...]:
     """What pages may be read for: of a tree the prefix alone, as its own rows are read apart."""
     if mask is MaskKind.TREE:
         return (Part.PREFIX,)
     return (Part.ALL, Part.PREFIX) if limits.prefix_alone else (Part.ALL,)
-
-
-def _make_wrappers(buffers: FlashInferBuffers, shape: StepShape) -> Wrappers:
-    """For every set of layer constants whose window the library can say."""
-    limits = buffers.limits
-    rings = {}
-    for spec in distinct_constants(limits.layers):
-        left = window_left(spec, shape)
-        if left is not None:
-            rings[spec] = WrapperRing(
-                buffers.library,
-                limits,
-                spec=spec,
-                shape=shape,
-                window_left=left,
-                workspace=buffers.workspace,
-                qo_indptr=buffers.qo_indptr,
-                csr=buffers.csr(shape.part),
-            )
-    tree = None
-    if shape.mask is MaskKind.TREE and all(spec.window is None for spec in limits.layers):
-        tree = TreeRows(buffers.library, limits, shape, buffers.workspace)
-    return Wrappers(rings=rings, tree=tree)
