@@ -4,7 +4,6 @@ It reads every key of every request and masks what a query may not see, so it is
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ class DensePlan:
     visible: Tensor  # [padded_tokens, padded_reqs * max_keys]  bool
 
 
-class DenseBackend(AttentionBackend):
+class DenseBackend(AttentionBackend[DenseBuffers, DensePlan]):
     """Causal attention of one cache group in plain torch, on any device."""
 
     name = "dense-example"
@@ -74,7 +73,7 @@ class DenseBackend(AttentionBackend):
             visible=flat(limits.max_tokens * limits.max_reqs * max_keys, torch.bool),
         )
 
-    def plan(self, view: StepView, buffers: Any) -> DensePlan:
+    def plan(self, view: StepView, buffers: DenseBuffers) -> DensePlan:
         """Device-only, static shapes, in place: the same call in eager, capture and replay."""
         page_table = view.groups[0].page_table  # [reqs, max_pages]
         reqs, max_pages = page_table.shape

@@ -44,7 +44,7 @@ class CascadePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CascadeBackend(AttentionBackend):
+class CascadeBackend(AttentionBackend[Any, CascadePlan]):
     """`inner` with trees; `cascade` makes it."""
 
     inner: AttentionBackend

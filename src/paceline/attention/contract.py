@@ -9,10 +9,11 @@ padding, keeps no state between calls, and reads no device value on the host.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from paceline.attention.held import tensor_bytes
 from paceline.core.errors import ConfigError
@@ -146,8 +147,15 @@ class LayerCache:
     # denominator and no value; scale and soft cap do not touch it
 
 
-class AttentionBackend(ABC):
-    """Prepares and runs attention for every layer of a step.  Stateless: buffers are arguments."""
+Buffers = TypeVar("Buffers", default=Any)
+Plan = TypeVar("Plan", default=Any)
+
+
+class AttentionBackend(ABC, Generic[Buffers, Plan]):
+    """Prepares and runs attention for every layer of a step.  Stateless: buffers are arguments.
+
+    Buffers, Plan: types of its own; nobody else looks into a plan.
+    """
 
     name: str
     capabilities: Capabilities
@@ -161,7 +169,7 @@ class AttentionBackend(ABC):
         return capability_reasons(self.capabilities, config)
 
     @abstractmethod
-    def make_buffers(self, limits: Limits) -> Any:
+    def make_buffers(self, limits: Limits) -> Buffers:
         """Allocate once everything whose address a graph may hold.
 
         In dataclasses, tuples, lists, dicts or plain objects: guard, sanitizer and memory budget
@@ -188,7 +196,7 @@ class AttentionBackend(ABC):
         return tensor_bytes(buffers)
 
     @abstractmethod
-    def plan(self, view: StepView, buffers: Any) -> Any:
+    def plan(self, view: StepView, buffers: Buffers) -> Plan:
         """Derive the frozen plan: device-only, static shapes, in place in `buffers`.
 
         The same call in eager, capture and replay.  Recordable.  A grid or loop is bounded by the
@@ -199,7 +207,7 @@ class AttentionBackend(ABC):
         Part.PREFIX, and its forward is then called with Part.PREFIX alone.
         """
 
-    def host_plan(self, step: Step, buffers: Any) -> None:
+    def host_plan(self, step: Step, buffers: Buffers) -> None:
         """Plan on the host, before every run of any kind; only with capabilities.host_plan.
 
         `step` has its padded rows spelled out.  Its prefix_lens_bound and kv_lens_bound are exact
@@ -213,7 +221,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Any, part: Part
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Plan, part: Part
     ) -> tuple[Tensor, Tensor | None]:
         """One attention layer; K and V of the step are already in the cache.
 

@@ -43,7 +43,7 @@ class FlashAttentionPlan(Generic[LibraryT]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PagedRows:
+class VisibleKeys:
     """Which keys the queries of one call see."""
 
     page_table: Tensor  # [padded_reqs, max_pages]  int32
@@ -56,7 +56,10 @@ class PagedRows:
 
 
 @dataclass(frozen=True)
-class FlashAttentionBackend(AttentionBackend, Generic[LibraryT]):
+class FlashAttentionBackend(
+    AttentionBackend[FlashAttentionBuffers[LibraryT], FlashAttentionPlan[LibraryT]],
+    Generic[LibraryT],
+):
     """A backend of one call per layer; `attend` makes it.
 
     library: whatever has the library's functions; None imports the real one in make_buffers.
@@ -70,7 +73,7 @@ class FlashAttentionBackend(AttentionBackend, Generic[LibraryT]):
 
     @abstractmethod
     def attend(
-        self, library: LibraryT, q: Tensor, layer: LayerCache, *, rows: PagedRows
+        self, library: LibraryT, q: Tensor, layer: LayerCache, *, rows: VisibleKeys
     ) -> tuple[Tensor, Tensor | None]:
         """The library's call: out [tokens, heads, head_dim], lse [heads, tokens] if wanted."""
 
@@ -126,7 +129,7 @@ class FlashAttentionBackend(AttentionBackend, Generic[LibraryT]):
                 if is_whole
                 else prefix_window(spec.window, table, tokens=len(q))
             )
-        rows = PagedRows(
+        rows = VisibleKeys(
             page_table=table.page_tables[spec.group],
             keys_used=table.kv_lens if is_whole else plan.prefix_used,
             cu_seqlens_q=table.cu_seqlens_q,

@@ -43,7 +43,7 @@ class HybridPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HybridBackend(AttentionBackend):
+class HybridBackend(AttentionBackend[HybridBuffers, HybridPlan]):
     """Two backends by turns; `hybrid` makes it."""
 
     prefill: AttentionBackend

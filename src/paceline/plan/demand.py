@@ -118,7 +118,7 @@ class Demands:
 
 
 @dataclass(frozen=True)
-class Declared(AttentionBackend):
+class Declared(AttentionBackend[Tensor, None]):
     """Stands for `real` in a rehearsal: takes the bytes that it declares, and computes nothing, so
     that `real` need know nothing of the meta device."""
 

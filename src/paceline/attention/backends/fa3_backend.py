@@ -14,7 +14,7 @@ from paceline.attention.contract import (
     GraphSupport,
     LayerCache,
 )
-from paceline.attention.flash_attention import FlashAttentionBackend, PagedRows
+from paceline.attention.flash_attention import FlashAttentionBackend, VisibleKeys
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 
@@ -93,7 +93,7 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
         )
 
     def attend(
-        self, library: FlashAttention3Library, q: Tensor, layer: LayerCache, *, rows: PagedRows
+        self, library: FlashAttention3Library, q: Tensor, layer: LayerCache, *, rows: VisibleKeys
     ) -> tuple[Tensor, Tensor | None]:
         """See FlashAttentionBackend.attend."""
         spec = layer.spec

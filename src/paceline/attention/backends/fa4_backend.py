@@ -19,7 +19,7 @@ from paceline.attention.contract import (
     GraphSupport,
     LayerCache,
 )
-from paceline.attention.flash_attention import FlashAttentionBackend, PagedRows
+from paceline.attention.flash_attention import FlashAttentionBackend, VisibleKeys
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 
@@ -112,7 +112,7 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
             ) from error
 
     def attend(
-        self, library: FlashAttention4Library, q: Tensor, layer: LayerCache, *, rows: PagedRows
+        self, library: FlashAttention4Library, q: Tensor, layer: LayerCache, *, rows: VisibleKeys
     ) -> tuple[Tensor, Tensor | None]:
         """See FlashAttentionBackend.attend.  The library takes sinks as bfloat16."""
         spec, sinks = layer.spec, layer.sinks if rows.is_causal else None

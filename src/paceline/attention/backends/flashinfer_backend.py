@@ -86,7 +86,7 @@ class FlashInferPlan:
 
 
 @dataclass(frozen=True)
-class FlashInferBackend(AttentionBackend):
+class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
     """Causal steps, trees and prefixes of either; with windows, trees need a cascade.
 
     library: the module flashinfer, or one with its classes; None imports it when it is needed.

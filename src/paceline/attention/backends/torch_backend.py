@@ -40,7 +40,7 @@ class TorchPlan:
 
 
 @dataclass(frozen=True)
-class TorchBackend(AttentionBackend):
+class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
     """Attention on the CPU through opaque operators; all that the contract can ask."""
 
     name = "torch"

@@ -40,7 +40,7 @@ class TritonPlan:
 
 
 @dataclass(frozen=True)
-class TritonBackend(AttentionBackend):
+class TritonBackend(AttentionBackend[SplitWorkspace, TritonPlan]):
     """Runs on CUDA, and on a CPU through Triton's interpreter (TRITON_INTERPRET=1), slowly."""
 
     name = "triton"
