@@ -26,7 +26,7 @@ from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import JoinDelta, PageDelta, Step, StepLayout
 from paceline.models.loader import fill_dummy
-from paceline.models.registry import builder
+from paceline.models.registry import architecture
 from paceline.runner.build import RunnerConfig, build_runner
 from paceline.runner.graphs import GraphKey
 from paceline.runner.model_runner import ModelRunner
@@ -66,7 +66,7 @@ def make_config(num_layers: int) -> ModelConfig:
 def make_runner(num_layers: int, num_reqs: int) -> ModelRunner:
     """A runner with one captured decode graph of `num_reqs` rows."""
     config = make_config(num_layers)
-    model = builder(config.model_type)(
+    model = architecture(config.model_type).build(
         config, parallel=Parallel(), device=CPU, dtype=torch.float32, max_positions=None
     )
     fill_dummy(model, seed=0)

@@ -107,7 +107,7 @@ def implementations() -> dict[str, set[str]]:
 
     return {
         "attention backends": {target.partition(":")[0] for target in BACKENDS.values()},
-        "architectures": {entry.module for entry in ARCHITECTURES.values()},
+        "architectures": {f"paceline.models.{name}" for name in ARCHITECTURES},
         "verbs": {target.partition(":")[0] for target, _ in VERBS.values()},
     }
 

@@ -219,6 +219,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 20}
         | {"rope_parameters": _DEFAULT},
     ),
+    "seed_oss-biases": (
+        "SeedOss",
+        _SIZES
+        | _LLAMA
+        | {"head_dim": 20, "attention_out_bias": True, "mlp_bias": True}
+        | {"rope_parameters": _DEFAULT},
+    ),
+    "exaone4-windows": (
+        "Exaone4",
+        _SIZES
+        | _LLAMA
+        | {"head_dim": 20, "num_hidden_layers": 4, "sliding_window": 9}
+        | {"sliding_window_pattern": 3, "rope_parameters": _DEFAULT},
+    ),
+    "exaone4-one-kind": (
+        "Exaone4",
+        _SIZES
+        | _LLAMA
+        | {"sliding_window": None, "layer_types": ["full_attention"] * 2, "head_dim": 20}
+        | {"rope_parameters": _DEFAULT},
+    ),
     "phi3-longrope-long": ("Phi3", longrope(8)),
     "phi3-longrope-short": ("Phi3", longrope(CONTEXT, factor=4.0)),
 }

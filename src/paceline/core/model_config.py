@@ -48,6 +48,14 @@ class NormKind(Enum):
     UNIT_OFFSET = "unit_offset"  # times 1 + weight in float32, rounded once (Gemma)
 
 
+class QKNorm(Enum):
+    """Norms of Q and K before rope."""
+
+    NONE = "none"
+    HEAD = "head"  # over each head
+    ROW = "row"  # over all heads of a token
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
     """The routed experts of a model: gated feed-forward blocks of which each token takes a few.
@@ -109,6 +117,7 @@ class ModelConfig:
     attention_sinks: bool = False  # one more score per head, which adds no value
     moe: MoEConfig | None = None
     norm: NormKind = NormKind.ROUNDED
+    qk_norm: QKNorm = QKNorm.NONE
     unrotated_layers: tuple[int, ...] = ()  # whose Q and K no rope turns
     multipliers: Multipliers | None = None
     stored_vocab_size: int | None = None  # rows of the checkpoint's tables; None: vocab_size

@@ -7,26 +7,21 @@ from paceline.models.kv_scales import kv_scale_name
 
 _VISION = ("vision_tower.", "multi_modal_projector.")
 _BODY = ("embed_tokens.", "layers.", "norm.")  # of checkpoints of the model without its head
-_MIXTRAL = (
-    (".block_sparse_moe.", ".mlp."),
-    (".w1.weight", ".gate_proj.weight"),
-    (".w2.weight", ".down_proj.weight"),
-    (".w3.weight", ".up_proj.weight"),
-)
+Renamed = tuple[tuple[str, str], ...]  # parts of names, as stored -> as we name them
 _UNUSED = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\w*attn\.(masked_bias|bias))$"
 )
 
 
-def canonical_names(stored: list[str], model: str) -> dict[str, str]:
+def canonical_names(stored: list[str], model: str, *, renamed: Renamed = ()) -> dict[str, str]:
     """Canonical name -> stored name, of the tensors that are needed.
 
-    Raises WeightsError where two stored tensors have one canonical name; `model` is the name it
-    speaks of.
+    renamed: of the architecture.  Raises WeightsError where two stored tensors have one canonical
+    name; `model` is the name it speaks of.
     """
     names: dict[str, str] = {}
     for name in stored:
-        canonical = canonical_name(name)
+        canonical = canonical_name(name, renamed)
         if canonical is None:
             continue
         if canonical in names:
@@ -40,7 +35,7 @@ def canonical_names(stored: list[str], model: str) -> dict[str, str]:
     return names
 
 
-def canonical_name(name: str) -> str | None:
+def canonical_name(name: str, renamed: Renamed = ()) -> str | None:
     """None for a tensor that is not needed: stored rope tables and causal masks, the scales of an
     8-bit KV cache (`models.kv_scales` reads them), and the vision part of a multimodal model, whose
     language part is below `language_model`."""
@@ -51,7 +46,6 @@ def canonical_name(name: str) -> str | None:
     if name.startswith("model.language_model."):
         name = "model." + name.removeprefix("model.language_model.")
     name = name.removeprefix("language_model.")
-    if ".block_sparse_moe." in name:
-        for stored, ours in _MIXTRAL:
-            name = name.replace(stored, ours)
+    for stored, ours in renamed:
+        name = name.replace(stored, ours)
     return f"model.{name}" if name.startswith(_BODY) else name

@@ -1,41 +1,20 @@
 """config.json and generation_config.json -> ModelConfig.  Imports no torch.
 
 What a file asks for and we do not do is refused by name; what it leaves out is what the model's own
-configuration class in transformers takes (`models.class_defaults`).
+configuration class in transformers takes (`Architecture.defaults`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import ModelError
 from paceline.core.model_config import ModelConfig, RopeKind
 from paceline.core.options import DTYPES
-from paceline.models.class_defaults import CLASS_DEFAULTS
-from paceline.models.config_gemma import read_gemma, read_gemma2, read_gemma3
-from paceline.models.config_moe import (
-    read_gpt_oss,
-    read_mixtral,
-    read_qwen2_moe,
-    read_qwen3_moe,
-    refuse_mxfp4,
-)
-from paceline.models.config_prenorm import (
-    read_granite,
-    read_llama,
-    read_mistral,
-    read_olmo2,
-    read_phi3,
-    read_qwen2,
-    read_qwen3,
-    read_smollm3,
-)
 from paceline.models.fields import Fields
 from paceline.models.registry import ARCHITECTURES
 
-MULTIMODAL = {
-    "gemma3": "gemma3_text",
-    "mistral3": "mistral",
-}  # model_type -> that of its text_config
+# model_type -> that of its text_config
+_MULTIMODAL = {entry.text_of: name for name, entry in ARCHITECTURES.items() if entry.text_of}
 MOST_LAYERS = 10_000  # a list per layer is built from the number before anything else is known
 
 
@@ -48,31 +27,45 @@ def parse_config(
     """
     text = _text_config(config)
     fields = Fields(text)
-    refuse_mxfp4(fields)
+    _refuse_mxfp4(fields)
     if not _quantizes_cache_only(fields.get("quantization_config")):
         fields.refuse("quantization_config", "use an unquantised checkpoint")
     fields.refuse("draft_vocab_size", "pass a draft head with --speculative-draft-model-path")
     fields.refuse("use_bidirectional_attention", "only causal language models are supported")
     model_type = text.get("model_type")
-    if not isinstance(model_type, str) or model_type not in _READERS:
-        known = ", ".join(sorted({*_READERS, *MULTIMODAL}))
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        known = ", ".join(sorted({*ARCHITECTURES, *_MULTIMODAL}))
         raise ModelError.about(
             "config.json: model_type",
             expected=f"one of {known}",
             got=repr(model_type),
             remedy="use a model of a supported architecture",
         )
-    fields = fields.behind(CLASS_DEFAULTS[model_type])
+    file = ARCHITECTURES[model_type]
+    fields = fields.behind(file.defaults)
     layers = fields.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MOST_LAYERS:
         fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}", layers)
-    parsed = _READERS[model_type](fields)
+    parsed = file.read(fields)
     common = {
         "model_type": model_type,
         "eos_token_ids": _eos_token_ids(text, generation_config or {}),
         "dtype": _dtype(fields),
     }
     return _checked(ModelConfig(**common, **parsed), fields)
+
+
+def _refuse_mxfp4(fields: Fields) -> None:
+    """Raise ModelError for gpt-oss as released: 4-bit experts with shared exponents."""
+    quantization: dict[str, Any] = fields.nested("quantization_config")
+    if quantization.get("quant_method") == "mxfp4":
+        fields.fail(
+            "quantization_config",
+            "absent: MXFP4 weights are not supported",
+            "mxfp4",
+            remedy="use a bfloat16 copy: load it in transformers with "
+            "quantization_config=Mxfp4Config(dequantize=True) and save_pretrained it",
+        )
 
 
 def _quantizes_cache_only(quantization: object) -> bool:
@@ -86,12 +79,12 @@ def _quantizes_cache_only(quantization: object) -> bool:
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part; outer fields of a multimodal file count where it is silent."""
     outer_type = config.get("model_type")
-    if not isinstance(outer_type, str) or outer_type not in MULTIMODAL:
+    if not isinstance(outer_type, str) or outer_type not in _MULTIMODAL:
         return config
     inner = Fields(config).nested("text_config")
     shared = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
     outer = {name: config[name] for name in shared if config.get(name) is not None}
-    model_type = MULTIMODAL[outer_type]
+    model_type = _MULTIMODAL[outer_type]
     if inner.get("model_type", model_type) != model_type:
         expected = f"{model_type}, in a file of {outer_type}"
         Fields(config).fail("text_config.model_type", expected, inner["model_type"])
@@ -129,23 +122,3 @@ def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
             expected = f"a list of {config.rotary_dim // 2}, one for each pair that rope turns"
             fields.fail(f"rope_parameters: {name}", expected, f"{len(given)} numbers")
     return config
-
-
-_READERS: dict[str, Callable[[Fields], dict[str, Any]]] = {
-    "gemma": read_gemma,
-    "gemma2": read_gemma2,
-    "gemma3_text": read_gemma3,
-    "gpt_oss": read_gpt_oss,
-    "granite": read_granite,
-    "llama": read_llama,
-    "mistral": read_mistral,
-    "mixtral": read_mixtral,
-    "olmo2": read_olmo2,
-    "phi3": read_phi3,
-    "qwen2": read_qwen2,
-    "qwen2_moe": read_qwen2_moe,
-    "qwen3": read_qwen3,
-    "qwen3_moe": read_qwen3_moe,
-    "smollm3": read_smollm3,
-}
-assert _READERS.keys() == ARCHITECTURES.keys() == CLASS_DEFAULTS.keys()

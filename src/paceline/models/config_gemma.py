@@ -1,67 +1,28 @@
-"""config.json of Gemma 1, 2 and 3 (text)."""
+"""What config.json files of Gemma 2 and 3 have in common."""
 
 from typing import Any
 
 from paceline.core.activations import ACTIVATIONS
 from paceline.core.model_config import NormKind
-from paceline.models.config_prenorm import attention_biases, read_prenorm
-from paceline.models.config_rope import context_limit, read_dual_rope, read_rope
-from paceline.models.config_windows import read_windows, uniform_windows
+from paceline.models.config_prenorm import attention_biases
 from paceline.models.fields import Fields
 
-
-def read_gemma(fields: Fields) -> dict[str, Any]:
-    """Gemma 1: a pre-norm decoder.  Its "gelu" always meant the approximation by tanh."""
-    shared = read_prenorm(fields)
-    act = "gelu_pytorch_tanh" if shared["hidden_act"] == "gelu" else shared["hidden_act"]
-    if fields.get("hidden_activation") not in (None, act):
-        fields.fail("hidden_activation", f"hidden_act, {act}", fields.get("hidden_activation"))
-    return shared | {
-        "hidden_act": act,
-        **attention_biases(fields),
-        "layer_windows": uniform_windows(shared, None),
-        "norm": NormKind.UNIT_OFFSET,
-    }
-
-
-def read_gemma2(fields: Fields) -> dict[str, Any]:
-    """Soft caps on attention and logits, one rope, every other layer windowed, the first too."""
-    rope = read_rope(fields)
-    return _gemma(fields) | {
-        "max_position": context_limit(rope, fields.integer("max_position_embeddings")),
-        "rope": rope,
-        "layer_windows": read_windows(
-            fields,
-            window=fields.integer("sliding_window", None),
-            default=lambda layer: layer % 2 == 0,
-        ),
-        "attention_soft_cap": fields.number("attn_logit_softcapping", None),
-        "logit_soft_cap": fields.number("final_logit_softcapping", None),
-    }
+DEFAULTS: dict[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 
 
-def read_gemma3(fields: Fields) -> dict[str, Any]:
-    """A rope of their own for windowed layers, which are all but each sixth."""
-    remedy = "Gemma 3 was trained without a cap on scores, and transformers applies none: remove it"
-    fields.refuse("attn_logit_softcapping", remedy)
-    pattern = fields.integer("sliding_window_pattern", 6)
-    windows = read_windows(
-        fields,
-        window=fields.integer("sliding_window", None),
-        default=lambda layer: (layer + 1) % pattern != 0,
-    )
-    full, sliding = read_dual_rope(fields, full_theta=1_000_000.0, sliding_theta=10_000.0)
-    differs = sliding != full and any(window is not None for window in windows)
-    return _gemma(fields) | {
-        "max_position": context_limit(full, fields.integer("max_position_embeddings")),
-        "rope": full,
-        "rope_local": sliding if differs else None,
-        "layer_windows": windows,
-        "logit_soft_cap": fields.number("final_logit_softcapping", None),
-    }
-
-
-def _gemma(fields: Fields) -> dict[str, Any]:
+def read_sandwich(fields: Fields) -> dict[str, Any]:
+    """Fields that both spell alike."""
     head_dim = fields.integer("head_dim")
     heads = fields.integer("num_attention_heads")
     return {

@@ -18,15 +18,6 @@ def uniform_windows(shared: Mapping[str, Any], window: int | None) -> tuple[int 
     return (unless_reaching_all(window, shared["max_position"]),) * num_layers
 
 
-def upper_windows(fields: Fields) -> tuple[int | None, ...]:
-    """Qwen: layers from max_window_layers on have the window that `switched_window` finds."""
-    window = switched_window(fields)
-    first = fields.integer("max_window_layers", 28, minimum=0)
-    return read_windows(
-        fields, window=window, default=lambda layer: window is not None and layer >= first
-    )
-
-
 def switched_window(fields: Fields) -> int | None:
     """Qwen: sliding_window, unless null, where use_sliding_window switches it on; elsewhere files
     hold any number, 0 too."""

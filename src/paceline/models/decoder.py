@@ -4,8 +4,8 @@ A layer takes the residual stream and the not yet added output of the layer befo
 and returns its own; each addition is fused into the norm that follows it.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,16 @@ class Hidden(NamedTuple):
     taps: dict[str, Tensor]  # [tokens, hidden] each: the hidden states that were asked for
 
 
+# A layer, the name of its tensors' place -> checkpoint tensor name -> the tensor it fills.
+NameLayer = Callable[[Any, str], dict[str, Tensor]]
+
+
+def name_layer(layer: Any, prefix: str) -> dict[str, Tensor]:
+    """As most checkpoints do."""
+    named: dict[str, Tensor] = layer.destinations(prefix)
+    return named
+
+
 class Decoder(nn.Module):
     """Embedding, layers and final norm.
 
@@ -32,8 +42,17 @@ class Decoder(nn.Module):
     result of the final norm.
     """
 
-    def __init__(self, embedding: Embedding, layers: Sequence[nn.Module], norm: RMSNorm) -> None:
+    def __init__(
+        self,
+        embedding: Embedding,
+        layers: Sequence[nn.Module],
+        norm: RMSNorm,
+        *,
+        named: NameLayer = name_layer,
+    ) -> None:
+        """named: the checkpoint names of a layer's tensors."""
         super().__init__()
+        self._named = named
         self.embedding = embedding
         self.layers = nn.ModuleList(layers)
         self.norm = norm
@@ -76,7 +95,7 @@ class Decoder(nn.Module):
         """Checkpoint tensor name -> the tensor it fills."""
         named = self.embedding.destinations(f"{prefix}.embed_tokens")
         for index, layer in enumerate(self.layers):
-            named |= layer.destinations(f"{prefix}.layers.{index}")
+            named |= self._named(layer, f"{prefix}.layers.{index}")
         named[f"{prefix}.norm.weight"] = self.norm.weight
         return named
 

@@ -1,6 +1,40 @@
 """Gemma 3, text only (model_type gemma3_text, and the text_config of gemma3): per-head norms of Q
-and K, and windowed layers with a rope table of their own."""
+and K, and a rope of their own for windowed layers, which are all but each sixth."""
 
-from paceline.models.sandwich import build_sandwich
+from typing import Any
 
-build = build_sandwich
+from paceline.core.model_config import QKNorm
+from paceline.models.architecture import Architecture, sandwich
+from paceline.models.config_gemma import DEFAULTS, read_sandwich
+from paceline.models.config_rope import context_limit, read_dual_rope
+from paceline.models.config_windows import read_windows
+from paceline.models.fields import Fields
+
+
+def _read(fields: Fields) -> dict[str, Any]:
+    remedy = "Gemma 3 was trained without a cap on scores, and transformers applies none: remove it"
+    fields.refuse("attn_logit_softcapping", remedy)
+    pattern = fields.integer("sliding_window_pattern", 6)
+    windows = read_windows(
+        fields,
+        window=fields.integer("sliding_window", None),
+        default=lambda layer: (layer + 1) % pattern != 0,
+    )
+    full, sliding = read_dual_rope(fields, full_theta=1_000_000.0, sliding_theta=10_000.0)
+    differs = sliding != full and any(window is not None for window in windows)
+    return read_sandwich(fields) | {
+        "max_position": context_limit(full, fields.integer("max_position_embeddings")),
+        "rope": full,
+        "rope_local": sliding if differs else None,
+        "layer_windows": windows,
+        "logit_soft_cap": fields.number("final_logit_softcapping", None),
+        "qk_norm": QKNorm.HEAD,
+    }
+
+
+ARCHITECTURE = Architecture(
+    read=_read,
+    build=sandwich,
+    defaults=DEFAULTS | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
+    text_of="gemma3",
+)

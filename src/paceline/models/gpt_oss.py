@@ -1,33 +1,89 @@
-"""gpt-oss (model_type gpt_oss): pre-norm decoder with experts, biases and attention sinks; every
-second layer has a window."""
+"""gpt-oss (model_type gpt_oss): a pre-norm decoder with experts in every layer, biases and sinks,
+and a window in every other layer, the first too."""
 
-from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from paceline.core.model_config import ModelConfig, MoEConfig, NormKind
+from paceline.models.architecture import Architecture, prenorm
+from paceline.models.config_moe import SILU, experts_per_token, num_experts
+from paceline.models.config_prenorm import attention_biases, read_prenorm
+from paceline.models.config_windows import read_windows
+from paceline.models.fields import Fields
 
-from paceline.layers.moe import SparseMLP
-from paceline.layers.prenorm_layer import PreNormLayer
-from paceline.models.prenorm import build_prenorm
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from paceline.layers.prenorm_layer import PreNormLayer
+    from paceline.models.causal_lm import CausalLM
 
-class StackedLayer(PreNormLayer):
-    """A pre-norm layer whose checkpoint has one tensor for all experts, [experts, in, out], with
-    gate and up columns interleaved as our rows are."""
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        others = super().destinations(prefix).items()
-        named = {name: tensor for name, tensor in others if not name.startswith(f"{prefix}.mlp.")}
-        mlp, experts = self.mlp, f"{prefix}.mlp.experts"
-        assert isinstance(mlp, SparseMLP), "every layer of gpt_oss has experts"
-        assert mlp.gate_up_bias is not None, "with biases"
-        assert mlp.down_bias is not None, "with biases"
-        named |= mlp.router.destinations(f"{prefix}.mlp.router")
-        named[f"{experts}.gate_up_proj"] = mlp.gate_up.mT
-        named[f"{experts}.gate_up_proj_bias"] = mlp.gate_up_bias
-        named[f"{experts}.down_proj"] = mlp.down.mT
-        named[f"{experts}.down_proj_bias"] = mlp.down_bias
-        return named
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
-build = partial(build_prenorm, layer=StackedLayer)
+def _read(fields: Fields) -> dict[str, Any]:
+    # Where the file has no rope, its class takes this one.
+    fields = fields.defaulting({"rope_theta": 150_000.0, "rope_parameters": _ROPE})
+    window = fields.integer("sliding_window", None)
+    shared = read_prenorm(fields)
+    fields.choice("hidden_act", SILU, "silu")
+    return shared | {
+        **attention_biases(fields, default=True),
+        "layer_windows": read_windows(fields, window=window, default=lambda layer: layer % 2 == 0),
+        "attention_sinks": True,
+        "norm": NormKind.WIDE,
+        "moe": MoEConfig(
+            layers=(True,) * shared["num_layers"],
+            num_experts=num_experts(fields),
+            experts_per_token=experts_per_token(fields),
+            intermediate_size=shared["intermediate_size"],
+            renormalize=True,
+            bias=True,
+            swiglu_alpha=fields.number("swiglu_alpha"),
+            swiglu_limit=fields.number("swiglu_limit"),
+            swiglu_up_offset=1.0,
+        ),
+    }
+
+
+def _stacked(layer: "PreNormLayer", prefix: str) -> "dict[str, Tensor]":
+    """One tensor for all experts, [experts, in, out], gate and up columns in turns as our rows."""
+    every, mlp = layer.destinations(prefix).items(), layer.mlp
+    assert mlp.gate_up_bias is not None, "experts with biases"
+    assert mlp.down_bias is not None, "experts with biases"
+    experts = f"{prefix}.mlp.experts"
+    return {
+        **{name: tensor for name, tensor in every if not name.startswith(f"{prefix}.mlp.")},
+        **mlp.router.destinations(f"{prefix}.mlp.router"),
+        f"{experts}.gate_up_proj": mlp.gate_up.mT,
+        f"{experts}.gate_up_proj_bias": mlp.gate_up_bias,
+        f"{experts}.down_proj": mlp.down.mT,
+        f"{experts}.down_proj_bias": mlp.down_bias,
+    }
+
+
+def _build(config: ModelConfig, **where: Any) -> "CausalLM":
+    return prenorm(config, named=_stacked, **where)
+
+
+ARCHITECTURE = Architecture(
+    read=_read,
+    build=_build,
+    defaults={
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+)

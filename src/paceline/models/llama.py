@@ -1,5 +1,6 @@
 """Llama 2, 3 and their kin (model_type llama): the plain pre-norm decoder."""
 
-from paceline.models.prenorm import build_prenorm
+from paceline.models.architecture import Architecture
+from paceline.models.config_prenorm import read_plain
 
-build = build_prenorm
+ARCHITECTURE = Architecture(read=read_plain, defaults={"max_position_embeddings": 2048})

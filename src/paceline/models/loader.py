@@ -19,7 +19,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import PaddedTables, StoredTensors, open_checkpoint
 from paceline.models.checkpoint_names import canonical_names
 from paceline.models.locate import ModelSource
-from paceline.models.registry import architecture, builder
+from paceline.models.registry import architecture
 from paceline.models.stacked_experts import UnstackedExperts
 
 DUMMY_STD = 0.02  # the initializer_range of most released configurations
@@ -47,24 +47,24 @@ def load_model(
     Raises WeightsError naming the tensors or the file at fault.
     """
     assert load_format in LOAD_FORMATS, f"{load_format} is none of {LOAD_FORMATS}"
-    build = builder(config.model_type)
+    file = architecture(config.model_type)
     if load_format == "dummy":
-        model = build(
+        model = file.build(
             config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
         )
         fill_dummy(model, seed=seed)
         return model
     with open_checkpoint(weights_folder(source)) as stored:
         checkpoint: StoredTensors = stored
-        if architecture(config.model_type).names_experts:
+        if file.names_experts:
             checkpoint = UnstackedExperts(stored)
         rows = config.stored_vocab_size
         if rows is not None:
             checkpoint = PaddedTables(checkpoint, stored=rows, rows=config.vocab_size)
-        model = build(
+        model = file.build(
             config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
         )
-        names = canonical_names(checkpoint.names, source.name)
+        names = canonical_names(checkpoint.names, source.name, renamed=file.renamed)
         if config.tie_word_embeddings:
             names = _tie(checkpoint, names)
         copy_weights(checkpoint, names, model.destinations(), model=source.name, progress=progress)

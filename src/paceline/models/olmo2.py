@@ -1,54 +1,37 @@
-"""OLMo 2 (model_type olmo2): norms behind attention and feed-forward instead of before them, and
-norms of Q and K over all heads."""
+"""OLMo 2 (model_type olmo2): norms behind attention and feed-forward instead of before them, norms
+of Q and K over all heads, and norms whose product is taken in float32."""
 
-from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from paceline.core.model_config import ModelConfig, NormKind, QKNorm
+from paceline.models.architecture import Architecture, prenorm
+from paceline.models.config_prenorm import attention_biases, read_prenorm
+from paceline.models.config_windows import uniform_windows
+from paceline.models.fields import Fields
 
-from paceline.core.model_config import ModelConfig
-from paceline.core.parallel import Parallel
-from paceline.layers.attention import AttentionContext
-from paceline.layers.moe import feed_forward
-from paceline.layers.parameter import Placement
-from paceline.layers.rms_norm import hidden_norm
-from paceline.layers.self_attention import SelfAttention
-from paceline.models.prenorm import build_prenorm
+if TYPE_CHECKING:
+    from paceline.models.causal_lm import CausalLM
 
 
-class PostNormLayer(nn.Module):
-    """x += norm(attention(x)); x += norm(mlp(x))."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        attention: SelfAttention,
-        *,
-        parallel: Parallel,
-        placement: Placement,
-    ) -> None:
-        super().__init__()
-        self.attention = attention
-        self.attention_norm = hidden_norm(config, placement)
-        self.output_norm = hidden_norm(config, placement)
-        self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
-
-    def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: AttentionContext
-    ) -> Tensor:
-        """delta, residual [tokens, hidden] -> the normed MLP output; residual += delta + normed
-        attention."""
-        if delta is not None:
-            residual.add_(delta)
-        residual.add_(self.attention_norm(self.attention(residual, positions, ctx)))
-        return self.output_norm(self.mlp(residual))
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        named = self.attention.destinations(f"{prefix}.self_attn")
-        named |= self.mlp.destinations(f"{prefix}.mlp")
-        named[f"{prefix}.post_attention_layernorm.weight"] = self.attention_norm.weight
-        named[f"{prefix}.post_feedforward_layernorm.weight"] = self.output_norm.weight
-        return named
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.refuse("clip_qkv", "OLMo 2 has norms of Q and K in its place")
+    shared = read_prenorm(fields)
+    return shared | {
+        **attention_biases(fields),
+        "layer_windows": uniform_windows(shared, None),
+        "norm": NormKind.WIDE,
+        "qk_norm": QKNorm.ROW,
+    }
 
 
-build = partial(build_prenorm, layer=PostNormLayer)
+def _build(config: ModelConfig, **where: Any) -> "CausalLM":
+    from paceline.layers.postnorm_layer import PostNormLayer
+
+    return prenorm(config, layer=PostNormLayer, **where)
+
+
+ARCHITECTURE = Architecture(
+    read=_read,
+    build=_build,
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+)

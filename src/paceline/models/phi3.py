@@ -3,29 +3,49 @@
 The longer contexts come with longrope; Phi-4-mini turns three quarters of each head.
 """
 
-from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from paceline.core.model_config import ModelConfig
+from paceline.models.architecture import Architecture, prenorm
+from paceline.models.config_prenorm import read_prenorm
+from paceline.models.config_windows import uniform_windows
+from paceline.models.fields import Fields
 
-from paceline.layers.prenorm_layer import PreNormLayer
-from paceline.models.prenorm import build_prenorm
+if TYPE_CHECKING:
+    from torch import Tensor
 
+    from paceline.layers.prenorm_layer import PreNormLayer
+    from paceline.models.causal_lm import CausalLM
 
-class FusedLayer(PreNormLayer):
-    """A pre-norm layer whose checkpoint has one tensor where we have one: rows of Q, K, V, and rows
-    of gate, up, in our order."""
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-        named = {
-            name: tensor
-            for name, tensor in super().destinations(prefix).items()
-            if not name.endswith(tuple(f".{part}.weight" for part in parts))
-        }
-        named[f"{prefix}.self_attn.qkv_proj.weight"] = self.attention.qkv.weight
-        named[f"{prefix}.mlp.gate_up_proj.weight"] = self.mlp.gate_up.weight
-        return named
+_PARTS = tuple(f".{part}_proj.weight" for part in ("q", "k", "v", "gate", "up"))
 
 
-build = partial(build_prenorm, layer=FusedLayer)
+def _read(fields: Fields) -> dict[str, Any]:
+    fields.refuse("layer_types", "phi3 has one kind of layer; use a model of another type")
+    shared = read_prenorm(fields, partial_rope=True)
+    window = fields.integer("sliding_window", None)
+    return shared | {"layer_windows": uniform_windows(shared, window)}
+
+
+def _fused(layer: "PreNormLayer", prefix: str) -> "dict[str, Tensor]":
+    """One tensor where we have one: rows of Q, K, V, and rows of gate, up, in our order."""
+    every = layer.destinations(prefix).items()
+    named = {name: tensor for name, tensor in every if not name.endswith(_PARTS)}
+    named[f"{prefix}.self_attn.qkv_proj.weight"] = layer.attention.qkv.weight
+    named[f"{prefix}.mlp.gate_up_proj.weight"] = layer.mlp.gate_up.weight
+    return named
+
+
+def _build(config: ModelConfig, **where: Any) -> "CausalLM":
+    return prenorm(config, named=_fused, **where)
+
+
+ARCHITECTURE = Architecture(
+    read=_read,
+    build=_build,
+    defaults={
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    },
+)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model_config import ModelConfig, QKNorm
 from paceline.core.parallel import Parallel
 from paceline.layers.embedding import Embedding
 from paceline.layers.parameter import Placement
@@ -13,8 +13,7 @@ from paceline.layers.prenorm_layer import PreNormLayer
 from paceline.layers.rms_norm import RMSNorm, hidden_norm
 from paceline.layers.self_attention import RowNormedAttention, SelfAttention
 from paceline.models.causal_lm import CausalLM
-from paceline.models.decoder import Decoder, rope_tables
-from paceline.models.registry import QKNorm, architecture
+from paceline.models.decoder import Decoder, NameLayer, name_layer, rope_tables
 
 
 def build_prenorm(
@@ -25,12 +24,13 @@ def build_prenorm(
     dtype: torch.dtype,
     max_positions: int | None = None,
     layer: Callable[..., nn.Module] = PreNormLayer,
+    named: NameLayer = name_layer,
     embedding_scale: float | None = None,
 ) -> CausalLM:
     """The model with uninitialised weights; `max_positions` as in `rope_tables`.
 
-    `layer` differs where a checkpoint names its tensors otherwise, or adds otherwise to the stream.
-    Which norms Q and K have is a fact of the architecture's registry entry.
+    layer: another where a model adds otherwise to the stream; named: where checkpoints name a
+    layer's tensors otherwise.
     """
     placement = Placement(device, dtype)
     tables = rope_tables(config, max_positions=max_positions, device=device)
@@ -42,7 +42,7 @@ def build_prenorm(
         placement=placement,
     )
     layers = _layers(config, parallel, placement, cos_sin=tables[config.rope], layer=layer)
-    decoder = Decoder(embedding, layers, hidden_norm(config, placement))
+    decoder = Decoder(embedding, layers, hidden_norm(config, placement), named=named)
     return CausalLM(config, decoder, parallel=parallel, placement=placement)
 
 
@@ -54,8 +54,7 @@ def _layers(
     cos_sin: Tensor,
     layer: Callable[..., nn.Module],
 ) -> list[nn.Module]:
-    qk_norm = architecture(config.model_type).qk_norm
-    by_row = qk_norm is QKNorm.ROW
+    by_row = config.qk_norm is QKNorm.ROW
     attention_type = RowNormedAttention if by_row else SelfAttention
 
     def norm(heads: int) -> RMSNorm:
@@ -68,7 +67,7 @@ def _layers(
             config,
             layer_id,
             cos_sin=None if layer_id in config.unrotated_layers else cos_sin,
-            qk_norms=None if qk_norm is QKNorm.NONE else norms,
+            qk_norms=None if config.qk_norm is QKNorm.NONE else norms,
             parallel=parallel,
             placement=placement,
         )

@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model_config import ModelConfig, QKNorm
 from paceline.core.parallel import Parallel
 from paceline.layers.embedding import Embedding, root_scale
 from paceline.layers.parameter import Placement
@@ -10,7 +10,6 @@ from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.sandwich_layer import SandwichLayer
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, rope_tables
-from paceline.models.registry import QKNorm, architecture
 
 
 def build_sandwich(
@@ -21,10 +20,7 @@ def build_sandwich(
     dtype: torch.dtype,
     max_positions: int | None = None,
 ) -> CausalLM:
-    """The model with uninitialised weights; `max_positions` as in `rope_tables`.
-
-    Whether Q and K have per-head norms is a fact of the architecture's registry entry.
-    """
+    """The model with uninitialised weights; `max_positions` as in `rope_tables`."""
     placement = Placement(device, dtype)
     tables = rope_tables(config, max_positions=max_positions, device=device)
     local = config.rope_local or config.rope
@@ -33,7 +29,7 @@ def build_sandwich(
             config,
             layer_id,
             cos_sin=tables[config.rope if window is None else local],
-            qk_norm=architecture(config.model_type).qk_norm is QKNorm.HEAD,
+            qk_norm=config.qk_norm is QKNorm.HEAD,
             parallel=parallel,
             placement=placement,
         )

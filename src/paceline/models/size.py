@@ -14,17 +14,15 @@ from paceline.core.options import ELEMENT_BYTES
 from paceline.core.parallel import Parallel
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
-from paceline.models.registry import builder
+from paceline.models.registry import architecture
 
 META = torch.device("meta")
 
 
 def empty_model(config: ModelConfig, *, dtype: torch.dtype, max_positions: int) -> CausalLM:
     """The modules of a model on the meta device.  max_positions: rows of its rope tables."""
-    model: CausalLM = builder(config.model_type)(
-        config, parallel=Parallel(), device=META, dtype=dtype, max_positions=max_positions
-    )
-    return model
+    build = architecture(config.model_type).build
+    return build(config, parallel=Parallel(), device=META, dtype=dtype, max_positions=max_positions)
 
 
 def weight_bytes(module: nn.Module | None) -> int:

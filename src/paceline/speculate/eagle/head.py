@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.core.model_config import QKNorm
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import AttentionContext
 from paceline.layers.embedding import Embedding, LMHead
@@ -19,7 +20,6 @@ from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import rope_tables
-from paceline.models.registry import QKNorm, architecture
 from paceline.speculate.eagle.config import EagleConfig
 from paceline.speculate.eagle.layers import (
     Eagle1Layer,
@@ -159,14 +159,13 @@ def build_eagle_head(
     placement = Placement(device, dtype)
     layer = config.layer
     tables = rope_tables(layer, max_positions=max_positions, device=device)
-    qk_norm = architecture(layer.model_type).qk_norm is QKNorm.HEAD
 
     def attention(index: int) -> SelfAttention:
         return head_attention(
             config,
             index,
             cos_sin=tables[layer.rope],
-            qk_norm=qk_norm,
+            qk_norm=layer.qk_norm is QKNorm.HEAD,
             parallel=parallel,
             placement=placement,
         )

@@ -1,0 +1,47 @@
+"""The decoder layer of OLMo 2: norms behind attention and feed-forward."""
+
+from torch import Tensor, nn
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.layers.attention import AttentionContext
+from paceline.layers.moe import feed_forward
+from paceline.layers.parameter import Placement
+from paceline.layers.rms_norm import hidden_norm
+from paceline.layers.self_attention import SelfAttention
+
+
+class PostNormLayer(nn.Module):
+    """x += norm(attention(x)); x += norm(mlp(x))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: SelfAttention,
+        *,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.attention_norm = hidden_norm(config, placement)
+        self.output_norm = hidden_norm(config, placement)
+        self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: AttentionContext
+    ) -> Tensor:
+        """delta, residual [tokens, hidden] -> the normed MLP output; residual += delta + normed
+        attention."""
+        if delta is not None:
+            residual.add_(delta)
+        residual.add_(self.attention_norm(self.attention(residual, positions, ctx)))
+        return self.output_norm(self.mlp(residual))
+
+    def destinations(self, prefix: str) -> dict[str, Tensor]:
+        """Checkpoint tensor name -> the tensor it fills."""
+        named = self.attention.destinations(f"{prefix}.self_attn")
+        named |= self.mlp.destinations(f"{prefix}.mlp")
+        named[f"{prefix}.post_attention_layernorm.weight"] = self.attention_norm.weight
+        named[f"{prefix}.post_feedforward_layernorm.weight"] = self.output_norm.weight
+        return named

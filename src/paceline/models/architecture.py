@@ -1,0 +1,42 @@
+"""What the file of a model_type states, and the two decoders that most of them are.  No torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.model_config import ModelConfig
+from paceline.models.fields import Fields
+
+if TYPE_CHECKING:
+    from paceline.models.causal_lm import CausalLM
+
+Read = Callable[[Fields], dict[str, Any]]
+Build = Callable[..., "CausalLM"]
+
+
+def prenorm(config: ModelConfig, **where: Any) -> "CausalLM":
+    """The decoder of Llama and its kin; where: as of `build_prenorm`."""
+    from paceline.models.prenorm import build_prenorm
+
+    return build_prenorm(config, **where)
+
+
+def sandwich(config: ModelConfig, **where: Any) -> "CausalLM":
+    """The decoder of the later Gemmas; where: as of `build_sandwich`."""
+    from paceline.models.sandwich import build_sandwich
+
+    return build_sandwich(config, **where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One supported model_type: a file of its name holds it as ARCHITECTURE."""
+
+    read: Read  # fields of ModelConfig that differ between types
+    defaults: Mapping[str, Any]  # of its configuration class in transformers, where a file is
+    # silent: released files leave out what equals them.  Only fields that we read stand there; a
+    # field set to null is not silent
+    build: Build = prenorm  # (config, *, parallel, device, dtype, max_positions); imports torch
+    text_of: str | None = None  # the multimodal model_type whose text_config is one of it
+    renamed: tuple[tuple[str, str], ...] = ()  # parts of tensor names, as stored -> as we name them
+    names_experts: bool = False  # its checkpoints name each expert's tensors, or stack them
