@@ -1,4 +1,4 @@
-"""EXAONE 4 (model_type exaone4): norms behind attention and feed-forward, norms of Q and K per head;
+"""EXAONE 4 (model_type exaone4): norms behind attention and feed-forward, and per head of Q and K;
 with a window, each fourth layer sees all keys and has no rope."""
 
 from typing import TYPE_CHECKING, Any
