@@ -325,11 +325,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "architecture in a list": (
         LLAMA | {"model_type": ["llama"]},
-        r"model_type must be one of gemma, .*, got \['llama'\]",
+        r"model_type must be one of exaone4, .*, got \['llama'\]",
     ),
     "architecture in an object": (
         LLAMA | {"model_type": {"llama": 1}},
-        "model_type must be one of gemma, .*, got {'llama': 1}",
+        "model_type must be one of exaone4, .*, got {'llama': 1}",
     ),
     "no architecture": ({"vocab_size": 3}, "model_type must be one of .* got None"),
     "absurd layers": (
