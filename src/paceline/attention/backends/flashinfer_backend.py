@@ -7,6 +7,7 @@ with one row.  A tree is its prefix and, under a mask of bits, its own rows, mer
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -52,6 +53,7 @@ from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 
 MODULE = "flashinfer"
+NO_KEY = -3e4  # the library's infinity is 5e4, base 2 (math.cuh): below this no key is visible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -195,6 +197,7 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         ring.run(q, layer.k_cache, layer.v_cache, out=out, lse=lse)
         if lse is not None:
             lse.mul_(LN2)  # the library's is base 2
+            lse.masked_fill_(lse < NO_KEY, -math.inf)
             if tree is not None:
                 k, v = as_cached(k, v, layer, plan.locs[spec.group])
                 tree.add_to(out, lse, q, k, v, spec=spec, sinks=sinks)

@@ -11,6 +11,7 @@ from paceline.kernels.custom_op import define_op
 from paceline.proof.emulators.flashinfer_rules import error, require
 
 _MARK = 0x5EED  # the first number of a schedule
+NO_KEY = -5e4  # the library's lse where no key is visible: its infinity (math.cuh)
 
 
 def write_schedule(
@@ -130,7 +131,7 @@ def _attend(
     scale: float,
     soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """out [queries, heads, head_dim], lse base 2 [queries, heads]; −inf and 0 without a key."""
+    """out [queries, heads, head_dim], lse base 2 [queries, heads]; 0 and NO_KEY without a key."""
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->qhk", q, keys) * scale
@@ -139,7 +140,7 @@ def _attend(
     scores = scores.masked_fill(~seen.unsqueeze(1), -math.inf)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp().masked_fill(~seen.unsqueeze(1), 0.0)
-    return torch.einsum("qhk,khd->qhd", weights, values), lse / math.log(2.0)
+    return torch.einsum("qhk,khd->qhd", weights, values), (lse / math.log(2.0)).clamp(min=NO_KEY)
 
 
 emulated_paged = define_op(
