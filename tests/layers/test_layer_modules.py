@@ -1,5 +1,7 @@
 """Fused layers equal their unfused formulas, and checkpoint tensors cover them exactly."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SparseMLP
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
+from paceline.models import tensor_names
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 PARALLEL = Parallel()
@@ -47,16 +50,23 @@ MODULES = {
     ),
     "mlp": lambda: GatedMLP(6, 8, activation="silu", bias=True, parallel=PARALLEL, placement=CPU),
     "experts": lambda: SparseMLP(6, EXPERTS, parallel=PARALLEL, placement=CPU),
-    "embedding": lambda: Embedding(9, 4, scale=None, parallel=PARALLEL, placement=CPU),
+}
+QKV = ("q_proj", "k_proj", "v_proj")
+NAMED = {
+    "linear": partial(tensor_names.name_linear, prefix="x"),
+    "qkv": partial(tensor_names.name_rows, parts=QKV, prefix="x"),
+    "gate_up": partial(tensor_names.name_rows, parts=("gate_proj", "up_proj"), prefix="x"),
+    "mlp": partial(tensor_names.name_feed_forward, prefix="x"),
+    "experts": partial(tensor_names.name_feed_forward, prefix="x"),
 }
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
-def test_destinations_cover_every_element_exactly_once(name: str) -> None:
+def test_names_cover_every_element_exactly_once(name: str) -> None:
     module = MODULES[name]()
     for parameter in module.parameters():
         parameter.zero_()
-    for view in module.destinations("x").values():
+    for view in NAMED[name](module).values():
         view.add_(1.0)
     assert all((parameter == 1.0).all() for parameter in module.parameters())
 
@@ -64,7 +74,7 @@ def test_destinations_cover_every_element_exactly_once(name: str) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 def test_fused_qkv_equals_three_products(bias: bool) -> None:
     layer = filled(qkv(bias))
-    named = layer.destinations("attn")
+    named = tensor_names.name_rows(layer, QKV, "attn")
     x = torch.randn(5, 12)
     for out, name, heads in zip(layer(x), "qkv", (3, 1, 1), strict=True):
         expected = F.linear(
@@ -88,7 +98,7 @@ def test_mlp_gates_up_with_the_named_activation(activation: str, formula: object
     layer = filled(
         GatedMLP(6, 8, activation=activation, bias=False, parallel=PARALLEL, placement=CPU)
     )
-    named = layer.destinations("mlp")
+    named = tensor_names.name_mlp(layer, "mlp")
     x = torch.randn(5, 6)
 
     def product(name: str, value: Tensor) -> Tensor:
@@ -122,7 +132,7 @@ def test_a_tied_head_shares_the_table_and_owns_nothing() -> None:
     embedding = filled(Embedding(9, 4, scale=None, parallel=PARALLEL, placement=CPU))
     head = LMHead(9, 4, tied=embedding, soft_cap=None, parallel=PARALLEL, placement=CPU)
     assert head.weight is embedding.weight
-    assert head.destinations("lm_head") == {}
+    assert head.is_tied
 
 
 def test_the_head_caps_logits_smoothly_in_float32() -> None:

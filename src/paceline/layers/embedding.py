@@ -30,10 +30,6 @@ class Embedding(nn.Module):
         rows = self.weight.index_select(0, input_ids)
         return rows if self.scale is None else rows.mul_(self.scale)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        return {f"{prefix}.weight": self.weight}
-
 
 def root_scale(hidden_size: int, dtype: torch.dtype) -> float:
     """Gemma's embedding scale: the root of hidden_size, rounded to the table's dtype."""
@@ -75,7 +71,3 @@ class LMHead(nn.Module):
         if self.soft_cap is None:
             return logits
         return logits.float().div_(self.soft_cap).tanh_().mul_(self.soft_cap)
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills; nothing when tied."""
-        return {} if self.is_tied else {f"{prefix}.weight": self.weight}

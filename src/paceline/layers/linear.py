@@ -1,8 +1,4 @@
-"""Linear layers: plain, fused QKV and fused gate/up.
-
-`destinations` names, for each tensor of a checkpoint, the view of our (fused) parameter that it
-fills; the loader copies into these views and nothing else.
-"""
+"""Linear layers: plain, fused QKV and fused gate/up."""
 
 from torch import Tensor, nn
 
@@ -10,23 +6,6 @@ from paceline.core.parallel import Parallel
 from paceline.kernels.linear import gated_linear, linear
 from paceline.kernels.skinny_linear import arrival_counters
 from paceline.layers.parameter import Placement, empty_matrix, empty_parameter
-
-
-class _Fused:
-    """Row blocks of one weight, each filled from its own checkpoint tensor."""
-
-    def __init__(self, names: tuple[str, ...], sizes: tuple[int, ...]) -> None:
-        self._names = names
-        self._sizes = sizes
-
-    def destinations(self, weight: Tensor, bias: Tensor | None, prefix: str) -> dict[str, Tensor]:
-        out = {}
-        for suffix, tensor in (("weight", weight), ("bias", bias)):
-            if tensor is not None:
-                blocks = tensor.split(self._sizes)
-                for name, block in zip(self._names, blocks, strict=True):
-                    out[f"{prefix}{name}.{suffix}"] = block
-        return out
 
 
 class Linear(nn.Module):
@@ -52,13 +31,6 @@ class Linear(nn.Module):
         """x [tokens, in] -> [tokens, out]."""
         return linear(x, self.weight, self.bias, counters=self.counters)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        named: dict[str, Tensor] = {f"{prefix}.weight": self.weight}
-        if self.bias is not None:
-            named[f"{prefix}.bias"] = self.bias
-        return named
-
 
 class QKVLinear(nn.Module):
     """The projections to Q, K and V as one product.
@@ -82,21 +54,16 @@ class QKVLinear(nn.Module):
         kv_heads = parallel.share(num_kv_heads, "num_kv_heads")
         self.head_dim = head_dim
         self.heads = [heads, kv_heads, kv_heads]
-        rows = tuple(count * head_dim for count in self.heads)
+        self.rows = [count * head_dim for count in self.heads]  # of the weight: Q, K, V
         # [(num_heads + 2 * num_kv_heads) * head_dim, in_features]
-        self.weight = empty_matrix(sum(rows), in_features, placement=placement, has_bias=bias)
-        self.bias = empty_parameter(sum(rows), placement=placement) if bias else None
-        self._fused = _Fused(("q_proj", "k_proj", "v_proj"), rows)
+        self.weight = empty_matrix(sum(self.rows), in_features, placement=placement, has_bias=bias)
+        self.bias = empty_parameter(sum(self.rows), placement=placement) if bias else None
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """x [tokens, in] -> q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads,
         head_dim], strided views of one tensor."""
         fused = linear(x, self.weight, self.bias)
         return list(fused.view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1))
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the block of rows it fills."""
-        return self._fused.destinations(self.weight, self.bias, f"{prefix}.")
 
 
 class GateUpLinear(nn.Module):
@@ -118,12 +85,8 @@ class GateUpLinear(nn.Module):
         # [2 * intermediate_size, hidden_size]  gate rows, then up rows
         self.weight = empty_matrix(2 * share, hidden_size, placement=placement, has_bias=bias)
         self.bias = empty_parameter(2 * share, placement=placement) if bias else None
-        self._fused = _Fused(("gate_proj", "up_proj"), (share, share))
+        self.rows = [share, share]  # of the weight: gate, up
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, intermediate]."""
         return gated_linear(x, self.weight, self.bias, self.activation)
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the block of rows it fills."""
-        return self._fused.destinations(self.weight, self.bias, f"{prefix}.")

@@ -37,8 +37,3 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         return self.down(self.gate_up(x))
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        down = self.down.destinations(f"{prefix}.down_proj")
-        return self.gate_up.destinations(prefix) | down

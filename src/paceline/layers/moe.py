@@ -32,10 +32,6 @@ class SharedExpert(nn.Module):
         """x [tokens, hidden] -> [tokens, hidden]."""
         return self.gate(x).sigmoid_() * self.mlp(x)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        return self.mlp.destinations(prefix) | self.gate.destinations(f"{prefix}_gate")
-
 
 class SparseMLP(nn.Module):
     """Router and experts of one layer.  Under tensor parallelism each rank holds a share of every
@@ -74,18 +70,6 @@ class SparseMLP(nn.Module):
         weights = ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias)
         out = moe_experts(x, routing, weights, self.gate)
         return out if self.shared is None else out.add_(self.shared(x))
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills, where each expert has its own names."""
-        named = self.router.destinations(f"{prefix}.gate")
-        for expert in range(self.down.shape[0]):
-            own = f"{prefix}.experts.{expert}"
-            named[f"{own}.gate_proj.weight"] = self.gate_up[expert, ::2]
-            named[f"{own}.up_proj.weight"] = self.gate_up[expert, 1::2]
-            named[f"{own}.down_proj.weight"] = self.down[expert]
-        if self.shared is not None:
-            named |= self.shared.destinations(f"{prefix}.shared_expert")
-        return named
 
 
 def feed_forward(

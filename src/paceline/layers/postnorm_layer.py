@@ -37,11 +37,3 @@ class PostNormLayer(nn.Module):
             residual.add_(delta)
         residual.add_(self.attention_norm(self.attention(residual, positions, ctx)))
         return self.output_norm(self.mlp(residual))
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        named = self.attention.destinations(f"{prefix}.self_attn")
-        named |= self.mlp.destinations(f"{prefix}.mlp")
-        named[f"{prefix}.post_attention_layernorm.weight"] = self.attention_norm.weight
-        named[f"{prefix}.post_feedforward_layernorm.weight"] = self.output_norm.weight
-        return named

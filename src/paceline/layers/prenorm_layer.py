@@ -41,11 +41,3 @@ class PreNormLayer(nn.Module):
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale is None else x.mul_(self.scale)
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        named = self.attention.destinations(f"{prefix}.self_attn")
-        named |= self.mlp.destinations(f"{prefix}.mlp")
-        named[f"{prefix}.input_layernorm.weight"] = self.input_norm.weight
-        named[f"{prefix}.post_attention_layernorm.weight"] = self.mlp_norm.weight
-        return named

@@ -58,13 +58,3 @@ class SandwichLayer(nn.Module):
         x = norm(residual) if delta is None else norm.add(delta, residual)
         x = self.attention_norm(self.attention(x, positions, ctx))
         return self.output_norm(self.mlp(self.mlp_norm.add(x, residual)))
-
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        named = self.attention.destinations(f"{prefix}.self_attn")
-        named |= self.mlp.destinations(f"{prefix}.mlp")
-        named[f"{prefix}.input_layernorm.weight"] = self.input_norm.weight
-        named[f"{prefix}.post_attention_layernorm.weight"] = self.attention_norm.weight
-        named[f"{prefix}.pre_feedforward_layernorm.weight"] = self.mlp_norm.weight
-        named[f"{prefix}.post_feedforward_layernorm.weight"] = self.output_norm.weight
-        return named

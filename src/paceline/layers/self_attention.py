@@ -76,16 +76,6 @@ class SelfAttention(nn.Module):
         weights = self.q_norm.weight, self.k_norm.weight
         return HeadNorms(*weights, self.q_norm.eps, self.q_norm.unit_offset)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        named = self.qkv.destinations(prefix) | self.out.destinations(f"{prefix}.o_proj")
-        if self.q_norm is not None and self.k_norm is not None:
-            named[f"{prefix}.q_norm.weight"] = self.q_norm.weight
-            named[f"{prefix}.k_norm.weight"] = self.k_norm.weight
-        if self.sinks is not None:
-            named[f"{prefix}.sinks"] = self.sinks
-        return named
-
 
 class RowNormedAttention(SelfAttention):
     """One layer whose norms of Q and K are each over all heads of a token."""

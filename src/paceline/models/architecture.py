@@ -1,4 +1,4 @@
-"""What the file of a model_type states, and the two decoders that most of them are.  No torch."""
+"""What the file of a model_type states, and the decoders that most of them are.  No torch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +19,15 @@ def prenorm(config: ModelConfig, **where: Any) -> "CausalLM":
     from paceline.models.prenorm import build_prenorm
 
     return build_prenorm(config, **where)
+
+
+def postnorm(config: ModelConfig, **where: Any) -> "CausalLM":
+    """The same with norms behind each block instead of before it."""
+    from paceline.layers.postnorm_layer import PostNormLayer
+    from paceline.models.prenorm import build_prenorm
+    from paceline.models.tensor_names import name_postnorm
+
+    return build_prenorm(config, layer=PostNormLayer, named=name_postnorm, **where)
 
 
 def sandwich(config: ModelConfig, **where: Any) -> "CausalLM":

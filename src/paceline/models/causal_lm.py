@@ -51,4 +51,5 @@ class CausalLM(nn.Module):
 
     def destinations(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the view of a parameter it fills."""
-        return self.decoder.destinations("model") | self.head.destinations("lm_head")
+        named = self.decoder.destinations("model")
+        return named if self.head.is_tied else named | {"lm_head.weight": self.head.weight}

@@ -29,12 +29,6 @@ class Hidden(NamedTuple):
 NameLayer = Callable[[Any, str], dict[str, Tensor]]
 
 
-def name_layer(layer: Any, prefix: str) -> dict[str, Tensor]:
-    """As most checkpoints do."""
-    named: dict[str, Tensor] = layer.destinations(prefix)
-    return named
-
-
 class Decoder(nn.Module):
     """Embedding, layers and final norm.
 
@@ -48,7 +42,7 @@ class Decoder(nn.Module):
         layers: Sequence[nn.Module],
         norm: RMSNorm,
         *,
-        named: NameLayer = name_layer,
+        named: NameLayer,
     ) -> None:
         """named: the checkpoint names of a layer's tensors."""
         super().__init__()
@@ -93,7 +87,7 @@ class Decoder(nn.Module):
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
-        named = self.embedding.destinations(f"{prefix}.embed_tokens")
+        named = {f"{prefix}.embed_tokens.weight": self.embedding.weight}
         for index, layer in enumerate(self.layers):
             named |= self._named(layer, f"{prefix}.layers.{index}")
         named[f"{prefix}.norm.weight"] = self.norm.weight

@@ -1,16 +1,13 @@
 """EXAONE 4 (model_type exaone4): norms behind attention and feed-forward, and per head of Q and K;
 with a window, each fourth layer sees all keys and has no rope."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.core.model_config import ModelConfig, QKNorm
-from paceline.models.architecture import Architecture, prenorm
+from paceline.core.model_config import QKNorm
+from paceline.models.architecture import Architecture, postnorm
 from paceline.models.config_prenorm import read_prenorm
 from paceline.models.config_windows import read_windows
 from paceline.models.fields import Fields
-
-if TYPE_CHECKING:
-    from paceline.models.causal_lm import CausalLM
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -31,15 +28,9 @@ def _read(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _build(config: ModelConfig, **where: Any) -> "CausalLM":
-    from paceline.layers.postnorm_layer import PostNormLayer
-
-    return prenorm(config, layer=PostNormLayer, **where)
-
-
 ARCHITECTURE = Architecture(
     read=_read,
-    build=_build,
+    build=postnorm,
     defaults={
         "max_position_embeddings": 2048,
         "num_key_value_heads": 32,

@@ -53,13 +53,15 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 def _stacked(layer: "PreNormLayer", prefix: str) -> "dict[str, Tensor]":
     """One tensor for all experts, [experts, in, out], gate and up columns in turns as our rows."""
-    every, mlp = layer.destinations(prefix).items(), layer.mlp
+    from paceline.models.tensor_names import name_linear, name_prenorm
+
+    every, mlp = name_prenorm(layer, prefix).items(), layer.mlp
     assert mlp.gate_up_bias is not None, "experts with biases"
     assert mlp.down_bias is not None, "experts with biases"
     experts = f"{prefix}.mlp.experts"
     return {
         **{name: tensor for name, tensor in every if not name.startswith(f"{prefix}.mlp.")},
-        **mlp.router.destinations(f"{prefix}.mlp.router"),
+        **name_linear(mlp.router, f"{prefix}.mlp.router"),
         f"{experts}.gate_up_proj": mlp.gate_up.mT,
         f"{experts}.gate_up_proj_bias": mlp.gate_up_bias,
         f"{experts}.down_proj": mlp.down.mT,

@@ -1,16 +1,13 @@
 """OLMo 2 (model_type olmo2): norms behind attention and feed-forward instead of before them, norms
 of Q and K over all heads, and norms whose product is taken in float32."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.core.model_config import ModelConfig, NormKind, QKNorm
-from paceline.models.architecture import Architecture, prenorm
+from paceline.core.model_config import NormKind, QKNorm
+from paceline.models.architecture import Architecture, postnorm
 from paceline.models.config_prenorm import attention_biases, read_prenorm
 from paceline.models.config_windows import uniform_windows
 from paceline.models.fields import Fields
-
-if TYPE_CHECKING:
-    from paceline.models.causal_lm import CausalLM
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -24,14 +21,8 @@ def _read(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _build(config: ModelConfig, **where: Any) -> "CausalLM":
-    from paceline.layers.postnorm_layer import PostNormLayer
-
-    return prenorm(config, layer=PostNormLayer, **where)
-
-
 ARCHITECTURE = Architecture(
     read=_read,
-    build=_build,
+    build=postnorm,
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
 )

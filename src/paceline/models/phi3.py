@@ -29,7 +29,9 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 def _fused(layer: "PreNormLayer", prefix: str) -> "dict[str, Tensor]":
     """One tensor where we have one: rows of Q, K, V, and rows of gate, up, in our order."""
-    every = layer.destinations(prefix).items()
+    from paceline.models.tensor_names import name_prenorm
+
+    every = name_prenorm(layer, prefix).items()
     named = {name: tensor for name, tensor in every if not name.endswith(_PARTS)}
     named[f"{prefix}.self_attn.qkv_proj.weight"] = layer.attention.qkv.weight
     named[f"{prefix}.mlp.gate_up_proj.weight"] = layer.mlp.gate_up.weight

@@ -13,7 +13,8 @@ from paceline.layers.prenorm_layer import PreNormLayer
 from paceline.layers.rms_norm import RMSNorm, hidden_norm
 from paceline.layers.self_attention import RowNormedAttention, SelfAttention
 from paceline.models.causal_lm import CausalLM
-from paceline.models.decoder import Decoder, NameLayer, name_layer, rope_tables
+from paceline.models.decoder import Decoder, NameLayer, rope_tables
+from paceline.models.tensor_names import name_prenorm
 
 
 def build_prenorm(
@@ -24,7 +25,7 @@ def build_prenorm(
     dtype: torch.dtype,
     max_positions: int | None = None,
     layer: Callable[..., nn.Module] = PreNormLayer,
-    named: NameLayer = name_layer,
+    named: NameLayer = name_prenorm,
     embedding_scale: float | None = None,
 ) -> CausalLM:
     """The model with uninitialised weights; `max_positions` as in `rope_tables`.

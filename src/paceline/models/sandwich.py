@@ -10,6 +10,7 @@ from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.sandwich_layer import SandwichLayer
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, rope_tables
+from paceline.models.tensor_names import name_sandwich
 
 
 def build_sandwich(
@@ -42,5 +43,5 @@ def build_sandwich(
         parallel=parallel,
         placement=placement,
     )
-    decoder = Decoder(embedding, layers, hidden_norm(config, placement))
+    decoder = Decoder(embedding, layers, hidden_norm(config, placement), named=name_sandwich)
     return CausalLM(config, decoder, parallel=parallel, placement=placement)

@@ -20,6 +20,7 @@ from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import rope_tables
+from paceline.models.tensor_names import name_prenorm
 from paceline.speculate.eagle.config import EagleConfig
 from paceline.speculate.eagle.layers import (
     Eagle1Layer,
@@ -132,13 +133,13 @@ class EagleHead(nn.Module):
         named: dict[str, Tensor] = {} if self.fusion is None else self.fusion.destinations()
         named |= self.first.destinations("layers.0")
         for index, layer in enumerate(self.later, start=1):
-            named |= layer.destinations(f"layers.{index}")
+            named |= name_prenorm(layer, f"layers.{index}")
         if self.norm is not None:
             named["norm.weight"] = self.norm.weight
         if self.embedding is not None:
-            named |= self.embedding.destinations("embed_tokens")
+            named["embed_tokens.weight"] = self.embedding.weight
         if self.head is not None:
-            named |= self.head.destinations("lm_head")
+            named["lm_head.weight"] = self.head.weight
         return named
 
 

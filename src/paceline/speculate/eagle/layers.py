@@ -17,6 +17,7 @@ from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
+from paceline.models.tensor_names import name_attention, name_feed_forward, name_linear
 from paceline.speculate.eagle.config import EagleConfig
 
 
@@ -59,7 +60,7 @@ class Fusion(nn.Module):
 
     def destinations(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
-        named = self.fc.destinations("fc")
+        named = name_linear(self.fc, "fc")
         for index, norm in enumerate(self.norms):
             named[f"fc_norm.{index}.weight"] = norm.weight
         return named
@@ -109,9 +110,9 @@ class Eagle1Layer(nn.Module):
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
-        named = self.fc.destinations("fc")
-        named |= self.attention.destinations(f"{prefix}.self_attn")
-        named |= self.mlp.destinations(f"{prefix}.mlp")
+        named = name_linear(self.fc, "fc")
+        named |= name_attention(self.attention, f"{prefix}.self_attn")
+        named |= name_feed_forward(self.mlp, f"{prefix}.mlp")
         named[f"{prefix}.post_attention_layernorm.weight"] = self.mlp_norm.weight
         return named
 
@@ -163,8 +164,8 @@ class Eagle3Layer(nn.Module):
 
     def destinations(self, prefix: str) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the tensor it fills."""
-        named = self.attention.destinations(f"{prefix}.self_attn")
-        named |= self.mlp.destinations(f"{prefix}.mlp")
+        named = name_attention(self.attention, f"{prefix}.self_attn")
+        named |= name_feed_forward(self.mlp, f"{prefix}.mlp")
         named[f"{prefix}.input_layernorm.weight"] = self.embedding_norm.weight
         named[f"{prefix}.hidden_norm.weight"] = self.feature_norm.weight
         named[f"{prefix}.post_attention_layernorm.weight"] = self.mlp_norm.weight

@@ -1,0 +1,107 @@
+"""Where a checkpoint's tensors go: name -> the view of a (fused) parameter that the tensor fills.
+
+As most checkpoints name them; an architecture that differs says so in its file.  The loader copies
+into these views and nothing else.
+"""
+
+from torch import Tensor
+
+from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
+from paceline.layers.mlp import GatedMLP
+from paceline.layers.moe import SparseMLP
+from paceline.layers.postnorm_layer import PostNormLayer
+from paceline.layers.prenorm_layer import PreNormLayer
+from paceline.layers.sandwich_layer import SandwichLayer
+from paceline.layers.self_attention import SelfAttention
+
+Named = dict[str, Tensor]
+
+
+def name_linear(layer: Linear, prefix: str) -> Named:
+    """A projection with a name of its own."""
+    named: Named = {f"{prefix}.weight": layer.weight}
+    return named if layer.bias is None else named | {f"{prefix}.bias": layer.bias}
+
+
+def name_rows(layer: QKVLinear | GateUpLinear, parts: tuple[str, ...], prefix: str) -> Named:
+    """Projections of which we hold one weight: blocks of its rows, in the order of `parts`."""
+    return {
+        f"{prefix}.{part}.{kind}": block
+        for kind, whole in (("weight", layer.weight), ("bias", layer.bias))
+        if whole is not None
+        for part, block in zip(parts, whole.split(layer.rows), strict=True)
+    }
+
+
+def name_attention(layer: SelfAttention, prefix: str) -> Named:
+    """Projections, and norms of Q and K and sinks where a model has them."""
+    named = name_rows(layer.qkv, ("q_proj", "k_proj", "v_proj"), prefix)
+    named |= name_linear(layer.out, f"{prefix}.o_proj")
+    if layer.q_norm is not None and layer.k_norm is not None:
+        named[f"{prefix}.q_norm.weight"] = layer.q_norm.weight
+        named[f"{prefix}.k_norm.weight"] = layer.k_norm.weight
+    if layer.sinks is not None:
+        named[f"{prefix}.sinks"] = layer.sinks
+    return named
+
+
+def name_mlp(layer: GatedMLP, prefix: str) -> Named:
+    """One gated feed-forward block."""
+    named = name_rows(layer.gate_up, ("gate_proj", "up_proj"), prefix)
+    return named | name_linear(layer.down, f"{prefix}.down_proj")
+
+
+def name_experts(layer: SparseMLP, prefix: str) -> Named:
+    """A router and experts with tensors of their own."""
+    named = name_linear(layer.router, f"{prefix}.gate")
+    for expert in range(layer.down.shape[0]):
+        own = f"{prefix}.experts.{expert}"
+        named[f"{own}.gate_proj.weight"] = layer.gate_up[expert, ::2]
+        named[f"{own}.up_proj.weight"] = layer.gate_up[expert, 1::2]
+        named[f"{own}.down_proj.weight"] = layer.down[expert]
+    if layer.shared is not None:
+        named |= name_mlp(layer.shared.mlp, f"{prefix}.shared_expert")
+        named |= name_linear(layer.shared.gate, f"{prefix}.shared_expert_gate")
+    return named
+
+
+def name_feed_forward(layer: GatedMLP | SparseMLP, prefix: str) -> Named:
+    """Of a layer: experts where the model has them there."""
+    if isinstance(layer, SparseMLP):
+        return name_experts(layer, prefix)
+    return name_mlp(layer, prefix)
+
+
+def name_prenorm(layer: PreNormLayer, prefix: str) -> Named:
+    """A decoder layer of Llama and its kin."""
+    return {
+        **name_blocks(layer, prefix),
+        f"{prefix}.input_layernorm.weight": layer.input_norm.weight,
+        f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm.weight,
+    }
+
+
+def name_postnorm(layer: PostNormLayer, prefix: str) -> Named:
+    """A decoder layer with norms behind its blocks."""
+    return {
+        **name_blocks(layer, prefix),
+        f"{prefix}.post_attention_layernorm.weight": layer.attention_norm.weight,
+        f"{prefix}.post_feedforward_layernorm.weight": layer.output_norm.weight,
+    }
+
+
+def name_sandwich(layer: SandwichLayer, prefix: str) -> Named:
+    """A decoder layer of the later Gemmas."""
+    return {
+        **name_blocks(layer, prefix),
+        f"{prefix}.input_layernorm.weight": layer.input_norm.weight,
+        f"{prefix}.post_attention_layernorm.weight": layer.attention_norm.weight,
+        f"{prefix}.pre_feedforward_layernorm.weight": layer.mlp_norm.weight,
+        f"{prefix}.post_feedforward_layernorm.weight": layer.output_norm.weight,
+    }
+
+
+def name_blocks(layer: PreNormLayer | PostNormLayer | SandwichLayer, prefix: str) -> Named:
+    """Attention and feed-forward of a decoder layer."""
+    named = name_attention(layer.attention, f"{prefix}.self_attn")
+    return named | name_feed_forward(layer.mlp, f"{prefix}.mlp")
