@@ -232,6 +232,7 @@ def main() -> None:
     parser.add_argument("--packages", type=Path, default=HERE / "packages.txt", help="the pins")
     args = parser.parse_args()
 
+    sys.setrecursionlimit(20_000)  # ast.unparse recurses through sums of hundreds of terms
     wheels = fetch_wheels(read_pins(args.packages), args.cache / "wheels")
     collection = collect(list(source_files(wheels)))
     print(f"{len(collection.train)} training documents, {len(collection.held_out)} held out")

@@ -29,8 +29,6 @@ LEFT_OUT = (  # files broken on purpose, and copies of other projects
     "_vendor/",
 )
 
-sys.setrecursionlimit(20_000)  # ast.unparse recurses through sums of hundreds of terms
-
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
