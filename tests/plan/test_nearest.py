@@ -7,12 +7,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
-from paceline.core.gpus import GIB, GPUS, gpu_by_name
+from paceline.core.gpus import GIB, gpu_by_name
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
+from paceline.models.size import weights_bytes
 from paceline.plan.demand import Demands
 from paceline.plan.explain import nearest_if_short
 from paceline.plan.fit import require_fit
+from paceline.plan.nearest import Knob, lowered
 from paceline.plan.resolve import resolve, shortage
 from paceline.plan.suggestion import flag_words
 
@@ -23,10 +25,19 @@ def config_of(model):
     return parse_config(locate(model).config)
 
 
-def search(model, device, asked):
-    """(the suggestion or None, whether options fit) for an ask."""
-    config = config_of(model)
+def shallow(model, gpu, less=0):
+    """Few layers of `model`, which is rehearsed as often sooner, and the GPU of that name without
+    the bytes of the others' weights, and `less` still."""
+    given = locate(model).config
+    config = parse_config({**given, "num_hidden_layers": 6 if "gemma" in model else 2})
+    left_out = weights_bytes(config_of(model), "bfloat16") - weights_bytes(config, "bfloat16")
+    device = gpu_by_name(gpu)
+    total, free = device.total_bytes - left_out - less, device.free_bytes - left_out - less
+    return config, replace(device, total_bytes=total, free_bytes=free)
 
+
+def search(config, device, asked):
+    """(the suggestion or None, whether options fit) for an ask."""
     demands = Demands(config, device, None)
 
     def fits(options):
@@ -87,7 +98,7 @@ asks = st.fixed_dictionaries(
     asked=asks,
 )
 def test_a_suggestion_fits_and_one_notch_closer_to_the_ask_does_not(model, gpu, asked):
-    found, fits = search(model, GPUS[gpu], asked)
+    found, fits = search(*shallow(model, gpu), asked)
     assume(found is not None)
     assert fits(asked) is False
     for command in found.commands:
@@ -102,46 +113,47 @@ def test_a_suggestion_fits_and_one_notch_closer_to_the_ask_does_not(model, gpu, 
 
 
 def test_a_step_that_asks_for_too_many_requests_gets_fewer_and_nothing_else_changes():
-    asked = {"max_num_seqs": 2000, "max_model_len": 8000}
-    found, fits = search("llama-3.1-8b", gpu_by_name("l4"), asked)
+    asked = {"max_num_seqs": 2000, "max_model_len": 128_000}
+    found, fits = search(*shallow("llama-3.1-8b", "l4"), asked)
     (change,) = found.commands[0].changes
     assert (change.option, change.was) == ("max_num_seqs", 2000)
     assert change.now in {2000 >> bit for bit in range(11)}
     assert not fits({**asked, "max_num_seqs": 2 * change.now})
 
 
-def too_long(device):
+def too_long(config, device):
     """An ask that is short of KV alone, and not by half: nothing else has anything to give."""
     asked = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.95}
-    _, fit = resolve(asked, config=config_of("llama-3.1-8b"), device=device)
+    _, fit = resolve(asked, config=config, device=device)
     return {**asked, "max_model_len": int(1.8 * fit.max_model_len)}
 
 
 def test_a_context_is_shortened_before_the_cache_is_quantised():
-    device = gpu_by_name("l4")
-    asked = too_long(device)
-    found, _ = search("llama-3.1-8b", device, asked)
+    config, device = shallow("llama-3.1-8b", "l4", less=6 * GIB)
+    asked = too_long(config, device)
+    found, _ = search(config, device, asked)
     options = [[change.option for change in command.changes] for command in found.commands]
     assert options == [["max_model_len"], ["kv_cache_dtype"]]
     assert found.commands[1].asked == {**asked, "kv_cache_dtype": "fp8_e4m3"}
 
 
 def test_a_gpu_without_fp8_conversions_is_offered_no_fp8_cache():
-    device = replace(gpu_by_name("l4"), cuda_arch=(8, 6))
-    found, _ = search("llama-3.1-8b", device, too_long(device))
+    config, device = shallow("llama-3.1-8b", "l4", less=6 * GIB)
+    device = replace(device, cuda_arch=(8, 6))
+    found, _ = search(config, device, too_long(config, device))
     options = [[change.option for change in command.changes] for command in found.commands]
     assert options == [["max_model_len"]]
 
 
 def test_a_smaller_number_format_takes_the_asked_cache_format_along():
     asked = {"dtype": "float32", "kv_cache_dtype": "float32"}
-    found, _ = search("llama-3.1-8b", gpu_by_name("l4"), asked)
+    found, _ = search(config_of("llama-3.1-8b"), gpu_by_name("l4"), asked)
     assert found.commands[0].asked == {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16"}
 
 
 def test_an_asked_graph_size_follows_the_requests_down():
     asked = {"max_num_seqs": 3000, "cuda_graph_max_bs": 3000, "max_model_len": 4096}
-    found, _ = search("llama-3.1-8b", gpu_by_name("l4"), asked)
+    found, _ = search(*shallow("llama-3.1-8b", "l4"), asked)
     first = found.commands[0].asked
     assert first["cuda_graph_max_bs"] == first["max_num_seqs"] < 3000
     assert "--cuda-graph-max-bs from 3000 to" in found.advice()
@@ -150,13 +162,13 @@ def test_an_asked_graph_size_follows_the_requests_down():
 @pytest.mark.parametrize(
     ("asked", "option"),
     [
-        ({"max_model_len": 4096, "kv_cache_bytes": 1000 * 131072}, "max_model_len"),
+        ({"max_model_len": 4096, "kv_cache_bytes": 1000 * 8192}, "max_model_len"),
         ({"max_num_batched_tokens": 60_000, "max_num_seqs": 32}, "max_num_batched_tokens"),
     ],
 )
 def test_an_asked_prefill_graph_follows_the_step_and_the_context_down(asked, option):
     asked = {**asked, "cuda_graph_max_tokens": 2048 if option == "max_model_len" else 40_000}
-    found, fits = search("llama-3.1-8b", gpu_by_name("l4"), asked)
+    found, fits = search(*shallow("llama-3.1-8b", "l4"), asked)
     command = next(c for c in found.commands if option in {change.option for change in c.changes})
     assert command.asked["cuda_graph_max_tokens"] <= command.asked[option] < asked[option]
     assert fits(command.asked)
@@ -164,51 +176,67 @@ def test_an_asked_prefill_graph_follows_the_step_and_the_context_down(asked, opt
 
 def test_two_changes_share_the_way():
     asked = {"max_num_seqs": 3000, "max_num_batched_tokens": 200_000}
-    found, _ = search("qwen3-8b", gpu_by_name("rtx-3090"), asked)
+    found, _ = search(*shallow("qwen3-8b", "rtx-3090"), asked)
     first = found.commands[0].asked
     assert first["max_num_seqs"] > 50
     assert first["max_num_batched_tokens"] > 2000
 
 
+def test_a_change_that_was_not_needed_is_undone():
+    knobs = [
+        Knob(option="max_num_seqs", values=(8, 4, 2)),
+        Knob(option="max_model_len", values=(100, 50)),
+    ]
+    asked = {"max_num_seqs": 16, "max_model_len": 200}
+    found = lowered(asked, knobs, lambda options: options["max_model_len"] <= 50)
+    assert found == {"max_num_seqs": 16, "max_model_len": 50}
+
+
 def test_the_error_of_a_short_budget_ends_with_the_suggestion():
-    asked = {"model": "llama-3.1-8b", "max_model_len": 30_000}
-    found, _ = search("llama-3.1-8b", gpu_by_name("l4"), asked)
-    _, fit = resolve(asked, config=config_of("llama-3.1-8b"), device=gpu_by_name("l4"))
+    asked = {"model": "llama-3.1-8b", "max_model_len": 120_000}
+    config, device = shallow("llama-3.1-8b", "l4", less=5 * GIB)
+    found, _ = search(config, device, asked)
+    _, fit = resolve(asked, config=config, device=device)
     with pytest.raises(ConfigError) as caught:
         require_fit(fit, found.advice())
     length = found.commands[0].asked["max_model_len"]
     assert str(caught.value).endswith(
-        f"; the nearest that fits changes --max-model-len from 30000 to {length}: "
+        f"; the nearest that fits changes --max-model-len from 120000 to {length}: "
         f"--model llama-3.1-8b --max-model-len {length}"
     )
 
 
+def with_little_memory(total):
+    """(few layers of a model, an L4 of that many bytes)."""
+    config, device = shallow("qwen3-8b", "l4")
+    return config, replace(device, total_bytes=total, free_bytes=total)
+
+
 def test_weights_that_exceed_the_memory_are_told_with_who_would_hold_them():
-    device = replace(gpu_by_name("l4"), total_bytes=10 * GIB, free_bytes=10 * GIB)
-    found, _ = search("llama-3.1-8b", device, {"model": "llama-3.1-8b"})
+    total = int(3.7 * GIB)
+    config, device = with_little_memory(total)
+    found, _ = search(config, device, {"model": "qwen3-8b"})
     assert found.commands == ()
-    weights, context, usable = 2 * 8_030_261_248, 640 << 20, int(10 * GIB * 0.95)
+    weights, context, usable = weights_bytes(config, "bfloat16"), 640 << 20, int(total * 0.95)
     assert found.weights_over_bytes == weights + context - usable
     assert found.short_by_bytes > found.weights_over_bytes
-    assert "the weights alone exceed the usable memory by 6.08 GiB" in found.advice()
+    assert "the weights alone exceed the usable memory by 0.15 GiB" in found.advice()
     assert "l4" in found.devices
-    assert search("llama-3.1-8b", GPUS[found.devices[0]], {})[0] is None
+    assert search(config, gpu_by_name(found.devices[0]), {})[0] is None
     assert "llama-3.2-1b" in found.models
-    assert "llama-3.1-8b" not in found.models
-    assert search("llama-3.2-1b", device, {})[0] is None
+    assert "qwen3-8b" not in found.models
+    assert search(config_of("llama-3.2-1b"), device, {})[0] is None
 
 
 def test_what_is_short_for_another_reason_than_weights_says_so():
-    total = int(16.45 * GIB)
-    device = replace(gpu_by_name("l4"), total_bytes=total, free_bytes=total)
-    found, _ = search("llama-3.1-8b", device, {})
+    found, _ = search(*with_little_memory(int(3.9 * GIB)), {})
     assert found.commands == ()
     assert found.weights_over_bytes == 0
     assert "with every option at its least" in found.advice()
 
 
 def test_a_fit_needs_no_suggestion():
-    assert search("llama-3.1-8b", gpu_by_name("h200"), {})[0] is None
+    assert search(*shallow("llama-3.1-8b", "h200"), {})[0] is None
 
 
 def test_flags_are_quoted_and_open_values_left_out():
