@@ -1,9 +1,10 @@
 """gpt-oss (model_type gpt_oss): a pre-norm decoder with experts in every layer, biases and sinks,
 and a window in every other layer, the first too."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.model_config import ModelConfig, MoEConfig, NormKind
+from paceline.core.model_config import MoEConfig, NormKind
 from paceline.models.architecture import Architecture, prenorm
 from paceline.models.config_moe import SILU, experts_per_token, num_experts
 from paceline.models.config_prenorm import attention_biases, read_prenorm
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.layers.prenorm_layer import PreNormLayer
-    from paceline.models.causal_lm import CausalLM
 
 _ROPE = {
     "rope_type": "yarn",
@@ -53,29 +53,25 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 def _stacked(layer: "PreNormLayer", prefix: str) -> "dict[str, Tensor]":
     """One tensor for all experts, [experts, in, out], gate and up columns in turns as our rows."""
-    from paceline.models.tensor_names import name_linear, name_prenorm
+    from paceline.models.tensor_names import name_attention, name_linear, name_prenorms
 
-    every, mlp = name_prenorm(layer, prefix).items(), layer.mlp
+    mlp, experts = layer.mlp, f"{prefix}.mlp.experts"
     assert mlp.gate_up_bias is not None, "experts with biases"
     assert mlp.down_bias is not None, "experts with biases"
-    experts = f"{prefix}.mlp.experts"
     return {
-        **{name: tensor for name, tensor in every if not name.startswith(f"{prefix}.mlp.")},
+        **name_attention(layer.attention, f"{prefix}.self_attn"),
         **name_linear(mlp.router, f"{prefix}.mlp.router"),
         f"{experts}.gate_up_proj": mlp.gate_up.mT,
         f"{experts}.gate_up_proj_bias": mlp.gate_up_bias,
         f"{experts}.down_proj": mlp.down.mT,
         f"{experts}.down_proj_bias": mlp.down_bias,
+        **name_prenorms(layer, prefix),
     }
-
-
-def _build(config: ModelConfig, **where: Any) -> "CausalLM":
-    return prenorm(config, named=_stacked, **where)
 
 
 ARCHITECTURE = Architecture(
     read=_read,
-    build=_build,
+    build=partial(prenorm, named=_stacked),
     defaults={
         "max_position_embeddings": 131_072,
         "num_key_value_heads": 8,

@@ -3,9 +3,9 @@
 The longer contexts come with longrope; Phi-4-mini turns three quarters of each head.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.model_config import ModelConfig
 from paceline.models.architecture import Architecture, prenorm
 from paceline.models.config_prenorm import read_prenorm
 from paceline.models.config_windows import uniform_windows
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.layers.prenorm_layer import PreNormLayer
-    from paceline.models.causal_lm import CausalLM
-
-_PARTS = tuple(f".{part}_proj.weight" for part in ("q", "k", "v", "gate", "up"))
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -29,22 +26,20 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 def _fused(layer: "PreNormLayer", prefix: str) -> "dict[str, Tensor]":
     """One tensor where we have one: rows of Q, K, V, and rows of gate, up, in our order."""
-    from paceline.models.tensor_names import name_prenorm
+    from paceline.models.tensor_names import name_linear, name_prenorms
 
-    every = name_prenorm(layer, prefix).items()
-    named = {name: tensor for name, tensor in every if not name.endswith(_PARTS)}
-    named[f"{prefix}.self_attn.qkv_proj.weight"] = layer.attention.qkv.weight
-    named[f"{prefix}.mlp.gate_up_proj.weight"] = layer.mlp.gate_up.weight
-    return named
-
-
-def _build(config: ModelConfig, **where: Any) -> "CausalLM":
-    return prenorm(config, named=_fused, **where)
+    return {
+        f"{prefix}.self_attn.qkv_proj.weight": layer.attention.qkv.weight,
+        **name_linear(layer.attention.out, f"{prefix}.self_attn.o_proj"),
+        f"{prefix}.mlp.gate_up_proj.weight": layer.mlp.gate_up.weight,
+        **name_linear(layer.mlp.down, f"{prefix}.mlp.down_proj"),
+        **name_prenorms(layer, prefix),
+    }
 
 
 ARCHITECTURE = Architecture(
     read=_read,
-    build=_build,
+    build=partial(prenorm, named=_fused),
     defaults={
         "max_position_embeddings": 4096,
         "original_max_position_embeddings": 4096,

@@ -74,8 +74,12 @@ def name_feed_forward(layer: GatedMLP | SparseMLP, prefix: str) -> Named:
 
 def name_prenorm(layer: PreNormLayer, prefix: str) -> Named:
     """A decoder layer of Llama and its kin."""
+    return _name_blocks(layer, prefix) | name_prenorms(layer, prefix)
+
+
+def name_prenorms(layer: PreNormLayer, prefix: str) -> Named:
+    """Its norms alone."""
     return {
-        **name_blocks(layer, prefix),
         f"{prefix}.input_layernorm.weight": layer.input_norm.weight,
         f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm.weight,
     }
@@ -84,7 +88,7 @@ def name_prenorm(layer: PreNormLayer, prefix: str) -> Named:
 def name_postnorm(layer: PostNormLayer, prefix: str) -> Named:
     """A decoder layer with norms behind its blocks."""
     return {
-        **name_blocks(layer, prefix),
+        **_name_blocks(layer, prefix),
         f"{prefix}.post_attention_layernorm.weight": layer.attention_norm.weight,
         f"{prefix}.post_feedforward_layernorm.weight": layer.output_norm.weight,
     }
@@ -93,7 +97,7 @@ def name_postnorm(layer: PostNormLayer, prefix: str) -> Named:
 def name_sandwich(layer: SandwichLayer, prefix: str) -> Named:
     """A decoder layer of the later Gemmas."""
     return {
-        **name_blocks(layer, prefix),
+        **_name_blocks(layer, prefix),
         f"{prefix}.input_layernorm.weight": layer.input_norm.weight,
         f"{prefix}.post_attention_layernorm.weight": layer.attention_norm.weight,
         f"{prefix}.pre_feedforward_layernorm.weight": layer.mlp_norm.weight,
@@ -101,7 +105,7 @@ def name_sandwich(layer: SandwichLayer, prefix: str) -> Named:
     }
 
 
-def name_blocks(layer: PreNormLayer | PostNormLayer | SandwichLayer, prefix: str) -> Named:
+def _name_blocks(layer: PreNormLayer | PostNormLayer | SandwichLayer, prefix: str) -> Named:
     """Attention and feed-forward of a decoder layer."""
     named = name_attention(layer.attention, f"{prefix}.self_attn")
     return named | name_feed_forward(layer.mlp, f"{prefix}.mlp")
