@@ -75,10 +75,6 @@ class WrapperSession:
             self._recorded.add(shape)
         return wrappers
 
-    def shapes(self) -> list[StepShape]:
-        """Those that have wrappers, the longest unplanned first."""
-        return list(self._made)
-
     def _forget_oldest(self) -> None:
         """Make room for a shape: unpadded steps have a new one each."""
         loose = [shape for shape in self._made if shape not in self._recorded]
