@@ -13,7 +13,7 @@ from paceline.kernels.paged_attention import (
     PagedCache,
     PagedCall,
     PagedRows,
-    Scores,
+    Weighing,
     decode_splits,
     paged_decode,
     paged_extend,
@@ -200,7 +200,7 @@ def _calls(batch: int, keys: int, *, extend: int) -> list[PagedCall]:
             q,
             PagedCache(k_cache, v_cache),
             PagedRows(table, lens - extend, lens, starts, extend),
-            Scores(DIM**-0.5),
+            Weighing(DIM**-0.5),
             out,
             lse,
         )

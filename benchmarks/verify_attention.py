@@ -27,7 +27,7 @@ from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.core.errors import PacelineError
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
-from paceline.kernels.paged_attention import PagedRows, Scores, paged_attention_reference
+from paceline.kernels.paged_attention import PagedRows, Weighing, paged_attention_reference
 from paceline.plan.machine import local_device, versions
 
 CONTEXT = 16384  # tokens that a page table has room for
@@ -132,7 +132,7 @@ def worst_error(work: RoundWork, out: Tensor) -> float:
                 None if view.tree_mask is None else view.tree_mask[:rows],
                 view.mask,
             ),
-            Scores(layer.spec.scale),
+            Weighing(layer.spec.scale),
             compute_dtype=dtype,
         )[0].double()
         for dtype in (torch.float64, work.q.dtype)

@@ -14,7 +14,7 @@ from paceline.kernels.paged_attention import (
     PagedCache,
     PagedCall,
     PagedRows,
-    Scores,
+    Weighing,
     paged_attention_reference,
 )
 
@@ -83,15 +83,15 @@ class PagedCase:
         )
 
     @property
-    def scores(self) -> Scores:
-        return Scores(self.scale, self.shape.window, self.shape.soft_cap, sinks=self.sinks)
+    def weighing(self) -> Weighing:
+        return Weighing(self.scale, self.shape.window, self.shape.soft_cap, sinks=self.sinks)
 
     def call(self, *, prefix_only: bool = False) -> PagedCall:
         """A launch into outputs full of NaN."""
-        scores = self.scores
+        weighing = self.weighing
         if prefix_only:
-            scores = scores._replace(prefix_only=True, sinks=None)
-        return PagedCall(self.q, self.cache, self.rows, scores, *self.empty_outputs())
+            weighing = weighing._replace(prefix_only=True, sinks=None)
+        return PagedCall(self.q, self.cache, self.rows, weighing, *self.empty_outputs())
 
     def empty_outputs(self) -> tuple[Tensor, Tensor]:
         """(out, lse) full of NaN, to be written by a kernel."""
@@ -165,11 +165,11 @@ def reference(
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """The definition of `case`; `window` replaces the case's own."""
-    scores = case.scores._replace(prefix_only=prefix_only)
+    weighing = case.weighing._replace(prefix_only=prefix_only)
     if window is not None:
-        scores = scores._replace(window=window)
+        weighing = weighing._replace(window=window)
     return paged_attention_reference(
-        case.q, case.cache, case.rows, scores, compute_dtype=compute_dtype
+        case.q, case.cache, case.rows, weighing, compute_dtype=compute_dtype
     )
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import Limits
+from paceline.core.errors import KernelArgumentError
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
 from paceline.runner.recorded import RecordedGraph
 
@@ -66,7 +67,7 @@ def list_slots(case: PagedCase, lists: dict[str, Tensor]) -> None:
 def attend(case: PagedCase, lists: dict[str, Tensor]) -> Tensor:
     """q is a slice of a fused row, as a model's is."""
     list_slots(case, lists)
-    return paged_decode_cpu(case.q, case.cache, case.scores, **lists)
+    return paged_decode_cpu(case.q, case.cache, case.weighing, **lists)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -165,3 +166,11 @@ def test_a_replay_reads_the_lengths_of_that_moment() -> None:
     assert worst_error(case, out) > 1.0
     graph.replay()
     assert worst_error(case, out) <= 1.0
+
+
+@pytest.mark.parametrize("change", [{"soft_cap": 3.0}, {"prefix_only": True}], ids=str)
+def test_what_it_does_not_read_is_refused(change: dict[str, object]) -> None:
+    case = make_case(BATCHES["one"], SHAPES["mha-page1"], seed=1)
+    weighing = case.weighing._replace(**change)
+    with pytest.raises(KernelArgumentError, match="be without a soft cap, over all keys, got"):
+        paged_decode_cpu(case.q, case.cache, weighing, **empty_lists(case))

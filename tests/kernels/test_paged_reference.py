@@ -12,7 +12,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
-from paceline.kernels.paged_attention import Scores, paged_attention_reference
+from paceline.kernels.paged_attention import Weighing, paged_attention_reference
 from paceline.kernels.paged_attention.reference import visible_keys
 
 RAGGED = BatchSpec(prefix_lens=(0, 19, 33, 5), extend_lens=(7, 1, 4, 9))
@@ -171,7 +171,7 @@ def with_mask(
         case.q,
         case.cache,
         case.rows._replace(mask=mask, tree_mask=tree),
-        Scores(case.scale, window, prefix_only=prefix_only),
+        Weighing(case.scale, window, prefix_only=prefix_only),
     )
 
 

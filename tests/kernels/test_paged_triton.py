@@ -252,7 +252,8 @@ def test_cpu_without_interpreter_is_refused_with_a_remedy() -> None:
         "workspace = split_workspace(1, 1, 1, v_head_dim=64, device=lens.device)\n"
         "rows = PagedRows(lens[:, None], lens - 1, lens, torch.tensor([0, 1]), 1)\n"
         "q = torch.zeros(1, 1, 64)\n"
-        "call = PagedCall(q, cache, rows, Scores(1.0), torch.zeros(1, 1, 64), torch.zeros(1, 1))\n"
+        "out, lse = torch.zeros(1, 1, 64), torch.zeros(1, 1)\n"
+        "call = PagedCall(q, cache, rows, Weighing(1.0), out, lse)\n"
         "paged_decode(call, workspace)\n"
     )
     env = {"TRITON_INTERPRET": "0", "PYTHONPATH": ":".join(sys.path)}
@@ -283,7 +284,11 @@ BAD_ARGUMENTS = {
     ),
     "rows.page_table": (lambda t: t.long(), r"page_table must be int32 \[3, max_pages\]"),
     "rows.kv_lens": (lambda t: t[:2], r"kv_lens must be contiguous int32 \[3\]"),
-    "scores.sinks": (lambda t: torch.ones(3), r"sinks must be None or contiguous float32 \[2\]"),
+    "weighing.prefix_only": (
+        lambda _: True,
+        "prefix_only must be False, as a decode reads its own",
+    ),
+    "weighing.sinks": (lambda t: torch.ones(3), r"sinks must be None or contiguous float32 \[2\]"),
     "out": (lambda t: t.half(), r"out must be torch.float32 \[3, 2, 64\]"),
     "lse": (lambda t: t.half(), r"lse must be contiguous float32 \[3, 2\], got float16"),
     "lse ": (lambda t: None, r"lse must be contiguous float32 \[3, 2\], got None"),

@@ -203,7 +203,7 @@ TARGETS = (
     ),
     Target(
         "attention/paged.py",
-        ("paged_call", "scores_of", "attend_cpu"),
+        ("paged_call", "weighing_of", "attend_cpu"),
         Killers(
             _cells("torch", *_STEP, *_SHAPES, *_SCALED) + _cells("triton", *_TRITON),
             *(("attention/test_cascade.py", "attention/test_triton_backend.py"),),

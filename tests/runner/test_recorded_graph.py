@@ -12,7 +12,7 @@ from tiny_runner import Driver, TinyModel, random_prompts
 from torch import Tensor, nn
 
 from paceline.core.errors import GraphError, HostReadError
-from paceline.kernels.paged_attention import PagedCache, PagedCall, PagedRows, Scores
+from paceline.kernels.paged_attention import PagedCache, PagedCall, PagedRows, Weighing
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
 from paceline.runner.arena import Arena
 from paceline.runner.host_reads import (
@@ -331,7 +331,7 @@ def test_an_opaque_operator_may_read_lengths() -> None:
     def attend() -> Tensor:
         found = torch.empty_like(q)
         rows = PagedRows(pages, prefix, prefix + 1, offsets, max_extend_len=1)
-        paged_attention_cpu(PagedCall(q, PagedCache(k, v), rows, Scores(0.3), found, None))
+        paged_attention_cpu(PagedCall(q, PagedCache(k, v), rows, Weighing(0.3), found, None))
         return found
 
     graph = captured(lambda: out.copy_(attend()))

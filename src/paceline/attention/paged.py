@@ -9,14 +9,14 @@ from torch import Tensor
 
 from paceline.attention.contract import LayerCache, Part
 from paceline.attention.layouts.page_table import PageTablePlan
-from paceline.kernels.paged_attention import PagedCache, PagedCall, PagedRows, Scores
+from paceline.kernels.paged_attention import PagedCache, PagedCall, PagedRows, Weighing
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
 
 
 def paged_call(
     q: Tensor, layer: LayerCache, table: PageTablePlan, part: Part, *, wants_lse: bool = True
 ) -> PagedCall:
-    """q: [padded_tokens, num_heads, head_dim].  What AttentionBackend.forward returns is new."""
+    """q: [padded_tokens, num_heads, head_dim].  The outputs are new tensors."""
     out, lse = empty_outputs(q, layer) if wants_lse else (_empty_out(q, layer), None)
     return PagedCall(
         q,
@@ -30,7 +30,7 @@ def paged_call(
             table.tree_mask,
             table.mask,
         ),
-        scores_of(layer, part),
+        weighing_of(layer, part),
         out,
         lse,
     )
@@ -41,11 +41,11 @@ def cache_of(layer: LayerCache) -> PagedCache:
     return PagedCache(layer.k_cache, layer.v_cache, layer.k_scale, layer.v_scale)
 
 
-def scores_of(layer: LayerCache, part: Part) -> Scores:
+def weighing_of(layer: LayerCache, part: Part) -> Weighing:
     """How a layer weighs the keys of a part."""
     spec, is_prefix = layer.spec, part is Part.PREFIX
     sinks = None if is_prefix else layer.sinks
-    return Scores(spec.scale, spec.window, spec.soft_cap, prefix_only=is_prefix, sinks=sinks)
+    return Weighing(spec.scale, spec.window, spec.soft_cap, prefix_only=is_prefix, sinks=sinks)
 
 
 def attend_cpu(

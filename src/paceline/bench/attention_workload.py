@@ -17,7 +17,7 @@ from paceline.bench.attention_shape import AttentionShape
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
-from paceline.kernels.paged_attention import PagedRows, Scores, paged_attention_reference
+from paceline.kernels.paged_attention import PagedRows, Weighing, paged_attention_reference
 from paceline.kernels.step_view import GroupView, StepView
 
 FREE_PAGES = 8  # poisoned, besides page 0
@@ -113,7 +113,7 @@ class Workload:
                 self.view.cu_seqlens_q[:2].clamp(max=len(rows)),
                 len(rows),
             ),
-            Scores(layer.spec.scale),
+            Weighing(layer.spec.scale),
             compute_dtype=compute_dtype,
         )
         return out

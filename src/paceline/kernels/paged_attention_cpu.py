@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.core.modes import MaskKind
 from paceline.kernels.custom_op import define_op
-from paceline.kernels.paged_attention.call import SCHEMA, PagedCall, Scores
+from paceline.kernels.paged_attention.call import SCHEMA, PagedCall, Weighing
 
 _EXPLICIT_ROWS = 256  # whose scores are in memory at a time
 
@@ -29,21 +29,21 @@ def paged_attention_cpu(call: PagedCall) -> None:
 
 
 def _implementation(*args: Any) -> None:
-    (q, cache, step, scores, out, lse), _ = PagedCall.taken(args)
-    page_table, tree_mask, window = step.page_table, step.tree_mask, scores.window
+    (q, cache, step, weighing, out, lse), _ = PagedCall.taken(args)
+    page_table, tree_mask, window = step.page_table, step.tree_mask, weighing.window
     offsets, prefixes = step.cu_seqlens_q.tolist(), step.prefix_lens.tolist()
     keys, values = _KeyValues(cache.k, page_table), _KeyValues(cache.v, page_table)
     pages = _live_pages(page_table, prefixes, offsets, cache.k.shape[1])
     extends = [end - start for start, end in itertools.pairwise(offsets)]
-    is_fused = scores.soft_cap is None and lse is None and scores.sinks is None
-    scale = scores.scale if cache.k_scale is None else scores.scale * cache.k_scale.item()
+    is_fused = weighing.soft_cap is None and lse is None and weighing.sinks is None
+    scale = weighing.scale if cache.k_scale is None else weighing.scale * cache.k_scale.item()
     for request, (prefix, extend) in enumerate(zip(prefixes, extends, strict=True)):
         if not extend:  # a padded row of a ragged step may bring no token
             continue
         rows = slice(offsets[request], offsets[request + 1])
         # From the lowest key the step's first row can see; later rows see none before it.
         lowest = 0 if window is None else max(0, prefix + 1 - window)
-        reach = range(lowest, prefix if scores.prefix_only else prefix + extend)
+        reach = range(lowest, prefix if weighing.prefix_only else prefix + extend)
         visible = None
         # A prompt from its start is what torch's kernel calls causal: no mask to build or read.
         sees_all_before = step.mask is MaskKind.CAUSAL and (window is None or window >= extend)
@@ -61,7 +61,7 @@ def _implementation(*args: Any) -> None:
             if visible is not None:
                 seen = visible[block.start - rows.start : block.stop - rows.start]
             block_lse = lse[block] if lse is not None else None
-            _explicit(q[block], k, v, seen, out[block], block_lse, scores._replace(scale=scale))
+            _explicit(q[block], k, v, seen, out[block], block_lse, weighing._replace(scale=scale))
     if cache.v_scale is not None:
         out.mul_(cache.v_scale)
 
@@ -168,7 +168,7 @@ def _explicit(
     visible: Tensor | None,  # [rows, keys]  bool
     out: Tensor,  # [rows, heads, v_head_dim]
     lse: Tensor | None,  # [rows, heads]  float32
-    weighing: Scores,
+    weighing: Weighing,
 ) -> None:
     """The same in plain steps, in float32: soft caps, lse, sinks and rows without keys."""
     rows, heads, dim = q.shape

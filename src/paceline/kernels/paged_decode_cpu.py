@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.core.errors import KernelArgumentError
 from paceline.core.padding import PAD_PAGE
 from paceline.kernels.custom_op import Run, define_op
-from paceline.kernels.paged_attention.call import PagedCache, Scores
+from paceline.kernels.paged_attention.call import PagedCache, Weighing
 
 
 def decode_slots_cpu(
@@ -45,15 +46,22 @@ def decode_slots_cpu(
 
 
 def paged_decode_cpu(
-    q: Tensor, cache: PagedCache, scores: Scores, *, extent: Tensor, slots: Tensor, bias: Tensor
+    q: Tensor, cache: PagedCache, weighing: Weighing, *, extent: Tensor, slots: Tensor, bias: Tensor
 ) -> Tensor:
     """Attend one query per request to the slots that `decode_slots_cpu` listed.
 
     q: [reqs, heads, head_dim]; bias in q's dtype.  Returns [reqs, heads, v_head_dim].  Recordable.
-    Of the scores a window is in the slots, and there is no soft cap.
+    A window is in the slots.  Raises KernelArgumentError for a soft cap and for the prefix alone.
     """
+    if weighing.soft_cap is not None or weighing.prefix_only:
+        raise KernelArgumentError.about(
+            "weighing of paged_decode_cpu",
+            expected="without a soft cap, over all keys",
+            got=f"soft_cap {weighing.soft_cap}, prefix_only {weighing.prefix_only}",
+            remedy="call paged_attention_cpu",
+        )
     out = torch.empty(*q.shape[:2], cache.v.shape[3], dtype=q.dtype, device=q.device)
-    _PAGED_DECODE(q, *cache, extent, slots, bias, scores.sinks, scores.scale, out)
+    _PAGED_DECODE(q, *cache, extent, slots, bias, weighing.sinks, weighing.scale, out)
     return out
 
 

@@ -1,4 +1,4 @@
-"""The decoder layer of OLMo 2: norms behind attention and feed-forward."""
+"""The decoder layer of OLMo 2 and EXAONE 4: norms behind attention and feed-forward."""
 
 from torch import Tensor, nn
 

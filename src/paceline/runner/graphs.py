@@ -35,7 +35,7 @@ class GraphKey:
 
     @property
     def program(self) -> "GraphKey":
-        """The same for all sizes of one program."""
+        """The same for all padded sizes of one program; rows of another length are another's."""
         return replace(self, padded_reqs=0, ragged_tokens=None)
 
     @property

@@ -53,7 +53,8 @@ from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 
 MODULE = "flashinfer"
-NO_KEY = -3e4  # the library's infinity is 5e4, base 2 (math.cuh): below this no key is visible
+# Below it, in natural log, no key is visible: the library's infinity is 5e4 in base 2 (math.cuh).
+LEAST_LSE = -3e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -197,7 +198,7 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         ring.run(q, layer.k_cache, layer.v_cache, out=out, lse=lse)
         if lse is not None:
             lse.mul_(LN2)  # the library's is base 2
-            lse.masked_fill_(lse < NO_KEY, -math.inf)
+            lse.masked_fill_(lse < LEAST_LSE, -math.inf)
             if tree is not None:
                 k, v = as_cached(k, v, layer, plan.locs[spec.group])
                 tree.add_to(out, lse, q, k, v, spec=spec, sinks=sinks)

@@ -14,7 +14,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
-from paceline.attention.paged import attend_cpu, cache_of, scores_of
+from paceline.attention.paged import attend_cpu, cache_of, weighing_of
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
 from paceline.kernels.step_view import StepView
@@ -106,7 +106,7 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
             out = paged_decode_cpu(
                 q,
                 cache_of(layer),
-                scores_of(layer, part),
+                weighing_of(layer, part),
                 extent=group.extent,
                 slots=group.slots,
                 bias=group.bias,

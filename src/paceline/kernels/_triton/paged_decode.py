@@ -306,7 +306,7 @@ def launch_paged_decode(
 ) -> None:
     """One program per KV head, split and request, or per KV head and slot; `config` overrides the
     tile table."""
-    q, cache, rows, scores, out, lse = call
+    q, cache, rows, weighing, out, lse = call
     require_runnable(
         "q of paged_decode", q, _decode_kernel, otherwise="choose the torch attention backend"
     )
@@ -327,7 +327,7 @@ def launch_paged_decode(
         rows.kv_lens,
         cache.k_scale,
         cache.v_scale,
-        scores.sinks,
+        weighing.sinks,
         out,
         lse,
         workspace.partial_out,
@@ -340,12 +340,12 @@ def launch_paged_decode(
         rows.page_table.shape[1],
         *out.stride()[:2],
         heads,
-        scores.scale,
+        weighing.scale,
         num_reqs,
         splits,
         shares or 0,
-        WINDOW=scores.window,
-        SOFT_CAP=scores.soft_cap,
+        WINDOW=weighing.window,
+        SOFT_CAP=weighing.soft_cap,
         GROUP=group,
         HEAD_TILES=head_tiles,
         PAGE_SIZE=page_size,

@@ -413,7 +413,7 @@ def launch_paged_extend(
 
     workspace: where splits of several meet.
     """
-    q, cache, reqs, scores, out, lse = call
+    q, cache, reqs, weighing, out, lse = call
     require_runnable(
         "q of paged_extend", q, _extend_kernel, otherwise="choose the torch attention backend"
     )
@@ -447,7 +447,7 @@ def launch_paged_extend(
         tree_mask,
         cache.k_scale,
         cache.v_scale,
-        scores.sinks,
+        weighing.sinks,
         out,
         lse,
         None if workspace is None else workspace.partial_out,
@@ -461,16 +461,16 @@ def launch_paged_extend(
         0 if tree_mask is None else tree_mask.stride(0),
         *out.stride()[:2],
         heads,
-        scores.scale,
+        weighing.scale,
         splits,
         num_reqs,
     )
     constants = {
         "MASK": reqs.mask.value,
-        "WINDOW": scores.window,
+        "WINDOW": weighing.window,
         "NODES": block_nodes(reqs.max_extend_len) if reqs.mask is MaskKind.TREE else None,
-        "SOFT_CAP": scores.soft_cap,
-        "PREFIX_ONLY": scores.prefix_only,
+        "SOFT_CAP": weighing.soft_cap,
+        "PREFIX_ONLY": weighing.prefix_only,
         "GROUP": group,
         "PAGE_SIZE": page_size,
         "DIM_K": head_dim,
@@ -478,7 +478,7 @@ def launch_paged_extend(
         "BLOCK_DIM_K": block_dim(head_dim),
         "BLOCK_DIM_V": block_dim(v_head_dim),
         "SAME_STRIDES": cache.k.stride()[:2] == cache.v.stride()[:2],
-        "ONE_LOOP": scores.window is not None or splits > 1,
+        "ONE_LOOP": weighing.window is not None or splits > 1,
         "IS_SPLIT": splits > 1,
         "WIDEN": q.dtype == torch.bfloat16 and interpreted(_extend_kernel),
     }

@@ -39,7 +39,7 @@ class PagedRows(NamedTuple):
     mask: MaskKind = MaskKind.CAUSAL
 
 
-class Scores(NamedTuple):
+class Weighing(NamedTuple):
     """How a query weighs its keys."""
 
     scale: float
@@ -55,14 +55,15 @@ class PagedCall(NamedTuple):
     q: Tensor  # [tokens, heads, head_dim]  rows may be strided
     cache: PagedCache
     rows: PagedRows
-    scores: Scores
+    weighing: Weighing
     out: Tensor  # [tokens, heads, v_head_dim]  q's dtype
-    lse: Tensor | None  # [tokens, heads]  float32  natural log, without sinks; None: not wanted
+    lse: Tensor | None  # [tokens, heads]  float32  natural log, without sinks; None: not wanted,
+    # which the CPU's operator of whole steps alone allows
 
     def flat(self) -> tuple[Any, ...]:
         """The arguments of SCHEMA."""
-        q, cache, rows, scores, out, lse = self
-        return (q, *cache, *rows[:-1], rows.mask.value, *scores, out, lse)
+        q, cache, rows, weighing, out, lse = self
+        return (q, *cache, *rows[:-1], rows.mask.value, *weighing, out, lse)
 
     @staticmethod
     def taken(args: Sequence[Any]) -> "tuple[PagedCall, Sequence[Any]]":
@@ -74,7 +75,7 @@ class PagedCall(NamedTuple):
             q,
             PagedCache(k, v, k_scale, v_scale),
             PagedRows(*rows),
-            Scores(scale, window, soft_cap, prefix_only, sinks),
+            Weighing(scale, window, soft_cap, prefix_only, sinks),
             out,
             lse,
         )

@@ -16,7 +16,7 @@ def check_call(call: PagedCall, num_reqs: int) -> None:
     """All of a call but its lengths and its mask."""
     _check_cache(call.q, call.cache)
     _check_scales(call.cache)
-    _check_sinks(call.q, call.scores.sinks)
+    _check_sinks(call.q, call.weighing.sinks)
     _check_page_table(call.rows.page_table, num_reqs)
     _check_outputs(call)
 

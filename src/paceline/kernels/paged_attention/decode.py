@@ -8,6 +8,7 @@ definition is paged_attention_reference with extend 1.
 
 from typing import Any
 
+from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import require_triton
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.call import SCHEMA, PagedCall
@@ -25,15 +26,23 @@ from paceline.kernels.paged_attention.splits import (
 def paged_decode(call: PagedCall, workspace: SplitWorkspace) -> None:
     """Attend one query per request, at position kv_len − 1.
 
-    call: with q [reqs, heads, head_dim]; of the rows page_table and kv_lens are read.  Mutates out,
-    lse and the workspace.  kv_len 0 gives out 0, lse −inf.
+    call: with q [reqs, heads, head_dim], and not of the prefix alone; of the rows page_table and
+    kv_lens are read, as under any mask a single row sees itself.  Mutates out, lse and the
+    workspace.  kv_len 0 gives out 0, lse −inf.
     Graph-safe: grids depend on padded sizes only; no host sync.  Raises KernelArgumentError.
     """
-    q, cache, rows, scores = call[:4]
+    q, cache, rows, weighing = call[:4]
     check_call(call, q.shape[0])
     num_reqs, num_heads, _ = q.shape
     check_index("kv_lens", rows.kv_lens, (num_reqs,))
-    max_keys = most_keys(rows.page_table, cache.k, scores.window)
+    if weighing.prefix_only:
+        raise KernelArgumentError.about(
+            "prefix_only",
+            expected="False, as a decode reads its own key too",
+            got="True",
+            remedy="call paged_extend for the prefix alone",
+        )
+    max_keys = most_keys(rows.page_table, cache.k, weighing.window)
     kv_heads = cache.k.shape[2]
     splits = decode_splits(num_reqs, kv_heads, max_keys=max_keys, device=q.device)
     shares = decode_shares(num_reqs, kv_heads, max_keys=max_keys, device=q.device)

@@ -56,7 +56,7 @@ def _shared(
         rows.page_table.shape[0],
         kv_heads,
         max_rows=rows.max_extend_len * heads // kv_heads,
-        max_keys=most_keys(rows.page_table, cache.k, call.scores.window) + rows.max_extend_len,
+        max_keys=most_keys(rows.page_table, cache.k, call.weighing.window) + rows.max_extend_len,
         dtype=call.q.dtype,
         workspace=workspace,
     )

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
-from paceline.kernels.paged_attention.call import PagedCache, PagedRows, Scores
+from paceline.kernels.paged_attention.call import PagedCache, PagedRows, Weighing
 
 
 def paged_attention_reference(
     q: Tensor,
     cache: PagedCache,
     rows: PagedRows,
-    scores: Scores,
+    weighing: Weighing,
     *,
     compute_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
@@ -45,20 +45,20 @@ def paged_attention_reference(
         if extend == 0:
             continue
         mine = slice(starts[r], starts[r] + extend)
-        num_keys = prefix if scores.prefix_only else kv_len
+        num_keys = prefix if weighing.prefix_only else kv_len
         pages = rows.page_table[r]
         k = gather_pages(cache.k, pages, num_keys, cache.k_scale).to(compute_dtype)
         v = gather_pages(cache.v, pages, num_keys, cache.v_scale).to(compute_dtype)
         tree = None if rows.tree_mask is None else rows.tree_mask[mine, :extend]
-        visible = visible_keys(prefix, extend, rows.mask, tree_mask=tree, window=scores.window)
+        visible = visible_keys(prefix, extend, rows.mask, tree_mask=tree, window=weighing.window)
         out[mine], lse[mine] = dense_attention(
             q[mine].to(compute_dtype),
             k,
             v,
             visible=visible[:, :num_keys].to(q.device),
-            scale=scores.scale,
-            soft_cap=scores.soft_cap,
-            sinks=None if scores.prefix_only else scores.sinks,
+            scale=weighing.scale,
+            soft_cap=weighing.soft_cap,
+            sinks=None if weighing.prefix_only else weighing.sinks,
         )
     return out, lse
 
