@@ -3,7 +3,7 @@ import pytest
 from cache_probe import cached_len, num_shared_pages
 from paceline.cache.manager import CacheManager
 from paceline.core.errors import ConfigError, IntegrityError
-from paceline.core.model_config import CacheGroupSpec
+from paceline.core.model_config import CacheGroupSpec, kv_parts
 
 TOKENS = list(range(100, 140))
 
@@ -14,9 +14,7 @@ def spec(window: int | None = None, page_size: int = 4) -> CacheGroupSpec:
         layer_ids=(0,),
         window=window,
         page_size=page_size,
-        num_kv_heads=1,
-        head_dim=8,
-        v_head_dim=8,
+        parts=kv_parts(1, 8, 8),
     )
 
 

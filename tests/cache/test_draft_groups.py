@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from cache_probe import cached_len
 from paceline.cache.manager import CacheManager
 from paceline.core.errors import IntegrityError
-from paceline.core.model_config import CacheGroupSpec
+from paceline.core.model_config import CacheGroupSpec, kv_parts
 
 
 def make_cache(page_size: int, *, next_token: bool) -> CacheManager:
@@ -17,9 +17,7 @@ def make_cache(page_size: int, *, next_token: bool) -> CacheManager:
             layer_ids=(0,),
             window=None,
             page_size=page_size,
-            num_kv_heads=1,
-            head_dim=8,
-            v_head_dim=8,
+            parts=kv_parts(1, 8, 8),
             draft=draft,
             next_token=next_token and draft,
         )

@@ -3,7 +3,7 @@ import pytest
 from paceline.cache.groups import PagedGroup, PageRun
 from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import IntegrityError
-from paceline.core.model_config import CacheGroupSpec
+from paceline.core.model_config import CacheGroupSpec, kv_parts
 
 
 def make_group(
@@ -14,9 +14,7 @@ def make_group(
         layer_ids=(0,),
         window=window,
         page_size=page_size,
-        num_kv_heads=1,
-        head_dim=8,
-        v_head_dim=8,
+        parts=kv_parts(1, 8, 8),
     )
     tree = PrefixTree(page_size, [window is None])
     return PagedGroup(spec, 0, tree, num_pages=num_pages, max_extend_len=max_extend_len)

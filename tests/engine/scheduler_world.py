@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
-from paceline.core.model_config import CacheGroupSpec
+from paceline.core.model_config import CacheGroupSpec, kv_parts
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, PageDelta, RowLogprobs, Step, StepOutputs
 from paceline.engine.request import Request
@@ -79,9 +79,7 @@ def group_specs(windows: tuple[int | None, ...], page_size: int) -> list[CacheGr
             layer_ids=(index,),
             window=window,
             page_size=page_size,
-            num_kv_heads=1,
-            head_dim=8,
-            v_head_dim=8,
+            parts=kv_parts(1, 8, 8),
         )
         for index, window in enumerate(windows)
     ]

@@ -20,7 +20,13 @@ Run = Callable[..., None]
 
 
 def run_triton(
-    q: Tensor, k: Tensor, v: Tensor, *, into: KVSlots, rope: Rope | None, norms: HeadNorms | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    *,
+    into: KVSlots,
+    rope: Rope | None,
+    norms: HeadNorms | None,
 ) -> None:
     from paceline.kernels._triton.rope_write_kv import launch_rope_write_kv
 
@@ -205,6 +211,17 @@ def test_a_fused_row_and_separate_tensors_give_the_same(run: Run) -> None:
     assert torch.equal(fused.pools[0], apart.pools[0])
 
 
+@RUNS
+def test_where_v_is_in_k_one_row_is_written(run: Run) -> None:
+    both, alone = make(Case()), make(Case())
+    both.launch(run)
+    alone = replace(alone, into=alone.into._replace(v_cache=None))
+    run(alone.q, alone.k, None, into=alone.into, rope=alone.rope, norms=None)
+    assert torch.equal(alone.q, both.q)
+    assert torch.equal(alone.pools[0], both.pools[0])
+    assert (alone.pools[1] == 9.0).all()
+
+
 def test_bad_argument_is_named_with_what_was_expected() -> None:
     good = make(Case(norms="plain"))
     assert good.rope is not None
@@ -225,6 +242,8 @@ def test_bad_argument_is_named_with_what_was_expected() -> None:
             r"v_cache must be torch.float8_e4m3fn \[num_pages",
             {"into": into._replace(v_scale=torch.ones(1))},
         ),
+        ("v_cache must be given with v, and None without it, got float32", {"v": None}),
+        ("v_cache must be given with v, .* got None", {"into": into._replace(v_cache=None)}),
         (
             r"k_scale must be float32 \[1\]",
             {"into": into._replace(k_cache=fp8, k_scale=torch.ones(2))},

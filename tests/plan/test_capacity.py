@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.gpus import gpu_by_name
-from paceline.core.model_config import CacheGroupSpec
+from paceline.core.model_config import CacheGroupSpec, kv_parts
 from paceline.models.config import parse_config
 from paceline.models.locate import SHAPES_FOLDER
 from paceline.plan.budget_table import table
@@ -42,9 +42,7 @@ def groups_of(spread):
             name=f"group-{index}",
             layer_ids=tuple(range(layers)),
             page_size=16,
-            num_kv_heads=1,
-            head_dim=64,
-            v_head_dim=64,
+            parts=kv_parts(1, 64, 64),
             window=window,
         )
         for index, (layers, window) in enumerate(spread)

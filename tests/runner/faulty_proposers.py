@@ -94,7 +94,7 @@ class ReadsDrafts(WrappedProposer):
     def extra(self, state: RoundState) -> Tensor:
         view, pool = state.view, self.pools[0]
         slots = view.groups[-1].out_cache_loc.view(view.padded_reqs, -1)[:, -1:]
-        values = pool.layer(0).v.flatten(0, 1).index_select(0, slots.flatten())
+        values = pool.layer(0).parts["v"].flatten(0, 1).index_select(0, slots.flatten())
         return values.isnan().any(2).any(1).long().unsqueeze(1)
 
 

@@ -6,6 +6,7 @@ import pytest
 from tiny_drafters import CHAIN, eagle3
 from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts
 
+from paceline.cache.pool import KVPool
 from paceline.core.errors import GraphGuardError
 
 ROWS = (2, 5, 7)
@@ -23,10 +24,14 @@ def move(owner: object, name: str) -> None:
     setattr(owner, name, getattr(owner, name).clone())
 
 
+def move_part(pool: KVPool, name: str) -> None:
+    pool.parts[name] = pool.parts[name].clone()
+
+
 MOVED: dict[str, Callable[[Driver], None]] = {
     "draft.features": lambda driver: move(driver.parts.proposer, "_features"),
     "draft.positions": lambda driver: move(driver.parts.proposer._passes._buffers, "positions"),
-    "kv.draft-full.k": lambda driver: move(driver.parts.proposer.pools[0], "_k"),
+    "kv.draft-full.k": lambda driver: move_part(driver.parts.proposer.pools[0], "k"),
 }
 
 

@@ -103,7 +103,7 @@ def test_right_drafters_leave_every_byte_as_they_do_without(tiny: TinyModel, nam
         for tensor_name, tensor in ours.named_tensors().items():
             assert torch.equal(tensor, theirs.named_tensors()[tensor_name]), tensor_name
     for ours, theirs in zip(_pools(plain), _pools(checked), strict=True):
-        for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
+        for mine, other in zip(ours.parts.values(), theirs.parts.values(), strict=True):
             assert torch.equal(mine, other)
 
 
@@ -205,7 +205,7 @@ FAULTS = {
     "slots-of-drafts": (
         faulty.ReadsDrafts,
         "draft.kv.1.v: slots of rejected drafts, before this step writes them",
-        "values = pool.layer(0).v.flatten(0, 1)",
+        'values = pool.layer(0).parts["v"].flatten(0, 1)',
     ),
 }
 

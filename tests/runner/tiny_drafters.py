@@ -11,7 +11,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
-from paceline.core.model_config import CacheGroupSpec, cache_group_specs
+from paceline.core.model_config import CacheGroupSpec, cache_group_specs, kv_parts
 from paceline.core.parallel import Parallel
 from paceline.models.loader import fill_dummy
 from paceline.runner.build import RunnerConfig, tokens_in_flight
@@ -64,9 +64,7 @@ def eagle3(
             layer_ids=(0,),
             window=None,
             page_size=page_size,
-            num_kv_heads=2,
-            head_dim=16,
-            v_head_dim=16,
+            parts=kv_parts(2, 16, 16),
         )
         place = _placement((group,), limits, backend)
         head = _eagle3_head(tiny, shape, max_position)

@@ -102,9 +102,9 @@ def cached(pool: KVPool, layer_id: int, page_ids: Tensor, length: int) -> tuple[
 
     page_ids: [max_pages] integers, its row of the page table.
     """
-    layer = pool.layer(layer_id)
+    parts = pool.layer(layer_id).parts
     pages = page_ids.long()
-    return tuple(side[pages].flatten(0, 1)[:length].clone() for side in (layer.k, layer.v))
+    return tuple(parts[side][pages].flatten(0, 1)[:length].clone() for side in "kv")
 
 
 def cache_of(requests: Requests, row: int, length: int) -> dict[str, Tensor]:

@@ -140,7 +140,8 @@ class LayerCache:
 
     spec: AttentionSpec
     k_cache: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]  NHD
-    v_cache: Tensor  # [num_pages, page_size, num_kv_heads, v_head_dim]  NHD
+    v_cache: Tensor  # [num_pages, page_size, num_kv_heads, v_head_dim]  NHD; may be the leading
+    # columns of k_cache: a view with its strides
     k_scale: Tensor | None  # [1]  float32  true K = stored * scale
     v_scale: Tensor | None  # [1]  float32  true V = stored * scale
     sinks: Tensor | None  # [num_heads]  float32  a score per head that adds to the softmax's

@@ -38,18 +38,18 @@ def torch_kv_dtype(name: str) -> torch.dtype:
 
 
 class LayerPages(NamedTuple):
-    """One layer's part of a pool."""
+    """One layer's share of a pool, by the names of parts."""
 
-    k: Tensor  # [num_pages, page_size, num_kv_heads, head_dim]
-    v: Tensor  # [num_pages, page_size, num_kv_heads, v_head_dim]
-    k_scale: Tensor | None  # [1]  float32  true K = stored * scale; None unless stored as float8
-    v_scale: Tensor | None  # [1]  float32
+    parts: Mapping[str, Tensor]  # of [num_pages, page_size, *part.shape]
+    scales: Mapping[str, Tensor]  # of [1] float32: true number = stored * scale; empty unless
+    # stored as float8
 
 
 class KVPool:
-    """K and V pages of every layer in a group.  Page 0 is reserved for padding.
+    """The pages of every layer in a group, a tensor for each part that is stored.  Page 0 is
+    reserved for padding.
 
-    k: [num_layers, num_pages, page_size, num_kv_heads, head_dim]; v the same with v_head_dim; NHD.
+    Each: [num_layers, num_pages, page_size, *part.shape]; of K and V [num_kv_heads, dim], NHD.
     Zeroed once: the reserved page is read by padded rows and must hold finite numbers.
     """
 
@@ -58,26 +58,31 @@ class KVPool:
     ) -> None:
         self.spec = spec
         self.num_pages = num_pages
-        head = (len(spec.layer_ids), num_pages, spec.page_size, spec.num_kv_heads)
-        self._k = torch.zeros(*head, spec.head_dim, dtype=kv.dtype, device=device)
-        self._v = torch.zeros(*head, spec.v_head_dim, dtype=kv.dtype, device=device)
-        self._scales: Tensor | None = None  # [num_layers, 2, 1]  float32  of K, of V
+        head = (len(spec.layer_ids), num_pages, spec.page_size)
+        self.parts = {
+            part.name: torch.zeros(*head, *part.shape, dtype=kv.dtype, device=device)
+            for part in spec.stored
+        }
+        self._scales: Tensor | None = None  # [num_layers, num_parts, 1]  float32
         if kv.is_scaled:
-            scales = [kv.scales.get(layer, Scales()) for layer in spec.layer_ids]
+            known = [kv.scales.get(layer, Scales())._asdict() for layer in spec.layer_ids]
+            scales = [[of[part.of or part.name] for part in spec.parts] for of in known]
             self._scales = torch.tensor(scales, dtype=torch.float32, device=device).unsqueeze(2)
 
     def layer(self, layer_id: int) -> LayerPages:
         """The pages of one model layer."""
         index = self.spec.layer_ids.index(layer_id)
-        scales = (None, None) if self._scales is None else self._scales[index].unbind()
-        return LayerPages(self._k[index], self._v[index], *scales)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """K and V: [num_layers, num_pages, page_size, num_kv_heads, *head_dim] each."""
-        return [self._k, self._v]
+        names = [part.name for part in self.spec.parts]
+        scales = () if self._scales is None else self._scales[index].unbind()
+        return LayerPages(
+            parts={
+                part.name: self.parts[part.of or part.name][index][..., : part.shape[-1]]
+                for part in self.spec.parts
+            },
+            scales=dict(zip(names, scales, strict=False)),
+        )
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The pool's tensors by name, for guards."""
-        named = {"k": self._k, "v": self._v, "scales": self._scales}
-        return {f"kv.{self.spec.name}.{n}": t for n, t in named.items() if t is not None}
+        scales = {} if self._scales is None else {"scales": self._scales}
+        return {f"kv.{self.spec.name}.{n}": t for n, t in (self.parts | scales).items()}

@@ -1,5 +1,6 @@
 """ModelConfig: the shape of a model, as every architecture file understands it.  No torch."""
 
+import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -121,40 +122,60 @@ class ModelConfig:
     unrotated_layers: tuple[int, ...] = ()  # whose Q and K no rope turns
     multipliers: Multipliers | None = None
     stored_vocab_size: int | None = None  # rows of the checkpoint's tables; None: vocab_size
+    v_in_k: bool = False  # V is the leading v_head_dim columns of K: absorbed latent attention
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """What a cache group holds of one token in one layer under one name."""
+
+    name: str  # "k", "v"
+    shape: tuple[int, ...]  # of one token: num_kv_heads, dim
+    of: str | None = None  # the part whose leading columns it is: nothing of its own is stored
+
+
+def kv_parts(
+    num_kv_heads: int, head_dim: int, v_head_dim: int, *, v_in_k: bool = False
+) -> tuple[RowPart, ...]:
+    """The rows of softmax attention: K and V, or K alone with V in it."""
+    v = RowPart("v", (num_kv_heads, v_head_dim), of="k" if v_in_k else None)
+    return (RowPart("k", (num_kv_heads, head_dim)), v)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroupSpec:
-    """Layers that share page size and lifetime."""
+    """Layers that share page size, lifetime and what is held of a token."""
 
     name: str  # "full" or "window-1024"; of a drafter: "draft-full"
     layer_ids: tuple[int, ...]  # of the model the group belongs to
     window: int | None  # keys visible, itself included; None = all
     page_size: int  # tokens
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
+    parts: tuple[RowPart, ...]
     draft: bool = False  # of the drafter, not of the target
     next_token: bool = False  # the KV of a token depends on the token behind it, too
 
+    @property
+    def stored(self) -> tuple[RowPart, ...]:
+        """The parts that have memory of their own."""
+        return tuple(part for part in self.parts if part.of is None)
+
     def page_bytes(self, element_bytes: int) -> int:
-        """Bytes of one page over all layers of the group, K and V."""
-        per_token = self.num_kv_heads * (self.head_dim + self.v_head_dim) * element_bytes
+        """Bytes of one page over all layers and parts of the group."""
+        per_token = sum(math.prod(part.shape) for part in self.stored) * element_bytes
         return per_token * self.page_size * len(self.layer_ids)
 
 
 def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSpec, ...]:
     """The model's cache groups: one per distinct window, full attention first."""
     windows = sorted(set(config.layer_windows), key=lambda w: (w is not None, w or 0))
+    parts = kv_parts(config.num_kv_heads, config.head_dim, config.v_head_dim, v_in_k=config.v_in_k)
     return tuple(
         CacheGroupSpec(
             name="full" if window is None else f"window-{window}",
             layer_ids=tuple(i for i, w in enumerate(config.layer_windows) if w == window),
             window=window,
             page_size=page_size,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            v_head_dim=config.v_head_dim,
+            parts=parts,
         )
         for window in windows
     )

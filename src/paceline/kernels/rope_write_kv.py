@@ -30,14 +30,21 @@ class KVSlots(NamedTuple):
     """Where the K and V of a step go."""
 
     k_cache: Tensor  # [num_pages, page_size, kv_heads, head_dim]  k's dtype or float8_e4m3fn
-    v_cache: Tensor  # [num_pages, page_size, kv_heads, v_head_dim]  as k_cache
+    v_cache: Tensor | None  # [num_pages, page_size, kv_heads, v_head_dim]  as k_cache; None
+    # where V is in K
     loc: Tensor  # [tokens]  int64  slots (trusted: they are on the device)
     k_scale: Tensor | None  # [1]  float32  with a float8 cache only: true K = stored * scale
     v_scale: Tensor | None  # [1]  float32
 
 
 def rope_write_kv_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, into: KVSlots, rope: Rope | None, norms: HeadNorms | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    *,
+    into: KVSlots,
+    rope: Rope | None,
+    norms: HeadNorms | None,
 ) -> None:
     """The definition; shapes and mutation as `rope_write_kv`."""
     for x, weight in () if norms is None else ((q, norms.q), (k, norms.k)):
@@ -45,13 +52,14 @@ def rope_write_kv_reference(
     for x in () if rope is None else (q, k):
         x.copy_(rope_reference(x, rope.cos_sin, rope.positions))
     write_kv_reference(k, into.k_cache, into.loc, into.k_scale)
-    write_kv_reference(v, into.v_cache, into.loc, into.v_scale)
+    if v is not None and into.v_cache is not None:
+        write_kv_reference(v, into.v_cache, into.loc, into.v_scale)
 
 
 def _bind_rope_write_kv(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cos_sin: Tensor | None,
     positions: Tensor | None,
     q_norm: Tensor | None,
@@ -59,7 +67,7 @@ def _bind_rope_write_kv(
     eps: float,
     unit_offset: bool,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     loc: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
@@ -71,7 +79,8 @@ def _bind_rope_write_kv(
     if cos_sin is not None and positions is not None:
         parts.append(bind_rope(q, k, cos_sin, positions))
     parts.append(bind_write_kv(k, k_cache, loc, k_scale))
-    parts.append(bind_write_kv(v, v_cache, loc, v_scale))
+    if v is not None and v_cache is not None:
+        parts.append(bind_write_kv(v, v_cache, loc, v_scale))
 
     def run() -> None:
         for part in parts:
@@ -87,22 +96,29 @@ def _rope_write_kv_cuda(*arguments: object) -> None:
 
 
 _ROPE_WRITE_KV = define_op(
-    "rope_write_kv(Tensor(a!) q, Tensor(b!) k, Tensor v, Tensor? cos_sin, Tensor? positions, "
+    "rope_write_kv(Tensor(a!) q, Tensor(b!) k, Tensor? v, Tensor? cos_sin, Tensor? positions, "
     "Tensor? q_norm, Tensor? k_norm, float eps, bool unit_offset, Tensor(c!) k_cache, "
-    "Tensor(d!) v_cache, Tensor loc, Tensor? k_scale, Tensor? v_scale) -> ()",
+    "Tensor(d!)? v_cache, Tensor loc, Tensor? k_scale, Tensor? v_scale) -> ()",
     bind=_bind_rope_write_kv,
     cuda=_rope_write_kv_cuda,
 )
 
 
 def rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, *, into: KVSlots, rope: Rope | None, norms: HeadNorms | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    *,
+    into: KVSlots,
+    rope: Rope | None,
+    norms: HeadNorms | None,
 ) -> None:
     """Normalise and rotate q and k in place, where asked, and write K and V to their slots.
 
     q: [tokens, heads, head_dim], k: [tokens, kv_heads, head_dim], v: [tokens, kv_heads,
     v_head_dim], one dtype, rows may be strided (slices of a fused QKV output); a rope narrower than
-    head_dim leaves the rest as it is.  Mutates q, k and the caches.  Tokens that share a slot
+    head_dim leaves the rest as it is.  Without v, and then without into.v_cache, K alone is
+    written.  Mutates q, k and the caches.  Tokens that share a slot
     (padding) leave any one of their values.  Graph-safe: the grid depends on shapes only.  Raises
     KernelArgumentError.
     """
@@ -113,7 +129,15 @@ def rope_write_kv(
         _check_norm("norms.q", norms.q, q)
         _check_norm("norms.k", norms.k, q)
     _check_cache("k", k, into.k_cache, into.k_scale)
-    _check_cache("v", v, into.v_cache, into.v_scale)
+    if v is not None and into.v_cache is not None:
+        _check_cache("v", v, into.v_cache, into.v_scale)
+    elif v is not into.v_cache:
+        reject(
+            "v_cache",
+            expected="given with v, and None without it",
+            got=into.v_cache,
+            remedy="pass v and its cache, or neither where the cache has V in K",
+        )
     if into.loc.shape != k.shape[:1] or into.loc.dtype != torch.int64:
         reject(
             "loc",
@@ -126,7 +150,8 @@ def rope_write_kv(
     _ROPE_WRITE_KV(q, k, v, cos_sin, positions, *weights, *into)
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_heads(q: Tensor, k: Tensor, v: Tensor | None) -> None:
+    v = k if v is None else v
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3 or x.stride(2) != 1:
             reject(

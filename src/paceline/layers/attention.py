@@ -34,22 +34,25 @@ class AttentionContext:
         layer_id: int,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         *,
         rope: Rope | None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """Attention of one layer over its cache.
 
-        q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *head_dim].
+        q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *head_dim]; v
+        is None where the cache has V in K, and is k's leading columns then.
         Returns [padded_tokens, num_heads, v_head_dim].  Normalises and rotates q and k in place,
         where asked, and writes K and V to the layer's pool.
         """
         layer = self.layers[layer_id]
         loc = self.out_cache_locs[layer.spec.group]
-        into = KVSlots(layer.k_cache, layer.v_cache, loc, layer.k_scale, layer.v_scale)
+        v_cache = None if v is None else layer.v_cache
+        into = KVSlots(layer.k_cache, v_cache, loc, layer.k_scale, layer.v_scale)
+        values = k[..., : layer.spec.v_head_dim] if v is None else v
         rope_write_kv(q, k, v, into=into, rope=rope, norms=norms)
-        out, _ = self.backend.forward(q, k, v, layer, self.plan, Part.ALL)
+        out, _ = self.backend.forward(q, k, values, layer, self.plan, Part.ALL)
         return out
 
 
@@ -90,10 +93,10 @@ def layer_caches(
     return tuple(
         LayerCache(
             spec=spec,
-            k_cache=pages.k,
-            v_cache=pages.v,
-            k_scale=pages.k_scale,
-            v_scale=pages.v_scale,
+            k_cache=pages.parts["k"],
+            v_cache=pages.parts["v"],
+            k_scale=pages.scales.get("k"),
+            v_scale=pages.scales.get("v"),
             sinks=sink,
         )
         for spec, pages, sink in zip(specs, caches, sinks, strict=True)

@@ -227,7 +227,7 @@ class StepProgram:
         if view.tree_mask is not None:  # a chain's KV lies together
             shape = tree.tokens.shape
             for pool, group in zip(parts.pools, view.groups, strict=False):
-                compact_kv(pool.tensors, group.out_cache_loc.view(shape), accepted.path)
+                compact_kv([*pool.parts.values()], group.out_cache_loc.view(shape), accepted.path)
         return accepted
 
     def _observe(self, taps: tuple[Tensor, ...], accepted: Accepted | None) -> None:

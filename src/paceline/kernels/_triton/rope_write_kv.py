@@ -132,13 +132,13 @@ def _heads(
 def _rope_write_kv_kernel(
     q_ptr,  # [tokens, heads, DIM]
     k_ptr,  # [tokens, kv_heads, DIM]
-    v_ptr,  # [tokens, kv_heads, DIM_V]
+    v_ptr,  # [tokens, kv_heads, DIM_V], or None with v_cache_ptr
     cos_sin_ptr,  # [max_position, 2 * HALF] float32, or None
     positions_ptr,  # [tokens] int64, or None
     q_norm_ptr,  # [DIM], or None
     k_norm_ptr,  # [DIM], or None
     k_cache_ptr,  # [num_pages, PAGE_SIZE, kv_heads, DIM]
-    v_cache_ptr,  # [num_pages, PAGE_SIZE, kv_heads, DIM_V]
+    v_cache_ptr,  # [num_pages, PAGE_SIZE, kv_heads, DIM_V], or None: V is in K
     loc_ptr,  # [tokens] int64
     k_scale_ptr,  # [1] float32, or None
     v_scale_ptr,  # [1] float32, or None
@@ -220,7 +220,7 @@ def _rope_write_kv_kernel(
                 BLOCK_REST,
                 UNIT_OFFSET,
             )
-        else:
+        elif v_ptr is not None:
             _heads(
                 v_ptr + token * stride_v_token,
                 stride_v_head,
@@ -246,7 +246,7 @@ def _rope_write_kv_kernel(
 def launch_rope_write_kv(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     cos_sin: Tensor | None,
     positions: Tensor | None,
     q_norm: Tensor | None,
@@ -254,7 +254,7 @@ def launch_rope_write_kv(
     eps: float,
     unit_offset: bool,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     loc: Tensor,
     k_scale: Tensor | None,
     v_scale: Tensor | None,
@@ -262,17 +262,19 @@ def launch_rope_write_kv(
     block_heads: int = _BLOCK_HEADS,
     num_warps: int | None = None,  # None: chosen by the size of a program
 ) -> None:
-    """One program per token and block of heads: q's blocks, k's, v's."""
+    """One program per token and block of heads: q's blocks, k's, v's if it is given."""
     tokens, heads, dim = q.shape
     if tokens == 0:
         return
     half = 0 if cos_sin is None else cos_sin.shape[1] // 2
-    kv_heads, dim_v = k.shape[1], v.shape[2]
+    kv_heads = k.shape[1]
+    own_v = k if v is None else v  # whose sizes nobody reads where there is none
+    own_v_cache = k_cache if v_cache is None else v_cache
     q_blocks = cdiv(heads, block_heads) if half or q_norm is not None else 0
     kv_blocks = cdiv(kv_heads, block_heads)
     launch(
         _rope_write_kv_kernel,
-        (tokens, q_blocks + 2 * kv_blocks),
+        (tokens, q_blocks + (1 if v is None else 2) * kv_blocks),
         q,
         k,
         v,
@@ -287,22 +289,22 @@ def launch_rope_write_kv(
         v_scale,
         *q.stride()[:2],
         *k.stride()[:2],
-        *v.stride()[:2],
+        *own_v.stride()[:2],
         *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
+        *own_v_cache.stride()[:3],
         heads,
         kv_heads,
         eps,
         PAGE_SIZE=k_cache.shape[1],
         DIM=dim,
-        DIM_V=dim_v,
+        DIM_V=own_v.shape[2],
         HALF=half,
         Q_BLOCKS=q_blocks,
         KV_BLOCKS=kv_blocks,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=next_power_of_2(max(half, 1)),
         BLOCK_REST=next_power_of_2(max(dim - 2 * half, 1)),
-        BLOCK_DIM_V=next_power_of_2(dim_v),
+        BLOCK_DIM_V=next_power_of_2(own_v.shape[2]),
         UNIT_OFFSET=unit_offset,
         num_warps=num_warps
         or _num_warps(block_heads * next_power_of_2(dim), quantised=k_scale is not None),

@@ -17,7 +17,9 @@ FLAGS = (
         "package.module:Class. "
         "May be repeated; without it all that the device can have.",
     ),
-    Flag(name="method", metavar="NAME", is_repeated=True, help="dense or swa.  May be repeated."),
+    Flag(
+        name="method", metavar="NAME", is_repeated=True, help="dense, swa or mla.  May be repeated."
+    ),
     Flag(
         name="mode",
         metavar="NAME",

@@ -40,6 +40,11 @@ class _Keys:
     def bait(self) -> int:
         return self.table.shape[0] - 1
 
+    @property
+    def stored(self) -> Tensor:
+        """[num_keys + 1, kv_heads, head_dim] without codes."""
+        return torch.cat((self.table[: self.bait - CODES], self.table[self.bait :]))
+
 
 def make_inputs(case: Case, index: int) -> BatchData:
     """The numbers of batch `index`; the same at every call, others for every batch and layer."""
@@ -56,7 +61,11 @@ def make_inputs(case: Case, index: int) -> BatchData:
         v_factor = 1.0 if v_scales is None else float(v_scales[layer])
         keys = _make_keys(case, batch, wanted, k_factor, generator)
         queries = _make_queries(case, batch, wanted, keys, scale, generator)
-        layers.append((queries, keys, _make_values(case, batch, v_factor, generator)))
+        if case.v_in_k:
+            values = keys.stored[..., : case.v_head_dim]
+        else:
+            values = _make_values(case, batch, v_factor, generator)
+        layers.append((queries, keys, values))
     kv_lens = batch.kv_lens
     bases = layers[0][1].starts
     return BatchData(

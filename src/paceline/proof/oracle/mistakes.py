@@ -38,6 +38,7 @@ def mistakes(case: Case, batch: Batch, data: BatchData, layer: int) -> list[Mist
     found = [
         *_number_mistakes(case, data, layer),
         *_rounding_mistakes(case, batch, data),
+        *_column_mistakes(case, data),
         *_page_mistakes(case, batch, data, layer),
         *_end_mistakes(case, batch, data),
     ]
@@ -114,6 +115,14 @@ def _rounding_mistakes(case: Case, batch: Batch, data: BatchData) -> list[_Found
 
     changed = replace(data, keys=unrounded(data.keys), values=unrounded(data.values))
     return [("step not rounded as the cache is", TRUE, changed, None)]
+
+
+def _column_mistakes(case: Case, data: BatchData) -> list[_Found]:
+    """V of a latent cache from the columns that only K has."""
+    if not case.v_in_k:
+        return []
+    values = tuple(keys[..., -case.v_head_dim :] for keys in data.keys)
+    return [("V of K's last columns", TRUE, replace(data, values=values), None)]
 
 
 def _page_mistakes(case: Case, batch: Batch, data: BatchData, layer: int) -> list[_Found]:

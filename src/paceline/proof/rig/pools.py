@@ -51,11 +51,11 @@ class Pools:
                 layer.v_cache.flatten(0, 1)[loc] = values
 
     def dead_token(self, data: BatchData, layer: int) -> Tensor:
-        """[q + k + v of all heads] float64  what padded and frozen rows compute with."""
+        """[width of the probe's table] float64  what padded and frozen rows compute with."""
         case = self._prepared.case
-        keys, values = (_FACTOR * bait[layer] for bait in (data.bait_keys, data.bait_values))
         queries = torch.zeros(case.num_heads * case.head_dim, dtype=torch.float64)
-        row = torch.cat((queries, keys.flatten(), values.flatten()))
+        baits = (data.bait_keys, data.bait_values)[: 1 if case.v_in_k else 2]
+        row = torch.cat((queries, *(_FACTOR * bait[layer].flatten() for bait in baits)))
         return row if self._loads_dead else torch.full_like(row, float("nan"))
 
     def snapshot(self) -> list[tuple[Tensor, Tensor]]:

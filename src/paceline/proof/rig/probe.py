@@ -20,7 +20,7 @@ _LOGITS = 8  # the vocabulary that is sampled from; the table's has an id per to
 class ProbeModel(nn.Module):
     """Stands where a CausalLM stands.
 
-    table: [num_layers, ids, q + k + v of all heads]  in the case's dtype
+    table: [num_layers, ids, q + k + v of all heads]  in the case's dtype; no v where it is in k
     outs: [num_layers, max_tokens, num_heads, v_head_dim]  in the case's dtype
     positions: [max_tokens]  int64  as derived
     """
@@ -36,7 +36,7 @@ class ProbeModel(nn.Module):
         self._widths = [
             heads * case.head_dim,
             case.num_kv_heads * case.head_dim,
-            case.num_kv_heads * case.v_head_dim,
+            0 if case.v_in_k else case.num_kv_heads * case.v_head_dim,
         ]
         ids = max_tokens + 1
         self.table = torch.zeros(layers, ids, sum(self._widths), dtype=dtype, device=device)
@@ -59,12 +59,12 @@ class ProbeModel(nn.Module):
             q, k, v = fused.split_with_sizes(self._widths, dim=1)
             q = q.view(tokens, case.num_heads, case.head_dim)
             k = k.view(tokens, case.num_kv_heads, case.head_dim)
-            v = v.view(tokens, case.num_kv_heads, case.v_head_dim)
+            own = None if case.v_in_k else v.view(tokens, case.num_kv_heads, case.v_head_dim)
             if case.prefix_only:
-                layer = ctx.layers[index]
-                out, _ = ctx.backend.forward(q, k, v, layer, ctx.plan, Part.PREFIX)
+                layer, given = ctx.layers[index], k[..., : case.v_head_dim] if own is None else own
+                out, _ = ctx.backend.forward(q, k, given, layer, ctx.plan, Part.PREFIX)
             else:
-                out = ctx.attend(index, q, k, v, rope=None)
+                out = ctx.attend(index, q, k, own, rope=None)
             self.outs[index, :tokens].copy_(out)
         return Hidden(self.outs[0, :tokens].flatten(1)[:, :_LOGITS], {})
 
@@ -103,4 +103,5 @@ def probe_config(case: Case, scale: float, *, max_position: int) -> ModelConfig:
         eos_token_ids=(),
         dtype=case.dtype,
         attention_sinks=case.sinks,
+        v_in_k=case.v_in_k,
     )

@@ -219,8 +219,9 @@ class Rig:
         ):
             taken, new = new[:extend], new[extend:]
             keys, values = data.keys[request][:, prefix:], data.values[request][:, prefix:]
-            parts = (data.queries[request], data.computed(keys), data.computed(values))
-            rows = torch.cat([part.flatten(2) for part in parts], dim=2)
+            parts = [data.queries[request], data.computed(keys), data.computed(values)]
+            shown = parts[:2] if self._case.v_in_k else parts
+            rows = torch.cat([part.flatten(2) for part in shown], dim=2)
             table[:, taken] = rows.to(table)
             ids.append([POISON_ID] * prefix + taken)
         return ids

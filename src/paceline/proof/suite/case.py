@@ -80,7 +80,7 @@ class Case:
     """
 
     name: str  # the variant
-    method: str  # "dense", or "swa" when a layer has a window
+    method: str  # "dense"; "swa" when a layer has a window; "mla" where V is in K
     mode: ForwardMode
     batches: tuple[Batch, ...]  # at least one
     captured_reqs: int  # rows every step of the case is padded to; 0: no padding
@@ -90,6 +90,7 @@ class Case:
     num_kv_heads: int = 2
     head_dim: int = 64
     v_head_dim: int = 64
+    v_in_k: bool = False  # V is the leading v_head_dim columns of K: absorbed latent attention
     dtype: str = "float32"  # of queries, keys and values
     kv_dtype: str | None = None  # of the cache: "float8_e4m3fn", or None for dtype
     layers: tuple[Layer, ...] = (Layer(),)

@@ -5,6 +5,7 @@ from paceline.proof.suite.cross import cross_cases
 from paceline.proof.suite.decode import decode_cases
 from paceline.proof.suite.dims import dim_cases
 from paceline.proof.suite.extend import extend_cases, mixed_cases
+from paceline.proof.suite.latent import latent_cases
 from paceline.proof.suite.long import long_cases
 from paceline.proof.suite.speculate import (
     draft_decode_cases,
@@ -28,5 +29,6 @@ def cases() -> tuple[Case, ...]:
         *tiny_cases(),
         *cross_cases(),
         *dim_cases(),
+        *latent_cases(),
         *long_cases(),
     )

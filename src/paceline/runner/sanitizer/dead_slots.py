@@ -113,15 +113,16 @@ class DeadSlots:
 
     def __init__(self, name: str, pool: KVPool, uses: Tensor, *, loads_dead: bool) -> None:
         self._name = name
+        self._parts = tuple(pool.parts)
         self._sides = [
-            (f"{side}.{layer_id}", cache)
-            for layer_id in pool.spec.layer_ids
-            for side, cache in zip("kv", pool.layer(layer_id)[:2], strict=True)
+            (f"{part}.{layer_id}", cache)
+            for part, layers in pool.parts.items()
+            for layer_id, cache in zip(pool.spec.layer_ids, layers, strict=True)
         ]
         self._loads_dead = loads_dead
         page_bytes = sum(cache[0].nbytes for _, cache in self._sides)
         pages = chosen_pages(uses, max(1, _POISONED_BYTES // page_bytes))
-        device = pool.tensors[0].device
+        device = self._sides[0][1].device
         self._pages = pages.to(device)
         self._uses = uses[pages].to(device)
         self._saved = [bits_of(cache)[self._pages] for _, cache in self._sides]
@@ -150,23 +151,23 @@ class DeadSlots:
         return found
 
     def regions(self) -> list[Region]:
-        """What to poison, by use and side."""
+        """What to poison, by use and part."""
         return [
-            self._region(use, side)
+            self._region(use, part)
             for use in SlotUse
             if use is not SlotUse.LIVE and bool((self._uses == use).any())
-            for side in ("k", "v")
+            for part in self._parts
         ]
 
-    def _region(self, use: SlotUse, side: str) -> Region:
+    def _region(self, use: SlotUse, part: str) -> Region:
         dead = (self._uses == use).unsqueeze(2).unsqueeze(3)
         pieces = tuple(
-            Piece(tensor=cache, index=self._pages, dead=dead, poison=self._poison(side, cache, use))
+            Piece(tensor=cache, index=self._pages, dead=dead, poison=self._poison(part, cache, use))
             for name, cache in self._sides
-            if name.startswith(side)
+            if name.startswith(f"{part}.")
         )
         return Region(
-            name=f"{self._name}.{side}: {_NAMES[use]}",
+            name=f"{self._name}.{part}: {_NAMES[use]}",
             pieces=pieces,
             remedy=_REMEDIES.get(use, _MASK),
             is_foreign=use >= SlotUse.PAGE_0,
