@@ -31,7 +31,7 @@ def run_triton(
     from paceline.kernels._triton.rope_write_kv import launch_rope_write_kv
 
     weights = norms or (None, None, 0.0, False)
-    launch_rope_write_kv(q, k, v, *(rope or (None, None)), *weights, *into, block_heads=2)
+    launch_rope_write_kv(q, k, v, *(rope or (None, None, 0)), *weights, *into, block_heads=2)
 
 
 RUNS = pytest.mark.parametrize("run", [rope_write_kv, run_triton], ids=["op", "triton"])
@@ -44,6 +44,7 @@ class Case:
     dim: int = 16
     v_dim: int = 16
     rotary_dim: int = 16  # 0: no rotation
+    is_at_end: bool = False  # the last dimensions turn
     norms: str = "none"  # or "plain", "unit-offset"
     page_size: int = 2
     is_interleaved: bool = False  # pages of two layers lie side by side
@@ -60,6 +61,8 @@ CASES = {
     "partial": Case(dim=24, rotary_dim=8, v_dim=8, page_size=3, is_interleaved=True),
     "norms": Case(norms="plain", dtype=torch.bfloat16),
     "norms-partial-unit-offset": Case(dim=24, rotary_dim=16, norms="unit-offset"),
+    "at-end": Case(dim=24, rotary_dim=8, v_dim=8, page_size=3, is_at_end=True),
+    "norms-at-end": Case(dim=24, rotary_dim=8, norms="unit-offset", is_at_end=True),
     "no-rotation": Case(rotary_dim=0, v_dim=24),
     "norms-no-rotation": Case(rotary_dim=0, norms="plain"),
     "fp8": Case(is_fp8=True, is_on_grid=True, dtype=torch.bfloat16),
@@ -111,6 +114,7 @@ def make(case: Case) -> Data:
     slots = torch.randperm(4 * case.page_size, generator=random)[:tokens]
     weights = noise(dim), noise(dim)
     is_offset = case.norms == "unit-offset"
+    start = dim - case.rotary_dim if case.is_at_end else 0
     return Data(
         row=row,
         pools=pools,
@@ -118,7 +122,7 @@ def make(case: Case) -> Data:
         k=k,
         v=v,
         into=KVSlots(pools[0][:, -1], pools[1][:, -1], slots, *scales),
-        rope=Rope(table(case.rotary_dim), positions) if case.rotary_dim else None,
+        rope=Rope(table(case.rotary_dim), positions, start) if case.rotary_dim else None,
         norms=None if case.norms == "none" else HeadNorms(*weights, 1e-5, is_offset),
     )
 
@@ -235,6 +239,7 @@ def test_bad_argument_is_named_with_what_was_expected() -> None:
         (r"v must be torch.float32 \[5, 2, 16\]", {"v": good.v.double()}),
         (r"cos_sin must be contiguous float32 \[max_pos", {"rope": Rope(table(18), rope[1])}),
         (r"positions must be int64 \[5\]", {"rope": Rope(rope[0], rope[1].int())}),
+        ("rope.start must be 0 or 0, the last 16 dim", {"rope": rope._replace(start=4)}),
         (r"norms.k must be torch.float32 \[16\]", {"norms": norms._replace(k=norms.k[:8])}),
         (r"loc must be int64 \[5\]", {"into": into._replace(loc=into.loc[:2])}),
         (r"k_cache must be torch.float32 \[num_pages", {"into": into._replace(k_cache=fp8)}),

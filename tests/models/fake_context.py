@@ -24,7 +24,7 @@ class FakeContext:
         layer_id: int,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         *,
         rope: Rope | None,
         norms: HeadNorms | None = None,
@@ -38,7 +38,7 @@ class FakeContext:
         if rope is not None:
             q, k = rope_reference(q, *rope), rope_reference(k, *rope)
         self._keys[layer_id].append(k.clone())
-        self._values[layer_id].append(v.clone())
+        self._values[layer_id].append((k[..., : config.v_head_dim] if v is None else v).clone())
         group = config.num_heads // config.num_kv_heads
         keys = torch.cat(self._keys[layer_id]).repeat_interleave(group, dim=1)
         values = torch.cat(self._values[layer_id]).repeat_interleave(group, dim=1)

@@ -13,6 +13,7 @@ from paceline.models.size import weights_bytes
 
 # as the model cards state them
 PUBLISHED = {
+    "deepseek-v2-lite": 15_706_484_224,
     "gemma-2-9b": 9_241_705_984,
     "gemma-3-1b": 999_885_952,
     "gpt-oss-20b": 20_914_757_184,
@@ -37,7 +38,9 @@ def test_shapes_have_the_published_number_of_parameters() -> None:
 def test_as_many_parameters_are_built_as_transformers_builds(case: str) -> None:
     theirs = tiny_checkpoints.make(case)
     config = parse_config(theirs.config.to_dict())
-    assert weights_bytes(config, "float32") == 4 * theirs.num_parameters()
+    biases = [buffer for name, buffer in theirs.named_buffers() if name.endswith("correction_bias")]
+    wanted = theirs.num_parameters() + sum(bias.numel() for bias in biases)
+    assert weights_bytes(config, "float32") == 4 * wanted
 
 
 def test_an_unknown_dtype_is_refused() -> None:

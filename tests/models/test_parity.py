@@ -168,8 +168,11 @@ def test_every_special_feature_matters(pair: Pair) -> None:
         swapped = {"short_factors": rope.long_factors, "long_factors": rope.short_factors}
         changes["factors"] = {"rope": replace(rope, **swapped)}
         changes["attention factor"] = {"rope": replace(rope, attention_factor=1.0)}
-    elif pair.config.rotary_dim != pair.config.head_dim:
+    elif pair.config.latent is None and pair.config.rotary_dim != pair.config.head_dim:
         changes["share of rope"] = {"rotary_dim": pair.config.head_dim}
+    if pair.config.latent is not None:
+        other = replace(pair.config.latent, pairs=not pair.config.latent.pairs)
+        changes["pairs that turn"] = {"latent": other}
     if pair.config.unrotated_layers:
         changes["layers without rope"] = {"unrotated_layers": ()}
     for name in ("embedding", "residual", "logit_divisor") if pair.config.multipliers else ():
@@ -196,6 +199,14 @@ def other_experts(moe: MoEConfig) -> dict[str, MoEConfig]:
         "normalised routing": replace(moe, renormalize=not moe.renormalize),
         "number of experts": replace(moe, experts_per_token=fewer),
     }
+    if moe.choice is not None:
+        changed["scale of experts"] = replace(moe, choice=replace(moe.choice, scale=1.01))
+        if moe.choice.num_groups > 1:
+            every = replace(moe.choice, groups_per_token=moe.choice.num_groups)
+            changed["groups of experts"] = replace(moe, choice=every)
+        if moe.choice.best_of_group > 1 < moe.choice.num_groups:
+            best = replace(moe.choice, best_of_group=1)
+            changed["best of a group"] = replace(moe, choice=best)
     if moe.swiglu_limit is not None:
         changed["limit"] = replace(moe, swiglu_limit=None)
         changed["alpha"] = replace(moe, swiglu_alpha=1.0)

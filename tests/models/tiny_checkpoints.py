@@ -30,7 +30,31 @@ _GEMMA = _SIZES | {
     "query_pre_attn_scalar": 23,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
 }
-
+_LATENT = _SIZES | {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 12,
+    "v_head_dim": 28,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 28,
+}
+_YARN_ALL = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -239,6 +263,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | _LLAMA
         | {"sliding_window": None, "layer_types": ["full_attention"] * 2, "head_dim": 20}
         | {"rope_parameters": _DEFAULT},
+    ),
+    "deepseek_v2-no-query-latent": (
+        "DeepseekV2",
+        _LATENT | {"q_lora_rank": None, "rope_parameters": _DEFAULT, "topk_method": "greedy"},
+    ),
+    "deepseek_v2-groups-yarn": (
+        "DeepseekV2",
+        _LATENT
+        | {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}
+        | {"routed_scaling_factor": 1.7, "attention_bias": True, "rope_parameters": _YARN_ALL},
+    ),
+    "deepseek_v3-bias-groups": (
+        "DeepseekV3",
+        _LATENT
+        | {
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "rope_parameters": _YARN_ALL,
+        }
+        | {"num_mtp_layers": 0},
+    ),
+    "deepseek_v3-halves": (
+        "DeepseekV3",
+        _LATENT
+        | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False}
+        | {"rope_parameters": _DEFAULT, "num_mtp_layers": 0},
     ),
     "phi3-longrope-long": ("Phi3", longrope(8)),
     "phi3-longrope-short": ("Phi3", longrope(CONTEXT, factor=4.0)),

@@ -41,6 +41,12 @@ class RopeConfig:
         return self.original_max_position if self.kind is RopeKind.LONGROPE else None
 
 
+def yarn_mscale(factor: float, weight: float) -> float:
+    """0.1 * weight * ln(factor) + 1: what a context longer by `factor` sharpens scores by (YaRN,
+    section 3.4; `weight` is DeepSeek-V2's)."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+
+
 class NormKind(Enum):
     """How RMS norms take their weight."""
 
@@ -71,10 +77,40 @@ class MoEConfig:
     intermediate_size: int  # of one expert
     renormalize: bool  # the weights of a token's experts sum to 1
     bias: bool  # biases on the router and on the experts' projections
-    shared_size: int | None = None  # intermediate size of the expert every token takes, by a gate
+    shared_size: int | None = None  # intermediate size of the expert every token takes
+    shared_gate: bool = True  # that expert is weighed by the sigmoid of a gate of its own
+    choice: "ExpertChoice | None" = None  # None: those with the largest softmax
     swiglu_alpha: float = 1.0
     swiglu_limit: float | None = None
     swiglu_up_offset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertChoice:
+    """How DeepSeek's routers choose: within the best of the groups that experts are in.
+
+    A group counts as much as the sum of its `best_of_group` best experts.
+    """
+
+    num_groups: int = 1
+    groups_per_token: int = 1
+    best_of_group: int = 1
+    sigmoid: bool = False  # scores are sigmoids of the logits, not their softmax
+    biased: bool = False  # each expert has a bias that counts for the choice, not for its weight
+    scale: float = 1.0  # of the weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): what is cached of a token is one
+    row of rank + rope_dim numbers, from which every head's key and value are made."""
+
+    rank: int  # of the latent
+    rope_dim: int  # dimensions of a head that turn, the same key for all heads
+    nope_dim: int  # the others
+    v_dim: int  # of a head
+    q_rank: int | None  # of the latent that queries are made of; None: of the hidden state
+    pairs: bool  # dimensions that turn against each other are stored as neighbours, not as halves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +159,7 @@ class ModelConfig:
     multipliers: Multipliers | None = None
     stored_vocab_size: int | None = None  # rows of the checkpoint's tables; None: vocab_size
     v_in_k: bool = False  # V is the leading v_head_dim columns of K: absorbed latent attention
+    latent: LatentConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

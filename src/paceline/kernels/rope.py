@@ -22,30 +22,31 @@ class Rope(NamedTuple):
 
     cos_sin: Tensor  # [max_position, rotary_dim]  float32  cosines then sines; rotary_dim <= dim
     positions: Tensor  # [tokens]  int64  each below max_position (trusted: it is on the device)
+    start: int = 0  # the first dimension that turns: 0, or dim - rotary_dim, the last ones
 
 
-def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor, start: int = 0) -> Tensor:
     """The definition, for one of q and k, out of place.
 
     x: [tokens, heads, dim]; cos_sin: [max_position, rotary_dim] float32, the cosine half then the
-    sine half; positions: [tokens].  Dimensions from rotary_dim on pass unchanged.
+    sine half; positions: [tokens].  Dimensions outside [start, start + rotary_dim) pass unchanged.
     """
-    rotary_dim = cos_sin.shape[1]
+    stop = start + cos_sin.shape[1]
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
+    first, second = x[..., start:stop].float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((rotated.to(x.dtype), x[..., rotary_dim:]), dim=-1)
+    return torch.cat((x[..., :start], rotated.to(x.dtype), x[..., stop:]), dim=-1)
 
 
-def bind_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> Run:
-    """Rotate q [tokens, heads, dim] and k [tokens, kv_heads, dim] in place."""
+def bind_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor, start: int) -> Run:
+    """Rotate q [tokens, heads, dim] and k [tokens, kv_heads, dim] in place, from `start` on."""
     width = cos_sin.shape[1]
     turns = cos_sin.new_empty(positions.shape[0], width)
     cos, sin = turns.view(-1, 1, 2, width // 2).unbind(2)
     if _is_next_in_row(q, k):
-        rotations = [_bind_rotation(q, q.shape[1] + k.shape[1], cos, sin)]
+        rotations = [_bind_rotation(q, q.shape[1] + k.shape[1], cos, sin, start)]
     else:
-        rotations = [_bind_rotation(x, x.shape[1], cos, sin) for x in (q, k)]
+        rotations = [_bind_rotation(x, x.shape[1], cos, sin, start) for x in (q, k)]
 
     def run() -> None:
         torch.index_select(cos_sin, 0, positions, out=turns)
@@ -55,11 +56,12 @@ def bind_rope(q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> Run:
     return run
 
 
-def _bind_rotation(x: Tensor, heads: int, cos: Tensor, sin: Tensor) -> Run:
+def _bind_rotation(x: Tensor, heads: int, cos: Tensor, sin: Tensor, start: int) -> Run:
     """Rotate `heads` heads from x's first on, in place; cos, sin: [tokens, 1, half] float32."""
     half = cos.shape[2]
     stride_token, stride_head, _ = x.stride()
-    pairs = x.as_strided((x.shape[0], heads, 2, half), (stride_token, stride_head, half, 1))
+    strides, begin = (stride_token, stride_head, half, 1), x.storage_offset() + start
+    pairs = x.as_strided((x.shape[0], heads, 2, half), strides, begin)
     rotated = cos.new_empty(pairs.shape)
     first, second = pairs.unbind(2)
     new_first, new_second = rotated.unbind(2)

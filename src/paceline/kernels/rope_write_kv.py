@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.core.errors import KernelArgumentError
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import Run, define_op
 from paceline.kernels.rms_norm import bind_rms_norm, rms_norm_reference
@@ -50,7 +51,7 @@ def rope_write_kv_reference(
     for x, weight in () if norms is None else ((q, norms.q), (k, norms.k)):
         x.copy_(rms_norm_reference(x, weight, norms.eps, unit_offset=norms.unit_offset))
     for x in () if rope is None else (q, k):
-        x.copy_(rope_reference(x, rope.cos_sin, rope.positions))
+        x.copy_(rope_reference(x, *rope))
     write_kv_reference(k, into.k_cache, into.loc, into.k_scale)
     if v is not None and into.v_cache is not None:
         write_kv_reference(v, into.v_cache, into.loc, into.v_scale)
@@ -62,6 +63,7 @@ def _bind_rope_write_kv(
     v: Tensor | None,
     cos_sin: Tensor | None,
     positions: Tensor | None,
+    rope_start: int,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -77,7 +79,7 @@ def _bind_rope_write_kv(
         parts.append(bind_rms_norm(q, q_norm, eps, unit_offset, False, q))
         parts.append(bind_rms_norm(k, k_norm, eps, unit_offset, False, k))
     if cos_sin is not None and positions is not None:
-        parts.append(bind_rope(q, k, cos_sin, positions))
+        parts.append(bind_rope(q, k, cos_sin, positions, rope_start))
     parts.append(bind_write_kv(k, k_cache, loc, k_scale))
     if v is not None and v_cache is not None:
         parts.append(bind_write_kv(v, v_cache, loc, v_scale))
@@ -97,8 +99,8 @@ def _rope_write_kv_cuda(*arguments: object) -> None:
 
 _ROPE_WRITE_KV = define_op(
     "rope_write_kv(Tensor(a!) q, Tensor(b!) k, Tensor? v, Tensor? cos_sin, Tensor? positions, "
-    "Tensor? q_norm, Tensor? k_norm, float eps, bool unit_offset, Tensor(c!) k_cache, "
-    "Tensor(d!)? v_cache, Tensor loc, Tensor? k_scale, Tensor? v_scale) -> ()",
+    "int rope_start, Tensor? q_norm, Tensor? k_norm, float eps, bool unit_offset, "
+    "Tensor(c!) k_cache, Tensor(d!)? v_cache, Tensor loc, Tensor? k_scale, Tensor? v_scale) -> ()",
     bind=_bind_rope_write_kv,
     cuda=_rope_write_kv_cuda,
 )
@@ -117,10 +119,10 @@ def rope_write_kv(
 
     q: [tokens, heads, head_dim], k: [tokens, kv_heads, head_dim], v: [tokens, kv_heads,
     v_head_dim], one dtype, rows may be strided (slices of a fused QKV output); a rope narrower than
-    head_dim leaves the rest as it is.  Without v, and then without into.v_cache, K alone is
-    written.  Mutates q, k and the caches.  Tokens that share a slot
-    (padding) leave any one of their values.  Graph-safe: the grid depends on shapes only.  Raises
-    KernelArgumentError.
+    head_dim turns its first or last dimensions and leaves the rest as it is.  Without v, and then
+    without into.v_cache, K alone is written.  Mutates q, k and the caches.  Tokens that share a
+    slot (padding) leave any one of their values.  Graph-safe: the grid depends on shapes only.
+    Raises KernelArgumentError.
     """
     _check_heads(q, k, v)
     if rope is not None:
@@ -145,9 +147,9 @@ def rope_write_kv(
             got=into.loc,
             remedy="pass the group's out_cache_loc of this step",
         )
-    cos_sin, positions = (None, None) if rope is None else rope
+    rotation = (None, None, 0) if rope is None else rope
     weights = (None, None, 0.0, False) if norms is None else norms
-    _ROPE_WRITE_KV(q, k, v, cos_sin, positions, *weights, *into)
+    _ROPE_WRITE_KV(q, k, v, *rotation, *weights, *into)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor | None) -> None:
@@ -181,6 +183,13 @@ def _check_rope(q: Tensor, rope: Rope) -> None:
             expected=f"contiguous float32 [max_position, rotary_dim], rotary_dim even and <= {dim}",
             got=table,
             remedy="build it with layers.rope",
+        )
+    if rope.start not in (0, dim - table.shape[1]):
+        raise KernelArgumentError.about(
+            "rope.start",
+            expected=f"0 or {dim - table.shape[1]}, the last {table.shape[1]} dimensions",
+            got=rope.start,
+            remedy="lay out the head so that what turns is at one of its ends",
         )
     if rope.positions.shape != (tokens,) or rope.positions.dtype != torch.int64:
         reject(

@@ -1,21 +1,31 @@
 """A mixture of experts: a router, and gated feed-forward blocks of which each token takes a few."""
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig, MoEConfig
 from paceline.core.parallel import Parallel
+from paceline.kernels.moe_choose import moe_choose
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts
-from paceline.kernels.moe_route import moe_route
+from paceline.kernels.moe_route import Routing, moe_route
 from paceline.layers.linear import Linear
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.parameter import Placement, empty_matrices, empty_parameter
 
 
 class SharedExpert(nn.Module):
-    """An expert that every token takes, times the sigmoid of a gate of its own."""
+    """An expert that every token takes; times the sigmoid of its own gate, where it has one."""
 
     def __init__(
-        self, hidden_size: int, inter_size: int, *, parallel: Parallel, placement: Placement
+        self,
+        hidden_size: int,
+        inter_size: int,
+        *,
+        has_gate: bool,
+        parallel: Parallel,
+        placement: Placement,
     ) -> None:
         super().__init__()
         self.mlp = GatedMLP(
@@ -26,11 +36,14 @@ class SharedExpert(nn.Module):
             parallel=parallel,
             placement=placement,
         )
-        self.gate = Linear(hidden_size, 1, bias=False, parallel=Parallel(), placement=placement)
+        self.gate: Linear | None = None
+        if has_gate:
+            self.gate = Linear(hidden_size, 1, bias=False, parallel=Parallel(), placement=placement)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        return self.gate(x).sigmoid_() * self.mlp(x)
+        out: Tensor = self.mlp(x)
+        return out if self.gate is None else self.gate(x).sigmoid_() * out
 
 
 class SparseMLP(nn.Module):
@@ -45,6 +58,11 @@ class SparseMLP(nn.Module):
         inter = parallel.share(moe.intermediate_size, "intermediate_size")
         self.experts_per_token = moe.experts_per_token
         self.renormalize = moe.renormalize
+        self.choice = moe.choice
+        self.choice_bias: nn.Parameter | None = None  # [experts]  float32
+        if moe.choice is not None and moe.choice.biased:
+            of_bias = replace(placement, dtype=torch.float32)
+            self.choice_bias = empty_parameter(experts, placement=of_bias)
         self.gate = SwiGLU(moe.swiglu_alpha, moe.swiglu_limit, moe.swiglu_up_offset)
         self.router = Linear(
             hidden_size, experts, bias=bias, parallel=Parallel(), placement=placement
@@ -58,7 +76,11 @@ class SparseMLP(nn.Module):
         self.shared: SharedExpert | None = None
         if moe.shared_size is not None:
             self.shared = SharedExpert(
-                hidden_size, moe.shared_size, parallel=parallel, placement=placement
+                hidden_size,
+                moe.shared_size,
+                has_gate=moe.shared_gate,
+                parallel=parallel,
+                placement=placement,
             )
         self.down_bias = (
             empty_parameter(experts, hidden_size, placement=placement) if bias else None
@@ -66,10 +88,21 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        routing = moe_route(self.router(x), self.experts_per_token, renormalize=self.renormalize)
+        routing = self._route(self.router(x))
         weights = ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias)
         out = moe_experts(x, routing, weights, self.gate)
         return out if self.shared is None else out.add_(self.shared(x))
+
+    def _route(self, logits: Tensor) -> Routing:
+        if self.choice is None:
+            return moe_route(logits, self.experts_per_token, renormalize=self.renormalize)
+        return moe_choose(
+            logits,
+            self.choice_bias,
+            self.experts_per_token,
+            self.choice,
+            renormalize=self.renormalize,
+        )
 
 
 def feed_forward(

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import AttentionContext
+from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import hidden_norm
@@ -17,7 +18,7 @@ class PreNormLayer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        attention: SelfAttention,
+        attention: SelfAttention | LatentAttention,
         *,
         parallel: Parallel,
         placement: Placement,

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.core.model_config import RopeConfig, RopeKind
+from paceline.core.model_config import RopeConfig, RopeKind, yarn_mscale
 
 
 def rope_table(
@@ -74,12 +74,9 @@ def rope_attention_factor(rope: RopeConfig) -> float:
         stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_position)
         return math.sqrt(1.0 + stretch)
     if rope.mscale and rope.mscale_all_dim:
-        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
+        every = yarn_mscale(rope.factor, rope.mscale_all_dim)
+        return yarn_mscale(rope.factor, rope.mscale) / every
+    return yarn_mscale(rope.factor, 1.0)
 
 
 def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:

@@ -6,6 +6,7 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import AttentionContext
 from paceline.layers.embedding import LMHead
+from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.parameter import Placement
 from paceline.layers.self_attention import SelfAttention
 from paceline.models.decoder import Decoder, Hidden
@@ -45,7 +46,8 @@ class CausalLM(nn.Module):
 
     def attention_sinks(self) -> tuple[Tensor | None, ...]:
         """[num_layers] of [num_heads] float32, or None where a layer has no sinks."""
-        found = [module for module in self.decoder.modules() if isinstance(module, SelfAttention)]
+        kinds = (SelfAttention, LatentAttention)
+        found = [module for module in self.decoder.modules() if isinstance(module, kinds)]
         found.sort(key=lambda attention: attention.layer_id)
         return tuple(None if layer.sinks is None else layer.sinks.float() for layer in found)
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from paceline.core.model_config import ModelConfig, QKNorm
 from paceline.core.parallel import Parallel
 from paceline.layers.embedding import Embedding
+from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.parameter import Placement
 from paceline.layers.prenorm_layer import PreNormLayer
 from paceline.layers.rms_norm import RMSNorm, hidden_norm
@@ -74,4 +75,11 @@ def _layers(
         )
         return layer(config, attention, parallel=parallel, placement=placement)
 
-    return [make_layer(index) for index in range(config.num_layers)]
+    def make_latent(layer_id: int) -> nn.Module:
+        attention = LatentAttention(
+            config, layer_id, cos_sin=cos_sin, parallel=parallel, placement=placement
+        )
+        return layer(config, attention, parallel=parallel, placement=placement)
+
+    make = make_layer if config.latent is None else make_latent
+    return [make(index) for index in range(config.num_layers)]

@@ -2,6 +2,8 @@
 
 from paceline.core.errors import ModelError
 from paceline.models import (
+    deepseek_v2,
+    deepseek_v3,
     exaone4,
     gemma,
     gemma2,
@@ -23,8 +25,8 @@ from paceline.models import (
 from paceline.models.architecture import Architecture
 
 _FILES = (
-    *(exaone4, gemma, gemma2, gemma3_text, gpt_oss, granite, llama, mistral, mixtral, olmo2, phi3),
-    *(qwen2, qwen2_moe, qwen3, qwen3_moe, seed_oss, smollm3),
+    *(deepseek_v2, deepseek_v3, exaone4, gemma, gemma2, gemma3_text, gpt_oss, granite, llama),
+    *(mistral, mixtral, olmo2, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, seed_oss, smollm3),
 )
 ARCHITECTURES: dict[str, Architecture] = {
     file.__name__.rpartition(".")[2]: file.ARCHITECTURE for file in _FILES

@@ -6,9 +6,10 @@ into these views and nothing else.
 
 from torch import Tensor
 
+from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
-from paceline.layers.moe import SparseMLP
+from paceline.layers.moe import SharedExpert, SparseMLP
 from paceline.layers.postnorm_layer import PostNormLayer
 from paceline.layers.prenorm_layer import PreNormLayer
 from paceline.layers.sandwich_layer import SandwichLayer
@@ -45,6 +46,18 @@ def name_attention(layer: SelfAttention, prefix: str) -> Named:
     return named
 
 
+def name_latent(layer: LatentAttention, prefix: str) -> Named:
+    """Projections to and from latents, and their norms."""
+    named = name_linear(layer.q, f"{prefix}.{'q_proj' if layer.q_a is None else 'q_b_proj'}")
+    if layer.q_a is not None and layer.q_norm is not None:
+        named |= name_linear(layer.q_a, f"{prefix}.q_a_proj")
+        named[f"{prefix}.q_a_layernorm.weight"] = layer.q_norm.weight
+    named |= name_linear(layer.kv_a, f"{prefix}.kv_a_proj_with_mqa")
+    named[f"{prefix}.kv_a_layernorm.weight"] = layer.kv_norm.weight
+    named[f"{prefix}.kv_b_proj.weight"] = layer.kv_b.flatten(0, 1)
+    return named | name_linear(layer.out, f"{prefix}.o_proj")
+
+
 def name_mlp(layer: GatedMLP, prefix: str) -> Named:
     """One gated feed-forward block."""
     named = name_rows(layer.gate_up, ("gate_proj", "up_proj"), prefix)
@@ -60,9 +73,18 @@ def name_experts(layer: SparseMLP, prefix: str) -> Named:
         named[f"{own}.up_proj.weight"] = layer.gate_up[expert, 1::2]
         named[f"{own}.down_proj.weight"] = layer.down[expert]
     if layer.shared is not None:
-        named |= name_mlp(layer.shared.mlp, f"{prefix}.shared_expert")
-        named |= name_linear(layer.shared.gate, f"{prefix}.shared_expert_gate")
+        named |= name_shared_expert(layer.shared, prefix)
+    if layer.choice_bias is not None:
+        named[f"{prefix}.gate.e_score_correction_bias"] = layer.choice_bias
     return named
+
+
+def name_shared_expert(layer: SharedExpert, prefix: str) -> Named:
+    """Qwen's has a gate; DeepSeek's has none, and is named as if it were several."""
+    if layer.gate is None:
+        return name_mlp(layer.mlp, f"{prefix}.shared_experts")
+    named = name_mlp(layer.mlp, f"{prefix}.shared_expert")
+    return named | name_linear(layer.gate, f"{prefix}.shared_expert_gate")
 
 
 def name_feed_forward(layer: GatedMLP | SparseMLP, prefix: str) -> Named:

@@ -3,7 +3,7 @@
 A program takes some heads of one token: of q, then of k, then of v.  A row of a head is read as
 three ranges of columns, the two halves that rotate against each other and the rest:
 
-    [0, HALF) first    [HALF, 2 * HALF) second    [2 * HALF, DIM) rest
+    [START, + HALF) first    [START + HALF, + HALF) second    the rest behind them, or before
 """
 
 import triton
@@ -72,6 +72,7 @@ def _heads(
     stride_target_head,
     scale_ptr,  # [1] float32, or None
     DIM: tl.constexpr,
+    START: tl.constexpr,  # 0, or DIM - 2 * HALF
     HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -83,11 +84,12 @@ def _heads(
     offsets = head[:, None] * stride_head
     target_offsets = head[:, None] * stride_target_head
     REST: tl.constexpr = DIM - 2 * HALF
+    REST_START: tl.constexpr = 0 if START > 0 else 2 * HALF
     if HALF > 0:
         cols = tl.arange(0, BLOCK_HALF)
         is_half = cols < HALF
         half_mask = live & is_half[None, :]
-        half_ptrs = row_ptr + offsets + cols[None, :]
+        half_ptrs = row_ptr + offsets + (START + cols)[None, :]
         first = tl.load(half_ptrs, mask=half_mask, other=0.0)
         second = tl.load(half_ptrs + HALF, mask=half_mask, other=0.0)
         table_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
@@ -97,7 +99,7 @@ def _heads(
         rest_cols = tl.arange(0, BLOCK_REST)
         is_rest = rest_cols < REST
         rest_mask = live & is_rest[None, :]
-        rest_ptrs = row_ptr + offsets + (2 * HALF + rest_cols)[None, :]
+        rest_ptrs = row_ptr + offsets + (REST_START + rest_cols)[None, :]
         rest = tl.load(rest_ptrs, mask=rest_mask, other=0.0)
     if norm_ptr is not None:
         total = tl.zeros([BLOCK_HEADS], dtype=tl.float32)
@@ -107,10 +109,10 @@ def _heads(
             total += _square_sum(rest)
         inverse = 1.0 / tl.sqrt(total / DIM + eps)
         if HALF > 0:
-            first = _normed(first, inverse, norm_ptr, cols, is_half, UNIT_OFFSET)
-            second = _normed(second, inverse, norm_ptr + HALF, cols, is_half, UNIT_OFFSET)
+            first = _normed(first, inverse, norm_ptr + START, cols, is_half, UNIT_OFFSET)
+            second = _normed(second, inverse, norm_ptr + START + HALF, cols, is_half, UNIT_OFFSET)
         if REST > 0:
-            rest = _normed(rest, inverse, norm_ptr + 2 * HALF, rest_cols, is_rest, UNIT_OFFSET)
+            rest = _normed(rest, inverse, norm_ptr + REST_START, rest_cols, is_rest, UNIT_OFFSET)
             tl.store(rest_ptrs, rest, mask=rest_mask)
     if HALF > 0:
         a = first.to(tl.float32)
@@ -120,11 +122,11 @@ def _heads(
         tl.store(half_ptrs, first, mask=half_mask)
         tl.store(half_ptrs + HALF, second, mask=half_mask)
         if target_ptr is not None:
-            target_ptrs = target_ptr + target_offsets + cols[None, :]
+            target_ptrs = target_ptr + target_offsets + (START + cols)[None, :]
             _store_cache(target_ptrs, first, half_mask, scale_ptr)
             _store_cache(target_ptrs + HALF, second, half_mask, scale_ptr)
     if REST > 0 and target_ptr is not None:
-        target_ptrs = target_ptr + target_offsets + (2 * HALF + rest_cols)[None, :]
+        target_ptrs = target_ptr + target_offsets + (REST_START + rest_cols)[None, :]
         _store_cache(target_ptrs, rest, rest_mask, scale_ptr)
 
 
@@ -160,6 +162,7 @@ def _rope_write_kv_kernel(
     PAGE_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
+    START: tl.constexpr,
     HALF: tl.constexpr,
     Q_BLOCKS: tl.constexpr,  # 0 where q is left as it is
     KV_BLOCKS: tl.constexpr,
@@ -189,6 +192,7 @@ def _rope_write_kv_kernel(
             0,
             None,
             DIM,
+            START,
             HALF,
             BLOCK_HEADS,
             BLOCK_HALF,
@@ -214,6 +218,7 @@ def _rope_write_kv_kernel(
                 stride_k_cache_head,
                 k_scale_ptr,
                 DIM,
+                START,
                 HALF,
                 BLOCK_HEADS,
                 BLOCK_HALF,
@@ -236,6 +241,7 @@ def _rope_write_kv_kernel(
                 v_scale_ptr,
                 DIM_V,
                 0,
+                0,
                 BLOCK_HEADS,
                 BLOCK_HALF,
                 BLOCK_DIM_V,
@@ -249,6 +255,7 @@ def launch_rope_write_kv(
     v: Tensor | None,
     cos_sin: Tensor | None,
     positions: Tensor | None,
+    rope_start: int,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -298,6 +305,7 @@ def launch_rope_write_kv(
         PAGE_SIZE=k_cache.shape[1],
         DIM=dim,
         DIM_V=own_v.shape[2],
+        START=rope_start,
         HALF=half,
         Q_BLOCKS=q_blocks,
         KV_BLOCKS=kv_blocks,

@@ -1,0 +1,99 @@
+"""Multi-head latent attention, absorbed: heads attend to one cached row per token.
+
+DeepSeek-V2 (arXiv:2405.04434), equations 9 to 19.  With a token's latent c [rank] and its turned
+key k_r [rope_dim], head h has the key [W_UK_h c, k_r] and the value W_UV_h c.  Since q . (W_UK_h c)
+is (W_UK_h^T q) . c, W_UK goes to the query and W_UV behind attention: the cache holds [c, k_r]
+alone, and attention has one KV head of rank + rope_dim, whose first rank columns are its V.
+"""
+
+from torch import Tensor, nn
+
+from paceline.core.model_config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.kernels.rope import Rope
+from paceline.layers.attention import AttentionContext
+from paceline.layers.linear import Linear
+from paceline.layers.parameter import Placement, empty_parameter
+from paceline.layers.rms_norm import RMSNorm
+
+LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
+
+
+class LatentAttention(nn.Module):
+    """One layer.  What turns is laid out as halves in queries and cache, however it is stored."""
+
+    sinks = None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        *,
+        cos_sin: Tensor,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        assert config.latent is not None, "a model without latents"
+        self.layer_id = layer_id
+        self.latent = latent = config.latent
+        self.heads = heads = parallel.share(config.num_heads, "num_heads")
+        hidden = config.hidden_size
+
+        def linear(inputs: int, outputs: int, *, bias: bool = False) -> Linear:
+            return Linear(inputs, outputs, bias=bias, parallel=parallel, placement=placement)
+
+        self.q_a: Linear | None = None
+        self.q_norm: RMSNorm | None = None
+        if latent.q_rank is not None:
+            self.q_a = linear(hidden, latent.q_rank, bias=config.attention_bias)
+            self.q_norm = RMSNorm(latent.q_rank, LATENT_EPS, placement=placement)
+        self.q = linear(latent.q_rank or hidden, heads * (latent.nope_dim + latent.rope_dim))
+        self.kv_a = linear(hidden, latent.rank + latent.rope_dim, bias=config.attention_bias)
+        self.kv_norm = RMSNorm(latent.rank, LATENT_EPS, placement=placement)
+        # [heads, nope_dim + v_dim, rank]  W_UK, then W_UV
+        self.kv_b = empty_parameter(
+            heads, latent.nope_dim + latent.v_dim, latent.rank, placement=placement
+        )
+        self.out = linear(heads * latent.v_dim, hidden, bias=config.attention_out_bias)
+        self.cos_sin = cos_sin  # [max_positions, rope_dim]  float32, shared by layers
+
+    def forward(self, x: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+        """x [tokens, hidden], positions [tokens] int64 -> [tokens, hidden]."""
+        up_k, up_v = self.kv_b.split((self.latent.nope_dim, self.latent.v_dim), dim=1)
+        rope = Rope(self.cos_sin, positions, self.latent.rank)
+        out = ctx.attend(self.layer_id, self._queries(x, up_k), self._rows(x), None, rope=rope)
+        values = out.transpose(0, 1).bmm(up_v.mT)  # [heads, tokens, v_dim]
+        return self.out(values.transpose(0, 1).flatten(1))
+
+    def _queries(self, x: Tensor, up_k: Tensor) -> Tensor:
+        """[tokens, heads, rank + rope_dim]"""
+        if self.q_a is not None and self.q_norm is not None:
+            x = self.q_norm(self.q_a(x))
+        latent = self.latent
+        q = self.q(x).view(x.shape[0], self.heads, -1)
+        nope, turning = q.split((latent.nope_dim, latent.rope_dim), dim=2)
+        made = q.new_empty(*q.shape[:2], latent.rank + latent.rope_dim)
+        made[..., : latent.rank].copy_(nope.transpose(0, 1).bmm(up_k).transpose(0, 1))
+        self._lay_out(turning, made)
+        return made
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """[tokens, 1, rank + rope_dim] what is cached, not turned yet"""
+        latent = self.latent
+        row = self.kv_a(x)
+        made = row.new_empty(row.shape[0], 1, row.shape[1])
+        compressed, turning = row.split((latent.rank, latent.rope_dim), dim=1)
+        self.kv_norm.in_place_(compressed)
+        made[:, 0, : latent.rank].copy_(compressed)
+        self._lay_out(turning.unsqueeze(1), made)
+        return made
+
+    def _lay_out(self, turning: Tensor, made: Tensor) -> None:
+        """Put turning [tokens, heads, rope_dim] behind the latents of made: of pairs the first
+        numbers, then the second."""
+        out, half = made[..., self.latent.rank :], self.latent.rope_dim // 2
+        if self.latent.pairs:
+            out = out.unflatten(2, (2, half))
+            turning = turning.unflatten(2, (half, 2)).transpose(2, 3)
+        out.copy_(turning)
