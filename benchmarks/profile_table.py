@@ -29,7 +29,10 @@ NAMES = (
     ("sample", r"_edit(_rows|ed)_kernel|_(best|scores|masses|members|cuts|tokens)_kernel"),
     ("route", r"_moe_route|_moe_align"),
     ("experts", r"_gate_up_kernel|_down_kernel|_sum_kernel|_moe_"),
-    ("attention", r"_decode_kernel|_extend_kernel|_merge_partials|[Aa]ttention|flash|fmha"),
+    (
+        "attention",
+        r"_decode_kernel|_extend_kernel|_merge_partials|_merge_kernel|[Aa]ttention|flash|fmha",
+    ),
     ("norm", r"norm"),
     ("rope", r"rope|write_kv|rotary"),
     ("act", r"act_and_mul|silu|gelu"),

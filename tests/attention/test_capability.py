@@ -197,3 +197,35 @@ def test_the_triton_backend_reads_an_fp8_cache_where_the_device_converts_it(
     reason = "CUDA arch must be at least (8, 9) for an fp8 cache, got (8, 0)"
     assert (reason in TritonBackend().unsupported_reasons(wanted)) == (arch < (8, 9))
     assert not [r for r in TritonBackend().unsupported_reasons(wanted) if r.startswith("KV")]
+
+
+LATENTS = replace(FITS, num_kv_heads=1, head_dim=576, v_head_dim=512, v_in_k=True)
+FP8 = {"kv_dtype": torch.float8_e4m3fn}
+FLOAT = {"dtype": torch.float32, "kv_dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("change", "reasons"),
+    [
+        ({}, []),
+        (
+            {"head_dim": 640},
+            ["latent dims must be [(64, 16), (256, 32), (256, 64), (512, 64)], got "],
+        ),
+        ({"v_in_k": False}, ["head dim must be [64, 80, 96", "V head dim must be [64, 80, 96"]),
+        (FP8, ["KV dtype must be torch.bfloat16 with latents, got torch.float8_e4m3fn"]),
+        (FLOAT, ["dtype must be of 16 bits with latents, got torch.float32"]),
+    ],
+    ids=["fits", "dims", "apart", "fp8", "float32"],
+)
+def test_what_triton_says_of_latents(change: dict[str, Any], reasons: list[str]) -> None:
+    found = TritonBackend().unsupported_reasons(replace(LATENTS, **change))
+    assert len(found) == len(reasons)
+    for said, wanted in zip(found, reasons, strict=True):
+        assert said.startswith(wanted)
+
+
+def test_without_latent_dims_the_head_dims_say_it_all() -> None:
+    assert TorchBackend().unsupported_reasons(replace(LATENTS, device_type="cpu")) == []
+    narrow = capability_reasons(NARROW, LATENTS)
+    assert [reason.partition(" must")[0] for reason in narrow] == ["head dim"] + 2 * ["V head dim"]

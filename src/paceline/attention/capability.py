@@ -30,11 +30,15 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
     need(want.kv_dtype in kv_dtypes, "KV dtype", sorted(map(str, kv_dtypes)), want.kv_dtype)
     if can.page_sizes is not None:
         need(want.page_size in can.page_sizes, "page size", sorted(can.page_sizes), want.page_size)
-    if can.head_dims is not None:
+    latents = can.latent_dims if want.v_in_k else None
+    if latents is not None:
+        latent = (want.v_head_dim, want.head_dim - want.v_head_dim)
+        need(latent in latents, "latent dims", sorted(latents), latent)
+    elif can.head_dims is not None:
         need(want.head_dim in can.head_dims, "head dim", sorted(can.head_dims), want.head_dim)
         need(want.v_head_dim in can.head_dims, "V head dim", sorted(can.head_dims), want.v_head_dim)
     need(
-        can.v_head_dim_differs or want.head_dim == want.v_head_dim,
+        can.v_head_dim_differs or want.head_dim == want.v_head_dim or latents is not None,
         "V head dim",
         f"that of K ({want.head_dim})",
         want.v_head_dim,

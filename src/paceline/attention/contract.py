@@ -57,7 +57,7 @@ class Capabilities:
     dtypes: frozenset[torch.dtype]  # of q, k and v
     kv_dtypes: frozenset[torch.dtype]  # of the cache; torch.float8_e4m3fn is read with scales
     page_sizes: frozenset[int] | None  # tokens
-    head_dims: frozenset[int] | None  # of Q and K
+    head_dims: frozenset[int] | None  # of Q and K, and of V
     v_head_dim_differs: bool  # V may have another head dim than K
     masks: frozenset[MaskKind]
     window: bool
@@ -69,6 +69,8 @@ class Capabilities:
     loads_dead_slots: bool = True  # multiplies slots it masks by 0: they must hold finite numbers;
     # False claims that it never does, and is held to it by NaN in every dead slot
     tree_windows: bool = True  # masks windows in a tree too, where they follow the branch
+    latent_dims: frozenset[tuple[int, int]] | None = None  # where V lies in K: columns that both
+    # have, and those of K alone.  None: head_dims says it all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,7 @@ class AttentionConfig:
     masks: frozenset[MaskKind]
     needs_lse: bool
     graph: GraphSupport  # the least that is wanted; NEVER when graphs are off
+    v_in_k: bool = False  # V is the leading columns of K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,7 @@ class AttentionSpec:
     scale: float  # multiplies q.k
     window: int | None  # keys visible, itself included; None = all
     soft_cap: float | None  # cap * tanh(score / cap)
+    v_in_k: bool = False  # V is the leading columns of K, and v_cache a view of k_cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ backend.  The decision is made in `plan` and travels in the plan, so forward can
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 
+T = TypeVar("T")
 MAX_DECODE_ROWS = 64  # of a request, under a causal mask: a step with more is a prefill in any mode
 
 
@@ -150,10 +151,11 @@ def _common(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         host_plan=prefill.host_plan or decode.host_plan,
         loads_dead_slots=prefill.loads_dead_slots or decode.loads_dead_slots,
         tree_windows=decode.tree_windows,
+        latent_dims=_both(prefill.latent_dims, decode.latent_dims),
     )
 
 
-def _both(left: frozenset[int] | None, right: frozenset[int] | None) -> frozenset[int] | None:
+def _both(left: frozenset[T] | None, right: frozenset[T] | None) -> frozenset[T] | None:
     """The intersection, where None is everything."""
     if left is None or right is None:
         return left if right is None else right

@@ -72,6 +72,7 @@ def attention_specs(
             scale=config.attention_scale,
             window=config.layer_windows[layer],
             soft_cap=config.attention_soft_cap,
+            v_in_k=config.v_in_k,
         )
         for layer in range(config.num_layers)
     )

@@ -137,6 +137,7 @@ def attention_config(
         masks=masks,
         needs_lse=False,
         graph=graph,
+        v_in_k=config.v_in_k,
     )
 
 

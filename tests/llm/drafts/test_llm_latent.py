@@ -62,6 +62,6 @@ def test_where_no_backend_has_latents_each_says_why(checkpoint: Checkpoint) -> N
     for phase in plan.phases:
         assert phase.backend is None
         ((_, reasons),) = phase.rejected.items()
-        for name in ("triton", "flashinfer", "fa4"):
-            own = [reason for reason in reasons if reason.startswith(f"{name}: head dim must be")]
-            assert own, f"{name}: {reasons}"
+        for said in ("triton: latent dims", "flashinfer: head dim", "fa4: head dim"):
+            own = [reason for reason in reasons if reason.startswith(f"{said} must be")]
+            assert own, f"{said}: {reasons}"

@@ -28,6 +28,7 @@ from paceline.kernels.paged_attention import (
 from paceline.kernels.step_view import StepView
 
 HEAD_DIMS = frozenset({64, 80, 96, 128, 256})
+LATENT_DIMS = frozenset({(512, 64), (256, 64), (256, 32), (64, 16)})
 FP8_ARCH = (8, 9)  # compute capability with conversions from float8_e4m3fn
 
 
@@ -60,6 +61,7 @@ class TritonBackend(AttentionBackend[SplitWorkspace, TritonPlan]):
         graph=GraphSupport.ALWAYS,
         host_plan=False,
         loads_dead_slots=False,
+        latent_dims=LATENT_DIMS,
     )
     kept_fields = frozenset({"finished"})
 
@@ -69,6 +71,10 @@ class TritonBackend(AttentionBackend[SplitWorkspace, TritonPlan]):
         arch = config.cuda_arch or FP8_ARCH
         if config.kv_dtype == torch.float8_e4m3fn and arch < FP8_ARCH:
             reasons.append(f"CUDA arch must be at least {FP8_ARCH} for an fp8 cache, got {arch}")
+        if config.v_in_k and config.kv_dtype != config.dtype:
+            reasons.append(f"KV dtype must be {config.dtype} with latents, got {config.kv_dtype}")
+        if config.v_in_k and config.dtype == torch.float32:
+            reasons.append("dtype must be of 16 bits with latents, got torch.float32")
         return reasons
 
     def make_buffers(self, limits: Limits) -> SplitWorkspace:
@@ -90,7 +96,8 @@ class TritonBackend(AttentionBackend[SplitWorkspace, TritonPlan]):
     ) -> tuple[Tensor, Tensor | None]:
         """See AttentionBackend.forward."""
         call = paged_call(q, layer, plan.table, part)
-        if plan.table.max_extend_len == 1 and part is Part.ALL:
+        is_decode = plan.table.max_extend_len == 1 and part is Part.ALL
+        if is_decode and not layer.spec.v_in_k:
             paged_decode(call, plan.workspace)
         else:
             paged_extend(call, plan.workspace)

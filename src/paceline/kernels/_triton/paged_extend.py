@@ -11,6 +11,9 @@ those of 16 rows or less, decodes in company of prompts, have small tiles, in a 
     BLOCK_ROWS 4, GROUP 1, cu_seqlens_q [0, 6, 7, 12]
     request   0 0 0 1 2 2 2      first slot of r: cu_seqlens_q[r] * GROUP // BLOCK_ROWS + r, so the
     tile      0 1 - 0 0 1 -      slots of a request are enough for its tiles, and at most one more
+
+Where V lies in K, a tile of keys is loaded once: its first DIM_K columns are scored and weighed,
+the DIM_REST behind them scored alone, a tile of their own: 576 columns would be one of 1,024.
 """
 
 from functools import partial
@@ -44,6 +47,7 @@ from paceline.kernels._triton.runtime import (
 )
 from paceline.kernels._triton.split_merge import (
     finishes_last,
+    launch_merge,
     merge_splits,
     splits_per_load,
     store_partial,
@@ -55,7 +59,7 @@ from paceline.kernels._triton.visible_keys import (
     visible_keys,
 )
 from paceline.kernels.paged_attention.call import PagedCall
-from paceline.kernels.paged_attention.splits import FEW_ROWS, SplitWorkspace, row_tile
+from paceline.kernels.paged_attention.splits import FEW_ROWS, WIDE_ROWS, SplitWorkspace, row_tile
 
 _SHORT_ROWS = 16  # of a request among longer ones: one small tile, as of a decode
 _ALL_ROWS = 1 << 30
@@ -72,6 +76,7 @@ def _attend_keys(
     row_live,  # [rows] bool
     tree_bits,  # [rows] int64
     q,  # [rows, BLOCK_DIM_K]
+    q_rest,  # [rows, BLOCK_REST] or None
     k_head_ptr,  # [pages, page_size, head_dim] one KV head
     v_head_ptr,  # [pages, page_size, v_head_dim] one KV head
     tree_mask_ptr,  # [tokens, max_extend_len] bool or None
@@ -96,6 +101,9 @@ def _attend_keys(
     DIM_V: tl.constexpr,
     BLOCK_DIM_K: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
+    DIM_REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    V_IN_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
@@ -113,6 +121,9 @@ def _attend_keys(
         v_offsets = page.to(tl.int64) * stride_v_page + slot * stride_v_slot
     k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, MASKED).to(q.dtype)
     products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
+    if DIM_REST > 0:
+        rest = load_rows(k_head_ptr + DIM_K, k_offsets, live, DIM_REST, BLOCK_REST, MASKED)
+        products = dot(q_rest, tl.trans(rest.to(q.dtype)), products, WIDEN)
     scores = scores_log2(products, scale, SOFT_CAP)
     if MASKED:
         visible = visible_keys(
@@ -120,7 +131,10 @@ def _attend_keys(
             stride_tree_token, token_begin, prefix_len, extend_len, MASK, WINDOW, NODES,
         )  # fmt: skip
         scores = tl.where(visible, scores, float("-inf"))
-    v = load_rows(v_head_ptr, v_offsets, live, DIM_V, BLOCK_DIM_V, MASKED).to(q.dtype)
+    if V_IN_K:
+        v = k
+    else:
+        v = load_rows(v_head_ptr, v_offsets, live, DIM_V, BLOCK_DIM_V, MASKED).to(q.dtype)
     return softmax_step(scores, v, running_max, running_sum, acc, WIDEN)
 
 
@@ -221,11 +235,15 @@ def _extend_kernel(
     DIM_V: tl.constexpr,
     BLOCK_DIM_K: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
+    DIM_REST: tl.constexpr,  # columns of K behind DIM_K; 0 unless V lies in K
+    BLOCK_REST: tl.constexpr,
+    V_IN_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     ONE_LOOP: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    MERGES: tl.constexpr,  # the last split merges all; else a launch of its own does
     MIN_TILES: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
     WIDEN: tl.constexpr,
@@ -278,11 +296,15 @@ def _extend_kernel(
     columns = tl.arange(0, BLOCK_KEYS)
     page = lookup_pages(page_row_ptr, first + columns, max_pages, PAGE_SIZE)
     cols_k = tl.arange(0, BLOCK_DIM_K)
+    q_rows = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None]
     q = tl.load(
-        q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + cols_k[None, :],
-        mask=row_live[:, None] & (cols_k < DIM_K)[None, :],
-        other=0.0,
+        q_rows + cols_k[None, :], mask=row_live[:, None] & (cols_k < DIM_K)[None, :], other=0.0
     )
+    q_rest = None
+    if DIM_REST > 0:
+        cols_rest = tl.arange(0, BLOCK_REST)
+        is_rest = row_live[:, None] & (cols_rest < DIM_REST)[None, :]
+        q_rest = tl.load(q_rows + (DIM_K + cols_rest)[None, :], mask=is_rest, other=0.0)
     # Without a window nothing above but q waits for a length: the loads are in flight together.
     if (tile * BLOCK_ROWS >= num_rows) | (num_rows <= above) | (num_rows > most):
         return
@@ -302,6 +324,10 @@ def _extend_kernel(
         tiles = tl.cdiv(end - begin, BLOCK_KEYS)
         live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
         if split >= live_splits:
+            if not MERGES:
+                nothing = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+                dead_row = (token * splits + split) * heads + head
+                tl.store(partial_lse_ptr + dead_row, nothing, mask=row_live)
             return
     step = live_splits * BLOCK_KEYS
 
@@ -316,12 +342,12 @@ def _extend_kernel(
         for start in range(first, full_end, step):
             next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
             running_max, running_sum, acc = _attend_keys(
-                start, page, end, query_position, token, row_live, tree_bits, q,
+                start, page, end, query_position, token, row_live, tree_bits, q, q_rest,
                 k_head_ptr, v_head_ptr, tree_mask_ptr,
                 stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
                 token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
                 MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
-                BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
+                DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
                 MASKED=False,
             )  # fmt: skip
             page = next_page
@@ -329,12 +355,12 @@ def _extend_kernel(
     for start in range(first, end, step):
         next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
         running_max, running_sum, acc = _attend_keys(
-            start, page, end, query_position, token, row_live, tree_bits, q,
+            start, page, end, query_position, token, row_live, tree_bits, q, q_rest,
             k_head_ptr, v_head_ptr, tree_mask_ptr,
             stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
             token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
             MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
-            BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
+            DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
             MASKED=True,
         )  # fmt: skip
         page = next_page
@@ -349,6 +375,8 @@ def _extend_kernel(
             out, lse, partial_out_ptr, partial_lse_ptr, first_row + split * heads, row_live,
             DIM_V, BLOCK_DIM_V,
         )  # fmt: skip
+        if not MERGES:
+            return
         count_ptr = finished_ptr + tl.program_id(1) * tl.num_programs(0) + tile
         if not finishes_last(count_ptr, live_splits):
             return
@@ -402,6 +430,17 @@ def extend_config(
     )
 
 
+def latent_config(block_rows: int) -> SplitConfig:
+    """The same where V lies in K: a tile of keys is read once and is wide."""
+    return SplitConfig(
+        block_rows=block_rows,
+        block_keys=64,
+        num_warps=8,
+        num_stages=2 if block_rows == WIDE_ROWS else 3,
+        min_tiles=1,
+    )
+
+
 def launch_paged_extend(
     call: PagedCall,
     workspace: SplitWorkspace | None,
@@ -423,7 +462,13 @@ def launch_paged_extend(
     max_rows = reqs.max_extend_len * group
     tree_mask = reqs.tree_mask
 
+    v_in_k = cache.v_in_k
+    dim_k = v_head_dim if v_in_k else head_dim
+
     def tiles_of(rows: int, *, is_split: bool) -> SplitConfig:
+        few = row_tile(num_reqs, kv_heads, rows, dtype=q.dtype, is_wide=v_in_k)
+        if v_in_k:
+            return latent_config(few)
         return extend_config(
             rows,
             head_dim,
@@ -431,7 +476,7 @@ def launch_paged_extend(
             dtype=q.dtype,
             kv_dtype=cache.k.dtype,
             shared_bytes=shared_memory_bytes(q.device),
-            row_tile=row_tile(num_reqs, kv_heads, rows, dtype=q.dtype),
+            row_tile=few,
             is_split=is_split,
         )
 
@@ -473,13 +518,17 @@ def launch_paged_extend(
         "PREFIX_ONLY": weighing.prefix_only,
         "GROUP": group,
         "PAGE_SIZE": page_size,
-        "DIM_K": head_dim,
+        "DIM_K": dim_k,
         "DIM_V": v_head_dim,
-        "BLOCK_DIM_K": block_dim(head_dim),
+        "BLOCK_DIM_K": block_dim(dim_k),
         "BLOCK_DIM_V": block_dim(v_head_dim),
+        "DIM_REST": head_dim - dim_k,
+        "BLOCK_REST": block_dim(head_dim - dim_k),
+        "V_IN_K": v_in_k,
         "SAME_STRIDES": cache.k.stride()[:2] == cache.v.stride()[:2],
         "ONE_LOOP": weighing.window is not None or splits > 1,
         "IS_SPLIT": splits > 1,
+        "MERGES": not v_in_k,
         "WIDEN": q.dtype == torch.bfloat16 and interpreted(_extend_kernel),
     }
     start = partial(_start, q.device, arguments, constants)
@@ -487,6 +536,9 @@ def launch_paged_extend(
     slots = tokens * group // config.block_rows + num_reqs
     if splits > 1 or slots >= tiles * num_reqs:
         start(config, (tiles, kv_heads * num_reqs, splits))
+        if splits > 1 and v_in_k:
+            assert workspace is not None, "splits meet in one"
+            launch_merge(call, workspace, splits=splits)
         return
     if kv_heads * num_reqs < _MANY_PROGRAMS:
         start(config, (slots, kv_heads, 1), in_slots=True)

@@ -3,12 +3,21 @@
 Partial results lie in one row per query, split and head.  A counter per group of splits says how
 many have finished; it is 0 between launches, so that nothing is reset from outside and a graph can
 be replayed.  The merge runs over the splits in their order, whoever does it.
+
+Where rows are wide, one program is too slow to merge them: `launch_merge` has one for each row, in
+a launch of its own, and a split without keys says so by its log-sum-exp.
 """
 
 import triton
 import triton.language as tl
 
-from paceline.kernels._triton.primitives import softmax_finish
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
+from paceline.kernels._triton.primitives import apply_sinks, softmax_finish
+from paceline.kernels._triton.runtime import block_dim
+from paceline.kernels.paged_attention.call import PagedCall
+from paceline.kernels.paged_attention.splits import SplitWorkspace
+
+_SPLITS_AT_ONCE = 8
 
 
 @triton.jit
@@ -89,3 +98,78 @@ def merge_splits(
 def splits_per_load(rows: int, block_dim_v: int, *, num_warps: int) -> int:
     """How many splits a merge reads at a time: 128 numbers for each thread."""
     return max(1, 4096 * num_warps // (rows * block_dim_v))
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _merge_kernel(
+    partial_out_ptr,  # [tokens * splits, heads, v_head_dim] float32
+    partial_lse_ptr,  # [tokens * splits, heads] float32, log2 units; −inf: nothing to merge
+    sinks_ptr,  # [heads] float32 or None
+    out_ptr,  # [tokens, heads, v_head_dim]
+    lse_ptr,  # [tokens, heads] float32
+    stride_out_token,
+    stride_out_head,
+    heads,
+    splits,
+    DIM_V: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """One row: an online softmax over its splits."""
+    wait_for_inputs(OVERLAPPED)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    cols = tl.arange(0, BLOCK_DIM_V)
+    is_col = cols < DIM_V
+    running_max = tl.full([1], float("-inf"), tl.float32)
+    running_sum = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_DIM_V], tl.float32)
+    for first in range(0, splits, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)
+        row = (token * splits + split) * heads + head
+        lse = tl.load(partial_lse_ptr + row, mask=split < splits, other=float("-inf"))
+        wanted = (lse > float("-inf"))[:, None] & is_col[None, :]
+        partial = tl.load(
+            partial_out_ptr + row[:, None] * DIM_V + cols[None, :], mask=wanted, other=0.0
+        )
+        new_max = tl.maximum(running_max, tl.max(lse, axis=0))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(lse - finite_max)
+        decay = tl.exp2(running_max - finite_max)
+        running_sum = running_sum * decay + tl.sum(weights, axis=0)
+        acc = acc * decay[:, None] + tl.sum(partial * weights[:, None], axis=0)[None, :]
+        running_max = new_max
+    let_next_start(OVERLAPPED)
+    out, total = softmax_finish(running_max, running_sum, acc)
+    one = tl.arange(0, 1)
+    if sinks_ptr is not None:
+        out = apply_sinks(out, total, sinks_ptr, head + one, one == 0)
+    tl.store(
+        out_ptr + token * stride_out_token + head * stride_out_head + cols[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=is_col[None, :],
+    )
+    tl.store(lse_ptr + token * heads + head + one, total * 0.6931471805599453)
+
+
+def launch_merge(call: PagedCall, workspace: SplitWorkspace, *, splits: int) -> None:
+    """Merge what the splits of every row left in the workspace into the outputs of `call`."""
+    tokens, heads, v_head_dim = call.out.shape
+    launch(
+        _merge_kernel,
+        (tokens, heads),
+        workspace.partial_out,
+        workspace.partial_lse,
+        call.weighing.sinks,
+        call.out,
+        call.lse,
+        *call.out.stride()[:2],
+        heads,
+        splits,
+        DIM_V=v_head_dim,
+        BLOCK_DIM_V=block_dim(v_head_dim),
+        BLOCK_SPLITS=_SPLITS_AT_ONCE,
+        num_warps=4,
+        **overlap_options(call.q.device, _merge_kernel),
+    )

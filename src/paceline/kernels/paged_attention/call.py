@@ -26,6 +26,12 @@ class PagedCache(NamedTuple):
     k_scale: Tensor | None = None  # [1]  float32
     v_scale: Tensor | None = None  # [1]  float32
 
+    @property
+    def v_in_k(self) -> bool:
+        """Whether V is the leading columns of K, and need not be read beside it."""
+        is_part = self.v.shape[3] < self.k.shape[3] and self.v.stride() == self.k.stride()
+        return is_part and self.v.data_ptr() == self.k.data_ptr()
+
 
 class PagedRows(NamedTuple):
     """The requests of a step and the pages of one cache group that are theirs."""

@@ -59,6 +59,7 @@ def _shared(
         max_keys=most_keys(rows.page_table, cache.k, call.weighing.window) + rows.max_extend_len,
         dtype=call.q.dtype,
         workspace=workspace,
+        is_wide=cache.v_in_k,
     )
     if splits == 1:
         return 1, None, None, None

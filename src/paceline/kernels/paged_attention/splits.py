@@ -22,6 +22,7 @@ _MIN_KEYS = 64  # of a split: fewer are not worth a merge
 FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: tiles as small as a decode's
 _MOST_SPLIT_ROWS = 256  # an extend of more has work for every program without splits
 _ROW_TILES = (16, 32)  # of them in one program
+WIDE_ROWS = 64  # of them where each is wide: a whole tile of the matrix units
 _FEW_PROGRAMS = 64  # so many leave processors idle
 
 
@@ -85,15 +86,19 @@ def extend_splits(
     max_keys: int,
     dtype: torch.dtype,
     workspace: SplitWorkspace,
+    is_wide: bool = False,
 ) -> int:
     """How many splits an extend uses: some where rows are few, 1 where they are many.
 
     `max_rows` is the query rows of a KV head: tokens of the longest request times the group.
+    is_wide: rows are so wide that a multiprocessor holds one program.
     """
     if max_rows > _MOST_SPLIT_ROWS:
         return 1
-    row_tiles = -(-max_rows // row_tile(num_reqs, num_kv_heads, max_rows, dtype=dtype))
-    most = _PROGRAMS_PER_SM * multiprocessors(workspace.partial_out.device)
+    rows = row_tile(num_reqs, num_kv_heads, max_rows, dtype=dtype, is_wide=is_wide)
+    row_tiles = -(-max_rows // rows)
+    per_sm = 1 if is_wide else _PROGRAMS_PER_SM
+    most = per_sm * multiprocessors(workspace.partial_out.device)
     splits = _shares(num_reqs * num_kv_heads * row_tiles, most)
     has_counters = num_reqs * num_kv_heads * row_tiles <= workspace.finished.numel()
     affordable = workspace.partial_lse.shape[0] // tokens if has_counters else 1
@@ -110,12 +115,22 @@ def _worthwhile(max_keys: int) -> int:
     return max(1, -(-max_keys // _MIN_KEYS))
 
 
-def row_tile(num_reqs: int, num_kv_heads: int, max_rows: int, *, dtype: torch.dtype) -> int:
+def row_tile(
+    num_reqs: int,
+    num_kv_heads: int,
+    max_rows: int,
+    *,
+    dtype: torch.dtype,
+    is_wide: bool = False,
+) -> int:
     """Query rows of one program of an extend of few: fewer where that employs more processors.
 
     Programs of one request read the same keys.  Products in float32 hold 16 rows in registers.
+    is_wide: as of `extend_splits`; what such rows read costs more than idle processors.
     """
     small, large = _ROW_TILES
+    if is_wide:
+        return small if max_rows < WIDE_ROWS else WIDE_ROWS
     programs = num_reqs * num_kv_heads * -(-max_rows // small)
     is_small = max_rows <= small or programs <= _FEW_PROGRAMS or dtype == torch.float32
     return small if is_small else large

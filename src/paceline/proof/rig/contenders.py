@@ -84,6 +84,7 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
         masks=_masks(case),
         needs_lse=case.prefix_only,
         graph=graph,
+        v_in_k=case.v_in_k,
     )
     reasons: object = for_case(who, case).unsupported_reasons(config)
     if not isinstance(reasons, list):

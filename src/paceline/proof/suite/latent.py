@@ -9,6 +9,7 @@ from dataclasses import replace
 from paceline.proof.suite.build import (
     base_case,
     full,
+    interpreted,
     ragged_case,
     tree_case,
     uniform_case,
@@ -36,6 +37,7 @@ def latent_cases() -> tuple[Case, ...]:
         ),
         tree_case(spread, "topk4", _EDGES, VERIFY_TREES["topk4"]),
         uniform_case(replace(draft, prefix_only=True), "frozen-kv", _EDGES),
+        *interpreted(*_tiny()),
         *full(
             uniform_case(replace(decode, layers=layers, page_size=64), "page64", (62, 64, 5)),
             with_frozen(uniform_case(decode, "frozen-rows", (31, 15, 40, 7)), (), (0,), (1, 3)),
@@ -49,6 +51,21 @@ def latent_cases() -> tuple[Case, ...]:
             tree_case(_narrow(verify), "288-256-mixed", _EDGES, beam(2, 4), chain(9)),
             tree_case(draft, "topk2-step3", _EDGES, draft_step(beam(2, 4), 3)),
         ),
+    )
+
+
+def _tiny() -> tuple[Case, ...]:
+    """Of 64 and 16 columns, for Triton's interpreter."""
+
+    def small(mode: ForwardMode) -> Case:
+        case = replace(_latent(mode), num_heads=4, head_dim=80, v_head_dim=64)
+        return replace(case, dtype="float16", page_size=4, captured_reqs=2, is_quick=False)
+
+    verify = small(ForwardMode.TARGET_VERIFY)
+    return (
+        uniform_case(small(ForwardMode.DECODE), "tiny", (5, 8)),
+        ragged_case(small(ForwardMode.EXTEND), "tiny", ((3, 4), (0, 5))),
+        tree_case(verify, "tiny-topk2", (3, 8), beam(2, 1)),
     )
 
 
