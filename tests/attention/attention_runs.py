@@ -1,5 +1,7 @@
 """A backend's step over a built case, and its comparison with the walk."""
 
+from dataclasses import replace
+
 import torch
 from attention_cases import Built, walk, wrong_meanings
 from torch import Tensor
@@ -13,39 +15,14 @@ LSE_TOLERANCE = 2e-5
 
 def limits(built: Built, *specs: AttentionSpec) -> Limits:
     """The least a backend must allocate for this one step; specs: of other layers than its own."""
-    case, view = built.case, built.view
-    return Limits(
-        device=torch.device("cpu"),
-        dtype=case.dtype,
-        kv_dtype=built.layer.k_cache.dtype,
-        layers=specs or (built.layer.spec,),
-        max_reqs=view.padded_reqs,
-        max_tokens=view.padded_tokens,
-        max_pages=tuple(group.page_table.shape[1] for group in view.groups),
-        windows=(case.window,),
-        num_heads=case.heads,
-        num_kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        v_head_dim=case.v_head_dim,
-        page_size=case.page_size,
-        prefix_alone=case.part is Part.PREFIX,
-    )
-
-
-def fresh_rows(built: Built) -> tuple[Tensor, Tensor]:
-    """The step's own k and v [padded_tokens, kv_heads, *], as halves of one projection."""
-    keys = torch.cat([request.keys[request.prefix :] for request in built.requests])
-    values = torch.cat([request.values[request.prefix :] for request in built.requests])
-    both = torch.cat((keys, values), dim=2).to(built.case.dtype)
-    padded = both.new_zeros(built.q.shape[0], *both.shape[1:])
-    padded[: built.num_live] = both
-    return padded[..., : keys.shape[2]], padded[..., keys.shape[2] :]
+    layers, is_prefix = specs or (built.layer.spec,), built.case.part is Part.PREFIX
+    return replace(built.paged.limits, layers=layers, prefix_alone=is_prefix)
 
 
 def run(backend: AttentionBackend, built: Built) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of the live tokens in float64, from a fresh plan."""
     plan = backend.plan(built.view, backend.make_buffers(limits(built)))
-    k, v = fresh_rows(built)
+    k, v = built.paged.fresh_rows()
     out, lse = backend.forward(built.q, k, v, built.layer, plan, built.case.part)
     assert out.shape == (built.q.shape[0], built.case.heads, built.case.v_head_dim)
     assert out.dtype is built.case.dtype
@@ -54,7 +31,7 @@ def run(backend: AttentionBackend, built: Built) -> tuple[Tensor, Tensor | None]
 
 def live(built: Built, rows: Tensor) -> Tensor:
     """Those of live tokens, in float64."""
-    return rows[: built.num_live].double()
+    return rows[: built.paged.batch.num_live].double()
 
 
 def difference(out: Tensor, wanted: Tensor) -> float:

@@ -1,11 +1,10 @@
 """Steps as the flashinfer backend gets them, on the library's emulator."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from attention_cases import Built, Case, build
-from attention_runs import assert_is_the_walk, fresh_rows, limits, live
+from attention_runs import assert_is_the_walk, limits, live
 from torch import Tensor
 
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend, FlashInferBuffers
@@ -51,7 +50,7 @@ def forward(
     """(out, lse) of all tokens; fresh k and v are used by trees alone."""
     k = v = torch.full((), float("nan"))
     if built.case.mask is MaskKind.TREE and built.case.part is Part.ALL:
-        k, v = fresh_rows(built)
+        k, v = built.paged.fresh_rows()
     plan = backend.plan(built.view, buffers)
     return backend.forward(built.q, k, v, built.layer, plan, built.case.part)
 
@@ -67,20 +66,8 @@ def run(built: Built) -> tuple[Tensor, Tensor | None]:
 
 def check(case: Case) -> None:
     """The backend against the walk."""
-    built = written(build(case))
+    built = build(case)
     assert_is_the_walk(built, *run(built), tolerance=TOLERANCE, lse_tolerance=LSE_TOLERANCE)
-
-
-def written(built: Built) -> Built:
-    """The same with the slots of the step's tokens in its view; those of padded rows are 0."""
-    group, size, places = built.view.groups[0], built.case.page_size, []
-    for table, request in zip(group.page_table.tolist(), built.requests, strict=False):
-        for position in range(request.prefix, request.prefix + request.extend):
-            places.append(table[position // size] * size + position % size)
-    loc = torch.zeros_like(group.out_cache_loc)
-    loc[: len(places)] = torch.tensor(places)
-    groups = (replace(group, out_cache_loc=loc),)
-    return replace(built, view=replace(built.view, groups=groups))
 
 
 def moved(built: Built, other: Built) -> None:
@@ -94,6 +81,7 @@ def moved(built: Built, other: Built) -> None:
     built.layer.k_cache[:pages].copy_(other.layer.k_cache)
     built.layer.v_cache[:pages].copy_(other.layer.v_cache)
     built.q.copy_(other.q)
+    built.view.groups[0].out_cache_loc.copy_(other.view.groups[0].out_cache_loc)
     if built.view.tree_mask is not None and other.view.tree_mask is not None:
         built.view.tree_mask.copy_(other.view.tree_mask)
 

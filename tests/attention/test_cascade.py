@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import Built, Case, build, walk
-from attention_runs import TOLERANCE, assert_is_the_walk, difference, fresh_rows, limits, run
+from attention_runs import TOLERANCE, assert_is_the_walk, difference, limits, run
 from composed_cases import Listener, NoTree, facts, heard_by, hooks, listener
 from torch import Tensor
 
@@ -156,7 +156,7 @@ def test_a_replay_follows_another_tree_and_other_lengths() -> None:
     second = build(replace(TREE, prefix_lens=(4, 18, 2)), seed=1)
     backend = cascade(NoTree())
     buffers = backend.make_buffers(limits(first))
-    k, v = fresh_rows(first)
+    k, v = first.paged.fresh_rows()
     results: list[Tensor] = []
 
     def step() -> None:
@@ -180,7 +180,7 @@ def _overwrite(built: Built, other: Built, k: Tensor, v: Tensor) -> None:
     """The data of `other` in the tensors of `built`."""
     pages = built.layer.k_cache.shape[0]
     assert pages == other.layer.k_cache.shape[0]
-    for mine, theirs in zip((k, v), fresh_rows(other), strict=True):
+    for mine, theirs in zip((k, v), other.paged.fresh_rows(), strict=True):
         mine.copy_(theirs)
     built.q.copy_(other.q)
     built.layer.k_cache.copy_(other.layer.k_cache)

@@ -187,4 +187,5 @@ def test_the_page_table_layout_is_the_view_itself() -> None:
     for name in ("cu_seqlens_q", "prefix_lens", "extend_lens", "kv_lens", "tree_mask"):
         assert getattr(plan, name) is getattr(view, name)
     assert plan.page_tables == tuple(group.page_table for group in view.groups)
-    assert (plan.mask, plan.max_extend_len, plan.kv_len_bound) == (MaskKind.TREE, 5, 64)
+    bound = view.kv_len_bound
+    assert (plan.mask, plan.max_extend_len, plan.kv_len_bound) == (MaskKind.TREE, 5, bound)

@@ -42,7 +42,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "soft_cap": (None, 0.5),
     "extend_lens": ((1, 1, 1), (1, 2, 5), (5, 5, 5)),
     "heads": ((4, 2), (3, 3), (7, 1), (14, 2)),
-    "is_permuted": (True, False),
 }
 
 

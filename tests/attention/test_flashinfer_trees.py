@@ -6,18 +6,8 @@ import numpy
 import pytest
 import torch
 from attention_cases import Built, build, walk
-from attention_runs import difference, fresh_rows, limits
-from flashinfer_cases import (
-    CHAIN,
-    TOLERANCE,
-    Counting,
-    check,
-    forward,
-    moved,
-    run,
-    step_of,
-    written,
-)
+from attention_runs import difference, limits
+from flashinfer_cases import CHAIN, TOLERANCE, Counting, check, forward, moved, run, step_of
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -98,7 +88,7 @@ def recorded(
     built: Built, backend: FlashInferBackend, buffers: FlashInferBuffers
 ) -> tuple[RecordedGraph, tuple[Tensor, Tensor], list[Tensor]]:
     """(a graph of the step, the k and v it reads, its out)."""
-    k, v = fresh_rows(built)
+    k, v = built.paged.fresh_rows()
     found: list[Tensor] = []
 
     def step() -> None:
@@ -121,8 +111,7 @@ def test_a_graph_replays_another_tree_of_other_requests(is_fp8: bool) -> None:
     buffers = backend.make_buffers(limits(built))
     graph, fresh, found = recorded(built, backend, buffers)
     moved(built, other)
-    built.view.groups[0].out_cache_loc.copy_(slots_of(other))
-    for rows, others in zip(fresh, fresh_rows(other), strict=True):
+    for rows, others in zip(fresh, other.paged.fresh_rows(), strict=True):
         rows.copy_(others)
     backend.host_plan(step_of(other, epoch=2), buffers)
     graph.replay()
@@ -130,11 +119,6 @@ def test_a_graph_replays_another_tree_of_other_requests(is_fp8: bool) -> None:
     assert difference(found[0].double(), wanted) < TOLERANCE
     chain = walk(other, replace(other.case, mask=MaskKind.CAUSAL))[0]
     assert difference(chain, wanted) > 2 * TOLERANCE
-
-
-def slots_of(built: Built) -> Tensor:
-    """[tokens] int64"""
-    return written(built).view.groups[0].out_cache_loc
 
 
 # --- wrappers -------------------------------------------------------------------------------------
@@ -184,7 +168,7 @@ def test_with_windows_a_cascade_serves_every_layer_of_a_tree() -> None:
     assert len(library.plans) == RING, "the prefix of the plain layer alone"
     for built in (plain, narrow):
         plan = backend.plan(built.view, buffers)
-        out, _ = backend.forward(built.q, *fresh_rows(built), built.layer, plan, Part.ALL)
+        out, _ = backend.forward(built.q, *built.paged.fresh_rows(), built.layer, plan, Part.ALL)
         assert difference(out.double(), walk(built)[0]) < TOLERANCE
 
 

@@ -27,7 +27,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "heads": ((3, 3), (4, 2), (7, 1), (6, 1)),
     "v_head_dim": (8, 5),
     "dtype": tuple(TOLERANCE),
-    "is_permuted": (True, False),
     "is_fp8": (False, True),
     "has_sinks": (False, True),
     "prefix_lens": ((0, 7, 18), (3, 1, 16), (15, 17, 2)),

@@ -1,5 +1,7 @@
 """Cascade on a GPU: compiled prefix, tree and merge kernels against the definition in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from paged_cases import BatchSpec, PagedCase, Shape, make_case, reference, worst_error
@@ -7,10 +9,8 @@ from torch import Tensor
 
 from paceline.attention.backends.triton_backend import TritonBackend
 from paceline.attention.cascade import cascade
-from paceline.attention.contract import AttentionSpec, LayerCache, Limits, Part
+from paceline.attention.contract import Part
 from paceline.core.modes import MaskKind
-from paceline.kernels.paged_attention.reference import gather_pages
-from paceline.kernels.step_view import GroupView, StepView
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -29,89 +29,6 @@ SHAPES = {
 }
 
 
-def fresh_rows(case: PagedCase) -> tuple[Tensor, Tensor]:
-    """The step's own k and v, [tokens, kv_heads, *], slices of one projection."""
-    made = []
-    for cache in (case.k_cache, case.v_cache):
-        rows = []
-        for request, (prefix, total) in enumerate(
-            zip(case.prefix_lens.tolist(), case.kv_lens.tolist(), strict=True)
-        ):
-            rows.append(gather_pages(cache, case.page_table[request], total)[prefix:])
-        made.append(torch.cat(rows))
-    k, v = made
-    fused = torch.cat((k.flatten(1), v.flatten(1)), 1)
-    return fused[:, : k[0].numel()].view_as(k), fused[:, k[0].numel() :].view_as(v)
-
-
-def view_of(case: PagedCase) -> StepView:
-    """What attention reads of a step."""
-    tokens, extend = case.q.shape[0], int(case.extend_lens.max())
-    places = torch.zeros(tokens, dtype=torch.int64, device=case.q.device)
-    rows = torch.zeros(case.prefix_lens.shape[0], dtype=torch.int64, device=case.q.device)
-    return StepView(
-        row_ids=rows,
-        prefix_lens=case.prefix_lens,
-        extend_lens=case.extend_lens,
-        kv_lens=case.kv_lens,
-        cu_seqlens_q=case.cu_seqlens_q,
-        req_ids=places,
-        positions=places,
-        input_ids=places,
-        logits_loc=rows,
-        groups=(GroupView(page_table=case.page_table, out_cache_loc=places),),
-        mask=case.mask,
-        tree_mask=case.tree_mask,
-        max_extend_len=extend,
-        kv_len_bound=int(case.kv_lens.max()),
-    )
-
-
-def spec_of(case: PagedCase) -> AttentionSpec:
-    shape = case.shape
-    return AttentionSpec(
-        layer_id=0,
-        group=0,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        v_head_dim=shape.v_head_dim,
-        scale=case.scale,
-        window=shape.window,
-        soft_cap=shape.soft_cap,
-    )
-
-
-def layer_of(case: PagedCase) -> LayerCache:
-    return LayerCache(
-        spec=spec_of(case),
-        k_cache=case.k_cache,
-        v_cache=case.v_cache,
-        k_scale=None,
-        v_scale=None,
-        sinks=case.sinks,
-    )
-
-
-def limits_of(case: PagedCase) -> Limits:
-    shape = case.shape
-    return Limits(
-        device=case.q.device,
-        dtype=shape.dtype,
-        kv_dtype=shape.dtype,
-        layers=(spec_of(case),),
-        max_reqs=case.prefix_lens.shape[0],
-        max_tokens=case.q.shape[0],
-        max_pages=(case.page_table.shape[1],),
-        windows=(shape.window,),
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        v_head_dim=shape.v_head_dim,
-        page_size=shape.page_size,
-    )
-
-
 def limit(case: PagedCase) -> float:
     """In units of worst_error: float32 gets eight, for the hardware's approximate exp2; others two,
     for a prefix that is rounded to the model's dtype before it is merged."""
@@ -124,9 +41,8 @@ def limit(case: PagedCase) -> float:
 def test_a_tree_in_three_parts_is_the_whole(name: str, batch: BatchSpec) -> None:
     case = make_case(batch, SHAPES[name], seed=7, device="cuda", mask=MaskKind.TREE)
     backend = cascade(TritonBackend())
-    plan = backend.plan(view_of(case), backend.make_buffers(limits_of(case)))
-    k, v = fresh_rows(case)
-    out, lse = backend.forward(case.q, k, v, layer_of(case), plan, Part.ALL)
+    plan = backend.plan(case.view(), backend.make_buffers(case.limits))
+    out, lse = backend.forward(case.q, *case.fresh_rows(), case.layer, plan, Part.ALL)
     assert worst_error(case, out) <= limit(case)
     assert lse is not None
     torch.testing.assert_close(lse, reference(case)[1], rtol=1e-4, atol=1e-4)
@@ -137,12 +53,11 @@ def test_a_replay_follows_another_tree() -> None:
     shape = SHAPES["gqa"]
     case = make_case(VERIFY, shape, seed=7, device="cuda", mask=MaskKind.TREE)
     other = make_case(VERIFY, shape, seed=8, device="cuda", mask=MaskKind.TREE)
-    assert case.tree_mask is not None
-    assert other.tree_mask is not None
-    assert not torch.equal(case.tree_mask, other.tree_mask)
+    then = replace(case, tree_mask=other.tree_mask)
     backend = cascade(TritonBackend())
-    buffers = backend.make_buffers(limits_of(case))
-    view, layer, (k, v) = view_of(case), layer_of(case), fresh_rows(case)
+    buffers = backend.make_buffers(case.limits)
+    view, layer, (k, v) = case.view(), case.layer, case.fresh_rows()
+    assert view.tree_mask is not None
 
     def step() -> Tensor:
         return backend.forward(case.q, k, v, layer, backend.plan(view, buffers), Part.ALL)[0]
@@ -153,7 +68,7 @@ def test_a_replay_follows_another_tree() -> None:
         out = step()
     graph.replay()
     assert worst_error(case, out) <= limit(case)
-    case.tree_mask.copy_(other.tree_mask)
-    assert worst_error(case, out) > limit(case)
+    view.tree_mask.copy_(then.view().tree_mask)
+    assert worst_error(then, out) > limit(case)
     graph.replay()
-    assert worst_error(case, out) <= limit(case)
+    assert worst_error(then, out) <= limit(case)

@@ -2,13 +2,16 @@
 
 Pages are randomly permuted; page 0, free pages and the tail of each last page hold NaN; unused
 page-table entries name page 0; q is a slice of a fused row and the caches are views of one pool.
+A kernel reads a case as `call`, a backend as `view`, `layer`, `limits` and `fresh_rows`.
 """
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.attention.contract import AttentionSpec, LayerCache, Limits
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import (
     PagedCache,
@@ -17,6 +20,9 @@ from paceline.kernels.paged_attention import (
     Weighing,
     paged_attention_reference,
 )
+from paceline.kernels.step_view import GroupView, StepView
+
+SCALES = (0.25, 0.75)  # true value / stored, of K and V in fp8; products are exact in any dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +31,12 @@ class BatchSpec:
 
     prefix_lens: tuple[int, ...]  # [reqs]
     extend_lens: tuple[int, ...]  # [reqs]
+    padded_reqs: int = 0  # behind them: a prefix of 1, the longest extend, no pages
+
+    @property
+    def num_live(self) -> int:
+        """Tokens of requests that are not padded."""
+        return sum(self.extend_lens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,12 +54,17 @@ class Shape:
     kv_dtype: torch.dtype | None = None  # None: dtype; float8_e4m3fn has scales
     sinks: bool = False
 
+    @property
+    def is_quantised(self) -> bool:
+        return self.kv_dtype == torch.float8_e4m3fn
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PagedCase:
     """The tensors of one workload."""
 
     shape: Shape
+    batch: BatchSpec
     q: Tensor  # [tokens, heads, head_dim]  strided rows
     k_cache: Tensor  # [num_pages, page_size, kv_heads, head_dim]  strided pages
     v_cache: Tensor  # [num_pages, page_size, kv_heads, v_head_dim]  strided pages
@@ -60,6 +77,7 @@ class PagedCase:
     kv_lens: Tensor  # [reqs]  int32
     cu_seqlens_q: Tensor  # [reqs + 1]  int32
     mask: MaskKind
+    trees: tuple[tuple[int, ...], ...]  # [reqs] parents, -1: none; () without a tree
     tree_mask: Tensor | None  # [tokens, longest extend + 3]  bool  True behind a request's extend
 
     @property
@@ -86,6 +104,106 @@ class PagedCase:
     def weighing(self) -> Weighing:
         return Weighing(self.scale, self.shape.window, self.shape.soft_cap, sinks=self.sinks)
 
+    @property
+    def spec(self) -> AttentionSpec:
+        shape = self.shape
+        return AttentionSpec(
+            layer_id=0,
+            group=0,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            v_head_dim=shape.v_head_dim,
+            scale=self.scale,
+            window=shape.window,
+            soft_cap=shape.soft_cap,
+        )
+
+    @property
+    def layer(self) -> LayerCache:
+        return LayerCache(
+            spec=self.spec,
+            k_cache=self.k_cache,
+            v_cache=self.v_cache,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            sinks=self.sinks,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """The least a backend must allocate for this one step."""
+        shape = self.shape
+        return Limits(
+            device=self.q.device,
+            dtype=shape.dtype,
+            kv_dtype=self.k_cache.dtype,
+            layers=(self.spec,),
+            max_reqs=len(self.kv_lens),
+            max_tokens=len(self.q),
+            max_pages=(self.page_table.shape[1],),
+            windows=(shape.window,),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            v_head_dim=shape.v_head_dim,
+            page_size=shape.page_size,
+        )
+
+    def view(self) -> StepView:
+        """What attention reads of the step: the case's lengths and pages, a copy of its trees."""
+        reqs, tokens, size = len(self.kv_lens), len(self.q), self.shape.page_size
+        longest = int(self.extend_lens.max())
+        req_ids = torch.arange(reqs, device=self.q.device).repeat_interleave(self.extend_lens)
+        starts = (self.prefix_lens - self.cu_seqlens_q[:-1])[req_ids]
+        places = torch.arange(tokens, device=self.q.device) + starts
+        loc = self.page_table[req_ids, places // size].long() * size + places % size
+        loc[self.batch.num_live :] = 0
+        mask = None if self.tree_mask is None else self.tree_mask[:, :longest].contiguous()
+        return StepView(
+            row_ids=torch.arange(1, reqs + 1, device=self.q.device),
+            prefix_lens=self.prefix_lens,
+            extend_lens=self.extend_lens,
+            kv_lens=self.kv_lens,
+            cu_seqlens_q=self.cu_seqlens_q,
+            req_ids=req_ids,
+            positions=torch.zeros_like(loc),
+            input_ids=torch.zeros_like(loc),
+            logits_loc=self.cu_seqlens_q[1:].long() - 1,
+            groups=(GroupView(page_table=self.page_table, out_cache_loc=loc),),
+            mask=self.mask,
+            tree_mask=mask,
+            max_extend_len=longest,
+            kv_len_bound=self.page_table.shape[1] * size,
+        )
+
+    def fresh_rows(self) -> tuple[Tensor, Tensor]:
+        """The step's own k and v [tokens, kv_heads, *], slices of one projection."""
+        loc, size = self.view().groups[0].out_cache_loc, self.shape.page_size
+        made = [
+            (cache[loc // size, loc % size].float() * (1.0 if scale is None else scale)).flatten(1)
+            for cache, scale in ((self.k_cache, self.k_scale), (self.v_cache, self.v_scale))
+        ]
+        k, v = torch.cat(made, 1).to(self.q.dtype).split([rows.shape[1] for rows in made], 1)
+        heads = self.shape.num_kv_heads
+        return k.unflatten(1, (heads, -1)), v.unflatten(1, (heads, -1))
+
+    def rows_of(self, request: int) -> slice:
+        """Its tokens in the step."""
+        return slice(int(self.cu_seqlens_q[request]), int(self.cu_seqlens_q[request + 1]))
+
+    def contiguous(self, request: int) -> tuple[Tensor, Tensor]:
+        """Its true k and v [kv_len, kv_heads, *] float64, collected slot by slot."""
+        size, pages = self.shape.page_size, self.page_table[request].tolist()
+        slots = [(pages[j // size], j % size) for j in range(int(self.kv_lens[request]))]
+        k, v = (
+            torch.stack([cache[slot].double() for slot in slots])
+            for cache in (self.k_cache, self.v_cache)
+        )
+        if self.k_scale is not None and self.v_scale is not None:
+            return k * self.k_scale.double(), v * self.v_scale.double()
+        return k, v
+
     def call(self, *, prefix_only: bool = False) -> PagedCall:
         """A launch into outputs full of NaN."""
         weighing = self.weighing
@@ -107,54 +225,78 @@ def make_case(
     seed: int,
     device: str = "cpu",
     mask: MaskKind = MaskKind.CAUSAL,
+    needles: bool = False,
 ) -> PagedCase:
-    """Random tensors for `batch`; the same seed gives the same case on every device."""
+    """Random tensors for `batch`; the same seed gives the same case on every device.
+
+    needles: values as large as their request has keys, so that one key too few, too many or taken
+    from another place changes an output row by O(1).
+    """
     generator = torch.Generator().manual_seed(seed)
     pairs = zip(batch.prefix_lens, batch.extend_lens, strict=True)
-    kv_lens = [prefix + extend for prefix, extend in pairs]
-    page_table, num_pages = _permuted_pages(kv_lens, shape.page_size, generator)
-    k_cache, v_cache = _poisoned_caches(kv_lens, page_table, num_pages, shape, generator)
-    tokens = sum(batch.extend_lens)
-    fused = torch.randn(
-        tokens, shape.num_heads + 2, shape.head_dim, generator=generator, dtype=torch.float32
+    live_lens = [prefix + extend for prefix, extend in pairs]
+    prefix_lens = torch.tensor(batch.prefix_lens + (1,) * batch.padded_reqs).int()
+    longest = max(batch.extend_lens)
+    extends = batch.extend_lens + (longest,) * batch.padded_reqs
+    extend_lens = torch.tensor(extends).int()
+    page_table, num_pages = _permuted_pages(live_lens, shape.page_size, generator)
+    k_cache, v_cache = _poisoned_caches(
+        live_lens, page_table, num_pages, shape, generator, needles=needles
     )
-    ends = torch.tensor(batch.extend_lens).cumsum(0)
-    cu_seqlens_q = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
+    page_table = F.pad(page_table, (0, 0, 0, batch.padded_reqs))
+    fused = torch.randn(batch.num_live, shape.num_heads + 2, shape.head_dim, generator=generator)
+    fused = F.pad(fused, (0, 0, 0, 0, 0, sum(extends) - batch.num_live))
     sinks = torch.randn(shape.num_heads, generator=generator) * 2.0 + 1.0
-    is_quantised = shape.kv_dtype == torch.float8_e4m3fn
-    tree_mask = _random_trees(batch, generator) if mask is MaskKind.TREE else None
+    trees = _random_trees(extends, generator) if mask is MaskKind.TREE else ()
+    k_scale, v_scale = (
+        torch.tensor([scale], device=device) if shape.is_quantised else None for scale in SCALES
+    )
     return PagedCase(
         shape=shape,
+        batch=batch,
         q=(fused * 0.5).to(shape.dtype).to(device)[:, 1:-1],
         k_cache=k_cache.to(device)[:, 1],
         v_cache=v_cache.to(device)[:, 1],
-        k_scale=torch.tensor([0.37], device=device) if is_quantised else None,
-        v_scale=torch.tensor([1.9], device=device) if is_quantised else None,
+        k_scale=k_scale,
+        v_scale=v_scale,
         sinks=sinks.to(device) if shape.sinks else None,
         page_table=page_table.to(device),
-        prefix_lens=torch.tensor(batch.prefix_lens, dtype=torch.int32, device=device),
-        extend_lens=torch.tensor(batch.extend_lens, dtype=torch.int32, device=device),
-        kv_lens=torch.tensor(kv_lens, dtype=torch.int32, device=device),
-        cu_seqlens_q=cu_seqlens_q.to(torch.int32).to(device),
+        prefix_lens=prefix_lens.to(device),
+        extend_lens=extend_lens.to(device),
+        kv_lens=(prefix_lens + extend_lens).to(device),
+        cu_seqlens_q=F.pad(extend_lens.cumsum(0), (1, 0)).int().to(device),
         mask=mask,
-        tree_mask=None if tree_mask is None else tree_mask.to(device),
+        trees=trees,
+        tree_mask=_tree_mask(trees, width=longest + 3).to(device) if trees else None,
     )
 
 
-def _random_trees(batch: BatchSpec, generator: torch.Generator) -> Tensor:
-    """[tokens, longest extend + 3] bool: ancestors in one random tree per request."""
-    width = max(batch.extend_lens) + 3
-    rows = []
-    for extend in batch.extend_lens:
-        tree = torch.ones(extend, width, dtype=torch.bool)
-        tree[:, :extend] = False
-        for node in range(extend):
-            if node:
-                parent = int(torch.randint(node, (), generator=generator))
-                tree[node, :extend] = tree[parent, :extend]
-            tree[node, node] = True
-        rows.append(tree)
-    return torch.cat(rows)
+def ancestors(tree: tuple[int, ...], node: int) -> list[int]:
+    """A node, its parent, and so on up."""
+    return [node, *ancestors(tree, tree[node])] if node >= 0 else []
+
+
+def _random_trees(
+    extends: tuple[int, ...], generator: torch.Generator
+) -> tuple[tuple[int, ...], ...]:
+    """The parents of one random tree per request."""
+    return tuple(
+        tuple(
+            int(torch.randint(node, (), generator=generator)) if node else -1
+            for node in range(extend)
+        )
+        for extend in extends
+    )
+
+
+def _tree_mask(trees: tuple[tuple[int, ...], ...], *, width: int) -> Tensor:
+    """[tokens, width] bool: the ancestors of each node, and True behind the tree."""
+    seen = [
+        [j >= len(tree) or j in ancestors(tree, node) for j in range(width)]
+        for tree in trees
+        for node in range(len(tree))
+    ]
+    return torch.tensor(seen)
 
 
 def reference(
@@ -216,6 +358,8 @@ def _poisoned_caches(
     num_pages: int,
     shape: Shape,
     generator: torch.Generator,
+    *,
+    needles: bool,
 ) -> tuple[Tensor, Tensor]:
     """Two pools [num_pages, 2 layers, page_size, kv_heads, dim], NaN but for live keys."""
     nan = float("nan")
@@ -223,11 +367,13 @@ def _poisoned_caches(
     dtype = shape.kv_dtype or shape.dtype
     k_pool = torch.full((*base, shape.head_dim), nan, dtype=dtype)
     v_pool = torch.full((*base, shape.v_head_dim), nan, dtype=dtype)
+    k_scale, v_scale = SCALES if shape.is_quantised else (1.0, 1.0)
     for row, length in enumerate(kv_lens):
         positions = torch.arange(length)
         pages = page_table[row, positions // shape.page_size].long()
         slots = positions % shape.page_size
-        for pool in (k_pool, v_pool):
+        size = 2.0 * length if needles else 1.0
+        for pool, factor in ((k_pool, 1.0 / k_scale), (v_pool, size / v_scale)):
             rows = torch.randn(length, shape.num_kv_heads, pool.shape[-1], generator=generator)
-            pool[pages, 1, slots] = rows.to(dtype)
+            pool[pages, 1, slots] = (rows * factor).to(dtype)
     return k_pool, v_pool

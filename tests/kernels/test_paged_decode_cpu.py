@@ -9,7 +9,6 @@ from paged_cases import BatchSpec, PagedCase, Shape, first_key_dropped, make_cas
 from torch import Tensor
 
 from paceline.attention.backends.torch_backend import TorchBackend
-from paceline.attention.contract import Limits
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
 from paceline.runner.recorded import RecordedGraph
@@ -29,24 +28,7 @@ BATCHES = {
 
 def empty_lists(case: PagedCase) -> dict[str, Tensor]:
     """The buffers a backend allocates for `case`, by argument name, full of nonsense."""
-    shape = case.shape
-    reqs, max_pages = case.page_table.shape
-    limits = Limits(
-        device=torch.device("cpu"),
-        dtype=shape.dtype,
-        kv_dtype=shape.dtype,
-        layers=(),
-        max_reqs=reqs,
-        max_tokens=reqs,
-        max_pages=(max_pages,),
-        windows=(shape.window,),
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        v_head_dim=shape.v_head_dim,
-        page_size=shape.page_size,
-    )
-    (group,) = TorchBackend().make_buffers(limits)
+    (group,) = TorchBackend().make_buffers(case.limits)
     values = {field.name: getattr(group, field.name) for field in fields(group)}
     lists = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     for tensor in lists.values():

@@ -23,27 +23,20 @@ SHAPES = [
 ]
 
 
-def keys_of(case: PagedCase, cache: Tensor, request: int) -> Tensor:
-    """[1, heads, keys, dim] float64, collected slot by slot."""
-    page_size = case.shape.page_size
-    rows = [
-        cache[int(case.page_table[request, j // page_size]), j % page_size]
-        for j in range(int(case.kv_lens[request]))
-    ]
+def heads_of(case: PagedCase, request: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Its q, k and v as [1, heads, rows, dim] float64, every head with keys of its own."""
+    q = case.q[case.rows_of(request)].double()
     group = case.shape.num_heads // case.shape.num_kv_heads
-    stacked = torch.stack(rows).double().repeat_interleave(group, dim=1)
-    return stacked.transpose(0, 1).unsqueeze(0)
-
-
-def rows_of(case: PagedCase, request: int) -> slice:
-    return slice(int(case.cu_seqlens_q[request]), int(case.cu_seqlens_q[request + 1]))
+    k, v = (rows.repeat_interleave(group, dim=1) for rows in case.contiguous(request))
+    q, k, v = (rows.transpose(0, 1).unsqueeze(0) for rows in (q, k, v))
+    return q, k, v
 
 
 def sdpa(case: PagedCase, request: int, visible: Tensor) -> Tensor:
     """[extend, heads, v_head_dim] by torch, with an explicit mask."""
-    q = case.q[rows_of(case, request)].double().transpose(0, 1).unsqueeze(0)
-    k, v = keys_of(case, case.k_cache, request), keys_of(case, case.v_cache, request)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=case.scale)
+    out = F.scaled_dot_product_attention(
+        *heads_of(case, request), attn_mask=visible, scale=case.scale
+    )
     return out[0].transpose(0, 1)
 
 
@@ -59,7 +52,7 @@ def test_causal_windowed_rows_equal_sdpa(shape: Shape, window: int | None) -> No
             for j in range(prefix + extend):
                 visible[i, j] = j <= prefix + i and (window is None or j > prefix + i - window)
         expected = sdpa(case, request, visible)
-        torch.testing.assert_close(out[rows_of(case, request)], expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(out[case.rows_of(request)], expected, rtol=1e-10, atol=1e-12)
 
 
 def test_soft_cap_equals_gemma2_attention() -> None:
@@ -75,15 +68,13 @@ def test_soft_cap_equals_gemma2_attention() -> None:
         hidden = torch.ones(extend, prefix + extend).triu(prefix + 1).double() * -1e30
         expected, _ = eager_attention_forward(
             module,
-            case.q[rows_of(case, request)].double().transpose(0, 1).unsqueeze(0),
-            keys_of(case, case.k_cache, request),
-            keys_of(case, case.v_cache, request),
+            *heads_of(case, request),
             hidden[None, None],
             scaling=case.scale,
             softcap=3.0,
         )
         # That function's softmax runs in float32.
-        torch.testing.assert_close(out[rows_of(case, request)], expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(out[case.rows_of(request)], expected[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -99,13 +90,11 @@ def test_sinks_equal_gpt_oss_attention(window: int | None) -> None:
         hidden = ~visible_keys(prefix, extend, MaskKind.CAUSAL, tree_mask=None, window=window)
         expected, _ = modeling_gpt_oss.eager_attention_forward(
             module,
-            case.q[rows_of(case, request)].double().transpose(0, 1).unsqueeze(0),
-            keys_of(case, case.k_cache, request),
-            keys_of(case, case.v_cache, request),
+            *heads_of(case, request),
             (hidden.double() * -1e30)[None, None],
             scaling=case.scale,
         )
-        torch.testing.assert_close(out[rows_of(case, request)], expected[0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(out[case.rows_of(request)], expected[0], rtol=1e-9, atol=1e-9)
     _, plain_lse = reference(replace(case, sinks=None), window=window)
     assert torch.equal(lse, plain_lse)
 
@@ -122,16 +111,11 @@ def test_quantised_cache_means_stored_times_scale() -> None:
     shape = replace(SHAPES[1], kv_dtype=torch.float8_e4m3fn)
     case = make_case(RAGGED, shape, seed=13)
     out, _ = reference(case)
-    plain = replace(
-        case,
-        k_cache=case.k_cache.double() * float(case.k_scale),
-        v_cache=case.v_cache.double() * float(case.v_scale),
-    )
     for request, prefix in enumerate(RAGGED.prefix_lens):
         extend = RAGGED.extend_lens[request]
         visible = torch.ones(extend, prefix + extend, dtype=torch.bool).tril(prefix)
-        expected = sdpa(plain, request, visible)
-        torch.testing.assert_close(out[rows_of(case, request)], expected, rtol=1e-10, atol=1e-12)
+        expected = sdpa(case, request, visible)
+        torch.testing.assert_close(out[case.rows_of(request)], expected, rtol=1e-10, atol=1e-12)
 
 
 def test_lse_equals_torch_flash_attention() -> None:
@@ -140,14 +124,12 @@ def test_lse_equals_torch_flash_attention() -> None:
     _, lse = reference(case)
     for request in range(2):
         _, expected = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            case.q[rows_of(case, request)].double().transpose(0, 1).unsqueeze(0),
-            keys_of(case, case.k_cache, request),
-            keys_of(case, case.v_cache, request),
+            *heads_of(case, request),
             0.0,
             True,
             scale=case.scale,
         )
-        actual = lse[rows_of(case, request)]
+        actual = lse[case.rows_of(request)]
         torch.testing.assert_close(actual, expected[0].T.float(), rtol=1e-6, atol=1e-6)
 
 
