@@ -10,6 +10,7 @@ from paceline.core.gpus import GIB, gpu_by_name
 from paceline.core.options import engine_options
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
+from paceline.plan.demand import Demands
 from paceline.plan.resolve import resolve
 from paceline.plan.speculation import Speculation, plan_speculation
 
@@ -63,7 +64,7 @@ def planned(model: str, device=CPU, **asked: object):
     """(resolution, budget) of `model` with its drafter."""
     drafter = drafted(model, **asked)
     config = parse_config(locate(model).config)
-    return resolve(named(model, asked), config=config, device=device, speculation=drafter)
+    return resolve(named(model, asked), Demands(config, device, drafter))
 
 
 def named(model: str, asked: dict[str, object]) -> dict[str, object]:

@@ -12,6 +12,7 @@ from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import GPUS
 from paceline.core.options import engine_options
 from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
+from paceline.plan.demand import Demands
 from paceline.plan.explain import explain_model, show
 from paceline.plan.resolve import resolve
 from paceline.plan.target import find_target
@@ -58,7 +59,7 @@ def phases(**asked: object) -> tuple[PhaseChoice, ...]:
     """The choices for llama-3.1-8b on an H200."""
     asked = {"model": "llama-3.1-8b", **asked}
     config = find_target(engine_options(asked), weights=False, gpu="h200").config
-    options = resolve(asked, config=config, device=H200)[0].options
+    options = resolve(asked, Demands(config, H200, None))[0].options
     return phase_choices(config, options, H200)
 
 

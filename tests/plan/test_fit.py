@@ -15,6 +15,7 @@ from paceline.core.model_config import cache_group_specs
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.plan.budget_table import budget_lines, compare, table
+from paceline.plan.demand import Demands
 from paceline.plan.fit import require_fit
 from paceline.plan.footprint import request_pages, standing_pages
 from paceline.plan.resolve import resolve
@@ -36,7 +37,7 @@ def config_of(model):
 
 
 def plan(model="llama-3.1-8b", device=H200, **asked):
-    return resolve(asked, config=config_of(model), device=device)
+    return resolve(asked, Demands(config_of(model), device, None))
 
 
 def test_llama_8b_weighs_what_its_model_card_says():
@@ -326,7 +327,7 @@ def test_without_graphs_no_reason_speaks_of_their_memory_or_time(model, device):
 )
 def test_float32_weights_are_served_in_half_on_a_gpu_unless_asked(device, asked, dtype):
     wide = replace(parse_config(locate("llama-3.2-1b").config), dtype="float32")
-    resolution, _ = resolve(asked, config=wide, device=device)
+    resolution, _ = resolve(asked, Demands(wide, device, None))
     assert resolution.options.dtype == dtype
 
 
@@ -381,5 +382,5 @@ def test_a_cpu_without_bfloat16_computes_in_float32():
 )
 def test_contradictions_are_refused(asked, device, text):
     with pytest.raises(ConfigError) as caught:
-        resolve(asked, config=config_of("llama-3.1-8b"), device=device)
+        resolve(asked, Demands(config_of("llama-3.1-8b"), device, None))
     assert text in str(caught.value)

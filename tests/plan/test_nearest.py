@@ -46,8 +46,8 @@ def search(config, device, asked):
         except ConfigError:
             return False
 
-    resolution, fit = resolve(asked, config=config, device=device)
-    found = nearest_if_short(asked, resolution, fit, config=config, device=device)
+    resolution, fit = resolve(asked, demands)
+    found = nearest_if_short(asked, resolution, fit, demands)
     return found, fits
 
 
@@ -124,7 +124,7 @@ def test_a_step_that_asks_for_too_many_requests_gets_fewer_and_nothing_else_chan
 def too_long(config, device):
     """An ask that is short of KV alone, and not by half: nothing else has anything to give."""
     asked = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.95}
-    _, fit = resolve(asked, config=config, device=device)
+    _, fit = resolve(asked, Demands(config, device, None))
     return {**asked, "max_model_len": int(1.8 * fit.max_model_len)}
 
 
@@ -196,7 +196,7 @@ def test_the_error_of_a_short_budget_ends_with_the_suggestion():
     asked = {"model": "llama-3.1-8b", "max_model_len": 120_000}
     config, device = shallow("llama-3.1-8b", "l4", less=5 * GIB)
     found, _ = search(config, device, asked)
-    _, fit = resolve(asked, config=config, device=device)
+    _, fit = resolve(asked, Demands(config, device, None))
     with pytest.raises(ConfigError) as caught:
         require_fit(fit, found.advice())
     length = found.commands[0].asked["max_model_len"]

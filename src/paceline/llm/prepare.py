@@ -15,6 +15,7 @@ from paceline.core.options import EngineOptions, engine_options, known, named
 from paceline.llm.admission import Admission
 from paceline.models.locate import ModelSource
 from paceline.plan.attention_choice import one_backend, phase_choices
+from paceline.plan.demand import Demands
 from paceline.plan.explain import nearest_if_short
 from paceline.plan.fit import Fit, require_fit
 from paceline.plan.processors import load_processors
@@ -82,10 +83,9 @@ def prepare(asked: Mapping[str, object]) -> Prepared:
     speculation = plan_speculation(
         given, config, target.source, weights=given.load_format != "dummy"
     )
-    resolution, fit = resolve(asked, config=config, device=facts, speculation=speculation)
-    short = nearest_if_short(
-        asked, resolution, fit, config=config, device=facts, speculation=speculation
-    )
+    demands = Demands(config, facts, speculation)
+    resolution, fit = resolve(asked, demands)
+    short = nearest_if_short(asked, resolution, fit, demands)
     require_fit(fit, None if short is None else short.advice())
     events = EventLog()
     admission = Admission(

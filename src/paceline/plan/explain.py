@@ -124,7 +124,8 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
     target = find_target(given, weights=False, gpu=gpu)
     config, device = target.config, target.device
     speculation = plan_speculation(given, config, target.source, weights=False)
-    resolution, fit = resolve(asked, config=config, device=device, speculation=speculation)
+    demands = Demands(config, device, speculation)
+    resolution, fit = resolve(asked, demands)
     load_processors(resolution.options.logits_processors)
     return Explanation(
         model=target.source.name,
@@ -134,28 +135,23 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         resolution=resolution,
         fit=fit,
         phases=phase_choices(config, resolution.options, device, speculation),
-        nearest=nearest_if_short(
-            asked, resolution, fit, config=config, device=device, speculation=speculation
-        ),
+        nearest=nearest_if_short(asked, resolution, fit, demands),
         text=TextPlan.of(target.source),
     )
 
 
 def nearest_if_short(
-    asked: Mapping[str, object],
-    resolution: Resolution,
-    fit: Fit,
-    *,
-    config: ModelConfig,
-    device: DeviceFacts,
-    speculation: Speculation | None = None,
+    asked: Mapping[str, object], resolution: Resolution, fit: Fit, demands: Demands
 ) -> Nearest | None:
-    """The nearest options that fit, when `fit`, the budget of `resolution`, is short."""
+    """The nearest options that fit, when `fit`, the budget of `resolution`, is short.
+
+    demands: what `resolve` was given, which are not rehearsed again.
+    """
     if not fit.short_by_bytes:
         return None
 
     def lacking(options: EngineOptions) -> list[str]:
-        phases = phase_choices(config, options, device, speculation)
+        phases = phase_choices(demands.config, options, demands.device, demands.speculation)
         return [choice.phase for choice in phases if choice.backend is None]
 
     usual = lacking(resolution.options)
@@ -163,7 +159,7 @@ def nearest_if_short(
         asked,
         resolution,
         fit,
-        Demands(config, device, speculation),
+        demands,
         runs=lambda options: lacking(options) == usual,
     )
 

@@ -39,20 +39,13 @@ USUAL_ON_GPU = ((60 * GIB, StepSize(256, 8192)), (35 * GIB, StepSize(128, 4096))
 USUAL_ON_SMALL_GPU = StepSize(64, 2048)
 
 
-def resolve(
-    asked: Mapping[str, object],
-    *,
-    config: ModelConfig,
-    device: DeviceFacts,
-    speculation: Speculation | None = None,
-) -> tuple[Resolution, Fit]:
-    """Decide every open value for `config` on `device`.
+def resolve(asked: Mapping[str, object], demands: Demands) -> tuple[Resolution, Fit]:
+    """Decide every open value.
 
-    speculation: what `plan_speculation` made of the same options.
+    demands: of the model, the device, and what `plan_speculation` made of the same options.
     Returns the resolution and the memory budget that belongs to it; the budget may be short, see
     `fit.require_fit`.  Raises ConfigError for values that contradict the model or the device.
     """
-    demands = Demands(config, device, speculation)
     config, why, resolution = _decide(asked, demands)
     fit = plan_memory(config, resolution.options, demands)
     if fit.max_model_len < config.max_position:
