@@ -1,16 +1,16 @@
 """Random passes of a drafter for derive_rows; what the pass is to write starts as rubbish."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from step_cases import RUBBISH
+from step_cases import RUBBISH, rubbish_view
 from torch import Tensor
 
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.kernels.derive import PassRows
-from paceline.kernels.step_view import GroupView, StepView
+from paceline.kernels.step_view import StepView
 
 MAX_PAGES = 80  # a request's 57 rows behind 16 tokens, at page size 1
 
@@ -58,27 +58,16 @@ def make_base(shape: PassShape, *, seed: int) -> Base:
 
 def make_view(shape: PassShape, base: Base) -> StepView:
     """The row ids and page tables of `base`; everything else is rubbish."""
-
-    def full(*size: int, dtype: torch.dtype) -> Tensor:
-        return torch.full(size, RUBBISH, dtype=dtype, device=base.row_ids.device)
-
-    reqs, tokens = shape.reqs, shape.reqs * shape.rows
-    return StepView(
+    device, tokens = base.row_ids.device, shape.reqs * shape.rows
+    view = rubbish_view(shape.reqs, tokens, [MAX_PAGES] * len(shape.page_sizes), device)
+    pairs = zip(view.groups, base.page_tables, strict=True)
+    tree_mask = torch.full((tokens, shape.rows), RUBBISH, dtype=torch.bool, device=device)
+    return replace(
+        view,
         row_ids=base.row_ids,
-        prefix_lens=full(reqs, dtype=torch.int32),
-        extend_lens=full(reqs, dtype=torch.int32),
-        kv_lens=full(reqs, dtype=torch.int32),
-        cu_seqlens_q=full(reqs + 1, dtype=torch.int32),
-        req_ids=full(tokens, dtype=torch.int64),
-        positions=full(tokens, dtype=torch.int64),
-        input_ids=full(tokens, dtype=torch.int64),
-        logits_loc=full(reqs, dtype=torch.int64),
-        groups=tuple(
-            GroupView(page_table=table, out_cache_loc=full(tokens, dtype=torch.int64))
-            for table in base.page_tables
-        ),
+        groups=tuple(replace(group, page_table=table) for group, table in pairs),
         mask=MaskKind.TREE if shape.is_tree else MaskKind.CAUSAL,
-        tree_mask=full(tokens, shape.rows, dtype=torch.bool) if shape.is_tree else None,
+        tree_mask=tree_mask if shape.is_tree else None,
         max_extend_len=shape.rows,
         kv_len_bound=MAX_PAGES,
     )

@@ -102,34 +102,41 @@ def make_rows(shape: StepShape, *, seed: int) -> TableRows:
 
 def make_view(shape: StepShape, device: str | torch.device = "cpu") -> StepView:
     """Outputs full of rubbish, but for the leading zero that is there already."""
-    reqs, tokens = len(shape.strides), sum(shape.strides)
+    widths = tuple(-(-shape.max_tokens // size) + at for at, size in enumerate(shape.page_sizes))
+    view = rubbish_view(len(shape.strides), sum(shape.strides), widths, device)
+    view.cu_seqlens_q[0] = 0
+    return replace(view, max_extend_len=max(shape.strides), kv_len_bound=shape.max_tokens)
+
+
+def rubbish_view(
+    reqs: int, tokens: int, widths: Sequence[int], device: str | torch.device
+) -> StepView:
+    """Tensors full of rubbish; widths: [num_groups] of the page tables."""
 
     def full(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.full(size, RUBBISH, dtype=dtype, device=device)
 
-    cu_seqlens_q = full(reqs + 1, dtype=torch.int32)
-    cu_seqlens_q[0] = 0
     return StepView(
         row_ids=full(reqs, dtype=torch.int64),
         prefix_lens=full(reqs, dtype=torch.int32),
         extend_lens=full(reqs, dtype=torch.int32),
         kv_lens=full(reqs, dtype=torch.int32),
-        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_q=full(reqs + 1, dtype=torch.int32),
         logits_loc=full(reqs, dtype=torch.int64),
         req_ids=full(tokens, dtype=torch.int64),
         positions=full(tokens, dtype=torch.int64),
         input_ids=full(tokens, dtype=torch.int64),
         groups=tuple(
             GroupView(
-                page_table=full(reqs, -(-shape.max_tokens // size) + group, dtype=torch.int32),
+                page_table=full(reqs, width, dtype=torch.int32),
                 out_cache_loc=full(tokens, dtype=torch.int64),
             )
-            for group, size in enumerate(shape.page_sizes)
+            for width in widths
         ),
         mask=MaskKind.CAUSAL,
         tree_mask=None,
-        max_extend_len=max(shape.strides),
-        kv_len_bound=shape.max_tokens,
+        max_extend_len=RUBBISH,
+        kv_len_bound=RUBBISH,
     )
 
 
