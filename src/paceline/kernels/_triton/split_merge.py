@@ -4,8 +4,8 @@ Partial results lie in one row per query, split and head.  A counter per group o
 many have finished; it is 0 between launches, so that nothing is reset from outside and a graph can
 be replayed.  The merge runs over the splits in their order, whoever does it.
 
-Where rows are wide, one program is too slow to merge them: `launch_merge` has one for each row, in
-a launch of its own, and a split without keys says so by its log-sum-exp.
+Where rows are wide, one program is too slow to merge them: `launch_merge` has one or several for
+each row, in a launch of its own, and a split without keys says so by its log-sum-exp.
 """
 
 import triton
@@ -13,11 +13,12 @@ import triton.language as tl
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import apply_sinks, softmax_finish
-from paceline.kernels._triton.runtime import block_dim
+from paceline.kernels._triton.runtime import block_dim, cdiv
 from paceline.kernels.paged_attention.call import PagedCall
 from paceline.kernels.paged_attention.splits import SplitWorkspace
 
-_SPLITS_AT_ONCE = 8
+_FEW_ROWS = 32  # so few leave processors idle, unless several share a row
+_FEW_COLUMNS = 128  # of one of them
 
 
 @triton.jit
@@ -112,19 +113,19 @@ def _merge_kernel(
     heads,
     splits,
     DIM_V: tl.constexpr,
-    BLOCK_DIM_V: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
-    """One row: an online softmax over its splits."""
+    """Some columns of one row: an online softmax over its splits."""
     wait_for_inputs(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    cols = tl.arange(0, BLOCK_DIM_V)
+    cols = tl.program_id(2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     is_col = cols < DIM_V
     running_max = tl.full([1], float("-inf"), tl.float32)
     running_sum = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_DIM_V], tl.float32)
+    acc = tl.zeros([1, BLOCK_COLUMNS], tl.float32)
     for first in range(0, splits, BLOCK_SPLITS):
         split = first + tl.arange(0, BLOCK_SPLITS)
         row = (token * splits + split) * heads + head
@@ -150,15 +151,17 @@ def _merge_kernel(
         out.to(out_ptr.dtype.element_ty),
         mask=is_col[None, :],
     )
-    tl.store(lse_ptr + token * heads + head + one, total * 0.6931471805599453)
+    is_first = (one == 0) & (tl.program_id(2) == 0)
+    tl.store(lse_ptr + token * heads + head + one, total * 0.6931471805599453, mask=is_first)
 
 
 def launch_merge(call: PagedCall, workspace: SplitWorkspace, *, splits: int) -> None:
     """Merge what the splits of every row left in the workspace into the outputs of `call`."""
     tokens, heads, v_head_dim = call.out.shape
+    columns = _FEW_COLUMNS if tokens * heads <= _FEW_ROWS else block_dim(v_head_dim)
     launch(
         _merge_kernel,
-        (tokens, heads),
+        (tokens, heads, cdiv(v_head_dim, columns)),
         workspace.partial_out,
         workspace.partial_lse,
         call.weighing.sinks,
@@ -168,8 +171,8 @@ def launch_merge(call: PagedCall, workspace: SplitWorkspace, *, splits: int) -> 
         heads,
         splits,
         DIM_V=v_head_dim,
-        BLOCK_DIM_V=block_dim(v_head_dim),
-        BLOCK_SPLITS=_SPLITS_AT_ONCE,
+        BLOCK_COLUMNS=columns,
+        BLOCK_SPLITS=16 if columns == _FEW_COLUMNS else 8,
         num_warps=4,
         **overlap_options(call.q.device, _merge_kernel),
     )

@@ -126,12 +126,12 @@ def row_tile(
     """Query rows of one program of an extend of few: fewer where that employs more processors.
 
     Programs of one request read the same keys.  Products in float32 hold 16 rows in registers.
-    is_wide: as of `extend_splits`; what such rows read costs more than idle processors.
+    is_wide: as of `extend_splits`.
     """
     small, large = _ROW_TILES
-    if is_wide:
-        return small if max_rows < WIDE_ROWS else WIDE_ROWS
     programs = num_reqs * num_kv_heads * -(-max_rows // small)
+    if is_wide:
+        return small if max_rows < WIDE_ROWS or programs <= _FEW_PROGRAMS else WIDE_ROWS
     is_small = max_rows <= small or programs <= _FEW_PROGRAMS or dtype == torch.float32
     return small if is_small else large
 
