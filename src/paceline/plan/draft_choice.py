@@ -16,7 +16,7 @@ _NO_MODEL = " or ".join(name for name, each in ALGORITHMS.items() if not each.ha
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class DraftChoice:
     """Who drafts."""
 
     algorithm: Algorithm
@@ -24,7 +24,9 @@ class Choice:
     chosen: Mapping[str, Chosen]
 
 
-def choose_drafter(options: EngineOptions, source: ModelSource, *, weights: bool) -> Choice | None:
+def choose_drafter(
+    options: EngineOptions, source: ModelSource, *, weights: bool
+) -> DraftChoice | None:
     """Who drafts for the model of `source`; None: nobody.  Raises ConfigError, ModelError."""
     name, path = options.speculative_algorithm, options.speculative_draft_model_path
     if name == OFF:
@@ -38,7 +40,7 @@ def choose_drafter(options: EngineOptions, source: ModelSource, *, weights: bool
             raise _bad_path(
                 f"left out: {name} has no draft model", path, "remove it, or name its algorithm"
             )
-        return Choice(algorithm=algorithm, source=None, chosen={})
+        return DraftChoice(algorithm=algorithm, source=None, chosen={})
     chosen: dict[str, Chosen] = {}
     if path is None:
         if algorithm is None or not algorithm.is_own or source.kind is not SourceKind.BUNDLED:
@@ -51,7 +53,7 @@ def choose_drafter(options: EngineOptions, source: ModelSource, *, weights: bool
     if algorithm is None:
         algorithm, why = _told_by(found)
         chosen["speculative_algorithm"] = (algorithm.name, why)
-    return Choice(algorithm=algorithm, source=found, chosen=chosen)
+    return DraftChoice(algorithm=algorithm, source=found, chosen=chosen)
 
 
 def choose_shape(
@@ -86,7 +88,7 @@ def _own() -> Algorithm:
     return next(each for each in ALGORITHMS.values() if each.is_own)
 
 
-def _own_head(options: EngineOptions, source: ModelSource) -> Choice | None:
+def _own_head(options: EngineOptions, source: ModelSource) -> DraftChoice | None:
     """The bundled model's own head, where its weights are real and a step holds its drafts."""
     own, is_ready = _own(), False
     if source.kind is SourceKind.BUNDLED and own.bundled is not None:
@@ -99,7 +101,7 @@ def _own_head(options: EngineOptions, source: ModelSource) -> Choice | None:
         "speculative_algorithm": (own.name, why),
         "speculative_draft_model_path": (BUNDLED, why),
     }
-    return Choice(algorithm=own, source=_find(BUNDLED, own, weights=True), chosen=chosen)
+    return DraftChoice(algorithm=own, source=_find(BUNDLED, own, weights=True), chosen=chosen)
 
 
 def _holds_drafts(options: EngineOptions, algorithm: Algorithm) -> bool:

@@ -24,7 +24,7 @@ from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
 from paceline.models.size import META, empty_model, weight_bytes
 from paceline.plan.assemble import Decided, assemble
-from paceline.plan.cuda_pool import PIECE, CudaPool, Piece
+from paceline.plan.cuda_pool import MIN_BLOCK, Block, CudaPool
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import RunnerConfig
 from paceline.runner.program import Parts, StepProgram
@@ -33,23 +33,23 @@ from paceline.speculate.drafter import Drafter
 
 # Bytes for each entry of the operand that torch's own CUDA kernels take while they run.
 LIBRARY_SCRATCH = {"aten::sort": 16}
-_PIECES = {"cpu": 64, "cuda": PIECE}  # bytes: an allocator gives whole pieces
+_UNITS = {"cpu": 64, "cuda": MIN_BLOCK}  # bytes: an allocator gives whole units
 
 
 class Allocations(StandIn):  # type: ignore[no-untyped-call]
     """Bytes of the storages that operators return within the block: alive now and at most, and in
     all.
 
-    Tensors of the meta device stand for those of `facts`.  piece: bytes that each is rounded up to.
+    Tensors of the meta device stand for those of `facts`.  unit: bytes that each is rounded up to.
     pool: takes the same, of a GPU.
     """
 
-    def __init__(self, facts: DeviceFacts, *, piece: int = 1, pool: CudaPool | None = None) -> None:
+    def __init__(self, facts: DeviceFacts, *, unit: int = 1, pool: CudaPool | None = None) -> None:
         super().__init__(facts.device_type, facts.multiprocessors)
         self.live, self.peak, self.total = 0, 0, 0
-        self._piece = piece
+        self._unit = unit
         self._pool = pool
-        self._alive: dict[int, tuple[int, Piece | None]] = {}  # storages by address: bytes, where
+        self._alive: dict[int, tuple[int, Block | None]] = {}  # storages by address: bytes, where
 
     def __torch_dispatch__(
         self,
@@ -69,8 +69,8 @@ class Allocations(StandIn):  # type: ignore[no-untyped-call]
 
     def _note(self, storage: torch.UntypedStorage) -> None:
         size = self._rounded(storage.nbytes())
-        piece = self._pool.take(size) if self._pool and size else None
-        self._alive[storage._cdata] = size, piece
+        block = self._pool.take(size) if self._pool and size else None
+        self._alive[storage._cdata] = size, block
         self.live += size
         self.total += size
         self.peak = max(self.peak, self.live)
@@ -80,17 +80,17 @@ class Allocations(StandIn):  # type: ignore[no-untyped-call]
         """What is taken and given back within an operator."""
         self.peak = max(self.peak, self.live + sum(map(self._rounded, sizes)))
         if self._pool is not None:
-            for piece in [self._pool.take(size) for size in sizes]:
-                self._pool.give_back(piece)
+            for block in [self._pool.take(size) for size in sizes]:
+                self._pool.give_back(block)
 
     def _rounded(self, size: int) -> int:
-        return -(-size // self._piece) * self._piece
+        return -(-size // self._unit) * self._unit
 
     def _free(self, address: int) -> None:
-        size, piece = self._alive.pop(address)
+        size, block = self._alive.pop(address)
         self.live -= size
-        if self._pool is not None and piece is not None:
-            self._pool.give_back(piece)
+        if self._pool is not None and block is not None:
+            self._pool.give_back(block)
 
 
 def _is_among(
@@ -209,7 +209,7 @@ def allocated(
     parts: on the meta device, or on the device of `facts`, whose buffers it writes.  pool: where a
     GPU's memory is taken from.
     """
-    seen = Allocations(facts, piece=_PIECES[facts.device_type], pool=pool)
+    seen = Allocations(facts, unit=_UNITS[facts.device_type], pool=pool)
     parts.buffers.pad(shape.size)
     spans = (PromptSpan(0, 0, shape.scored, MAX_LOGPROBS),) if shape.scored else ()
     with torch.no_grad() if captured else torch.inference_mode(), seen:
