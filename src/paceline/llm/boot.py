@@ -193,7 +193,7 @@ def _num_pages(fit: Fit, knobs: Knobs) -> tuple[int, ...]:
 
 
 def measured_bytes(runner: ModelRunner) -> dict[str, int]:
-    """Bytes that are held now, by the names of `fit.compare`."""
+    """Bytes that are held now, by the names of `budget_table.compare`."""
     model, drafter = runner.parts.model, runner.parts.proposer.model
     held = runner.named_bytes()
     found = {
