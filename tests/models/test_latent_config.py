@@ -11,6 +11,7 @@ import transformers
 from paceline.core.errors import ModelError
 from paceline.core.model_config import ExpertChoice, LatentConfig
 from paceline.kernels.moe_choose import moe_choose
+from paceline.models.checkpoint_names import without_layers_behind
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 
@@ -63,6 +64,22 @@ def test_a_null_query_rank_is_none() -> None:
     assert config.latent.q_rank is None
 
 
+def test_glm_says_which_layers_have_experts() -> None:
+    glm = V2 | {"model_type": "glm4_moe_lite"}
+    moe = parse_config(glm).moe
+    assert moe is not None
+    assert moe.layers == (False, True, True)
+    moe = parse_config(glm | {"mlp_layer_types": ["sparse", "dense", "sparse"]}).moe
+    assert moe is not None
+    assert moe.layers == (True, False, True)
+
+
+def test_layers_that_predict_a_token_further_are_left_out() -> None:
+    stored = ["model.norm.weight", "model.layers.2.mlp.gate.weight", "model.layers.3.enorm.weight"]
+    names = dict(zip(stored, stored, strict=True))
+    assert list(without_layers_behind(names, 3)) == stored[:2]
+
+
 def test_layers_may_all_be_dense() -> None:
     assert parse_config(V3 | {"first_k_dense_replace": 3}).moe is None
 
@@ -90,6 +107,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "first_k_dense_replace must be a number of layers, got -1",
     ),
     "frequency": (V2 | {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+    "layer kinds": (
+        V2 | {"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]},
+        "mlp_layer_types must be a list of 3 of dense, sparse, got ['dense']",
+    ),
     "rank": (V2 | {"kv_lora_rank": "512"}, "kv_lora_rank must be an integer of at least 1"),
 }
 

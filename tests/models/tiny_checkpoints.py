@@ -291,6 +291,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_interleave": False}
         | {"rope_parameters": _DEFAULT, "num_mtp_layers": 0},
     ),
+    "glm4_moe_lite-layer-kinds": (
+        "Glm4MoeLite",
+        _LATENT
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_experts_per_tok": 3}
+        | {"rope_parameters": _DEFAULT, "routed_scaling_factor": 1.8},
+    ),
     "phi3-longrope-long": ("Phi3", longrope(8)),
     "phi3-longrope-short": ("Phi3", longrope(CONTEXT, factor=4.0)),
 }

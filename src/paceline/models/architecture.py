@@ -49,3 +49,5 @@ class Architecture:
     text_of: str | None = None  # the multimodal model_type whose text_config is one of it
     renamed: tuple[tuple[str, str], ...] = ()  # parts of tensor names, as stored -> as we name them
     names_experts: bool = False  # its checkpoints name each expert's tensors, or stack them
+    predicts_more: bool = False  # they may hold layers behind the last, which predict a token
+    # further and are not run

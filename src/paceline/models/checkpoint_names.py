@@ -8,6 +8,7 @@ from paceline.models.kv_scales import kv_scale_name
 _VISION = ("vision_tower.", "multi_modal_projector.")
 _BODY = ("embed_tokens.", "layers.", "norm.")  # of checkpoints of the model without its head
 Renamed = tuple[tuple[str, str], ...]  # parts of names, as stored -> as we name them
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _UNUSED = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\w*attn\.(masked_bias|bias))$"
 )
@@ -49,3 +50,13 @@ def canonical_name(name: str, renamed: Renamed = ()) -> str | None:
     for stored, ours in renamed:
         name = name.replace(stored, ours)
     return f"model.{name}" if name.startswith(_BODY) else name
+
+
+def without_layers_behind(names: dict[str, str], num_layers: int) -> dict[str, str]:
+    """`names`, as of `canonical_names`, of the first `num_layers` layers and what is in none."""
+
+    def is_behind(name: str) -> bool:
+        found = _LAYER.match(name)
+        return found is not None and int(found[1]) >= num_layers
+
+    return {name: stored for name, stored in names.items() if not is_behind(name)}

@@ -4,7 +4,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.activations import ACTIVATIONS
-from paceline.core.model_config import LatentConfig, MoEConfig, RopeConfig, yarn_mscale
+from paceline.core.model_config import (
+    ExpertChoice,
+    LatentConfig,
+    MoEConfig,
+    RopeConfig,
+    yarn_mscale,
+)
 from paceline.models.architecture import prenorm
 from paceline.models.config_moe import SILU
 from paceline.models.config_prenorm import attention_biases
@@ -100,27 +106,56 @@ def read_groups(fields: Fields) -> tuple[int, int]:
     return groups, chosen
 
 
-def read_experts(fields: Fields, **choice: Any) -> MoEConfig | None:
-    """Of all layers but the first first_k_dense_replace.  choice: of MoEConfig."""
-    fields.choice("hidden_act", SILU, "silu")
+def all_but_the_first(fields: Fields) -> tuple[bool, ...]:
+    """[num_layers] which have experts: those behind the first first_k_dense_replace."""
     num_layers, dense = fields.integer("num_hidden_layers"), fields.get("first_k_dense_replace")
     if not isinstance(dense, int) or dense < 0:
         fields.fail("first_k_dense_replace", "a number of layers", dense)
     if fields.integer("moe_layer_freq", 1) != 1:
         fields.fail("moe_layer_freq", "1", fields.get("moe_layer_freq"))
+    return tuple(layer >= dense for layer in range(num_layers))
+
+
+def read_sigmoid_experts(fields: Fields, layers: tuple[bool, ...]) -> MoEConfig | None:
+    """Of DeepSeek-V3 and kin: sigmoids and a bias choose, within the best groups."""
+    groups, chosen = read_groups(fields)
+    fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
+    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
+    choice = ExpertChoice(
+        num_groups=groups,
+        groups_per_token=chosen,
+        best_of_group=2,
+        sigmoid=True,
+        biased=True,
+        scale=fields.number("routed_scaling_factor", 1.0),
+    )
+    renormalize = fields.flag("norm_topk_prob", True)
+    return read_experts(fields, layers, renormalize=renormalize, choice=choice)
+
+
+def read_experts(
+    fields: Fields,
+    layers: tuple[bool, ...],
+    *,
+    renormalize: bool,
+    choice: ExpertChoice | None,
+) -> MoEConfig | None:
+    """layers: [num_layers] which have them; None where none has."""
+    fields.choice("hidden_act", SILU, "silu")
     size, count = fields.integer("moe_intermediate_size"), fields.integer("n_routed_experts")
     taken = fields.integer("num_experts_per_tok")
     if taken > count:
         fields.fail("num_experts_per_tok", f"at most n_routed_experts {count}", taken)
-    if dense >= num_layers:
+    if not any(layers):
         return None
     return MoEConfig(
-        layers=tuple(layer >= dense for layer in range(num_layers)),
+        layers=layers,
         num_experts=count,
         experts_per_token=taken,
         intermediate_size=size,
         bias=False,
         shared_size=size * fields.integer("n_shared_experts"),
         shared_gate=False,
-        **choice,
+        renormalize=renormalize,
+        choice=choice,
     )

@@ -7,6 +7,7 @@ from paceline.core.model_config import ExpertChoice
 from paceline.models.architecture import Architecture
 from paceline.models.config_latent import (
     LATENT_DEFAULTS,
+    all_but_the_first,
     latent_prenorm,
     read_experts,
     read_groups,
@@ -27,6 +28,7 @@ def _read(fields: Fields) -> dict[str, Any]:
     fields.choice("scoring_func", ("softmax",), "softmax")
     experts = read_experts(
         fields,
+        all_but_the_first(fields),
         renormalize=False,
         choice=None
         if is_plain

@@ -3,34 +3,19 @@ choose."""
 
 from typing import Any
 
-from paceline.core.model_config import ExpertChoice
 from paceline.models.architecture import Architecture
 from paceline.models.config_latent import (
     LATENT_DEFAULTS,
+    all_but_the_first,
     latent_prenorm,
-    read_experts,
-    read_groups,
     read_latent,
+    read_sigmoid_experts,
 )
 from paceline.models.fields import Fields
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    groups, chosen = read_groups(fields)
-    fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    fields.choice("scoring_func", ("sigmoid",), "sigmoid")
-    experts = read_experts(
-        fields,
-        renormalize=fields.flag("norm_topk_prob", True),
-        choice=ExpertChoice(
-            num_groups=groups,
-            groups_per_token=chosen,
-            best_of_group=2,
-            sigmoid=True,
-            biased=True,
-            scale=fields.number("routed_scaling_factor", 1.0),
-        ),
-    )
+    experts = read_sigmoid_experts(fields, all_but_the_first(fields))
     return read_latent(fields) | {"moe": experts}
 
 
@@ -50,4 +35,5 @@ ARCHITECTURE = Architecture(
         "num_experts_per_tok": 8,
     },
     names_experts=True,
+    predicts_more=True,
 )

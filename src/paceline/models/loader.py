@@ -17,7 +17,7 @@ from paceline.core.progress import Progress
 from paceline.layers.rms_norm import RMSNorm
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import PaddedTables, StoredTensors, open_checkpoint
-from paceline.models.checkpoint_names import canonical_names
+from paceline.models.checkpoint_names import canonical_names, without_layers_behind
 from paceline.models.locate import ModelSource
 from paceline.models.registry import architecture
 from paceline.models.stacked_experts import UnstackedExperts
@@ -65,6 +65,8 @@ def load_model(
             config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
         )
         names = canonical_names(checkpoint.names, source.name, renamed=file.renamed)
+        if file.predicts_more:
+            names = without_layers_behind(names, config.num_layers)
         if config.tie_word_embeddings:
             names = _tie(checkpoint, names)
         copy_weights(checkpoint, names, model.destinations(), model=source.name, progress=progress)
