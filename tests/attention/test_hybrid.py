@@ -293,6 +293,8 @@ COMMON: list[tuple[str, object, object, object]] = [  # field, of prefill, of de
     ("loads_dead_slots", True, False, True),
     ("tree_windows", False, True, True),  # trees are the decode backend's
     ("tree_windows", True, False, False),
+    ("shares_prefixes", False, True, True),  # decodes are the decode backend's
+    ("shares_prefixes", True, False, False),
     ("latent_dims", None, frozenset({(64, 16)}), {(64, 16)}),
 ]
 

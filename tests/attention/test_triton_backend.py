@@ -28,7 +28,7 @@ def plan() -> TritonPlan:
         kv_len_bound=64,
     )
     workspace = split_workspace(1, 2, 1, v_head_dim=64, device=torch.device("cpu"))
-    return TritonPlan(table=table, workspace=workspace)
+    return TritonPlan(table=table, workspace=workspace, shared=(None,))
 
 
 @pytest.mark.parametrize("part", list(Part))

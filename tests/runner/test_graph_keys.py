@@ -1,6 +1,6 @@
 """The runner puts every fact that is frozen into a graph into the graph's key."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -8,6 +8,8 @@ from host_planned_backend import HostPlannedBackend
 from tiny_runner import GREEDY, Driver, TinyModel, random_prompts, with_logprobs
 
 from paceline.core.sampling_params import SamplingParams
+from paceline.runner.graph_keys import GraphKeys, empty_step
+from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import GraphKey
 from paceline.runner.proposer import Nobody
 from paceline.runner.recorded import RecordedGraph
@@ -37,7 +39,8 @@ NO_DECODE_STEP_HAS_IT = {
     "is_round",
     "ragged_tokens",
     "observed",
-}  # fix graph-key-without-mask, test_ragged_graphs, test_llm_draft_acceptance
+    "shares_prefix",
+}  # fix graph-key-without-mask, test_ragged_graphs, test_llm_draft_acceptance, the last test here
 
 
 def replayed_key(driver: Driver, extends: dict[int, int], replays: list[RecordedGraph]) -> GraphKey:
@@ -74,3 +77,21 @@ def test_a_step_that_differs_in_one_fact_replays_another_graph(
         if getattr(plain, field.name) != getattr(other, field.name)
     ]
     assert differ == [fact]
+
+
+def test_a_shared_prefix_is_in_the_key_where_the_backend_reads_it_once(tiny: TinyModel) -> None:
+    driver = Driver(tiny, sanitize=False)
+    for row, prompt in enumerate(random_prompts(LENGTHS), start=1):
+        driver.join(row, prompt, GREEDY)
+    plain = driver.make_step({1: 1, 3: 1})
+    crowded = replace(plain, shares_prefix=True)
+    parts = driver.parts
+    assert not parts.shares_prefixes  # plain torch reads for each
+    sizes = GraphSizes(sizes=(1, 4, 8), tokens=())
+    keys = [GraphKeys(each, sizes) for each in (parts, replace(parts, shares_prefixes=True))]
+    found = [[each.of(step) for step in (plain, crowded)] for each in keys]
+    assert found[0][0] == found[0][1] == found[1][0] != found[1][1]
+    assert empty_step(found[1][1]).shares_prefix  # type: ignore[arg-type]
+    ahead = [key.padded_reqs for key in keys[1].ahead() if key.shares_prefix]
+    assert ahead == [8]
+    assert not any(key.shares_prefix for key in keys[0].ahead())

@@ -69,6 +69,7 @@ class Capabilities:
     loads_dead_slots: bool = True  # multiplies slots it masks by 0: they must hold finite numbers;
     # False claims that it never does, and is held to it by NaN in every dead slot
     tree_windows: bool = True  # masks windows in a tree too, where they follow the branch
+    shares_prefixes: bool = False  # reads what many rows of a decode share once for several of them
     latent_dims: frozenset[tuple[int, int]] | None = None  # where V lies in K: columns that both
     # have, and those of K alone.  None: head_dims says it all
 
@@ -131,6 +132,7 @@ class Limits:
     head_dim: int
     v_head_dim: int
     page_size: int
+    share_prefixes: bool = False  # decodes whose view says so read what rows share once
     prefix_alone: bool = False  # forward is asked for Part.PREFIX of causal steps too: the cache is
     # frozen, and the step's own keys are not in it
 

@@ -151,6 +151,7 @@ def _common(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         host_plan=prefill.host_plan or decode.host_plan,
         loads_dead_slots=prefill.loads_dead_slots or decode.loads_dead_slots,
         tree_windows=decode.tree_windows,
+        shares_prefixes=decode.shares_prefixes,
         latent_dims=_both(prefill.latent_dims, decode.latent_dims),
     )
 

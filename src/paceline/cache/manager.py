@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.cache.books import CacheStats, check_books
+from paceline.cache.crowds import Crowds
 from paceline.cache.groups import Holding, PagedGroup, PageRun
 from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.core.errors import ConfigError, IntegrityError
@@ -41,6 +42,7 @@ class _Entry:
     tip: Node | None  # the tree node of page num_offered - 1
     num_offered: int  # written pages already offered to the tree
     committed: int  # tokens whose KV exists, by retired steps
+    crowd: Node | None  # whom Crowds counts it with
     reserved: int = field(default=0)  # tokens every group has room for
 
 
@@ -77,6 +79,7 @@ class CacheManager:
         )
         self._windowed = any(spec.window is not None for spec in specs)
         self._entries: dict[str, _Entry] = {}
+        self._crowds = Crowds(self._page_size)
         self._retired = 0
         self._queried_tokens = 0
         self._hit_tokens = 0
@@ -121,6 +124,7 @@ class CacheManager:
             tip=path[-1] if path else None,
             num_offered=len(path),
             committed=len(path) * self._page_size,
+            crowd=self._crowds.join(path),
         )
         self._note_reserved(entry)
         self._entries[request_id] = entry
@@ -187,7 +191,7 @@ class CacheManager:
         """The request leaves.  Retired steps have written the KV of `kv_len` tokens: full pages of
         `tokens` in it, which a host end may have cut, stay in the cache; the rest is free once
         `epoch` has retired."""
-        entry = self._entries.pop(request_id)
+        entry = self._leave(request_id)
         self._commit(entry, max(kv_len, entry.committed), self._retired)
         num_pages = self._num_shareable(tokens, kv_len)
         if self._enabled and num_pages > entry.hit_pages:
@@ -200,13 +204,18 @@ class CacheManager:
 
     def discard(self, request_id: str, tokens: Sequence[int], *, epoch: int) -> None:
         """The request leaves, and nothing it computed may be found again (non-finite KV)."""
-        entry = self._entries.pop(request_id)
+        entry = self._leave(request_id)
         depth = entry.hit_pages + 1
         path = self._tree.walk(tokens, entry.salt, max_pages=depth)
         if len(path) == depth:
             self._tree.detach(path[-1])
         for group, holding in self._pairs(entry):
             group.release(holding, epoch)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether many admitted requests found the same long prefix."""
+        return self._crowds.any
 
     def retire(self, epoch: int) -> None:
         """Steps up to `epoch` have run to their end."""
@@ -226,6 +235,11 @@ class CacheManager:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pools, tree and requests tell the same story."""
         check_books(self._tree, self._groups, [e.holdings for e in self._entries.values()])
+
+    def _leave(self, request_id: str) -> _Entry:
+        entry = self._entries.pop(request_id)
+        self._crowds.leave(entry.crowd)
+        return entry
 
     def _hit(self, tokens: Sequence[int], salt: Hashable, max_hit: int | None = None) -> list[Node]:
         if not self._enabled:

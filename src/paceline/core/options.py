@@ -152,6 +152,14 @@ class EngineOptions:
         "--logits-processor",
         "--logits-processors",
     )
+    share_prefix_reads: bool = _of_kernels(
+        True,
+        bool,
+        "Read a prefix that many requests share once for several of them, where the attention "
+        "backend can; an answer's rounding then depends on who else shares it.",
+        "--share-prefix-reads",
+        off_flags=("--no-share-prefix-reads", "--disable-cascade-attn"),
+    )
     enforce_eager: bool = _of_kernels(
         False, bool, "Never use graphs.", "--enforce-eager", "--disable-cuda-graph"
     )

@@ -107,6 +107,7 @@ class Step:
     deltas: tuple[Delta, ...]  # applied to the request table before this step, in order
     prompt_spans: tuple[PromptSpan, ...] = ()  # in the order of the rows, at most one each
     observed: bool = True  # by the drafter, where there is one; False: no row drafts again
+    shares_prefix: bool = False  # a decode in which many rows may read the same pages of a prefix
 
     @property
     def kind(self) -> str:

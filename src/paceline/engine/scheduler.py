@@ -125,7 +125,7 @@ class Scheduler:
         rows = plan.rows.values()
         self._in_flight.launch(epoch, rows)
         self._last_had_prefill = any(row.is_prefill for row in rows)
-        return plan.build(epoch)
+        return plan.build(epoch, is_crowded=self._cache.is_crowded)
 
     def process(self, step: Step, outputs: StepOutputs) -> list[RequestUpdate]:
         """Take in the outputs of the oldest launched step; its epoch retires."""

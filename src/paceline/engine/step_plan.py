@@ -127,8 +127,8 @@ class StepPlan:
                 self.rows[row.request] = shorter
                 self.budget += cut
 
-    def build(self, epoch: int) -> Step:
-        """The frozen step."""
+    def build(self, epoch: int, *, is_crowded: bool = False) -> Step:
+        """The frozen step.  is_crowded: many admitted requests found the same prefix."""
         rows, draft = list(self.rows.values()), self.draft
         # A last prompt chunk of one token is computed as a decode step is.
         is_decode = all(row.extend_len == 1 and row.emits for row in rows)
@@ -149,6 +149,7 @@ class StepPlan:
             deltas=tuple([delta for row in rows for delta in row.deltas]),
             prompt_spans=tuple(self._prompt_spans()),
             observed=self.observed,
+            shares_prefix=is_crowded and is_decode and not draft.has_drafts,
         )
 
     def _prompt_spans(self) -> Iterator[PromptSpan]:

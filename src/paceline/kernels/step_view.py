@@ -38,6 +38,7 @@ class StepView:
     max_extend_len: int  # no row extends further; part of the graph key.  Exact but for a ragged
     # step that is padded: there it is padded_tokens, since its graph serves any split of them
     kv_len_bound: int  # no kv_len exceeds it; the same for every step of an engine
+    shares_prefix: bool = False  # many rows may read the same pages of a prefix; part of the key
 
     @property
     def padded_reqs(self) -> int:

@@ -82,6 +82,7 @@ def decide(
         graph_max_tokens=known(options.cuda_graph_max_tokens),
         capture=not options.enforce_eager,
         sanitize=options.sanitize,
+        share_prefixes=options.share_prefix_reads and options.enable_prefix_cache,
         logits_processors=tuple(processors),
         draft=shape_of(speculation),
         force_accept_len=None if speculation is None else speculation.forced,

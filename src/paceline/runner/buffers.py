@@ -7,6 +7,7 @@ the frozen StepView of one padded size.  Equal sizes give equal addresses, alway
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -223,9 +224,15 @@ class StepBuffers:
         facts[:, 2].zero_()
         self.parents[: size.tokens].fill_(-1)
 
-    def view(self, size: PaddedSize, mask: MaskKind) -> StepView:
+    def view(self, size: PaddedSize, mask: MaskKind, *, shares_prefix: bool = False) -> StepView:
         """The device view of a step padded to `size`."""
-        return self._view(size, mask, self.row_ids[: size.reqs], self.page_tables)
+        return self._view(
+            size,
+            mask,
+            self.row_ids[: size.reqs],
+            self.page_tables,
+            shares_prefix=shares_prefix,
+        )
 
     def view_of_pass(self, step: StepView, rows: int, mask: MaskKind) -> StepView:
         """The device view of a drafter's pass: `rows` rows for each request of `step`.
@@ -236,7 +243,13 @@ class StepBuffers:
         return self._view(size, mask, step.row_ids, [group.page_table for group in step.groups])
 
     def _view(
-        self, size: PaddedSize, mask: MaskKind, row_ids: Tensor, page_tables: Sequence[Tensor]
+        self,
+        size: PaddedSize,
+        mask: MaskKind,
+        row_ids: Tensor,
+        page_tables: Sequence[Tensor],
+        *,
+        shares_prefix: bool = False,
     ) -> StepView:
         has_tree = mask is MaskKind.TREE
         use = StepUse(size, has_tree=has_tree, max_emitted=0)
@@ -245,9 +258,10 @@ class StepBuffers:
             whole: Tensor = getattr(self, field) if tensor is None else tensor
             return whole[: use.entries(EXTENTS[field])]
 
+        tensors: dict[str, Any] = {field: used(field) for field in _VIEWED}
         return StepView(
+            **tensors,
             row_ids=row_ids,
-            **{field: used(field) for field in _VIEWED},
             groups=tuple(
                 GroupView(
                     page_table=used("page_tables", table), out_cache_loc=used("out_cache_locs", loc)
@@ -258,6 +272,7 @@ class StepBuffers:
             tree_mask=used("tree_mask").view(size.tokens, -1) if has_tree else None,
             max_extend_len=size.max_extend_len,
             kv_len_bound=self.kv_len_bound,
+            shares_prefix=shares_prefix,
         )
 
     def results_of(self, reqs: int, max_emitted: int) -> Tensor:

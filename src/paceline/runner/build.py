@@ -1,7 +1,7 @@
 """build_runner: from a loaded model to a ModelRunner that is ready to launch steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -56,6 +56,7 @@ class RunnerConfig:
     capture_policy: CapturePolicy = AHEAD
     recorded_bytes: int | None = None  # intermediates of recorded graphs at most; None: any number
     poison_graphs: bool = False
+    share_prefixes: bool = True  # a decode may read what requests share once for several of them
     sanitize: bool = False  # run every step twice, over poison
     staging_depth: int = RING_DEPTH
     max_tree_rows: int = 0  # of a request in a step whose rows form trees; 0: no such steps
@@ -109,6 +110,9 @@ def build_parts(
 ) -> Parts:
     """Allocate everything whose address a graph may hold; arguments as of `build_runner`."""
     bounds = _backend_limits(config, groups, limits, device=device, dtype=dtype, kv=kv)
+    can_share = backend.capabilities.shares_prefixes and None in bounds.windows
+    shares = can_share and limits.share_prefixes and not config.v_in_k
+    bounds = replace(bounds, share_prefixes=shares)
     pools = [
         KVPool(group, num_pages, kv=kv, device=device)
         for group, num_pages in zip(groups, limits.num_pages, strict=True)
@@ -136,6 +140,7 @@ def build_parts(
         proposer=proposer,
         force_accept_len=limits.force_accept_len,
         rejects=limits.rejects,
+        shares_prefixes=bounds.share_prefixes,
     )
 
 

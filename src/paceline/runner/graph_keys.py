@@ -7,6 +7,7 @@ from paceline.attention.contract import needed_support
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
+from paceline.core.sharing import MIN_SHARERS
 from paceline.core.step import Step, StepLayout
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_sizes import GraphSizes
@@ -46,6 +47,9 @@ class GraphKeys:
         keys = [self._decode(reqs, shape) for shape in shapes for reqs in _one_per_power(sizes)]
         wider = [tier for tier in SamplerTier if tier is not SamplerTier.GREEDY]
         keys += [replace(self.largest_decode(), sampler=tier) for tier in wider]
+        if self._parts.shares_prefixes:
+            crowds = [size for size in _one_per_power(sizes) if size >= MIN_SHARERS]
+            keys += [replace(self._decode(n, NO_DRAFTS), shares_prefix=True) for n in crowds]
         if self.ragged_tokens:
             few = [(1, tokens) for tokens in (*_one_per_power(self._sizes.tokens), longest)]
             many = [(sizes[-1] + 1, self._sizes.tokens[index]) for index in (0, -1)]
@@ -79,6 +83,7 @@ class GraphKeys:
             sampler=step.sampler,
             logprobs=step.logprobs,
             observed=step.observed,
+            shares_prefix=step.shares_prefix and self._parts.shares_prefixes,
         )
 
     def _supports(self, extend_len: int | None) -> bool:
@@ -95,6 +100,7 @@ class GraphKeys:
         sampler: SamplerTier = SamplerTier.GREEDY,
         logprobs: bool = False,
         observed: bool = True,
+        shares_prefix: bool = False,
     ) -> GraphKey:
         return GraphKey(
             padded_reqs=size.reqs,
@@ -107,6 +113,7 @@ class GraphKeys:
             logprobs=logprobs,
             taps=self._parts.taps,
             observed=observed,
+            shares_prefix=shares_prefix,
         )
 
 
@@ -133,4 +140,5 @@ def empty_step(key: GraphKey) -> Step:
         logprobs=key.logprobs,
         deltas=(),
         observed=key.observed,
+        shares_prefix=key.shares_prefix,
     )

@@ -32,6 +32,7 @@ class GraphKey:
     logprobs: bool
     taps: tuple[str, ...]
     observed: bool = True  # by the drafter, where there is one
+    shares_prefix: bool = False  # looks for prefixes that rows share, and reads them once
 
     @property
     def program(self) -> "GraphKey":

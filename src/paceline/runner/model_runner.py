@@ -177,7 +177,7 @@ class ModelRunner:
         parts = self._parts
         return StepProgram(
             parts,
-            parts.buffers.view(size, step.mask),
+            parts.buffers.view(size, step.mask, shares_prefix=step.shares_prefix),
             sampler=step.sampler,
             logprobs=step.logprobs,
             is_round=step.is_round,

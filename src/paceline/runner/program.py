@@ -50,6 +50,9 @@ class Parts:
     proposer: Proposer = NOBODY
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
+    shares_prefixes: bool = (
+        False  # the backend reads what many rows share once, where a step says so
+    )
 
     @property
     def all_pools(self) -> tuple[KVPool, ...]:

@@ -20,9 +20,13 @@ from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.paged import paged_call
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import (
+    SharedPrefixes,
     SplitWorkspace,
+    find_shared,
     paged_decode,
     paged_extend,
+    shared_prefixes,
+    sharing_rule,
     split_workspace,
 )
 from paceline.kernels.step_view import StepView
@@ -33,15 +37,27 @@ FP8_ARCH = (8, 9)  # compute capability with conversions from float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TritonBuffers:
+    """Everything whose address a graph may hold, at its largest."""
+
+    workspace: SplitWorkspace
+    shared: tuple[SharedPrefixes | None, ...]  # [num_groups] of max_reqs rows; None where a group
+    # has a window, or where nothing is to be shared
+    page_size: int
+    group: int  # query heads to a KV head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TritonPlan:
-    """The page-table layout and the decode workspace."""
+    """The page-table layout, the decode workspace, and what requests of a decode share."""
 
     table: PageTablePlan
     workspace: SplitWorkspace
+    shared: tuple[SharedPrefixes | None, ...]  # [num_groups] of padded_reqs rows
 
 
 @dataclass(frozen=True)
-class TritonBackend(AttentionBackend[SplitWorkspace, TritonPlan]):
+class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
     """Runs on CUDA, and on a CPU through Triton's interpreter (TRITON_INTERPRET=1), slowly."""
 
     name = "triton"
@@ -61,6 +77,7 @@ class TritonBackend(AttentionBackend[SplitWorkspace, TritonPlan]):
         graph=GraphSupport.ALWAYS,
         host_plan=False,
         loads_dead_slots=False,
+        shares_prefixes=True,
         latent_dims=LATENT_DIMS,
     )
     kept_fields = frozenset({"finished"})
@@ -77,19 +94,49 @@ class TritonBackend(AttentionBackend[SplitWorkspace, TritonPlan]):
             reasons.append("dtype must be of 16 bits with latents, got torch.float32")
         return reasons
 
-    def make_buffers(self, limits: Limits) -> SplitWorkspace:
+    def make_buffers(self, limits: Limits) -> TritonBuffers:
         """Workspace for the largest decode step."""
-        return split_workspace(
-            limits.max_reqs,
-            limits.num_heads,
-            limits.num_kv_heads,
-            v_head_dim=limits.v_head_dim,
-            device=limits.device,
+        group = limits.num_heads // limits.num_kv_heads
+        rule = sharing_rule(group, limits.page_size)
+        shares = [
+            limits.share_prefixes
+            and window is None
+            and limits.max_reqs >= rule.min_reqs
+            and width >= rule.min_pages
+            for window, width in zip(limits.windows, limits.max_pages, strict=True)
+        ]
+        return TritonBuffers(
+            workspace=split_workspace(
+                limits.max_reqs,
+                limits.num_heads,
+                limits.num_kv_heads,
+                v_head_dim=limits.v_head_dim,
+                device=limits.device,
+                shares_prefixes=any(shares),
+            ),
+            shared=tuple(
+                shared_prefixes(limits.max_reqs, limits.device) if is_shared else None
+                for is_shared in shares
+            ),
+            page_size=limits.page_size,
+            group=group,
         )
 
-    def plan(self, view: StepView, buffers: SplitWorkspace) -> TritonPlan:
-        """The page-table layout as derived; kernels split from device lengths."""
-        return TritonPlan(table=page_table_plan(view), workspace=buffers)
+    def plan(self, view: StepView, buffers: TritonBuffers) -> TritonPlan:
+        """The page-table layout as derived, and what requests of a decode share; kernels split from
+        device lengths."""
+        reqs, rule = view.padded_reqs, sharing_rule(buffers.group, buffers.page_size)
+        found: list[SharedPrefixes | None] = [None] * len(view.groups)
+        if view.shares_prefix and reqs >= rule.min_reqs:
+            for index, (group, shared) in enumerate(zip(view.groups, buffers.shared, strict=True)):
+                if shared is not None:
+                    found[index] = into = shared.of(reqs)
+                    find_shared(
+                        group.page_table, view.kv_lens, into, rule, page_size=buffers.page_size
+                    )
+        return TritonPlan(
+            table=page_table_plan(view), workspace=buffers.workspace, shared=tuple(found)
+        )
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: TritonPlan, part: Part
@@ -98,7 +145,7 @@ class TritonBackend(AttentionBackend[SplitWorkspace, TritonPlan]):
         call = paged_call(q, layer, plan.table, part)
         is_decode = plan.table.max_extend_len == 1 and part is Part.ALL
         if is_decode and not layer.spec.v_in_k:
-            paged_decode(call, plan.workspace)
+            paged_decode(call, plan.workspace, plan.shared[layer.spec.group])
         else:
             paged_extend(call, plan.workspace)
         return call.out, call.lse

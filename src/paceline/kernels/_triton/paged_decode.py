@@ -12,11 +12,15 @@ Many requests have splits by their lengths, so that nobody waits for the longest
 most half as much again as its share of all tiles.  Worked example, SHARES 4, BLOCK_KEYS 64,
 kv_lens 100, 900, 200 in 2, 15 and 4 tiles: a split has at most ceil(3 * 21 / (2 * 4)) = 8, so the
 requests have 1, 2 and 1, at slots 0, 1 to 2, and 3; programs of further slots leave at once.
+
+Of a prefix that many requests share (kernels/paged_attention/shared_prefix.py) the keys were
+attended to before: here they count for no length, and who finishes a request adds what they gave.
 """
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import (
@@ -45,11 +49,12 @@ from paceline.kernels._triton.split_merge import (
     store_partial,
 )
 from paceline.kernels.paged_attention.call import PagedCall
+from paceline.kernels.paged_attention.shared_prefix import CHUNK_KEYS
 from paceline.kernels.paged_attention.splits import SplitWorkspace
 
 
 @triton.jit
-def _attend_split(
+def attend_split(
     begin,  # first key of the split's first tile
     end,  # keys from here on are dead
     step,  # keys from one tile of the split to its next
@@ -99,6 +104,48 @@ def _attend_split(
 
 
 @triton.jit
+def chunks_of(
+    shared_len,
+    chunks,  # at most
+    CHUNK_KEYS: tl.constexpr,
+):
+    """How many chunks a shared prefix is dealt to; of none 0."""
+    return tl.minimum(chunks, tl.cdiv(shared_len, CHUNK_KEYS))
+
+
+@triton.jit
+def _add_shared(
+    out,  # [rows, BLOCK_DIM_V] float32
+    lse,  # [rows] float32, log2 units
+    partial_out_ptr,  # [partial rows, v_head_dim] float32
+    partial_lse_ptr,  # [partial rows] float32, log2 units
+    first_row,  # [rows] int64 partial row of chunk 0
+    stride_chunk,  # partial rows from one chunk to the next
+    chunks,
+    live,  # [rows] bool
+    DIM_V: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+):
+    """(out, log2-sum-exp2) with the chunks of a shared prefix, in their order."""
+    cols = tl.arange(0, BLOCK_DIM_V)
+    wanted = live[:, None] & (cols < DIM_V)[None, :]
+    for chunk in range(chunks):
+        row = first_row + chunk * stride_chunk
+        its_lse = tl.load(partial_lse_ptr + row, mask=live, other=float("-inf"))
+        its_out = tl.load(
+            partial_out_ptr + row[:, None] * DIM_V + cols[None, :], mask=wanted, other=0.0
+        )
+        largest = tl.maximum(lse, its_lse)
+        finite = tl.where(largest == float("-inf"), 0.0, largest)
+        weight, its_weight = tl.exp2(lse - finite), tl.exp2(its_lse - finite)
+        total = weight + its_weight
+        safe_total = tl.where(total == 0.0, 1.0, total)
+        out = (out * weight[:, None] + its_out * its_weight[:, None]) / safe_total[:, None]
+        lse = tl.where(total == 0.0, float("-inf"), finite + tl.log2(safe_total))
+    return out, lse
+
+
+@triton.jit
 def _store_heads(
     out,  # [rows, BLOCK_DIM_V] float32
     lse,  # [rows] float32, log2 units
@@ -127,6 +174,7 @@ def _store_heads(
 def _at_slot(
     slot,
     kv_lens_ptr,  # [reqs] int32
+    shared_lens_ptr,  # [reqs] int32 or None
     num_reqs,
     shares,
     WINDOW: tl.constexpr,
@@ -134,13 +182,18 @@ def _at_slot(
     BLOCK_KEYS: tl.constexpr,
     MIN_TILES: tl.constexpr,
 ):
-    """(request, its length, its first slot, its splits) of a slot; 0 splits: it is nobody's."""
+    """(request, its length, what it shares of it, its first slot, its splits) of a slot; 0 splits:
+    it is nobody's."""
     reqs = tl.arange(0, BLOCK_REQS)
     is_req = reqs < num_reqs
     lens = tl.load(kv_lens_ptr + reqs, mask=is_req, other=0)
     visible = lens
     if WINDOW is not None:
         visible = tl.minimum(lens, WINDOW)
+    shared_lens = tl.zeros([BLOCK_REQS], tl.int32)
+    if shared_lens_ptr is not None:
+        shared_lens = tl.load(shared_lens_ptr + reqs, mask=is_req, other=0)
+        visible = lens - shared_lens
     tiles = tl.cdiv(visible, BLOCK_KEYS)
     most = tl.maximum(tl.cdiv(3 * tl.sum(tiles, axis=0), 2 * shares), MIN_TILES)
     splits = tl.where(is_req, tl.maximum(tl.cdiv(tiles, most), 1), 0)
@@ -150,23 +203,29 @@ def _at_slot(
     first_slot = tl.max(tl.where(is_before, ends, 0), axis=0)
     is_it = reqs == req
     kv_len = tl.sum(tl.where(is_it, lens, 0), axis=0)
-    return req, kv_len, first_slot, tl.sum(tl.where(is_it, splits, 0), axis=0)
+    shared_len = 0
+    if shared_lens_ptr is not None:
+        shared_len = tl.sum(tl.where(is_it, shared_lens, 0), axis=0)
+    live_splits = tl.sum(tl.where(is_it, splits, 0), axis=0)
+    return req, kv_len, shared_len, first_slot, live_splits
 
 
-@triton.jit(do_not_specialize=["num_reqs", "splits", "shares"])
+@triton.jit(do_not_specialize=["num_reqs", "splits", "shares", "chunks"])
 def _decode_kernel(
     q_ptr,  # [reqs, heads, head_dim]
     k_cache_ptr,  # [num_pages, page_size, kv_heads, head_dim]
     v_cache_ptr,  # [num_pages, page_size, kv_heads, v_head_dim]
     page_table_ptr,  # [reqs, max_pages] int32
     kv_lens_ptr,  # [reqs] int32
+    shared_lens_ptr,  # [reqs] int32; None: nothing is shared
     k_scale_ptr,  # [1] float32 or None
     v_scale_ptr,  # [1] float32 or None
     sinks_ptr,  # [heads] float32 or None
     out_ptr,  # [reqs, heads, v_head_dim]
     lse_ptr,  # [reqs, heads] float32
-    partial_out_ptr,  # [slots, heads, v_head_dim] float32; reqs * splits unless by length
-    partial_lse_ptr,  # [slots, heads] float32, log2 units
+    partial_out_ptr,  # [slots, heads, v_head_dim] float32; reqs * splits unless by length; behind
+    # them reqs * chunks of shared prefixes
+    partial_lse_ptr,  # [slots, heads] float32, log2 units; likewise
     finished_ptr,  # [reqs, kv_heads * HEAD_TILES] int32, 0 between launches
     stride_q_req,
     stride_q_head,
@@ -185,6 +244,7 @@ def _decode_kernel(
     num_reqs,
     splits,  # of each request; by length: slots of all
     shares,  # by length: of all tiles
+    chunks,  # of a shared prefix at most
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
@@ -200,6 +260,7 @@ def _decode_kernel(
     MERGE_ROWS: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
     BLOCK_REQS: tl.constexpr,  # where splits go by length, or None
+    CHUNK_KEYS: tl.constexpr,  # that a chunk of a shared prefix is worth
     WIDEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -210,9 +271,9 @@ def _decode_kernel(
         kv_len = tl.load(kv_lens_ptr + req)
         first_slot = req * splits
     else:
-        at, kv_len, first_slot, live_splits = _at_slot(
-            tl.program_id(1), kv_lens_ptr, num_reqs, shares, WINDOW, BLOCK_REQS, BLOCK_KEYS,
-            MIN_TILES,
+        at, kv_len, shared_len, first_slot, live_splits = _at_slot(
+            tl.program_id(1), kv_lens_ptr, shared_lens_ptr, num_reqs, shares, WINDOW, BLOCK_REQS,
+            BLOCK_KEYS, MIN_TILES,
         )  # fmt: skip
         if live_splits == 0:
             return
@@ -221,6 +282,10 @@ def _decode_kernel(
     first = 0
     if WINDOW is not None:
         first = tl.maximum(kv_len - WINDOW, 0)
+    if shared_lens_ptr is not None:
+        tl.static_assert(BLOCK_REQS is not None, "few requests share nothing")
+        tl.static_assert(WINDOW is None, "a window slides out of what is shared")
+        first = shared_len
     if BLOCK_REQS is None:
         # Fewer splits than were launched where a request is too short to keep them busy.
         tiles = tl.cdiv(kv_len - first, BLOCK_KEYS)
@@ -244,7 +309,7 @@ def _decode_kernel(
         return
     if k_scale_ptr is not None:
         q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
-    out, lse = _attend_split(
+    out, lse = attend_split(
         begin, kv_len, live_splits * BLOCK_KEYS, page, q,
         k_cache_ptr + kv_head * stride_k_head, v_cache_ptr + kv_head * stride_v_head,
         page_row_ptr, max_pages,
@@ -256,7 +321,15 @@ def _decode_kernel(
         out *= tl.load(v_scale_ptr)
     out_row_ptr = out_ptr + req * stride_out_req
     lse_row_ptr = lse_ptr + req * heads
+    if shared_lens_ptr is not None:
+        live_chunks = chunks_of(shared_len, chunks, CHUNK_KEYS)
+        shared_row = (splits + req * chunks) * heads
     if live_splits == 1:
+        if shared_lens_ptr is not None:
+            out, lse = _add_shared(
+                out, lse, partial_out_ptr, partial_lse_ptr, shared_row + head, heads, live_chunks,
+                head_live, DIM_V, BLOCK_DIM_V,
+            )  # fmt: skip
         _store_heads(
             out, lse, out_row_ptr, lse_row_ptr, sinks_ptr, stride_out_head, head, head_live,
             DIM_V, BLOCK_DIM_V,
@@ -276,6 +349,11 @@ def _decode_kernel(
             partial_out_ptr, partial_lse_ptr, first_row + merge_head, heads, live_splits,
             merge_row < GROUP, DIM_V, BLOCK_DIM_V, MERGE_ROWS, MERGE_SPLITS,
         )  # fmt: skip
+        if shared_lens_ptr is not None:
+            merged, merged_lse = _add_shared(
+                merged, merged_lse, partial_out_ptr, partial_lse_ptr, shared_row + merge_head,
+                heads, live_chunks, merge_row < GROUP, DIM_V, BLOCK_DIM_V,
+            )  # fmt: skip
         _store_heads(
             merged, merged_lse, out_row_ptr, lse_row_ptr, sinks_ptr, stride_out_head,
             merge_head, merge_row < GROUP, DIM_V, BLOCK_DIM_V,
@@ -302,10 +380,15 @@ def launch_paged_decode(
     *,
     splits: int,
     shares: int | None,
+    shared_lens: Tensor | None = None,
+    chunks: int = 0,
     config: SplitConfig | None = None,
 ) -> None:
-    """One program per KV head, split and request, or per KV head and slot; `config` overrides the
-    tile table."""
+    """One program per KV head, split and request, or per KV head and slot.
+
+    shared_lens: [reqs] int32 leading keys whose partial results, `chunks` for each request, lie in
+    the workspace behind those of the splits.  `config` overrides the tile table.
+    """
     q, cache, rows, weighing, out, lse = call
     require_runnable(
         "q of paged_decode", q, _decode_kernel, otherwise="choose the torch attention backend"
@@ -325,6 +408,7 @@ def launch_paged_decode(
         cache.v,
         rows.page_table,
         rows.kv_lens,
+        shared_lens,
         cache.k_scale,
         cache.v_scale,
         weighing.sinks,
@@ -344,6 +428,7 @@ def launch_paged_decode(
         num_reqs,
         splits,
         shares or 0,
+        chunks,
         WINDOW=weighing.window,
         SOFT_CAP=weighing.soft_cap,
         GROUP=group,
@@ -359,6 +444,7 @@ def launch_paged_decode(
         MERGE_ROWS=merge_rows,
         MERGE_SPLITS=splits_per_load(merge_rows, block_dim(v_head_dim), num_warps=config.num_warps),
         BLOCK_REQS=None if shares is None else next_power_of_2(num_reqs),
+        CHUNK_KEYS=CHUNK_KEYS,
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_decode_kernel),
         **overlap_options(q.device, _decode_kernel),
         num_warps=config.num_warps,

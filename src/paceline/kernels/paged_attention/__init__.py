@@ -4,6 +4,12 @@ from paceline.kernels.paged_attention.call import PagedCache, PagedCall, PagedRo
 from paceline.kernels.paged_attention.decode import paged_decode
 from paceline.kernels.paged_attention.extend import paged_extend
 from paceline.kernels.paged_attention.reference import paged_attention_reference
+from paceline.kernels.paged_attention.shared_prefix import (
+    SharedPrefixes,
+    find_shared,
+    shared_prefixes,
+    sharing_rule,
+)
 from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
     decode_splits,
@@ -14,11 +20,15 @@ __all__ = [
     "PagedCache",
     "PagedCall",
     "PagedRows",
+    "SharedPrefixes",
     "SplitWorkspace",
     "Weighing",
     "decode_splits",
+    "find_shared",
     "paged_attention_reference",
     "paged_decode",
     "paged_extend",
+    "shared_prefixes",
+    "sharing_rule",
     "split_workspace",
 ]

@@ -13,6 +13,11 @@ from paceline.kernels._check import require_triton
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.call import SCHEMA, PagedCall
 from paceline.kernels.paged_attention.checks import check_call, check_index
+from paceline.kernels.paged_attention.shared_prefix import (
+    SharedPrefixes,
+    SharingRule,
+    sharing_rule,
+)
 from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
     check_workspace,
@@ -20,15 +25,20 @@ from paceline.kernels.paged_attention.splits import (
     decode_slots,
     decode_splits,
     most_keys,
+    shared_chunks,
 )
 
 
-def paged_decode(call: PagedCall, workspace: SplitWorkspace) -> None:
+def paged_decode(
+    call: PagedCall, workspace: SplitWorkspace, shared: SharedPrefixes | None = None
+) -> None:
     """Attend one query per request, at position kv_len − 1.
 
     call: with q [reqs, heads, head_dim], and not of the prefix alone; of the rows page_table and
     kv_lens are read, as under any mask a single row sees itself.  Mutates out, lse and the
     workspace.  kv_len 0 gives out 0, lse −inf.
+    shared: what `find_shared` found for these rows: such prefixes are read once for several
+    requests.  Few requests, and windows, read for each all the same.
     Graph-safe: grids depend on padded sizes only; no host sync.  Raises KernelArgumentError.
     """
     q, cache, rows, weighing = call[:4]
@@ -49,13 +59,23 @@ def paged_decode(call: PagedCall, workspace: SplitWorkspace) -> None:
     partials = num_reqs * splits
     if shares is not None:
         partials = splits = decode_slots(num_reqs, shares)
+    rule = sharing_rule(num_heads // kv_heads, cache.k.shape[1])
+    chunks = 0
+    if shared is not None and shares is not None and weighing.window is None:
+        chunks = shared_chunks(num_reqs, num_heads, kv_heads, q.device)
+    partials += num_reqs * chunks
     check_workspace(workspace, partials, num_reqs, num_heads, cache.v.shape[3])
     if num_reqs == 0:
         return
+    found = None if shared is None or not chunks else shared
     _PAGED_DECODE(
         *call.flat(),
         splits,
         shares,
+        None if found is None else found.shared_lens,
+        None if found is None else found.places,
+        chunks,
+        *rule,
         workspace.partial_out,
         workspace.partial_lse,
         workspace.finished,
@@ -66,13 +86,30 @@ def _launch(*args: Any) -> None:
     require_triton("paged_decode", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.paged_decode import launch_paged_decode
 
-    call, (splits, shares, partial_out, partial_lse, finished) = PagedCall.taken(args)
-    workspace = SplitWorkspace(partial_out=partial_out, partial_lse=partial_lse, finished=finished)
-    launch_paged_decode(call, workspace, splits=splits, shares=shares)
+    call, (splits, shares, shared_lens, places, chunks, *rule, out, lse, finished) = (
+        PagedCall.taken(args)
+    )
+    workspace = SplitWorkspace(partial_out=out, partial_lse=lse, finished=finished)
+    if places is not None:
+        from paceline.kernels._triton.shared_prefix import launch_shared
+
+        launch_shared(
+            call,
+            workspace,
+            shared_lens,
+            places,
+            SharingRule(*rule),
+            first_partial=splits,
+            chunks=chunks,
+        )
+    launch_paged_decode(
+        call, workspace, splits=splits, shares=shares, shared_lens=shared_lens, chunks=chunks
+    )
 
 
 _PAGED_DECODE = define_op(
-    f"paged_decode({SCHEMA}, int splits, int? shares, Tensor(c!) partial_out, "
+    f"paged_decode({SCHEMA}, int splits, int? shares, Tensor? shared_lens, Tensor? places, "
+    "int chunks, int min_pages, int min_reqs, int tile_reqs, Tensor(c!) partial_out, "
     "Tensor(d!) partial_lse, Tensor(e!) finished) -> ()",
     cpu=_launch,
     cuda=_launch,

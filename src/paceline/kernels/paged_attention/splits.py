@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject
+from paceline.kernels.paged_attention.shared_prefix import sharing_rule
 from paceline.kernels.stand_in import multiprocessors
 
 _PROGRAMS_PER_SM = 2
@@ -18,6 +19,7 @@ _MAX_SPLITS = 64
 _MANY_SPLITS = 16  # so many hide the latency of memory with two programs to a multiprocessor
 _WORTHWHILE_SPLITS = 3  # fewer cost their merge
 _MOST_BY_LENGTH = 4  # splits for each request: where there are more, a program knows its first tile
+_MAX_CHUNKS = 8  # of a shared prefix
 _MIN_KEYS = 64  # of a split: fewer are not worth a merge
 FEW_ROWS = 64  # of a KV head, query tokens times heads of its group: tiles as small as a decode's
 _MOST_SPLIT_ROWS = 256  # an extend of more has work for every program without splits
@@ -75,6 +77,14 @@ def decode_slots(num_reqs: int, shares: int) -> int:
     A request has ceil(tiles / most) splits, with most >= 1.5 * all tiles / shares.
     """
     return num_reqs + 2 * shares // 3
+
+
+def shared_chunks(num_reqs: int, num_heads: int, num_kv_heads: int, device: torch.device) -> int:
+    """Among how many programs of each tile the keys of a shared prefix are dealt: as many as let
+    every multiprocessor hold two where all requests share one."""
+    tile_reqs = sharing_rule(num_heads // num_kv_heads, 1).tile_reqs
+    programs = -(-num_reqs // tile_reqs) * num_kv_heads
+    return max(1, min(_MAX_CHUNKS, _PROGRAMS_PER_SM * multiprocessors(device) // programs))
 
 
 def extend_splits(
@@ -143,11 +153,17 @@ def most_keys(page_table: Tensor, k_cache: Tensor, window: int | None) -> int:
 
 
 def split_workspace(
-    max_reqs: int, num_heads: int, num_kv_heads: int, *, v_head_dim: int, device: torch.device
+    max_reqs: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    v_head_dim: int,
+    device: torch.device,
+    shares_prefixes: bool = False,
 ) -> SplitWorkspace:
     """Buffers for any decode of up to `max_reqs` requests, and an extend of few rows.
 
-    Few requests have many splits and many have few.
+    Few requests have many splits and many have few.  shares_prefixes: of shared prefixes, too.
     """
     decode_rows = max(
         num_reqs * decode_splits(num_reqs, num_kv_heads, device=device)
@@ -155,6 +171,11 @@ def split_workspace(
     )
     num_sms = multiprocessors(device)
     slots = decode_slots(max_reqs, _shares_of_keys(max_reqs, num_kv_heads, num_sms))
+    if shares_prefixes:
+        slots += max(
+            num_reqs * shared_chunks(num_reqs, num_heads, num_kv_heads, device)
+            for num_reqs in range(1, max_reqs + 1)
+        )
     rows = max(decode_rows, slots, _extend_rows(num_heads, num_sms))
     counters = max(max_reqs, -(-num_sms // num_heads))
     shape = (rows, num_heads, v_head_dim)

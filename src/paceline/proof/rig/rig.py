@@ -260,6 +260,7 @@ class Rig:
             sampler=SamplerTier.GREEDY,
             logprobs=False,
             deltas=tuple(deltas),
+            shares_prefix=self._case.has_crowd,
         )
 
 

@@ -111,6 +111,11 @@ class Case:
         return kind
 
     @property
+    def has_crowd(self) -> bool:
+        """Whether its steps say that many requests share a prefix."""
+        return self.layout is PageLayout.SHARED_PREFIX and self.mode is ForwardMode.DECODE
+
+    @property
     def is_ragged(self) -> bool:
         """Whether requests bring each their own number of tokens."""
         return self.mode.facts.extend is ExtendShape.RAGGED

@@ -20,7 +20,7 @@ _QUICK_LAYOUTS = frozenset({PageLayout.CONTIGUOUS, PageLayout.REVERSED, PageLayo
 
 def decode_cases() -> tuple[Case, ...]:
     """DECODE, short."""
-    return (*_lengths(), *_layouts(), *_pages(), *_heads(), *_options())
+    return (*_lengths(), *_layouts(), *_crowds(), *_pages(), *_heads(), *_options())
 
 
 def _lengths() -> tuple[Case, ...]:
@@ -59,6 +59,38 @@ def _layouts() -> tuple[Case, ...]:
             is_quick=layout in _QUICK_LAYOUTS,
         )
         for layout in PageLayout
+    )
+
+
+def _crowds() -> tuple[Case, ...]:
+    """Prefixes that are read once for many requests: joined and left, cut short, by too few.
+
+    What all requests of a batch share is as long as its shortest prefix.
+    """
+    base = replace(
+        _BASE,
+        layout=PageLayout.SHARED_PREFIX,
+        num_heads=16,
+        num_kv_heads=8,
+        captured_reqs=16,
+        is_quick=False,
+    )
+    many = (530, 600, 513, 517, 700, 529, 544, 560, 640)
+    turns = (many, (*many, 2000, 1111, 575), many[:5], (*many, 100), (512,) * 8, (527,) * 8)
+    options = replace(base, sinks=True, soft_cap=20.0, layers=(Layer(),) * 2)
+    return (
+        with_prefixes(base, "crowd", turns, extend=1),
+        *full(
+            with_prefixes(replace(base, num_heads=24), "crowd-gqa3", turns[:4], extend=1),
+            with_prefixes(replace(base, page_size=1), "crowd-page1", turns[:2], extend=1),
+            with_prefixes(options, "crowd-sinks-soft-cap", turns[:2], extend=1),
+            with_prefixes(
+                replace(base, layers=(Layer(),) * 2, kv_dtype="float8_e4m3fn"),
+                "crowd-fp8-cache",
+                turns[:2],
+                extend=1,
+            ),
+        ),
     )
 
 
