@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.bench.interleaved import time_interleaved
@@ -26,18 +27,18 @@ from paceline.kernels.paged_attention import (
     PagedRows,
     SplitWorkspace,
     Weighing,
-    paged_attention_reference,
     paged_extend,
     split_workspace,
 )
 from paceline.plan.machine import local_device, versions
+from paceline.proof.rig.paged import errors, permuted_pages
 
 RANK, ROPE, PAGE = 512, 64, 64
 SCALE = (128 + ROPE) ** -0.5
 COPY_BYTES_S = 4.23e12  # measured copy bandwidth of an H200
 MATRIX_FLOPS = 790e12  # measured bfloat16 products of an H200
 COLD_BYTES = 150e6  # of all layers together
-ERROR_LIMIT = 2.0  # times the error of the definition in bfloat16, and one rounding
+ERROR_LIMIT = 2.0  # of the unit of `worst_error`
 CASES = tuple(
     (heads, batch, keys) for heads in (16, 128) for keys in (1024, 8192) for batch in (1, 16, 64)
 )
@@ -69,27 +70,21 @@ class Work:
 def make_work(heads: int, batch: int, keys: int, device: torch.device) -> Work:
     """Requests of `keys` keys and a few less each; what is behind them is NaN."""
     lens = [keys - 13 * request % 97 for request in range(batch)]
-    pages = [-(-length // PAGE) for length in lens]
-    num_pages = sum(pages) + 1
+    generator = torch.Generator().manual_seed(0)
+    table, num_pages = permuted_pages(lens, PAGE, generator, spare=0)
     row_bytes = 2 * (RANK + ROPE) * PAGE * num_pages
     layers = max(2, min(40, int(COLD_BYTES / row_bytes)))
-    order = 1 + torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0))
-    table = torch.zeros(batch, max(pages) + 1, dtype=torch.int32)
-    first = 0
-    for request, count in enumerate(pages):
-        table[request, :count] = order[first : first + count]
-        first += count
     torch.manual_seed(0)
     shape = (num_pages, PAGE, 1, RANK + ROPE)
     caches = [torch.randn(shape, device=device).bfloat16() for _ in range(layers)]
     for request, length in enumerate(lens):
         if length % PAGE:
             for cache in caches:
-                cache[table[request, pages[request] - 1].item(), length % PAGE :] = float("nan")
+                cache[table[request, length // PAGE].item(), length % PAGE :] = float("nan")
     return Work(
         q=torch.randn(batch, heads, RANK + ROPE, device=device).bfloat16(),
         caches=caches,
-        page_table=table.to(device),
+        page_table=F.pad(table, (0, 1)).to(device),
         kv_lens=torch.tensor(lens, dtype=torch.int32, device=device),
         workspace=split_workspace(batch, heads, 1, v_head_dim=RANK, device=device),
     )
@@ -140,22 +135,14 @@ CONTENDERS: dict[str, Callable[[Work], Run]] = {"triton": ours, "flashinfer": fl
 
 
 def worst_error(work: Work, out: Tensor) -> float:
-    """The largest error of a token of some requests, in units of twice bfloat16's own."""
+    """The largest error of some requests, in the unit of `proof.rig.paged.errors`."""
     some = work.rows._replace(
         page_table=work.page_table[:4],
         prefix_lens=work.rows.prefix_lens[:4],
         kv_lens=work.kv_lens[:4],
         cu_seqlens_q=work.rows.cu_seqlens_q[:5],
     )
-    exact, plain = (
-        paged_attention_reference(
-            work.q[:4], work.cache(0), some, Weighing(SCALE), compute_dtype=dtype
-        )[0].double()
-        for dtype in (torch.float64, torch.bfloat16)
-    )
-    own = (plain - exact).abs().amax(dim=(1, 2))
-    rounding = torch.finfo(torch.bfloat16).eps * exact.abs().amax(dim=(1, 2))
-    return ((out[:4].double() - exact).abs().amax(dim=(1, 2)) / (own + rounding)).max().item()
+    return float(errors(out[:4], work.q[:4], work.cache(0), some, Weighing(SCALE)).max())
 
 
 def measure(case: tuple[int, int, int], names: list[str], device: torch.device) -> dict[str, Any]:

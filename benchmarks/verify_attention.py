@@ -27,8 +27,9 @@ from paceline.bench.interleaved import Timing, time_interleaved
 from paceline.core.errors import PacelineError
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
-from paceline.kernels.paged_attention import PagedRows, Weighing, paged_attention_reference
+from paceline.kernels.paged_attention import PagedRows, Weighing
 from paceline.plan.machine import local_device, versions
+from paceline.proof.rig.paged import errors
 
 CONTEXT = 16384  # tokens that a page table has room for
 LAYERS = (4, 32)  # least and most that a graph holds
@@ -111,36 +112,24 @@ def ancestors(parents: tuple[int, ...]) -> Tensor:
 
 
 def worst_error(work: RoundWork, out: Tensor) -> float:
-    """The largest error of layer 0; the unit is a token's own: twice the error of plain torch in
-    the step's dtype, and one rounding.  Infinite for NaN.
+    """The largest error of layer 0, in the unit of `proof.rig.paged.errors`.
 
     out: [tokens, heads, head_dim].
     """
     reqs = min(CHECKED, len(work.kv_lens))
-    rows = reqs * work.shape.extend_len
+    tokens = reqs * work.shape.extend_len
     view, layer = work.view, work.layers[0]
-    exact, plain = (
-        paged_attention_reference(
-            work.q[:rows],
-            cache_of(layer),
-            PagedRows(
-                view.groups[0].page_table[:reqs],
-                view.prefix_lens[:reqs],
-                view.kv_lens[:reqs],
-                view.cu_seqlens_q[: reqs + 1],
-                view.max_extend_len,
-                None if view.tree_mask is None else view.tree_mask[:rows],
-                view.mask,
-            ),
-            Weighing(layer.spec.scale),
-            compute_dtype=dtype,
-        )[0].double()
-        for dtype in (torch.float64, work.q.dtype)
+    rows = PagedRows(
+        view.groups[0].page_table[:reqs],
+        view.prefix_lens[:reqs],
+        view.kv_lens[:reqs],
+        view.cu_seqlens_q[: reqs + 1],
+        view.max_extend_len,
+        None if view.tree_mask is None else view.tree_mask[:tokens],
+        view.mask,
     )
-    eps = torch.finfo(work.q.dtype).eps
-    limit = 2.0 * (plain - exact).abs().amax((1, 2)) + eps * exact.abs().amax((1, 2))
-    error = (out[:rows].double() - exact).abs().amax((1, 2)) / limit
-    return float(error.nan_to_num(float("inf")).max())
+    weighing = Weighing(layer.spec.scale)
+    return float(errors(out[:tokens], work.q[:tokens], cache_of(layer), rows, weighing).max())
 
 
 def measure(case: Case, names: list[str], device: torch.device) -> dict[str, Any]:

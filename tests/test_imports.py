@@ -245,7 +245,7 @@ def test_a_bench_needs_click_alone():
 
 @pytest.mark.parametrize("room", ["core", "engine", "text"])
 def test_rooms_of_the_host_import_no_torch(room):
-    names = [module_name(path) for path in sorted((PACKAGE / room).glob("*.py"))]
+    names = [module_name(path) for path in sorted((PACKAGE / room).rglob("*.py"))]
     code = f"""
         import sys
         from importlib import import_module

@@ -44,7 +44,7 @@ def _revert_fixes(ids: str) -> None:
     from pathlib import Path
 
     from paceline.core.errors import ConfigError
-    from paceline.core.reverts import revert
+    from paceline.core.reverts.hook import revert
 
     package = Path(__file__).parent
     try:

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from paceline.core.anchors import AnchorError, replaced, symbols_of
+from paceline.core.reverts.anchors import AnchorError, replaced, symbols_of
 
 SOURCE = '''\
 """A module."""

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.fixes import fix_ids, read_fix
-from paceline.core.reverts import revert
+from paceline.core.reverts.fixes import fix_ids, read_fix
+from paceline.core.reverts.hook import revert
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -212,7 +212,7 @@ def test_the_hook_imports_no_torch():
     code = """
         import sys, paceline
         assert "torch" not in sys.modules
-        assert "paceline.core.reverts" in sys.modules
+        assert "paceline.core.reverts.hook" in sys.modules
     """
     done = python(code, PACELINE_REVERT_FIX=fix_ids(SOURCE / "paceline" / "proof" / "fixes")[0])
     assert done.returncode == 0, done.stderr

@@ -21,6 +21,7 @@ from paceline.kernels.paged_attention import (
     paged_attention_reference,
 )
 from paceline.kernels.step_view import GroupView, StepView
+from paceline.proof.rig.paged import errors, permuted_pages
 
 SCALES = (0.25, 0.75)  # true value / stored, of K and V in fp8; products are exact in any dtype
 
@@ -239,11 +240,11 @@ def make_case(
     longest = max(batch.extend_lens)
     extends = batch.extend_lens + (longest,) * batch.padded_reqs
     extend_lens = torch.tensor(extends).int()
-    page_table, num_pages = _permuted_pages(live_lens, shape.page_size, generator)
+    page_table, num_pages = permuted_pages(live_lens, shape.page_size, generator, spare=3)
     k_cache, v_cache = _poisoned_caches(
         live_lens, page_table, num_pages, shape, generator, needles=needles
     )
-    page_table = F.pad(page_table, (0, 0, 0, batch.padded_reqs))
+    page_table = F.pad(page_table, (0, 1, 0, batch.padded_reqs))
     fused = torch.randn(batch.num_live, shape.num_heads + 2, shape.head_dim, generator=generator)
     fused = F.pad(fused, (0, 0, 0, 0, 0, sum(extends) - batch.num_live))
     sinks = torch.randn(shape.num_heads, generator=generator) * 2.0 + 1.0
@@ -316,18 +317,9 @@ def reference(
 
 
 def worst_error(case: PagedCase, actual: Tensor, *, prefix_only: bool = False) -> float:
-    """The largest error of any token in units of its limit: up to 1 is right.
-
-    The limit is twice plain torch's own error at the case's dtype plus one rounding, token by
-    token, so that a long row's small values are not measured with a short row's large ones.
-    """
-    expected, _ = reference(case, prefix_only=prefix_only)
-    plain, _ = reference(case, prefix_only=prefix_only, compute_dtype=case.shape.dtype)
-    plain_error = (plain.double() - expected).abs().amax(dim=(1, 2))
-    rounding = torch.finfo(case.shape.dtype).eps * expected.abs().amax(dim=(1, 2))
-    error = (actual.double() - expected).abs().amax(dim=(1, 2))
-    tiny = torch.finfo(torch.float32).tiny
-    return (error / (2.0 * plain_error + rounding + tiny)).max().item()
+    """The largest error of any token, in the unit of `proof.rig.paged.errors`."""
+    weighing = case.weighing._replace(prefix_only=prefix_only)
+    return float(errors(actual, case.q, case.cache, case.rows, weighing).max())
 
 
 def first_key_dropped(case: PagedCase, *, prefix_only: bool = False) -> Tensor:
@@ -335,21 +327,6 @@ def first_key_dropped(case: PagedCase, *, prefix_only: bool = False) -> Tensor:
     longest = int(case.kv_lens.max())
     width = min(case.shape.window or longest, longest)
     return reference(case, prefix_only=prefix_only, window=width - 1)[0]
-
-
-def _permuted_pages(
-    kv_lens: list[int], page_size: int, generator: torch.Generator
-) -> tuple[Tensor, int]:
-    """A page table over randomly permuted pages, and the number of pages in the pool."""
-    needed = [-(-length // page_size) for length in kv_lens]
-    num_pages = sum(needed) + 4
-    pool = (torch.randperm(num_pages - 1, generator=generator) + 1).to(torch.int32)
-    page_table = torch.zeros(len(kv_lens), max(needed) + 1, dtype=torch.int32)
-    taken = 0
-    for row, count in enumerate(needed):
-        page_table[row, :count] = pool[taken : taken + count]
-        taken += count
-    return page_table, num_pages
 
 
 def _poisoned_caches(

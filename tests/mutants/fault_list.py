@@ -10,7 +10,7 @@ from pathlib import Path
 from mutant_child import ROOT, Verdict
 
 # The package is imported by the children alone; this module of it imports nothing of ours.
-_ANCHORS = runpy.run_path(str(ROOT / "src" / "paceline" / "core" / "anchors.py"))
+_ANCHORS = runpy.run_path(str(ROOT / "src" / "paceline" / "core" / "reverts" / "anchors.py"))
 ROOMS = ("engine", "cache", "runner", "sampling", "speculation", "text", "server")
 
 

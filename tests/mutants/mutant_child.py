@@ -77,7 +77,7 @@ def collect(pipe: int, status: int) -> Verdict:
 def judge(sources: Mapping[str, str], killers: Killers) -> Verdict:
     """Run the killers until one fails, on modules with these sources."""
     try:
-        from paceline.core.reverts import RevertingFinder
+        from paceline.core.reverts.hook import RevertingFinder
 
         sys.meta_path.insert(0, RevertingFinder(sources))
         for cell in killers.cells:

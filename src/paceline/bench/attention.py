@@ -48,8 +48,6 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderResult:
-    """One contender, timed."""
-
     name: str
     us: float  # of one layer, the median
     spread: float  # (slowest - fastest) / median

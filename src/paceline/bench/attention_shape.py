@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 from paceline.attention.measurements import LayerShape, Phase
 from paceline.core.errors import ConfigError
-from paceline.core.flag import Flag
+from paceline.core.option_spec import Flag
 from paceline.core.options import DTYPES
 
 PEERS = ("auto", "flashinfer", "none")

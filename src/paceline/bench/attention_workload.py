@@ -17,8 +17,9 @@ from paceline.bench.attention_shape import AttentionShape
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
-from paceline.kernels.paged_attention import PagedRows, Weighing, paged_attention_reference
+from paceline.kernels.paged_attention import PagedRows, Weighing
 from paceline.kernels.step_view import GroupView, StepView
+from paceline.proof.rig.paged import errors, permuted_pages
 
 FREE_PAGES = 8  # poisoned, besides page 0
 LARGE = 4096.0  # a finite poison, of any dtype but fp8
@@ -76,10 +77,9 @@ class Workload:
         )
 
     def worst_error(self, out: Tensor, requests: Sequence[int]) -> float:
-        """The largest error of `requests`; infinite for NaN.
+        """The largest error of `requests`, in the unit of `proof.rig.paged.errors`.
 
-        The unit is a token's own: twice the error of plain torch in the step's dtype, and one
-        rounding.  out: [tokens, num_heads, head_dim], of layer 0.
+        out: [tokens, num_heads, head_dim], of layer 0.
         """
         worst = 0.0
         for request in requests:
@@ -89,22 +89,14 @@ class Workload:
         return worst
 
     def _error_of(self, out: Tensor, request: int, rows: range) -> float:
-        """The largest error among some rows of a request."""
-        exact = self._reference(request, rows, torch.float64)
-        plain = self._reference(request, rows, self.q.dtype).double()
-        limit = 2.0 * _largest(plain - exact) + torch.finfo(self.q.dtype).eps * _largest(exact)
-        first = request * self.shape.extend_len
-        mine = out[first + rows.start : first + rows.stop].double()
-        error = _largest(mine - exact) / limit
-        return float(error.nan_to_num(float("inf")).max())
-
-    def _reference(self, request: int, rows: range, compute_dtype: torch.dtype) -> Tensor:
-        """[rows, num_heads, head_dim]: the definition, of layer 0; rows before are its prefix."""
+        """The largest error among some rows of a request; rows before them are their prefix."""
         one, layer = slice(request, request + 1), self.layers[0]
         first = request * self.shape.extend_len
+        mine = slice(first + rows.start, first + rows.stop)
         prefix_lens = self.view.prefix_lens[one] + rows.start
-        out, _ = paged_attention_reference(
-            self.q[first + rows.start : first + rows.stop],
+        found = errors(
+            out[mine],
+            self.q[mine],
             cache_of(layer),
             PagedRows(
                 self.view.groups[0].page_table[one],
@@ -114,9 +106,8 @@ class Workload:
                 len(rows),
             ),
             Weighing(layer.spec.scale),
-            compute_dtype=compute_dtype,
         )
-        return out
+        return float(found.max())
 
 
 def make_workload(
@@ -133,7 +124,7 @@ def make_workload(
     finite: poison with large numbers, for a backend that loads_dead_slots.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    page_table, num_pages = _permuted_table(kv_lens, shape.page_size, generator)
+    page_table, num_pages = permuted_pages(kv_lens, shape.page_size, generator, spare=FREE_PAGES)
     slots = _slots(page_table, kv_lens, shape.page_size)
     pool = (num_pages, shape.page_size, shape.num_kv_heads, shape.head_dim)
     caches = tuple(_layer(shape, pool, slots, generator, finite=finite) for _ in range(layers))
@@ -159,22 +150,6 @@ def kv_dtype_of(shape: AttentionShape) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, shape.dtype)
         return dtype
     return torch.float8_e4m3fn
-
-
-def _permuted_table(
-    kv_lens: Sequence[int], page_size: int, generator: torch.Generator
-) -> tuple[Tensor, int]:
-    """([reqs, max_pages] int32, unused entries 0; pages of the pool)."""
-    counts = [-(-length // page_size) for length in kv_lens]
-    num_pages = 1 + sum(counts) + FREE_PAGES
-    device = generator.device
-    pages = 1 + torch.randperm(num_pages - 1, generator=generator, device=device)
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
-    taken = 0
-    for row, count in enumerate(counts):
-        table[row, :count] = pages[taken : taken + count]
-        taken += count
-    return table, num_pages
 
 
 def _slots(page_table: Tensor, kv_lens: Sequence[int], page_size: int) -> Tensor:
@@ -277,8 +252,3 @@ def _new_rows(cache: Tensor, slots: Tensor, scale: Tensor | None) -> Tensor:
         return cache[slots]
     # fp8 has no indexing everywhere; its bytes do
     return cache.view(torch.uint8)[slots].view(cache.dtype).float() * scale
-
-
-def _largest(values: Tensor) -> Tensor:
-    """[tokens]"""
-    return values.abs().amax(dim=(1, 2))

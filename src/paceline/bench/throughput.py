@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 
 from paceline.bench.throughput_report import Summary, Within, median_pass
 from paceline.bench.throughput_table import Check, ThroughputReport
-from paceline.bench.traffic import Traffic, plan_traffic
-from paceline.bench.traffic_pass import TrafficPass, run_pass
-from paceline.bench.traffic_shape import TrafficShape
+from paceline.bench.traffic.one_pass import TrafficPass, run_pass
+from paceline.bench.traffic.plan import Traffic, plan_traffic
+from paceline.bench.traffic.shape import TrafficShape
 from paceline.bench.turn_log import TurnLog
 from paceline.core.errors import IntegrityError
 from paceline.core.events import Event

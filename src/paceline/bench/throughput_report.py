@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-from paceline.bench.traffic_pass import TrafficPass
+from paceline.bench.traffic.one_pass import TrafficPass
 from paceline.bench.turn_log import StepFacts, StepKind, TimedTurn
 from paceline.core.step import RunKind
 

@@ -23,7 +23,7 @@ from paceline.bench.throughput_report import (
     Within,
     over_passes,
 )
-from paceline.bench.traffic import Traffic
+from paceline.bench.traffic.plan import Traffic
 from paceline.bench.turn_log import StepFacts
 from paceline.llm.prepare import Prepared
 

@@ -67,7 +67,6 @@ class LazyGroup(Verbs):
 
 
 def show_version(ctx: click.Context, parameter: click.Parameter, is_asked: bool) -> None:
-    """Print the version and leave."""
     if is_asked and not ctx.resilient_parsing:
         from paceline.plan.machine import installed
 

@@ -12,8 +12,8 @@ from paceline.bench.latency_shape import LatencyShape
 from paceline.bench.page import Report, page
 from paceline.bench.speculative_shape import FLAGS as SPECULATIVE_FLAGS
 from paceline.bench.speculative_shape import SpeculativeShape
-from paceline.bench.traffic_shape import FLAGS as TRAFFIC_FLAGS
-from paceline.bench.traffic_shape import TrafficShape
+from paceline.bench.traffic.shape import FLAGS as TRAFFIC_FLAGS
+from paceline.bench.traffic.shape import TrafficShape
 from paceline.cli.flags import (
     asked_arguments,
     data_flags,

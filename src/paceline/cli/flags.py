@@ -10,8 +10,7 @@ import click
 from paceline.cli.verb import GroupedOption
 from paceline.core.asked import SIZES
 from paceline.core.errors import ConfigError
-from paceline.core.flag import Flag
-from paceline.core.option_spec import OptionSpec, spec_of
+from paceline.core.option_spec import Flag, OptionSpec, spec_of
 from paceline.core.options import EngineOptions, engine_options, named
 from paceline.core.parallel import PARALLEL_FLAGS, Parallel
 

@@ -7,6 +7,7 @@ import click
 from paceline.cli.console import engine_factory
 from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_stderr
 from paceline.cli.verb import Verb
+from paceline.core.options import MAX_QUEUED
 
 
 @click.command(
@@ -56,7 +57,7 @@ From Python, with the openai package:
 @click.option(
     "--max-queued-requests",
     type=click.IntRange(min=0),
-    default=1024,
+    default=MAX_QUEUED,
     show_default=True,
     help="Completions that may wait beside those that run; more are answered with 503.",
 )

@@ -4,6 +4,15 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum
 
+HIDDEN_ACTS = {  # config.json's name of a gated activation -> the kernel's
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
 
 class RopeKind(Enum):
     """How rotary frequencies are scaled beyond the trained context."""
@@ -147,7 +156,7 @@ class ModelConfig:
     attention_bias: bool = False  # biases on q, k, v
     attention_out_bias: bool = False
     mlp_bias: bool = False
-    hidden_act: str
+    hidden_act: str  # a key of HIDDEN_ACTS
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: str  # as stored: "bfloat16", "float16", "float32"

@@ -1,4 +1,6 @@
-"""OptionSpec: how a field of EngineOptions appears to people, and what it accepts.  No torch."""
+"""How what can be asked appears to people, and what it accepts: OptionSpec of a field of
+EngineOptions, Flag of anything else a verb takes.  No torch.
+"""
 
 from dataclasses import Field, dataclass, field
 from typing import Any
@@ -24,6 +26,23 @@ class OptionSpec:
     high: float | None = None  # inclusive
     left_out: str = CHOSEN  # what None, where it is the default, means
     group: str  # its title in the help
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A flag that is no option of the engine, named after the field or argument it sets."""
+
+    name: str
+    help: str
+    kind: type = str  # bool: a switch
+    default: object = None
+    choices: tuple[str, ...] | None = None
+    metavar: str | None = None
+    is_repeated: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
 
 
 def option(default: Any, kind: type, help: str, *flags: str, **facts: Any) -> Any:

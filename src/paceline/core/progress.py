@@ -34,7 +34,6 @@ class Progress:
         return self
 
     def advance(self, count: int = 1) -> None:
-        """Count `count` more."""
         if self._bar is not None:
             self._bar.update(count)
 

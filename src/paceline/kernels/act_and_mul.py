@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.core import activations
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model_config import HIDDEN_ACTS
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import Run, define_op
 
-ACTIVATIONS = tuple(sorted(set(activations.ACTIVATIONS.values())))
+ACTIVATIONS = tuple(sorted(set(HIDDEN_ACTS.values())))
 
 
 def check_activation(name: str, kind: str) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from paceline.core.activations import ACTIVATIONS
+from paceline.core.model_config import HIDDEN_ACTS
 from paceline.core.parallel import Parallel
 from paceline.layers.linear import GateUpLinear, Linear
 from paceline.layers.parameter import Placement
@@ -25,7 +25,7 @@ class GatedMLP(nn.Module):
         self.gate_up = GateUpLinear(
             hidden_size,
             intermediate_size,
-            activation=ACTIVATIONS[activation],
+            activation=HIDDEN_ACTS[activation],
             bias=bias,
             parallel=parallel,
             placement=placement,

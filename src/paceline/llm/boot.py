@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from paceline.attention.registry import load_backend
 from paceline.cache.manager import CacheManager
 from paceline.core.events import Event, Notify
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import known
+from paceline.core.parallel import Parallel
 from paceline.engine.acceptance import read_band
 from paceline.engine.engine import Engine
 from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
@@ -20,18 +22,20 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.llm.draft_self_test import check_drafter
 from paceline.llm.prepare import Prepared
-from paceline.llm.weights import StoredWeights
+from paceline.models.causal_lm import CausalLM
 from paceline.models.kv_scales import kv_format
+from paceline.models.loader import load_model
 from paceline.models.size import weight_bytes
 from paceline.plan.assemble import assemble, decide, join_tokens
 from paceline.plan.budget_table import compare
 from paceline.plan.fit import Fit
 from paceline.plan.speculation import shape_of
-from paceline.runner.build import wire_runner
+from paceline.runner.build import RunnerConfig, wire_runner
 from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import Stream, make_stream
+from paceline.speculate.drafter import Drafter, Loading
 from paceline.text.tokenizer import Tokenizer
 
 _LOG = logging.getLogger("paceline")
@@ -65,6 +69,35 @@ class Knobs:
     admission_margin: int | None = None  # tokens; None takes the scheduler's default
     num_pages: tuple[int, ...] | None = None  # [num_groups]; None takes the budget's
     around_turn: Callable[[TurnFunction], TurnFunction] | None = None  # TurnLog's, say
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Modules whose weights are read from where the model and its drafter were found; see
+    `plan.assemble.Weights`.  Every method raises WeightsError, naming the tensors or the file
+    at fault.
+    """
+
+    prepared: Prepared
+
+    def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
+        return load_model(
+            self.prepared.source, config, max_positions=max_positions, **self._loading
+        )
+
+    def draft(self, drafter: Drafter, target: CausalLM, limits: RunnerConfig) -> nn.Module | None:
+        return drafter.load(target, limits, self._loading)
+
+    @property
+    def _loading(self) -> Loading:
+        prepared = self.prepared
+        return Loading(
+            parallel=Parallel(),
+            device=prepared.torch_device,
+            dtype=prepared.dtype,
+            load_format=prepared.options.load_format,
+            seed=prepared.options.seed,
+        )
 
 
 def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:

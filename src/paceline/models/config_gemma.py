@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from paceline.core.activations import ACTIVATIONS
-from paceline.core.model_config import NormKind
+from paceline.core.model_config import HIDDEN_ACTS, NormKind
 from paceline.models.config_prenorm import attention_biases
 from paceline.models.fields import Fields
 
@@ -39,6 +38,6 @@ def read_sandwich(fields: Fields) -> dict[str, Any]:
         "attention_scale": fields.number("query_pre_attn_scalar") ** -0.5,
         **attention_biases(fields),
         "norm": NormKind.UNIT_OFFSET,
-        "hidden_act": fields.choice("hidden_activation", tuple(ACTIVATIONS)),
+        "hidden_act": fields.choice("hidden_activation", tuple(HIDDEN_ACTS)),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", True),
     }

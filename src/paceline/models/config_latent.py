@@ -3,8 +3,8 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.activations import ACTIVATIONS
 from paceline.core.model_config import (
+    HIDDEN_ACTS,
     ExpertChoice,
     LatentConfig,
     MoEConfig,
@@ -76,7 +76,7 @@ def read_latent(fields: Fields) -> dict[str, Any]:
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
         "rope": rope,
         "attention_scale": _scale(latent, rope),
-        "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+        "hidden_act": fields.choice("hidden_act", tuple(HIDDEN_ACTS), "silu"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "mlp_bias": fields.flag("mlp_bias", False),
         **attention_biases(fields),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paceline.core.activations import ACTIVATIONS
+from paceline.core.model_config import HIDDEN_ACTS
 from paceline.models.config_rope import context_limit, read_phi3_rope, read_rope
 from paceline.models.config_windows import read_windows
 from paceline.models.fields import Fields
@@ -46,6 +46,6 @@ def read_prenorm(fields: Fields, *, partial_rope: bool = False) -> dict[str, Any
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
         "rope": rope,
         "attention_scale": dim**-0.5,
-        "hidden_act": fields.choice("hidden_act", tuple(ACTIVATIONS), "silu"),
+        "hidden_act": fields.choice("hidden_act", tuple(HIDDEN_ACTS), "silu"),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
     }

@@ -31,7 +31,6 @@ class PickledCheckpoint:
         return list(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """A tensor's shape."""
         return tuple(self._tensors[name].shape)
 
     def dtype(self, name: str) -> str:

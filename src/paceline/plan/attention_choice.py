@@ -22,8 +22,6 @@ from paceline.plan.speculation import Speculation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseChoice:
-    """The attention backend of one phase."""
-
     phase: Phase
     backend: str | None  # None: nothing can run
     why: str  # this one

@@ -111,7 +111,6 @@ class Balance:
 
 
 def balance_of(options: EngineOptions, demands: Demands) -> Balance:
-    """The balance of resolved `options`."""
     speculation = demands.speculation
     return Balance(
         options=options,

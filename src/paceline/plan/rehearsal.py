@@ -151,8 +151,6 @@ def rehearse(decided: Decided, backend: AttentionBackend, facts: DeviceFacts) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedStep:
-    """A step to rehearse."""
-
     size: PaddedSize
     sampler: SamplerTier
     logprobs: bool

@@ -13,7 +13,7 @@ from paceline.core.events import Event
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.options import OFF, SAMPLE_AND_MATCH, EngineOptions
 from paceline.models.locate import ModelSource
-from paceline.plan.draft_checks import refuse_acceptance, refuse_strays, refuse_topk
+from paceline.plan.contradictions import refuse_acceptance, refuse_strays, refuse_topk
 from paceline.plan.draft_choice import choose_drafter, choose_shape
 from paceline.speculate.drafter import Chosen, Drafter
 

@@ -15,8 +15,6 @@ from paceline.plan.machine import local_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A model and a device."""
-
     source: ModelSource
     config: ModelConfig
     device: DeviceFacts

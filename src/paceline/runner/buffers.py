@@ -69,8 +69,6 @@ _VIEWED = tuple(
 
 @dataclass(frozen=True, slots=True)
 class PaddedSize:
-    """The padded shape of a step."""
-
     reqs: int
     tokens: int
     max_extend_len: int  # no row extends further; exact where all rows extend alike

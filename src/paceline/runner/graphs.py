@@ -153,7 +153,6 @@ class RecordedGraphFactory:
         return RecordedGraph(poison=self._poison, arena=self._arena)
 
     def bytes_held(self) -> int:
-        """Bytes of the arena."""
         return self._arena.nbytes
 
 
@@ -215,7 +214,6 @@ class GraphStore:
         return (self._reserve_factor or 0) * sum(size for _, size in self._largest.values())
 
     def find(self, key: GraphKey) -> Graph | None:
-        """The captured graph of a key."""
         return self._graphs.get(key)
 
     def wants(self, key: GraphKey) -> bool:

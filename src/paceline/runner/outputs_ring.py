@@ -89,7 +89,6 @@ class OutputsRing:
         ]
 
     def slot(self, epoch: int) -> OutputsSlot:
-        """The slot of `epoch`."""
         return self._slots[epoch % len(self._slots)]
 
 

@@ -99,7 +99,6 @@ class DraftPasses:
             self._cache.host_plan(drafted, pass_id)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
         return self._buffers.named_tensors("draft")
 
     def _advance(self, pass_id: int) -> int:

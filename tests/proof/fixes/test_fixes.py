@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.reverts import reverted_sources
+from paceline.core.reverts.hook import reverted_sources
 from paceline.proof.fixes.registry import all_fixes, show, to_json
 from paceline.proof.suite.cases import cases
 

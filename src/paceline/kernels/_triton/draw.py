@@ -1,7 +1,8 @@
 """Triton kernels of draw, last part; see kernels/draw.py for the definition.
 
 draw_blocks   all rows: edits, and the best of each block
-draw_cuts     rows that filter: what passes top-k and top-p
+draw_members  rows that filter: what may be where top-k and top-p cut
+draw_cuts     these rows: the cut
 scores        rows that draw: the best score of each block, nearly
 tokens        all rows: the best token; of rows that draw, of the blocks that may hold it
 """
@@ -22,7 +23,8 @@ from paceline.kernels._triton.draw_blocks import (
     over_blocks,
     row_sizes,
 )
-from paceline.kernels._triton.draw_cuts import launch_cuts, weigh
+from paceline.kernels._triton.draw_cuts import launch_cuts
+from paceline.kernels._triton.draw_members import weigh
 from paceline.kernels._triton.gumbel import NEAR, gumbel_at, near_gumbel_at
 from paceline.kernels._triton.launch import (
     launch,

@@ -7,15 +7,15 @@ It reads the files in docs/results that `paceline check --full --json` wrote, an
 swa; backends triton, flashinfer, fa3 and fa4), and the areas that those tests leave out.
 """
 
-import argparse
 import csv
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import click
 
 from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.check.html import cell_id
@@ -104,19 +104,17 @@ def statuses(row: FieldRow, cells: Cells, column: str) -> Counter[str]:
     return Counter(cells[cell]["status"] if cell in cells else ABSENT for cell in ids)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m paceline.proof.check.docs_matrix",
-        description="Write docs/matrix.md from docs/results.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="The folder docs.")
-    docs: Path = parser.parse_args(argv).docs
-    if not docs.is_dir():
-        parser.error(f"--docs must be a folder, got {str(docs)!r}; run this where docs/ is")
+@click.command()
+@click.option(
+    "--docs",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path("docs"),
+    show_default=True,
+    help="The folder docs.",
+)
+def main(docs: Path) -> None:
+    """Write docs/matrix.md from docs/results."""
     (docs / "matrix.md").write_text(matrix_page(docs), encoding="utf-8")
-    return 0
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -249,4 +247,4 @@ def _plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(prog_name="python -m paceline.proof.check.docs_matrix")

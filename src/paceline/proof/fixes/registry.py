@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.core.fixes import Fix, fix_ids, read_fix
+from paceline.core.reverts.fixes import Fix, fix_ids, read_fix
 
 FOLDER = Path(__file__).parent
 

@@ -18,7 +18,6 @@ _ENDS = {
 
 
 def document(proof: Proof) -> dict[str, object]:
-    """The JSON document."""
     return {
         "model": proof.model,
         "device": proof.device,

@@ -19,7 +19,6 @@ _QUICK_LAYOUTS = frozenset({PageLayout.CONTIGUOUS, PageLayout.REVERSED, PageLayo
 
 
 def decode_cases() -> tuple[Case, ...]:
-    """DECODE, short."""
     return (*_lengths(), *_layouts(), *_crowds(), *_pages(), *_heads(), *_options())
 
 

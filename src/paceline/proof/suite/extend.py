@@ -12,7 +12,6 @@ _QUICK_LAYOUTS = frozenset({PageLayout.INTERLEAVED, PageLayout.SHARED_PREFIX})
 
 
 def extend_cases() -> tuple[Case, ...]:
-    """EXTEND, short."""
     return (*_lengths(), *_layouts(), *_pages(), *_heads(), *_options())
 
 

@@ -25,7 +25,6 @@ _QUICK_TREES = frozenset({"topk2", "topk4", "unbalanced", "deep", "irregular"})
 
 
 def verify_cases() -> tuple[Case, ...]:
-    """TARGET_VERIFY, short."""
     return (*_verify_chains(), *_verify_trees(), *_verify_options())
 
 

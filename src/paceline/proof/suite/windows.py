@@ -14,7 +14,6 @@ _EDGES = (2, 16, 31)
 
 
 def window_cases() -> tuple[Case, ...]:
-    """Windows, short."""
     return (*_extend(), *_mixed(), *_decode(), *_verify(), *_drafts(), *_draft_extends())
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from paceline.bench.traffic_shape import (
+from paceline.bench.traffic.shape import (
     USUAL_INPUT,
     USUAL_OUTPUT,
     Lengths,

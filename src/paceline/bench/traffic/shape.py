@@ -9,7 +9,7 @@ from statistics import NormalDist
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.flag import Flag
+from paceline.core.option_spec import Flag
 from paceline.core.sampling_params import SamplingParams
 
 SIGMA = 1.0  # of the logarithm of a length

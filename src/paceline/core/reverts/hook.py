@@ -12,9 +12,9 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from paceline.core.anchors import AnchorError, replaced
 from paceline.core.errors import ConfigError
-from paceline.core.fixes import Edit, Fix, read_fix
+from paceline.core.reverts.anchors import AnchorError, replaced
+from paceline.core.reverts.fixes import Edit, Fix, read_fix
 
 VARIABLE = "PACELINE_REVERT_FIX"
 

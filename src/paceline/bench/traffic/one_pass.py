@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.bench.traffic import Arrival
+from paceline.bench.traffic.plan import Arrival
 from paceline.bench.turn_log import TimedTurn, TurnLog
 from paceline.core.errors import IntegrityError
 from paceline.core.progress import Progress

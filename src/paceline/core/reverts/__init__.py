@@ -1,0 +1,1 @@
+"""Reverts: past bugs as data, the places their edits belong, and the hook that brings them back."""

@@ -1,0 +1,358 @@
+"""The Triton kernel of paged_extend; see kernels/paged_attention/extend.py.
+
+Worked example, GROUP 4, BLOCK_ROWS 16, BLOCK_KEYS 8, prefix 10, extend 5, no window: rows are
+(query, head) pairs, so tile 0 holds queries 0..3 at positions 10..13 and tile 1 query 4 at 14.
+Tile 0 sees keys [0, 14): [0, 8) lies before position 11 for every row and takes no mask, [8, 14)
+is masked row by row.
+
+In a ragged step only tiles that may hold rows get a program, in slots; and of many requests
+those of 16 rows or less, decodes in company of prompts, have small tiles, in a launch of their own:
+
+    BLOCK_ROWS 4, GROUP 1, cu_seqlens_q [0, 6, 7, 12]
+    request   0 0 0 1 2 2 2      first slot of r: cu_seqlens_q[r] * GROUP // BLOCK_ROWS + r, so the
+    tile      0 1 - 0 0 1 -      slots of a request are enough for its tiles, and at most one more
+
+Where V lies in K, a tile of keys is loaded once: its first DIM_K columns are scored and weighed,
+the DIM_REST behind them scored alone, a tile of their own: 576 columns would be one of 1,024.
+"""
+
+import triton
+import triton.language as tl
+
+from paceline.kernels._triton.launch import let_next_start, wait_for_inputs
+from paceline.kernels._triton.primitives import (
+    apply_sinks,
+    dot,
+    load_rows,
+    lookup_pages,
+    narrow_query,
+    scores_log2,
+    softmax_finish,
+    softmax_step,
+)
+from paceline.kernels._triton.split_merge import finishes_last, merge_splits, store_partial
+from paceline.kernels._triton.visible_keys import tree_bits_of, tree_depths, visible_keys
+
+
+@triton.jit
+def _attend_keys(
+    start,  # first key of the tile
+    page,  # [keys] int32 page ids of the tile
+    end,  # keys from here on are dead
+    query_position,  # [rows] int32
+    token,  # [rows] int64
+    row_live,  # [rows] bool
+    tree_bits,  # [rows] int64
+    q,  # [rows, BLOCK_DIM_K]
+    q_rest,  # [rows, BLOCK_REST] or None
+    k_head_ptr,  # [pages, page_size, head_dim] one KV head
+    v_head_ptr,  # [pages, page_size, v_head_dim] one KV head
+    tree_mask_ptr,  # [tokens, max_extend_len] bool or None
+    stride_k_page,
+    stride_k_slot,
+    stride_v_page,
+    stride_v_slot,
+    stride_tree_token,
+    token_begin,
+    prefix_len,
+    extend_len,
+    running_max,  # [rows] float32
+    running_sum,  # [rows] float32
+    acc,  # [rows, BLOCK_DIM_V] float32
+    scale,
+    MASK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NODES: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DIM_K: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_DIM_K: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+    DIM_REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    V_IN_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    WIDEN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One tile of keys; without MASKED every row sees every key of it."""
+    keys = start + tl.arange(0, BLOCK_KEYS)
+    live = keys < end
+    slot = keys % PAGE_SIZE
+    k_offsets = page.to(tl.int64) * stride_k_page + slot * stride_k_slot
+    if SAME_STRIDES:
+        v_offsets = k_offsets
+    else:
+        v_offsets = page.to(tl.int64) * stride_v_page + slot * stride_v_slot
+    k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, MASKED).to(q.dtype)
+    products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
+    if DIM_REST > 0:
+        rest = load_rows(k_head_ptr + DIM_K, k_offsets, live, DIM_REST, BLOCK_REST, MASKED)
+        products = dot(q_rest, tl.trans(rest.to(q.dtype)), products, WIDEN)
+    scores = scores_log2(products, scale, SOFT_CAP)
+    if MASKED:
+        visible = visible_keys(
+            keys, live, query_position, token, row_live, tree_bits, tree_mask_ptr,
+            stride_tree_token, token_begin, prefix_len, extend_len, MASK, WINDOW, NODES,
+        )  # fmt: skip
+        scores = tl.where(visible, scores, float("-inf"))
+    if V_IN_K:
+        v = k
+    else:
+        v = load_rows(v_head_ptr, v_offsets, live, DIM_V, BLOCK_DIM_V, MASKED).to(q.dtype)
+    return softmax_step(scores, v, running_max, running_sum, acc, WIDEN)
+
+
+@triton.jit
+def _store_rows(
+    out,  # [rows, BLOCK_DIM_V] float32
+    lse,  # [rows] float32, log2 units
+    out_ptr,  # [tokens, heads, v_head_dim]
+    lse_ptr,  # [tokens, heads] float32
+    sinks_ptr,  # [heads] float32 or None
+    stride_out_token,
+    stride_out_head,
+    heads,
+    token,  # [rows] int64
+    head,  # [rows] int64
+    row_live,  # [rows] bool
+    DIM_V: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+):
+    """The result of some rows, in natural units."""
+    if sinks_ptr is not None:
+        out = apply_sinks(out, lse, sinks_ptr, head, row_live)
+    cols = tl.arange(0, BLOCK_DIM_V)
+    tl.store(
+        out_ptr + (token * stride_out_token + head * stride_out_head)[:, None] + cols[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=row_live[:, None] & (cols < DIM_V)[None, :],
+    )
+    tl.store(lse_ptr + token * heads + head, lse * 0.6931471805599453, mask=row_live)
+
+
+@triton.jit
+def _request_of(
+    slot,
+    cu_seqlens_q_ptr,  # [reqs + 1] int32
+    num_reqs,
+    GROUP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """The last request whose first slot is not behind `slot`."""
+    before = 0
+    for start in range(0, num_reqs, AT_ONCE):
+        reqs = start + tl.arange(0, AT_ONCE)
+        is_req = reqs < num_reqs
+        begins = tl.load(cu_seqlens_q_ptr + reqs, mask=is_req, other=0)
+        is_before = is_req & (begins * GROUP // BLOCK_ROWS + reqs <= slot)
+        before += tl.sum(is_before.to(tl.int32), axis=0)
+    return before - 1
+
+
+@triton.jit(do_not_specialize=["splits", "num_reqs", "above", "most"])
+def paged_extend_kernel(
+    q_ptr,  # [tokens, heads, head_dim]
+    k_cache_ptr,  # [num_pages, page_size, kv_heads, head_dim]
+    v_cache_ptr,  # [num_pages, page_size, kv_heads, v_head_dim]
+    page_table_ptr,  # [reqs, max_pages] int32
+    prefix_lens_ptr,  # [reqs] int32
+    kv_lens_ptr,  # [reqs] int32
+    cu_seqlens_q_ptr,  # [reqs + 1] int32
+    tree_mask_ptr,  # [tokens, max_extend_len] bool or None
+    k_scale_ptr,  # [1] float32 or None
+    v_scale_ptr,  # [1] float32 or None
+    sinks_ptr,  # [heads] float32 or None
+    out_ptr,  # [tokens, heads, v_head_dim]
+    lse_ptr,  # [tokens, heads] float32
+    partial_out_ptr,  # [tokens * splits, heads, v_head_dim] float32 or None
+    partial_lse_ptr,  # [tokens * splits, heads] float32, log2 units, or None
+    finished_ptr,  # [reqs, kv_heads, tiles] int32, 0 between launches, or None
+    stride_q_token,
+    stride_q_head,
+    stride_k_page,
+    stride_k_slot,
+    stride_k_head,
+    stride_v_page,
+    stride_v_slot,
+    stride_v_head,
+    stride_page_table_req,
+    max_pages,
+    stride_tree_token,
+    stride_out_token,
+    stride_out_head,
+    heads,
+    scale,
+    splits,
+    num_reqs,
+    above,  # requests of so many rows or less are another launch's
+    most,  # and those of more
+    MASK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NODES: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    PREFIX_ONLY: tl.constexpr,
+    IN_SLOTS: tl.constexpr,  # the first axis counts slots, the second KV heads
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    DIM_K: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_DIM_K: tl.constexpr,
+    BLOCK_DIM_V: tl.constexpr,
+    DIM_REST: tl.constexpr,  # columns of K behind DIM_K; 0 unless V lies in K
+    BLOCK_REST: tl.constexpr,
+    V_IN_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
+    ONE_LOOP: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    MERGES: tl.constexpr,  # the last split merges all; else a launch of its own does
+    MIN_TILES: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    wait_for_inputs(OVERLAPPED)
+    # The last tile has the most keys under a causal mask: it starts first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_heads = heads // GROUP
+    kv_head = (tl.program_id(1) % kv_heads).to(tl.int64)
+    if IN_SLOTS:
+        req = _request_of(tile, cu_seqlens_q_ptr, num_reqs, GROUP, BLOCK_ROWS, 128).to(tl.int64)
+    else:
+        req = (tl.program_id(1) // kv_heads).to(tl.int64)
+    split = tl.program_id(2)  # slowest: the splits that leave at once start last
+
+    token_begin = tl.load(cu_seqlens_q_ptr + req)
+    if IN_SLOTS:
+        tile -= token_begin * GROUP // BLOCK_ROWS + req.to(tl.int32)
+    extend_len = tl.load(cu_seqlens_q_ptr + req + 1) - token_begin
+    prefix_len = tl.load(prefix_lens_ptr + req)
+    end = prefix_len
+    if not PREFIX_ONLY:
+        end = tl.load(kv_lens_ptr + req)
+
+    num_rows = extend_len * GROUP
+    row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_live = row < num_rows
+    query_position = prefix_len + row // GROUP
+    token = (token_begin + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    tree_bits = token
+    first_position = prefix_len + tile * BLOCK_ROWS // GROUP
+    if MASK == "tree":
+        first_position = prefix_len
+        if NODES is not None:
+            tree_bits = tree_bits_of(
+                tree_mask_ptr, token, row_live, extend_len, stride_tree_token, NODES
+            )
+        if WINDOW is not None:
+            query_position = prefix_len + tree_depths(
+                tree_mask_ptr, token, row_live, extend_len, stride_tree_token
+            )
+    begin = 0
+    if WINDOW is not None:
+        begin = tl.maximum(first_position - WINDOW + 1, 0)
+    # Tiles are dealt to the splits in turn, as in a decode; a single one masks only its last tiles.
+    first = begin + split * BLOCK_KEYS
+    page_row_ptr = page_table_ptr + req * stride_page_table_req
+    columns = tl.arange(0, BLOCK_KEYS)
+    page = lookup_pages(page_row_ptr, first + columns, max_pages, PAGE_SIZE)
+    cols_k = tl.arange(0, BLOCK_DIM_K)
+    q_rows = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None]
+    q = tl.load(
+        q_rows + cols_k[None, :], mask=row_live[:, None] & (cols_k < DIM_K)[None, :], other=0.0
+    )
+    q_rest = None
+    if DIM_REST > 0:
+        cols_rest = tl.arange(0, BLOCK_REST)
+        is_rest = row_live[:, None] & (cols_rest < DIM_REST)[None, :]
+        q_rest = tl.load(q_rows + (DIM_K + cols_rest)[None, :], mask=is_rest, other=0.0)
+    # Without a window nothing above but q waits for a length: the loads are in flight together.
+    if (tile * BLOCK_ROWS >= num_rows) | (num_rows <= above) | (num_rows > most):
+        return
+
+    # Keys [begin, full_end) are seen by every row, [full_end, end) are masked row by row.
+    full_end = end
+    if MASK == "causal":
+        last_row = tl.minimum(tile * BLOCK_ROWS + BLOCK_ROWS, num_rows) - 1
+        end = tl.minimum(end, prefix_len + last_row // GROUP + 1)
+        full_end = tl.minimum(end, first_position + 1)
+    elif MASK == "tree":
+        full_end = tl.minimum(end, prefix_len)
+    full_end = full_end // BLOCK_KEYS * BLOCK_KEYS
+
+    live_splits = 1
+    if IS_SPLIT:
+        tiles = tl.cdiv(end - begin, BLOCK_KEYS)
+        live_splits = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
+        if split >= live_splits:
+            if not MERGES:
+                nothing = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+                dead_row = (token * splits + split) * heads + head
+                tl.store(partial_lse_ptr + dead_row, nothing, mask=row_live)
+            return
+    step = live_splits * BLOCK_KEYS
+
+    if k_scale_ptr is not None:
+        q, scale = narrow_query(q, scale * tl.load(k_scale_ptr))
+    k_head_ptr = k_cache_ptr + kv_head * stride_k_head
+    v_head_ptr = v_cache_ptr + kv_head * stride_v_head
+    running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
+    if not ONE_LOOP:
+        for start in range(first, full_end, step):
+            next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
+            running_max, running_sum, acc = _attend_keys(
+                start, page, end, query_position, token, row_live, tree_bits, q, q_rest,
+                k_head_ptr, v_head_ptr, tree_mask_ptr,
+                stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
+                token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
+                MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
+                DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
+                MASKED=False,
+            )  # fmt: skip
+            page = next_page
+        first = full_end
+    for start in range(first, end, step):
+        next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
+        running_max, running_sum, acc = _attend_keys(
+            start, page, end, query_position, token, row_live, tree_bits, q, q_rest,
+            k_head_ptr, v_head_ptr, tree_mask_ptr,
+            stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
+            token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
+            MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
+            DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
+            MASKED=True,
+        )  # fmt: skip
+        page = next_page
+
+    let_next_start(OVERLAPPED)
+    out, lse = softmax_finish(running_max, running_sum, acc)
+    if v_scale_ptr is not None:
+        out *= tl.load(v_scale_ptr)
+    if IS_SPLIT:
+        first_row = token * splits * heads + head
+        store_partial(
+            out, lse, partial_out_ptr, partial_lse_ptr, first_row + split * heads, row_live,
+            DIM_V, BLOCK_DIM_V,
+        )  # fmt: skip
+        if not MERGES:
+            return
+        count_ptr = finished_ptr + tl.program_id(1) * tl.num_programs(0) + tile
+        if not finishes_last(count_ptr, live_splits):
+            return
+        out, lse = merge_splits(
+            partial_out_ptr, partial_lse_ptr, first_row, heads, live_splits, row_live,
+            DIM_V, BLOCK_DIM_V, BLOCK_ROWS, MERGE_SPLITS,
+        )  # fmt: skip
+    _store_rows(
+        out, lse, out_ptr, lse_ptr, sinks_ptr, stride_out_token, stride_out_head, heads,
+        token, head, row_live, DIM_V, BLOCK_DIM_V,
+    )  # fmt: skip
