@@ -31,6 +31,7 @@ HEAD = TARGET | {
     "num_hidden_layers": 1,
     "draft_vocab_size": 20,
 }
+SHALLOW = 8  # layers: gemma-3 has a full one behind 5 windowed, a head reads 3 of them
 WORDS = {chr(ord("a") + i): i for i in range(26)}
 H200 = gpu_by_name("h200")
 CPU = replace(
@@ -52,6 +53,11 @@ def folder(path: Path, config: dict[str, object], words: dict[str, int] | None =
     if words is not None:
         Tokenizer(models.WordLevel(words, unk_token="a")).save(str(path / "tokenizer.json"))
     return str(path)
+
+
+def shallow(path: Path, model: str) -> str:
+    """A folder with `model` of few layers: every kind that it has, and each is rehearsed alike."""
+    return folder(path, {**locate(model).config, "num_hidden_layers": SHALLOW})
 
 
 def drafted(model: str, **asked: object) -> Speculation | None:
