@@ -17,6 +17,8 @@ import pytest
 import paceline  # noqa: F401  it says how long threads spin, before torch is imported
 from patched_once import patch_once
 
+gc.disable()  # until all tests are there: what their imports and their collection make stays
+
 
 @pytest.fixture(autouse=True)
 def threads_as_before() -> Iterator[None]:
@@ -72,6 +74,7 @@ def pytest_collection_finish() -> None:
     each time, which takes longer than most tests."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

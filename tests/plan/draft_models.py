@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models
 
-from paceline.core.gpus import GIB, gpu_by_name
+from paceline.core.gpus import GIB, DeviceFacts, gpu_by_name
+from paceline.core.model_config import ModelConfig
 from paceline.core.options import engine_options
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
@@ -30,6 +31,7 @@ HEAD = TARGET | {
     "num_hidden_layers": 1,
     "draft_vocab_size": 20,
 }
+SHALLOW = 8  # layers: gemma-3 has a full one behind 5 windowed, a head reads 3 of them
 WORDS = {chr(ord("a") + i): i for i in range(26)}
 H200 = gpu_by_name("h200")
 CPU = replace(
@@ -53,6 +55,11 @@ def folder(path: Path, config: dict[str, object], words: dict[str, int] | None =
     return str(path)
 
 
+def shallow(path: Path, model: str) -> str:
+    """A folder with `model` of few layers: every kind that it has, and each is rehearsed alike."""
+    return folder(path, {**locate(model).config, "num_hidden_layers": SHALLOW})
+
+
 def drafted(model: str, **asked: object) -> Speculation | None:
     """Who drafts for `model`; option names are given without `speculative_`."""
     options = engine_options(named(model, asked))
@@ -64,7 +71,22 @@ def planned(model: str, device=CPU, **asked: object):
     """(resolution, budget) of `model` with its drafter."""
     drafter = drafted(model, **asked)
     config = parse_config(locate(model).config)
-    return resolve(named(model, asked), Demands(config, device, drafter))
+    return resolve(named(model, asked), demands_of(config, device, drafter))
+
+
+_DEMANDS: list[Demands] = []
+
+
+def demands_of(
+    config: ModelConfig, device: DeviceFacts, speculation: Speculation | None = None
+) -> Demands:
+    """One for all tests that ask of the same: it remembers what it rehearsed, and nothing else."""
+    asked = config, device, speculation
+    for one in _DEMANDS:
+        if asked == (one.config, one.device, one.speculation):
+            return one
+    _DEMANDS.append(Demands(*asked))
+    return _DEMANDS[-1]
 
 
 def named(model: str, asked: dict[str, object]) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import json
 
+from draft_models import demands_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from paceline.models.config import parse_config
 from paceline.models.locate import SHAPES_FOLDER
 from paceline.plan.budget_table import table
 from paceline.plan.capacity import concurrency, planned_len, split_kv
-from paceline.plan.demand import Demands
 from paceline.plan.explain import explain_model
 from paceline.plan.footprint import request_bytes, request_pages, standing_bytes, standing_pages
 from paceline.plan.resolve import resolve
@@ -33,7 +33,7 @@ LAYER_TOKEN = 2 * 16 * 128 * 2  # bytes of K and V
 
 def gemma_27b(**asked):
     config = json.loads((SHAPES_FOLDER / "gemma-3-1b.json").read_text()) | GEMMA_27B
-    return resolve(asked, Demands(parse_config(config), gpu_by_name("h200"), None))
+    return resolve(asked, demands_of(parse_config(config), gpu_by_name("h200")))
 
 
 def groups_of(spread):

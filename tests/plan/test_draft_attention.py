@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import draft_models
 import pytest
 from draft_models import CPU, H200, HEAD, TARGET, drafted, folder, planned
 
@@ -20,7 +21,9 @@ WIDE = TARGET | {"hidden_size": 256, "head_dim": 64}
 
 @pytest.fixture(autouse=True)
 def every_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was rehearsed without them is remembered."""
     monkeypatch.setattr(registry, "AUTO_PACKAGES", {})
+    monkeypatch.setattr(draft_models, "_DEMANDS", [])
 
 
 @pytest.fixture

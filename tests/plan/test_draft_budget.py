@@ -1,18 +1,32 @@
 """The memory budget and the size of a step with a drafter."""
 
+from dataclasses import replace
+
 import pytest
-from draft_models import CPU, H200, HEAD, TARGET, drafted, folder, named, planned
+from draft_models import (
+    CPU,
+    H200,
+    HEAD,
+    TARGET,
+    demands_of,
+    drafted,
+    folder,
+    named,
+    planned,
+    shallow,
+)
 from test_measured import Allocations
 
 from paceline.core.errors import ConfigError
-from paceline.core.gpus import GIB
+from paceline.core.gpus import GIB, gpu_by_name
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.plan.budget_table import budget_lines, compare, table
-from paceline.plan.explain import explain_model, show
+from paceline.plan.explain import explain_model, nearest_if_short, show
 from paceline.plan.footprint import request_pages, standing_pages
+from paceline.plan.resolve import resolve
 from paceline.plan.speculation import all_groups
 from paceline.runner.graphs import AHEAD
 
@@ -236,18 +250,18 @@ def test_explain_shows_the_drafter_and_the_nearest_that_fits_keeps_it():
     assert not explain_model(command.asked, gpu="l4").fit.short_by_bytes
 
 
-def test_where_nothing_fits_no_draft_head_is_named_as_a_model():
-    asked = {
-        "model": "llama-3.1-8b",
-        "load_format": "dummy",
-        "speculative_draft_model_path": "eagle3-llama-3.1-8b",
-        "dtype": "float32",
-        "max_num_seqs": 4096,
-    }
-    nearest = explain_model(asked | {"kv_cache_dtype": "float32"}, gpu="rtx-4090").nearest
+def test_where_nothing_fits_no_draft_head_is_named_as_a_model(tmp_path):
+    """What is named may do without the drafter, which is of one model."""
+    model, size = shallow(tmp_path, "llama-3.1-8b"), 5 * GIB
+    little = replace(gpu_by_name("l4"), total_bytes=size, free_bytes=size)
+    config, drafter = parse_config(locate(model).config), drafted(model, **EAGLE3)
+    asked, demands = named(model, EAGLE3), demands_of(config, little, drafter)
+    nearest = nearest_if_short(asked, *resolve(asked, demands), demands)
     assert nearest is not None
-    assert "h200" in nearest.devices or nearest.commands
-    assert "eagle3-llama-3.1-8b" not in nearest.models
+    assert nearest.commands == ()
+    assert "h200" in nearest.devices
+    assert "llama-3.2-1b" in nearest.models
+    assert not [name for name in nearest.models if name.startswith("eagle")]
 
 
 def test_the_bundled_head_takes_no_requests_from_a_cpu():

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from draft_models import CPU, H200
+from draft_models import CPU, H200, demands_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +15,6 @@ from paceline.core.model_config import cache_group_specs
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.plan.budget_table import budget_lines, compare, table
-from paceline.plan.demand import Demands
 from paceline.plan.fit import require_fit
 from paceline.plan.footprint import request_pages, standing_pages
 from paceline.plan.resolve import resolve
@@ -37,7 +36,7 @@ def config_of(model):
 
 
 def plan(model="llama-3.1-8b", device=H200, **asked):
-    return resolve(asked, Demands(config_of(model), device, None))
+    return resolve(asked, demands_of(config_of(model), device))
 
 
 def test_llama_8b_weighs_what_its_model_card_says():
@@ -327,7 +326,7 @@ def test_without_graphs_no_reason_speaks_of_their_memory_or_time(model, device):
 )
 def test_float32_weights_are_served_in_half_on_a_gpu_unless_asked(device, asked, dtype):
     wide = replace(parse_config(locate("llama-3.2-1b").config), dtype="float32")
-    resolution, _ = resolve(asked, Demands(wide, device, None))
+    resolution, _ = resolve(asked, demands_of(wide, device))
     assert resolution.options.dtype == dtype
 
 
@@ -382,5 +381,5 @@ def test_a_cpu_without_bfloat16_computes_in_float32():
 )
 def test_contradictions_are_refused(asked, device, text):
     with pytest.raises(ConfigError) as caught:
-        resolve(asked, Demands(config_of("llama-3.1-8b"), device, None))
+        resolve(asked, demands_of(config_of("llama-3.1-8b"), device))
     assert text in str(caught.value)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from draft_models import demands_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,6 @@ from paceline.core.gpus import GIB, gpu_by_name
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.models.size import weights_bytes
-from paceline.plan.demand import Demands
 from paceline.plan.explain import nearest_if_short
 from paceline.plan.fit import require_fit
 from paceline.plan.nearest import Knob, lowered
@@ -38,7 +38,7 @@ def shallow(model, gpu, less=0):
 
 def search(config, device, asked):
     """(the suggestion or None, whether options fit) for an ask."""
-    demands = Demands(config, device, None)
+    demands = demands_of(config, device)
 
     def fits(options):
         try:
@@ -124,7 +124,7 @@ def test_a_step_that_asks_for_too_many_requests_gets_fewer_and_nothing_else_chan
 def too_long(config, device):
     """An ask that is short of KV alone, and not by half: nothing else has anything to give."""
     asked = {"max_num_seqs": 1, "max_num_batched_tokens": 256, "gpu_memory_utilization": 0.95}
-    _, fit = resolve(asked, Demands(config, device, None))
+    _, fit = resolve(asked, demands_of(config, device))
     return {**asked, "max_model_len": int(1.8 * fit.max_model_len)}
 
 
@@ -196,7 +196,7 @@ def test_the_error_of_a_short_budget_ends_with_the_suggestion():
     asked = {"model": "llama-3.1-8b", "max_model_len": 120_000}
     config, device = shallow("llama-3.1-8b", "l4", less=5 * GIB)
     found, _ = search(config, device, asked)
-    _, fit = resolve(asked, Demands(config, device, None))
+    _, fit = resolve(asked, demands_of(config, device))
     with pytest.raises(ConfigError) as caught:
         require_fit(fit, found.advice())
     length = found.commands[0].asked["max_model_len"]

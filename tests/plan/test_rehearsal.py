@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from draft_models import CPU, H200, drafted, named, planned
+from draft_models import CPU, H200, drafted, named, planned, shallow
 
 from paceline.attention.registry import load_backend
 from paceline.cache.pool import KVFormat, torch_kv_dtype
@@ -71,10 +71,10 @@ def decided_of(
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize(("model", "asked"), CASES, ids=str)
-def test_the_plan_is_a_rehearsal_with_the_backend_that_runs(model, asked, where):
+def test_the_plan_is_a_rehearsal_with_the_backend_that_runs(model, asked, where, tmp_path):
     """It knows of a backend what it declares."""
     device, backend = DEVICES[where]
-    seen, limits, fit = rehearsed(model, device, backend, asked)
+    seen, limits, fit = rehearsed(shallow(tmp_path, model), device, backend, asked)
     assert seen.weights == fit.weights_bytes
     assert seen.draft_weights == fit.draft_weights_bytes
     assert seen.kv == fit.kv_bytes

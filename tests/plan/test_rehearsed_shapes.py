@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from draft_models import shallow
 from test_rehearsal import CASES, DEVICES, rehearsed
 
 from paceline.kernels import stand_in
@@ -14,7 +15,7 @@ from paceline.plan.rehearsal import allocated, graphs_held, largest_graphs, larg
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize(("model", "asked"), CASES[1:11:3] + CASES[11:], ids=str)
-def test_operators_return_what_torch_says(model, asked, where, monkeypatch):
+def test_operators_return_what_torch_says(model, asked, where, monkeypatch, tmp_path):
     names = set()
 
     def compared(func, args, kwargs):
@@ -26,7 +27,7 @@ def test_operators_return_what_torch_says(model, asked, where, monkeypatch):
         return ours
 
     device, backend = DEVICES[where]
-    seen, limits, _ = rehearsed(model, device, backend, asked)
+    seen, limits, _ = rehearsed(shallow(tmp_path, model), device, backend, asked)
     monkeypatch.setattr(stand_in, "result_of", compared)
     for shape in largest_steps(limits):
         allocated(seen.parts, shape, device)

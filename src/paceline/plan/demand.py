@@ -1,7 +1,7 @@
 """Demand: what an engine takes beside KV, by its options; a rehearsal counts it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from paceline.kernels.step_view import StepView
 from paceline.plan.assemble import decide
 from paceline.plan.attention_choice import planned_backend
 from paceline.plan.rehearsal import (
-    RehearsedStep,
     graphs_held,
     largest_graphs,
     largest_steps,
@@ -27,7 +26,6 @@ from paceline.plan.rehearsal import (
 )
 from paceline.plan.speculation import Speculation, all_groups
 from paceline.runner.graphs import RESERVE_FACTOR
-from paceline.runner.program import Parts
 
 CUDA_CONTEXT_BYTES = 640 << 20  # allowance: CUDA context, cuBLAS handles and workspaces
 GRAPH_NODE_BYTES = 1 << 20  # allowance: nodes of an instantiated graph, per layer that it runs
@@ -52,7 +50,7 @@ class Demand:
 
 
 class Demands:
-    """What engines of one model and drafter take on one device; each is rehearsed once."""
+    """What engines of one model and drafter take on one device; none is rehearsed twice."""
 
     def __init__(
         self, config: ModelConfig, device: DeviceFacts, speculation: Speculation | None
@@ -61,28 +59,55 @@ class Demands:
         self.device = device
         self.speculation = speculation
         self._known: dict[EngineOptions, Demand] = {}
+        self._begun: dict[EngineOptions, _Rehearsal] = {}  # of which graphs alone were asked
 
     def of(self, options: EngineOptions, length: int) -> Demand:
         """Of resolved `options`, whose longest request has `length` tokens; with graphs, whether
         or not they are asked for."""
-        # A cache of any size has the same tables, and processors of users run nothing here.
-        asked = replace(
-            options,
-            max_model_len=length,
-            kv_cache_bytes=None,
-            gpu_memory_utilization=None,
-            logits_processors=(),
-        )
+        asked = _alike(options, length)
         if asked not in self._known:
-            self._known[asked] = self._rehearsed(asked)
+            self._known[asked] = (self._begun.pop(asked, None) or self._rehearsal(asked)).demand()
         found = self._known[asked]
         if not options.logits_processors:
             return found
         columns = (known(options.max_num_seqs) + 1) * PLUG_IN_ROW_BYTES
         return replace(found, workspace=found.workspace + columns)
 
-    def _rehearsed(self, options: EngineOptions) -> Demand:
-        config, device, speculation = self.config, self.device, self.speculation
+    def graphs(self, options: EngineOptions, length: int) -> int:
+        """The bytes of graphs that `of` counts, without a step of another kind."""
+        asked = _alike(options, length)
+        if asked in self._known:
+            return self._known[asked].graphs
+        if asked not in self._begun:
+            self._begun[asked] = self._rehearsal(asked)
+        return self._begun[asked].graphs
+
+    def _rehearsal(self, options: EngineOptions) -> "_Rehearsal":
+        return _Rehearsal(self.config, options, self.device, self.speculation)
+
+
+def _alike(options: EngineOptions, length: int) -> EngineOptions:
+    """The same for all options that take as much: a cache of any size has the same tables, and
+    processors of users run nothing here."""
+    return replace(
+        options,
+        max_model_len=length,
+        kv_cache_bytes=None,
+        gpu_memory_utilization=None,
+        logits_processors=(),
+    )
+
+
+class _Rehearsal:
+    """An engine of resolved `options` on the meta device; its steps run when they are asked for."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: EngineOptions,
+        device: DeviceFacts,
+        speculation: Speculation | None,
+    ) -> None:
         backend = planned_backend(config, options, device, speculation)
         decided = decide(
             config,
@@ -91,29 +116,37 @@ class Demands:
             num_pages=(1,) * len(all_groups(config, known(options.page_size), speculation)),
             kv=KVFormat(dtype=torch_kv_dtype(known(options.kv_cache_dtype))),
         )
-        seen = rehearse(decided, Declared.by(backend or load_backend("torch")), device)
+        self._layers = config.num_layers
+        drafter = None if speculation is None else speculation.drafter
+        if drafter is not None and drafter.model is not None:
+            self._layers += drafter.passes * drafter.model.num_layers
+        self._device = device
+        self._limits = decided.limits
         # On a GPU a round of all is captured at boot, however many draft at a time.
-        drafting = options.speculative_max_batch if device.device_type == "cpu" else None
+        self._drafting = options.speculative_max_batch if device.device_type == "cpu" else None
+        self._seen = rehearse(decided, Declared.by(backend or load_backend("torch")), device)
+
+    def demand(self) -> Demand:
+        seen, device = self._seen, self._device
+        steps = largest_steps(self._limits, self._drafting)
         return Demand(
             context=CUDA_CONTEXT_BYTES if device.device_type == "cuda" else 0,
             weights=seen.weights,
             draft_weights=seen.draft_weights,
-            graphs=self._graphs(seen.parts, largest_graphs(decided.limits, drafting)),
+            graphs=self.graphs,
             workspace=seen.workspace,
-            activations=steps_held(seen.parts, largest_steps(decided.limits, drafting), device),
+            activations=steps_held(seen.parts, steps, device),
         )
 
-    def _graphs(self, parts: Parts, first: Sequence[RehearsedStep]) -> int:
+    @cached_property
+    def graphs(self) -> int:
         """What graphs may hold: on a GPU the reserve, which is a multiple of the first, the nodes
         of each, and one graph of the widest sampler, which may pass its end."""
-        held, widest = graphs_held(parts, first, self.device)
-        if self.device.device_type == "cpu":
+        first = largest_graphs(self._limits, self._drafting)
+        held, widest = graphs_held(self._seen.parts, first, self._device)
+        if self._device.device_type == "cpu":
             return held
-        drafter = None if self.speculation is None else self.speculation.drafter
-        layers = self.config.num_layers
-        if drafter is not None and drafter.model is not None:
-            layers += drafter.passes * drafter.model.num_layers
-        nodes = GRAPH_NODE_BYTES * layers
+        nodes = GRAPH_NODE_BYTES * self._layers
         return RESERVE_FACTOR * (held + len(first) * nodes) + nodes + widest
 
 

@@ -163,7 +163,7 @@ def _choose_graphs(
     limit = device.free_bytes // 4
 
     def graph_bytes(rows: int) -> int:
-        return demands.of(replace(options, cuda_graph_max_bs=rows), length).graphs
+        return demands.graphs(replace(options, cuda_graph_max_bs=rows), length)
 
     is_open = options.cuda_graph_max_bs is None
     while is_open and rows > 1 and graph_bytes(rows) > limit:

@@ -45,12 +45,15 @@ def decode_splits(
     As many as let every multiprocessor hold two programs, or four where that gives few splits,
     whatever the lengths turn out to be, and no more than a request of `max_keys` can keep busy.
     """
-    programs, sms = num_reqs * num_kv_heads, multiprocessors(device)
-    splits = _shares(programs, _PROGRAMS_PER_SM * sms)
-    denser = min(_MANY_SPLITS, _shares(programs, _MOST_PROGRAMS_PER_SM * sms))
-    if denser >= _WORTHWHILE_SPLITS:
-        splits = max(splits, denser)
+    splits = _decode_splits(num_reqs * num_kv_heads, multiprocessors(device))
     return splits if max_keys is None else min(splits, _worthwhile(max_keys))
+
+
+def _decode_splits(programs: int, num_sms: int) -> int:
+    """Of each of so many programs, whatever the keys."""
+    splits = _shares(programs, _PROGRAMS_PER_SM * num_sms)
+    denser = min(_MANY_SPLITS, _shares(programs, _MOST_PROGRAMS_PER_SM * num_sms))
+    return max(splits, denser) if denser >= _WORTHWHILE_SPLITS else splits
 
 
 def decode_shares(
@@ -165,11 +168,11 @@ def split_workspace(
 
     Few requests have many splits and many have few.  shares_prefixes: of shared prefixes, too.
     """
+    num_sms = multiprocessors(device)
     decode_rows = max(
-        num_reqs * decode_splits(num_reqs, num_kv_heads, device=device)
+        num_reqs * _decode_splits(num_reqs * num_kv_heads, num_sms)
         for num_reqs in range(1, max_reqs + 1)
     )
-    num_sms = multiprocessors(device)
     slots = decode_slots(max_reqs, _shares_of_keys(max_reqs, num_kv_heads, num_sms))
     if shares_prefixes:
         slots += max(

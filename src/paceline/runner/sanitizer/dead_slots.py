@@ -9,6 +9,7 @@ Worked example: page size 4, one row with prefix 5 and extend 2 in pages [7, 2],
     others   OTHER
 """
 
+import math
 from collections.abc import Iterable
 from enum import IntEnum
 
@@ -178,4 +179,4 @@ class DeadSlots:
         """[] bits.  What is multiplied by 0 must be finite: keys of 0, values that show."""
         if use is SlotUse.PADDING or self._loads_dead:
             return float_bits(0.0 if name.startswith("k") else LARGE, cache)
-        return float_bits(float("nan"), cache)
+        return float_bits(math.nan, cache)

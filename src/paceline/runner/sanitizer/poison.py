@@ -7,6 +7,7 @@ it gives a wrong answer and not a crash that names nothing.
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,9 +22,14 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def float_bits(number: float, like: Tensor) -> Tensor:
-    """[]  `number` in the format of `like`, as bits."""
-    value = torch.full((), number, dtype=torch.float32, device=like.device)
-    return bits_of(value.to(like.dtype))
+    """[]  `number` in the format of `like`, as bits; nobody writes to it."""
+    return _bits_in(number, like.dtype, like.device)
+
+
+@cache
+def _bits_in(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    value = torch.full((), number, dtype=torch.float32, device=device)
+    return bits_of(value.to(dtype))
 
 
 def poison_bits(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.attention.held import tensors_in
@@ -55,12 +56,19 @@ class _Group:
 class PoisonedRuns:
     """A step that has run once, and can run again from where it began."""
 
-    def __init__(self, parts: Parts, checked: CheckedStep, before: Mapping[str, Tensor]) -> None:
-        """before: copies from before the first run."""
+    def __init__(
+        self,
+        parts: Parts,
+        checked: CheckedStep,
+        named: Mapping[str, Tensor],
+        before: Mapping[str, Tensor],
+    ) -> None:
+        """named: all but weights and pools, by name; before: copies from before the first run."""
         self._parts = parts
         self._checked = checked
+        self._named = named
         self._before = before
-        self._after = copies(parts)
+        self._after = copies(named)
         self._prompt_logprobs = checked.program.prompt_logprobs if checked.program else None
         self._live = live_rows(parts, checked.step, checked.size)
         self._groups = _groups(parts, self._live)
@@ -107,8 +115,7 @@ class PoisonedRuns:
         self._load(self._before)
 
     def _load(self, held: Mapping[str, Tensor]) -> None:
-        for name, tensor in self._parts.named_tensors().items():
-            tensor.copy_(held[name])
+        torch._foreach_copy_(list(self._named.values()), [held[name] for name in self._named])
 
     def _output(self) -> dict[str, Output]:
         checked = self._checked
@@ -173,6 +180,6 @@ def _groups(parts: Parts, live: LiveRows) -> list[_Group]:
     ]
 
 
-def copies(parts: Parts) -> dict[str, Tensor]:
-    """What all but weights and pools hold now, by name."""
-    return {name: tensor.clone() for name, tensor in parts.named_tensors().items()}
+def copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What they hold now."""
+    return {name: tensor.clone() for name, tensor in named.items()}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from paceline.core.errors import SanitizerError, message
 from paceline.runner.program import Parts
@@ -38,10 +39,11 @@ class Sanitizer:
         Raises SanitizerError when the step reads or writes what is dead.
         """
         with torch.no_grad():
-            before, were = copies(self._parts), self._places()
+            named = self._parts.named_tensors()
+            before, were = copies(named), _places(named)
             checked.run()
             self._require_in_place(were)
-            runs = PoisonedRuns(self._parts, checked, before)
+            runs = PoisonedRuns(self._parts, checked, named, before)
             try:
                 if not _is_clean(runs):
                     raise SanitizerError(self._report(runs, checked))
@@ -50,7 +52,7 @@ class Sanitizer:
 
     def _require_in_place(self, were: Mapping[str, int]) -> None:
         """A step writes in place: of a buffer that it replaces, a graph knows the old address."""
-        now = self._places()
+        now = _places(self._parts.named_tensors())
         if now != were:
             names = were.keys() | now.keys()
             moved = sorted(name for name in names if were.get(name) != now.get(name))
@@ -60,10 +62,6 @@ class Sanitizer:
                 got=f"moved: {', '.join(moved)}",
                 remedy="allocate all of them in make_buffers, and write into them in place",
             )
-
-    def _places(self) -> dict[str, int]:
-        """Where each tensor is, by name."""
-        return {name: held.data_ptr() for name, held in self._parts.named_tensors().items()}
 
     def _report(self, runs: PoisonedRuns, checked: CheckedStep) -> str:
         step, size = checked.step, checked.size
@@ -95,6 +93,11 @@ class Sanitizer:
             got="".join(f"\n  - {culprit.explained(entries)}" for culprit in culprits),
             remedy=", and ".join(dict.fromkeys(remedies)),
         )
+
+
+def _places(named: Mapping[str, Tensor]) -> dict[str, int]:
+    """Where each tensor is."""
+    return {name: held.data_ptr() for name, held in named.items()}
 
 
 @dataclass(frozen=True, slots=True)
