@@ -15,6 +15,7 @@ from paceline.layers.attention import attention_limits, layer_caches
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
+from paceline.runner.committers import token_rows
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import (
     AHEAD,
@@ -121,6 +122,7 @@ def build_parts(
         backend_buffers=backend.make_buffers(bounds),
         layers=layer_caches(config, groups, pools, sinks=model.attention_sinks()),
         pools=tuple(pools),
+        committers=token_rows(pools),
         page_sizes=page_sizes,
         table=_request_table(config, limits, max_pages, device),
         buffers=StepBuffers(

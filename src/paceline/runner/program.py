@@ -18,7 +18,6 @@ from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import Accepted, Drafts
-from paceline.kernels.compact_kv import compact_kv
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import AttentionContext
@@ -27,6 +26,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.commit import commit
+from paceline.runner.committers import Committer
 from paceline.runner.derive import derive
 from paceline.runner.draft_paths import force_drafts, node_drafts, node_histories
 from paceline.runner.prompt_logprobs import prompt_logprobs
@@ -43,6 +43,7 @@ class Parts:
     backend_buffers: Any
     layers: tuple[LayerCache, ...]  # [num_layers] of the target
     pools: tuple[KVPool, ...]  # [num_target_groups]; the drafter's groups stand behind them
+    committers: tuple[Committer, ...]  # [num_target_groups]
     page_sizes: tuple[int, ...]  # [num_groups] tokens
     table: RequestTable
     buffers: StepBuffers
@@ -127,6 +128,8 @@ class StepProgram:
         self._is_round = is_round
         self._prompt_spans = prompt_spans
         self._observed = observed and parts.proposer.observes
+        # [padded_reqs]  int32  of a round, what commit says it emitted
+        self._num_kept = self._emitted() if is_round else view.extend_lens
         self.prompt_logprobs: SampledLogprobs | None = None  # [num_scored]  after forward
         # [sampled rows, vocab]  after forward; the head's dtype
         self.logits: Tensor | None = None
@@ -139,8 +142,16 @@ class StepProgram:
         output = target_forward(parts, self._view)
         self._score(output.hidden)
         accepted = self._commit(self._sample(tree), tree)
+        path = None if accepted is None else accepted.path
+        for committer in parts.committers:
+            committer.commit(self._view, path, self._num_kept)
         if self._observed:
             self._observe(taps_of(parts, output), accepted)
+
+    def _emitted(self) -> Tensor:
+        """[padded_reqs] int32, once commit has run: tokens that each request emitted."""
+        parts, reqs = self._parts, self._view.padded_reqs
+        return parts.buffers.results_of(reqs, parts.max_emitted(is_round=self._is_round))[:, 0]
 
     def _propose(self) -> DraftTree:
         """Make a proposer's drafts the rows of the step."""
@@ -211,7 +222,7 @@ class StepProgram:
         return DrawnDrafts(tree.tokens[:, 1:], tree.q, tree.d2t)
 
     def _commit(self, sampled: Sampled, tree: DraftTree | None) -> Accepted | None:
-        """Commit what was sampled, of a round the path that agrees, and bring its KV together."""
+        """Commit what was sampled, of a round the path that agrees."""
         parts, view = self._parts, self._view
         if tree is None:
             return commit(parts.buffers, parts.table, view, sampled)
@@ -224,10 +235,6 @@ class StepProgram:
             sampled = replace(sampled, token_ids=token_ids)
         accepted = commit(parts.buffers, parts.table, view, sampled, drafts, max_path=max_path)
         assert accepted is not None, "a round accepts something of its drafts"
-        if view.tree_mask is not None:  # a chain's KV lies together
-            shape = tree.tokens.shape
-            for pool, group in zip(parts.pools, view.groups, strict=False):
-                compact_kv([*pool.parts.values()], group.out_cache_loc.view(shape), accepted.path)
         return accepted
 
     def _observe(self, taps: tuple[Tensor, ...], accepted: Accepted | None) -> None:
