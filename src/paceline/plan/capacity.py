@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.model_config import CacheGroupSpec
+from paceline.core.model_config import CacheGroupSpec, CacheKind
 from paceline.plan.footprint import GroupBudget, request_pages, standing_pages
 
 PLANNING_LEN = 8192  # tokens; pools are balanced for requests of at most this length
@@ -46,6 +46,7 @@ def split_kv(
     return tuple(
         GroupBudget(
             name=spec.name,
+            kind=spec.kind,
             window=spec.window,
             num_layers=len(spec.layer_ids),
             page_size=spec.page_size,
@@ -59,8 +60,9 @@ def split_kv(
 
 def kv_tokens(groups: tuple[GroupBudget, ...]) -> int:
     """Tokens of the smallest group that keeps every token, or of the smallest group."""
-    keepers = [group.tokens for group in groups if group.window is None]
-    return min(keepers or [group.tokens for group in groups], default=0)
+    paged = [group for group in groups if group.kind is CacheKind.TOKENS]
+    keepers = [group.tokens for group in paged if group.window is None]
+    return min(keepers or [group.tokens for group in paged], default=0)
 
 
 def concurrency(
