@@ -53,7 +53,9 @@ WORLD = {
     "caching": st.sampled_from([True, True, True, False]),
     "ahead": st.sampled_from([0, 6]),
     "tight": st.sampled_from([False, False, True]),
-    "pages_of_states": st.sampled_from([(), (), (1,), (2,), (3,), (2, 2)]),  # apart; of each group
+    "pages_of_states": st.sampled_from(
+        [(), (), (), (1,), (2,), (3,), (2, 2)]
+    ),  # apart; of each group
     "spare_slots": st.integers(0, 6),
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache
 from paceline.attention.held import tensors_in
-from paceline.cache.pool import KVPool
+from paceline.cache.pool import KVPool, StatePool
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
@@ -26,7 +26,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.commit import commit
-from paceline.runner.committers import Committer
+from paceline.runner.committers import Committer, StateMixer
 from paceline.runner.derive import derive
 from paceline.runner.draft_paths import force_drafts, node_drafts, node_histories
 from paceline.runner.prompt_logprobs import prompt_logprobs
@@ -42,20 +42,29 @@ class Parts:
     backend: AttentionBackend
     backend_buffers: Any
     layers: tuple[LayerCache, ...]  # [num_layers] of the target
-    pools: tuple[KVPool, ...]  # [num_target_groups]; the drafter's groups stand behind them
+    pools: tuple[
+        KVPool, ...
+    ]  # [target's groups of tokens]; behind them stand its STATE groups, and
+    # the drafter's groups
     committers: tuple[Committer, ...]  # [num_target_groups]
     page_sizes: tuple[int, ...]  # [num_groups] tokens
     table: RequestTable
     buffers: StepBuffers
     taps: tuple[str, ...]
     proposer: Proposer = NOBODY
+    mixers: tuple[StateMixer, ...] = ()  # [num_state_groups]
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
 
     @property
     def all_pools(self) -> tuple[KVPool, ...]:
-        """[num_groups] the drafter's behind the target's."""
+        """[groups of tokens] the drafter's behind the target's."""
         return (*self.pools, *self.proposer.pools)
+
+    @property
+    def device_pools(self) -> tuple[KVPool | StatePool, ...]:
+        """Those of states, too."""
+        return (*self.all_pools, *(mixer.pool for mixer in self.mixers))
 
     def max_emitted(self, *, is_round: bool) -> int:
         """Tokens that a row of a step emits at most."""
@@ -74,22 +83,28 @@ class Parts:
             **self.table.named_tensors(),
             **self.buffers.named_tensors(),
             **tensors_in("backend", self.backend_buffers),
+            **{
+                name: tensor
+                for mixer in self.mixers
+                for name, tensor in tensors_in(mixer.pool.spec.name, mixer.buffers).items()
+            },
             **self.proposer.named_tensors(),
         }
 
 
 def target_view(parts: Parts, view: StepView) -> StepView:
-    """`view` with the target's cache groups alone: what its attention backend plans from."""
+    """`view` with the target's groups of tokens alone: what its attention backend plans from."""
     return replace(view, groups=view.groups[: len(parts.pools)])
 
 
-def target_forward(parts: Parts, view: StepView) -> Hidden:
+def target_forward(parts: Parts, view: StepView, *, is_round: bool = False) -> Hidden:
     """Plan and run the target over the rows of `view`."""
     ctx = AttentionContext(
         backend=parts.backend,
         plan=parts.backend.plan(target_view(parts, view), parts.backend_buffers),
         layers=parts.layers,
         out_cache_locs=tuple(group.out_cache_loc for group in view.groups),
+        states=tuple([mixer.plan(view, is_round=is_round) for mixer in parts.mixers]),
     )
     output: Hidden = parts.model(view.input_ids, view.positions, ctx, parts.taps)
     return output
@@ -139,7 +154,7 @@ class StepProgram:
         parts = self._parts
         derive(parts.buffers, parts.table, self._rows, parts.page_sizes)
         tree = self._propose() if self._is_round else None
-        output = target_forward(parts, self._view)
+        output = target_forward(parts, self._view, is_round=self._is_round)
         self._score(output.hidden)
         accepted = self._commit(self._sample(tree), tree)
         path = None if accepted is None else accepted.path
