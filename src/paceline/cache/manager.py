@@ -212,8 +212,9 @@ class CacheManager:
         entry = self._entries[request_id]
         self._require_retired(epoch)
         self._commit(entry, kv_len, epoch)
-        for group, held in self._state_pairs(entry):
-            group.landed(held, kv_len=kv_len, state_len=state_len, epoch=epoch)
+        if self._states:
+            for group, held in self._state_pairs(entry):
+                group.landed(held, kv_len=kv_len, state_len=state_len, epoch=epoch)
         if kv_len // self._page_size > entry.num_offered:
             self._offer(entry, tokens, self._num_shareable(tokens, kv_len), adopt=None)
 

@@ -46,7 +46,6 @@ def split_kv(
     return tuple(
         GroupBudget(
             name=spec.name,
-            kind=spec.kind,
             window=spec.window,
             num_layers=len(spec.layer_ids),
             page_size=spec.page_size,
@@ -58,9 +57,13 @@ def split_kv(
     )
 
 
-def kv_tokens(groups: tuple[GroupBudget, ...]) -> int:
-    """Tokens of the smallest group that keeps every token, or of the smallest group."""
-    paged = [group for group in groups if group.kind is CacheKind.TOKENS]
+def kv_tokens(specs: Sequence[CacheGroupSpec], groups: Sequence[GroupBudget]) -> int:
+    """Tokens of the smallest group that keeps every token, or of the smallest that holds any.
+
+    groups: one for each of `specs`; (): nothing fits.
+    """
+    pairs = zip(specs, groups, strict=False)
+    paged = [group for spec, group in pairs if spec.kind is CacheKind.TOKENS]
     keepers = [group.tokens for group in paged if group.window is None]
     return min(keepers or [group.tokens for group in paged], default=0)
 

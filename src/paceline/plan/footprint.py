@@ -13,7 +13,6 @@ class GroupBudget:
     """One cache group's share of the KV budget."""
 
     name: str
-    kind: CacheKind
     window: int | None  # keys visible; None = all
     num_layers: int
     page_size: int  # tokens
