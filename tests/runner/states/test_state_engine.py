@@ -1,14 +1,20 @@
 """A model with recurrent states, through scheduler, cache and runner: what it says alone."""
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
+from example_state_backend import SumBackend
 from tiny_drafters import CHAIN, TREE, eagle3, ngram, standalone
 from tiny_runner import random_prompts
 from tiny_states import StateEngine, output, said_alone
 
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.contract import GraphSupport
 from paceline.core.errors import ConfigError
 from paceline.core.model_config import CHECKPOINT
+from paceline.core.modes import MaskKind
 from paceline.core.step import JoinDelta, PageDelta, RunKind
 
 STATE = 1  # the group's index
@@ -130,11 +136,37 @@ def test_steady_decode_stages_nothing_but_at_boundaries(tiny):
 
 
 def test_a_model_with_states_and_no_backend_for_them_is_refused(tiny):
-    from paceline.attention.backends.torch_backend import TorchBackend
-
     with pytest.raises(
         ConfigError,
         match="backend of cache group 'state', whose layers keep states, must be a StateBackend, "
         "got 'torch', of another kind; name one",
     ):
         StateEngine(tiny, states=TorchBackend())
+
+
+def test_a_backend_of_states_that_cannot_run_here_is_refused_with_every_reason(tiny):
+    class Narrow(SumBackend):
+        capabilities = replace(
+            SumBackend.capabilities,
+            device_types=frozenset({"cuda"}),
+            dtypes=frozenset({torch.bfloat16}),
+            masks=frozenset({MaskKind.CAUSAL}),
+        )
+
+    with pytest.raises(
+        ConfigError,
+        match="state backend 'sum-example' must be able to run here, got device cpu, of cuda; "
+        r"dtype torch.float32, of torch.bfloat16; mask tree, of causal; name another one",
+    ):
+        StateEngine(tiny, states=Narrow(-1), draft=TREE, make_proposer=standalone(tiny, TREE))
+
+
+def test_a_backend_that_no_graph_can_hold_runs_eagerly(tiny):
+    class Eager(SumBackend):
+        capabilities = replace(SumBackend.capabilities, graph=GraphSupport.NEVER)
+
+    engine = StateEngine(tiny, states=Eager(-1))
+    engine.add(random_prompts([9])[0], 12)
+    engine.run()
+    check(engine, tiny)
+    assert set(engine.kinds) == {RunKind.EAGER}
