@@ -13,7 +13,7 @@ def cached_len(cache: CacheManager, tokens: Sequence[int], salt: Hashable = None
 def num_shared_pages(cache: CacheManager, request_id: str) -> int:
     """Pages this request and another one both hold."""
     return sum(
-        node is not None and node.locks[index] > 1
-        for index, (_, holding) in enumerate(cache._pairs(cache._entries[request_id]))
+        node is not None and node.locks[group.index] > 1
+        for group, holding in cache._pairs(cache._entries[request_id])
         for node in holding.nodes
     )

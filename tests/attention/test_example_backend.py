@@ -26,9 +26,10 @@ def complete(backend: str, **options: object) -> tuple[list[tuple[int, ...]], li
         return [output.outputs[0].token_ids for output in outputs], llm.report()["events"]
 
 
-def test_the_page_shows_the_tested_file():
+@pytest.mark.parametrize("name", ["example_backend.py", "example_state_backend.py"])
+def test_the_page_shows_the_tested_file(name):
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert (HERE / "example_backend.py").read_text() in blocks
+    assert (HERE / name).read_text() in blocks
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ history whose KV it stands for.  Every key a query can see must carry the histor
 itself would have written: a page given away early, shared unwritten, mixed up or trimmed too far
 shows as a wrong hash.  Steps in flight also keep what they touch: nobody else may write there.
 
+A slot of a STATE group holds the hash of all tokens that its state has seen, and their number.
+
 With drafts, a round of the fake device emits 1 to max_path of the model's tokens, by a hash of its
 history, and writes junk to every slot that a round may write.
 """
@@ -13,7 +15,15 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
-from paceline.core.model_config import CacheGroupSpec, kv_parts
+from paceline.core.model_config import (
+    CHECKPOINT,
+    READ,
+    WRITE,
+    CacheGroupSpec,
+    CacheKind,
+    RowPart,
+    kv_parts,
+)
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, PageDelta, RowLogprobs, Step, StepOutputs
 from paceline.engine.request import Request
@@ -85,6 +95,18 @@ def group_specs(windows: tuple[int | None, ...], page_size: int) -> list[CacheGr
     ]
 
 
+def state_spec(page_size: int, every: int) -> CacheGroupSpec:
+    return CacheGroupSpec(
+        name="state",
+        layer_ids=(9,),
+        window=None,
+        page_size=page_size,
+        parts=(RowPart("state", (8,), dtype="float32"),),
+        kind=CacheKind.STATE,
+        state_every=every,
+    )
+
+
 def draft_specs(
     windows: tuple[int | None, ...], page_size: int, *, next_token: bool
 ) -> list[CacheGroupSpec]:
@@ -106,6 +128,11 @@ class Row:
     params: SamplingParams
     frozen: bool = False
     tables: dict[int, dict[int, int]] = field(default_factory=dict)  # group -> index -> page
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """What its state stands for: the hash of the tokens behind it, and their number."""
+        return self.histories[self.kv_len - 1], self.kv_len
 
     def value(self, position: int, spec: CacheGroupSpec) -> int:
         """What the KV of a position stands for; JUNK where a token it depends on is unknown."""
@@ -129,7 +156,14 @@ class FakeDevice:
         exact: bool = True,
     ) -> None:
         """exact: every bound of a prefix is the prefix."""
-        self._specs = specs
+        kinds = [spec.kind for spec in specs]
+        self._specs = {i: spec for i, spec in enumerate(specs) if kinds[i] is CacheKind.TOKENS}
+        self._states = {i: spec for i, spec in enumerate(specs) if kinds[i] is CacheKind.STATE}
+        self._num_groups = len(specs)
+        # Of each STATE group: slot -> what it stands for, its writer and its epoch.
+        self._slots: dict[int, dict[int, tuple[tuple[int, int], int, int]]] = {
+            group: {} for group in self._states
+        }
         self._shape = shape
         self._exact = exact
         self._num_pages = num_pages
@@ -173,24 +207,61 @@ class FakeDevice:
                 assert row.kv_len + extend <= len(row.tokens), "queries beyond the known tokens"
                 assert emits == (row.kv_len + extend == len(row.tokens)), "emits is of other tokens"
                 self._store(row, extend, step.epoch, touched)
+            self._read_states(row, touched)
             live.append(row)
         scores = self._score(step, live)
         for row, extend in zip(live, step.layout.extend_lens, strict=True):
             if row is not None:
                 self._check_visible(row, 1 if step.is_round else extend, touched)
+        before = [0 if row is None else row.kv_len for row in live]
         results = [
             ((), FinishCode.RUNNING) if row is None else self._advance(row, extend, emits, step)
             for row, extend, emits in zip(
                 live, step.layout.extend_lens, step.layout.emits, strict=True
             )
         ]
+        lens = [
+            0 if row is None else self._write_states(row, had, step.epoch, touched)
+            for row, had in zip(live, before, strict=True)
+        ]
         return StepOutputs(
             epoch=step.epoch,
+            state_lens=tuple(lens) if self._states else None,
             token_ids=tuple(tokens for tokens, _ in results),
             finish=tuple(code for _, code in results),
             logprobs=None,
             prompt_logprobs=scores,
         )
+
+    def _read_states(self, row: Row, touched: dict[tuple[int, int], set[int]]) -> None:
+        for group, slots in self._slots.items():
+            read = row.tables[group][READ]
+            if not read:
+                assert not row.kv_len, "a state of tokens that nobody gave it"
+                continue
+            stands_for, writer, epoch = slots[read]
+            assert stands_for == row.state, f"slot {read} stands for other tokens"
+            assert writer == row.serial or epoch <= self._retired, "shared before it retired"
+            touched.setdefault((group, read), set()).add(row.serial)
+
+    def _write_states(
+        self, row: Row, before: int, epoch: int, touched: dict[tuple[int, int], set[int]]
+    ) -> int:
+        """The length its checkpoint slots stand for since this step, or 0."""
+        landed = 0
+        for group, spec in self._states.items():
+            table, (_, length) = row.tables[group], row.state
+            written = [table[WRITE]]
+            if row.kv_len > before and length % spec.state_every == 0 and table.get(CHECKPOINT):
+                written.append(table[CHECKPOINT])
+                landed = length
+            for slot in written:
+                for _, others in self._touched:
+                    users = others.get((group, slot), set())
+                    assert users <= {row.serial}, f"slot {slot} is used by a step in flight"
+                touched.setdefault((group, slot), set()).add(row.serial)
+                self._slots[group][slot] = (row.state, row.serial, epoch)
+        return landed
 
     def _check_prefix(self, row: Row, bound: int, step: Step) -> None:
         if self._exact:
@@ -214,7 +285,7 @@ class FakeDevice:
             token, code = self._emit(row)
             tokens += [] if token is None else [token]
         row.kv_len += len(tokens) if step.is_round else extend
-        for group, spec in enumerate(self._specs):
+        for group, spec in self._specs.items():
             for position in range(before, row.kv_len):
                 index, slot = divmod(position, spec.page_size)
                 page = row.tables[group][index]
@@ -251,19 +322,20 @@ class FakeDevice:
             kv_len=delta.prefix_len,
             max_len=delta.max_len,
             params=delta.params,
-            tables={group: {} for group in range(len(self._specs))},
+            tables={group: {} for group in range(self._num_groups)},
         )
 
     def _write_table(self, delta: PageDelta) -> None:
         for offset, page in enumerate(delta.page_ids):
-            assert 0 < page < self._num_pages[delta.group], f"page {page} does not exist"
+            first = 0 if delta.group in self._states else 1
+            assert first <= page < self._num_pages[delta.group], f"page {page} does not exist"
             self._rows[delta.row].tables[delta.group][delta.start + offset] = page
 
     def _store(
         self, row: Row, extend: int, epoch: int, touched: dict[tuple[int, int], set[int]]
     ) -> None:
         """Write `extend` tokens behind the row's length, what is not known of them as junk."""
-        for group, spec in enumerate(self._specs):
+        for group, spec in self._specs.items():
             for position in range(row.kv_len, row.kv_len + extend):
                 index, slot = divmod(position, spec.page_size)
                 assert index in row.tables[group], f"no page for position {position}"
@@ -279,7 +351,7 @@ class FakeDevice:
         self, row: Row, extend: int, touched: dict[tuple[int, int], set[int]]
     ) -> None:
         prefix = row.kv_len
-        for group, spec in enumerate(self._specs):
+        for group, spec in self._specs.items():
             low = 0 if spec.window is None else max(0, prefix - spec.window + 1)
             table, kv = row.tables[group], self._kv[group]
             for position in range(low, prefix + extend):

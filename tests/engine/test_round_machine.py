@@ -40,5 +40,5 @@ class RoundMachine(SchedulerMachine):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_rounds_of_any_length_say_what_the_model_says_alone(share):
-    tally = tallied(RoundMachine, max_examples=int(70 * share), steps=80)
+    tally = tallied(RoundMachine, max_examples=int(120 * share), steps=80)
     assert missing(tally, LEAST, share) == {}

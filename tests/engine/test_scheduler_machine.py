@@ -17,13 +17,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scheduler_world import FakeDevice, group_specs, output_ids, run_alone
+from scheduler_world import FakeDevice, group_specs, output_ids, run_alone, state_spec
 
 from cache_probe import num_shared_pages
 from paceline.cache.manager import CacheManager
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError
-from paceline.core.model_config import CacheGroupSpec
+from paceline.core.model_config import CacheGroupSpec, CacheKind
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta
 from paceline.engine.request import FinishReason, Request, RequestState
@@ -37,8 +37,8 @@ REASONS = {
     FinishCode.NON_FINITE: FinishReason.ERROR,
 }
 NEVER_POISONED = -1  # a seed that is no number of tokens
-LEAST = {"actions": 8_000, "evictions": 500, "preemptions": 200, "aborts while sharing": 200}
-LEAST |= {"scored prompts": 500, "siblings": 500}
+LEAST = {"actions": 25_000, "evictions": 500, "preemptions": 200, "aborts while sharing": 200}
+LEAST |= {"scored prompts": 500, "siblings": 500, "states kept": 500, "states found": 200}
 SHARES = [0.25, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
 
 WORLD = {
@@ -53,6 +53,10 @@ WORLD = {
     "caching": st.sampled_from([True, True, True, False]),
     "ahead": st.sampled_from([0, 6]),
     "tight": st.sampled_from([False, False, True]),
+    "pages_of_states": st.sampled_from(
+        [(), (), (), (1,), (2,), (3,), (2, 2)]
+    ),  # apart; of each group
+    "spare_slots": st.integers(0, 6),
 }
 
 
@@ -78,8 +82,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching,
         ahead,
         tight,
+        pages_of_states,
+        spare_slots,
     ):
-        self.specs = [*group_specs(windows, page_size), *self.draft_specs]
+        states = [state_spec(page_size, pages * page_size) for pages in pages_of_states]
+        self.specs = [*group_specs(windows, page_size), *states, *self.draft_specs]
         reach = self.shape.reach
         max_extend = max(chunk, reach)
         # About one long request: everything else lives from eviction, waiting and preemption.
@@ -88,6 +95,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if tight:  # windowed pools as small as one request alone can live with
             spans = [tokens if s.window is None else s.window - 1 + max_extend for s in self.specs]
             num_pages = [3 + -(-span // page_size) for span in spans]
+        # No more than one request alone needs, up to a slot for each and some for others to find.
+        is_state = [spec.kind is CacheKind.STATE for spec in self.specs]
+        num_pages = [
+            3 + spare_slots if state else pages
+            for state, pages in zip(is_state, num_pages, strict=True)
+        ]
         self.cache = CacheManager(
             self.specs, num_pages, max_extend_len=max_extend, enable_prefix_cache=caching
         )
@@ -253,7 +266,11 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for name, r in (self.requests.items() if joins else ())
                 if r.state is RequestState.RUNNING
             }
-            self.in_flight.append((step, self.device.execute(step, salts)))
+            outputs = self.device.execute(step, salts)
+            self.in_flight.append((step, outputs))
+            self.tally["states kept"] += sum(map(bool, outputs.state_lens or ()))
+            if outputs.state_lens is not None:
+                self.tally["states found"] += sum(delta.prefix_len > 0 for delta in joins)
             self.tally["rounds"] += step.is_round
             self.tally["joins"] += len(joins)
         while len(self.in_flight) > (self.delay if step is not None else 0):
@@ -342,5 +359,5 @@ def missing(tally, least, share):
 
 @pytest.mark.parametrize("share", SHARES)
 def test_every_request_says_what_the_model_says_alone_whatever_happens(share):
-    tally = tallied(SchedulerMachine, max_examples=int(140 * share), steps=100)
+    tally = tallied(SchedulerMachine, max_examples=int(300 * share), steps=100)
     assert missing(tally, LEAST, share) == {}

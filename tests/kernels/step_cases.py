@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.core.model_config import NUM_SLOT_COLUMNS
 from paceline.core.modes import MaskKind
 from paceline.core.step import FinishCode
 from paceline.kernels import derive as derive_module
@@ -28,7 +29,7 @@ class StepShape:
     name: str
     extend_lens: tuple[int, ...]  # of the staged requests
     pad_lens: tuple[int, ...] = ()  # of the padded rows behind them
-    page_sizes: tuple[int, ...] = (4,)
+    page_sizes: tuple[int, ...] = (4,)  # 0: a group of states
     max_tokens: int = 90  # of a row
     num_rows: int = 12  # of the table
 
@@ -36,6 +37,14 @@ class StepShape:
     def strides(self) -> tuple[int, ...]:
         """Extend lengths, padded rows too."""
         return self.extend_lens + self.pad_lens
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the page tables."""
+        return tuple(
+            -(-self.max_tokens // size) + group if size else NUM_SLOT_COLUMNS
+            for group, size in enumerate(self.page_sizes)
+        )
 
 
 SMALL = (
@@ -45,6 +54,8 @@ SMALL = (
     StepShape("ragged", (5, 1, 23, 17, 2), page_sizes=(16, 1)),
     StepShape("ragged, padded", (5, 1, 9), pad_lens=(20, 0, 0)),
     StepShape("three groups", (3, 9), page_sizes=(1, 5, 16)),
+    StepShape("states", (5, 1, 9), pad_lens=(20, 0), page_sizes=(4, 0)),
+    StepShape("states in between", (1, 1, 1), pad_lens=(1,), page_sizes=(4, 0, 0, 16)),
 )
 LARGE = (
     StepShape(
@@ -92,8 +103,7 @@ def make_rows(shape: StepShape, *, seed: int) -> TableRows:
     token_ids = _ints(shape.num_rows, shape.max_tokens, low=0, high=2**31 - 1, seed=seed + 2)
     token_ids[0] = 0
     tables = []
-    for group, size in enumerate(shape.page_sizes):
-        width = -(-shape.max_tokens // size) + group
+    for group, width in enumerate(shape.widths):
         table = _ints(shape.num_rows, width, low=1, high=2**31 - 1, seed=seed + 3 + group)
         table[0] = 0
         tables.append(table)
@@ -102,8 +112,7 @@ def make_rows(shape: StepShape, *, seed: int) -> TableRows:
 
 def make_view(shape: StepShape, device: str | torch.device = "cpu") -> StepView:
     """Outputs full of rubbish, but for the leading zero that is there already."""
-    widths = tuple(-(-shape.max_tokens // size) + at for at, size in enumerate(shape.page_sizes))
-    view = rubbish_view(len(shape.strides), sum(shape.strides), widths, device)
+    view = rubbish_view(len(shape.strides), sum(shape.strides), shape.widths, device)
     view.cu_seqlens_q[0] = 0
     return replace(view, max_extend_len=max(shape.strides), kv_len_bound=shape.max_tokens)
 

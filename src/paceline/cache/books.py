@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from paceline.cache.groups import Holding, PagedGroup
 from paceline.cache.pages import PoolCounts
 from paceline.cache.prefix_tree import Node, PrefixTree
+from paceline.cache.states import StateGroup, StateHolding
 from paceline.core.errors import IntegrityError
 
 
@@ -21,7 +22,9 @@ class CacheStats:
 
 
 def check_books(
-    tree: PrefixTree, groups: Sequence[PagedGroup], holdings: Sequence[Sequence[Holding]]
+    tree: PrefixTree,
+    groups: Sequence[PagedGroup | StateGroup],
+    holdings: Sequence[Sequence[Holding | StateHolding]],
 ) -> None:
     """Raise IntegrityError unless pools, tree and requests tell the same story.
 
@@ -37,14 +40,14 @@ def check_books(
         private = 0
         locks: Counter[Node] = Counter(group.pending_locks())
         for held in (of_request[index] for of_request in holdings):
-            private += sum(node is None for node in held.nodes[held.first :])
-            locks.update(node for node in held.nodes if node is not None)
+            private += held.num_private
+            locks.update(held.locked)
         _compare(group, "owned pages", counts.owned, private)
         for node in nodes:
             _compare(group, "locks of a page", node.locks[index], locks[node])
 
 
-def _compare(group: PagedGroup, name: str, pool: int, others: int) -> None:
+def _compare(group: PagedGroup | StateGroup, name: str, pool: int, others: int) -> None:
     if pool != others:
         raise IntegrityError.about(
             f"{name} of cache group '{group.name}'",

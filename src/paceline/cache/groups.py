@@ -44,9 +44,15 @@ class Holding:
     nodes: list[Node | None] = field(default_factory=list)  # by page index; None: private
     most_shared: int | None = None  # pages that may ever be offered to the tree; None: all
 
-    def reserved(self, page_size: int) -> int:
-        """Tokens the held pages have room for."""
-        return len(self.pages) * page_size
+    @property
+    def num_private(self) -> int:
+        """Pages that are this holding's alone."""
+        return sum(node is None for node in self.nodes[self.first :])
+
+    @property
+    def locked(self) -> list[Node]:
+        """Nodes whose page it keeps from eviction."""
+        return [node for node in self.nodes if node is not None]
 
 
 class PagedGroup:
@@ -63,7 +69,7 @@ class PagedGroup:
     ) -> None:
         """max_extend_len: most tokens one step adds to a request."""
         self._spec = spec
-        self._index = index
+        self.index = index  # of the group
         self._tree = tree
         self._page_size = spec.page_size
         self._window = spec.window
@@ -103,7 +109,7 @@ class PagedGroup:
         """The longest hit of at most `limit` pages whose next query finds all keys it sees."""
         runs = [0]  # runs[n]: stored pages in a row that end with page n - 1
         for node in path[:limit]:
-            runs.append(0 if node.pages[self._index] is None else runs[-1] + 1)
+            runs.append(0 if node.pages[self.index] is None else runs[-1] + 1)
         for length in range(limit, 0, -1):
             if runs[length] >= length - self.first_visible_page(length * self._page_size):
                 return length
@@ -112,7 +118,7 @@ class PagedGroup:
     def can_admit(self, path: Sequence[Node], reserve_to: int) -> bool:
         """Whether `admit` would find its pages."""
         seen = path[self.first_visible_page(len(path) * self._page_size) :]
-        newly_locked = sum(node.locks[self._index] == 0 for node in seen)
+        newly_locked = sum(node.locks[self.index] == 0 for node in seen)
         need = self._admit_pages(path, reserve_to) - len(path)
         return need <= self._available() - newly_locked
 
@@ -127,14 +133,18 @@ class PagedGroup:
         holding = Holding(committed=len(path) * self._page_size, first=first)
         for index, node in enumerate(path):
             seen = index >= first
-            holding.pages.append(self._tree.lock(node, self._index) if seen else PAD_PAGE)
+            holding.pages.append(self._tree.lock(node, self.index) if seen else PAD_PAGE)
             holding.nodes.append(node if seen else None)
         need = self._admit_pages(path, reserve_to) - len(path)
         wish = self._admit_pages(path, reserve_to + ahead) - len(path)
         # What is held ahead keeps others out: only while half of the pool stays free.
         roomy = self.pool.num_free - self.pool.total // 2
         self._grow(holding, max(need, min(wish, roomy)))
-        return holding, PageRun(self._index, first, tuple(holding.pages[first:]))
+        return holding, PageRun(self.index, first, tuple(holding.pages[first:]))
+
+    def reserved(self, holding: Holding) -> int:
+        """Tokens the held pages have room for."""
+        return len(holding.pages) * self._page_size
 
     def shortage(self, holding: Holding, kv_bound: int) -> bool:
         """Whether `kv_bound` tokens need more pages than there are."""
@@ -152,14 +162,14 @@ class PagedGroup:
         wish = self._num_pages(kv_bound + ahead) - start
         roomy = self.pool.num_free - self.pool.total // ROOMY_SHARE
         self._grow(holding, max(need, min(wish, roomy)))
-        return PageRun(self._index, start, tuple(holding.pages[start:]))
+        return PageRun(self.index, start, tuple(holding.pages[start:]))
 
     def commit(self, holding: Holding, kv_len: int, epoch: int) -> None:
         """The KV of `kv_len` tokens, no fewer than before, exists once `epoch` retires."""
-        if kv_len > holding.reserved(self._page_size):
+        if kv_len > self.reserved(holding):
             raise IntegrityError.about(
                 f"committed tokens in cache group '{self.name}'",
-                expected=f"at most {holding.reserved(self._page_size)} (reserved)",
+                expected=f"at most {self.reserved(holding)} (reserved)",
                 got=kv_len,
                 remedy="reserve by upper bound before a step is launched",
             )
@@ -187,13 +197,13 @@ class PagedGroup:
             if self._window is None and index and holding.nodes[index - 1] is not parent:
                 break
             page = holding.pages[index]
-            if node.pages[self._index] is None:
+            if node.pages[self.index] is None:
                 shared.append(page)
-                self._tree.put(node, self._index, page)
+                self._tree.put(node, self.index, page)
             elif adopt is None:
                 continue
             else:
-                holding.pages[index] = self._tree.lock(node, self._index)
+                holding.pages[index] = self._tree.lock(node, self.index)
                 self.pool.free([page], adopt)
             holding.nodes[index] = node
         self.pool.share(shared)
@@ -224,7 +234,7 @@ class PagedGroup:
         self.pool.retire(epoch)
         for due in sorted(e for e in self._unlocks if e <= self._retired):
             for node in self._unlocks.pop(due):
-                self._tree.unlock(node, self._index)
+                self._tree.unlock(node, self.index)
 
     def relief_pending(self, holding: Holding, next_query: int) -> bool:
         """Whether pages or locks wait for an epoch, or fall behind this holding's window soon."""
@@ -256,7 +266,7 @@ class PagedGroup:
         short = count - self.pool.num_free
         if short > 0:
             # Unlocked pages have no reader in flight: they are free at once.
-            self.pool.free(self._tree.evict(self._index, short), self._retired)
+            self.pool.free(self._tree.evict(self.index, short), self._retired)
         last = holding.pages[-1] if holding.pages else PAD_PAGE
         taken = self.pool.reserve(count, after=last)
         holding.pages.extend(taken)
@@ -268,7 +278,7 @@ class PagedGroup:
         return max(len(path), self._num_pages(reserve_to))
 
     def _available(self) -> int:
-        return self.pool.num_free + self._tree.num_evictable(self._index)
+        return self.pool.num_free + self._tree.num_evictable(self.index)
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)

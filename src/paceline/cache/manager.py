@@ -5,7 +5,7 @@ Calls either do the whole of what they say, in every group, or change nothing an
 `retire` has been told that epoch.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,8 +13,11 @@ from paceline.cache.books import CacheStats, check_books
 from paceline.cache.crowds import Crowds
 from paceline.cache.groups import Holding, PagedGroup, PageRun
 from paceline.cache.prefix_tree import Node, PrefixTree
+from paceline.cache.states import StateGroup, StateHolding
 from paceline.core.errors import ConfigError, IntegrityError
-from paceline.core.model_config import CacheGroupSpec
+from paceline.core.model_config import CacheGroupSpec, CacheKind
+
+_ANY_LENGTH = 1 << 62
 
 
 class Admitted(NamedTuple):
@@ -37,7 +40,8 @@ class _Entry:
     """One admitted request."""
 
     salt: Hashable
-    holdings: tuple[Holding, ...]  # [num_groups]
+    holdings: tuple[Holding, ...]  # [num_paged_groups]
+    states: tuple[StateHolding, ...]  # [num_state_groups]
     hit_pages: int
     tip: Node | None  # the tree node of page num_offered - 1
     num_offered: int  # written pages already offered to the tree
@@ -67,15 +71,26 @@ class CacheManager:
                 remedy="the prefix tree shares whole pages; give every group the same size",
             )
         self._page_size = sizes[0]
+        self._state_every = _state_every(specs)
         self._enabled = enable_prefix_cache
         self._tree = PrefixTree(
             self._page_size,
-            [spec.window is None for spec in specs],
+            [spec.window is None and spec.kind is CacheKind.TOKENS for spec in specs],
             next_token=any(spec.next_token for spec in specs),
         )
-        self._groups = tuple(
+        indexed = [(i, *pair) for i, pair in enumerate(zip(specs, num_pages, strict=True))]
+        self._paged = tuple(
             PagedGroup(spec, i, self._tree, num_pages=pages, max_extend_len=max_extend_len)
-            for i, (spec, pages) in enumerate(zip(specs, num_pages, strict=True))
+            for i, spec, pages in indexed
+            if spec.kind is CacheKind.TOKENS
+        )
+        self._states = tuple(
+            StateGroup(spec, i, self._tree, num_pages=pages, keeps=enable_prefix_cache)
+            for i, spec, pages in indexed
+            if spec.kind is CacheKind.STATE
+        )
+        self._groups: tuple[PagedGroup | StateGroup, ...] = tuple(
+            sorted((*self._paged, *self._states), key=lambda group: group.index)
         )
         self._windowed = any(spec.window is not None for spec in specs)
         self._entries: dict[str, _Entry] = {}
@@ -93,7 +108,19 @@ class CacheManager:
 
     def shares(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` could find anything in the cache."""
-        return self._enabled and num_tokens > self._page_size
+        return self._enabled and num_tokens > (self._state_every or self._page_size)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether `slots` is to be asked for each row of a step."""
+        return bool(self._states)
+
+    def chunk_len(self, start: int, length: int) -> int:
+        """Tokens of a prompt to compute at once, of `length` from `start` on: no further than to
+        where a state can be kept."""
+        if self._state_every is None or not self._enabled:
+            return length
+        return min(length, self._state_every - start % self._state_every)
 
     def admit(
         self,
@@ -116,10 +143,12 @@ class CacheManager:
         path = self._hit(tokens, salt, max_hit)
         if not all(group.can_admit(path, reserve_to) for group in self._groups):
             return None
-        admitted = [group.admit(path, reserve_to, ahead) for group in self._groups]
+        admitted = [group.admit(path, reserve_to, ahead) for group in self._paged]
+        states = [group.admit(path, reserve_to) for group in self._states]
         entry = _Entry(
             salt=salt,
             holdings=tuple(holding for holding, _ in admitted),
+            states=tuple(holding for holding, _ in states),
             hit_pages=len(path),
             tip=path[-1] if path else None,
             num_offered=len(path),
@@ -130,7 +159,7 @@ class CacheManager:
         self._entries[request_id] = entry
         self._queried_tokens += len(tokens)
         self._hit_tokens += entry.committed
-        runs = tuple(run for _, run in admitted if run.page_ids)
+        runs = tuple(run for _, run in (*admitted, *states) if run.page_ids)
         return Admitted(entry.committed, runs)
 
     def holds(self, request_id: str, kv_bound: int) -> bool:
@@ -152,6 +181,14 @@ class CacheManager:
         self._note_reserved(entry)
         return [run for run in runs if run is not None]
 
+    def slots(self, request_id: str, *, least: int, most: int, epoch: int) -> list[PageRun]:
+        """What of a request's state slots changes with the step `epoch`, behind which `least` to
+        `most` of its tokens are computed.  Asked once for each of its steps, in order.
+        """
+        pairs = self._state_pairs(self._entries[request_id])
+        runs = [group.slots(held, least=least, most=most, epoch=epoch) for group, held in pairs]
+        return [run for run in runs if run is not None]
+
     def relief_pending(self, request_id: str, kv_bound: int, *, next_query: int) -> bool:
         """Whether every group too short for `kv_bound` has pages on their way back.
 
@@ -164,13 +201,24 @@ class CacheManager:
             if group.shortage(holding, kv_bound)
         )
 
-    def written(self, request_id: str, tokens: Sequence[int], kv_len: int, *, epoch: int) -> None:
+    def written(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        kv_len: int,
+        *,
+        epoch: int,
+        state_len: int = 0,
+    ) -> None:
         """The retired step `epoch` completed the KV of the first `kv_len` of `tokens`; full pages
-        become shareable.
+        become shareable.  state_len: what its checkpoint slots stand for by the device; 0: unused.
         """
         entry = self._entries[request_id]
         self._require_retired(epoch)
         self._commit(entry, kv_len, epoch)
+        if self._states:
+            for group, held in self._state_pairs(entry):
+                group.landed(held, kv_len=kv_len, state_len=state_len, epoch=epoch)
         if kv_len // self._page_size > entry.num_offered:
             self._offer(entry, tokens, self._num_shareable(tokens, kv_len), adopt=None)
 
@@ -199,8 +247,7 @@ class CacheManager:
             if any(g.has_private(h, offered) for g, h in self._pairs(entry)):
                 entry.tip, entry.num_offered = None, 0  # others were first: lock theirs
             self._offer(entry, tokens, num_pages, adopt=epoch)
-        for group, holding in self._pairs(entry):
-            group.release(holding, epoch)
+        self._return(entry, epoch)
 
     def discard(self, request_id: str, tokens: Sequence[int], *, epoch: int) -> None:
         """The request leaves, and nothing it computed may be found again (non-finite KV)."""
@@ -209,8 +256,7 @@ class CacheManager:
         path = self._tree.walk(tokens, entry.salt, max_pages=depth)
         if len(path) == depth:
             self._tree.detach(path[-1])
-        for group, holding in self._pairs(entry):
-            group.release(holding, epoch)
+        self._return(entry, epoch)
 
     @property
     def is_crowded(self) -> bool:
@@ -234,7 +280,8 @@ class CacheManager:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless pools, tree and requests tell the same story."""
-        check_books(self._tree, self._groups, [e.holdings for e in self._entries.values()])
+        held = [self._in_order(entry) for entry in self._entries.values()]
+        check_books(self._tree, self._groups, held)
 
     def _leave(self, request_id: str) -> _Entry:
         entry = self._entries.pop(request_id)
@@ -277,6 +324,8 @@ class CacheManager:
             path.append(self._tree.child(path[-1], self._tree.key(tokens, index)))
         for group, holding in self._pairs(entry):
             group.share(holding, start, path, adopt=adopt)
+        for states, slots in self._state_pairs(entry):
+            states.share(slots, start, path)
         entry.tip, entry.num_offered = path[-1], num_pages
         self._tree.prune(entry.tip)
 
@@ -285,10 +334,27 @@ class CacheManager:
         return min(kv_len // self._page_size, self._tree.num_whole(len(tokens)))
 
     def _pairs(self, entry: _Entry) -> list[tuple[PagedGroup, Holding]]:
-        return list(zip(self._groups, entry.holdings, strict=True))
+        return list(zip(self._paged, entry.holdings, strict=True))
+
+    def _state_pairs(self, entry: _Entry) -> Iterator[tuple[StateGroup, StateHolding]]:
+        return zip(self._states, entry.states, strict=True)
+
+    def _in_order(self, entry: _Entry) -> list[Holding | StateHolding]:
+        """[num_groups]"""
+        held: dict[int, Holding | StateHolding] = {g.index: h for g, h in self._pairs(entry)}
+        held.update({group.index: slots for group, slots in self._state_pairs(entry)})
+        return [held[index] for index in range(len(self._groups))]
+
+    def _return(self, entry: _Entry, epoch: int) -> None:
+        for group, holding in self._pairs(entry):
+            group.release(holding, epoch)
+        for states, slots in self._state_pairs(entry):
+            states.release(slots, epoch)
 
     def _note_reserved(self, entry: _Entry) -> None:
-        entry.reserved = min(h.reserved(self._page_size) for h in entry.holdings)
+        entry.reserved = min(
+            (group.reserved(holding) for group, holding in self._pairs(entry)), default=_ANY_LENGTH
+        )
 
     def _require_retired(self, epoch: int) -> None:
         if epoch > self._retired:
@@ -298,3 +364,16 @@ class CacheManager:
                 got=epoch,
                 remedy="call retire before written",
             )
+
+
+def _state_every(specs: Sequence[CacheGroupSpec]) -> int | None:
+    """The one interval at which states are kept; None: there are none.  Raises ConfigError."""
+    found = sorted({spec.state_every for spec in specs if spec.state_every is not None})
+    if len(found) > 1:
+        raise ConfigError.about(
+            "state_every of the cache groups",
+            expected="one interval for all",
+            got=found,
+            remedy="a step ends where all states of a request are kept; take a common multiple",
+        )
+    return found[0] if found else None

@@ -1,4 +1,5 @@
-"""KVPool: the device tensors of one cache group; who may use which page is the manager's."""
+"""KVPool, StatePool: the device tensors of one cache group; who may use which page or slot is the
+manager's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,3 +87,41 @@ class KVPool:
         """The pool's tensors by name, for guards."""
         scales = {} if self._scales is None else {"scales": self._scales}
         return {f"kv.{self.spec.name}.{n}": t for n, t in (self.parts | scales).items()}
+
+
+class StatePool:
+    """The slots of every layer in a STATE group, a tensor for each part that is stored.  Slot 0 is
+    reserved: padded rows write it.
+
+    Each: [num_layers, num_slots, *part.shape].
+    lens: [num_slots] int32 tokens that each slot stands for; 0: none.
+    """
+
+    def __init__(
+        self, spec: CacheGroupSpec, num_slots: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """dtype: of parts that name none."""
+        self.spec = spec
+        self.num_slots = num_slots
+        self.lens = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.parts = {
+            part.name: torch.zeros(
+                len(spec.layer_ids),
+                num_slots,
+                *part.shape,
+                dtype=dtype if part.dtype is None else torch_kv_dtype(part.dtype),
+                device=device,
+            )
+            for part in spec.stored
+        }
+
+    def layer(self, layer_id: int) -> dict[str, Tensor]:
+        """The slots of one model layer, by the names of parts: of [num_slots, *part.shape]."""
+        index = self.spec.layer_ids.index(layer_id)
+        return {name: part[index] for name, part in self.parts.items()}
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The pool's tensors by name, for guards."""
+        return {
+            f"kv.{self.spec.name}.{n}": t for n, t in (self.parts | {"lens": self.lens}).items()
+        }

@@ -2,7 +2,12 @@
 
 import math
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, StrEnum
+
+from paceline.core.errors import ConfigError
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LENGTH_BYTES = 4  # what each slot of a STATE group says it stands for
 
 HIDDEN_ACTS = {  # config.json's name of a gated activation -> the kernel's
     "silu": "silu",
@@ -171,13 +176,25 @@ class ModelConfig:
     latent: LatentConfig | None = None
 
 
+class CacheKind(StrEnum):
+    """How a cache group grows, is found again, and is undone."""
+
+    TOKENS = "tokens"  # paged, a row per token; undone by a shorter length
+    STATE = "state"  # a slot per request, whatever its length; undone by not having been written
+
+
+READ, WRITE, CHECKPOINT = range(3)  # a STATE group's page table: slots of a request
+NUM_SLOT_COLUMNS = 3
+
+
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """What a cache group holds of one token in one layer under one name."""
+    """What a cache group holds of one token, or in one slot, in one layer under one name."""
 
     name: str  # "k", "v"
-    shape: tuple[int, ...]  # of one token: num_kv_heads, dim
+    shape: tuple[int, ...]  # of one token: num_kv_heads, dim; of a STATE group: of one slot
     of: str | None = None  # the part whose leading columns it is: nothing of its own is stored
+    dtype: str | None = None  # torch's name of it; None: the cache's
 
 
 def kv_parts(
@@ -199,6 +216,24 @@ class CacheGroupSpec:
     parts: tuple[RowPart, ...]
     draft: bool = False  # of the drafter, not of the target
     next_token: bool = False  # the KV of a token depends on the token behind it, too
+    kind: CacheKind = CacheKind.TOKENS
+    state_every: int | None = None  # of STATE alone: at lengths divisible by it, in tokens, a state
+    # may be kept for others to start from
+
+    def __post_init__(self) -> None:
+        if self.kind is CacheKind.TOKENS:
+            fits, expected = self.state_every is None, "None: it holds every token"
+        else:
+            every = self.state_every or 0
+            fits = every > 0 and every % self.page_size == 0
+            expected = f"a positive multiple of the page size, {self.page_size}"
+        if not fits:
+            raise ConfigError.about(
+                f"state_every of cache group '{self.name}'",
+                expected=expected,
+                got=self.state_every,
+                remedy="the prefix tree finds states at the ends of its pages",
+            )
 
     @property
     def stored(self) -> tuple[RowPart, ...]:
@@ -206,9 +241,14 @@ class CacheGroupSpec:
         return tuple(part for part in self.parts if part.of is None)
 
     def page_bytes(self, element_bytes: int) -> int:
-        """Bytes of one page over all layers and parts of the group."""
-        per_token = sum(math.prod(part.shape) for part in self.stored) * element_bytes
-        return per_token * self.page_size * len(self.layer_ids)
+        """Bytes of one page, or slot, over all layers and parts of the group."""
+        per_row = sum(
+            math.prod(part.shape) * (element_bytes if part.dtype is None else _BYTES[part.dtype])
+            for part in self.stored
+        )
+        if self.kind is CacheKind.STATE:
+            return per_row * len(self.layer_ids) + _LENGTH_BYTES
+        return per_row * self.page_size * len(self.layer_ids)
 
 
 def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSpec, ...]:

@@ -41,7 +41,7 @@ class PageDelta:
     row: int
     group: int  # index into the model's cache groups
     start: int  # first entry written
-    page_ids: tuple[int, ...]
+    page_ids: tuple[int, ...]  # of a STATE group: slots (cache/states.py has the entries)
 
 
 Delta = JoinDelta | PageDelta
@@ -202,3 +202,6 @@ class StepOutputs:
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(
         default_factory=dict
     )  # row of the step -> [length of its span], when the step asked for them
+    # [num_reqs] tokens that the row's checkpoint slots stand for since this step; 0: it used none.
+    # None: the model keeps no states
+    state_lens: tuple[int, ...] | None = None

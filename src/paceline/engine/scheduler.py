@@ -122,6 +122,8 @@ class Scheduler:
             self._require_progress()
             return None
         plan.end_on_size(self._config.padded_tokens, is_last=not self.num_waiting)
+        if self._cache.has_states:
+            self._plan_slots(plan, epoch)
         rows = plan.rows.values()
         self._in_flight.launch(epoch, rows)
         self._last_had_prefill = any(row.is_prefill for row in rows)
@@ -219,6 +221,18 @@ class Scheduler:
             plan.joined_tokens = joined
             plan.add(request, self._chunk(plan, request), deltas)
 
+    def _plan_slots(self, plan: StepPlan, epoch: int) -> None:
+        """Say of each row, once its tokens are settled, which slots of states change."""
+        for request, row in plan.rows.items():
+            runs = self._cache.slots(
+                request.request_id,
+                least=request.kv_least + row.least,
+                most=row.prefix_len + row.most,
+                epoch=epoch,
+            )
+            if runs:
+                plan.note(request, runs)
+
     def _leader_to_await(self, request: Request) -> Request | None:
         """Who computes the prompt that a request will share; None where waiting gains nothing."""
         leader = request.leader
@@ -228,7 +242,8 @@ class Scheduler:
 
     def _chunk(self, plan: StepPlan, request: Request) -> int:
         num_left = request.join_len - request.kv_least
-        return min(num_left, self._config.chunked_prefill_size, plan.budget)
+        chunk = min(num_left, self._config.chunked_prefill_size, plan.budget)
+        return self._cache.chunk_len(request.kv_least, chunk)
 
     def _plan_row(self, plan: StepPlan, request: Request, extend_len: int) -> None:
         """Give a running request its place, if its pages can be had now or by preemption."""
@@ -293,7 +308,10 @@ class Scheduler:
             self._finish(request, reason)
         elif is_running:
             name, kv_len = request.request_id, request.kv_known
-            self._cache.written(name, request.token_ids, kv_len, epoch=outputs.epoch)
+            state_len = 0 if outputs.state_lens is None else outputs.state_lens[index]
+            self._cache.written(
+                name, request.token_ids, kv_len, epoch=outputs.epoch, state_len=state_len
+            )
             self._cache.advance_window(name, kv_len, epoch=outputs.epoch)
         prompt_logprobs = outputs.prompt_logprobs.get(index, ())
         request.num_scored += len(prompt_logprobs)

@@ -99,6 +99,12 @@ class StepPlan:
         )
         self.budget -= extend_len
 
+    def note(self, request: Request, runs: Sequence[PageRun]) -> None:
+        """More of a planned request's tables changes."""
+        row = self.rows[request]
+        deltas = (*row.deltas, *page_deltas(_row_of(request), runs))
+        self.rows[request] = row._replace(deltas=deltas)
+
     def remove(self, request: Request) -> None:
         """Take a preempted request out again, if it is in."""
         row = self.rows.pop(request, None)

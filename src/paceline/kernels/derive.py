@@ -79,7 +79,8 @@ def derive_rows_reference(
     token_rows = view.row_ids.index_select(0, view.req_ids)
     is_live = token_rows != PAD_ROW
     for group, page_size in zip(view.groups, page_sizes, strict=True):
-        _derive_slots(group, view, is_live, page_size)
+        if page_size:
+            _derive_slots(group, view, is_live, page_size)
 
     if isinstance(source, TableRows):
         token_index = token_rows * source.token_ids.shape[1] + view.positions
@@ -173,7 +174,8 @@ def derive_rows(
 ) -> None:
     """Fill `view` in place from `source`; a padded row has prefix 1 and slot 0.
 
-    page_sizes: [num_groups] tokens; offsets: [>= padded_tokens] int32 0, 1, 2, ...
+    page_sizes: [num_groups] tokens, 0 of a STATE group, whose page table holds slots of states;
+    offsets: [>= padded_tokens] int32 0, 1, 2, ...
     Of the request table this writes all but the tree mask; the leading 0 of cu_seqlens_q is there
     already.  Of a pass it writes that too, and the mask of a tree; row ids and page tables are read
     and the input ids are not touched.  What facts and parents hold is trusted: it lives on the

@@ -4,15 +4,35 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.core.model_config import CHECKPOINT, READ, WRITE
 from paceline.core.modes import MaskKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupView:
-    """One cache group's part of a step."""
+    """One cache group's part of a step.
+
+    Of a STATE group the page table has three columns, slots, and tokens have none: out_cache_loc is
+    empty.
+    """
 
     page_table: Tensor  # [padded_reqs, max_pages]  int32  page ids; padding: PAD_PAGE
     out_cache_loc: Tensor  # [padded_tokens]  int64  slots written by this step; padding: PAD_SLOT
+
+    @property
+    def read_slots(self) -> Tensor:
+        """[padded_reqs] int32, of a STATE group: the state behind the prefix; 0: zeros."""
+        return self.page_table[:, READ]
+
+    @property
+    def write_slots(self) -> Tensor:
+        """[padded_reqs] int32, of a STATE group: each live row has its own; padding: 0."""
+        return self.page_table[:, WRITE]
+
+    @property
+    def checkpoint_slots(self) -> Tensor:
+        """[padded_reqs] int32, of a STATE group: where a state goes that others may find."""
+        return self.page_table[:, CHECKPOINT]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

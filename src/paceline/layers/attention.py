@@ -14,6 +14,7 @@ from paceline.attention.contract import (
     Limits,
     Part,
 )
+from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.kernels.rope import Rope
@@ -28,6 +29,7 @@ class AttentionContext:
     plan: Any  # the backend's frozen plan
     layers: tuple[LayerCache, ...]  # [num_layers]
     out_cache_locs: tuple[Tensor, ...]  # [num_groups] of [padded_tokens]  int64  slots
+    states: tuple[StateGroupPlan, ...] = ()  # [num_state_groups]
 
     def attend(
         self,
@@ -54,6 +56,14 @@ class AttentionContext:
         rope_write_kv(q, k, v, into=into, rope=rope, norms=norms)
         out, _ = self.backend.forward(q, k, values, layer, self.plan, Part.ALL)
         return out
+
+    def mix(self, layer_id: int, inputs: Any) -> Tensor:
+        """A layer that keeps a state per request, over the step's rows.  inputs: as its backend
+        takes them."""
+        for group in self.states:
+            if layer_id in group.layers:
+                return group.backend.extend(inputs, group.layers[layer_id], group.plan)
+        raise AssertionError(f"layer {layer_id} is in no STATE group")
 
 
 def attention_specs(

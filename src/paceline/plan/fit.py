@@ -161,7 +161,7 @@ def plan_memory(config: ModelConfig, options: EngineOptions, demands: Demands) -
         short_by_bytes=short,
         max_model_len=floor,
         longest_len=longest,
-        kv_tokens=kv_tokens(groups),
+        kv_tokens=kv_tokens(specs, groups),
         groups=groups,
         planned_len=planned_len(floor + balance.reach),
         concurrency=concurrency(

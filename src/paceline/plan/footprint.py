@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.model_config import CacheGroupSpec
+from paceline.core.model_config import CacheGroupSpec, CacheKind
 
 SHORTEST = 2  # tokens of a request: one of the prompt, one that is new
 
@@ -16,7 +16,7 @@ class GroupBudget:
     window: int | None  # keys visible; None = all
     num_layers: int
     page_size: int  # tokens
-    page_bytes: int  # of one page over all layers of the group
+    page_bytes: int  # of one page, or slot, over all layers of the group
     num_pages: int  # the reserved page included
     bytes: int
 
@@ -29,8 +29,11 @@ class GroupBudget:
 def request_pages(spec: CacheGroupSpec, length: int) -> int:
     """Pages a request of `length` tokens holds in a group between steps.
 
-    A windowed group keeps its window, whose ends need not fall on page borders.
+    A windowed group keeps its window, whose ends need not fall on page borders.  Of states it holds
+    its own slot, and another that it starts from or leaves to others.
     """
+    if spec.kind is CacheKind.STATE:
+        return 2
     tokens = length if spec.window is None else min(length, spec.window + spec.page_size)
     return -(-tokens // spec.page_size)
 

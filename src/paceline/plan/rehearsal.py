@@ -138,7 +138,7 @@ def rehearse(decided: Decided, backend: AttentionBackend, facts: DeviceFacts) ->
     with Allocations(facts) as seen:
         parts = assemble(decided, EmptyWeights(decided.dtype), backend, META)
     weights, draft_weights = (weight_bytes(m) for m in (parts.model, parts.proposer.model))
-    pools = [pool.named_tensors().values() for pool in parts.all_pools]
+    pools = [pool.named_tensors().values() for pool in parts.device_pools]
     kv = sum(tensor.nbytes for pool in pools for tensor in pool)
     return Rehearsed(
         parts=parts,

@@ -54,6 +54,7 @@ EXTENTS = {
     "tree_mask": Extent.TREE_PAIR,
     "page_tables": Extent.REQUEST,
     "out_cache_locs": Extent.TOKEN,
+    "state_lens": Extent.REQUEST,
     "chosen_logprobs": Extent.EMITTED,
     "top_ids": Extent.EMITTED,
     "top_logprobs": Extent.EMITTED,
@@ -135,6 +136,8 @@ class StepBuffers:
     req_ids, positions, input_ids, logits_loc, page_tables, out_cache_locs, tree_mask.
     chain_positions: [max_tokens]  int64  of a round of trees: positions of its rows as a chain;
         zero-sized where there are no trees
+    state_lens: [max_reqs]  int32  written behind commit: what a row's checkpoint slots stand for,
+        or 0; zero-sized where there are no STATE groups
     results: [max_reqs * (2 + max_path)]  int32  written by commit, a packed row per request: tokens
         emitted, FinishCode, and their ids, as many as a row of the step emits at most
     chosen_logprobs, top_ids, top_logprobs: a row for each token that may be emitted; those of
@@ -150,9 +153,11 @@ class StepBuffers:
         max_tree_rows: int = 0,
         max_path: int = 1,
         of_passes: bool = False,
+        state_groups: frozenset[int] = frozenset(),
         kv_len_bound: int,
         device: torch.device,
     ) -> None:
+        """state_groups: those of the groups whose tokens have no slots."""
         own_reqs, own_tree_rows = (0, 0) if of_passes else (max_reqs, max_tree_rows)
         self.kv_len_bound = kv_len_bound
         self._filled: tuple[StepLayout, PaddedSize] | None = None
@@ -182,7 +187,10 @@ class StepBuffers:
             max_reqs * max_tree_rows**2, dtype=torch.bool, device=device
         )  # rows as wide as the step's trees
         self.page_tables = tuple(ints(own_reqs, width) for width in max_pages)
-        self.out_cache_locs = tuple(longs(max_tokens) for _ in max_pages)
+        self.out_cache_locs = tuple(
+            longs(0 if group in state_groups else max_tokens) for group in range(len(max_pages))
+        )
+        self.state_lens = ints(own_reqs if state_groups else 0)
         emitted = own_reqs * max_path
         self.chosen_logprobs = torch.zeros(emitted, device=device)
         self.top_ids = longs(emitted, MAX_LOGPROBS)

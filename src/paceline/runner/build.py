@@ -6,15 +6,24 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.attention.contract import AttentionBackend, Limits
-from paceline.cache.pool import KVFormat, KVPool
+from paceline.attention.states import (
+    StateBackend,
+    StateLayer,
+    StateLimits,
+    unsupported_reasons,
+)
+from paceline.cache.pool import KVFormat, KVPool, StatePool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
+from paceline.core.errors import ConfigError
 from paceline.core.events import Notify
-from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.core.model_config import NUM_SLOT_COLUMNS, CacheGroupSpec, CacheKind, ModelConfig
+from paceline.core.modes import MaskKind
 from paceline.kernels.stand_in import device_type
 from paceline.layers.attention import attention_limits, layer_caches
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
+from paceline.runner.committers import StateMixer, StateSlots, token_rows
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import (
     AHEAD,
@@ -107,35 +116,65 @@ def build_parts(
     dtype: torch.dtype,
     kv: KVFormat,
     proposer: Proposer = NOBODY,
+    states: StateBackend | None = None,
 ) -> Parts:
     """Allocate everything whose address a graph may hold; arguments as of `build_runner`."""
-    bounds = _backend_limits(config, groups, limits, device=device, dtype=dtype, kv=kv)
+    num_paged = sum(group.kind is CacheKind.TOKENS for group in groups)
+    kinds = [group.kind for group in groups]
+    assert CacheKind.STATE not in kinds[:num_paged], "STATE groups stand behind the others"
+    paged, recurrent = groups[:num_paged], groups[num_paged:]
+    bounds = _backend_limits(config, paged, limits, device=device, dtype=dtype, kv=kv)
     can_share = backend.capabilities.shares_prefixes and None in bounds.windows
     shares = can_share and limits.share_prefixes and not config.v_in_k
     bounds = replace(bounds, share_prefixes=shares)
     pools = [
         KVPool(group, num_pages, kv=kv, device=device)
-        for group, num_pages in zip(groups, limits.num_pages, strict=True)
+        for group, num_pages in zip(paged, limits.num_pages[:num_paged], strict=True)
     ]
-    page_sizes = tuple(pool.spec.page_size for pool in (*pools, *proposer.pools))
-    max_pages = tuple(-(-limits.kv_len_bound // page_size) for page_size in page_sizes)
+    mixers = [
+        _mixer(
+            StatePool(group, num_slots, dtype=kv.dtype, device=device),
+            states,
+            limits,
+            group=index,
+            device=device,
+            dtype=dtype,
+        )
+        for index, (group, num_slots) in enumerate(
+            zip(recurrent, limits.num_pages[num_paged:], strict=True), start=num_paged
+        )
+    ]
+    page_sizes = (
+        *(pool.spec.page_size for pool in pools),
+        *(0 for _ in mixers),
+        *(pool.spec.page_size for pool in proposer.pools),
+    )
+    max_pages = tuple(
+        -(-limits.kv_len_bound // page_size) if page_size else NUM_SLOT_COLUMNS
+        for page_size in page_sizes
+    )
+    buffers = StepBuffers(
+        max_reqs=bounds.max_reqs,
+        max_tokens=bounds.max_tokens,
+        max_pages=max_pages,
+        max_tree_rows=limits.tree_rows,
+        max_path=limits.draft.max_path,
+        state_groups=frozenset(mixer.group for mixer in mixers),
+        kv_len_bound=limits.kv_len_bound,
+        device=device,
+    )
+    state_slots = tuple(StateSlots(mixer, buffers.state_lens) for mixer in mixers)
     return Parts(
         model=model,
         backend=backend,
         backend_buffers=backend.make_buffers(bounds),
-        layers=layer_caches(config, groups, pools, sinks=model.attention_sinks()),
+        layers=layer_caches(config, paged, pools, sinks=model.attention_sinks()),
         pools=tuple(pools),
+        committers=(*token_rows(pools), *state_slots),
+        mixers=tuple(mixers),
         page_sizes=page_sizes,
         table=_request_table(config, limits, max_pages, device),
-        buffers=StepBuffers(
-            max_reqs=bounds.max_reqs,
-            max_tokens=bounds.max_tokens,
-            max_pages=max_pages,
-            max_tree_rows=limits.tree_rows,
-            max_path=limits.draft.max_path,
-            kv_len_bound=limits.kv_len_bound,
-            device=device,
-        ),
+        buffers=buffers,
         taps=proposer.taps,
         proposer=proposer,
         force_accept_len=limits.force_accept_len,
@@ -157,11 +196,13 @@ def build_runner(
     kv: KVFormat,
     notify: Notify,
     proposer: Proposer = NOBODY,
+    states: StateBackend | None = None,
 ) -> ModelRunner:
     """Allocate everything whose address a graph may hold and wire it up.  Captures nothing yet.
 
     groups: the target's; those of `proposer` stand behind them in the request table and in a step.
-    limits.num_pages: of the target's groups.
+    limits.num_pages: of the target's groups.  states: runs the layers of its STATE groups, which
+    stand behind those of tokens.
     """
     parts = build_parts(
         model,
@@ -173,6 +214,7 @@ def build_runner(
         dtype=dtype,
         kv=kv,
         proposer=proposer,
+        states=states,
     )
     return wire_runner(parts, limits, stream=stream, device=device, notify=notify)
 
@@ -190,7 +232,11 @@ def wire_runner(
         stream=stream,
         staging=StagingRing(staged, pinned=pinned, depth=limits.staging_depth),
         outputs=OutputsRing(
-            limits.max_running, limits.max_tokens, max_path=limits.draft.max_path, pinned=pinned
+            limits.max_running,
+            limits.max_tokens,
+            max_path=limits.draft.max_path,
+            keeps_states=bool(parts.mixers),
+            pinned=pinned,
         ),
         graphs=_graph_store(limits, device, notify),
         sizes=limits.sizes
@@ -224,6 +270,57 @@ def _backend_limits(
         max_tokens=limits.max_tokens,
         length=limits.kv_len_bound,
     )
+
+
+def _mixer(
+    pool: StatePool,
+    backend: StateBackend | None,
+    limits: RunnerConfig,
+    *,
+    group: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> StateMixer:
+    """A STATE group with who runs its layers.  Raises ConfigError."""
+    spec = pool.spec
+    if not isinstance(backend, StateBackend):
+        got = "none" if backend is None else f"'{backend.name}', of another kind"
+        raise ConfigError.about(
+            f"backend of cache group '{spec.name}', whose layers keep states,",
+            expected="a StateBackend",
+            got=got,
+            remedy="name one for the model's layers of this kind",
+        )
+    reasons = unsupported_reasons(
+        backend.capabilities,
+        device_type=device_type(device),
+        dtype=dtype,
+        mask=MaskKind.TREE if limits.tree_rows else MaskKind.CAUSAL,
+    )
+    if reasons:
+        raise ConfigError.about(
+            f"state backend '{backend.name}'",
+            expected="able to run here",
+            got="; ".join(reasons),
+            remedy="name another one, or change what is asked of it",
+        )
+    draft = limits.draft
+    buffers = backend.make_buffers(
+        StateLimits(
+            device=device,
+            dtype=dtype,
+            num_layers=len(spec.layer_ids),
+            parts={part.name: part.shape for part in spec.stored},
+            max_reqs=limits.padded_reqs,
+            max_tokens=limits.max_tokens,
+            max_round_tokens=limits.max_running * draft.num_draft_tokens if draft.has_drafts else 0,
+        )
+    )
+    layers = {
+        layer_id: StateLayer(layer_id=layer_id, index=index, parts=pool.layer(layer_id))
+        for index, layer_id in enumerate(spec.layer_ids)
+    }
+    return StateMixer(group=group, pool=pool, backend=backend, buffers=buffers, layers=layers)
 
 
 def _request_table(

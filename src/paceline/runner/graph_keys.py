@@ -88,7 +88,11 @@ class GraphKeys:
 
     def _supports(self, extend_len: int | None) -> bool:
         """Whether steps of so many tokens a row, None: ragged, may be captured."""
-        return self._parts.backend.capabilities.graph >= needed_support(extend_len)
+        mixers = self._parts.mixers
+        needed = needed_support(extend_len)
+        if any(mixer.backend.capabilities.graph < needed for mixer in mixers):
+            return False
+        return self._parts.backend.capabilities.graph >= needed
 
     def _key(
         self,

@@ -19,7 +19,7 @@ class Guard:
 
     def __init__(self, parts: Parts, *, kv_len_bound: int) -> None:
         named = parts.named_tensors()
-        for pool in parts.all_pools:
+        for pool in parts.device_pools:
             named |= pool.named_tensors()
         self._kv_len_bound = kv_len_bound
         self._places = [(name, tensor, tensor.data_ptr()) for name, tensor in named.items()]

@@ -93,7 +93,9 @@ class ModelRunner:
         """Bytes held: KV pools, the workspace of table, step and backend, and captured graphs."""
         parts = self._parts
         return {
-            "kv": sum(tensor.nbytes for pool in parts.all_pools for tensor in pool.parts.values()),
+            "kv": sum(
+                tensor.nbytes for pool in parts.device_pools for tensor in pool.parts.values()
+            ),
             "workspace": sum(tensor.nbytes for tensor in parts.named_tensors().values()),
             "graphs": 0 if self._graphs is None else self._graphs.bytes_used,
         }

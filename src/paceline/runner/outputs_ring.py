@@ -21,6 +21,7 @@ class OutputsSlot:
     """Host side of the results of one step; columns as in StepBuffers."""
 
     results: Tensor  # [max_reqs * (2 + max_path)]  int32  tokens emitted, FinishCode, ids; packed
+    state_lens: Tensor  # [max_reqs]  int32; zero-sized where there are no STATE groups
     chosen_logprobs: Tensor  # [max_reqs * max_path]  float32
     top_ids: Tensor  # [max_reqs * max_path, MAX_LOGPROBS]  int64
     top_logprobs: Tensor  # [max_reqs * max_path, MAX_LOGPROBS]  float32
@@ -33,6 +34,8 @@ class OutputsSlot:
 
         max_emitted: tokens that a row of the step emits at most.
         """
+        if self.state_lens.numel():
+            self.state_lens[:num_reqs].copy_(buffers.state_lens[:num_reqs], non_blocking=True)
         num_rows, size = num_reqs * max_emitted, num_reqs * (2 + max_emitted)
         self.results[:size].copy_(buffers.results[:size], non_blocking=True)
         if logprobs:
@@ -64,6 +67,7 @@ class OutputsRing:
         max_tokens: int,
         *,
         max_path: int = 1,
+        keeps_states: bool = False,
         pinned: bool,
         depth: int = RING_DEPTH,
     ) -> None:
@@ -76,6 +80,7 @@ class OutputsRing:
         self._slots = [
             OutputsSlot(
                 results=host(max_reqs * (2 + max_path), dtype=torch.int32),
+                state_lens=host(max_reqs if keeps_states else 0, dtype=torch.int32),
                 chosen_logprobs=host(emitted, dtype=torch.float32),
                 top_ids=host(emitted, MAX_LOGPROBS, dtype=torch.int64),
                 top_logprobs=host(emitted, MAX_LOGPROBS, dtype=torch.float32),
@@ -121,8 +126,14 @@ class LaunchedStep:
             token_ids=token_ids,
             finish=tuple([_FINISH_CODES[row[1]] for row in rows]),
             logprobs=self._logprobs(token_ids) if self.step.logprobs else None,
+            state_lens=self._state_lens(),
             prompt_logprobs=self._prompt_logprobs() if self.step.prompt_spans else {},
         )
+
+    def _state_lens(self) -> tuple[int, ...] | None:
+        """[num_reqs]"""
+        lens = self._slot.state_lens
+        return tuple(lens[: self.step.layout.num_reqs].tolist()) if lens.numel() else None
 
     def _logprobs(
         self, token_ids: tuple[tuple[int, ...], ...]

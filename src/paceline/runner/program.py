@@ -12,13 +12,12 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache
 from paceline.attention.held import tensors_in
-from paceline.cache.pool import KVPool
+from paceline.cache.pool import KVPool, StatePool
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import Accepted, Drafts
-from paceline.kernels.compact_kv import compact_kv
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import AttentionContext
@@ -27,6 +26,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.commit import commit
+from paceline.runner.committers import Committer, StateMixer
 from paceline.runner.derive import derive
 from paceline.runner.draft_paths import force_drafts, node_drafts, node_histories
 from paceline.runner.prompt_logprobs import prompt_logprobs
@@ -42,12 +42,17 @@ class Parts:
     backend: AttentionBackend
     backend_buffers: Any
     layers: tuple[LayerCache, ...]  # [num_layers] of the target
-    pools: tuple[KVPool, ...]  # [num_target_groups]; the drafter's groups stand behind them
+    pools: tuple[
+        KVPool, ...
+    ]  # [target's groups of tokens]; behind them stand its STATE groups, and
+    # the drafter's groups
+    committers: tuple[Committer, ...]  # [num_target_groups]
     page_sizes: tuple[int, ...]  # [num_groups] tokens
     table: RequestTable
     buffers: StepBuffers
     taps: tuple[str, ...]
     proposer: Proposer = NOBODY
+    mixers: tuple[StateMixer, ...] = ()  # [num_state_groups]
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
     shares_prefixes: bool = (
@@ -56,8 +61,13 @@ class Parts:
 
     @property
     def all_pools(self) -> tuple[KVPool, ...]:
-        """[num_groups] the drafter's behind the target's."""
+        """[groups of tokens] the drafter's behind the target's."""
         return (*self.pools, *self.proposer.pools)
+
+    @property
+    def device_pools(self) -> tuple[KVPool | StatePool, ...]:
+        """Those of states, too."""
+        return (*self.all_pools, *(mixer.pool for mixer in self.mixers))
 
     def max_emitted(self, *, is_round: bool) -> int:
         """Tokens that a row of a step emits at most."""
@@ -76,22 +86,28 @@ class Parts:
             **self.table.named_tensors(),
             **self.buffers.named_tensors(),
             **tensors_in("backend", self.backend_buffers),
+            **{
+                name: tensor
+                for mixer in self.mixers
+                for name, tensor in tensors_in(mixer.pool.spec.name, mixer.buffers).items()
+            },
             **self.proposer.named_tensors(),
         }
 
 
 def target_view(parts: Parts, view: StepView) -> StepView:
-    """`view` with the target's cache groups alone: what its attention backend plans from."""
+    """`view` with the target's groups of tokens alone: what its attention backend plans from."""
     return replace(view, groups=view.groups[: len(parts.pools)])
 
 
-def target_forward(parts: Parts, view: StepView) -> Hidden:
+def target_forward(parts: Parts, view: StepView, *, is_round: bool = False) -> Hidden:
     """Plan and run the target over the rows of `view`."""
     ctx = AttentionContext(
         backend=parts.backend,
         plan=parts.backend.plan(target_view(parts, view), parts.backend_buffers),
         layers=parts.layers,
         out_cache_locs=tuple(group.out_cache_loc for group in view.groups),
+        states=tuple([mixer.plan(view, is_round=is_round) for mixer in parts.mixers]),
     )
     output: Hidden = parts.model(view.input_ids, view.positions, ctx, parts.taps)
     return output
@@ -130,6 +146,8 @@ class StepProgram:
         self._is_round = is_round
         self._prompt_spans = prompt_spans
         self._observed = observed and parts.proposer.observes
+        # [padded_reqs]  int32  of a round, what commit says it emitted
+        self._num_kept = self._emitted() if is_round else view.extend_lens
         self.prompt_logprobs: SampledLogprobs | None = None  # [num_scored]  after forward
         # [sampled rows, vocab]  after forward; the head's dtype
         self.logits: Tensor | None = None
@@ -139,11 +157,19 @@ class StepProgram:
         parts = self._parts
         derive(parts.buffers, parts.table, self._rows, parts.page_sizes)
         tree = self._propose() if self._is_round else None
-        output = target_forward(parts, self._view)
+        output = target_forward(parts, self._view, is_round=self._is_round)
         self._score(output.hidden)
         accepted = self._commit(self._sample(tree), tree)
+        path = None if accepted is None else accepted.path
+        for committer in parts.committers:
+            committer.commit(self._view, path, self._num_kept)
         if self._observed:
             self._observe(taps_of(parts, output), accepted)
+
+    def _emitted(self) -> Tensor:
+        """[padded_reqs] int32, once commit has run: tokens that each request emitted."""
+        parts, reqs = self._parts, self._view.padded_reqs
+        return parts.buffers.results_of(reqs, parts.max_emitted(is_round=self._is_round))[:, 0]
 
     def _propose(self) -> DraftTree:
         """Make a proposer's drafts the rows of the step."""
@@ -214,7 +240,7 @@ class StepProgram:
         return DrawnDrafts(tree.tokens[:, 1:], tree.q, tree.d2t)
 
     def _commit(self, sampled: Sampled, tree: DraftTree | None) -> Accepted | None:
-        """Commit what was sampled, of a round the path that agrees, and bring its KV together."""
+        """Commit what was sampled, of a round the path that agrees."""
         parts, view = self._parts, self._view
         if tree is None:
             return commit(parts.buffers, parts.table, view, sampled)
@@ -227,10 +253,6 @@ class StepProgram:
             sampled = replace(sampled, token_ids=token_ids)
         accepted = commit(parts.buffers, parts.table, view, sampled, drafts, max_path=max_path)
         assert accepted is not None, "a round accepts something of its drafts"
-        if view.tree_mask is not None:  # a chain's KV lies together
-            shape = tree.tokens.shape
-            for pool, group in zip(parts.pools, view.groups, strict=False):
-                compact_kv([*pool.parts.values()], group.out_cache_loc.view(shape), accepted.path)
         return accepted
 
     def _observe(self, taps: tuple[Tensor, ...], accepted: Accepted | None) -> None:

@@ -97,8 +97,11 @@ def _derive_group(
     ids = tl.load(pages_ptr + pages, mask=is_page, other=0)
     out_ptrs = table_out_ptr + req.to(tl.int64) * stride_table_out_req + pages
     tl.store(out_ptrs, ids, mask=is_page)
-    is_live = row != PAD_ROW
-    store_slots(pages_ptr, loc_out_ptr, tokens, positions, is_token, is_live, PAGE_SIZE, PAD_SLOT)
+    if PAGE_SIZE:  # of a STATE group tokens have no slots
+        is_live = row != PAD_ROW
+        store_slots(
+            pages_ptr, loc_out_ptr, tokens, positions, is_token, is_live, PAGE_SIZE, PAD_SLOT
+        )
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from paceline.runner.sanitizer.dead_bytes import (
     table_regions,
 )
 from paceline.runner.sanitizer.dead_slots import DeadSlots, slot_uses
+from paceline.runner.sanitizer.dead_states import DeadStates
 from paceline.runner.sanitizer.live_output import Output, live_output
 from paceline.runner.sanitizer.live_rows import LiveRow, LiveRows, live_rows
 from paceline.runner.sanitizer.poison import Region, same_numbers
@@ -47,6 +48,7 @@ class _Group:
     """One cache group in the step that is checked."""
 
     name: str
+    index: int  # of the group
     pool: KVPool
     page_table: Tensor  # [max_reqs, max_pages]  int32  of the step
     live: tuple[LiveRow, ...]
@@ -73,6 +75,7 @@ class PoisonedRuns:
         self._live = live_rows(parts, checked.step, checked.size)
         self._groups = _groups(parts, self._live)
         self._slots = self._dead_slots()
+        self._states = self._dead_states()
         self._expected = self._output()
         self.regions = self._regions()
 
@@ -99,6 +102,7 @@ class PoisonedRuns:
             if differing:
                 found.append(f"changes {name} of rows {', '.join(map(str, differing))}")
         changed = [name for slots in self._slots for name in slots.changed(tolerance)]
+        changed += [name for states in self._states for name in states.changed(tolerance)]
         return found + ([f"changes {' and '.join(changed)}"] if changed else [])
 
     def finish(self) -> None:
@@ -140,6 +144,20 @@ class PoisonedRuns:
             for group in self._groups
         ]
 
+    def _dead_states(self) -> list[DeadStates]:
+        """[num_state_groups]"""
+        buffers = self._parts.buffers
+        return [
+            DeadStates(
+                mixer,
+                self._live.target,
+                buffers.page_tables[mixer.group],
+                buffers.state_lens,
+                self._before,
+            )
+            for mixer in self._parts.mixers
+        ]
+
     def _regions(self) -> list[Region]:
         parts, step, live = self._parts, self._checked.step, self._live
         most = parts.max_emitted(is_round=step.is_round)
@@ -154,11 +172,17 @@ class PoisonedRuns:
         constants = {name for name, extent in EXTENTS.items() if extent is Extent.CONSTANT}
         own = {name: drafting[name] for name in drafting.keys() - features.keys()}
         regions += backend_regions(dict(sorted(own.items())), kept | constants)
-        for index, (group, slots) in enumerate(zip(self._groups, self._slots, strict=True)):
+        for mixer, states in zip(parts.mixers, self._states, strict=True):
+            name, rows = mixer.pool.spec.name, {row.row for row in live.target}
+            regions += backend_regions(tensors_in(name, mixer.buffers), mixer.backend.kept_fields)
+            table = parts.table.page_tables[mixer.group]
+            regions.append(states.table_region(mixer.group, table, rows))
+            regions += states.regions()
+        for group, slots in zip(self._groups, self._slots, strict=True):
             regions.append(
                 page_table_region(
-                    index,
-                    parts.table.page_tables[index],
+                    group.index,
+                    parts.table.page_tables[group.index],
                     group.live,
                     page_size=group.pool.spec.page_size,
                     window=group.pool.spec.window,
@@ -172,14 +196,23 @@ class PoisonedRuns:
 def _groups(parts: Parts, live: LiveRows) -> list[_Group]:
     """The target's, then the drafter's."""
     tables, num = parts.buffers.page_tables, len(parts.pools)
+    states = {mixer.group for mixer in parts.mixers}
+    paged = [(index, table) for index, table in enumerate(tables) if index not in states]
     return [
-        _Group(f"kv.{index}", pool, table, live.target, live.target_padding)
+        _Group(f"kv.{index}", index, pool, table, live.target, live.target_padding)
         if index < num
-        else _Group(f"draft.kv.{index}", pool, table, live.draft, live.draft_padding)
-        for index, (pool, table) in enumerate(zip(parts.all_pools, tables, strict=True))
+        else _Group(f"draft.kv.{index}", index, pool, table, live.draft, live.draft_padding)
+        for pool, (index, table) in zip(parts.all_pools, paged, strict=True)
     ]
 
 
 def copies(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What they hold now."""
     return {name: tensor.clone() for name, tensor in named.items()}
+
+
+def restored(parts: Parts) -> dict[str, Tensor]:
+    """All but weights and pages, by name: what a step may read and write over.  A slot of KV is
+    written once, one of states again and again."""
+    states = [mixer.pool.named_tensors() for mixer in parts.mixers]
+    return parts.named_tensors() | {n: t for pool in states for n, t in pool.items()}

@@ -21,6 +21,7 @@ from paceline.runner.sanitizer.poisoned_run import (
     CheckedStep,
     PoisonedRuns,
     copies,
+    restored,
 )
 
 _WRITE_REMEDY = "write nothing but the step's own slots, rows and buffers"
@@ -39,7 +40,7 @@ class Sanitizer:
         Raises SanitizerError when the step reads or writes what is dead.
         """
         with torch.no_grad():
-            named = self._parts.named_tensors()
+            named = restored(self._parts)
             before, were = copies(named), _places(named)
             checked.run()
             self._require_in_place(were)
@@ -52,7 +53,7 @@ class Sanitizer:
 
     def _require_in_place(self, were: Mapping[str, int]) -> None:
         """A step writes in place: of a buffer that it replaces, a graph knows the old address."""
-        now = _places(self._parts.named_tensors())
+        now = _places(restored(self._parts))
         if now != were:
             names = were.keys() | now.keys()
             moved = sorted(name for name in names if were.get(name) != now.get(name))

@@ -1,0 +1,136 @@
+"""The contract of layers with a state per request (docs/architecture.md, "The state contract").
+
+A state backend is to a recurrent layer what an attention backend is to attention: `capabilities`
+and four methods.  It states nothing about padding, keeps nothing between calls but in its buffers
+and in the slots of its layers, and reads no device value on the host.
+
+    plan     what all layers of a step share
+    extend   one layer over the step's rows: it writes the requests' slots; of a round it keeps what
+             commit needs
+    commit   one layer, once a round knows which rows last: it writes the requests' slots
+
+A row reads slot `read_slots` and writes slot `write_slots`.  The two differ in the first step of a
+request: it starts from a state of the prefix tree, which nobody may write, or from nothing.  Slot 0
+means nothing: whatever it holds, a row that reads it starts from zeros.  Padded rows read and write
+slot 0, so nobody may depend on what it holds.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+from typing_extensions import TypeVar
+
+from paceline.attention.contract import GraphSupport
+from paceline.core.modes import MaskKind
+from paceline.kernels.step_view import GroupView, StepView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCapabilities:
+    """What a state backend can do, as data."""
+
+    device_types: frozenset[str]  # "cpu", "cuda"
+    dtypes: frozenset[torch.dtype]  # of activations
+    masks: frozenset[MaskKind]  # CAUSAL: steps and chains; TREE: rounds of trees
+    graph: GraphSupport
+
+
+def unsupported_reasons(
+    capabilities: StateCapabilities, *, device_type: str, dtype: torch.dtype, mask: MaskKind
+) -> list[str]:
+    """Every reason why it cannot run there; empty when it can.  mask: the widest of a round."""
+    reasons = []
+    if device_type not in capabilities.device_types:
+        reasons.append(f"device {device_type}, of {', '.join(sorted(capabilities.device_types))}")
+    if dtype not in capabilities.dtypes:
+        reasons.append(f"dtype {dtype}, of {', '.join(sorted(map(str, capabilities.dtypes)))}")
+    if mask not in capabilities.masks:
+        names = sorted(known.value for known in capabilities.masks)
+        reasons.append(f"mask {mask.value}, of {', '.join(names)}")
+    return reasons
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLimits:
+    """The largest step the engine will ever build, for one group."""
+
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    num_layers: int  # of the group
+    parts: Mapping[str, tuple[int, ...]]  # name -> shape of one slot
+    max_reqs: int  # padded requests of a step
+    max_tokens: int  # padded tokens of a step
+    max_round_tokens: int  # padded tokens of a round; 0: there are none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateLayer:
+    """One layer with the slots it owns."""
+
+    layer_id: int
+    index: int  # of the layer in its group
+    parts: Mapping[str, Tensor]  # of [num_slots, *part.shape]
+
+
+Buffers = TypeVar("Buffers", default=Any)
+Plan = TypeVar("Plan", default=Any)
+Inputs = TypeVar("Inputs", default=Any)
+
+
+class StateBackend(ABC, Generic[Buffers, Plan, Inputs]):
+    """Runs every layer of one STATE group.  Stateless: buffers are arguments.
+
+    Inputs: what a layer computes of each token before it mixes them.
+    """
+
+    name: str
+    capabilities: StateCapabilities
+    kept_fields: frozenset[str] = frozenset()  # fields of its buffers that outlive a step
+
+    @abstractmethod
+    def make_buffers(self, limits: StateLimits) -> Buffers:
+        """Allocate once everything whose address a graph may hold: what plan writes, and what the
+        rows of a round keep until its commit."""
+
+    @abstractmethod
+    def plan(self, view: StepView, group: GroupView, buffers: Buffers, *, is_round: bool) -> Plan:
+        """Derive the frozen plan: device-only, static shapes, in place in `buffers`.
+
+        is_round: rows are drafts, of which commit is told the path that was accepted: extend then
+        writes no slot.
+        """
+
+    @abstractmethod
+    def extend(self, inputs: Inputs, layer: StateLayer, plan: Plan) -> Tensor:
+        """One layer over the step's rows, each of which sees its request's state behind the prefix
+        and, in the order of their tokens or along their branch, the step's rows up to itself."""
+
+    @abstractmethod
+    def commit(
+        self,
+        view: StepView,
+        group: GroupView,
+        layer: StateLayer,
+        buffers: Buffers,
+        *,
+        path: Tensor,
+        num_kept: Tensor,
+    ) -> None:
+        """Write the slot of each request: the state behind the first `num_kept` rows of `path`.
+
+        path: [padded_reqs, max_path] int64 rows of the request; num_kept: [padded_reqs] int32, 0
+        where nothing was accepted: the state is then what was read.  Reads what extend kept.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StateGroupPlan:
+    """One group's layers in a step."""
+
+    backend: StateBackend
+    layers: Mapping[int, StateLayer]  # by layer id of the model
+    plan: Any

@@ -1,0 +1,48 @@
+"""keep_states: behind a step, what each slot stands for, and copies of the states others may find.
+
+Worked example: state_every 4; one request at 6 tokens that computes 2, with slot 5 and checkpoint
+slot 7; another at 9 that computes 1, with slot 6; a padded row.
+
+    committed     [8, 10, 2]      prefix + kept
+    lens          5: 8, 6: 10, 7: 8     slot 0 stands for nothing: 0
+    slot 7 <- slot 5              8 is divisible by 4, and 10 is not
+    state_lens    [8, 0, 0]       what the host is told
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.padding import PAD_PAGE
+from paceline.kernels.step_view import GroupView, StepView
+
+
+def keep_states(
+    parts: Sequence[Tensor],
+    lens: Tensor,
+    view: StepView,
+    group: GroupView,
+    num_kept: Tensor,
+    *,
+    every: int,
+    state_lens: Tensor,
+) -> None:
+    """Copy write slot -> checkpoint slot where a request's length is divisible by `every`.
+
+    parts: of [layers, num_slots, *shape], any dtype; lens: [num_slots] int32 tokens that each slot
+    stands for; num_kept: [padded_reqs] int32 rows of each request that last; state_lens:
+    [padded_reqs] int32 the lengths of the checkpoint slots it wrote, else 0.  Mutates parts, lens
+    and state_lens.  Torch's operators, on every device: shapes are static.  Where nothing is kept
+    slot 0 is copied over, which nobody reads.
+    """
+    written = group.write_slots.long()
+    committed = view.prefix_lens + num_kept
+    is_kept = (committed % every == 0) & (num_kept > 0) & (group.checkpoint_slots != PAD_PAGE)
+    checkpoints = group.checkpoint_slots.long() * is_kept
+    torch.mul(committed, is_kept, out=state_lens)
+    for part in parts:
+        part.index_copy_(1, checkpoints, part.index_select(1, written))
+    lens.index_copy_(0, written, committed)
+    lens.index_copy_(0, checkpoints, committed)
+    lens[PAD_PAGE].zero_()

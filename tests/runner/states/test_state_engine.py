@@ -1,0 +1,172 @@
+"""A model with recurrent states, through scheduler, cache and runner: what it says alone."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from example_state_backend import SumBackend
+from tiny_drafters import CHAIN, TREE, eagle3, ngram, standalone
+from tiny_runner import random_prompts
+from tiny_states import StateEngine, output, said_alone
+
+from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.contract import GraphSupport
+from paceline.core.errors import ConfigError
+from paceline.core.model_config import CHECKPOINT
+from paceline.core.modes import MaskKind
+from paceline.core.step import JoinDelta, PageDelta, RunKind
+
+STATE = 1  # the group's index
+
+
+def check(engine: StateEngine, tiny) -> None:
+    for request in engine.requests:
+        num = request.max_len - request.prompt_len
+        assert output(request) == said_alone(tiny, request.prompt_ids, num), request.request_id
+
+
+def hits(engine: StateEngine) -> list[int]:
+    return [d.prefix_len for step in engine.steps for d in step.deltas if isinstance(d, JoinDelta)]
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 16])
+def test_prompts_in_chunks_of_any_size(tiny, chunk, capture):
+    engine = StateEngine(tiny, chunk=chunk, capture=capture)
+    for prompt in random_prompts([1, 2, 7, 8, 9, 25]):
+        engine.add(prompt, 6)
+    engine.run()
+    check(engine, tiny)
+    assert (RunKind.GRAPH in engine.kinds) == capture
+
+
+@pytest.mark.parametrize("length", [7, 8, 9, 16, 17, 20])
+def test_hits_on_a_state_and_beside_one(tiny, length):
+    engine = StateEngine(tiny, chunk=6)
+    (prompt,) = random_prompts([33])
+    engine.add(prompt, 5)
+    engine.run()
+    for tail in ([], [11], [12, 13, 14]):
+        engine.add([*prompt[:length], *tail], 9)
+    engine.run()
+    check(engine, tiny)
+    full = [(length + len(tail) - 1) // 8 * 8 for tail in ([], [11], [12, 13, 14])]
+    assert hits(engine)[1:] == [min(hit, length // 8 * 8) for hit in full]
+
+
+def test_text_that_was_generated_is_found_where_a_step_kept_its_state(tiny):
+    engine = StateEngine(tiny)
+    (prompt,) = random_prompts([5])
+    first = engine.add(prompt, 30)
+    engine.run()
+    engine.add([*first.token_ids, 9], 4)
+    engine.run()
+    check(engine, tiny)
+    assert hits(engine)[1] == 32
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_who_is_preempted_goes_on_from_a_state(tiny, capture):
+    engine = StateEngine(tiny, num_pages=23, num_slots=12, capture=capture, max_running=4)
+    for prompt in random_prompts([14, 17, 20, 9, 3]):
+        engine.add(prompt, 24)
+    engine.run()
+    check(engine, tiny)
+    assert sum(request.num_preemptions for request in engine.requests) > 0
+
+
+def test_sixteen_ragged_requests_in_few_slots(tiny):
+    engine = StateEngine(tiny, num_slots=8, chunk=11, budget=29)
+    rng = random.Random(3)
+    (family,) = random_prompts([30])
+    for index, prompt in enumerate(random_prompts([rng.randrange(1, 40) for _ in range(16)])):
+        shared = family[: rng.randrange(30)] if index % 2 else []
+        engine.add([*shared, *prompt], rng.randrange(1, 16))
+        engine.turn()
+    engine.run()
+    check(engine, tiny)
+    assert any(hits(engine))
+    assert engine.cache.stats().groups[STATE].owned == 0
+
+
+def test_steps_that_wait_for_nobody(tiny):
+    engine = StateEngine(tiny, deferred=True, sanitize=False)
+    for prompt in random_prompts([20, 3, 11]):
+        engine.add(prompt, 20)
+    engine.run()
+    check(engine, tiny)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "drafter"),
+    [(CHAIN, "standalone"), (TREE, "standalone"), (TREE, "eagle3"), (CHAIN, "ngram")],
+)
+def test_rounds_commit_the_state_behind_what_was_accepted(tiny, shape, drafter, capture):
+    make = {
+        "eagle3": lambda: eagle3(tiny, shape),
+        "standalone": lambda: standalone(tiny, shape),
+        "ngram": lambda: ngram(shape),
+    }[drafter]()
+    engine = StateEngine(tiny, draft=shape, make_proposer=make, capture=capture, chunk=7)
+    prompts = random_prompts([5, 9, 20, 2])
+    for prompt in prompts:
+        engine.add([*prompt, *prompt], 16)
+    engine.run()
+    first = engine.requests[0].token_ids
+    engine.add([*first, 9], 10)  # behind states that rounds kept
+    engine.run()
+    check(engine, tiny)
+    assert any(step.is_round for step in engine.steps)
+    accepted = [sum(request.acceptance.accepted) for request in engine.requests]
+    assert sum(accepted) > 0 or drafter != "standalone"
+
+
+def test_steady_decode_stages_nothing_but_at_boundaries(tiny):
+    engine = StateEngine(tiny, page_size=16, every=32, sanitize=False)
+    (prompt,) = random_prompts([5])
+    engine.add(prompt, 50)
+    engine.run()
+    slots = [
+        d for s in engine.steps for d in s.deltas if isinstance(d, PageDelta) and d.group == STATE
+    ]
+    columns = [(delta.start, len(delta.page_ids)) for delta in slots]
+    assert columns == [(0, 2), (0, 1), (CHECKPOINT, 1)]  # join, the step behind it, 32 tokens
+
+
+def test_a_model_with_states_and_no_backend_for_them_is_refused(tiny):
+    with pytest.raises(
+        ConfigError,
+        match="backend of cache group 'state', whose layers keep states, must be a StateBackend, "
+        "got 'torch', of another kind; name one",
+    ):
+        StateEngine(tiny, states=TorchBackend())
+
+
+def test_a_backend_of_states_that_cannot_run_here_is_refused_with_every_reason(tiny):
+    class Narrow(SumBackend):
+        capabilities = replace(
+            SumBackend.capabilities,
+            device_types=frozenset({"cuda"}),
+            dtypes=frozenset({torch.bfloat16}),
+            masks=frozenset({MaskKind.CAUSAL}),
+        )
+
+    with pytest.raises(
+        ConfigError,
+        match="state backend 'sum-example' must be able to run here, got device cpu, of cuda; "
+        r"dtype torch.float32, of torch.bfloat16; mask tree, of causal; name another one",
+    ):
+        StateEngine(tiny, states=Narrow(-1), draft=TREE, make_proposer=standalone(tiny, TREE))
+
+
+def test_a_backend_that_no_graph_can_hold_runs_eagerly(tiny):
+    class Eager(SumBackend):
+        capabilities = replace(SumBackend.capabilities, graph=GraphSupport.NEVER)
+
+    engine = StateEngine(tiny, states=Eager(-1))
+    engine.add(random_prompts([9])[0], 12)
+    engine.run()
+    check(engine, tiny)
+    assert set(engine.kinds) == {RunKind.EAGER}
