@@ -80,13 +80,13 @@ def _crowds() -> tuple[Case, ...]:
     return (
         with_prefixes(base, "crowd", turns, extend=1),
         *full(
-            with_prefixes(replace(base, num_heads=24), "crowd-gqa3", turns[:4], extend=1),
-            with_prefixes(replace(base, page_size=1), "crowd-page1", turns[:2], extend=1),
-            with_prefixes(options, "crowd-sinks-soft-cap", turns[:2], extend=1),
+            with_prefixes(replace(base, num_heads=24), "crowd-gqa3", turns[:3], extend=1),
+            with_prefixes(replace(base, page_size=1), "crowd-page1", turns[:3], extend=1),
+            with_prefixes(options, "crowd-sinks-soft-cap", turns[:3], extend=1),
             with_prefixes(
                 replace(base, layers=(Layer(),) * 2, kv_dtype="float8_e4m3fn"),
                 "crowd-fp8-cache",
-                turns[:2],
+                turns[:3],
                 extend=1,
             ),
         ),
