@@ -91,7 +91,8 @@ def test_a_shared_prefix_is_in_the_key_where_the_backend_reads_it_once(tiny: Tin
     keys = [GraphKeys(each, sizes) for each in (parts, replace(parts, shares_prefixes=True))]
     found = [[each.of(step) for step in (plain, crowded)] for each in keys]
     assert found[0][0] == found[0][1] == found[1][0] != found[1][1]
-    assert empty_step(found[1][1]).shares_prefix  # type: ignore[arg-type]
+    assert found[1][1] is not None
+    assert empty_step(found[1][1]).shares_prefix
     ahead = [key.padded_reqs for key in keys[1].ahead() if key.shares_prefix]
     assert ahead == [8]
     assert not any(key.shares_prefix for key in keys[0].ahead())

@@ -55,9 +55,7 @@ class Parts:
     mixers: tuple[StateMixer, ...] = ()  # [num_state_groups]
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
-    shares_prefixes: bool = (
-        False  # the backend reads what many rows share once, where a step says so
-    )
+    shares_prefixes: bool = False  # where a step says so, what many rows share is read once
 
     @property
     def all_pools(self) -> tuple[KVPool, ...]:

@@ -13,11 +13,7 @@ from paceline.kernels._check import require_triton
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.paged_attention.call import SCHEMA, PagedCall
 from paceline.kernels.paged_attention.checks import check_call, check_index
-from paceline.kernels.paged_attention.shared_prefix import (
-    SharedPrefixes,
-    SharingRule,
-    sharing_rule,
-)
+from paceline.kernels.paged_attention.shared_prefix import SharedPrefixes, sharing_rule
 from paceline.kernels.paged_attention.splits import (
     SplitWorkspace,
     check_workspace,
@@ -59,7 +55,6 @@ def paged_decode(
     partials = num_reqs * splits
     if shares is not None:
         partials = splits = decode_slots(num_reqs, shares)
-    rule = sharing_rule(num_heads // kv_heads, cache.k.shape[1])
     chunks = 0
     if shared is not None and shares is not None and weighing.window is None:
         chunks = shared_chunks(num_reqs, num_heads, kv_heads, q.device)
@@ -75,7 +70,6 @@ def paged_decode(
         None if found is None else found.shared_lens,
         None if found is None else found.places,
         chunks,
-        *rule,
         workspace.partial_out,
         workspace.partial_lse,
         workspace.finished,
@@ -86,19 +80,18 @@ def _launch(*args: Any) -> None:
     require_triton("paged_decode", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.paged_decode import launch_paged_decode
 
-    call, (splits, shares, shared_lens, places, chunks, *rule, out, lse, finished) = (
-        PagedCall.taken(args)
-    )
+    call, (splits, shares, shared_lens, places, chunks, out, lse, finished) = PagedCall.taken(args)
     workspace = SplitWorkspace(partial_out=out, partial_lse=lse, finished=finished)
     if places is not None:
         from paceline.kernels._triton.shared_prefix import launch_shared
 
+        _, page_size, kv_heads, _ = call.cache.k.shape
         launch_shared(
             call,
             workspace,
             shared_lens,
             places,
-            SharingRule(*rule),
+            sharing_rule(call.q.shape[1] // kv_heads, page_size),
             first_partial=splits,
             chunks=chunks,
         )
@@ -109,8 +102,7 @@ def _launch(*args: Any) -> None:
 
 _PAGED_DECODE = define_op(
     f"paged_decode({SCHEMA}, int splits, int? shares, Tensor? shared_lens, Tensor? places, "
-    "int chunks, int min_pages, int min_reqs, int tile_reqs, Tensor(c!) partial_out, "
-    "Tensor(d!) partial_lse, Tensor(e!) finished) -> ()",
+    "int chunks, Tensor(c!) partial_out, Tensor(d!) partial_lse, Tensor(e!) finished) -> ()",
     cpu=_launch,
     cuda=_launch,
 )

@@ -85,9 +85,13 @@ def decode_slots(num_reqs: int, shares: int) -> int:
 def shared_chunks(num_reqs: int, num_heads: int, num_kv_heads: int, device: torch.device) -> int:
     """Among how many programs of each tile the keys of a shared prefix are dealt: as many as let
     every multiprocessor hold two where all requests share one."""
+    return _shared_chunks(num_reqs, num_heads, num_kv_heads, multiprocessors(device))
+
+
+def _shared_chunks(num_reqs: int, num_heads: int, num_kv_heads: int, num_sms: int) -> int:
     tile_reqs = sharing_rule(num_heads // num_kv_heads, 1).tile_reqs
     programs = -(-num_reqs // tile_reqs) * num_kv_heads
-    return max(1, min(_MAX_CHUNKS, _PROGRAMS_PER_SM * multiprocessors(device) // programs))
+    return max(1, min(_MAX_CHUNKS, _PROGRAMS_PER_SM * num_sms // programs))
 
 
 def extend_splits(
@@ -176,7 +180,7 @@ def split_workspace(
     slots = decode_slots(max_reqs, _shares_of_keys(max_reqs, num_kv_heads, num_sms))
     if shares_prefixes:
         slots += max(
-            num_reqs * shared_chunks(num_reqs, num_heads, num_kv_heads, device)
+            num_reqs * _shared_chunks(num_reqs, num_heads, num_kv_heads, num_sms)
             for num_reqs in range(1, max_reqs + 1)
         )
     rows = max(decode_rows, slots, _extend_rows(num_heads, num_sms))
