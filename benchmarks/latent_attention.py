@@ -91,7 +91,7 @@ def make_work(heads: int, batch: int, keys: int, device: torch.device) -> Work:
         caches=caches,
         page_table=table.to(device),
         kv_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        workspace=split_workspace(batch, heads, 1, v_head_dim=RANK, device=device),
+        workspace=split_workspace(batch, [(heads, 1)], v_head_dim=RANK, device=device),
     )
 
 

@@ -1,10 +1,14 @@
-"""Cache groups of a drafter: what they are called, and what their KV depends on."""
+"""Cache groups: which layers share one, what they are called, what their KV depends on."""
+
+from dataclasses import replace
 
 import pytest
 
 from paceline.core.model_config import (
+    NO_HEADS,
+    Heads,
+    LayerSpec,
     ModelConfig,
-    RopeConfig,
     cache_group_specs,
     draft_group_specs,
 )
@@ -16,17 +20,11 @@ def config(*windows: int | None) -> ModelConfig:
         vocab_size=32,
         hidden_size=16,
         intermediate_size=32,
-        num_layers=len(windows),
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
-        v_head_dim=4,
-        rotary_dim=4,
         max_position=64,
         rms_norm_eps=1e-6,
-        rope=RopeConfig(),
-        layer_windows=windows,
-        attention_scale=0.5,
+        layers=tuple(
+            LayerSpec(heads=Heads(4, 2, 4, 4), scale=0.5, window=window) for window in windows
+        ),
         hidden_act="silu",
         tie_word_embeddings=False,
         eos_token_ids=(2,),
@@ -48,3 +46,30 @@ def test_a_targets_groups_are_no_drafters() -> None:
     (full,) = cache_group_specs(config(None), 4)
     assert not full.draft
     assert not full.next_token
+
+
+def test_layers_that_cache_other_rows_share_no_group() -> None:
+    same = config(None, 8, None, None, 8)
+    wide, latent = Heads(4, 4, 8, 8), Heads(4, 1, 12, 8, v_in_k=True)
+    more_queries = Heads(8, 2, 4, 4)  # caches what four do
+    heads = (same.layers[0].heads, wide, latent, more_queries, wide)
+    layers = tuple(replace(x, heads=y) for x, y in zip(same.layers, heads, strict=True))
+    groups = cache_group_specs(replace(same, layers=layers), 4)
+    assert [(group.name, group.layer_ids) for group in groups] == [
+        ("full-0", (0, 3)),
+        ("full-2", (2,)),
+        ("window-8", (1, 4)),
+    ]
+    assert [group.parts for group in groups] == [layers[index].parts for index in (0, 2, 1)]
+    assert [group.page_bytes(2) for group in groups] == [
+        2 * 4 * 2 * (2 * 4 + 2 * 4),
+        1 * 4 * 2 * 12,
+        2 * 4 * 2 * (4 * 8 + 4 * 8),
+    ]
+
+
+def test_a_layer_that_caches_nothing_is_in_no_group() -> None:
+    plain = config(None, None)
+    layers = (plain.layers[0], replace(plain.layers[1], heads=NO_HEADS))
+    (full,) = cache_group_specs(replace(plain, layers=layers), 4)
+    assert (full.name, full.layer_ids) == ("full", (0,))

@@ -15,7 +15,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.cache.pool import KVPool
-from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.core.model_config import SOFTMAX, CacheGroupSpec, ModelConfig
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
 
@@ -59,22 +59,23 @@ class AttentionContext:
 def attention_specs(
     config: ModelConfig, groups: tuple[CacheGroupSpec, ...]
 ) -> tuple[AttentionSpec, ...]:
-    """One spec per layer: [num_layers]."""
+    """One spec per layer that attends, in order."""
     group_of = {layer: index for index, group in enumerate(groups) for layer in group.layer_ids}
     return tuple(
         AttentionSpec(
-            layer_id=layer,
-            group=group_of[layer],
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            v_head_dim=config.v_head_dim,
-            scale=config.attention_scale,
-            window=config.layer_windows[layer],
-            soft_cap=config.attention_soft_cap,
-            v_in_k=config.v_in_k,
+            layer_id=layer_id,
+            group=group_of[layer_id],
+            num_heads=layer.heads.num_heads,
+            num_kv_heads=layer.heads.num_kv_heads,
+            head_dim=layer.heads.head_dim,
+            v_head_dim=layer.heads.v_head_dim,
+            scale=layer.scale,
+            window=layer.window,
+            soft_cap=layer.soft_cap,
+            v_in_k=layer.heads.v_in_k,
         )
-        for layer in range(config.num_layers)
+        for layer_id, layer in enumerate(config.layers)
+        if layer.mixer == SOFTMAX
     )
 
 
@@ -125,9 +126,5 @@ def attention_limits(
         max_tokens=max_tokens,
         max_pages=tuple(-(-length // group.page_size) for group in groups),
         windows=tuple(group.window for group in groups),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        v_head_dim=config.v_head_dim,
         page_size=groups[0].page_size,
     )

@@ -37,7 +37,7 @@ class LatentAttention(nn.Module):
         assert config.latent is not None, "a model without latents"
         self.layer_id = layer_id
         self.latent = latent = config.latent
-        self.heads = heads = parallel.share(config.num_heads, "num_heads")
+        self.heads = heads = parallel.share(config.layers[layer_id].heads.num_heads, "num_heads")
         hidden = config.hidden_size
 
         def linear(inputs: int, outputs: int, *, bias: bool = False) -> Linear:

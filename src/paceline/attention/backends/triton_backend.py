@@ -71,9 +71,10 @@ class TritonBackend(AttentionBackend[SplitWorkspace, TritonPlan]):
         arch = config.cuda_arch or FP8_ARCH
         if config.kv_dtype == torch.float8_e4m3fn and arch < FP8_ARCH:
             reasons.append(f"CUDA arch must be at least {FP8_ARCH} for an fp8 cache, got {arch}")
-        if config.v_in_k and config.kv_dtype != config.dtype:
+        has_latents = any(heads.v_in_k for heads in config.heads)
+        if has_latents and config.kv_dtype != config.dtype:
             reasons.append(f"KV dtype must be {config.dtype} with latents, got {config.kv_dtype}")
-        if config.v_in_k and config.dtype == torch.float32:
+        if has_latents and config.dtype == torch.float32:
             reasons.append("dtype must be of 16 bits with latents, got torch.float32")
         return reasons
 
@@ -81,9 +82,8 @@ class TritonBackend(AttentionBackend[SplitWorkspace, TritonPlan]):
         """Workspace for the largest decode step."""
         return split_workspace(
             limits.max_reqs,
-            limits.num_heads,
-            limits.num_kv_heads,
-            v_head_dim=limits.v_head_dim,
+            {(spec.num_heads, spec.num_kv_heads) for spec in limits.layers},
+            v_head_dim=max(spec.v_head_dim for spec in limits.layers),
             device=limits.device,
         )
 

@@ -4,6 +4,7 @@ The number is frozen into a graph, so it depends on padded sizes alone; how many
 work is decided on the device, from the lengths.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -143,26 +144,33 @@ def most_keys(page_table: Tensor, k_cache: Tensor, window: int | None) -> int:
 
 
 def split_workspace(
-    max_reqs: int, num_heads: int, num_kv_heads: int, *, v_head_dim: int, device: torch.device
+    max_reqs: int, heads: Collection[tuple[int, int]], *, v_head_dim: int, device: torch.device
 ) -> SplitWorkspace:
-    """Buffers for any decode of up to `max_reqs` requests, and an extend of few rows.
+    """Buffers for any decode of up to `max_reqs` requests, and an extend of few rows, of layers
+    with any of `heads`: (query heads, KV heads).
 
     Few requests have many splits and many have few.
     """
-    decode_rows = max(
-        num_reqs * decode_splits(num_reqs, num_kv_heads, device=device)
-        for num_reqs in range(1, max_reqs + 1)
-    )
+    num_heads = max(of_queries for of_queries, _ in heads)
     num_sms = multiprocessors(device)
-    slots = decode_slots(max_reqs, _shares_of_keys(max_reqs, num_kv_heads, num_sms))
-    rows = max(decode_rows, slots, _extend_rows(num_heads, num_sms))
-    counters = max(max_reqs, -(-num_sms // num_heads))
+    rows = max(_rows(max_reqs, *each, device=device) for each in heads)
+    counters = max(max_reqs, -(-num_sms // min(of_queries for of_queries, _ in heads)))
     shape = (rows, num_heads, v_head_dim)
     return SplitWorkspace(
         partial_out=torch.empty(shape, dtype=torch.float32, device=device),
         partial_lse=torch.empty(shape[:2], dtype=torch.float32, device=device),
         finished=torch.zeros((counters, num_heads), dtype=torch.int32, device=device),
     )
+
+
+def _rows(max_reqs: int, num_heads: int, num_kv_heads: int, *, device: torch.device) -> int:
+    decode_rows = max(
+        num_reqs * decode_splits(num_reqs, num_kv_heads, device=device)
+        for num_reqs in range(1, max_reqs + 1)
+    )
+    num_sms = multiprocessors(device)
+    slots = decode_slots(max_reqs, _shares_of_keys(max_reqs, num_kv_heads, num_sms))
+    return max(decode_rows, slots, _extend_rows(num_heads, num_sms))
 
 
 def _extend_rows(num_heads: int, num_sms: int) -> int:

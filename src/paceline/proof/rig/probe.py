@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.attention.contract import Part
-from paceline.core.model_config import ModelConfig, RopeConfig
+from paceline.core.model_config import LayerSpec, ModelConfig
 from paceline.layers.attention import AttentionContext
 from paceline.models.decoder import Hidden
 from paceline.proof.suite.case import Case
@@ -86,22 +86,20 @@ def probe_config(case: Case, scale: float, *, max_position: int) -> ModelConfig:
         vocab_size=_LOGITS,
         hidden_size=_LOGITS,
         intermediate_size=1,
-        num_layers=len(case.layers),
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        v_head_dim=case.v_head_dim,
-        rotary_dim=case.head_dim,
         max_position=max_position,
         rms_norm_eps=1e-6,
-        rope=RopeConfig(),
-        layer_windows=tuple(layer.window for layer in case.layers),
-        attention_scale=scale,
-        attention_soft_cap=case.soft_cap,
+        layers=tuple(
+            LayerSpec(
+                heads=case.heads,
+                scale=scale,
+                window=layer.window,
+                soft_cap=case.soft_cap,
+                sinks=case.sinks,
+            )
+            for layer in case.layers
+        ),
         hidden_act="silu",
         tie_word_embeddings=False,
         eos_token_ids=(),
         dtype=case.dtype,
-        attention_sinks=case.sinks,
-        v_in_k=case.v_in_k,
     )

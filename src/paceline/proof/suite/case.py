@@ -7,6 +7,7 @@ first ones is replayed with other data, fewer rows and shorter or longer request
 from dataclasses import dataclass
 from enum import Enum
 
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.proof.suite.modes import ExtendShape, ForwardMode
 
@@ -109,6 +110,12 @@ class Case:
         if kind is MaskKind.TREE and batch.parents is None:
             return MaskKind.CAUSAL  # a chain
         return kind
+
+    @property
+    def heads(self) -> Heads:
+        """Of each layer."""
+        dims = self.head_dim, self.v_head_dim
+        return Heads(self.num_heads, self.num_kv_heads, *dims, self.v_in_k)
 
     @property
     def is_ragged(self) -> bool:

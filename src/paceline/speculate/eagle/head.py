@@ -165,7 +165,7 @@ def build_eagle_head(
         return head_attention(
             config,
             index,
-            cos_sin=tables[layer.rope],
+            cos_sin=tables[index],
             qk_norm=layer.qk_norm is QKNorm.HEAD,
             parallel=parallel,
             placement=placement,

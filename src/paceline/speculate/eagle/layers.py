@@ -176,17 +176,18 @@ def head_attention(
     config: EagleConfig,
     layer_id: int,
     *,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     qk_norm: bool,
     parallel: Parallel,
     placement: Placement,
 ) -> SelfAttention:
     """The attention of one layer of a head; EAGLE-3's first takes embedding and feature."""
     layer: ModelConfig = config.layer
+    heads = layer.layers[layer_id].heads
     is_wide = config.version == 3 and layer_id == 0
 
     def norm() -> RMSNorm:
-        return RMSNorm(layer.head_dim, layer.rms_norm_eps, placement=placement)
+        return RMSNorm(heads.head_dim, layer.rms_norm_eps, placement=placement)
 
     return SelfAttention(
         layer,
