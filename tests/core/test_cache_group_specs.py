@@ -73,3 +73,17 @@ def test_a_layer_that_caches_nothing_is_in_no_group() -> None:
     layers = (plain.layers[0], replace(plain.layers[1], heads=NO_HEADS))
     (full,) = cache_group_specs(replace(plain, layers=layers), 4)
     assert (full.name, full.layer_ids) == ("full", (0,))
+
+
+def test_heads_are_told_as_people_call_them() -> None:
+    assert str(Heads(32, 8, 128, 128)) == "32/8 heads of 128"
+    assert str(Heads(4, 4, 24, 16)) == "4/4 heads of 24, V of 16"
+    assert str(Heads(16, 1, 576, 512, v_in_k=True)) == "16 heads over latents of 512 + 64"
+
+
+def test_the_heads_of_a_model_are_those_of_most_layers_first() -> None:
+    same, wide = config(None, None, None), Heads(4, 4, 8, 8)
+    layers = (replace(same.layers[0], heads=wide), *same.layers[1:])
+    shift = LayerSpec(mixer="shift")  # has none
+    heads = replace(same, layers=(*layers, shift, shift, shift)).heads
+    assert heads == (same.layers[1].heads, wide)

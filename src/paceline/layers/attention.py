@@ -1,6 +1,7 @@
-"""The attention layer: rotate, write K and V to the pool, in one place, then call the backend."""
+"""StepContext: what a step gives its blocks.  Attention through it: rotate, write K and V to the
+pool, in one place, then call the backend."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +15,23 @@ from paceline.attention.contract import (
     Limits,
     Part,
 )
+from paceline.attention.mixers import PlannedMixer
 from paceline.cache.pool import KVPool
 from paceline.core.model_config import SOFTMAX, CacheGroupSpec, ModelConfig
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
+from paceline.kernels.step_view import StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionContext:
-    """What every attention layer of one step needs; an explicit argument of a model's forward."""
+class StepContext:
+    """What every block of one step may read; an explicit argument of a model's forward."""
 
+    view: StepView  # its first groups are those of the model's layers
     backend: AttentionBackend
     plan: Any  # the backend's frozen plan
-    layers: tuple[LayerCache, ...]  # [num_layers]
-    out_cache_locs: tuple[Tensor, ...]  # [num_groups] of [padded_tokens]  int64  slots
+    mixers: Mapping[str, PlannedMixer]  # by kind: of layers that mix otherwise than by attention
+    layers: tuple[LayerCache | None, ...]  # [num_layers]; None: a layer that does not attend
 
     def attend(
         self,
@@ -47,13 +51,19 @@ class AttentionContext:
         where asked, and writes K and V to the layer's pool.
         """
         layer = self.layers[layer_id]
-        loc = self.out_cache_locs[layer.spec.group]
+        assert layer is not None, f"layer {layer_id} does not attend"
+        loc = self.view.groups[layer.spec.group].out_cache_loc
         v_cache = None if v is None else layer.v_cache
         into = KVSlots(layer.k_cache, v_cache, loc, layer.k_scale, layer.v_scale)
         values = k[..., : layer.spec.v_head_dim] if v is None else v
         rope_write_kv(q, k, v, into=into, rope=rope, norms=norms)
         out, _ = self.backend.forward(q, k, values, layer, self.plan, Part.ALL)
         return out
+
+    def mix(self, kind: str, layer_id: int, *inputs: Tensor) -> Tensor:
+        """One layer of another kind; inputs and result as of `Mixer.mix`."""
+        mixer, plan = self.mixers[kind]
+        return mixer.mix(layer_id, *inputs, plan=plan)
 
 
 def attention_specs(
@@ -85,15 +95,16 @@ def layer_caches(
     pools: Sequence[KVPool],
     *,
     sinks: Sequence[Tensor | None],
-) -> tuple[LayerCache, ...]:
-    """[num_layers] each layer's pages of its group's pool, with the sinks its model brings.
+) -> tuple[LayerCache | None, ...]:
+    """[num_layers] each layer's pages of its group's pool, with the sinks its model brings; None
+    for a layer that does not attend.
 
-    pools: [num_groups]; sinks: [num_layers] of [num_heads] float32, or None.
+    pools: [num_groups]; sinks: of each layer that attends, [num_heads] float32, or None.
     """
     specs = attention_specs(config, tuple(groups))
     caches = [pools[spec.group].layer(spec.layer_id) for spec in specs]
-    return tuple(
-        LayerCache(
+    attending = {
+        spec.layer_id: LayerCache(
             spec=spec,
             k_cache=pages.parts["k"],
             v_cache=pages.parts["v"],
@@ -102,7 +113,8 @@ def layer_caches(
             sinks=sink,
         )
         for spec, pages, sink in zip(specs, caches, sinks, strict=True)
-    )
+    }
+    return tuple(attending.get(layer_id) for layer_id in range(config.num_layers))
 
 
 def attention_limits(

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
@@ -52,7 +52,7 @@ class SandwichLayer(nn.Module):
         )
 
     def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: AttentionContext
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
     ) -> Tensor:
         """delta, residual [tokens, hidden] -> the MLP output; residual += delta + attention."""
         norm = self.input_norm

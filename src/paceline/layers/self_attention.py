@@ -1,6 +1,6 @@
 """A decoder's self-attention block: fused QKV, optional per-head norms, rope, attention, output.
 
-Norms and rope run where K and V are written to the pool: in `attention.AttentionContext`, which
+Norms and rope run where K and V are written to the pool: in `attention.StepContext`, which
 then calls the backend.
 """
 
@@ -10,7 +10,7 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear, QKVLinear
 from paceline.layers.parameter import Placement, empty_parameter
 from paceline.layers.rms_norm import RMSNorm
@@ -60,7 +60,7 @@ class SelfAttention(nn.Module):
         # [max_positions, rotary_dim]  float32, shared by layers; None: nothing is rotated
         self.cos_sin = cos_sin
 
-    def forward(self, x: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """x [tokens, in_features], positions [tokens] int64 -> [tokens, hidden]."""
         q, k, v = self.project(x)
         norms = self.head_norms()

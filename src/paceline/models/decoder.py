@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ModelError
 from paceline.core.model_config import ModelConfig
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.embedding import Embedding
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        ctx: AttentionContext,
+        ctx: StepContext,
         taps: tuple[str, ...] = (),
     ) -> Hidden:
         """input_ids, positions [tokens] int64 -> Hidden.  Raises ModelError for an unknown tap."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.attention.contract import AttentionBackend, Limits
+from paceline.attention.mixers import make_mixers
 from paceline.cache.pool import KVFormat, KVPool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Notify
@@ -120,6 +121,7 @@ def build_parts(
         backend=backend,
         backend_buffers=backend.make_buffers(bounds),
         layers=layer_caches(config, groups, pools, sinks=model.attention_sinks()),
+        mixers=make_mixers(config.layers, bounds),
         pools=tuple(pools),
         page_sizes=page_sizes,
         table=_request_table(config, limits, max_pages, device),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache
 from paceline.attention.held import tensors_in
+from paceline.attention.mixers import MixerInUse, plan_mixers
 from paceline.cache.pool import KVPool
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
@@ -21,7 +22,7 @@ from paceline.kernels.commit import Accepted, Drafts
 from paceline.kernels.compact_kv import compact_kv
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.sampling import DrawnDrafts, Sampled, SampledLogprobs, sample
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden
@@ -41,7 +42,8 @@ class Parts:
     model: CausalLM
     backend: AttentionBackend
     backend_buffers: Any
-    layers: tuple[LayerCache, ...]  # [num_layers] of the target
+    layers: tuple[LayerCache | None, ...]  # [num_layers] of the target
+    mixers: tuple[MixerInUse, ...]  # of its layers that mix otherwise than by attention
     pools: tuple[KVPool, ...]  # [num_target_groups]; the drafter's groups stand behind them
     page_sizes: tuple[int, ...]  # [num_groups] tokens
     table: RequestTable
@@ -69,10 +71,12 @@ class Parts:
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The tensors of table, step, backend and drafter by name: all but weights and pools."""
+        mixers = {each.mixer.kind: each.buffers for each in self.mixers}
         return {
             **self.table.named_tensors(),
             **self.buffers.named_tensors(),
             **tensors_in("backend", self.backend_buffers),
+            **tensors_in("mixer", mixers),
             **self.proposer.named_tensors(),
         }
 
@@ -84,11 +88,13 @@ def target_view(parts: Parts, view: StepView) -> StepView:
 
 def target_forward(parts: Parts, view: StepView) -> Hidden:
     """Plan and run the target over the rows of `view`."""
-    ctx = AttentionContext(
+    own = target_view(parts, view)
+    ctx = StepContext(
+        view=own,
         backend=parts.backend,
-        plan=parts.backend.plan(target_view(parts, view), parts.backend_buffers),
+        plan=parts.backend.plan(own, parts.backend_buffers),
+        mixers=plan_mixers(parts.mixers, own),
         layers=parts.layers,
-        out_cache_locs=tuple(group.out_cache_loc for group in view.groups),
     )
     output: Hidden = parts.model(view.input_ids, view.positions, ctx, parts.taps)
     return output

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.attention.contract import Part
 from paceline.core.model_config import LayerSpec, ModelConfig
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.models.decoder import Hidden
 from paceline.proof.suite.case import Case
 
@@ -48,7 +48,7 @@ class ProbeModel(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        ctx: AttentionContext,
+        ctx: StepContext,
         taps: tuple[str, ...] = (),
     ) -> Hidden:
         """input_ids, positions [tokens] int64; the hidden state is the first layer's answer."""
@@ -62,6 +62,7 @@ class ProbeModel(nn.Module):
             own = None if case.v_in_k else v.view(tokens, case.num_kv_heads, case.v_head_dim)
             if case.prefix_only:
                 layer, given = ctx.layers[index], k[..., : case.v_head_dim] if own is None else own
+                assert layer is not None, "every layer of a probe attends"
                 out, _ = ctx.backend.forward(q, k, given, layer, ctx.plan, Part.PREFIX)
             else:
                 out = ctx.attend(index, q, k, own, rope=None)

@@ -140,6 +140,9 @@ class PoisonedRuns:
         named, kept = parts.table.named_tensors(), parts.backend.kept_fields
         regions = step_regions(parts.buffers, use, step.layout)
         regions += backend_regions(tensors_in("backend", parts.backend_buffers), kept)
+        for mixer, buffers in parts.mixers:
+            held = tensors_in(f"mixer.{mixer.kind}", buffers)
+            regions += backend_regions(held, mixer.kept_fields)
         regions += table_regions(named, step.layout, live.target)
         features, drafting = parts.proposer.request_state(), parts.proposer.named_tensors()
         for name, tensor in features.items():
