@@ -137,8 +137,7 @@ def prepare_attention(
     call = case.call()._replace(out=outputs[0], lse=outputs[1])
     workspace = split_workspace(
         case.q.shape[0],
-        shape.num_heads,
-        shape.num_kv_heads,
+        [(shape.num_heads, shape.num_kv_heads)],
         v_head_dim=shape.v_head_dim,
         device=case.q.device,
     )

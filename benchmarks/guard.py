@@ -21,7 +21,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.errors import GraphGuardError
 from paceline.core.events import EventLog
-from paceline.core.model_config import ModelConfig, RopeConfig, cache_group_specs
+from paceline.core.model_config import Heads, LayerSpec, ModelConfig, RopeConfig, cache_group_specs
 from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import JoinDelta, PageDelta, Step, StepLayout
@@ -40,22 +40,15 @@ WARM_UP = 100
 
 def make_config(num_layers: int) -> ModelConfig:
     """A llama of hidden size 64."""
+    layer = LayerSpec(heads=Heads(4, 2, 16, 16), scale=0.25, rope=RopeConfig(), rotary_dim=16)
     return ModelConfig(
         model_type="llama",
         vocab_size=512,
         hidden_size=64,
         intermediate_size=192,
-        num_layers=num_layers,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        v_head_dim=16,
-        rotary_dim=16,
         max_position=CONTEXT,
         rms_norm_eps=1e-5,
-        rope=RopeConfig(),
-        layer_windows=(None,) * num_layers,
-        attention_scale=0.25,
+        layers=(layer,) * num_layers,
         hidden_act="silu",
         tie_word_embeddings=True,
         eos_token_ids=(),

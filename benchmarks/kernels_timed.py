@@ -164,7 +164,7 @@ def _decode_launches(
 ) -> list[Callable[[], None]]:
     from paceline.kernels._triton.paged_decode import launch_paged_decode
 
-    workspace = split_workspace(batch, HEADS, KV_HEADS, v_head_dim=DIM, device=DEVICE)
+    workspace = split_workspace(batch, [(HEADS, KV_HEADS)], v_head_dim=DIM, device=DEVICE)
     if splits is None:
         launch = paged_decode
     else:

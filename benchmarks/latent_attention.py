@@ -86,7 +86,7 @@ def make_work(heads: int, batch: int, keys: int, device: torch.device) -> Work:
         caches=caches,
         page_table=F.pad(table, (0, 1)).to(device),
         kv_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-        workspace=split_workspace(batch, heads, 1, v_head_dim=RANK, device=device),
+        workspace=split_workspace(batch, [(heads, 1)], v_head_dim=RANK, device=device),
     )
 
 

@@ -49,10 +49,11 @@ def role_flops(config: ModelConfig, work: Work) -> dict[str, int]:
     }
     extend = work.tokens // work.requests
     pairs = 0
-    for window in config.layer_windows:
+    for layer in config.layers:
         for position in range(work.kv_len - extend, work.kv_len):
-            pairs += min(position + 1, window or position + 1)
-    width = config.num_heads * (config.head_dim + config.v_head_dim)
+            pairs += min(position + 1, layer.window or position + 1)
+    (heads,) = config.heads
+    width = heads.num_heads * (heads.head_dim + heads.v_head_dim)
     return {**found, "attention": 2 * width * pairs * work.requests}
 
 
@@ -79,9 +80,9 @@ def least_us(
 
 def _widths(config: ModelConfig) -> tuple[int, int, int]:
     """Elements of a token's queries, of its keys and values, and of its attention output."""
-    q = config.num_heads * config.head_dim
-    kv = config.num_kv_heads * (config.head_dim + config.v_head_dim)
-    return q, kv, config.num_heads * config.v_head_dim
+    (heads,) = config.heads
+    kv = heads.num_kv_heads * (heads.head_dim + heads.v_head_dim)
+    return heads.num_heads * heads.head_dim, kv, heads.num_heads * heads.v_head_dim
 
 
 def _dense_layers(config: ModelConfig) -> int:
@@ -105,5 +106,5 @@ def _products(config: ModelConfig) -> dict[str, tuple[int, int, int]]:
 def _cache_bytes(config: ModelConfig, work: Work) -> int:
     """K and V that the step reads, in all layers."""
     _, kv, _ = _widths(config)
-    keys = sum(min(work.kv_len, window or work.kv_len) for window in config.layer_windows)
+    keys = sum(min(work.kv_len, layer.window or work.kv_len) for layer in config.layers)
     return work.requests * keys * kv * KV_ELEMENT_BYTES[work.kv_dtype]

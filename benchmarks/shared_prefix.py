@@ -121,7 +121,11 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     starts = torch.arange(case.reqs + 1, dtype=torch.int32, device=device)
     rows = PagedRows(table.to(device), lens - 1, lens, starts, 1)
     workspace = split_workspace(
-        case.reqs, HEADS, KV_HEADS, v_head_dim=DIM, device=device, shares_prefixes=True
+        case.reqs,
+        [(HEADS, KV_HEADS)],
+        v_head_dim=DIM,
+        device=device,
+        shares_prefixes=True,
     )
     found, rule = shared_prefixes(case.reqs, device), sharing_rule(HEADS // KV_HEADS, PAGE)
     out, lse = torch.empty_like(q), torch.empty(case.reqs, HEADS, device=device)

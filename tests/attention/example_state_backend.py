@@ -41,6 +41,7 @@ class SumPlan:
 class SumBackend(StateBackend[SumBuffers, SumPlan, Tensor]):
     """Inputs: [padded_tokens, width] float32."""
 
+    kind = "sum"
     name = "sum-example"
     capabilities = StateCapabilities(
         device_types=frozenset({"cpu", "cuda"}),

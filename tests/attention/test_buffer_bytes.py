@@ -40,10 +40,6 @@ LIMITS = Limits(
     max_tokens=40,
     max_pages=(9, 9),
     windows=(None, 32),
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    v_head_dim=64,
     page_size=16,
 )
 META = replace(LIMITS, device=torch.device("meta"))
@@ -74,7 +70,11 @@ def test_a_backend_that_cannot_be_asked_there_is_told_to_bring_a_formula() -> No
 def test_the_split_workspace_of_a_gpu_is_counted_without_it(
     sms: int, max_reqs: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = replace(LIMITS, max_reqs=max_reqs, num_kv_heads=kv_heads)
+    limits = replace(
+        LIMITS,
+        max_reqs=max_reqs,
+        layers=tuple(replace(layer, num_kv_heads=kv_heads) for layer in LIMITS.layers),
+    )
     with StandIn("cuda", sms):
         counted = TritonBackend().buffer_bytes(replace(limits, device=META.device))
     monkeypatch.setattr(splits, "multiprocessors", lambda device: sms)

@@ -10,6 +10,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.backends.triton_backend import TritonBackend
 from paceline.attention.capability import capability_reasons
 from paceline.attention.contract import AttentionConfig, Capabilities, GraphSupport
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 
 NARROW = Capabilities(
@@ -34,10 +35,7 @@ FITS = AttentionConfig(
     dtype=torch.bfloat16,
     kv_dtype=torch.bfloat16,
     page_size=64,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    v_head_dim=128,
+    heads=(Heads(8, 2, 128, 128),),
     window=False,
     soft_cap=False,
     sinks=False,
@@ -63,11 +61,14 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "page size": ({"page_size": 1}, "page size must be [16, 64], got 1"),
     "head dim": (
-        {"head_dim": 80, "v_head_dim": 80},
+        {"heads": (Heads(8, 2, 80, 80),)},
         "head dim must be [64, 128], got 80",
     ),
-    "V head dim": ({"v_head_dim": 80}, "V head dim must be [64, 128], got 80"),
-    "V head dim of K": ({"v_head_dim": 64}, "V head dim must be that of K (128), got 64"),
+    "V head dim": ({"heads": (Heads(8, 2, 128, 80),)}, "V head dim must be [64, 128], got 80"),
+    "V head dim of K": (
+        {"heads": (Heads(8, 2, 128, 64),)},
+        "V head dim must be that of K (128), got 64",
+    ),
     "window": ({"window": True}, "sliding window must be absent, got present"),
     "soft cap": ({"soft_cap": True}, "soft cap must be absent, got present"),
     "sinks": ({"sinks": True}, "attention sinks must be absent, got present"),
@@ -86,7 +87,7 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_configuration_within_the_capabilities_has_no_reason() -> None:
     assert capability_reasons(NARROW, FITS) == []
     assert (
-        capability_reasons(NARROW, replace(FITS, cuda_arch=(10, 0), head_dim=64, v_head_dim=64))
+        capability_reasons(NARROW, replace(FITS, cuda_arch=(10, 0), heads=(Heads(8, 2, 64, 64),)))
         == []
     )
     assert capability_reasons(NARROW, replace(FITS, graph=GraphSupport.NEVER)) == []
@@ -102,6 +103,13 @@ def test_each_limit_gives_its_reason(name: str) -> None:
 def test_one_limit_gives_one_reason(name: str) -> None:
     change, reason = REASONS[name]
     assert capability_reasons(NARROW, replace(FITS, **change)) == [reason]
+
+
+def test_each_shape_of_heads_must_be_covered_and_what_two_lack_is_said_once() -> None:
+    shapes = (Heads(8, 2, 128, 128), Heads(4, 2, 80, 80), Heads(4, 1, 80, 80))
+    lacking = "head dim must be [64, 128], got 80"
+    assert capability_reasons(NARROW, replace(FITS, heads=shapes)) == [lacking, f"V {lacking}"]
+    assert capability_reasons(NARROW, replace(FITS, heads=(shapes[0], Heads(4, 4, 64, 64)))) == []
 
 
 def test_a_dtype_it_lacks_is_not_answered_with_a_quantised_cache_alone() -> None:
@@ -121,8 +129,7 @@ def test_all_reasons_are_told_not_the_first() -> None:
         dtype=torch.float32,
         kv_dtype=torch.float32,
         page_size=5,
-        head_dim=96,
-        v_head_dim=80,
+        heads=(Heads(8, 2, 96, 80),),
         window=True,
         soft_cap=True,
         sinks=True,
@@ -152,7 +159,7 @@ def test_no_limit_takes_anything() -> None:
     anything = replace(
         NARROW, page_sizes=None, head_dims=None, min_cuda_arch=None, v_head_dim_differs=True
     )
-    wanted = replace(FITS, page_size=7, head_dim=13, v_head_dim=5, cuda_arch=None)
+    wanted = replace(FITS, page_size=7, heads=(Heads(8, 2, 13, 5),), cuda_arch=None)
     assert capability_reasons(anything, wanted) == []
 
 
@@ -162,8 +169,7 @@ def test_the_torch_backend_serves_any_model_on_a_cpu() -> None:
         device_type="cpu",
         cuda_arch=None,
         page_size=3,
-        head_dim=20,
-        v_head_dim=12,
+        heads=(Heads(8, 2, 20, 12),),
         window=True,
         soft_cap=True,
         sinks=True,
@@ -183,7 +189,7 @@ def test_a_backend_that_says_nothing_of_dead_slots_is_taken_to_load_them() -> No
 
 
 def test_the_triton_backend_refuses_what_its_kernels_cannot_do() -> None:
-    wanted = replace(FITS, head_dim=20, v_head_dim=20, dtype=torch.float64)
+    wanted = replace(FITS, heads=(Heads(8, 2, 20, 20),), dtype=torch.float64)
     reasons = TritonBackend().unsupported_reasons(wanted)
     assert "head dim must be [64, 80, 96, 128, 256], got 20" in reasons
     assert any(reason.startswith("dtype must be ['torch.bfloat16'") for reason in reasons)
@@ -199,7 +205,7 @@ def test_the_triton_backend_reads_an_fp8_cache_where_the_device_converts_it(
     assert not [r for r in TritonBackend().unsupported_reasons(wanted) if r.startswith("KV")]
 
 
-LATENTS = replace(FITS, num_kv_heads=1, head_dim=576, v_head_dim=512, v_in_k=True)
+LATENTS = replace(FITS, heads=(Heads(8, 1, 576, 512, True),))
 FP8 = {"kv_dtype": torch.float8_e4m3fn}
 FLOAT = {"dtype": torch.float32, "kv_dtype": torch.float32}
 
@@ -209,10 +215,13 @@ FLOAT = {"dtype": torch.float32, "kv_dtype": torch.float32}
     [
         ({}, []),
         (
-            {"head_dim": 640},
+            {"heads": (Heads(8, 1, 640, 512, True),)},
             ["latent dims must be [(64, 16), (256, 32), (256, 64), (512, 64)], got "],
         ),
-        ({"v_in_k": False}, ["head dim must be [64, 80, 96", "V head dim must be [64, 80, 96"]),
+        (
+            {"heads": (Heads(8, 1, 576, 512),)},
+            ["head dim must be [64, 80, 96", "V head dim must be [64, 80, 96"],
+        ),
         (FP8, ["KV dtype must be torch.bfloat16 with latents, got torch.float8_e4m3fn"]),
         (FLOAT, ["dtype must be of 16 bits with latents, got torch.float32"]),
     ],

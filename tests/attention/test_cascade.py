@@ -17,6 +17,7 @@ from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.layouts.page_table import page_table_plan
 from paceline.attention.paged import attend_cpu, paged_call
 from paceline.core.errors import ConfigError
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
@@ -30,10 +31,7 @@ WANTED = AttentionConfig(
     dtype=torch.float32,
     kv_dtype=torch.float32,
     page_size=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    v_head_dim=64,
+    heads=(Heads(4, 2, 64, 64),),
     window=True,
     soft_cap=True,
     sinks=True,

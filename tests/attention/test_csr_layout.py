@@ -55,10 +55,6 @@ def make_buffers(*widths: int) -> CsrBuffers:
             max_tokens=64,
             max_pages=widths,
             windows=(None,) * len(widths),
-            num_heads=1,
-            num_kv_heads=1,
-            head_dim=8,
-            v_head_dim=8,
             page_size=1,
         )
     )

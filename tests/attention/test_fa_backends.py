@@ -22,6 +22,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.core.errors import ConfigError, KernelArgumentError
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.proof.emulators import flash_attn
 from paceline.runner.recorded import RecordedGraph
@@ -36,10 +37,7 @@ H200 = AttentionConfig(
     dtype=torch.bfloat16,
     kv_dtype=torch.bfloat16,
     page_size=16,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    v_head_dim=128,
+    heads=(Heads(32, 8, 128, 128),),
     window=True,
     soft_cap=True,
     sinks=False,
@@ -207,7 +205,7 @@ def for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("for_another_machine")
 def test_a_plain_decoder_on_a_hopper_gpu_is_served(backend_class: type[AttentionBackend]) -> None:
     assert backend_class().unsupported_reasons(H200) == []
-    other = replace(H200, page_size=1, head_dim=64, v_head_dim=64, dtype=torch.float16)
+    other = replace(H200, page_size=1, heads=(Heads(32, 8, 64, 64),), dtype=torch.float16)
     assert backend_class().unsupported_reasons(replace(other, kv_dtype=torch.float16)) == []
 
 
@@ -218,12 +216,12 @@ def test_a_plain_decoder_on_a_hopper_gpu_is_served(backend_class: type[Attention
         (BOTH[0], replace(H200, cuda_arch=(8, 9)), "CUDA arch must be at least (9, 0)"),
         (
             BOTH[0],
-            replace(H200, head_dim=256, v_head_dim=256),
+            replace(H200, heads=(Heads(32, 8, 256, 256),)),
             "head dim must be [64, 80, 96, 128]",
         ),
         (
             BOTH[0],
-            replace(H200, head_dim=96, v_head_dim=96),
+            replace(H200, heads=(Heads(32, 8, 96, 96),)),
             "head dim must be [64, 128] with log-sum-exp on CUDA arch 9, got 96: a non-causal tile",
         ),
         (BOTH[0], replace(H200, dtype=torch.float32), "dtype must be"),
@@ -245,7 +243,7 @@ def test_what_the_library_cannot_do_is_a_reason(
 
 @pytest.mark.usefixtures("for_another_machine")
 def test_a_head_dim_of_96_is_served_where_nobody_asks_for_lse() -> None:
-    config = replace(H200, head_dim=96, v_head_dim=96, needs_lse=False)
+    config = replace(H200, heads=(Heads(32, 8, 96, 96),), needs_lse=False)
     assert FlashAttention4Backend().unsupported_reasons(config) == []
 
 

@@ -32,6 +32,7 @@ from paceline.attention.backends.flashinfer_wrappers import RING, StepShape, Wra
 from paceline.attention.contract import AttentionConfig, AttentionSpec, GraphSupport, Part
 from paceline.attention.registry import load_backend
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.core.step import StepLayout
 from paceline.proof.emulators import flashinfer as emulator
@@ -350,10 +351,7 @@ def wish(**changes: Any) -> AttentionConfig:
         "dtype": torch.bfloat16,
         "kv_dtype": torch.bfloat16,
         "page_size": 16,
-        "num_heads": 8,
-        "num_kv_heads": 2,
-        "head_dim": 128,
-        "v_head_dim": 128,
+        "heads": (Heads(8, 2, 128, 128),),
         "window": True,
         "soft_cap": True,
         "sinks": True,
@@ -371,8 +369,8 @@ def wish(**changes: Any) -> AttentionConfig:
         ({"cuda_arch": (7, 5)}, "CUDA arch must be at least (8, 0)"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtype must be"),
         ({"kv_dtype": torch.float16}, "KV dtype must be"),
-        ({"head_dim": 96, "v_head_dim": 96}, "head dim must be [64, 128, 256], got 96"),
-        ({"v_head_dim": 64}, "V head dim must be that of K (128), got 64"),
+        ({"heads": (Heads(8, 2, 96, 96),)}, "head dim must be [64, 128, 256], got 96"),
+        ({"heads": (Heads(8, 2, 128, 64),)}, "V head dim must be that of K (128), got 64"),
         ({"masks": frozenset({MaskKind.FULL})}, "mask kind must be ['causal', 'tree']"),
         ({"masks": frozenset({MaskKind.TREE})}, "sliding window in a tree must be absent"),
     ],

@@ -19,6 +19,7 @@ from paceline.attention.cascade import cascade
 from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.registry import choose
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.proof.emulators import flashinfer as emulator
 from paceline.runner.recorded import RecordedGraph
@@ -187,10 +188,7 @@ WISH = AttentionConfig(
     dtype=torch.bfloat16,
     kv_dtype=torch.bfloat16,
     page_size=16,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    v_head_dim=128,
+    heads=(Heads(8, 2, 128, 128),),
     window=False,
     soft_cap=True,
     sinks=True,

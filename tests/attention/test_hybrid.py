@@ -22,6 +22,7 @@ from paceline.attention.hybrid import (
     may_serve,
     serves_decode,
 )
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout, padded_step
@@ -34,10 +35,7 @@ WANTED = AttentionConfig(
     dtype=torch.float32,
     kv_dtype=torch.float32,
     page_size=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    v_head_dim=64,
+    heads=(Heads(4, 2, 64, 64),),
     window=False,
     soft_cap=False,
     sinks=False,

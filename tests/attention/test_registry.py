@@ -12,6 +12,7 @@ from paceline.attention.contract import AttentionConfig, GraphSupport
 from paceline.attention.measurements import Measurement
 from paceline.attention.registry import AUTO_ORDER, BACKENDS, choose, load_backend
 from paceline.core.errors import BackendUnsupported, ConfigError
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 
 ON_CPU = AttentionConfig(
@@ -20,10 +21,7 @@ ON_CPU = AttentionConfig(
     dtype=torch.float32,
     kv_dtype=torch.float32,
     page_size=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    v_head_dim=64,
+    heads=(Heads(4, 2, 64, 64),),
     window=False,
     soft_cap=False,
     sinks=False,
@@ -90,7 +88,7 @@ def test_auto_on_a_gpu_chooses_triton() -> None:
 
 def test_auto_without_a_candidate_raises_with_every_reason() -> None:
     with pytest.raises(BackendUnsupported) as caught:
-        choose(replace(ON_H200, head_dim=20, v_head_dim=20, cuda_arch=(7, 5)))
+        choose(replace(ON_H200, heads=(Heads(4, 2, 20, 20),), cuda_arch=(7, 5)))
     text = str(caught.value)
     assert "triton: CUDA arch must be at least (8, 0), got (7, 5)" in text
     assert "triton: head dim must be [64, 80, 96, 128, 256], got 20" in text

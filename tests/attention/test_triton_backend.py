@@ -27,7 +27,7 @@ def plan() -> TritonPlan:
         max_extend_len=EXTEND,
         kv_len_bound=64,
     )
-    workspace = split_workspace(1, 2, 1, v_head_dim=64, device=torch.device("cpu"))
+    workspace = split_workspace(1, [(2, 1)], v_head_dim=64, device=torch.device("cpu"))
     return TritonPlan(table=table, workspace=workspace, shared=(None,))
 
 

@@ -229,7 +229,7 @@ def test_prefill_attention_counts_the_triangle():
 def test_a_window_bounds_bytes_and_products():
     config = parse_config(locate("gemma-3-1b").config)
     short, long = (role_bytes(config, work(kv_len=n))["attention"] for n in (512, 1024))
-    full = sum(window is None for window in config.layer_windows)
+    full = sum(layer.window is None for layer in config.layers)
     assert long - short == 64 * full * 512 * 2 * 256 * 2
 
 

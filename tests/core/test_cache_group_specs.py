@@ -1,10 +1,16 @@
-"""Cache groups of a drafter: what they are called, and what their KV depends on."""
+"""Cache groups: which layers share one, what they are called, what their KV depends on."""
+
+from dataclasses import replace
 
 import pytest
 
 from paceline.core.model_config import (
+    NO_HEADS,
+    CacheKind,
+    Heads,
+    LayerSpec,
     ModelConfig,
-    RopeConfig,
+    RowPart,
     cache_group_specs,
     draft_group_specs,
 )
@@ -16,17 +22,11 @@ def config(*windows: int | None) -> ModelConfig:
         vocab_size=32,
         hidden_size=16,
         intermediate_size=32,
-        num_layers=len(windows),
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=4,
-        v_head_dim=4,
-        rotary_dim=4,
         max_position=64,
         rms_norm_eps=1e-6,
-        rope=RopeConfig(),
-        layer_windows=windows,
-        attention_scale=0.5,
+        layers=tuple(
+            LayerSpec(heads=Heads(4, 2, 4, 4), scale=0.5, window=window) for window in windows
+        ),
         hidden_act="silu",
         tie_word_embeddings=False,
         eos_token_ids=(2,),
@@ -48,3 +48,58 @@ def test_a_targets_groups_are_no_drafters() -> None:
     (full,) = cache_group_specs(config(None), 4)
     assert not full.draft
     assert not full.next_token
+
+
+def test_layers_with_states_form_groups_behind_the_others_found_at_whole_pages() -> None:
+    sums = LayerSpec(mixer="sum", state=(RowPart("sum", (3,)),))
+    wide = replace(sums, state=(RowPart("sum", (5,)),))
+    attends = config(None, 8).layers
+    groups = cache_group_specs(replace(config(), layers=(sums, *attends, wide, sums)), 96)
+    assert [(g.name, g.layer_ids, g.kind, g.mixer, g.state_every) for g in groups] == [
+        ("full", (1,), CacheKind.TOKENS, "softmax", None),
+        ("window-8", (2,), CacheKind.TOKENS, "softmax", None),
+        ("sum-0", (0, 4), CacheKind.STATE, "sum", 576),
+        ("sum-3", (3,), CacheKind.STATE, "sum", 576),
+    ]
+    assert groups[2].parts == sums.state
+
+
+def test_layers_that_cache_other_rows_share_no_group() -> None:
+    same = config(None, 8, None, None, 8)
+    wide, latent = Heads(4, 4, 8, 8), Heads(4, 1, 12, 8, v_in_k=True)
+    more_queries = Heads(8, 2, 4, 4)  # caches what four do
+    heads = (same.layers[0].heads, wide, latent, more_queries, wide)
+    layers = tuple(replace(x, heads=y) for x, y in zip(same.layers, heads, strict=True))
+    groups = cache_group_specs(replace(same, layers=layers), 4)
+    assert [(group.name, group.layer_ids) for group in groups] == [
+        ("full-0", (0, 3)),
+        ("full-2", (2,)),
+        ("window-8", (1, 4)),
+    ]
+    assert [group.parts for group in groups] == [layers[index].parts for index in (0, 2, 1)]
+    assert [group.page_bytes(2) for group in groups] == [
+        2 * 4 * 2 * (2 * 4 + 2 * 4),
+        1 * 4 * 2 * 12,
+        2 * 4 * 2 * (4 * 8 + 4 * 8),
+    ]
+
+
+def test_a_layer_that_caches_nothing_is_in_no_group() -> None:
+    plain = config(None, None)
+    layers = (plain.layers[0], replace(plain.layers[1], heads=NO_HEADS))
+    (full,) = cache_group_specs(replace(plain, layers=layers), 4)
+    assert (full.name, full.layer_ids) == ("full", (0,))
+
+
+def test_heads_are_told_as_people_call_them() -> None:
+    assert str(Heads(32, 8, 128, 128)) == "32/8 heads of 128"
+    assert str(Heads(4, 4, 24, 16)) == "4/4 heads of 24, V of 16"
+    assert str(Heads(16, 1, 576, 512, v_in_k=True)) == "16 heads over latents of 512 + 64"
+
+
+def test_the_heads_of_a_model_are_those_of_most_layers_first() -> None:
+    same, wide = config(None, None, None), Heads(4, 4, 8, 8)
+    layers = (replace(same.layers[0], heads=wide), *same.layers[1:])
+    shift = LayerSpec(mixer="shift")  # has none
+    heads = replace(same, layers=(*layers, shift, shift, shift)).heads
+    assert heads == (same.layers[1].heads, wide)

@@ -144,10 +144,6 @@ class PagedCase:
             max_tokens=len(self.q),
             max_pages=(self.page_table.shape[1],),
             windows=(shape.window,),
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            v_head_dim=shape.v_head_dim,
             page_size=shape.page_size,
         )
 

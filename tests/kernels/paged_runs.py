@@ -22,8 +22,7 @@ def workspace_of(case: PagedCase, max_reqs: int) -> SplitWorkspace:
     shape = case.shape
     workspace = split_workspace(
         max_reqs,
-        shape.num_heads,
-        shape.num_kv_heads,
+        [(shape.num_heads, shape.num_kv_heads)],
         v_head_dim=shape.v_head_dim,
         device=CPU,
     )

@@ -21,7 +21,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def workspace() -> SplitWorkspace:
-    return split_workspace(MAX_REQS, HEADS, KV_HEADS, v_head_dim=128, device=META)
+    return split_workspace(MAX_REQS, [(HEADS, KV_HEADS)], v_head_dim=128, device=META)
 
 
 def extends() -> Iterator[tuple[int, int, torch.dtype]]:

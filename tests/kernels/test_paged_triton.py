@@ -231,7 +231,7 @@ def test_a_merge_of_more_splits_than_it_reads_at_a_time_weighs_them_all() -> Non
 
 
 def test_split_workspace_covers_every_number_of_requests() -> None:
-    workspace = split_workspace(70, 8, 2, v_head_dim=16, device=CPU)
+    workspace = split_workspace(70, [(8, 2)], v_head_dim=16, device=CPU)
     assert workspace.finished.shape == (70, 8)
     for num_reqs in range(1, 71):
         splits = decode_splits(num_reqs, 2, device=CPU)
@@ -249,7 +249,7 @@ def test_cpu_without_interpreter_is_refused_with_a_remedy() -> None:
         "from paceline.kernels.paged_attention import *\n"
         "cache = PagedCache(torch.zeros(2, 16, 1, 64), torch.zeros(2, 16, 1, 64))\n"
         "lens = torch.ones(1, dtype=torch.int32)\n"
-        "workspace = split_workspace(1, 1, 1, v_head_dim=64, device=lens.device)\n"
+        "workspace = split_workspace(1, [(1, 1)], v_head_dim=64, device=lens.device)\n"
         "rows = PagedRows(lens[:, None], lens - 1, lens, torch.tensor([0, 1]), 1)\n"
         "q = torch.zeros(1, 1, 64)\n"
         "out, lse = torch.zeros(1, 1, 64), torch.zeros(1, 1)\n"

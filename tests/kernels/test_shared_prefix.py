@@ -187,9 +187,9 @@ def test_what_is_shared_is_read_once() -> None:
 
 
 def test_the_workspace_holds_the_chunks_of_every_number_of_requests() -> None:
-    plain = split_workspace(256, 32, 8, v_head_dim=128, device=torch.device("meta"))
+    plain = split_workspace(256, [(32, 8)], v_head_dim=128, device=torch.device("meta"))
     shared = split_workspace(
-        256, 32, 8, v_head_dim=128, device=torch.device("meta"), shares_prefixes=True
+        256, [(32, 8)], v_head_dim=128, device=torch.device("meta"), shares_prefixes=True
     )
     assert shared.partial_lse.shape[0] > plain.partial_lse.shape[0]
 

@@ -30,7 +30,7 @@ class FakeContext:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] -> [tokens, heads, dim]."""
-        config = self._config
+        layer = self._config.layers[layer_id]
         if norms is not None:
             offset = norms.unit_offset
             q = rms_norm_reference(q, norms.q, norms.eps, unit_offset=offset)
@@ -38,20 +38,20 @@ class FakeContext:
         if rope is not None:
             q, k = rope_reference(q, *rope), rope_reference(k, *rope)
         self._keys[layer_id].append(k.clone())
-        self._values[layer_id].append((k[..., : config.v_head_dim] if v is None else v).clone())
-        group = config.num_heads // config.num_kv_heads
+        self._values[layer_id].append(
+            (k[..., : layer.heads.v_head_dim] if v is None else v).clone()
+        )
+        group = layer.heads.num_heads // layer.heads.num_kv_heads
         keys = torch.cat(self._keys[layer_id]).repeat_interleave(group, dim=1)
         values = torch.cat(self._values[layer_id]).repeat_interleave(group, dim=1)
-        scores = torch.einsum("qhd,khd->hqk", q, keys) * config.attention_scale
-        if config.attention_soft_cap is not None:
-            cap = config.attention_soft_cap
-            scores = cap * torch.tanh(scores / cap)
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * layer.scale
+        if layer.soft_cap is not None:
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
         query_at = torch.arange(keys.shape[0] - q.shape[0], keys.shape[0])[:, None]
         key_at = torch.arange(keys.shape[0])[None, :]
         visible = key_at <= query_at
-        window = config.layer_windows[layer_id]
-        if window is not None:
-            visible &= key_at > query_at - window
+        if layer.window is not None:
+            visible &= key_at > query_at - layer.window
         scores = scores.masked_fill(~visible, float("-inf"))
         weights = _weights(scores.float(), self._sinks[layer_id]).to(q.dtype)
         return torch.einsum("hqk,khd->qhd", weights, values)

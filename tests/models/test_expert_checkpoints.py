@@ -156,18 +156,19 @@ def test_gpt_oss_is_read_with_the_defaults_of_transformers() -> None:
         **{key: value for key, value in GPT_OSS_CONFIG.items() if key != "model_type"}
     )
     assert config.moe is not None
-    assert config.attention_sinks
+    assert all(layer.sinks for layer in config.layers)
     assert config.moe.swiglu_alpha == theirs.swiglu_alpha
     assert config.moe.swiglu_limit == theirs.swiglu_limit
-    assert config.head_dim == theirs.head_dim
+    assert config.heads[0].head_dim == theirs.head_dim
     assert config.rms_norm_eps == theirs.rms_norm_eps
     assert config.attention_bias == config.attention_out_bias == theirs.attention_bias
-    assert config.rope.kind is RopeKind.YARN
-    assert config.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert config.rope.factor == theirs.rope_parameters["factor"]
-    assert config.rope.truncate is theirs.rope_parameters["truncate"] is False
+    ((rope, _),) = config.ropes
+    assert rope.kind is RopeKind.YARN
+    assert rope.theta == theirs.rope_parameters["rope_theta"]
+    assert rope.factor == theirs.rope_parameters["factor"]
+    assert rope.truncate is theirs.rope_parameters["truncate"] is False
     windows = [theirs.sliding_window if "sliding" in kind else None for kind in theirs.layer_types]
-    assert list(config.layer_windows) == windows
+    assert [layer.window for layer in config.layers] == windows
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import ExpertChoice, LatentConfig
+from paceline.core.model_config import ExpertChoice, Heads, LatentConfig
 from paceline.kernels.moe_choose import moe_choose
 from paceline.models.checkpoint_names import without_layers_behind
 from paceline.models.config import parse_config
@@ -33,8 +33,7 @@ V3 = V2 | {"model_type": "deepseek_v3", "n_group": 3, "topk_group": 2}
 def test_deepseek_v2_lite_has_one_row_of_576_and_one_dense_layer() -> None:
     config = parse_config(locate("deepseek-v2-lite").config)
     assert config.latent == replace(LATENT, q_rank=None)
-    assert (config.num_kv_heads, config.head_dim, config.v_head_dim) == (1, 576, 512)
-    assert config.v_in_k
+    assert config.heads == (Heads(16, 1, 576, 512, v_in_k=True),)
     assert config.max_position == 163_840
     assert config.moe is not None
     assert config.moe.choice is None
@@ -48,8 +47,8 @@ def test_the_scale_is_that_of_expanded_heads_times_mscale_twice() -> None:
     theirs = transformers.DeepseekV2Config(**locate("deepseek-v2-lite").config)
     with torch.device("meta"):
         layer = transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention(theirs, 0)
-    assert config.attention_scale == pytest.approx(layer.scaling)
-    assert config.attention_scale != pytest.approx(192**-0.5)
+    assert config.layers[0].scale == pytest.approx(layer.scaling)
+    assert config.layers[0].scale != pytest.approx(192**-0.5)
 
 
 @pytest.mark.parametrize("file", [V2, V3], ids=["v2", "v3"])

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import NormKind, RopeKind
+from paceline.core.model_config import Heads, ModelConfig, NormKind, RopeKind
 from paceline.layers.rope import rope_frequencies
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names
@@ -49,22 +49,25 @@ def test_old_and_new_spelling_of_released_models_agree(name: str, tmp_path: Path
     assert replace(new, eos_token_ids=old.eos_token_ids) == old
 
 
+def windows(config: ModelConfig) -> tuple[int | None, ...]:
+    return tuple(layer.window for layer in config.layers)
+
+
 def test_llama_31_has_its_published_numbers() -> None:
     config = parse_config(locate("llama-3.1-8b").config)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert config.heads == (Heads(32, 8, 128, 128),)
     assert config.max_position == 131072
-    assert config.rope.kind is RopeKind.LLAMA3
-    assert config.rope.original_max_position == 8192
-    assert config.attention_scale == pytest.approx(128**-0.5)
+    assert config.ropes[0][0].kind is RopeKind.LLAMA3
+    assert config.ropes[0][0].original_max_position == 8192
+    assert config.layers[0].scale == pytest.approx(128**-0.5)
     assert config.dtype == "bfloat16"
 
 
 def test_gemma_windows_all_layers_but_each_sixth() -> None:
     config = parse_config(GEMMA)
-    assert config.layer_windows == (32, 32, 32, 32, 32, None, 32)
-    assert config.rope.theta == 1_000_000
-    assert config.rope_local is not None
-    assert config.rope_local.theta == 10_000
+    assert windows(config) == (32, 32, 32, 32, 32, None, 32)
+    thetas = [layer.rope.theta for layer in config.layers if layer.rope is not None]
+    assert thetas == [*[10_000] * 5, 1_000_000, 10_000]
 
 
 def test_a_sparse_multimodal_gemma_is_read_with_the_defaults_of_transformers() -> None:
@@ -83,42 +86,43 @@ def test_a_sparse_multimodal_gemma_is_read_with_the_defaults_of_transformers() -
     theirs = transformers.Gemma3TextConfig(**text)
     assert config.model_type == "gemma3_text"
     assert config.vocab_size == theirs.vocab_size
-    assert config.num_heads == theirs.num_attention_heads
-    assert config.num_kv_heads == theirs.num_key_value_heads
-    assert config.head_dim == theirs.head_dim
+    assert config.heads == (
+        Heads(
+            theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim, theirs.head_dim
+        ),
+    )
     assert config.max_position == theirs.max_position_embeddings
     assert config.tie_word_embeddings
     assert config.eos_token_ids == (1, 106)
-    assert config.rope.factor == 8.0
-    assert config.rope_local is not None
-    assert config.rope_local.kind is RopeKind.DEFAULT
+    (local, _), (full, _) = config.ropes
+    assert (local.kind, full.factor) == (RopeKind.DEFAULT, 8.0)
     sliding = [kind == "sliding_attention" for kind in theirs.layer_types]
-    assert [window == 1024 for window in config.layer_windows] == sliding
+    assert [window == 1024 for window in windows(config)] == sliding
 
 
 def test_qwen_windows_only_upper_layers_and_only_when_switched_on() -> None:
     window = {"sliding_window": 16, "max_window_layers": 1}
-    assert parse_config(QWEN | window).layer_windows == (None, None, None)
+    assert windows(parse_config(QWEN | window)) == (None, None, None)
     switched = QWEN | window | {"use_sliding_window": True}
-    assert parse_config(switched).layer_windows == (None, 16, 16)
+    assert windows(parse_config(switched)) == (None, 16, 16)
     none_below = switched | {"max_window_layers": 0}
-    assert parse_config(none_below).layer_windows == (16, 16, 16)
+    assert windows(parse_config(none_below)) == (16, 16, 16)
     explicit = switched | {"layer_types": ["sliding_attention", *["full_attention"] * 2]}
-    assert parse_config(explicit).layer_windows == (16, None, None)
+    assert windows(parse_config(explicit)) == (16, None, None)
 
 
 def test_mistral_windows_every_layer_unless_null_switches_it_off() -> None:
-    assert parse_config(MISTRAL | {"sliding_window": 64}).layer_windows == (64, 64, 64)
-    assert parse_config(MISTRAL | {"sliding_window": None}).layer_windows == (None,) * 3
+    assert windows(parse_config(MISTRAL | {"sliding_window": 64})) == (64, 64, 64)
+    assert windows(parse_config(MISTRAL | {"sliding_window": None})) == (None,) * 3
     long = MISTRAL | {"max_position_embeddings": 8192}
-    assert parse_config(long).layer_windows == (4096,) * 3
+    assert windows(parse_config(long)) == (4096,) * 3
     assert transformers.MistralConfig().sliding_window == 4096
 
 
 def test_a_window_as_long_as_the_context_is_none() -> None:
     for window, expected in ((255, 255), (256, None), (300, None)):
         config = parse_config(PHI | {"sliding_window": window, "rope_scaling": LONGROPE})
-        assert config.layer_windows == (expected,) * 3
+        assert windows(config) == (expected,) * 3
 
 
 def test_gelu_of_the_first_gemma_is_the_approximation_it_was_trained_with() -> None:
@@ -130,31 +134,31 @@ def test_gelu_of_the_first_gemma_is_the_approximation_it_was_trained_with() -> N
 
 def test_gemma2_is_read_with_the_defaults_of_transformers() -> None:
     config, theirs = parse_config({"model_type": "gemma2"}), transformers.Gemma2Config()
-    assert config.attention_soft_cap == theirs.attn_logit_softcapping
+    assert config.layers[0].soft_cap == theirs.attn_logit_softcapping
     assert config.logit_soft_cap == theirs.final_logit_softcapping
     assert config.max_position == theirs.max_position_embeddings
     assert config.vocab_size == theirs.vocab_size
-    assert config.attention_scale == theirs.query_pre_attn_scalar**-0.5
+    assert config.layers[0].scale == theirs.query_pre_attn_scalar**-0.5
     expected = [4096 if kind == "sliding_attention" else None for kind in theirs.layer_types]
-    assert list(config.layer_windows) == expected
+    assert windows(config) == tuple(expected)
     no_caps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
     config = parse_config({"model_type": "gemma2"} | no_caps)
-    assert (config.attention_soft_cap, config.logit_soft_cap) == (None, None)
+    assert (config.layers[0].soft_cap, config.logit_soft_cap) == (None, None)
 
 
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
 def test_phi3_has_three_names_for_longrope(name: str) -> None:
     config = parse_config(PHI | {"rope_scaling": LONGROPE | {"type": name}})
-    assert config.rope.kind is RopeKind.LONGROPE
-    assert config.rope.short_context == 32
-    assert config.rope.factor == 8.0
-    assert config.rotary_dim == 12
+    assert config.ropes[0][0].kind is RopeKind.LONGROPE
+    assert config.short_context == 32
+    assert config.ropes[0][0].factor == 8.0
+    assert config.ropes[0][1] == 12
     assert config.max_position == 256
 
 
 def test_the_trained_context_beside_rope_parameters_comes_first() -> None:
     inner = LONGROPE | {"original_max_position_embeddings": 64}
-    assert parse_config(PHI | {"rope_scaling": inner}).rope.short_context == 32
+    assert parse_config(PHI | {"rope_scaling": inner}).short_context == 32
     theirs = transformers.Phi3Config(
         **{k: v for k, v in PHI.items() if k != "model_type"}, rope_scaling=inner
     )
@@ -252,15 +256,15 @@ def test_what_its_class_saves_is_read(model_type: str, tmp_path: Path) -> None:
     config = parse_config(json.loads((tmp_path / "config.json").read_text()))
     kv_heads = theirs.num_key_value_heads if config.latent is None else 1
     sizes = (theirs.num_hidden_layers, kv_heads, theirs.max_position_embeddings)
-    assert (config.num_layers, config.num_kv_heads, config.max_position) == sizes
+    assert (config.num_layers, config.heads[0].num_kv_heads, config.max_position) == sizes
 
 
 def test_absent_kv_heads_mean_those_of_the_class_and_null_one_per_head() -> None:
-    assert parse_config(LLAMA).num_kv_heads == 4
+    assert parse_config(LLAMA).heads[0].num_kv_heads == 4
     eight = LLAMA | {"model_type": "mistral", "num_attention_heads": 16}
-    assert parse_config(eight).num_kv_heads == 8
-    assert parse_config(eight | {"model_type": "qwen3_moe"}).num_kv_heads == 4
-    assert parse_config(eight | {"num_key_value_heads": None}).num_kv_heads == 16
+    assert parse_config(eight).heads[0].num_kv_heads == 8
+    assert parse_config(eight | {"model_type": "qwen3_moe"}).heads[0].num_kv_heads == 4
+    assert parse_config(eight | {"num_key_value_heads": None}).heads[0].num_kv_heads == 16
 
 
 def test_an_absent_context_is_that_of_the_class() -> None:
@@ -276,14 +280,14 @@ def test_a_window_switched_on_and_null_is_none(model_type: str) -> None:
     theirs = transformers.AutoConfig.for_model(model_type, **sizes, **settings)
     assert theirs.sliding_window is None
     config = parse_config(QWEN | settings | {"model_type": model_type})
-    assert config.layer_windows == (None,) * 3
+    assert windows(config) == (None,) * 3
 
 
 def test_layer_types_of_a_mistral_name_its_windowed_layers() -> None:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     named = MISTRAL | {"layer_types": kinds}
-    assert parse_config(named | {"sliding_window": 64}).layer_windows == (64, None, 64)
-    assert parse_config(named | {"sliding_window": 256}).layer_windows == (None,) * 3
+    assert windows(parse_config(named | {"sliding_window": 64})) == (64, None, 64)
+    assert windows(parse_config(named | {"sliding_window": 256})) == (None,) * 3
 
 
 @pytest.mark.parametrize("rope_type", ["yarn", "llama3"])
@@ -296,8 +300,8 @@ def test_the_trained_context_beside_the_rope_comes_first(rope_type: str) -> None
     theirs = transformers.LlamaConfig(**sizes, **json.loads(json.dumps(settings)))
     module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
     config = parse_config(LLAMA | settings)
-    assert config.rope.original_max_position == 32
-    ours = rope_frequencies(config.rope, config.rotary_dim, context_len=config.max_position)
+    assert config.ropes[0][0].original_max_position == 32
+    ours = rope_frequencies(*config.ropes[0], context_len=config.max_position)
     assert torch.allclose(ours, module.inv_freq, rtol=1e-6)
 
 
@@ -306,7 +310,7 @@ def test_the_trained_context_beside_a_rope_per_attention_type_does_not_count() -
     settings = {"rope_scaling": yarn, "original_max_position_embeddings": 32}
     theirs = transformers.Gemma3TextConfig(**json.loads(json.dumps(settings)))
     context = theirs.rope_parameters["full_attention"]["original_max_position_embeddings"]
-    assert parse_config(GEMMA | settings).rope.original_max_position == context
+    assert parse_config(GEMMA | settings).ropes[1][0].original_max_position == context
 
 
 def test_phi3_has_the_trained_context_of_its_class() -> None:
@@ -316,7 +320,7 @@ def test_phi3_has_the_trained_context_of_its_class() -> None:
     sizes = {key: value for key, value in silent.items() if key != "model_type"}
     theirs = transformers.Phi3Config(**sizes, rope_scaling=dict(rope))
     context = theirs.rope_parameters["original_max_position_embeddings"]
-    assert parse_config(silent | {"rope_scaling": rope}).rope.short_context == context == 4096
+    assert parse_config(silent | {"rope_scaling": rope}).short_context == context == 4096
 
 
 LINEAR = {"rope_type": "linear"}

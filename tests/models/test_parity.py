@@ -1,5 +1,6 @@
 """Logits, hidden states and greedy tokens equal transformers' on every architecture."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -149,32 +150,46 @@ def test_bfloat16_error_is_that_of_transformers(pair: Pair) -> None:
 def test_every_special_feature_matters(pair: Pair) -> None:
     """Without it the logits are off by far more than the tolerance: the parity tests are sharp."""
     changes: dict[str, dict[str, object]] = {}
-    if pair.config.rope.kind.value != "default":
-        changes["rope"] = {"rope": RopeConfig(theta=pair.config.rope.theta)}
-    if pair.config.rope_local is not None:
-        changes["local rope"] = {"rope_local": None}
-    if any(pair.config.layer_windows):
-        wider = tuple(w and w + 1 for w in pair.config.layer_windows)
-        changes["window"] = {"layer_windows": wider}
-        shifted = pair.config.layer_windows[1:] + pair.config.layer_windows[:1]
-        if shifted != pair.config.layer_windows:
-            changes["which layers"] = {"layer_windows": shifted}
+    layers, turned = pair.config.layers, pair.config.layers[0].rotary_dim
+    windows = [layer.window for layer in layers]
+    rotated = [layer for layer in layers if layer.rope is not None]
+    rope = min(rotated, key=lambda layer: layer.window is not None).rope
+
+    def each(**fields: object) -> dict[str, object]:
+        return {"layers": tuple(replace(layer, **fields) for layer in layers)}
+
+    def windowed(windows: Iterable[int | None]) -> dict[str, object]:
+        each = zip(layers, windows, strict=True)
+        return {"layers": tuple(replace(layer, window=window) for layer, window in each)}
+
+    def turning(other: RopeConfig) -> dict[str, object]:
+        swapped = (replace(at, rope=other) if at.rope == rope else at for at in layers)
+        return {"layers": tuple(swapped)}
+
+    if rope.kind.value != "default":
+        changes["rope"] = turning(RopeConfig(theta=rope.theta))
+    if len(pair.config.ropes) > 1:
+        changes["local rope"] = each(rope=rope)
+    if any(windows):
+        changes["window"] = windowed(window and window + 1 for window in windows)
+        shifted = windows[1:] + windows[:1]
+        if shifted != windows:
+            changes["which layers"] = windowed(shifted)
     if pair.config.logit_soft_cap is not None:
         changes["cap"] = {"logit_soft_cap": None}
-    if pair.config.attention_soft_cap is not None:
-        changes["attention cap"] = {"attention_soft_cap": None}
-    rope = pair.config.rope
+    if layers[0].soft_cap is not None:
+        changes["attention cap"] = each(soft_cap=None)
     if rope.kind is RopeKind.LONGROPE:
         swapped = {"short_factors": rope.long_factors, "long_factors": rope.short_factors}
-        changes["factors"] = {"rope": replace(rope, **swapped)}
-        changes["attention factor"] = {"rope": replace(rope, attention_factor=1.0)}
-    elif pair.config.latent is None and pair.config.rotary_dim != pair.config.head_dim:
-        changes["share of rope"] = {"rotary_dim": pair.config.head_dim}
+        changes["factors"] = turning(replace(rope, **swapped))
+        changes["attention factor"] = turning(replace(rope, attention_factor=1.0))
+    elif pair.config.latent is None and turned != layers[0].heads.head_dim:
+        changes["share of rope"] = each(rotary_dim=layers[0].heads.head_dim)
     if pair.config.latent is not None:
         other = replace(pair.config.latent, pairs=not pair.config.latent.pairs)
         changes["pairs that turn"] = {"latent": other}
-    if pair.config.unrotated_layers:
-        changes["layers without rope"] = {"unrotated_layers": ()}
+    if any(layer.rope is None for layer in layers):
+        changes["layers without rope"] = each(rope=rope)
     for name in ("embedding", "residual", "logit_divisor") if pair.config.multipliers else ():
         factor = 1.01 * getattr(pair.config.multipliers, name)
         changes[name] = {"multipliers": replace(pair.config.multipliers, **{name: factor})}
@@ -183,7 +198,7 @@ def test_every_special_feature_matters(pair: Pair) -> None:
         changes["activation"] = {"hidden_act": other}
     else:
         changes |= {name: {"moe": moe} for name, moe in other_experts(pair.config.moe).items()}
-    changes["scale"] = {"attention_scale": pair.config.attention_scale * 1.01}
+    changes["scale"] = each(scale=layers[0].scale * 1.01)
     exact = pair.theirs(pair.prompt[None]).logits[0]
     for name, change in changes.items():
         config = replace(pair.config, **change)
@@ -215,7 +230,7 @@ def other_experts(moe: MoEConfig) -> dict[str, MoEConfig]:
 
 
 def test_sinks_matter(pair: Pair) -> None:
-    if not pair.config.attention_sinks:
+    if not pair.config.layers[0].sinks:
         assert pair.ours.attention_sinks() == (None,) * pair.config.num_layers
         return
     at = torch.arange(PROMPT_LEN)

@@ -11,8 +11,9 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
     reasons: list[str] = []
 
     def need(covered: bool, name: str, expected: object, got: object) -> None:
-        if not covered:
-            reasons.append(f"{name} must be {expected}, got {got}")
+        reason = f"{name} must be {expected}, got {got}"
+        if not covered and reason not in reasons:  # layers of several head counts say it once
+            reasons.append(reason)
 
     need(
         want.device_type in can.device_types,
@@ -30,19 +31,21 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
     need(want.kv_dtype in kv_dtypes, "KV dtype", sorted(map(str, kv_dtypes)), want.kv_dtype)
     if can.page_sizes is not None:
         need(want.page_size in can.page_sizes, "page size", sorted(can.page_sizes), want.page_size)
-    latents = can.latent_dims if want.v_in_k else None
-    if latents is not None:
-        latent = (want.v_head_dim, want.head_dim - want.v_head_dim)
-        need(latent in latents, "latent dims", sorted(latents), latent)
-    elif can.head_dims is not None:
-        need(want.head_dim in can.head_dims, "head dim", sorted(can.head_dims), want.head_dim)
-        need(want.v_head_dim in can.head_dims, "V head dim", sorted(can.head_dims), want.v_head_dim)
-    need(
-        can.v_head_dim_differs or want.head_dim == want.v_head_dim or latents is not None,
-        "V head dim",
-        f"that of K ({want.head_dim})",
-        want.v_head_dim,
-    )
+    for heads in want.heads:
+        latents = can.latent_dims if heads.v_in_k else None
+        dim, v_dim = heads.head_dim, heads.v_head_dim
+        if latents is not None:
+            need(
+                (v_dim, dim - v_dim) in latents,
+                "latent dims",
+                sorted(latents),
+                (v_dim, dim - v_dim),
+            )
+        elif can.head_dims is not None:
+            need(dim in can.head_dims, "head dim", sorted(can.head_dims), dim)
+            need(v_dim in can.head_dims, "V head dim", sorted(can.head_dims), v_dim)
+        same = can.v_head_dim_differs or dim == v_dim or latents is not None
+        need(same, "V head dim", f"that of K ({dim})", v_dim)
     need(can.window or not want.window, "sliding window", "absent", "present")
     has_tree_window = MaskKind.TREE in want.masks and want.window
     need(can.tree_windows or not has_tree_window, "sliding window in a tree", "absent", "present")

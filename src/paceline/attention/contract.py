@@ -17,6 +17,7 @@ from typing_extensions import TypeVar
 
 from paceline.attention.held import tensor_bytes
 from paceline.core.errors import ConfigError
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
@@ -83,17 +84,13 @@ class AttentionConfig:
     dtype: torch.dtype
     kv_dtype: torch.dtype  # of the cache: dtype, or torch.float8_e4m3fn
     page_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
+    heads: tuple[Heads, ...]  # of its layers, each once; those of most layers first
     window: bool  # some layer has one
     soft_cap: bool  # some layer has one
     sinks: bool  # some layer has them
     masks: frozenset[MaskKind]
     needs_lse: bool
     graph: GraphSupport  # the least that is wanted; NEVER when graphs are off
-    v_in_k: bool = False  # V is the leading columns of K
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +119,12 @@ class Limits:
     device: torch.device
     dtype: torch.dtype  # of q, k and v
     kv_dtype: torch.dtype  # of the cache
-    layers: tuple[AttentionSpec, ...]  # [num_layers]; group: the index into max_pages and windows
+    layers: tuple[AttentionSpec, ...]  # of each that attends; group: the index into
+    # max_pages and windows
     max_reqs: int  # padded requests of a step
     max_tokens: int  # padded tokens of a step
     max_pages: tuple[int, ...]  # [num_groups] page-table width: what kv_len_bound takes
     windows: tuple[int | None, ...]  # [num_groups] keys visible, itself included; None = all
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
     page_size: int
     share_prefixes: bool = False  # decodes whose view says so read what rows share once
     prefix_alone: bool = False  # forward is asked for Part.PREFIX of causal steps too: the cache is

@@ -199,10 +199,11 @@ def _is_installed(package: str) -> bool:
 
 
 def _layer_shape(config: AttentionConfig) -> LayerShape:
+    heads = config.heads[0]
     return LayerShape(
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         page_size=config.page_size,
         dtype=str(config.dtype).removeprefix("torch."),
         kv_dtype=str(config.kv_dtype).removeprefix("torch."),

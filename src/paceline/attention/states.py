@@ -82,11 +82,12 @@ Inputs = TypeVar("Inputs", default=Any)
 
 
 class StateBackend(ABC, Generic[Buffers, Plan, Inputs]):
-    """Runs every layer of one STATE group.  Stateless: buffers are arguments.
+    """Runs every layer of a STATE group of its kind.  Stateless: buffers are arguments.
 
     Inputs: what a layer computes of each token before it mixes them.
     """
 
+    kind: str  # of mixer, as layers name it
     name: str
     capabilities: StateCapabilities
     kept_fields: frozenset[str] = frozenset()  # fields of its buffers that outlive a step

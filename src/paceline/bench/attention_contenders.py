@@ -11,6 +11,7 @@ from paceline.bench.attention_shape import AttentionShape
 from paceline.bench.attention_workload import Workload, kv_dtype_of, make_workload
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.gpus import DeviceFacts, gib
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 
 L2_TIMES = 8  # the KV of all layers is this many times the L2 cache
@@ -33,10 +34,7 @@ def attention_config(
         dtype=getattr(torch, shape.dtype),
         kv_dtype=kv_dtype_of(shape),
         page_size=shape.page_size,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        v_head_dim=shape.head_dim,
+        heads=(Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim),),
         window=False,
         soft_cap=False,
         sinks=False,

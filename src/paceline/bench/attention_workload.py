@@ -53,10 +53,6 @@ class Workload:
             max_tokens=self.q.shape[0],
             max_pages=(table.shape[1],),
             windows=(None,),
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            v_head_dim=shape.head_dim,
             page_size=shape.page_size,
         )
 

@@ -1,6 +1,7 @@
 """ModelConfig: the shape of a model, as every architecture file understands it.  No torch."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 
@@ -136,6 +137,58 @@ class Multipliers:
     logit_divisor: float
 
 
+SOFTMAX = "softmax"  # the mixer kind that is attention
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of one layer: what of its shape a cache and a kernel see."""
+
+    num_heads: int  # of queries
+    num_kv_heads: int  # 0: the layer caches no rows
+    head_dim: int  # of Q and K
+    v_head_dim: int
+    v_in_k: bool = False  # V is the leading v_head_dim columns of K: absorbed latent attention
+
+    def __str__(self) -> str:
+        if self.v_in_k:
+            behind = self.head_dim - self.v_head_dim
+            return f"{self.num_heads} heads over latents of {self.v_head_dim} + {behind}"
+        dims = f"{self.head_dim}"
+        if self.v_head_dim != self.head_dim:
+            dims += f", V of {self.v_head_dim}"
+        return f"{self.num_heads}/{self.num_kv_heads} heads of {dims}"
+
+
+NO_HEADS = Heads(0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """How one layer mixes the tokens of a request, and what it caches of them."""
+
+    mixer: str = SOFTMAX
+    heads: Heads = NO_HEADS
+    scale: float = 1.0  # multiplies q.k
+    window: int | None = None  # keys visible, itself included; None = all
+    soft_cap: float | None = None  # cap * tanh(score / cap)
+    sinks: bool = False  # one more score per head, which adds no value
+    rope: RopeConfig | None = None  # None: nothing turns Q and K
+    rotary_dim: int = 0  # dimensions of a head that rope turns
+    state: "tuple[RowPart, ...]" = ()  # of another mixer than attention: what it keeps of a request
+
+    @property
+    def parts(self) -> "tuple[RowPart, ...]":
+        """What is cached of a token, or of a request; none: the layer belongs to no cache group."""
+        heads = self.heads
+        if self.mixer != SOFTMAX:
+            return self.state
+        if not heads.num_kv_heads:
+            return ()
+        dims = heads.head_dim, heads.v_head_dim
+        return kv_parts(heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Everything the engine needs to know of a checkpoint before it reads a weight."""
@@ -144,19 +197,9 @@ class ModelConfig:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # of Q and K
-    v_head_dim: int
-    rotary_dim: int  # leading dimensions of each head of Q and K that rope turns
     max_position: int  # context limit in tokens
     rms_norm_eps: float
-    rope: RopeConfig
-    rope_local: RopeConfig | None = None  # of windowed layers where it differs (gemma3)
-    layer_windows: tuple[int | None, ...]  # [num_layers] keys visible, itself included; None = all
-    attention_scale: float  # multiplies q.k
-    attention_soft_cap: float | None = None
+    layers: tuple[LayerSpec, ...]  # [num_layers]
     logit_soft_cap: float | None = None
     attention_bias: bool = False  # biases on q, k, v
     attention_out_bias: bool = False
@@ -165,15 +208,34 @@ class ModelConfig:
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
     dtype: str  # as stored: "bfloat16", "float16", "float32"
-    attention_sinks: bool = False  # one more score per head, which adds no value
     moe: MoEConfig | None = None
     norm: NormKind = NormKind.ROUNDED
     qk_norm: QKNorm = QKNorm.NONE
-    unrotated_layers: tuple[int, ...] = ()  # whose Q and K no rope turns
     multipliers: Multipliers | None = None
     stored_vocab_size: int | None = None  # rows of the checkpoint's tables; None: vocab_size
-    v_in_k: bool = False  # V is the leading v_head_dim columns of K: absorbed latent attention
     latent: LatentConfig | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def heads(self) -> tuple[Heads, ...]:
+        """Of the layers that attend, each once, those of most layers first."""
+        of_layers = Counter(layer.heads for layer in self.layers if layer.mixer == SOFTMAX)
+        return tuple(heads for heads, _ in of_layers.most_common())
+
+    @property
+    def ropes(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """(rope, dimensions of a head that it turns) of the layers, each once, in order."""
+        turned = [(layer.rope, layer.rotary_dim) for layer in self.layers]
+        return tuple(dict.fromkeys((rope, dim) for rope, dim in turned if rope is not None))
+
+    @property
+    def short_context(self) -> int | None:
+        """The longest context limit that every rope serves with short factors; None: none has."""
+        limits = [rope.short_context for rope, _ in self.ropes]
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 class CacheKind(StrEnum):
@@ -185,6 +247,7 @@ class CacheKind(StrEnum):
 
 READ, WRITE, CHECKPOINT = range(3)  # a STATE group's page table: slots of a request
 NUM_SLOT_COLUMNS = 3
+STATE_EVERY = 512  # tokens, rounded up to whole pages, between states that others may start from
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,11 +272,13 @@ def kv_parts(
 class CacheGroupSpec:
     """Layers that share page size, lifetime and what is held of a token."""
 
-    name: str  # "full" or "window-1024"; of a drafter: "draft-full"
+    name: str  # "full" or "window-1024"; of a drafter: "draft-full"; "full-3" where layers from
+    # 3 on cache other rows than those of another full group
     layer_ids: tuple[int, ...]  # of the model the group belongs to
     window: int | None  # keys visible, itself included; None = all
     page_size: int  # tokens
     parts: tuple[RowPart, ...]
+    mixer: str = SOFTMAX  # of its layers
     draft: bool = False  # of the drafter, not of the target
     next_token: bool = False  # the KV of a token depends on the token behind it, too
     kind: CacheKind = CacheKind.TOKENS
@@ -252,19 +317,39 @@ class CacheGroupSpec:
 
 
 def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSpec, ...]:
-    """The model's cache groups: one per distinct window, full attention first."""
-    windows = sorted(set(config.layer_windows), key=lambda w: (w is not None, w or 0))
-    parts = kv_parts(config.num_kv_heads, config.head_dim, config.v_head_dim, v_in_k=config.v_in_k)
+    """The model's cache groups: layers that mix alike and cache like rows under one window.  Full
+    attention first, layers with states last."""
+    members: dict[tuple[str, int | None, tuple[RowPart, ...]], list[int]] = {}
+    for index, layer in enumerate(config.layers):
+        if layer.parts:
+            members.setdefault((layer.mixer, layer.window, layer.parts), []).append(index)
+
+    def place(found: tuple[str, int | None, tuple[RowPart, ...]]) -> tuple[bool, str, bool, int]:
+        mixer, window, _ = found
+        return mixer != SOFTMAX, mixer, window is not None, window or 0
+
+    keys = sorted(members, key=place)
+    names = [_group_name(mixer, window) for mixer, window, _ in keys]
     return tuple(
         CacheGroupSpec(
-            name="full" if window is None else f"window-{window}",
-            layer_ids=tuple(i for i, w in enumerate(config.layer_windows) if w == window),
-            window=window,
+            name=name if names.count(name) == 1 else f"{name}-{members[key][0]}",
+            layer_ids=tuple(members[key]),
+            window=key[1],
             page_size=page_size,
-            parts=parts,
+            parts=key[2],
+            mixer=key[0],
+            kind=CacheKind.TOKENS if key[0] == SOFTMAX else CacheKind.STATE,
+            state_every=None if key[0] == SOFTMAX else -(-STATE_EVERY // page_size) * page_size,
         )
-        for window in windows
+        for name, key in zip(names, keys, strict=True)
     )
+
+
+def _group_name(mixer: str, window: int | None) -> str:
+    """Of a cache group; where several would have one, the first layer's number follows."""
+    if mixer != SOFTMAX:
+        return mixer
+    return "full" if window is None else f"window-{window}"
 
 
 def draft_group_specs(

@@ -1,4 +1,5 @@
-"""The attention layer: rotate, write K and V to the pool, in one place, then call the backend."""
+"""StepContext: what a step gives its blocks.  Attention through it: rotate, write K and V to the
+pool, in one place, then call the backend."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,20 +17,21 @@ from paceline.attention.contract import (
 )
 from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
-from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.core.model_config import SOFTMAX, CacheGroupSpec, ModelConfig
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
+from paceline.kernels.step_view import StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class AttentionContext:
-    """What every attention layer of one step needs; an explicit argument of a model's forward."""
+class StepContext:
+    """What every block of one step may read; an explicit argument of a model's forward."""
 
+    view: StepView  # its first groups are those of the model's layers
     backend: AttentionBackend
     plan: Any  # the backend's frozen plan
-    layers: tuple[LayerCache, ...]  # [num_layers]
-    out_cache_locs: tuple[Tensor, ...]  # [num_groups] of [padded_tokens]  int64  slots
-    states: tuple[StateGroupPlan, ...] = ()  # [num_state_groups]
+    layers: tuple[LayerCache | None, ...]  # [num_layers]; None: a layer that does not attend
+    states: tuple[StateGroupPlan, ...] = ()  # [num_state_groups] of layers that mix otherwise
 
     def attend(
         self,
@@ -49,7 +51,8 @@ class AttentionContext:
         where asked, and writes K and V to the layer's pool.
         """
         layer = self.layers[layer_id]
-        loc = self.out_cache_locs[layer.spec.group]
+        assert layer is not None, f"layer {layer_id} does not attend"
+        loc = self.view.groups[layer.spec.group].out_cache_loc
         v_cache = None if v is None else layer.v_cache
         into = KVSlots(layer.k_cache, v_cache, loc, layer.k_scale, layer.v_scale)
         values = k[..., : layer.spec.v_head_dim] if v is None else v
@@ -69,22 +72,23 @@ class AttentionContext:
 def attention_specs(
     config: ModelConfig, groups: tuple[CacheGroupSpec, ...]
 ) -> tuple[AttentionSpec, ...]:
-    """One spec per layer: [num_layers]."""
+    """One spec per layer that attends, in order."""
     group_of = {layer: index for index, group in enumerate(groups) for layer in group.layer_ids}
     return tuple(
         AttentionSpec(
-            layer_id=layer,
-            group=group_of[layer],
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            v_head_dim=config.v_head_dim,
-            scale=config.attention_scale,
-            window=config.layer_windows[layer],
-            soft_cap=config.attention_soft_cap,
-            v_in_k=config.v_in_k,
+            layer_id=layer_id,
+            group=group_of[layer_id],
+            num_heads=layer.heads.num_heads,
+            num_kv_heads=layer.heads.num_kv_heads,
+            head_dim=layer.heads.head_dim,
+            v_head_dim=layer.heads.v_head_dim,
+            scale=layer.scale,
+            window=layer.window,
+            soft_cap=layer.soft_cap,
+            v_in_k=layer.heads.v_in_k,
         )
-        for layer in range(config.num_layers)
+        for layer_id, layer in enumerate(config.layers)
+        if layer.mixer == SOFTMAX
     )
 
 
@@ -94,15 +98,16 @@ def layer_caches(
     pools: Sequence[KVPool],
     *,
     sinks: Sequence[Tensor | None],
-) -> tuple[LayerCache, ...]:
-    """[num_layers] each layer's pages of its group's pool, with the sinks its model brings.
+) -> tuple[LayerCache | None, ...]:
+    """[num_layers] each layer's pages of its group's pool, with the sinks its model brings; None
+    for a layer that does not attend.
 
-    pools: [num_groups]; sinks: [num_layers] of [num_heads] float32, or None.
+    pools: [num_groups]; sinks: of each layer that attends, [num_heads] float32, or None.
     """
     specs = attention_specs(config, tuple(groups))
     caches = [pools[spec.group].layer(spec.layer_id) for spec in specs]
-    return tuple(
-        LayerCache(
+    attending = {
+        spec.layer_id: LayerCache(
             spec=spec,
             k_cache=pages.parts["k"],
             v_cache=pages.parts["v"],
@@ -111,7 +116,8 @@ def layer_caches(
             sinks=sink,
         )
         for spec, pages, sink in zip(specs, caches, sinks, strict=True)
-    )
+    }
+    return tuple(attending.get(layer_id) for layer_id in range(config.num_layers))
 
 
 def attention_limits(
@@ -135,9 +141,5 @@ def attention_limits(
         max_tokens=max_tokens,
         max_pages=tuple(-(-length // group.page_size) for group in groups),
         windows=tuple(group.window for group in groups),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        v_head_dim=config.v_head_dim,
         page_size=groups[0].page_size,
     )

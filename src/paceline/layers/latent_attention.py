@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.kernels.rope import Rope
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
 from paceline.layers.parameter import Placement, empty_parameter
 from paceline.layers.rms_norm import RMSNorm
@@ -37,7 +37,7 @@ class LatentAttention(nn.Module):
         assert config.latent is not None, "a model without latents"
         self.layer_id = layer_id
         self.latent = latent = config.latent
-        self.heads = heads = parallel.share(config.num_heads, "num_heads")
+        self.heads = heads = parallel.share(config.layers[layer_id].heads.num_heads, "num_heads")
         hidden = config.hidden_size
 
         def linear(inputs: int, outputs: int, *, bias: bool = False) -> Linear:
@@ -58,7 +58,7 @@ class LatentAttention(nn.Module):
         self.out = linear(heads * latent.v_dim, hidden, bias=config.attention_out_bias)
         self.cos_sin = cos_sin  # [max_positions, rope_dim]  float32, shared by layers
 
-    def forward(self, x: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """x [tokens, hidden], positions [tokens] int64 -> [tokens, hidden]."""
         up_k, up_v = self.kv_b.split((self.latent.nope_dim, self.latent.v_dim), dim=1)
         rope = Rope(self.cos_sin, positions, self.latent.rank)

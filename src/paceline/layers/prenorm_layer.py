@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
@@ -31,7 +31,7 @@ class PreNormLayer(nn.Module):
         self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
 
     def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: AttentionContext
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
     ) -> Tensor:
         """delta, residual [tokens, hidden] -> the scaled MLP output; residual += delta + scaled
         attention."""

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
@@ -19,7 +19,7 @@ class SandwichLayer(nn.Module):
         config: ModelConfig,
         layer_id: int,
         *,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         qk_norm: bool,
         parallel: Parallel,
         placement: Placement,
@@ -29,11 +29,12 @@ class SandwichLayer(nn.Module):
         def norm(size: int) -> RMSNorm:
             return RMSNorm(size, config.rms_norm_eps, placement=placement, kind=config.norm)
 
+        head_dim = config.layers[layer_id].heads.head_dim
         self.attention = SelfAttention(
             config,
             layer_id,
             cos_sin=cos_sin,
-            qk_norms=(norm(config.head_dim), norm(config.head_dim)) if qk_norm else None,
+            qk_norms=(norm(head_dim), norm(head_dim)) if qk_norm else None,
             parallel=parallel,
             placement=placement,
         )
@@ -51,7 +52,7 @@ class SandwichLayer(nn.Module):
         )
 
     def forward(
-        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: AttentionContext
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
     ) -> Tensor:
         """delta, residual [tokens, hidden] -> the MLP output; residual += delta + attention."""
         norm = self.input_norm

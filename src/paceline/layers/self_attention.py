@@ -1,6 +1,6 @@
 """A decoder's self-attention block: fused QKV, optional per-head norms, rope, attention, output.
 
-Norms and rope run where K and V are written to the pool: in `attention.AttentionContext`, which
+Norms and rope run where K and V are written to the pool: in `attention.StepContext`, which
 then calls the backend.
 """
 
@@ -10,7 +10,7 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear, QKVLinear
 from paceline.layers.parameter import Placement, empty_parameter
 from paceline.layers.rms_norm import RMSNorm
@@ -32,19 +32,21 @@ class SelfAttention(nn.Module):
         in_features: int | None = None,
     ) -> None:
         super().__init__()
-        assert config.v_head_dim == config.head_dim, (config.v_head_dim, config.head_dim)
+        spec = config.layers[layer_id]
+        heads, dim = spec.heads, spec.heads.head_dim
+        assert heads.v_head_dim == dim, heads
         self.layer_id = layer_id
         self.qkv = QKVLinear(
             config.hidden_size if in_features is None else in_features,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=dim,
             bias=config.attention_bias,
             parallel=parallel,
             placement=placement,
         )
         self.out = Linear(
-            config.num_heads * config.head_dim,
+            heads.num_heads * dim,
             config.hidden_size,
             bias=config.attention_out_bias,
             parallel=parallel,
@@ -52,13 +54,13 @@ class SelfAttention(nn.Module):
         )
         self.q_norm = qk_norms[0] if qk_norms else None
         self.k_norm = qk_norms[1] if qk_norms else None
-        heads = parallel.share(config.num_heads, "num_heads")
+        shared = parallel.share(heads.num_heads, "num_heads")
         # [num_heads]  one more score per head
-        self.sinks = empty_parameter(heads, placement=placement) if config.attention_sinks else None
+        self.sinks = empty_parameter(shared, placement=placement) if spec.sinks else None
         # [max_positions, rotary_dim]  float32, shared by layers; None: nothing is rotated
         self.cos_sin = cos_sin
 
-    def forward(self, x: Tensor, positions: Tensor, ctx: AttentionContext) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """x [tokens, in_features], positions [tokens] int64 -> [tokens, hidden]."""
         q, k, v = self.project(x)
         norms = self.head_norms()

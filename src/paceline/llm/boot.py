@@ -182,7 +182,7 @@ def _build(prepared: Prepared, knobs: Knobs, notify: Notify) -> ModelRunner:
 
 def _note_context(config: ModelConfig, context_len: int, notify: Notify) -> None:
     """Say where the context limit that is served changes longrope's factors."""
-    short = config.rope.short_context
+    short = config.short_context
     if short is not None and context_len > short:
         detail = (
             f"--max-model-len {context_len} is beyond the trained context: every position takes "

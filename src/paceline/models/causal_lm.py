@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.embedding import LMHead
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.parameter import Placement
@@ -34,7 +34,7 @@ class CausalLM(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        ctx: AttentionContext,
+        ctx: StepContext,
         taps: tuple[str, ...] = (),
     ) -> Hidden:
         """input_ids, positions [tokens] int64 -> Hidden.  Raises ModelError for an unknown tap."""

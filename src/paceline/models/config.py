@@ -10,6 +10,7 @@ from typing import Any
 from paceline.core.errors import ModelError
 from paceline.core.model_config import ModelConfig, RopeKind
 from paceline.core.options import DTYPES
+from paceline.models.config_layers import with_layers
 from paceline.models.fields import Fields
 from paceline.models.registry import ARCHITECTURES
 
@@ -52,7 +53,7 @@ def parse_config(
         "eos_token_ids": _eos_token_ids(text, generation_config or {}),
         "dtype": _dtype(fields),
     }
-    return _checked(ModelConfig(**common, **parsed), fields)
+    return _checked(ModelConfig(**common, **with_layers(parsed)), fields)
 
 
 def _refuse_mxfp4(fields: Fields) -> None:
@@ -111,14 +112,16 @@ def _dtype(fields: Fields) -> str:
 
 
 def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
-    if config.num_heads % config.num_kv_heads:
-        expected = f"a divisor of num_attention_heads {config.num_heads}"
-        fields.fail("num_key_value_heads", expected, config.num_kv_heads)
-    if config.head_dim % 2:
-        fields.fail("head_dim", "even", config.head_dim)
-    factors = {"short_factor": config.rope.short_factors, "long_factor": config.rope.long_factors}
-    for name, given in factors.items():
-        if config.rope.kind is RopeKind.LONGROPE and 2 * len(given) != config.rotary_dim:
-            expected = f"a list of {config.rotary_dim // 2}, one for each pair that rope turns"
-            fields.fail(f"rope_parameters: {name}", expected, f"{len(given)} numbers")
+    for heads in config.heads:
+        if heads.num_heads % heads.num_kv_heads:
+            expected = f"a divisor of num_attention_heads {heads.num_heads}"
+            fields.fail("num_key_value_heads", expected, heads.num_kv_heads)
+        if heads.head_dim % 2:
+            fields.fail("head_dim", "even", heads.head_dim)
+    for rope, turned in config.ropes:
+        factors = {"short_factor": rope.short_factors, "long_factor": rope.long_factors}
+        for name, given in factors.items():
+            if rope.kind is RopeKind.LONGROPE and 2 * len(given) != turned:
+                expected = f"a list of {turned // 2}, one for each pair that rope turns"
+                fields.fail(f"rope_parameters: {name}", expected, f"{len(given)} numbers")
     return config

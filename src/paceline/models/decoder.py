@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import ModelConfig, RopeConfig
-from paceline.layers.attention import AttentionContext
+from paceline.core.model_config import ModelConfig
+from paceline.layers.attention import StepContext
 from paceline.layers.embedding import Embedding
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        ctx: AttentionContext,
+        ctx: StepContext,
         taps: tuple[str, ...] = (),
     ) -> Hidden:
         """input_ids, positions [tokens] int64 -> Hidden.  Raises ModelError for an unknown tap."""
@@ -96,21 +96,25 @@ class Decoder(nn.Module):
 
 def rope_tables(
     config: ModelConfig, *, max_positions: int | None, device: torch.device
-) -> dict[RopeConfig, Tensor]:
-    """One cos_sin table [max_positions, rotary_dim] per distinct rope; layers share them.
+) -> tuple[Tensor | None, ...]:
+    """[num_layers] of cos_sin [max_positions, rotary_dim]; None where nothing turns.  Layers of
+    equal ropes share a table.
 
     `max_positions` None means the context limit; an engine that writes positions past it (tokens in
     flight) asks for more.
     """
-    ropes = {config.rope, config.rope_local or config.rope}
     rows = config.max_position if max_positions is None else max_positions
-    return {
-        rope: rope_table(
+    tables = {
+        (rope, rotary_dim): rope_table(
             rope,
-            rotary_dim=config.rotary_dim,
+            rotary_dim=rotary_dim,
             max_positions=rows,
             context_len=config.max_position,
             device=device,
         )
-        for rope in ropes
+        for rope, rotary_dim in config.ropes
     }
+    return tuple(
+        None if layer.rope is None else tables[layer.rope, layer.rotary_dim]
+        for layer in config.layers
+    )

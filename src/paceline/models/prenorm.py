@@ -1,6 +1,6 @@
 """The decoder that all but Gemma 2 and 3 are: pre-norm layers, or layers given in their place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ def build_prenorm(
         parallel=parallel,
         placement=placement,
     )
-    layers = _layers(config, parallel, placement, cos_sin=tables[config.rope], layer=layer)
+    layers = _layers(config, parallel, placement, tables=tables, layer=layer)
     decoder = Decoder(embedding, layers, hidden_norm(config, placement), named=named)
     return CausalLM(config, decoder, parallel=parallel, placement=placement)
 
@@ -53,22 +53,24 @@ def _layers(
     parallel: Parallel,
     placement: Placement,
     *,
-    cos_sin: Tensor,
+    tables: Sequence[Tensor | None],
     layer: Callable[..., nn.Module],
 ) -> list[nn.Module]:
     by_row = config.qk_norm is QKNorm.ROW
     attention_type = RowNormedAttention if by_row else SelfAttention
 
-    def norm(heads: int) -> RMSNorm:
-        size = heads * config.head_dim if by_row else config.head_dim
+    def norm(count: int, head_dim: int) -> RMSNorm:
+        size = count * head_dim if by_row else head_dim
         return RMSNorm(size, config.rms_norm_eps, kind=config.norm, placement=placement)
 
     def make_layer(layer_id: int) -> nn.Module:
-        norms = norm(config.num_heads), norm(config.num_kv_heads)
+        heads = config.layers[layer_id].heads
+        dim = heads.head_dim
+        norms = norm(heads.num_heads, dim), norm(heads.num_kv_heads, dim)
         attention = attention_type(
             config,
             layer_id,
-            cos_sin=None if layer_id in config.unrotated_layers else cos_sin,
+            cos_sin=tables[layer_id],
             qk_norms=None if config.qk_norm is QKNorm.NONE else norms,
             parallel=parallel,
             placement=placement,
@@ -76,6 +78,8 @@ def _layers(
         return layer(config, attention, parallel=parallel, placement=placement)
 
     def make_latent(layer_id: int) -> nn.Module:
+        cos_sin = tables[layer_id]
+        assert cos_sin is not None, "latents have dimensions that turn"
         attention = LatentAttention(
             config, layer_id, cos_sin=cos_sin, parallel=parallel, placement=placement
         )

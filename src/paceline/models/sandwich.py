@@ -24,17 +24,16 @@ def build_sandwich(
     """The model with uninitialised weights; `max_positions` as in `rope_tables`."""
     placement = Placement(device, dtype)
     tables = rope_tables(config, max_positions=max_positions, device=device)
-    local = config.rope_local or config.rope
     layers = [
         SandwichLayer(
             config,
             layer_id,
-            cos_sin=tables[config.rope if window is None else local],
+            cos_sin=tables[layer_id],
             qk_norm=config.qk_norm is QKNorm.HEAD,
             parallel=parallel,
             placement=placement,
         )
-        for layer_id, window in enumerate(config.layer_windows)
+        for layer_id in range(config.num_layers)
     ]
     embedding = Embedding(
         config.vocab_size,

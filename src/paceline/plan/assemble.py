@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paceline.attention.contract import AttentionBackend
+from paceline.attention.mixers import load_mixers
 from paceline.cache.pool import KVFormat
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.options import REJECTION, EngineOptions, known
@@ -124,6 +125,7 @@ def assemble(
         dtype=decided.dtype,
         kv=decided.kv,
         proposer=_proposer(decided, weights, model, backend, device),
+        mixers=load_mixers(config.layers),
     )
 
 

@@ -125,17 +125,13 @@ def attention_config(
         dtype=getattr(torch, known(options.dtype)),
         kv_dtype=torch_kv_dtype(known(options.kv_cache_dtype)),
         page_size=known(options.page_size),
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        v_head_dim=config.v_head_dim,
-        window=any(window is not None for window in config.layer_windows),
-        soft_cap=config.attention_soft_cap is not None,
-        sinks=config.attention_sinks,
+        heads=config.heads,
+        window=any(layer.window is not None for layer in config.layers),
+        soft_cap=any(layer.soft_cap is not None for layer in config.layers),
+        sinks=any(layer.sinks for layer in config.layers),
         masks=masks,
         needs_lse=False,
         graph=graph,
-        v_in_k=config.v_in_k,
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from paceline.attention.contract import AttentionConfig, GraphSupport
 from paceline.attention.registry import BACKENDS, load_backend
 from paceline.core.gpus import DeviceFacts, gib
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.plan.machine import describe, local_device
 
@@ -37,10 +38,7 @@ def plain_decoder(device: DeviceFacts) -> AttentionConfig:
         dtype=dtype,
         kv_dtype=dtype,
         page_size=16,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        v_head_dim=128,
+        heads=(Heads(32, 8, 128, 128),),
         window=False,
         soft_cap=False,
         sinks=False,

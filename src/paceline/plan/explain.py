@@ -167,7 +167,7 @@ def nearest_if_short(
 def show(plan: Explanation) -> str:
     """The plan for people."""
     config = plan.config
-    heads = f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}"
+    heads = " and ".join(map(str, config.heads))
     rows = [
         f"{plan.model}: {config.model_type}, {config.num_layers} layers, {heads}, "
         f"weights {gib(plan.fit.weights_bytes)}",

@@ -97,7 +97,7 @@ def _unasked_context(config: ModelConfig, given: EngineOptions) -> tuple[ModelCo
     Where longrope has two sets of factors, its trained context: a longer limit takes the long set,
     which changes the answers to short prompts too.
     """
-    short = config.rope.short_context
+    short = config.short_context
     if given.max_model_len is not None or short is None or short >= config.max_position:
         return config, "context limit of the model"
     why = f"the trained context; a longer one, up to {config.max_position}, changes every answer"

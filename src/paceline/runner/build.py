@@ -1,7 +1,8 @@
 """build_runner: from a loaded model to a ModelRunner that is ready to launch steps."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -43,6 +44,7 @@ from paceline.runner.sanitizer.sanitizer import Sanitizer
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT, StagingRing
 from paceline.runner.streams import Stream
 
+NO_MIXERS: Mapping[str, StateBackend] = MappingProxyType({})
 # Up to here each batch size has its own graph: padding costs a CPU time, and its graphs are small.
 _EVERY_SIZE = {"cpu": 16, "cuda": 4}
 _ALIGNMENT = 16  # bytes, of each staged piece
@@ -116,7 +118,7 @@ def build_parts(
     dtype: torch.dtype,
     kv: KVFormat,
     proposer: Proposer = NOBODY,
-    states: StateBackend | None = None,
+    mixers: Mapping[str, StateBackend] = NO_MIXERS,
 ) -> Parts:
     """Allocate everything whose address a graph may hold; arguments as of `build_runner`."""
     num_paged = sum(group.kind is CacheKind.TOKENS for group in groups)
@@ -125,16 +127,16 @@ def build_parts(
     paged, recurrent = groups[:num_paged], groups[num_paged:]
     bounds = _backend_limits(config, paged, limits, device=device, dtype=dtype, kv=kv)
     can_share = backend.capabilities.shares_prefixes and None in bounds.windows
-    shares = can_share and limits.share_prefixes and not config.v_in_k
+    shares = can_share and limits.share_prefixes and not any(heads.v_in_k for heads in config.heads)
     bounds = replace(bounds, share_prefixes=shares)
     pools = [
         KVPool(group, num_pages, kv=kv, device=device)
         for group, num_pages in zip(paged, limits.num_pages[:num_paged], strict=True)
     ]
-    mixers = [
+    state_mixers = [
         _mixer(
             StatePool(group, num_slots, dtype=kv.dtype, device=device),
-            states,
+            mixers.get(group.mixer),
             limits,
             group=index,
             device=device,
@@ -146,7 +148,7 @@ def build_parts(
     ]
     page_sizes = (
         *(pool.spec.page_size for pool in pools),
-        *(0 for _ in mixers),
+        *(0 for _ in recurrent),
         *(pool.spec.page_size for pool in proposer.pools),
     )
     max_pages = tuple(
@@ -159,11 +161,11 @@ def build_parts(
         max_pages=max_pages,
         max_tree_rows=limits.tree_rows,
         max_path=limits.draft.max_path,
-        state_groups=frozenset(mixer.group for mixer in mixers),
+        state_groups=frozenset(mixer.group for mixer in state_mixers),
         kv_len_bound=limits.kv_len_bound,
         device=device,
     )
-    state_slots = tuple(StateSlots(mixer, buffers.state_lens) for mixer in mixers)
+    state_slots = tuple(StateSlots(mixer, buffers.state_lens) for mixer in state_mixers)
     return Parts(
         model=model,
         backend=backend,
@@ -171,7 +173,7 @@ def build_parts(
         layers=layer_caches(config, paged, pools, sinks=model.attention_sinks()),
         pools=tuple(pools),
         committers=(*token_rows(pools), *state_slots),
-        mixers=tuple(mixers),
+        mixers=tuple(state_mixers),
         page_sizes=page_sizes,
         table=_request_table(config, limits, max_pages, device),
         buffers=buffers,
@@ -196,13 +198,13 @@ def build_runner(
     kv: KVFormat,
     notify: Notify,
     proposer: Proposer = NOBODY,
-    states: StateBackend | None = None,
+    mixers: Mapping[str, StateBackend] = NO_MIXERS,
 ) -> ModelRunner:
     """Allocate everything whose address a graph may hold and wire it up.  Captures nothing yet.
 
     groups: the target's; those of `proposer` stand behind them in the request table and in a step.
-    limits.num_pages: of the target's groups.  states: runs the layers of its STATE groups, which
-    stand behind those of tokens.
+    limits.num_pages: of the target's groups.  mixers: by kind, who runs the layers of its STATE
+    groups, which stand behind those of tokens.
     """
     parts = build_parts(
         model,
@@ -214,7 +216,7 @@ def build_runner(
         dtype=dtype,
         kv=kv,
         proposer=proposer,
-        states=states,
+        mixers=mixers,
     )
     return wire_runner(parts, limits, stream=stream, device=device, notify=notify)
 

@@ -20,7 +20,7 @@ from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import Accepted, Drafts
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.sampling import DrawnDrafts, Sampled, SampledLogprobs, sample
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden
@@ -41,11 +41,9 @@ class Parts:
     model: CausalLM
     backend: AttentionBackend
     backend_buffers: Any
-    layers: tuple[LayerCache, ...]  # [num_layers] of the target
-    pools: tuple[
-        KVPool, ...
-    ]  # [target's groups of tokens]; behind them stand its STATE groups, and
-    # the drafter's groups
+    layers: tuple[LayerCache | None, ...]  # [num_layers] of the target
+    pools: tuple[KVPool, ...]  # [target's groups of tokens]; behind them stand its STATE groups,
+    # and the drafter's groups
     committers: tuple[Committer, ...]  # [num_target_groups]
     page_sizes: tuple[int, ...]  # [num_groups] tokens
     table: RequestTable
@@ -100,11 +98,12 @@ def target_view(parts: Parts, view: StepView) -> StepView:
 
 def target_forward(parts: Parts, view: StepView, *, is_round: bool = False) -> Hidden:
     """Plan and run the target over the rows of `view`."""
-    ctx = AttentionContext(
+    own = target_view(parts, view)
+    ctx = StepContext(
+        view=own,
         backend=parts.backend,
-        plan=parts.backend.plan(target_view(parts, view), parts.backend_buffers),
+        plan=parts.backend.plan(own, parts.backend_buffers),
         layers=parts.layers,
-        out_cache_locs=tuple(group.out_cache_loc for group in view.groups),
         states=tuple([mixer.plan(view, is_round=is_round) for mixer in parts.mixers]),
     )
     output: Hidden = parts.model(view.input_ids, view.positions, ctx, parts.taps)

@@ -14,10 +14,11 @@ from torch import Tensor
 from paceline.attention.contract import AttentionBackend
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVFormat, KVPool
-from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.core.errors import ModelError
+from paceline.core.model_config import SOFTMAX, CacheGroupSpec, ModelConfig
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
-from paceline.layers.attention import AttentionContext, attention_limits, layer_caches
+from paceline.layers.attention import StepContext, attention_limits, layer_caches
 
 
 class DraftCache:
@@ -52,6 +53,7 @@ class DraftCache:
             KVPool(group, pages, kv=kv, device=device)
             for group, pages in zip(groups, num_pages, strict=True)
         )
+        _require_attention(config)
         self._layers = layer_caches(config, groups, self.pools, sinks=sinks)
         limits = attention_limits(
             config,
@@ -70,13 +72,13 @@ class DraftCache:
         """`view` with the drafter's cache groups alone."""
         return replace(view, groups=view.groups[len(view.groups) - len(self.pools) :])
 
-    def context(self, view: StepView, pass_id: int) -> AttentionContext:
+    def context(self, view: StepView, pass_id: int) -> StepContext:
         """Plan the attention of one pass.  view: with the drafter's groups alone."""
-        return AttentionContext(
+        return StepContext(
+            view=view,
             backend=self.backend,
             plan=self.backend.plan(view, self._buffers_of(pass_id)),
             layers=self._layers,
-            out_cache_locs=tuple(group.out_cache_loc for group in view.groups),
         )
 
     def host_plan(self, step: Step, pass_id: int) -> None:
@@ -92,3 +94,15 @@ class DraftCache:
 
     def _buffers_of(self, pass_id: int) -> Any:
         return self._buffers[pass_id if len(self._buffers) > 1 else 0]
+
+
+def _require_attention(config: ModelConfig) -> None:
+    """Raise ModelError for a layer that mixes otherwise: a pass would have no plan of it."""
+    for index, layer in enumerate(config.layers):
+        if layer.mixer != SOFTMAX:
+            raise ModelError.about(
+                f"mixer of layer {index} of the drafter",
+                expected=SOFTMAX,
+                got=repr(layer.mixer),
+                remedy="draft with a model whose layers all attend",
+            )

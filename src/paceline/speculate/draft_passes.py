@@ -18,7 +18,7 @@ from paceline.core.padding import PAD_ROW
 from paceline.core.step import Step
 from paceline.kernels.derive import PassRows, derive_rows
 from paceline.kernels.step_view import StepView
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.runner.buffers import StepBuffers
 from paceline.speculate.draft_cache import DraftCache
 
@@ -56,7 +56,7 @@ class DraftPasses:
 
     def begin(
         self, step: StepView, pass_id: int, tokens: Tensor, *, parents: Tensor | None
-    ) -> tuple[StepView, AttentionContext]:
+    ) -> tuple[StepView, StepContext]:
         """Derive and plan one pass.  The view's input_ids hold `tokens`.
 
         step: the round's view, all groups; tokens: [padded_reqs, rows] int64; parents: the same

@@ -11,6 +11,7 @@ from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
 from paceline.core.errors import ConfigError
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.proof.check.cell import RunnerKind
 from paceline.proof.rig.contenders import EMULATORS, Contender, contender, for_case, refusals
@@ -78,7 +79,7 @@ def test_a_case_says_what_it_asks():
     config = asked(DECODE)
     assert (config.device_type, config.cuda_arch) == ("cpu", None)
     assert (config.dtype, config.kv_dtype) == (torch.float16, torch.float16)
-    assert (config.page_size, config.num_heads, config.num_kv_heads) == (16, 4, 2)
+    assert (config.page_size, config.heads) == (16, (Heads(4, 2, 64, 64),))
     assert config.masks == {MaskKind.CAUSAL}
     assert {config.window, config.soft_cap, config.sinks, config.needs_lse} == {False}
     assert asked(WINDOWS).window

@@ -95,7 +95,7 @@ def test_a_state_that_stands_for_another_length_is_found_before_it_is_used(tiny,
     engine.add([*prompt, 9], 3)
     with pytest.raises(
         SanitizerError,
-        match="the slot of cache group 'state' that row 1 reads must be one that stands for its "
+        match="the slot of cache group 'sum' that row 1 reads must be one that stands for its "
         "16 tokens, got one that stands for 17; share a state under the length",
     ):
         engine.run()

@@ -138,7 +138,7 @@ def test_steady_decode_stages_nothing_but_at_boundaries(tiny):
 def test_a_model_with_states_and_no_backend_for_them_is_refused(tiny):
     with pytest.raises(
         ConfigError,
-        match="backend of cache group 'state', whose layers keep states, must be a StateBackend, "
+        match="backend of cache group 'sum', whose layers keep states, must be a StateBackend, "
         "got 'torch', of another kind; name one",
     ):
         StateEngine(tiny, states=TorchBackend())

@@ -21,7 +21,13 @@ from paceline.cache.manager import CacheManager
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import EventLog
-from paceline.core.model_config import CacheGroupSpec, CacheKind, RowPart, cache_group_specs
+from paceline.core.model_config import (
+    CacheGroupSpec,
+    LayerSpec,
+    ModelConfig,
+    RowPart,
+    cache_group_specs,
+)
 from paceline.core.step import RunKind, Step
 from paceline.engine.loop import Launched, TurnFunction, overlapped_turn
 from paceline.engine.request import Request
@@ -33,7 +39,6 @@ from paceline.runner.proposer import NOBODY, Proposer
 from paceline.runner.streams import DeferredStream, InlineStream
 
 WIDTH = 3
-LAYERS = (100, 101)
 CHOICES = 3
 DECAY = -1
 FACTORS, MODULI = torch.tensor([1, 7, 13]), torch.tensor([11, 5, 7])
@@ -41,16 +46,12 @@ MIXED = torch.tensor([1, 3, 7])
 TOKENS = torch.arange(VOCAB)
 
 
-def state_group(page_size: int, every: int) -> CacheGroupSpec:
-    return CacheGroupSpec(
-        name="state",
-        layer_ids=LAYERS,
-        window=None,
-        page_size=page_size,
-        parts=(RowPart(PART, (WIDTH,), dtype="float32"),),
-        kind=CacheKind.STATE,
-        state_every=every,
-    )
+def groups_of(config: ModelConfig, page_size: int, every: int) -> list[CacheGroupSpec]:
+    """Those of `config` and of two layers of sums behind its own."""
+    sums = LayerSpec(mixer=SumBackend.kind, state=(RowPart(PART, (WIDTH,), dtype="float32"),))
+    config = replace(config, layers=(*config.layers, sums, sums))
+    *paged, states = cache_group_specs(config, page_size)
+    return [*paged, replace(states, state_every=every)]
 
 
 def brought(ids: Tensor) -> Tensor:
@@ -70,13 +71,14 @@ class StateModel(nn.Module):
     def __init__(self, tiny: TinyModel) -> None:
         super().__init__()
         self.inner = tiny.ours
+        self.first = tiny.config.num_layers
         self.head = tiny.ours.head
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, ctx: Any, taps: tuple[str, ...] = ()
     ) -> Hidden:
         found = self.inner(input_ids, positions, ctx, taps)
-        sums = ctx.mix(LAYERS[1], ctx.mix(LAYERS[0], brought(input_ids)))
+        sums = ctx.mix(self.first + 1, ctx.mix(self.first, brought(input_ids)))
         return Hidden(torch.cat([found.hidden, sums], 1), found.taps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -129,7 +131,7 @@ class StateEngine:
         make_proposer: Callable[[RunnerConfig], Proposer] = lambda limits: NOBODY,
         states: StateBackend | None = None,
     ) -> None:
-        groups = [*cache_group_specs(tiny.config, page_size), state_group(page_size, every)]
+        groups = groups_of(tiny.config, page_size, every)
         counts = (num_pages, num_slots)
         limits = RunnerConfig(
             max_running=max_running,
@@ -157,7 +159,7 @@ class StateEngine:
             kv=KVFormat(dtype=torch.float32),
             notify=EventLog(),
             proposer=proposer,
-            states=SumBackend(DECAY) if states is None else states,
+            mixers={SumBackend.kind: SumBackend(DECAY) if states is None else states},
         )
         self.runner.boot()
         drafted = [pool.spec for pool in proposer.pools]

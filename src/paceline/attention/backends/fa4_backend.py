@@ -84,11 +84,11 @@ class FlashAttention4Backend(FlashAttentionBackend[FlashAttention4Library]):
         arch = config.cuda_arch or (0, 0)
         if arch > LAST_ARCH:
             reasons.append(f"CUDA arch must be at most {LAST_ARCH} for paged keys, got {arch}")
-        wants_prefix = config.needs_lse and config.head_dim in HEAD_DIMS - HEAD_DIMS_WITH_LSE
-        if wants_prefix and arch[0] == 9:
+        refused = HEAD_DIMS - HEAD_DIMS_WITH_LSE if config.needs_lse and arch[0] == 9 else ()
+        for dim in sorted({heads.head_dim for heads in config.heads} & {*refused}):
             dims = sorted(HEAD_DIMS_WITH_LSE)
             reasons.append(
-                f"head dim must be {dims} with log-sum-exp on CUDA arch 9, got {config.head_dim}: "
+                f"head dim must be {dims} with log-sum-exp on CUDA arch 9, got {dim}: "
                 "a non-causal tile of 144 keys outgrows the library's page list of 128"
             )
         if torch.cuda.is_available() and not _is_installed():

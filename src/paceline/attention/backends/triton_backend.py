@@ -21,6 +21,7 @@ from paceline.attention.paged import paged_call
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import (
     SharedPrefixes,
+    SharingRule,
     SplitWorkspace,
     find_shared,
     paged_decode,
@@ -41,10 +42,9 @@ class TritonBuffers:
     """Everything whose address a graph may hold, at its largest."""
 
     workspace: SplitWorkspace
-    shared: tuple[SharedPrefixes | None, ...]  # [num_groups] of max_reqs rows; None where a group
-    # has a window, or where nothing is to be shared
+    shared: tuple[SharedPrefixes | None, ...]  # [num_groups] of max_reqs rows; None without a rule
+    rules: tuple[SharingRule | None, ...]  # [num_groups] None: nothing is to be shared
     page_size: int
-    group: int  # query heads to a KV head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,52 +88,41 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
         arch = config.cuda_arch or FP8_ARCH
         if config.kv_dtype == torch.float8_e4m3fn and arch < FP8_ARCH:
             reasons.append(f"CUDA arch must be at least {FP8_ARCH} for an fp8 cache, got {arch}")
-        if config.v_in_k and config.kv_dtype != config.dtype:
+        has_latents = any(heads.v_in_k for heads in config.heads)
+        if has_latents and config.kv_dtype != config.dtype:
             reasons.append(f"KV dtype must be {config.dtype} with latents, got {config.kv_dtype}")
-        if config.v_in_k and config.dtype == torch.float32:
+        if has_latents and config.dtype == torch.float32:
             reasons.append("dtype must be of 16 bits with latents, got torch.float32")
         return reasons
 
     def make_buffers(self, limits: Limits) -> TritonBuffers:
         """Workspace for the largest decode step."""
-        group = limits.num_heads // limits.num_kv_heads
-        rule = sharing_rule(group, limits.page_size)
-        shares = [
-            limits.share_prefixes
-            and window is None
-            and limits.max_reqs >= rule.min_reqs
-            and width >= rule.min_pages
-            for window, width in zip(limits.windows, limits.max_pages, strict=True)
-        ]
+        rules = tuple(_sharing_rule(limits, group) for group in range(len(limits.windows)))
         return TritonBuffers(
             workspace=split_workspace(
                 limits.max_reqs,
-                limits.num_heads,
-                limits.num_kv_heads,
-                v_head_dim=limits.v_head_dim,
+                {(spec.num_heads, spec.num_kv_heads) for spec in limits.layers},
+                v_head_dim=max(spec.v_head_dim for spec in limits.layers),
                 device=limits.device,
-                shares_prefixes=any(shares),
+                shares_prefixes=any(rules),
             ),
+            rules=rules,
             shared=tuple(
-                shared_prefixes(limits.max_reqs, limits.device) if is_shared else None
-                for is_shared in shares
+                rule and shared_prefixes(limits.max_reqs, limits.device) for rule in rules
             ),
             page_size=limits.page_size,
-            group=group,
         )
 
     def plan(self, view: StepView, buffers: TritonBuffers) -> TritonPlan:
         """The page-table layout as derived, and what requests of a decode share; kernels split from
         device lengths."""
-        reqs, rule = view.padded_reqs, sharing_rule(buffers.group, buffers.page_size)
+        reqs = view.padded_reqs
         found: list[SharedPrefixes | None] = [None] * len(view.groups)
-        if view.shares_prefix and reqs >= rule.min_reqs:
-            for index, (group, shared) in enumerate(zip(view.groups, buffers.shared, strict=True)):
-                if shared is not None:
-                    found[index] = into = shared.of(reqs)
-                    find_shared(
-                        group.page_table, view.kv_lens, into, rule, page_size=buffers.page_size
-                    )
+        for index, (rule, shared) in enumerate(zip(buffers.rules, buffers.shared, strict=True)):
+            if rule and shared and view.shares_prefix and reqs >= rule.min_reqs:
+                found[index] = into = shared.of(reqs)
+                table = view.groups[index].page_table
+                find_shared(table, view.kv_lens, into, rule, page_size=buffers.page_size)
         return TritonPlan(
             table=page_table_plan(view), workspace=buffers.workspace, shared=tuple(found)
         )
@@ -149,6 +138,17 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
         else:
             paged_extend(call, plan.workspace)
         return call.out, call.lse
+
+
+def _sharing_rule(limits: Limits, group: int) -> SharingRule | None:
+    """Of one cache group; None where sharing is off, a window hides what is shared, its layers have
+    several numbers of heads to a KV head, or requests are too few or short."""
+    ratios = {spec.num_heads // spec.num_kv_heads for spec in limits.layers if spec.group == group}
+    if not limits.share_prefixes or limits.windows[group] is not None or len(ratios) != 1:
+        return None
+    rule = sharing_rule(ratios.pop(), limits.page_size)
+    is_worth_it = limits.max_reqs >= rule.min_reqs and limits.max_pages[group] >= rule.min_pages
+    return rule if is_worth_it else None
 
 
 def _triton_reasons(device_type: str) -> list[str]:

@@ -6,6 +6,7 @@ from paceline.kernels.paged_attention.extend import paged_extend
 from paceline.kernels.paged_attention.reference import paged_attention_reference
 from paceline.kernels.paged_attention.shared_prefix import (
     SharedPrefixes,
+    SharingRule,
     find_shared,
     shared_prefixes,
     sharing_rule,
@@ -21,6 +22,7 @@ __all__ = [
     "PagedCall",
     "PagedRows",
     "SharedPrefixes",
+    "SharingRule",
     "SplitWorkspace",
     "Weighing",
     "decode_splits",

@@ -4,6 +4,7 @@ The number is frozen into a graph, so it depends on padded sizes alone; how many
 work is decided on the device, from the lengths.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -161,18 +162,32 @@ def most_keys(page_table: Tensor, k_cache: Tensor, window: int | None) -> int:
 
 def split_workspace(
     max_reqs: int,
-    num_heads: int,
-    num_kv_heads: int,
+    heads: Collection[tuple[int, int]],
     *,
     v_head_dim: int,
     device: torch.device,
     shares_prefixes: bool = False,
 ) -> SplitWorkspace:
-    """Buffers for any decode of up to `max_reqs` requests, and an extend of few rows.
+    """Buffers for any decode of up to `max_reqs` requests, and an extend of few rows, of layers
+    with any of `heads`: (query heads, KV heads).
 
     Few requests have many splits and many have few.  shares_prefixes: of shared prefixes, too.
     """
+    num_heads = max(of_queries for of_queries, _ in heads)
     num_sms = multiprocessors(device)
+    rows = max(_rows(max_reqs, *each, num_sms, shares_prefixes) for each in heads)
+    counters = max(max_reqs, -(-num_sms // min(of_queries for of_queries, _ in heads)))
+    shape = (rows, num_heads, v_head_dim)
+    return SplitWorkspace(
+        partial_out=torch.empty(shape, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(shape[:2], dtype=torch.float32, device=device),
+        finished=torch.zeros((counters, num_heads), dtype=torch.int32, device=device),
+    )
+
+
+def _rows(
+    max_reqs: int, num_heads: int, num_kv_heads: int, num_sms: int, shares_prefixes: bool
+) -> int:
     decode_rows = max(
         num_reqs * _decode_splits(num_reqs * num_kv_heads, num_sms)
         for num_reqs in range(1, max_reqs + 1)
@@ -183,14 +198,7 @@ def split_workspace(
             num_reqs * _shared_chunks(num_reqs, num_heads, num_kv_heads, num_sms)
             for num_reqs in range(1, max_reqs + 1)
         )
-    rows = max(decode_rows, slots, _extend_rows(num_heads, num_sms))
-    counters = max(max_reqs, -(-num_sms // num_heads))
-    shape = (rows, num_heads, v_head_dim)
-    return SplitWorkspace(
-        partial_out=torch.empty(shape, dtype=torch.float32, device=device),
-        partial_lse=torch.empty(shape[:2], dtype=torch.float32, device=device),
-        finished=torch.zeros((counters, num_heads), dtype=torch.int32, device=device),
-    )
+    return max(decode_rows, slots, _extend_rows(num_heads, num_sms))
 
 
 def _extend_rows(num_heads: int, num_sms: int) -> int:

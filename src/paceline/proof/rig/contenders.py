@@ -74,17 +74,13 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
         dtype=dtype,
         kv_dtype=dtype if case.kv_dtype is None else getattr(torch, case.kv_dtype),
         page_size=case.page_size,
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        v_head_dim=case.v_head_dim,
+        heads=(case.heads,),
         window=_has_window(case),
         soft_cap=case.soft_cap is not None,
         sinks=case.sinks,
         masks=_masks(case),
         needs_lse=case.prefix_only,
         graph=graph,
-        v_in_k=case.v_in_k,
     )
     reasons: object = for_case(who, case).unsupported_reasons(config)
     if not isinstance(reasons, list):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.attention.contract import Part
-from paceline.core.model_config import ModelConfig, RopeConfig
-from paceline.layers.attention import AttentionContext
+from paceline.core.model_config import LayerSpec, ModelConfig
+from paceline.layers.attention import StepContext
 from paceline.models.decoder import Hidden
 from paceline.proof.suite.case import Case
 
@@ -48,7 +48,7 @@ class ProbeModel(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
-        ctx: AttentionContext,
+        ctx: StepContext,
         taps: tuple[str, ...] = (),
     ) -> Hidden:
         """input_ids, positions [tokens] int64; the hidden state is the first layer's answer."""
@@ -62,6 +62,7 @@ class ProbeModel(nn.Module):
             own = None if case.v_in_k else v.view(tokens, case.num_kv_heads, case.v_head_dim)
             if case.prefix_only:
                 layer, given = ctx.layers[index], k[..., : case.v_head_dim] if own is None else own
+                assert layer is not None, "every layer of a probe attends"
                 out, _ = ctx.backend.forward(q, k, given, layer, ctx.plan, Part.PREFIX)
             else:
                 out = ctx.attend(index, q, k, own, rope=None)
@@ -86,22 +87,20 @@ def probe_config(case: Case, scale: float, *, max_position: int) -> ModelConfig:
         vocab_size=_LOGITS,
         hidden_size=_LOGITS,
         intermediate_size=1,
-        num_layers=len(case.layers),
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        v_head_dim=case.v_head_dim,
-        rotary_dim=case.head_dim,
         max_position=max_position,
         rms_norm_eps=1e-6,
-        rope=RopeConfig(),
-        layer_windows=tuple(layer.window for layer in case.layers),
-        attention_scale=scale,
-        attention_soft_cap=case.soft_cap,
+        layers=tuple(
+            LayerSpec(
+                heads=case.heads,
+                scale=scale,
+                window=layer.window,
+                soft_cap=case.soft_cap,
+                sinks=case.sinks,
+            )
+            for layer in case.layers
+        ),
         hidden_act="silu",
         tie_word_embeddings=False,
         eos_token_ids=(),
         dtype=case.dtype,
-        attention_sinks=case.sinks,
-        v_in_k=case.v_in_k,
     )

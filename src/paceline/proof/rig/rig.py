@@ -76,7 +76,7 @@ class Rig:
         self._runner = self._build(self._data[0])
         self._pools = Pools(
             prepared,
-            self._runner.parts.layers,
+            [layer for layer in self._runner.parts.layers if layer is not None],
             loads_dead=self._watched.capabilities.loads_dead_slots,
         )
 

@@ -42,9 +42,10 @@ class Watched(AttentionBackend):
         self.was_changed = torch.zeros(0)
 
     def make_buffers(self, limits: Limits) -> Any:
-        shape = (limits.max_tokens, limits.num_heads)
+        tokens, device = limits.max_tokens, limits.device
         self.lses = tuple(
-            torch.full(shape, float("nan"), device=limits.device) for _ in limits.layers
+            torch.full((tokens, layer.num_heads), float("nan"), device=device)
+            for layer in limits.layers
         )
         size = (len(limits.layers), len(_ARGUMENTS))
         self.was_changed = torch.zeros(size, dtype=torch.bool, device=limits.device)

@@ -7,6 +7,7 @@ first ones is replayed with other data, fewer rows and shorter or longer request
 from dataclasses import dataclass
 from enum import Enum
 
+from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.proof.suite.modes import ExtendShape, ForwardMode
 
@@ -114,6 +115,12 @@ class Case:
     def has_crowd(self) -> bool:
         """Whether its steps say that many requests share a prefix."""
         return self.layout is PageLayout.SHARED_PREFIX and self.mode is ForwardMode.DECODE
+
+    @property
+    def heads(self) -> Heads:
+        """Of each layer."""
+        dims = self.head_dim, self.v_head_dim
+        return Heads(self.num_heads, self.num_kv_heads, *dims, self.v_in_k)
 
     @property
     def is_ragged(self) -> bool:

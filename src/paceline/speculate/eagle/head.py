@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.model_config import QKNorm
 from paceline.core.parallel import Parallel
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.embedding import Embedding, LMHead
 from paceline.layers.parameter import Placement
 from paceline.layers.prenorm_layer import PreNormLayer
@@ -100,7 +100,7 @@ class EagleHead(nn.Module):
         return fused
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, features: Tensor, ctx: AttentionContext
+        self, input_ids: Tensor, positions: Tensor, features: Tensor, ctx: StepContext
     ) -> Tensor:
         """One pass over rows; mutates none of them.
 
@@ -165,7 +165,7 @@ def build_eagle_head(
         return head_attention(
             config,
             index,
-            cos_sin=tables[layer.rope],
+            cos_sin=tables[index],
             qk_norm=layer.qk_norm is QKNorm.HEAD,
             parallel=parallel,
             placement=placement,

@@ -11,7 +11,7 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.kernels.eagle_input import HalfNorms, eagle_input
 from paceline.kernels.rms_norm import rms_norm
-from paceline.layers.attention import AttentionContext
+from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
 from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
@@ -99,7 +99,7 @@ class Eagle1Layer(nn.Module):
         table: Tensor,
         features: Tensor,
         positions: Tensor,
-        ctx: AttentionContext,
+        ctx: StepContext,
     ) -> HiddenStream:
         """input_ids, positions [tokens] int64, table [vocab, hidden], features [tokens, hidden];
         mutates none of them."""
@@ -149,7 +149,7 @@ class Eagle3Layer(nn.Module):
         table: Tensor,
         features: Tensor,
         positions: Tensor,
-        ctx: AttentionContext,
+        ctx: StepContext,
     ) -> HiddenStream:
         """input_ids, positions [tokens] int64, table [vocab, hidden], features [tokens, hidden];
         mutates none of them."""
@@ -176,17 +176,18 @@ def head_attention(
     config: EagleConfig,
     layer_id: int,
     *,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     qk_norm: bool,
     parallel: Parallel,
     placement: Placement,
 ) -> SelfAttention:
     """The attention of one layer of a head; EAGLE-3's first takes embedding and feature."""
     layer: ModelConfig = config.layer
+    heads = layer.layers[layer_id].heads
     is_wide = config.version == 3 and layer_id == 0
 
     def norm() -> RMSNorm:
-        return RMSNorm(layer.head_dim, layer.rms_norm_eps, placement=placement)
+        return RMSNorm(heads.head_dim, layer.rms_norm_eps, placement=placement)
 
     return SelfAttention(
         layer,
