@@ -1,7 +1,7 @@
 """mask_tokens: forbid, row by row, the tokens whose bit is 0.
 
-The bits lie as in xgrammar (python/xgrammar/matcher.py, `allocate_token_bitmask`: int32 [batch_size,
-ceil(vocab_size / 32)]) and in llguidance (python/llguidance/numpy.py): token t is bit t % 32 of word
+The bits lie as in xgrammar (python/xgrammar/matcher.py, `allocate_token_bitmask`: int32 [batch,
+ceil(vocab / 32)]) and in llguidance (python/llguidance/numpy.py): token t is bit t % 32 of word
 t // 32, the lowest bit first.
 
 Worked example: a vocabulary of 40, a row that allows tokens 0, 3, 31, 32 and 39:

@@ -46,6 +46,8 @@ class GraphKeys:
         keys = [self._decode(reqs, shape) for shape in shapes for reqs in _one_per_power(sizes)]
         wider = [tier for tier in SamplerTier if tier is not SamplerTier.GREEDY]
         keys += [replace(self.largest_decode(), sampler=tier) for tier in wider]
+        masked = (SamplerTier.GREEDY, SamplerTier.BY_ROW)  # plug-ins launch no kernel of their own
+        keys += [replace(self.largest_decode(), sampler=tier, masked=True) for tier in masked]
         if self.ragged_tokens:
             few = [(1, tokens) for tokens in (*_one_per_power(self._sizes.tokens), longest)]
             many = [(sizes[-1] + 1, self._sizes.tokens[index]) for index in (0, -1)]
@@ -79,6 +81,7 @@ class GraphKeys:
             sampler=step.sampler,
             logprobs=step.logprobs,
             observed=step.observed,
+            masked=step.masks is not None,
         )
 
     def _supports(self, extend_len: int | None) -> bool:
@@ -95,6 +98,7 @@ class GraphKeys:
         sampler: SamplerTier = SamplerTier.GREEDY,
         logprobs: bool = False,
         observed: bool = True,
+        masked: bool = False,
     ) -> GraphKey:
         return GraphKey(
             padded_reqs=size.reqs,
@@ -107,6 +111,7 @@ class GraphKeys:
             logprobs=logprobs,
             taps=self._parts.taps,
             observed=observed,
+            masked=masked,
         )
 
 
@@ -133,4 +138,5 @@ def empty_step(key: GraphKey) -> Step:
         logprobs=key.logprobs,
         deltas=(),
         observed=key.observed,
+        masks=() if key.masked else None,
     )

@@ -32,6 +32,7 @@ class GraphKey:
     logprobs: bool
     taps: tuple[str, ...]
     observed: bool = True  # by the drafter, where there is one
+    masked: bool = False  # rows may have masks: which, and of what tokens, is device data
 
     @property
     def program(self) -> "GraphKey":
