@@ -18,7 +18,7 @@ from paceline.core.step import (
     StepLayout,
     StepOutputs,
 )
-from paceline.engine.request import FinishReason, Request, RequestState
+from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.scheduler import RequestUpdate, Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import StepPlan
@@ -55,7 +55,7 @@ class Loop:
             enable_prefix_cache=caching,
         )
         self.scheduler = Scheduler(made, self.cache)
-        exact = made.exact_lengths or not made.draft.has_drafts
+        exact = HostNeed.EXACT_LENGTHS in made.host_needs or not made.draft.has_drafts
         self.device = FakeDevice(specs, [num_pages] * len(specs), shape=made.draft, exact=exact)
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[tuple[Step, StepOutputs]] = deque()

@@ -26,7 +26,7 @@ from paceline.core.errors import CapacityError
 from paceline.core.model_config import CacheGroupSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta
-from paceline.engine.request import FinishReason, Request, RequestState
+from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 
@@ -93,7 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         config = SchedulerConfig(
             draft=self.shape,
-            exact_lengths=self.exact_lengths,
+            host_needs=frozenset({HostNeed.EXACT_LENGTHS} if self.exact_lengths else ()),
             max_running=max_running,
             max_batched_tokens=budget,
             chunked_prefill_size=chunk,

@@ -8,8 +8,8 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
-from paceline.engine.request import FinishReason, RequestState
-from paceline.engine.scheduler_config import HOST_PLAN_SYNC, SchedulerConfig
+from paceline.engine.request import FinishReason, HostNeed, RequestState
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import StepPlan
 
 CHAIN = DraftShape(num_steps=3, topk=1, num_draft_tokens=4)
@@ -146,7 +146,7 @@ def test_a_round_follows_one_that_may_have_been_the_last() -> None:
 
 
 def test_a_backend_that_plans_on_the_host_waits_for_the_round_in_flight() -> None:
-    loop = drafting(exact_lengths=True)
+    loop = drafting(host_needs=frozenset({HostNeed.EXACT_LENGTHS}))
     loop.add("a", 5, LONG)
     loop.turn()
     assert loop.turn() is not None  # a prompt's outputs are no surprise
@@ -154,7 +154,7 @@ def test_a_backend_that_plans_on_the_host_waits_for_the_round_in_flight() -> Non
     assert loop.turn() is not None
     loop.run()
     assert output_ids(loop.requests["a"]) == tuple(loop.expected("a"))
-    assert loop.requests["a"].acceptance.fallbacks == {HOST_PLAN_SYNC}
+    assert loop.requests["a"].acceptance.fallbacks == {HostNeed.EXACT_LENGTHS.value}
 
 
 def test_a_request_waits_for_outputs_rather_than_preempting_anybody() -> None:
@@ -193,11 +193,15 @@ def test_a_round_holds_all_whatever_the_budget_of_prompts() -> None:
 def test_only_rounds_that_must_wait_are_a_fallback() -> None:
     limits = {"max_running": 1, "max_batched_tokens": 8, "chunked_prefill_size": 8}
     limits |= {"max_join_tokens": 8}
-    assert SchedulerConfig(**limits, exact_lengths=True).fallback is None
+    assert (
+        SchedulerConfig(**limits, host_needs=frozenset({HostNeed.EXACT_LENGTHS})).fallback is None
+    )
     assert SchedulerConfig(**limits, draft=CHAIN).fallback is None
-    event = SchedulerConfig(**limits, draft=CHAIN, exact_lengths=True).fallback
+    event = SchedulerConfig(
+        **limits, draft=CHAIN, host_needs=frozenset({HostNeed.EXACT_LENGTHS})
+    ).fallback
     assert event is not None
-    assert event.reason == HOST_PLAN_SYNC
+    assert event.reason == HostNeed.EXACT_LENGTHS
 
 
 @pytest.mark.parametrize("end", ["abort", "finish_on_host", "preempt"])

@@ -8,7 +8,15 @@ from typing import NamedTuple
 from paceline.cache.groups import PageRun
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import Delta, JoinDelta, PageDelta, PromptSpan, Step, StepLayout
+from paceline.core.step import (
+    Delta,
+    JoinDelta,
+    PageDelta,
+    PromptSpan,
+    Step,
+    StepLayout,
+    TokenMask,
+)
 from paceline.engine.request import Request
 
 
@@ -149,6 +157,16 @@ class StepPlan:
             deltas=tuple([delta for row in rows for delta in row.deltas]),
             prompt_spans=tuple(self._prompt_spans()),
             observed=self.observed,
+            masks=self._masks() if any(r.constraint for r in emitting) else None,
+        )
+
+    def _masks(self) -> tuple[TokenMask, ...]:
+        """Of a round at the roots: who has a grammar takes no drafts."""
+        sampled = self.draft.num_draft_tokens
+        return tuple(
+            TokenMask(index * sampled, row.request.constraint.words)
+            for index, row in enumerate(self.rows.values())
+            if row.emits and row.request.constraint is not None
         )
 
     def _prompt_spans(self) -> Iterator[PromptSpan]:
