@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from scheduler_world import FakeDevice, group_specs, output_ids, run_alone
+from test_scheduler import anything
 
 from cache_probe import num_shared_pages
 from paceline.cache.manager import CacheManager
@@ -162,7 +163,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_logprobs=scores,
                 speculative=len(self.requests) % 4 != 3,
             )
-            first = Request.make(name, prompt, params, context_len=CONTEXT_LEN, salt=salt)
+            first = Request.make(
+                name,
+                prompt,
+                params,
+                context_len=CONTEXT_LEN,
+                salt=salt,
+                constraint=anything() if len(self.requests) % 8 == 6 else None,
+            )
             for request in [first, *(first.sibling(i + 1) for i in range(siblings))]:
                 self.queue(request, salt)
         for _ in range(turns):

@@ -2,7 +2,7 @@
 
 import pytest
 from scheduler_world import output_ids
-from test_scheduler import Loop, extends
+from test_scheduler import Loop, anything, extends
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError
@@ -271,3 +271,27 @@ def test_who_stops_drafting_decodes_plainly_from_the_next_step_on() -> None:
         loop.process()
     assert kinds(loop.run()) == {"decode step"}
     assert output_ids(loop.requests["a"]) == tuple(loop.expected("a"))
+
+
+def test_who_has_a_grammar_takes_no_drafts_and_its_mask_is_its_roots() -> None:
+    loop = drafting()
+    loop.add("a", 5, LONG)
+    bound = loop.add("b", 5, LONG, constraint=anything())
+    rounds = [step for step in loop.run() if step.is_round and step.masks is not None]
+    assert rounds
+    for step in rounds:
+        roots = [index * CHAIN.num_draft_tokens for index in range(len(step.layout.rows))]
+        assert [mask.row for mask in step.masks or ()] == [roots[step.layout.rows.index(2)]]
+    assert bound.acceptance.rounds == 0
+    assert bound.acceptance.fallbacks == {HostNeed.GRAMMAR.value}
+    assert loop.requests["a"].acceptance.rounds > 0
+    for name in "ab":
+        assert output_ids(loop.requests[name]) == tuple(loop.expected(name))
+
+
+def test_drafts_of_the_host_wait_for_the_last_token() -> None:
+    loop = drafting(host_needs=frozenset({HostNeed.HOST_DRAFTS}))
+    loop.add("a", 5, LONG)
+    assert [loop.turn() is not None for _ in range(6)] == [True, False] * 3
+    loop.run()
+    assert loop.requests["a"].acceptance.fallbacks == {HostNeed.HOST_DRAFTS.value}

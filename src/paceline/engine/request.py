@@ -191,6 +191,11 @@ class Request:
         return kv_least >= self.join_len and kv_least + 1 < self.max_len
 
     @property
+    def is_done(self) -> bool:
+        """Whether its grammar ended it, behind a token that is text."""
+        return self.constraint is not None and self.constraint.is_done
+
+    @property
     def missing(self) -> set[str]:
         """What of `host_needs` the host does not know yet: its length is exact unless a round is in
         flight, its last token is known once nothing is.

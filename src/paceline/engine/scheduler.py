@@ -40,7 +40,6 @@ class RequestUpdate(NamedTuple):
     finish: FinishReason | None
     prompt_logprobs: tuple[RowLogprobs, ...] = ()  # of the next prompt tokens, when asked for
     num_drafted: int = 0  # first tokens of new_token_ids that a drafter proposed
-    is_text: bool = False  # of a request that stops: its last token is text, no stop token
 
 
 class Scheduler:
@@ -112,7 +111,8 @@ class Scheduler:
 
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""
-        plan = StepPlan(self._config.max_batched_tokens)
+        is_free = not self._roster.num_needy
+        plan = StepPlan(self._config.max_batched_tokens, is_free=is_free)
         if self._config.mix_prefill_and_decode and not self._config.draft.has_drafts:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
@@ -150,11 +150,9 @@ class Scheduler:
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """One token of every request that can, or a round where one of them takes drafts."""
-        ready = [
-            request
-            for request in self._roster.running
-            if request.can_decode and not (request.host_needs and self._awaits_host(request))
-        ]
+        ready = [request for request in self._roster.running if request.can_decode]
+        if self._roster.num_needy:
+            ready = [request for request in ready if not self._awaits_host(request)]
         if self._config.draft.has_drafts:
             self._plan_drafts(plan, ready)
         extend_len = plan.draft.num_draft_tokens
@@ -301,7 +299,7 @@ class Scheduler:
             name, kv_len = request.request_id, request.kv_known
             self._cache.written(name, request.token_ids, kv_len, epoch=outputs.epoch)
             self._cache.advance_window(name, kv_len, epoch=outputs.epoch)
-        if reason is None and tokens and request.constraint is not None:
+        if request.constraint is not None and tokens and reason is None:
             reason = self._follow(request, tokens)
         prompt_logprobs = outputs.prompt_logprobs.get(index, ())
         request.num_scored += len(prompt_logprobs)
@@ -311,8 +309,7 @@ class Scheduler:
         if tokens and request.params.logprobs is not None and outputs.logprobs is not None:
             logprobs = outputs.logprobs[index]
         drafted = max(0, len(tokens) - 1) if has_drafts else 0
-        is_text = code is FinishCode.RUNNING
-        return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs, drafted, is_text)
+        return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs, drafted)
 
     def _follow(self, request: Request, tokens: tuple[int, ...]) -> FinishReason | None:
         """A grammar hears what was said; why its request ends there, if it does."""

@@ -89,6 +89,7 @@ class StepPlan:
     """Rows chosen so far, and what is left of the token budget."""
 
     budget: int  # tokens
+    is_free: bool = True  # no request has a grammar
     rows: dict[Request, PlannedRow] = field(default_factory=dict)  # in the order of the step
     joined_tokens: int = 0  # known tokens of the requests admitted so far
     is_stalled: bool = False  # a running request waits for pages: admit nobody
@@ -157,17 +158,18 @@ class StepPlan:
             deltas=tuple([delta for row in rows for delta in row.deltas]),
             prompt_spans=tuple(self._prompt_spans()),
             observed=self.observed,
-            masks=self._masks() if any(r.constraint for r in emitting) else None,
+            masks=None if self.is_free else self._masks(),
         )
 
-    def _masks(self) -> tuple[TokenMask, ...]:
-        """Of a round at the roots: who has a grammar takes no drafts."""
+    def _masks(self) -> tuple[TokenMask, ...] | None:
+        """Of a round at the roots: who has a grammar takes no drafts.  None: no row has one."""
         sampled = self.draft.num_draft_tokens
-        return tuple(
+        masks = tuple(
             TokenMask(index * sampled, row.request.constraint.words)
             for index, row in enumerate(self.rows.values())
             if row.emits and row.request.constraint is not None
         )
+        return masks or None
 
     def _prompt_spans(self) -> Iterator[PromptSpan]:
         first_token = 0  # of the row, in the step

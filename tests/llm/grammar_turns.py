@@ -1,4 +1,4 @@
-"""Grammars of tests: token-level automata, and what they allow."""
+"""A grammar of tests: sets of tokens that take turns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass
 class Turns:
-    """Sets of tokens in turn, `length` tokens in all; then `end` alone, or, None, it is done.
-
-    log: what its forks were told, by all of them.
-    """
+    """`length` tokens, of one set after the other; then `end` alone, or, None, it is done."""
 
     sets: Sequence[Sequence[int]]
     length: int
