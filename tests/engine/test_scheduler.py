@@ -18,7 +18,8 @@ from paceline.core.step import (
     StepLayout,
     StepOutputs,
 )
-from paceline.engine.request import FinishReason, Request, RequestState
+from paceline.engine.grammar import Constraint
+from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.scheduler import RequestUpdate, Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import StepPlan
@@ -55,7 +56,7 @@ class Loop:
             enable_prefix_cache=caching,
         )
         self.scheduler = Scheduler(made, self.cache)
-        exact = made.exact_lengths or not made.draft.has_drafts
+        exact = HostNeed.EXACT_LENGTHS in made.host_needs or not made.draft.has_drafts
         self.device = FakeDevice(specs, [num_pages] * len(specs), shape=made.draft, exact=exact)
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[tuple[Step, StepOutputs]] = deque()
@@ -68,6 +69,7 @@ class Loop:
         max_tokens: int | None = 8,
         *,
         salt: str | None = None,
+        constraint: Constraint | None = None,
         **params,
     ) -> Request:
         params.setdefault("temperature", 0.0)
@@ -78,6 +80,7 @@ class Loop:
             SamplingParams(max_tokens=max_tokens, **params),
             context_len=CONTEXT_LEN,
             salt=salt,
+            constraint=constraint,
         )
         self.scheduler.add(request)
         self.requests[name] = request
@@ -491,3 +494,53 @@ def test_a_configuration_that_cannot_work_is_refused(name, value, text):
     }
     with pytest.raises(ConfigError, match=text):
         SchedulerConfig(**(good | {name: value}))
+
+
+class Anything:
+    """A grammar that allows every token."""
+
+    is_done = False
+
+    def fork(self):
+        return Anything()
+
+    def fill(self, words):
+        words[:] = -1
+
+    def accept(self, token):
+        pass
+
+
+def anything() -> Constraint:
+    return Constraint(Anything(), vocab_size=64, stop_ids=(), min_tokens=0)
+
+
+def test_who_has_a_grammar_waits_for_its_last_token_and_others_go_on():
+    loop = Loop()
+    loop.add("a", 5, max_tokens=12)
+    bound = loop.add("b", 5, max_tokens=6, constraint=anything())
+    steps = loop.run()
+    assert [step.layout.rows for step in steps[:6]] == [(1, 2), (1,), (1, 2), (1,), (1, 2), (1,)]
+    masks = [step.masks and [mask.row for mask in step.masks] for step in steps]
+    assert masks[:4] == [[1], None, [1], None]
+    assert [output_ids(r) for r in loop.requests.values()] == [
+        tuple(loop.expected(name)) for name in "ab"
+    ]
+    assert bound.acceptance.fallbacks == {HostNeed.GRAMMAR.value}
+    assert loop.requests["a"].acceptance.fallbacks == set()
+
+
+def test_a_mask_comes_with_the_chunk_that_emits_and_no_other():
+    loop = Loop()
+    loop.add("a", 37, constraint=anything())
+    steps = [loop.turn() for _ in range(3)]
+    assert [step.masks is not None for step in steps] == [False, False, True]
+
+
+def test_a_preempted_request_goes_on_with_its_mask():
+    loop = Loop(num_pages=9, caching=False)
+    loop.add("a", 8, max_tokens=16)
+    bound = loop.add("b", 8, max_tokens=16, constraint=anything())
+    loop.run()
+    assert bound.num_preemptions > 0
+    assert output_ids(bound) == tuple(loop.expected("b"))

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from scheduler_world import FakeDevice, group_specs, output_ids, run_alone, state_spec
+from test_scheduler import anything
 
 from cache_probe import num_shared_pages
 from paceline.cache.manager import CacheManager
@@ -26,7 +27,7 @@ from paceline.core.errors import CapacityError
 from paceline.core.model_config import CacheGroupSpec, CacheKind
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta
-from paceline.engine.request import FinishReason, Request, RequestState
+from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 
@@ -106,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         config = SchedulerConfig(
             draft=self.shape,
-            exact_lengths=self.exact_lengths,
+            host_needs=frozenset({HostNeed.EXACT_LENGTHS} if self.exact_lengths else ()),
             max_running=max_running,
             max_batched_tokens=budget,
             chunked_prefill_size=chunk,
@@ -175,7 +176,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_logprobs=scores,
                 speculative=len(self.requests) % 4 != 3,
             )
-            first = Request.make(name, prompt, params, context_len=CONTEXT_LEN, salt=salt)
+            first = Request.make(
+                name,
+                prompt,
+                params,
+                context_len=CONTEXT_LEN,
+                salt=salt,
+                constraint=anything() if len(self.requests) % 8 == 6 else None,
+            )
             for request in [first, *(first.sibling(i + 1) for i in range(siblings))]:
                 self.queue(request, salt)
         for _ in range(turns):

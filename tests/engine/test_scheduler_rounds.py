@@ -2,14 +2,14 @@
 
 import pytest
 from scheduler_world import output_ids
-from test_scheduler import Loop, extends
+from test_scheduler import Loop, anything, extends
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
-from paceline.engine.request import FinishReason, RequestState
-from paceline.engine.scheduler_config import HOST_PLAN_SYNC, SchedulerConfig
+from paceline.engine.request import FinishReason, HostNeed, RequestState
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import StepPlan
 
 CHAIN = DraftShape(num_steps=3, topk=1, num_draft_tokens=4)
@@ -146,7 +146,7 @@ def test_a_round_follows_one_that_may_have_been_the_last() -> None:
 
 
 def test_a_backend_that_plans_on_the_host_waits_for_the_round_in_flight() -> None:
-    loop = drafting(exact_lengths=True)
+    loop = drafting(host_needs=frozenset({HostNeed.EXACT_LENGTHS}))
     loop.add("a", 5, LONG)
     loop.turn()
     assert loop.turn() is not None  # a prompt's outputs are no surprise
@@ -154,7 +154,7 @@ def test_a_backend_that_plans_on_the_host_waits_for_the_round_in_flight() -> Non
     assert loop.turn() is not None
     loop.run()
     assert output_ids(loop.requests["a"]) == tuple(loop.expected("a"))
-    assert loop.requests["a"].acceptance.fallbacks == {HOST_PLAN_SYNC}
+    assert loop.requests["a"].acceptance.fallbacks == {HostNeed.EXACT_LENGTHS.value}
 
 
 def test_a_request_waits_for_outputs_rather_than_preempting_anybody() -> None:
@@ -193,11 +193,15 @@ def test_a_round_holds_all_whatever_the_budget_of_prompts() -> None:
 def test_only_rounds_that_must_wait_are_a_fallback() -> None:
     limits = {"max_running": 1, "max_batched_tokens": 8, "chunked_prefill_size": 8}
     limits |= {"max_join_tokens": 8}
-    assert SchedulerConfig(**limits, exact_lengths=True).fallback is None
+    assert (
+        SchedulerConfig(**limits, host_needs=frozenset({HostNeed.EXACT_LENGTHS})).fallback is None
+    )
     assert SchedulerConfig(**limits, draft=CHAIN).fallback is None
-    event = SchedulerConfig(**limits, draft=CHAIN, exact_lengths=True).fallback
+    event = SchedulerConfig(
+        **limits, draft=CHAIN, host_needs=frozenset({HostNeed.EXACT_LENGTHS})
+    ).fallback
     assert event is not None
-    assert event.reason == HOST_PLAN_SYNC
+    assert event.reason == HostNeed.EXACT_LENGTHS
 
 
 @pytest.mark.parametrize("end", ["abort", "finish_on_host", "preempt"])
@@ -267,3 +271,27 @@ def test_who_stops_drafting_decodes_plainly_from_the_next_step_on() -> None:
         loop.process()
     assert kinds(loop.run()) == {"decode step"}
     assert output_ids(loop.requests["a"]) == tuple(loop.expected("a"))
+
+
+def test_who_has_a_grammar_takes_no_drafts_and_its_mask_is_its_roots() -> None:
+    loop = drafting()
+    loop.add("a", 5, LONG)
+    bound = loop.add("b", 5, LONG, constraint=anything())
+    rounds = [step for step in loop.run() if step.is_round and step.masks is not None]
+    assert rounds
+    for step in rounds:
+        roots = [index * CHAIN.num_draft_tokens for index in range(len(step.layout.rows))]
+        assert [mask.row for mask in step.masks or ()] == [roots[step.layout.rows.index(2)]]
+    assert bound.acceptance.rounds == 0
+    assert bound.acceptance.fallbacks == {HostNeed.GRAMMAR.value}
+    assert loop.requests["a"].acceptance.rounds > 0
+    for name in "ab":
+        assert output_ids(loop.requests[name]) == tuple(loop.expected(name))
+
+
+def test_drafts_of_the_host_wait_for_the_last_token() -> None:
+    loop = drafting(host_needs=frozenset({HostNeed.HOST_DRAFTS}))
+    loop.add("a", 5, LONG)
+    assert [loop.turn() is not None for _ in range(6)] == [True, False] * 3
+    loop.run()
+    assert loop.requests["a"].acceptance.fallbacks == {HostNeed.HOST_DRAFTS.value}

@@ -41,8 +41,9 @@ class Factories(TorchDispatchMode):
 def of_greedy() -> tuple[Sizes, Launch]:
     from paceline.kernels._triton.greedy import launch_greedy
 
-    args = (torch.randn(ROWS, VOCAB), torch.zeros(ROWS).long(), torch.zeros(ROWS).bool())
-    return scratch_sizes(greedy._GREEDY, args), lambda: launch_greedy(*args)
+    logits, *out = torch.randn(ROWS, VOCAB), torch.zeros(ROWS).long(), torch.zeros(ROWS).bool()
+    sizes = scratch_sizes(greedy._GREEDY, (logits, None, *out))
+    return sizes, lambda: launch_greedy(logits, *out)
 
 
 def of_draft_topk() -> tuple[Sizes, Launch]:
@@ -76,7 +77,7 @@ def of_draw() -> tuple[Sizes, Launch]:
 
     logits, table, at = sampled()
     out = (torch.zeros(ROWS).long(), torch.zeros(ROWS).bool())
-    args = (logits, *at, *table.laws, *table.edits, *out)
+    args = (logits, *at, *table.laws, *table.edits, None, *out)
     sizes = scratch_sizes(draw._DRAW, args)
     return sizes, lambda: launch_draw(logits, at, table.laws, table.edits, *out)
 

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import KernelArgumentError, RequestError
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier, SamplingParams
+from paceline.kernels.mask_tokens import NO_MASK, Masks, mask_tokens_reference, num_words
 from paceline.layers.sampling import PackedRow, SamplingTable, sample
 from paceline.layers.sampling.built_in import NO_TOKEN
 
@@ -274,3 +275,53 @@ def test_too_many_stop_ids_are_refused_when_packing():
     params = SamplingParams(stop_token_ids=tuple(range(32)))
     with pytest.raises(RequestError, match="stop_token_ids must be at most 32 ids with the"):
         _table().pack(params, prompt_len=1, max_len=2, eos_token_ids=(40,), default_seed=0)
+
+
+def _masks() -> Masks:
+    """Every other row has one: even tokens, or the three from 96 on."""
+    words = torch.full((2, num_words(VOCAB)), 0x55555555, dtype=torch.int32)
+    words[1] = 0
+    words[1, 3] = 0b111
+    ids = torch.full((NUM,), NO_MASK, dtype=torch.int32)
+    ids[1::4], ids[3::4] = 0, 1
+    return Masks(ids, words)
+
+
+@pytest.mark.parametrize("tier", list(SamplerTier))
+def test_a_mask_comes_first_and_all_else_acts_on_what_is_left(tier):
+    table, masks = _table(), _masks()
+    for seed in range(10):
+        inputs = _inputs(seed)
+        sampled = _sample(inputs | {"masks": masks}, table, tier)
+        assert sampled.finite.all()
+        # What nobody allows as if the model could never say it.
+        left = mask_tokens_reference(inputs["logits"], masks).clamp(min=-1e30)
+        assert torch.equal(
+            sampled.token_ids, _sample(inputs | {"logits": left}, table, tier).token_ids
+        )
+        free = masks.ids == NO_MASK
+        plain = _sample(inputs, table, tier)
+        assert torch.equal(sampled.token_ids[free], plain.token_ids[free])
+        assert (sampled.token_ids[1::4] % 2 == 0).all()
+        assert set(sampled.token_ids[3::4].tolist()) <= {96, 97, 98}
+
+
+@pytest.mark.parametrize("tier", list(SamplerTier))
+def test_log_probabilities_are_of_the_distribution_before_the_mask(tier):
+    inputs, table = _inputs(), _table()
+    before = inputs["logits"].clone()
+    sampled = _sample(inputs | {"masks": _masks()}, table, tier, MAX_LOGPROBS)
+    assert torch.equal(inputs["logits"], before)
+    raw = before.log_softmax(-1)
+    assert torch.equal(sampled.chosen_logprob, raw.gather(1, sampled.token_ids[:, None])[:, 0])
+    assert torch.equal(sampled.top_values, raw.topk(MAX_LOGPROBS).values)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("tier", list(SamplerTier))
+def test_a_mask_hides_no_row_that_is_not_finite(bad, tier):
+    inputs, table, masks = _inputs(), _table(), _masks()
+    for row, token in ((1, 1), (1, 2), (3, 96), (0, 5)):  # forbidden, allowed, without a mask
+        broken = inputs | {"logits": inputs["logits"].clone(), "masks": masks}
+        broken["logits"][row, token] = bad
+        assert _sample(broken, table, tier).finite.logical_not().nonzero().tolist() == [[row]]

@@ -8,6 +8,7 @@ from host_planned_backend import HostPlannedBackend
 from tiny_runner import GREEDY, Driver, TinyModel, random_prompts, with_logprobs
 
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import TokenMask
 from paceline.runner.graph_keys import GraphKeys, empty_step
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import GraphKey
@@ -32,6 +33,7 @@ FACTS: dict[str, tuple[dict[str, Any], SamplingParams, dict[int, int]]] = {
     "backend": ({"backend": HostPlannedBackend()}, GREEDY, {1: 1, 2: 1}),
     "sampler": ({}, SAMPLED, {1: 1, 2: 1}),
     "logprobs": ({}, with_logprobs(2), {1: 1, 2: 1}),
+    "masked": ({}, GREEDY, {1: 1, 2: 1}),
     "taps": ({"make_proposer": lambda limits: Tapping()}, GREEDY, {1: 1, 2: 1}),
 }
 NO_DECODE_STEP_HAS_IT = {
@@ -43,11 +45,14 @@ NO_DECODE_STEP_HAS_IT = {
 }  # fix graph-key-without-mask, test_ragged_graphs, test_llm_draft_acceptance, the last test here
 
 
-def replayed_key(driver: Driver, extends: dict[int, int], replays: list[RecordedGraph]) -> GraphKey:
+def replayed_key(
+    driver: Driver, extends: dict[int, int], replays: list[RecordedGraph], **changes: Any
+) -> GraphKey:
     """The key under which the second use of a step replays."""
     for _ in range(2):
         replays.clear()
-        driver.collect(driver.runner.launch(driver.make_step(extends)))
+        step = replace(driver.make_step(extends), **changes)
+        driver.collect(driver.runner.launch(step))
     graphs = driver.runner._graphs.graphs  # type: ignore[union-attr]
     (found,) = [key for key, held in graphs.items() if [held] == replays]
     return found
@@ -70,7 +75,10 @@ def test_a_step_that_differs_in_one_fact_replays_another_graph(
             driver.join(row, prompt, params if row == 2 else GREEDY)
         driver.collect(driver.launch_prefill(dict(enumerate(LENGTHS, start=1))))
     plain = replayed_key(one, {1: 1, 3: 1}, replays)
-    other = replayed_key(another, extends, replays)
+    words = driver.parts.buffers.mask_words
+    every = TokenMask(1, b"\xff" * words[0].nbytes)
+    changes = {"masks": (every,)} if fact == "masked" else {}
+    other = replayed_key(another, extends, replays, **changes)
     differ = [
         field.name
         for field in fields(GraphKey)

@@ -20,6 +20,7 @@ SIZES = GraphSizes(sizes=(1, 2, 3, 4, 6, 8), tokens=(16, 24, 32, 48))
 NO_RAGGED = GraphSizes(sizes=SIZES.sizes, tokens=())
 GREEDY = SamplerTier.GREEDY
 WIDER = [tier for tier in SamplerTier if tier is not GREEDY]
+MASKED = [GREEDY, SamplerTier.BY_ROW]
 Told = tuple[int, int | None, int | None, bool, SamplerTier]
 
 
@@ -44,7 +45,9 @@ def test_a_size_of_each_power_of_two_and_each_sampler_once(parts: Parts) -> None
     shapes = [(1, 16), (1, 32), (1, 48), (1, longest), (9, 16), (9, 48)]
     ragged = [(reqs, None, tokens, False, GREEDY) for reqs, tokens in shapes]
     keys = GraphKeys(parts, SIZES).ahead()
-    assert told(keys) == decodes + samplers + ragged
+    masked = [(8, 1, None, False, tier) for tier in MASKED]
+    assert told([key for key in keys if not key.masked]) == decodes + samplers + ragged
+    assert told([key for key in keys if key.masked]) == masked
     assert {(key.mask, key.logprobs, key.observed) for key in keys} == {
         (MaskKind.CAUSAL, False, True)
     }
@@ -56,7 +59,8 @@ def test_who_drafts_decodes_too_and_samples_in_rounds(drafting: Parts) -> None:
     rounds = [(reqs, rows, None, True, GREEDY) for reqs in (1, 2, 4, 8)]
     samplers = [(8, rows, None, True, tier) for tier in WIDER]
     keys = GraphKeys(drafting, NO_RAGGED).ahead()
-    assert told(keys) == decodes + rounds + samplers
+    masked = [(8, rows, None, True, tier) for tier in MASKED]
+    assert told(keys) == decodes + rounds + samplers + masked
     assert {key.mask for key in keys if key.is_round} == {MaskKind.TREE}
 
 

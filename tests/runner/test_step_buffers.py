@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.attention.held import tensors_in
-from paceline.core.step import StepLayout
+from paceline.core.step import StepLayout, TokenMask
+from paceline.kernels.mask_tokens import NO_MASK
 from paceline.runner.buffers import Extent, PaddedSize, StepBuffers, StepUse
 from paceline.runner.staging import StagingRing
 
@@ -75,4 +77,34 @@ def test_a_step_uses_the_first_entries_of_each_extent(has_tree: bool) -> None:
         "TREE_PAIR": 18 * has_tree,
         "EMITTED": 8,
         "RESULT": 12,
+        "SAMPLED": 0,
+        "MASK": 0,
     }
+
+
+def test_a_step_of_masks_uses_a_row_for_each_that_is_sampled() -> None:
+    size = PaddedSize.uniform(2, 3)
+    assert [size.sampled(is_round=is_round) for is_round in (False, True)] == [2, 6]
+    use = StepUse(size, has_tree=False, max_emitted=4, num_sampled=6, num_masks=1)
+    assert [use.entries(extent) for extent in (Extent.SAMPLED, Extent.MASK)] == [6, 1]
+
+
+def test_masks_are_staged_as_they_are_and_other_rows_have_none() -> None:
+    buffers = StepBuffers(
+        max_reqs=4,
+        max_tokens=8,
+        max_pages=(4,),
+        vocab_size=40,
+        kv_len_bound=16,
+        device=torch.device("cpu"),
+    )
+    words = [np.array([1 << 30, row], dtype=np.int32) for row in (3, 5)]
+    masks = [TokenMask(row, each.tobytes()) for row, each in zip((2, 0), words, strict=True)]
+    slot = StagingRing(4096, pinned=False).slot(0)
+    for target, staged in buffers.fill_masks(masks, 3, slot):
+        target.copy_(staged)
+    ids, told = buffers.masks(3)
+    assert ids.tolist() == [1, NO_MASK, 0]
+    assert told[:2].tolist() == [[1 << 30, 3], [1 << 30, 5]]
+    buffers.pad(PaddedSize.uniform(2, 1))
+    assert buffers.mask_ids.tolist() == [NO_MASK] * 4

@@ -59,6 +59,14 @@ class PromptSpan:
     top: int  # most likely tokens wanted with each
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """The tokens that one row may take."""
+
+    row: int  # of those that are sampled: one of each request, in a round all of its rows
+    words: bytes  # int32 [ceil(vocab / 32)]  bit t % 32 of word t // 32: token t
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
     """Which rows a step holds and how many tokens each brings; equal layouts need no staging."""
@@ -108,6 +116,9 @@ class Step:
     prompt_spans: tuple[PromptSpan, ...] = ()  # in the order of the rows, at most one each
     observed: bool = True  # by the drafter, where there is one; False: no row drafts again
     shares_prefix: bool = False  # a decode in which many rows may read the same pages of a prefix
+    # Of rows that may not take every token, in their order.  None: every row may, and the step's
+    # program knows of no masks.
+    masks: tuple[TokenMask, ...] | None = None
 
     @property
     def kind(self) -> str:

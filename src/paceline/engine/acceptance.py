@@ -26,7 +26,7 @@ class Acceptance:
     rounds: int = 0
     drafted: int = 0  # drafts verified
     accepted: list[int] = field(default_factory=list)  # [num_steps] rounds that took i + 1 drafts
-    fallbacks: set[str] = field(default_factory=set)  # reason codes: rounds that could not overlap
+    fallbacks: set[str] = field(default_factory=set)  # reason codes: why steps waited for the host
 
     def note(self, *, drafted: int, emitted: int, num_steps: int) -> None:
         """Count one round; one that emitted nothing failed, and verified nothing."""

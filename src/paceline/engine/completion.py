@@ -60,7 +60,8 @@ class Completion:
             return stop_tokens if update.finish is None else None
         if update.finish is not None:
             self.finish(update.finish)
-            if self._finish is FinishReason.STOP and self._stop_reason is None:
+            is_stopped = self._finish is FinishReason.STOP and not self.request.is_done
+            if is_stopped and self._stop_reason is None:
                 self._stop_reason = self._token_ids[-1]
         return None
 
@@ -121,7 +122,8 @@ class Completion:
         if self._detokenizer is None:
             return None
         tokens, finish = update.new_token_ids, update.finish
-        if finish is FinishReason.STOP and not self.request.params.include_stop_str_in_output:
+        is_stopped = finish is FinishReason.STOP and not self.request.is_done
+        if is_stopped and not self.request.params.include_stop_str_in_output:
             tokens = tokens[:-1]  # the token that stopped it is no part of the text
         self._detokenizer.push(tokens)
         if finish is not None:

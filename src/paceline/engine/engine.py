@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.grammar import Constraint
 from paceline.engine.loop import Launched, Runner, TurnFunction
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import Scheduler
@@ -53,17 +54,23 @@ class Engine:
         *,
         prompt: str | None = None,
         salt: Hashable = None,
+        constraint: Constraint | None = None,
     ) -> Tracker:
         """Queue a request: params.n completions, which share the KV of their prompt.
 
         The others follow once the first has computed the prompt, where the prefix cache is on;
         otherwise each computes it.  params.seed must be set: it is part of what a preempted
-        request resumes with.  Raises RequestError, of which CapacityError, and changes nothing
-        then.
+        request resumes with.  constraint: of the first; the others have forks.  Raises
+        RequestError, of which CapacityError, and changes nothing then.
         """
         self._require_whole()
         first = Request.make(
-            request_id, prompt_ids, params, context_len=self._context_len, salt=salt
+            request_id,
+            prompt_ids,
+            params,
+            context_len=self._context_len,
+            salt=salt,
+            constraint=constraint,
         )
         requests = [first, *(first.sibling(index) for index in range(1, params.n))]
         self._queue(requests)

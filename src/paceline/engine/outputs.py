@@ -78,7 +78,7 @@ class RequestMetrics:
     drafted_tokens: int = 0  # drafts verified
     accepted_by_position: tuple[int, ...] = ()  # [num_steps] rounds that took i + 1 drafts
     tokens_per_round: float | None = None  # bonus tokens included, the first token (prefill's) not
-    fallbacks: tuple[str, ...] = ()  # reason codes, such as "host_plan_sync"
+    fallbacks: tuple[str, ...] = ()  # why steps waited for the host: HostNeed, "host_plan_sync"
 
     @classmethod
     def from_times(

@@ -18,6 +18,7 @@ from paceline.core.errors import message
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.seeds import child_seed
 from paceline.engine.acceptance import Acceptance
+from paceline.engine.grammar import Constraint
 
 
 class RequestState(Enum):
@@ -38,6 +39,16 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class HostNeed(StrEnum):
+    """What the host must know of a request before the next step that feeds on its token: such a
+    request waits for its outputs, while others go on.  The value is the reason that users see.
+    """
+
+    EXACT_LENGTHS = "host_plan_sync"  # its length: a backend plans on the host
+    GRAMMAR = "grammar"  # its last token: which may follow depends on it
+    HOST_DRAFTS = "host_drafts"  # its last token: what is drafted depends on it
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One generation.  The scheduler and its roster alone write its fields."""
@@ -51,6 +62,8 @@ class Request:
     parent_id: str = ""  # what the caller asked as
     index: int = 0  # of the caller's completions
     leader: "Request | None" = None  # the first completion, which computes the prompt for all
+    constraint: Constraint | None = None  # by a grammar; such a request does not draft
+    host_needs: frozenset[HostNeed] = frozenset()
     arrival: int = 0  # order of arrival
     state: RequestState = RequestState.WAITING
     row: int | None = None  # request-table row
@@ -83,8 +96,13 @@ class Request:
         *,
         context_len: int,
         salt: Hashable = None,
+        constraint: Constraint | None = None,
     ) -> "Request":
         """A waiting request; `Admission` has seen that its prompt fits the context."""
+        if constraint is not None:
+            params = replace(
+                params, speculative=False
+            )  # who masks its drafts would have to know them
         num_prompt = len(prompt_ids)
         assert 0 < num_prompt < context_len, (request_id, num_prompt, context_len)
         wanted = context_len if params.max_tokens is None else num_prompt + params.max_tokens
@@ -96,6 +114,7 @@ class Request:
             max_len=min(wanted, context_len),
             salt=salt,
             parent_id=request_id,
+            constraint=constraint,
         )
 
     def sibling(self, index: int) -> "Request":
@@ -113,6 +132,7 @@ class Request:
             parent_id=self.request_id,
             index=index,
             leader=self,
+            constraint=None if self.constraint is None else self.constraint.fork(),
         )
 
     @property
@@ -169,6 +189,19 @@ class Request:
         """Whether the next step feeds on the device's own token: neither prompt nor complete."""
         kv_least = self.kv_known + self.least_in_flight
         return kv_least >= self.join_len and kv_least + 1 < self.max_len
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its grammar ended it, behind a token that is text."""
+        return self.constraint is not None and self.constraint.is_done
+
+    @property
+    def missing(self) -> set[str]:
+        """What of `host_needs` the host does not know yet: its length is exact unless a round is in
+        flight, its last token is known once nothing is.
+        """
+        known = {HostNeed.EXACT_LENGTHS: self.is_exact}
+        return {need.value for need in self.host_needs if not known.get(need, not self.in_flight)}
 
     def fail(self) -> None:
         """Say why it ends: its logits were not finite."""

@@ -82,6 +82,7 @@ class Roster:
         self.waiting = WaitingQueue()  # others only read
         self.running: list[Request] = []  # by arrival; others only read
         self.num_draining = 0
+        self.num_needy = 0  # whose steps may have to wait for the host
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -109,6 +110,7 @@ class Roster:
         self._num_arrived += 1
         request.arrival = self._num_arrived
         self._requests[request.request_id] = request
+        self.num_needy += bool(request.host_needs)
         if leader is None:
             self.waiting.add(request)
         else:
@@ -153,6 +155,7 @@ class Roster:
         request.state = RequestState.FINISHED
         request.finish = reason
         del self._requests[request.request_id]
+        self.num_needy -= bool(request.host_needs)
         self.waiting.release(request)
         self.settle(request)
 
@@ -184,6 +187,11 @@ class Roster:
             ("waiting requests", states.count(RequestState.WAITING), len(self.waiting)),
             ("draining requests", states.count(RequestState.DRAINING), self.num_draining),
             ("rows in flight", len(flights), sum(r.in_flight for r in counted)),
+            (
+                "requests that need the host",
+                sum(bool(r.host_needs) for r in self._requests.values()),
+                self.num_needy,
+            ),
         ):
             if expected != got:
                 raise IntegrityError.about(

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from paceline.cache.manager import CacheManager
 from paceline.core.draft_shape import NO_DRAFTS
-from paceline.core.errors import CapacityError, IntegrityError
+from paceline.core.errors import CapacityError, IntegrityError, RequestError
 from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs
-from paceline.engine.request import FinishReason, Request, RequestState
+from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.roster import Roster
-from paceline.engine.scheduler_config import HOST_PLAN_SYNC, SchedulerConfig
+from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import PlannedRow, StepPlan, join_delta, page_deltas
 from paceline.engine.steps_in_flight import StepsInFlight
 
@@ -80,6 +80,8 @@ class Scheduler:
                 got=list(capacity.needed),
                 remedy="lower max_tokens, shorten the prompt, or give the KV cache more memory",
             )
+        own = {HostNeed.GRAMMAR} if request.constraint is not None else set()
+        request.host_needs = self._config.host_needs | own
         self._roster.add(request, leader=self._leader_to_await(request))
 
     def abort(self, request_id: str) -> bool:
@@ -109,7 +111,8 @@ class Scheduler:
 
     def schedule(self, epoch: int) -> Step | None:
         """The next step, or None when nothing can run before earlier outputs are processed."""
-        plan = StepPlan(self._config.max_batched_tokens)
+        is_free = not self._roster.num_needy
+        plan = StepPlan(self._config.max_batched_tokens, is_free=is_free)
         if self._config.mix_prefill_and_decode and not self._config.draft.has_drafts:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
@@ -150,8 +153,8 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan) -> None:
         """One token of every request that can, or a round where one of them takes drafts."""
         ready = [request for request in self._roster.running if request.can_decode]
-        if self._config.exact_lengths:
-            ready = [request for request in ready if self._has_exact_length(request)]
+        if self._roster.num_needy:
+            ready = [request for request in ready if not self._awaits_host(request)]
         if self._config.draft.has_drafts:
             self._plan_drafts(plan, ready)
         extend_len = plan.draft.num_draft_tokens
@@ -179,10 +182,11 @@ class Scheduler:
                 request.is_followed = False
                 self._cache.stop_following(request.request_id, request.kv_least)
 
-    def _has_exact_length(self, request: Request) -> bool:
-        if not request.is_exact:
-            request.acceptance.fallbacks.add(HOST_PLAN_SYNC)
-        return request.is_exact
+    def _awaits_host(self, request: Request) -> bool:
+        """Whether outputs in flight tell what its next step is made of; if so, it is noted why."""
+        missing = request.missing
+        request.acceptance.fallbacks |= missing
+        return bool(missing)
 
     def _plan_prefills(self, plan: StepPlan) -> None:
         for request in [r for r in self._roster.running if r.is_prefilling]:
@@ -313,6 +317,8 @@ class Scheduler:
                 name, request.token_ids, kv_len, epoch=outputs.epoch, state_len=state_len
             )
             self._cache.advance_window(name, kv_len, epoch=outputs.epoch)
+        if request.constraint is not None and tokens and reason is None:
+            reason = self._follow(request, tokens)
         prompt_logprobs = outputs.prompt_logprobs.get(index, ())
         request.num_scored += len(prompt_logprobs)
         if not tokens and reason is None and not prompt_logprobs:
@@ -323,6 +329,21 @@ class Scheduler:
         drafted = max(0, len(tokens) - 1) if has_drafts else 0
         return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs, drafted)
 
+    def _follow(self, request: Request, tokens: tuple[int, ...]) -> FinishReason | None:
+        """A grammar hears what was said; why its request ends there, if it does."""
+        assert request.constraint is not None, f"{request.request_id} has no grammar"
+        try:
+            for token in tokens:
+                request.constraint.accept(token)
+        except RequestError as error:
+            request.error = str(error)
+            self._finish(request, FinishReason.ERROR)
+            return FinishReason.ERROR
+        if not request.constraint.is_done:
+            return None
+        self._finish(request, FinishReason.STOP)
+        return FinishReason.STOP
+
     def _kv_limit(self, request: Request) -> int:
         """Tokens a request ever has pages for."""
         return request.max_len - 1 + self._config.draft.reach
@@ -330,10 +351,11 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request; its pages come back when the last step that holds it retires."""
         name, tokens, epoch = request.request_id, request.token_ids, request.last_epoch
-        if reason is FinishReason.ERROR:
+        is_broken = reason is FinishReason.ERROR and request.error is None
+        if is_broken:
             request.fail()
         if request.state is RequestState.RUNNING:
-            if reason is FinishReason.ERROR:
+            if is_broken:
                 self._cache.discard(name, tokens, epoch=epoch)
             else:
                 self._cache.release(name, tokens, request.kv_known, epoch=epoch)

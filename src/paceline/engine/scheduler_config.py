@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.errors import ConfigError
 from paceline.core.events import Event
-
-HOST_PLAN_SYNC = "host_plan_sync"  # reason code
+from paceline.engine.request import HostNeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,15 +22,15 @@ class SchedulerConfig:
     mix_prefill_and_decode: bool = True  # False: steps alternate between the two; so with a drafter
     draft: DraftShape = NO_DRAFTS  # of every round
     max_drafting: int | None = None  # requests of a round; while more decode: plain.  None: all
-    exact_lengths: bool = False  # a backend plans on the host: rounds of a request do not overlap
+    host_needs: frozenset[HostNeed] = frozenset()  # of every request
 
     @property
     def fallback(self) -> Event | None:
         """What an engine of these limits does other than usual; for its report."""
-        if not (self.draft.has_drafts and self.exact_lengths):
+        if not (self.draft.has_drafts and HostNeed.EXACT_LENGTHS in self.host_needs):
             return None
         return Event(
-            HOST_PLAN_SYNC,
+            HostNeed.EXACT_LENGTHS.value,
             "the attention backend plans on the host, from exact lengths: the next round of a "
             "request waits for the outputs of the one before",
         )

@@ -8,7 +8,15 @@ from typing import NamedTuple
 from paceline.cache.groups import PageRun
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import Delta, JoinDelta, PageDelta, PromptSpan, Step, StepLayout
+from paceline.core.step import (
+    Delta,
+    JoinDelta,
+    PageDelta,
+    PromptSpan,
+    Step,
+    StepLayout,
+    TokenMask,
+)
 from paceline.engine.request import Request
 
 
@@ -81,6 +89,7 @@ class StepPlan:
     """Rows chosen so far, and what is left of the token budget."""
 
     budget: int  # tokens
+    is_free: bool = True  # no request has a grammar
     rows: dict[Request, PlannedRow] = field(default_factory=dict)  # in the order of the step
     joined_tokens: int = 0  # known tokens of the requests admitted so far
     is_stalled: bool = False  # a running request waits for pages: admit nobody
@@ -156,7 +165,18 @@ class StepPlan:
             prompt_spans=tuple(self._prompt_spans()),
             observed=self.observed,
             shares_prefix=is_crowded and is_decode and not draft.has_drafts,
+            masks=None if self.is_free else self._masks(),
         )
+
+    def _masks(self) -> tuple[TokenMask, ...] | None:
+        """Of a round at the roots: who has a grammar takes no drafts.  None: no row has one."""
+        sampled = self.draft.num_draft_tokens
+        masks = tuple(
+            TokenMask(index * sampled, row.request.constraint.words)
+            for index, row in enumerate(self.rows.values())
+            if row.emits and row.request.constraint is not None
+        )
+        return masks or None
 
     def _prompt_spans(self) -> Iterator[PromptSpan]:
         first_token = 0  # of the row, in the step

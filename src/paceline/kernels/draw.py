@@ -27,6 +27,7 @@ from paceline.kernels.edit_logits import (
 )
 from paceline.kernels.gumbel import gumbel_at
 from paceline.kernels.keep_mask import keep_mask
+from paceline.kernels.mask_tokens import NO_MASK, Masks
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DRAWS = int(Asks.DRAW)
@@ -84,8 +85,8 @@ def draw_reference(logits: Tensor, laws: Laws, positions: Tensor) -> Tensor:
 
 def _bind_draw(logits: Tensor, *fields: Tensor | None) -> Run:
     at = SampledRows(*fields[:4])  # type: ignore[arg-type]
-    laws, edits = Laws(*fields[4:9]), Edits(*fields[9:-2])  # type: ignore[arg-type]
-    token_ids, finite = fields[-2:]
+    laws, edits = Laws(*fields[4:9]), Edits(*fields[9:-3])  # type: ignore[arg-type]
+    mask_ids, token_ids, finite = fields[-3:]
     assert token_ids is not None
     assert finite is not None
     host_at, host_laws = HostRows.over(at), tuple(map(host_array, laws))
@@ -93,6 +94,7 @@ def _bind_draw(logits: Tensor, *fields: Tensor | None) -> Run:
     sums = torch.empty(logits.shape[0])
     host_sums, chosen = host_array(sums), host_array(token_ids)
     given = host_array(logits) if logits.dtype == torch.float32 else None
+    host_masks = None if mask_ids is None else host_array(mask_ids)
 
     def run() -> None:
         wide = logits.float()
@@ -100,6 +102,8 @@ def _bind_draw(logits: Tensor, *fields: Tensor | None) -> Run:
         # One pass: a NaN or an infinity stays one in the sum, which no real logits can overflow.
         torch.sum(wide, -1, out=sums)
         np.isfinite(host_sums, out=is_finite)
+        if host_masks is not None:
+            np.logical_or(is_finite, (host_masks != NO_MASK) & ~np.isnan(host_sums), out=is_finite)
         draws = host_edits.asks[host_at.rows] & _DRAWS != 0
         draws &= is_finite
         with edited(values, host_at, host_edits):
@@ -124,11 +128,11 @@ def _draw_cuda(logits: Tensor, *fields: Tensor | None) -> None:
     from paceline.kernels._triton.draw import launch_draw
 
     at = SampledRows(*fields[:4])  # type: ignore[arg-type]
-    laws, edits = Laws(*fields[4:9]), Edits(*fields[9:-2])  # type: ignore[arg-type]
-    token_ids, finite = fields[-2:]
+    laws, edits = Laws(*fields[4:9]), Edits(*fields[9:-3])  # type: ignore[arg-type]
+    mask_ids, token_ids, finite = fields[-3:]
     assert token_ids is not None
     assert finite is not None
-    launch_draw(logits, at, laws, edits, token_ids, finite)
+    launch_draw(logits, at, laws, edits, token_ids, finite, mask_ids=mask_ids)
 
 
 def _scratch(logits: Tensor, *_: Tensor | None) -> tuple[int, ...]:
@@ -143,17 +147,20 @@ def _scratch(logits: Tensor, *_: Tensor | None) -> tuple[int, ...]:
 _LAWS_SCHEMA = ", ".join(f"Tensor {name}" for name in Laws._fields)
 _DRAW = define_op(
     f"draw(Tensor logits, {ROWS_SCHEMA}, {_LAWS_SCHEMA}, {EDITS_SCHEMA}, "
-    "Tensor(a!) drawn, Tensor(b!) finite) -> ()",
+    "Tensor? mask_ids, Tensor(a!) drawn, Tensor(b!) finite) -> ()",
     bind=_bind_draw,
     cuda=_draw_cuda,
     scratch=_scratch,
 )
 
 
-def draw(logits: Tensor, at: SampledRows, laws: Laws, edits: Edits) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, at: SampledRows, laws: Laws, edits: Edits, masks: Masks | None = None
+) -> tuple[Tensor, Tensor]:
     """(token_ids [num_rows] int64, finite [num_rows] bool); a row that is not finite gets token 0.
 
-    logits: [num_rows, vocab] float32, bfloat16 or float16, raw, the last dimension contiguous.
+    logits: [num_rows, vocab] float32, bfloat16 or float16, raw, the last dimension contiguous;
+    masks: of logits behind `mask_tokens`, where the -inf of a row that has one is no fault.
     Every row costs what it asks for.  Mutates nothing: on a CPU float32 logits hold their edits
     while the operator runs.  Recordable.  Raises KernelArgumentError.
     """
@@ -167,5 +174,6 @@ def draw(logits: Tensor, at: SampledRows, laws: Laws, edits: Edits) -> tuple[Ten
     num_rows = logits.shape[:1]
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     finite = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
-    _DRAW(logits, *at, *laws, *edits, token_ids, finite)
+    mask_ids = None if masks is None else masks.ids
+    _DRAW(logits, *at, *laws, *edits, mask_ids, token_ids, finite)
     return token_ids, finite

@@ -11,12 +11,15 @@ from paceline.core.errors import ModelError, RequestError, message
 from paceline.core.events import Event, Notify
 from paceline.core.model_config import ModelConfig
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.grammar import Constraint
 from paceline.llm.inputs import (
     Conversation,
     as_batch,
+    as_grammar,
     as_prompt,
     as_sampling_params,
     spread,
+    spread_grammars,
 )
 from paceline.plan.processors import Processors, check_extra_args
 from paceline.text.tokenizer import Tokenizer
@@ -32,6 +35,7 @@ class AdmittedPrompt:
     prompt: str | None  # its text; None when it was given as token ids
     token_ids: tuple[int, ...]  # [num_prompt_tokens]
     params: SamplingParams
+    constraint: Constraint | None = None  # by a grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -45,34 +49,50 @@ class Admission:
     notify: Notify
     tokenizer_fault: str | None = None  # why there is none, where the model brings one
 
-    def admit(self, prompts: object, params: object = None) -> list[AdmittedPrompt]:
-        """Every prompt with its parameters, in any form that `LLM.generate` takes.
+    def admit(
+        self, prompts: object, params: object = None, grammar: object = None
+    ) -> list[AdmittedPrompt]:
+        """Every prompt with its parameters and grammar, in any form that `LLM.generate` takes.
 
         Raises RequestError for the first that is wrong, with its index among several.
         """
-        return [require_admitted(each) for each in self.admit_each(prompts, params)]
+        return [require_admitted(each) for each in self.admit_each(prompts, params, grammar)]
 
     def admit_each(
-        self, prompts: object, params: object = None
+        self, prompts: object, params: object = None, grammar: object = None
     ) -> Iterator[AdmittedPrompt | RequestError]:
         """The same one by one, with the error of each that is wrong.
 
-        Raises RequestError for what is no batch, or has not as many parameters as prompts.
+        Raises RequestError for what is no batch, or has not as many parameters or grammars as
+        prompts.
         """
         batch = as_batch(prompts)
-        for index, (prompt, wanted) in enumerate(
-            zip(batch, spread(params, len(batch)), strict=True)
-        ):
+        wanted, grammars = spread(params, len(batch)), spread_grammars(grammar, len(batch))
+        for index, prompt in enumerate(batch):
             try:
-                yield self._admit(prompt, as_sampling_params(wanted))
+                yield self._admit(prompt, as_sampling_params(wanted[index]), grammars[index])
             except RequestError as error:
                 yield indexed(error, index, len(batch))
 
-    def _admit(self, prompt: object, params: SamplingParams) -> AdmittedPrompt:
+    def _admit(self, prompt: object, params: SamplingParams, grammar: object) -> AdmittedPrompt:
         text, token_ids = self._read(as_prompt(prompt))
         self._check_length(len(token_ids), params)
         self._check_params(params, prompt_len=len(token_ids))
-        return AdmittedPrompt(prompt=text, token_ids=token_ids, params=params)
+        constraint = self._constraint(params, grammar)
+        return AdmittedPrompt(
+            prompt=text, token_ids=token_ids, params=params, constraint=constraint
+        )
+
+    def _constraint(self, params: SamplingParams, grammar: object) -> Constraint | None:
+        found = as_grammar(grammar)
+        if found is None:
+            return None
+        return Constraint(
+            found,
+            vocab_size=self.config.vocab_size,
+            stop_ids=params.all_stop_ids(self.config.eos_token_ids),
+            min_tokens=params.min_tokens,
+        )
 
     def require_tokenizer(self) -> Tokenizer:
         """Raises ModelError for a model that brought none."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, PacelineError, RequestError
 from paceline.core.options import MAX_QUEUED
+from paceline.engine.grammar import Grammar
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.ticket import SNAPSHOTS, Ticket
 from paceline.llm.async_engine import AsyncEngine
@@ -79,16 +80,21 @@ class AsyncLLM:
         await self.close()
 
     async def generate(
-        self, prompt: Prompt, sampling_params: Params | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        *,
+        grammar: Grammar | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt: snapshots, whose text and ids accumulate, as they come; the last is
         finished.  A slow reader misses some.
 
-        prompt, sampling_params: as of LLM.generate, but one; ask for several prompts in several
-        tasks.  Closing the generator, or cancelling the task that awaits it, ends the request.
+        prompt, sampling_params, grammar: as of LLM.generate, but one; ask for several prompts in
+        several tasks.  Closing the generator, or cancelling the task that awaits it, ends the
+        request.
         Raises RequestError for a wrong request, BusyError when the queue is full.
         """
-        ticket = await self._queue(prompt, sampling_params, stream=True)
+        ticket = await self._queue(prompt, sampling_params, grammar, stream=True)
         try:
             async for _, snapshot in ticket:
                 yield snapshot
@@ -96,10 +102,14 @@ class AsyncLLM:
             ticket.close()
 
     async def complete(
-        self, prompt: Prompt, sampling_params: Params | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        *,
+        grammar: Grammar | None = None,
     ) -> RequestOutput:
         """The last of what `generate` gives, for a caller who does not watch it grow."""
-        ticket = await self._queue(prompt, sampling_params, stream=False)
+        ticket = await self._queue(prompt, sampling_params, grammar, stream=False)
         try:
             _, output = await anext(ticket)
         finally:
@@ -130,9 +140,12 @@ class AsyncLLM:
         """As of LLM.report, once started."""
         return self._live[0].report()
 
-    async def _queue(self, prompt: Prompt, params: Params | None, *, stream: bool) -> Ticket:
+    async def _queue(
+        self, prompt: Prompt, params: Params | None, grammar: Grammar | None, *, stream: bool
+    ) -> Ticket:
         _, engine = self._live
-        admitted = await asyncio.to_thread(self._prepared.admission.admit, prompt, params)
+        admission = self._prepared.admission
+        admitted = await asyncio.to_thread(admission.admit, prompt, params, grammar)
         _require_one("prompt", admitted)
         return await engine.generate(admitted, telling=SNAPSHOTS, stream=stream)
 

@@ -18,6 +18,7 @@ from paceline.core.parallel import Parallel
 from paceline.engine.acceptance import read_band
 from paceline.engine.engine import Engine
 from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
+from paceline.engine.request import HostNeed
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.llm.draft_self_test import check_drafter
@@ -195,6 +196,7 @@ def _scheduler(
     prepared: Prepared, knobs: Knobs, notify: Notify, *, padded_tokens: tuple[int, ...]
 ) -> Scheduler:
     options, draft = prepared.options, shape_of(prepared.speculation)
+    plans_on_host = load_backend(prepared.attention.name).capabilities.host_plan
     cache = CacheManager(
         prepared.groups,
         _num_pages(prepared.fit, knobs),
@@ -209,7 +211,7 @@ def _scheduler(
         padded_tokens=padded_tokens,
         draft=draft,
         max_drafting=options.speculative_max_batch,
-        exact_lengths=load_backend(prepared.attention.name).capabilities.host_plan,
+        host_needs=frozenset({HostNeed.EXACT_LENGTHS}) if plans_on_host else frozenset(),
     )
     if knobs.reserve_ahead is not None:
         limits = replace(limits, reserve_ahead=knobs.reserve_ahead)

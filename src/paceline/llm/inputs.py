@@ -9,6 +9,7 @@ import torch
 
 from paceline.core.errors import RequestError
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.grammar import Grammar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ Array = np.ndarray | torch.Tensor  # integers
 Ids = Sequence[int] | np.ndarray[Any, Any] | torch.Tensor
 Prompt = str | Ids | Mapping[str, Any] | Conversation
 Params = SamplingParams | Mapping[str, Any]
+Grammars = Grammar | Sequence[Grammar | None] | None  # one for all prompts, or one for each
 
 _FORMS = "text, token ids or a mapping with one of them"
 _KEYS = ("prompt", "prompt_token_ids")
@@ -90,6 +92,24 @@ def spread(params: object, count: int) -> list[object]:
     if got != count:
         raise _params_error(f"one for all or one for each of {count} prompts", got)
     return list(params)  # type: ignore[call-overload,no-any-return]
+
+
+def spread_grammars(grammar: object, count: int) -> list[object]:
+    """A grammar for each of `count` prompts, unread: one for all, or one each.  Raises
+    RequestError."""
+    if not isinstance(grammar, list | tuple):
+        return [grammar] * count
+    if len(grammar) != count:
+        raise _grammar_error(f"one for all or one for each of {count} prompts", len(grammar))
+    return list(grammar)
+
+
+def as_grammar(value: object) -> Grammar | None:
+    """Raises RequestError for what is none."""
+    if value is None or (isinstance(value, Grammar) and not isinstance(value, type)):
+        return value
+    expected = "an object with fork, fill, accept and is_done"
+    raise _grammar_error(expected, type(value).__name__)
 
 
 def as_sampling_params(value: object) -> SamplingParams:
@@ -169,6 +189,11 @@ def _messages_error(got: str) -> RequestError:
     remedy = 'pass [{"role": "user", "content": "..."}], or several of these lists'
     expected = "a list of mappings with a role, at least one"
     return RequestError.about("messages", expected=expected, got=got, remedy=remedy)
+
+
+def _grammar_error(expected: str, got: object) -> RequestError:
+    remedy = "pass what engine/grammar.py calls a Grammar, or leave it out"
+    return RequestError.about("grammar", expected=expected, got=got, remedy=remedy)
 
 
 def _params_error(expected: str, got: object) -> RequestError:

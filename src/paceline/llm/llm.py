@@ -21,7 +21,7 @@ from paceline.engine.stream import OutputStream
 from paceline.engine.tracker import Tracker
 from paceline.llm.admission import Admission, AdmittedPrompt, indexed, require_admitted
 from paceline.llm.boot import Booted, Knobs, boot
-from paceline.llm.inputs import Ids, Params, Prompt, as_conversations
+from paceline.llm.inputs import Grammars, Ids, Params, Prompt, as_conversations
 from paceline.llm.label_scores import Text, label_prompts, label_scores
 from paceline.llm.prepare import Prepared, prepare
 from paceline.llm.teacher import Teacher
@@ -66,6 +66,7 @@ class LLM:
         *,
         stream: Literal[False] = False,
         return_errors: bool = False,
+        grammar: Grammars = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]: ...
 
@@ -77,6 +78,7 @@ class LLM:
         *,
         stream: Literal[True],
         return_errors: bool = False,
+        grammar: Grammars = None,
     ) -> OutputStream: ...
 
     def generate(
@@ -86,6 +88,7 @@ class LLM:
         *,
         stream: bool = False,
         return_errors: bool = False,
+        grammar: Grammars = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput] | OutputStream:
         """Complete one prompt or many.
@@ -95,6 +98,8 @@ class LLM:
         sampling_params: one for all prompts, or one each; a mapping is read as
         SamplingParams.from_dict.
         use_tqdm: show how many are done; None on a terminal only.
+        grammar: what may be said, token by token (engine/grammar.py): one for all prompts, or one
+        or None for each; of several completions each has a fork.
         Returns finished outputs in the order of the prompts.  With stream=True an iterator of
         snapshots, whose text and ids accumulate, as they come; leaving it early (dropping it, or
         its close()) aborts the rest; its stop() ends them and brings their last snapshots.
@@ -107,7 +112,7 @@ class LLM:
             raise RequestError.about(
                 "use_tqdm", expected="left out of a stream", got="True", remedy=remedy
             )
-        queued = self._queue(prompts, sampling_params, return_errors=return_errors)
+        queued = self._queue(prompts, sampling_params, grammar, return_errors=return_errors)
         if stream:
             return OutputStream(
                 [each for each in queued if isinstance(each, Tracker)],
@@ -125,6 +130,7 @@ class LLM:
         *,
         stream: Literal[False] = False,
         return_errors: bool = False,
+        grammar: Grammars = None,
         use_tqdm: bool | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -138,6 +144,7 @@ class LLM:
         *,
         stream: Literal[True],
         return_errors: bool = False,
+        grammar: Grammars = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> OutputStream: ...
@@ -283,13 +290,16 @@ class LLM:
         return self.prepared.admission
 
     def submit(
-        self, prompts: Prompts, sampling_params: ParamsOfEach | None = None
+        self,
+        prompts: Prompts,
+        sampling_params: ParamsOfEach | None = None,
+        grammar: Grammars = None,
     ) -> list[Tracker]:
         """Check everything, then queue everything; the caller turns `engine.step`.
 
         Raises RequestError, and queues nothing then.
         """
-        return self.enqueue(self.admission.admit(prompts, sampling_params))
+        return self.enqueue(self.admission.admit(prompts, sampling_params, grammar))
 
     def enqueue(self, admitted: Sequence[AdmittedPrompt]) -> list[Tracker]:
         """Queue what was admitted, all or nothing.  Raises RequestError for what could never run to
@@ -305,12 +315,18 @@ class LLM:
         return trackers
 
     def _queue(
-        self, prompts: Prompts, params: ParamsOfEach | None, *, return_errors: bool
+        self,
+        prompts: Prompts,
+        params: ParamsOfEach | None,
+        grammar: Grammars,
+        *,
+        return_errors: bool,
     ) -> list[Tracker | RequestOutput]:
         """A tracker per prompt; with return_errors the output of one that was refused."""
         if not return_errors:
-            return [*self.submit(prompts, params)]
-        return [self._add_or_refuse(each) for each in [*self.admission.admit_each(prompts, params)]]
+            return [*self.submit(prompts, params, grammar)]
+        admitted = [*self.admission.admit_each(prompts, params, grammar)]
+        return [self._add_or_refuse(each) for each in admitted]
 
     def _add_or_refuse(self, admitted: AdmittedPrompt | RequestError) -> Tracker | RequestOutput:
         name = self._next_id()
@@ -323,7 +339,13 @@ class LLM:
         params = admitted.params
         if params.seed is None:
             params = replace(params, seed=self._seed())
-        return self._live.engine.add(name, admitted.token_ids, params, prompt=admitted.prompt)
+        return self._live.engine.add(
+            name,
+            admitted.token_ids,
+            params,
+            prompt=admitted.prompt,
+            constraint=admitted.constraint,
+        )
 
     def _next_id(self) -> str:
         self._num_requests += 1

@@ -157,6 +157,7 @@ class RehearsedStep:
     mask: MaskKind = MaskKind.CAUSAL
     is_round: bool = False
     scored: int = 0  # tokens of a prompt that are scored
+    masked: bool = False
 
 
 def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list[RehearsedStep]:
@@ -164,7 +165,7 @@ def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list
     somebody drafts a round, of at most `max_drafting` requests."""
     wide = SamplerTier.PLUG_INS if limits.logits_processors else SamplerTier.BY_ROW
     ragged = PaddedSize.ragged(limits.padded_reqs, limits.max_tokens)
-    shape = RehearsedStep(size=ragged, sampler=wide, logprobs=True)
+    shape = RehearsedStep(size=ragged, sampler=wide, logprobs=True, masked=True)
     scored = min(limits.max_tokens, limits.context_len)
     prompt = replace(shape, size=PaddedSize.ragged(1, limits.max_tokens), scored=scored)
     return [shape, prompt, *_rounds(limits, shape, limits.max_running, max_drafting)]
@@ -218,6 +219,7 @@ def allocated(
             logprobs=shape.logprobs,
             is_round=shape.is_round,
             prompt_spans=spans,
+            masked=shape.masked,
         ).run()
     return seen
 
@@ -245,6 +247,6 @@ def graphs_held(
     for shape in shapes:
         allocated(parts, shape, facts, captured=True, pool=pool)
     first = pool.held
-    widest = replace(shapes[-1], sampler=SamplerTier.BY_ROW, logprobs=True)
+    widest = replace(shapes[-1], sampler=SamplerTier.BY_ROW, logprobs=True, masked=True)
     allocated(parts, widest, facts, captured=True, pool=pool)
     return first, pool.held - first

@@ -17,7 +17,8 @@ from paceline.attention.held import tensors_in
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.sampling_params import MAX_LOGPROBS
-from paceline.core.step import StepLayout, padded_parents
+from paceline.core.step import StepLayout, TokenMask, padded_parents
+from paceline.kernels.mask_tokens import NO_MASK, Masks, num_words
 from paceline.kernels.step_view import GroupView, StepView
 from paceline.runner.staging import Copy, StagingSlot
 
@@ -33,6 +34,8 @@ class Extent(Enum):
     TREE_PAIR = "a token of a step of trees, and a row of its request"
     EMITTED = "a token that may be emitted"
     RESULT = "a number of a request's results"
+    SAMPLED = "a row that is sampled, of a step with masks"
+    MASK = "a mask"
 
 
 # By the field of StepBuffers: views, named_tensors and the sanitizer follow.
@@ -58,6 +61,8 @@ EXTENTS = {
     "chosen_logprobs": Extent.EMITTED,
     "top_ids": Extent.EMITTED,
     "top_logprobs": Extent.EMITTED,
+    "mask_ids": Extent.SAMPLED,
+    "mask_words": Extent.MASK,
 }
 
 # What the view of a step, or of a pass, has under the same name: the first entries it uses.
@@ -89,6 +94,10 @@ class PaddedSize:
         """`reqs` rows, each with its own number, of `tokens` tokens in all."""
         return PaddedSize(reqs, tokens, tokens)
 
+    def sampled(self, *, is_round: bool) -> int:
+        """Rows that are sampled: of a round all, else one of each request."""
+        return self.tokens if is_round else self.reqs
+
     def pad_lens(self, layout: StepLayout) -> tuple[int, ...]:
         """[padded rows] tokens of each: the stride where all rows extend alike, else the first
         takes what is left and the others none."""
@@ -106,6 +115,8 @@ class StepUse:
     size: PaddedSize
     has_tree: bool
     max_emitted: int  # tokens that a row emits at most
+    num_sampled: int = 0  # rows that are sampled, of a step with masks
+    num_masks: int = 0
 
     def entries(self, extent: Extent) -> int:
         """The first so many."""
@@ -120,6 +131,8 @@ class StepUse:
             Extent.TREE_PAIR: tree_tokens * size.max_extend_len,
             Extent.EMITTED: size.reqs * self.max_emitted,
             Extent.RESULT: size.reqs * (2 + self.max_emitted),
+            Extent.SAMPLED: self.num_sampled,
+            Extent.MASK: self.num_masks,
         }[extent]
 
 
@@ -142,6 +155,10 @@ class StepBuffers:
         emitted, FinishCode, and their ids, as many as a row of the step emits at most
     chosen_logprobs, top_ids, top_logprobs: a row for each token that may be emitted; those of
         tokens that were not hold anything
+    mask_ids:  [max_reqs * rows of a request that are sampled at most]  int32  staged by fill_masks:
+        the row of mask_words with a sampled row's mask, NO_MASK: it may take every token
+    mask_words:  [max_reqs, ceil(vocab / 32)]  int32  staged likewise, as kernels/mask_tokens.py has
+        them; one for each request at most, in the order of the step
     """
 
     def __init__(
@@ -154,10 +171,12 @@ class StepBuffers:
         max_path: int = 1,
         of_passes: bool = False,
         state_groups: frozenset[int] = frozenset(),
+        vocab_size: int = 0,
         kv_len_bound: int,
         device: torch.device,
     ) -> None:
-        """state_groups: those of the groups whose tokens have no slots."""
+        """state_groups: those of the groups whose tokens have no slots.  vocab_size: of masks; 0:
+        no step has any."""
         own_reqs, own_tree_rows = (0, 0) if of_passes else (max_reqs, max_tree_rows)
         self.kv_len_bound = kv_len_bound
         self._filled: tuple[StepLayout, PaddedSize] | None = None
@@ -195,6 +214,8 @@ class StepBuffers:
         self.chosen_logprobs = torch.zeros(emitted, device=device)
         self.top_ids = longs(emitted, MAX_LOGPROBS)
         self.top_logprobs = torch.zeros(emitted, MAX_LOGPROBS, device=device)
+        self.mask_ids = ints(own_reqs * max(max_tree_rows, max_path))
+        self.mask_words = ints(own_reqs, num_words(vocab_size))
 
     def holds(self, layout: StepLayout, size: PaddedSize) -> bool:
         """Whether `facts` already says exactly this, so that nothing need be staged."""
@@ -217,6 +238,24 @@ class StepBuffers:
             copies.append((self.parents[: size.tokens], slot.put(staged)))
         return copies
 
+    def fill_masks(
+        self, masks: Sequence[TokenMask], num_sampled: int, slot: StagingSlot
+    ) -> list[Copy]:
+        """Stage the masks of a step that samples so many rows; returns the copies, as `fill`."""
+        assert masks, "a step without masks knows of none"
+        ids = np.full(num_sampled, NO_MASK, dtype=np.int32)
+        ids[[mask.row for mask in masks]] = np.arange(len(masks))
+        words = np.frombuffer(b"".join([mask.words for mask in masks]), dtype=np.int32)
+        words = words.reshape(len(masks), self.mask_words.shape[1])
+        return [
+            (self.mask_ids[:num_sampled], slot.put(ids)),
+            (self.mask_words[: len(masks)], slot.put(words)),
+        ]
+
+    def masks(self, num_sampled: int) -> Masks:
+        """Of a step that samples so many rows."""
+        return Masks(self.mask_ids[:num_sampled], self.mask_words)
+
     def pad(self, size: PaddedSize) -> None:
         """Make `facts` say that every row of `size` is padding; runs on the device."""
         self._filled = None
@@ -229,6 +268,7 @@ class StepBuffers:
             facts[0, 1].fill_(size.tokens)
         facts[:, 2].zero_()
         self.parents[: size.tokens].fill_(-1)
+        self.mask_ids.fill_(NO_MASK)
 
     def view(self, size: PaddedSize, mask: MaskKind, *, shares_prefix: bool = False) -> StepView:
         """The device view of a step padded to `size`."""

@@ -161,6 +161,7 @@ def build_parts(
         max_pages=max_pages,
         max_tree_rows=limits.tree_rows,
         max_path=limits.draft.max_path,
+        vocab_size=config.vocab_size,
         state_groups=frozenset(mixer.group for mixer in state_mixers),
         kv_len_bound=limits.kv_len_bound,
         device=device,
@@ -228,7 +229,7 @@ def wire_runner(
     pinned = device_type(device) == "cuda"
     if pinned:  # steps run on a stream of their own; all of this was filled here
         torch.cuda.synchronize(device)
-    staged = _staging_bytes(limits, parts.table)
+    staged = _staging_bytes(limits, parts)
     return ModelRunner(
         parts,
         stream=stream,
@@ -338,11 +339,13 @@ def _request_table(
     )
 
 
-def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:
+def _staging_bytes(limits: RunnerConfig, parts: Parts) -> int:
     """The most one step stages: the joining requests' tokens, and of every row all its columns."""
+    table, buffers = parts.table, parts.buffers
     page_rows = sum(pages[0].nbytes for pages in table.page_tables)
     sampling_row = table.sampling.floats[0].nbytes + table.sampling.ints[0].nbytes
-    per_row = page_rows + sampling_row + 4 * limits.tree_rows + _PIECES * _ALIGNMENT
+    masks = buffers.mask_words[0].nbytes + buffers.mask_ids.nbytes // limits.padded_reqs
+    per_row = page_rows + sampling_row + 4 * limits.tree_rows + masks + _PIECES * _ALIGNMENT
     # One request may join beyond the limit, when it joins alone.
     tokens = max(limits.max_join_tokens, limits.context_len)
     return 4 * tokens + limits.padded_reqs * per_row

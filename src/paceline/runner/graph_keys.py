@@ -50,6 +50,8 @@ class GraphKeys:
         if self._parts.shares_prefixes:
             crowds = [size for size in _one_per_power(sizes) if size >= MIN_SHARERS]
             keys += [replace(self._decode(n, NO_DRAFTS), shares_prefix=True) for n in crowds]
+        masked = (SamplerTier.GREEDY, SamplerTier.BY_ROW)  # plug-ins launch no kernel of their own
+        keys += [replace(self.largest_decode(), sampler=tier, masked=True) for tier in masked]
         if self.ragged_tokens:
             few = [(1, tokens) for tokens in (*_one_per_power(self._sizes.tokens), longest)]
             many = [(sizes[-1] + 1, self._sizes.tokens[index]) for index in (0, -1)]
@@ -84,6 +86,7 @@ class GraphKeys:
             logprobs=step.logprobs,
             observed=step.observed,
             shares_prefix=step.shares_prefix and self._parts.shares_prefixes,
+            masked=step.masks is not None,
         )
 
     def _supports(self, extend_len: int | None) -> bool:
@@ -105,6 +108,7 @@ class GraphKeys:
         logprobs: bool = False,
         observed: bool = True,
         shares_prefix: bool = False,
+        masked: bool = False,
     ) -> GraphKey:
         return GraphKey(
             padded_reqs=size.reqs,
@@ -118,6 +122,7 @@ class GraphKeys:
             taps=self._parts.taps,
             observed=observed,
             shares_prefix=shares_prefix,
+            masked=masked,
         )
 
 
@@ -145,4 +150,5 @@ def empty_step(key: GraphKey) -> Step:
         deltas=(),
         observed=key.observed,
         shares_prefix=key.shares_prefix,
+        masks=() if key.masked else None,
     )

@@ -33,6 +33,7 @@ class GraphKey:
     taps: tuple[str, ...]
     observed: bool = True  # by the drafter, where there is one
     shares_prefix: bool = False  # looks for prefixes that rows share, and reads them once
+    masked: bool = False  # rows may have masks: which, and of what tokens, is device data
 
     @property
     def program(self) -> "GraphKey":

@@ -116,6 +116,8 @@ class ModelRunner:
         buffers = self._parts.buffers
         if not buffers.holds(step.layout, size):
             copies += buffers.fill(step.layout, size, slot)
+        if step.masks is not None:
+            copies += buffers.fill_masks(step.masks, size.sampled(is_round=step.is_round), slot)
         if copies:
             self._stream.run(lambda: _execute(copies))
         if graph is not None:
@@ -185,6 +187,7 @@ class ModelRunner:
             is_round=step.is_round,
             prompt_spans=step.prompt_spans,
             observed=step.observed,
+            masked=step.masks is not None,
         )
 
     def _find_or_capture(self, key: GraphKey) -> Graph | None:

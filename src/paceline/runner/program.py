@@ -133,8 +133,9 @@ class StepProgram:
         is_round: bool = False,
         prompt_spans: tuple[PromptSpan, ...] = (),
         observed: bool = True,
+        masked: bool = False,
     ) -> None:
-        """observed: a drafter that observes follows."""
+        """observed: a drafter that observes follows.  masked: rows may have masks."""
         self._parts = parts
         self._view = view
         self._rows = parts.chain(view) if is_round else view  # what derive fills
@@ -145,6 +146,7 @@ class StepProgram:
         self._observed = observed and parts.proposer.observes
         # [padded_reqs]  int32  of a round, what commit says it emitted
         self._num_kept = self._emitted() if is_round else view.extend_lens
+        self._masked = masked
         self.prompt_logprobs: SampledLogprobs | None = None  # [num_scored]  after forward
         # [sampled rows, vocab]  after forward; the head's dtype
         self.logits: Tensor | None = None
@@ -227,6 +229,7 @@ class StepProgram:
             drafts=drafts,
             histories=histories,
             drawn=None if tree is None else self._drawn(tree),
+            masks=self._parts.buffers.masks(self.logits.shape[0]) if self._masked else None,
         )
 
     def _drawn(self, tree: DraftTree) -> DrawnDrafts | None:

@@ -59,8 +59,8 @@ def run(tiny, backend: SumBackend, **options: object) -> None:
 @pytest.mark.parametrize(
     ("kind", "named"),
     [
-        (ReadsSlotZero, r"kv\.state\.sum: slot 0, of padded rows"),
-        (ReadsANeighbour, r"kv\.state\.sum: free slots and those of others"),
+        (ReadsSlotZero, r"kv\.sum\.sum: slot 0, of padded rows"),
+        (ReadsANeighbour, r"kv\.sum\.sum: free slots and those of others"),
     ],
 )
 def test_a_backend_that_reads_what_is_not_its_own_is_named(tiny, kind, named):
@@ -71,13 +71,13 @@ def test_a_backend_that_reads_what_is_not_its_own_is_named(tiny, kind, named):
 def test_a_slot_of_the_prefix_tree_that_is_written_is_found(tiny):
     with pytest.raises(
         SanitizerError,
-        match=r"kv\.state\.sum in the slots \[3\], which the step reads alone, must be as it was",
+        match=r"kv\.sum\.sum in the slots \[3\], which the step reads alone, must be as it was",
     ):
         run(tiny, WritesTheSharedSlot(DECAY))
 
 
 def test_what_a_round_keeps_is_kept_in_that_round(tiny):
-    with pytest.raises(SanitizerError, match=r"state\.kept"):
+    with pytest.raises(SanitizerError, match=r"sum\.kept"):
         run(
             tiny,
             KeepsOfTheRoundBefore(DECAY),
@@ -110,17 +110,17 @@ def test_a_step_that_forgets_to_say_what_its_slots_stand_for_is_found(tiny, monk
         committer._mixer.pool.lens.copy_(lens)
 
     monkeypatch.setattr(StateSlots, "commit", forgets)
-    with pytest.raises(SanitizerError, match=r"kv\.state\.lens: slots this step writes"):
+    with pytest.raises(SanitizerError, match=r"kv\.sum\.lens: slots this step writes"):
         run(tiny, SumBackend(DECAY))
 
 
 def test_guard_and_bytes_know_slots_and_kept_rows(tiny):
     engine = StateEngine(tiny, draft=CHAIN, make_proposer=standalone(tiny, CHAIN))
     named = engine.runner.parts.named_tensors()
-    assert {"state.kept", "state.weights", "table.page_table.1", "step.state_lens"} <= named.keys()
+    assert {"sum.kept", "sum.weights", "table.page_table.1", "step.state_lens"} <= named.keys()
     mixer = engine.runner.parts.mixers[0]
     places = {name for name, _, _ in engine.runner._guard._places}
-    assert {"kv.state.sum", "kv.state.lens", "state.kept"} <= places
+    assert {"kv.sum.sum", "kv.sum.lens", "sum.kept"} <= places
     spec = mixer.pool.spec
     held = sum(t.nbytes for t in mixer.pool.named_tensors().values())
     assert held == mixer.pool.num_slots * spec.page_bytes(torch.float32.itemsize)

@@ -186,13 +186,14 @@ def launch_draw(
     token_ids: Tensor,
     finite: Tensor,
     *,
+    mask_ids: Tensor | None = None,
     block_vocab: int = TOKENS_OF_BLOCK,
 ) -> None:
     """Eight kernels; six of them leave rows alone that do not ask for what they do."""
     num_rows = logits.shape[0]
     if num_rows == 0:
         return
-    blocks = launch_best(logits, at, laws, edits, block_vocab=block_vocab)
+    blocks = launch_best(logits, at, laws, edits, mask_ids=mask_ids, block_vocab=block_vocab)
     cuts = launch_cuts(logits, at, laws, edits, blocks, block_vocab=block_vocab)
     score, num_blocks = torch.empty_like(blocks.best), blocks.best.shape[1]
     given = (

@@ -190,6 +190,7 @@ def _best_kernel(
     edited_ptr,  # [num_rows, vocab] float32
     rows_ptr,  # [num_rows] int64
     asks_ptr,  # [table rows] int64
+    mask_ids_ptr,  # [num_rows] int32, -1: the row has no mask; read when MASKED
     best_ptr,  # [num_rows, blocks] float32; inf: the block holds NaN or an infinity
     tokens_ptr,  # [num_rows, blocks] int32
     temperature_ptr,  # [table rows] float32
@@ -205,6 +206,7 @@ def _best_kernel(
     stride_floats,
     vocab,
     num_blocks,
+    MASKED: tl.constexpr,
     BUCKETS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
@@ -219,6 +221,8 @@ def _best_kernel(
     raw = tl.load(logits_ptr + n * stride_logits_row + tokens, mask=mask, other=float("-inf"))
     logits = raw.to(tl.float32)
     is_finite = (tl.abs(logits) < float("inf")) | (tokens >= vocab)  # false for NaN
+    if MASKED:
+        is_finite |= (tl.load(mask_ids_ptr + n) >= 0) & (logits == float("-inf"))
     row = tl.load(rows_ptr + n)
     asks = tl.load(asks_ptr + row * stride_ints)
     if asks & EDITS != 0:
@@ -273,6 +277,7 @@ def launch_best(
     laws: Laws,
     edits: Edits,
     *,
+    mask_ids: Tensor | None = None,
     block_vocab: int = TOKENS_OF_BLOCK,
 ) -> RowBlocks:
     """Edit the rows that ask, and find the best of every block."""
@@ -309,6 +314,7 @@ def launch_best(
         edited,
         at.rows,
         edits.asks,
+        at.rows if mask_ids is None else mask_ids,
         best,
         tokens,
         laws.temperature,
@@ -324,6 +330,7 @@ def launch_best(
         laws.temperature.stride(0),
         vocab,
         num_blocks,
+        MASKED=mask_ids is not None,
         BUCKETS=BUCKETS,
         BLOCK=next_power_of_2(num_blocks),
         **block_tile(block_vocab),

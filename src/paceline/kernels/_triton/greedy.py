@@ -13,10 +13,12 @@ from paceline.kernels.greedy import BLOCK_VOCAB
 @triton.jit
 def _greedy_blocks_kernel(
     logits_ptr,  # [rows, vocab]
+    mask_ids_ptr,  # [rows] int32, -1: the row has no mask; read when MASKED
     best_ptr,  # [rows, blocks] float32
     token_ids_ptr,  # [rows, blocks] int32
     stride_logits_row,
     vocab,
+    MASKED: tl.constexpr,
     BLOCK_VOCAB: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -29,6 +31,8 @@ def _greedy_blocks_kernel(
     logits = tl.load(logits_ptr + row * stride_logits_row + tokens, mask=mask, other=float("-inf"))
     logits = logits.to(tl.float32)
     is_finite = tl.abs(logits) < float("inf")  # false for NaN
+    if MASKED:
+        is_finite |= (tl.load(mask_ids_ptr + row) >= 0) & (logits == float("-inf"))
     # A block that holds NaN or an infinity reports +inf, as no finite block can.
     logits = tl.where(is_finite | (tokens >= vocab), logits, float("inf"))
     best = tl.max(logits, axis=0)
@@ -64,7 +68,12 @@ def _greedy_rows_kernel(
 
 
 def launch_greedy(
-    logits: Tensor, token_ids: Tensor, finite: Tensor, *, block_vocab: int = BLOCK_VOCAB
+    logits: Tensor,
+    token_ids: Tensor,
+    finite: Tensor,
+    *,
+    mask_ids: Tensor | None = None,
+    block_vocab: int = BLOCK_VOCAB,
 ) -> None:
     """One program per row and block of the vocabulary, then one per row."""
     rows, vocab = logits.shape
@@ -77,10 +86,12 @@ def launch_greedy(
         _greedy_blocks_kernel,
         (num_blocks, rows),
         logits,
+        logits if mask_ids is None else mask_ids,
         best,
         block_token_ids,
         logits.stride(0),
         vocab,
+        MASKED=mask_ids is not None,
         BLOCK_VOCAB=block_vocab,
         num_warps=min(max(block_vocab // 512, 1), 8),
         **overlap_options(logits.device, _greedy_blocks_kernel),

@@ -10,6 +10,7 @@ from paceline.core.sampling_params import SamplerTier
 from paceline.kernels.draw import draw, draw_reference, scores_reference
 from paceline.kernels.edit_logits import SampledRows, edit_logits
 from paceline.kernels.greedy import greedy
+from paceline.kernels.mask_tokens import Masks, mask_tokens, rows_are_finite
 from paceline.layers.sampling.logprobs import token_logprobs
 from paceline.layers.sampling.noise import coins
 from paceline.layers.sampling.process import process_logits
@@ -20,8 +21,8 @@ from paceline.layers.sampling.table import SamplingTable
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sampled:
     """What was sampled at each row.  Log-probabilities are natural logs of the raw distribution:
-    before bias, penalties, temperature and filters.  Rows that are not finite hold token 0 and
-    meaningless log-probabilities.
+    before masks, bias, penalties, temperature and filters.  Rows that are not finite hold token 0
+    and meaningless log-probabilities.
     """
 
     token_ids: Tensor  # [num_rows]  int64
@@ -43,6 +44,7 @@ def sample(
     drafts: Tensor | None = None,
     histories: Tensor | None = None,
     drawn: DrawnDrafts | None = None,
+    masks: Masks | None = None,
 ) -> Sampled:
     """One token per row: argmax(logits / temperature + Gumbel noise) over the tokens that pass
     the filters, or the plain argmax where the temperature is 0.  Ties go to the lowest id.  Where
@@ -54,7 +56,8 @@ def sample(
     rows of one request know different tokens: drafts, [num_rows, width] int64, those that each
     row knows behind its request's history (SampledRows); and histories, [num_rows, max_tokens]
     int32, each row's own, read where plug-ins run.  drawn: of rows that are chains
-    behind each request's root, read unless the tier is greedy.  Python branches on `tier`,
+    behind each request's root, read unless the tier is greedy.  masks: the tokens that each row may
+    take; a copy of the logits is masked before anything else sees it.  Python branches on `tier`,
     `top_logprobs` (0 = none) and what is None; mutates nothing; no host reads; recordable.
     Raises KernelArgumentError.
     """
@@ -64,17 +67,20 @@ def sample(
         raise KernelArgumentError.about(
             "logits", expected="floating-point [num_rows, vocab]", got=got, remedy=remedy
         )
+    allowed = logits
+    if masks is not None:
+        allowed = logits.clone()
+        mask_tokens(allowed, masks)
     if tier is SamplerTier.GREEDY:
-        chosen, finite = greedy(logits)
+        chosen, finite = greedy(allowed, masks)
     else:
         at = SampledRows(rows, positions.long(), token_ids, drafts)
         if tier is SamplerTier.BY_ROW and drawn is None:
-            chosen, finite = draw(logits, at, table.laws, table.edits)
+            chosen, finite = draw(allowed, at, table.laws, table.edits, masks)
         else:
-            # A NaN or an infinity stays one in the sum, which no real logits can overflow.
-            finite = torch.isfinite(logits.float().sum(-1))
+            finite = rows_are_finite(allowed, masks)
             plug_ins = tier is SamplerTier.PLUG_INS
-            processed = _processed(logits, at, table, histories, plug_ins=plug_ins)
+            processed = _processed(allowed, at, table, histories, plug_ins=plug_ins)
             chosen = _draw_or_reject(processed, at, table, drawn).masked_fill(~finite, 0)
     if not top_logprobs:
         return Sampled(

@@ -49,7 +49,9 @@ def step_regions(buffers: StepBuffers, use: StepUse, layout: StepLayout) -> list
 
 def _is_staged(name: str, layout: StepLayout) -> bool:
     """Whether the host wrote what of it is in use."""
-    return name == "step.facts" or (name == "step.parents" and layout.parents is not None)
+    if name == "step.parents":
+        return layout.parents is not None
+    return name in ("step.facts", "step.mask_ids", "step.mask_words")
 
 
 def backend_regions(named: Mapping[str, Tensor], kept: frozenset[str]) -> list[Region]:

@@ -161,7 +161,14 @@ class PoisonedRuns:
     def _regions(self) -> list[Region]:
         parts, step, live = self._parts, self._checked.step, self._live
         most = parts.max_emitted(is_round=step.is_round)
-        use = StepUse(self._checked.size, step.mask is MaskKind.TREE, most)
+        size, masks = self._checked.size, step.masks
+        use = StepUse(
+            size,
+            has_tree=step.mask is MaskKind.TREE,
+            max_emitted=most,
+            num_sampled=0 if masks is None else size.sampled(is_round=step.is_round),
+            num_masks=len(masks or ()),
+        )
         named, kept = parts.table.named_tensors(), parts.backend.kept_fields
         regions = step_regions(parts.buffers, use, step.layout)
         regions += backend_regions(tensors_in("backend", parts.backend_buffers), kept)
