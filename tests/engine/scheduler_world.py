@@ -9,9 +9,11 @@ With drafts, a round of the fake device emits 1 to max_path of the model's token
 history, and writes junk to every slot that a round may write.
 """
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from zlib import crc32
 
+from paceline.cache.page_keys import PageKeys
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.model_config import CacheGroupSpec, kv_parts
 from paceline.core.sampling_params import SamplingParams
@@ -28,8 +30,22 @@ def extend_history(history: int, token: int) -> int:
     return (history * 1_000_003 + token + 17) * 0x9E3779B97F4A7C15 & MASK
 
 
-def empty_history(salt: Hashable) -> int:
-    return 1 if salt is None else 1 + sum(str(salt).encode())
+def empty_history(keys: PageKeys) -> int:
+    path = f"{keys.salt or ''}{keys.adapter or ''}"
+    return 1 + sum(path.encode())
+
+
+def histories_of(tokens: Sequence[int], keys: PageKeys) -> list[int]:
+    """[len(tokens)] hash of tokens[: i + 1], and of the media that the request says are there."""
+    history, histories = empty_history(keys), []
+    for position, token in enumerate(tokens):
+        history = extend_history(history, token)
+        for span in keys.media:
+            if span.start <= position < span.stop:
+                place = f"{span.media_hash}{position - span.start}"
+                history = extend_history(history, crc32(place.encode()))
+        histories.append(history)
+    return histories
 
 
 def next_token(history: int) -> int:
@@ -38,12 +54,10 @@ def next_token(history: int) -> int:
 
 
 def run_alone(
-    prompt: tuple[int, ...], params: SamplingParams, *, max_len: int, salt: Hashable
+    prompt: tuple[int, ...], params: SamplingParams, *, max_len: int, keys: PageKeys
 ) -> tuple[list[int], FinishCode]:
     """What the fake model says with no engine around it."""
-    history = empty_history(salt)
-    for token in prompt:
-        history = extend_history(history, token)
+    history = histories_of(prompt, keys)[-1]
     output: list[int] = []
     while True:
         if is_poisoned(params, len(prompt) + len(output)):
@@ -144,11 +158,11 @@ class FakeDevice:
         self._retired = epoch
         self._touched = [entry for entry in self._touched if entry[0] > epoch]
 
-    def execute(self, step: Step, salts: dict[int, Hashable]) -> StepOutputs:
-        """salts: row -> salt, for rows that join in this step."""
+    def execute(self, step: Step, keys: dict[int, PageKeys]) -> StepOutputs:
+        """keys: by row, of requests that join in this step."""
         for delta in step.deltas:
             if isinstance(delta, JoinDelta):
-                self._join(delta, salts[delta.row])
+                self._join(delta, keys[delta.row])
             else:
                 self._write_table(delta)
         touched: dict[tuple[int, int], set[int]] = {}
@@ -236,18 +250,14 @@ class FakeDevice:
             )
         return scores
 
-    def _join(self, delta: JoinDelta, salt: Hashable) -> None:
+    def _join(self, delta: JoinDelta, keys: PageKeys) -> None:
         assert delta.row != 0, "row 0 is reserved"
         assert 0 <= delta.prefix_len < len(delta.token_ids) < delta.max_len
         self._serial += 1
-        history, histories = empty_history(salt), []
-        for token in delta.token_ids:
-            history = extend_history(history, token)
-            histories.append(history)
         self._rows[delta.row] = Row(
             serial=self._serial,
             tokens=list(delta.token_ids),
-            histories=histories,
+            histories=histories_of(delta.token_ids, keys),
             kv_len=delta.prefix_len,
             max_len=delta.max_len,
             params=delta.params,

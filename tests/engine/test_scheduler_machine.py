@@ -21,6 +21,7 @@ from scheduler_world import FakeDevice, group_specs, output_ids, run_alone
 
 from cache_probe import num_shared_pages
 from paceline.cache.manager import CacheManager
+from paceline.cache.page_keys import MediaSpan, PageKeys
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError
 from paceline.core.model_config import CacheGroupSpec
@@ -38,7 +39,7 @@ REASONS = {
 }
 NEVER_POISONED = -1  # a seed that is no number of tokens
 LEAST = {"actions": 8_000, "evictions": 500, "preemptions": 200, "aborts while sharing": 200}
-LEAST |= {"scored prompts": 500, "siblings": 500}
+LEAST |= {"scored prompts": 500, "siblings": 500, "media": 500}
 SHARES = [0.25, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
 
 WORLD = {
@@ -111,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.num_drained = 0
         self.requests: dict[str, Request] = {}
-        self.salts: dict[str, str | None] = {}
+        self.keys: dict[str, PageKeys] = {}
         self.expected: dict[str, tuple[list[int], FinishCode]] = {}
         self.streamed: dict[str, list[int]] = {}
         self.scored: dict[str, list[float]] = {}  # prompt tokens, by their scores
@@ -131,6 +132,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.integers(0, 2),
         poisoned_at=st.sampled_from([None] * 12 + [20]),
         salt=st.sampled_from([None, None, None, "tenant"]),
+        adapter=st.sampled_from([None, None, None, "lora"]),
+        media=st.sampled_from([(), (), (2, 9), (0, 3, 6, 20)]),
         turns=st.sampled_from([2, 1, 0]),
         siblings=st.sampled_from([0, 0, 0, 1, 3]),
         scores=st.sampled_from([None, None, 0]),
@@ -145,6 +148,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops,
         poisoned_at,
         salt,
+        adapter,
+        media,
         turns,
         siblings,
         scores,
@@ -162,14 +167,23 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_logprobs=scores,
                 speculative=len(self.requests) % 4 != 3,
             )
-            first = Request.make(name, prompt, params, context_len=CONTEXT_LEN, salt=salt)
+            keys = PageKeys(salt, adapter, self.media_of(prompt, media))
+            first = Request.make(name, prompt, params, context_len=CONTEXT_LEN, keys=keys)
             for request in [first, *(first.sibling(i + 1) for i in range(siblings))]:
-                self.queue(request, salt)
+                self.queue(request, keys)
         for _ in range(turns):
             self.turn()
         self.after("add")
 
-    def queue(self, request, salt):
+    def media_of(self, prompt, edges):
+        """Of two pictures and of any length, where a prompt has tokens for it."""
+        spans = zip(edges[::2], edges[1::2], strict=True)
+        spans = [(start, min(stop, len(prompt))) for start, stop in spans if start < len(prompt)]
+        self.tally["media"] += len(spans)
+        picture = "m" if len(self.requests) % 3 else "n"
+        return tuple(MediaSpan(*span, f"{picture}{span[1] - span[0]}") for span in spans)
+
+    def queue(self, request, keys):
         try:
             self.scheduler.add(request)
         except CapacityError:
@@ -177,11 +191,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         name = request.request_id
         self.requests[name] = request
-        self.salts[name] = salt  # as it was asked: a request may have lost its own
+        self.keys[name] = keys  # as it was asked: a request may have lost its own
         self.streamed[name] = []
         self.scored[name] = []
         self.expected[name] = run_alone(
-            request.prompt_ids, request.params, max_len=request.max_len, salt=salt
+            request.prompt_ids, request.params, max_len=request.max_len, keys=keys
         )
 
     @precondition(lambda self: self.scheduler.has_work)
@@ -248,12 +262,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         step = self.scheduler.schedule(self.epoch)
         if step is not None:
             joins = [delta for delta in step.deltas if isinstance(delta, JoinDelta)]
-            salts = {
-                r.row: self.salts[name]
+            keys = {
+                r.row: self.keys[name]
                 for name, r in (self.requests.items() if joins else ())
                 if r.state is RequestState.RUNNING
             }
-            self.in_flight.append((step, self.device.execute(step, salts)))
+            self.in_flight.append((step, self.device.execute(step, keys)))
             self.tally["rounds"] += step.is_round
             self.tally["joins"] += len(joins)
         while len(self.in_flight) > (self.delay if step is not None else 0):

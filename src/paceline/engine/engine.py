@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 
+from paceline.cache.page_keys import PageKeys
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.loop import Launched, Runner, TurnFunction
@@ -63,7 +64,7 @@ class Engine:
         """
         self._require_whole()
         first = Request.make(
-            request_id, prompt_ids, params, context_len=self._context_len, salt=salt
+            request_id, prompt_ids, params, context_len=self._context_len, keys=PageKeys(salt)
         )
         requests = [first, *(first.sibling(index) for index in range(1, params.n))]
         self._queue(requests)

@@ -10,10 +10,11 @@ emits 1 to max_path tokens, so that is known from both sides only; of all else t
                 [0 .............. kv_bound)   at most
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
+from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.core.errors import message
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.seeds import child_seed
@@ -47,7 +48,7 @@ class Request:
     token_ids: list[int]  # [num_known] prompt, then received output
     prompt_len: int
     max_len: int  # finished once this many tokens are known, prompt included
-    salt: Hashable = None  # requests of different salts share no cache pages
+    keys: PageKeys = NO_KEYS  # what its KV depends on beside its tokens
     parent_id: str = ""  # what the caller asked as
     index: int = 0  # of the caller's completions
     leader: "Request | None" = None  # the first completion, which computes the prompt for all
@@ -82,7 +83,7 @@ class Request:
         params: SamplingParams,
         *,
         context_len: int,
-        salt: Hashable = None,
+        keys: PageKeys = NO_KEYS,
     ) -> "Request":
         """A waiting request; `Admission` has seen that its prompt fits the context."""
         num_prompt = len(prompt_ids)
@@ -94,7 +95,7 @@ class Request:
             token_ids=list(prompt_ids),
             prompt_len=num_prompt,
             max_len=min(wanted, context_len),
-            salt=salt,
+            keys=keys,
             parent_id=request_id,
         )
 
@@ -109,7 +110,7 @@ class Request:
             token_ids=list(self.token_ids),
             prompt_len=self.prompt_len,
             max_len=self.max_len,
-            salt=self.salt,
+            keys=self.keys,
             parent_id=self.request_id,
             index=index,
             leader=self,

@@ -209,7 +209,7 @@ class Scheduler:
                 request.token_ids,
                 reserve_to=reserve_to,
                 ahead=min(self._config.reserve_ahead, limit - reserve_to),
-                salt=request.salt,
+                keys=request.keys,
                 max_hit=request.max_hit,
             )
             if admission is None:
