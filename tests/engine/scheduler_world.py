@@ -5,6 +5,8 @@ history whose KV it stands for.  Every key a query can see must carry the histor
 itself would have written: a page given away early, shared unwritten, mixed up or trimmed too far
 shows as a wrong hash.  Steps in flight also keep what they touch: nobody else may write there.
 
+Where the keys of a request say that media is, its tokens must find their input rows in the overlay.
+
 With drafts, a round of the fake device emits 1 to max_path of the model's tokens, by a hash of its
 history, and writes junk to every slot that a round may write.
 """
@@ -17,11 +19,20 @@ from paceline.cache.page_keys import PageKeys
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.model_config import CacheGroupSpec, kv_parts
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.step import FinishCode, JoinDelta, PageDelta, RowLogprobs, Step, StepOutputs
+from paceline.core.step import (
+    FinishCode,
+    JoinDelta,
+    OverlayDelta,
+    PageDelta,
+    RowLogprobs,
+    Step,
+    StepOutputs,
+)
 from paceline.engine.request import Request
 
 VOCAB = 50
 MASK = (1 << 61) - 1
+OVERLAY = -1  # stands for a cache group where slots of the overlay are touched
 JUNK = -1  # what stands in a slot whose token was not accepted
 
 
@@ -120,6 +131,8 @@ class Row:
     params: SamplingParams
     frozen: bool = False
     tables: dict[int, dict[int, int]] = field(default_factory=dict)  # group -> index -> page
+    media: dict[int, tuple[str, int]] = field(default_factory=dict)  # position -> hash and place
+    slots: dict[int, int] = field(default_factory=dict)  # position -> slot of the overlay
 
     def value(self, position: int, spec: CacheGroupSpec) -> int:
         """What the KV of a position stands for; JUNK where a token it depends on is unknown."""
@@ -150,6 +163,7 @@ class FakeDevice:
         self._rows: dict[int, Row] = {}
         self._kv: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in specs]
         self._page_writer: list[dict[int, tuple[int, int]]] = [{} for _ in specs]
+        self._overlay: dict[int, tuple[str, int]] = {}  # slot -> the row there
         self._touched: list[tuple[int, dict[tuple[int, int], set[int]]]] = []
         self._retired = 0
         self._serial = 0
@@ -163,11 +177,13 @@ class FakeDevice:
         for delta in step.deltas:
             if isinstance(delta, JoinDelta):
                 self._join(delta, keys[delta.row])
+            elif isinstance(delta, OverlayDelta):
+                self._put_rows(delta)
             else:
                 self._write_table(delta)
         touched: dict[tuple[int, int], set[int]] = {}
         self._touched.append((step.epoch, touched))
-        live = []
+        live, reads_overlay = [], False
         for row_id, extend, prefix, emits in zip(
             step.layout.rows,
             step.layout.extend_lens,
@@ -180,6 +196,8 @@ class FakeDevice:
                 live.append(None)
                 continue
             self._check_prefix(row, prefix, step)
+            if not step.is_round:
+                reads_overlay |= self._check_rows(row, extend, touched)
             if step.is_round:
                 assert extend == self._shape.num_draft_tokens
                 self._store(row, self._shape.reach, step.epoch, touched)
@@ -188,6 +206,9 @@ class FakeDevice:
                 assert emits == (row.kv_len + extend == len(row.tokens)), "emits is of other tokens"
                 self._store(row, extend, step.epoch, touched)
             live.append(row)
+        assert step.has_overlay >= reads_overlay, "a step reads the overlay and does not say so"
+        if None not in live:
+            assert step.has_overlay == reads_overlay, "a step says it reads the overlay"
         scores = self._score(step, live)
         for row, extend in zip(live, step.layout.extend_lens, strict=True):
             if row is not None:
@@ -262,7 +283,32 @@ class FakeDevice:
             max_len=delta.max_len,
             params=delta.params,
             tables={group: {} for group in range(len(self._specs))},
+            media={
+                position: (span.media_hash, position - span.start)
+                for span in keys.media
+                for position in range(span.start, span.stop)
+            },
         )
+
+    def _put_rows(self, delta: OverlayDelta) -> None:
+        row, source = self._rows[delta.row], delta.source
+        rows = source.rows[delta.start - source.start :]
+        for offset, (slot, content) in enumerate(zip(delta.slots, rows, strict=True)):
+            assert slot > 0, "slot 0 is nobody's"
+            for _, others in self._touched:
+                users = others.get((OVERLAY, slot), set())
+                assert users <= {row.serial}, f"slot {slot} is read by a step in flight"
+            row.slots[delta.start + offset] = slot
+            self._overlay[slot] = content
+
+    def _check_rows(self, row: Row, extend: int, touched: dict[tuple[int, int], set[int]]) -> bool:
+        """Whether tokens of the step take rows of the overlay; they must be the request's."""
+        taken = [p for p in range(row.kv_len, row.kv_len + extend) if p in row.media]
+        for position in taken:
+            slot = row.slots[position]
+            assert self._overlay[slot] == row.media[position], f"token {position} reads another's"
+            touched.setdefault((OVERLAY, slot), set()).add(row.serial)
+        return bool(taken)
 
     def _write_table(self, delta: PageDelta) -> None:
         for offset, page in enumerate(delta.page_ids):

@@ -21,9 +21,11 @@ from scheduler_world import FakeDevice, group_specs, output_ids, run_alone
 
 from cache_probe import num_shared_pages
 from paceline.cache.manager import CacheManager
-from paceline.cache.page_keys import MediaSpan, PageKeys
+from paceline.cache.overlay_slots import OverlaySlots
+from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError
+from paceline.core.input_rows import InputRows
 from paceline.core.model_config import CacheGroupSpec
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta
@@ -39,7 +41,7 @@ REASONS = {
 }
 NEVER_POISONED = -1  # a seed that is no number of tokens
 LEAST = {"actions": 8_000, "evictions": 500, "preemptions": 200, "aborts while sharing": 200}
-LEAST |= {"scored prompts": 500, "siblings": 500, "media": 500}
+LEAST |= {"scored prompts": 500, "siblings": 500, "media": 500, "overlay steps": 500}
 SHARES = [0.25, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
 
 WORLD = {
@@ -54,6 +56,7 @@ WORLD = {
     "caching": st.sampled_from([True, True, True, False]),
     "ahead": st.sampled_from([0, 6]),
     "tight": st.sampled_from([False, False, True]),
+    "overlay": st.sampled_from([40, 24, 17]),
 }
 
 
@@ -79,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching,
         ahead,
         tight,
+        overlay,
     ):
         self.specs = [*group_specs(windows, page_size), *self.draft_specs]
         reach = self.shape.reach
@@ -104,7 +108,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             mix_prefill_and_decode=mix,
             padded_tokens=(4, 6, 8, 16) if ahead else (),
         )
-        self.scheduler = Scheduler(config, self.cache)
+        self.overlay = OverlaySlots(overlay)
+        self.scheduler = Scheduler(config, self.cache, self.overlay)
         exact = self.exact_lengths or not self.shape.has_drafts
         self.device = FakeDevice(self.specs, num_pages, shape=self.shape, exact=exact)
         self.delay = delay
@@ -167,21 +172,29 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_logprobs=scores,
                 speculative=len(self.requests) % 4 != 3,
             )
-            keys = PageKeys(salt, adapter, self.media_of(prompt, media))
-            first = Request.make(name, prompt, params, context_len=CONTEXT_LEN, keys=keys)
+            rows = self.rows_of(prompt, media)
+            keys = PageKeys(salt, adapter, media_of(rows))
+            first = Request.make(
+                name, prompt, params, context_len=CONTEXT_LEN, keys=keys, input_rows=rows
+            )
             for request in [first, *(first.sibling(i + 1) for i in range(siblings))]:
                 self.queue(request, keys)
         for _ in range(turns):
             self.turn()
         self.after("add")
 
-    def media_of(self, prompt, edges):
+    def rows_of(self, prompt, edges):
         """Of two pictures and of any length, where a prompt has tokens for it."""
         spans = zip(edges[::2], edges[1::2], strict=True)
         spans = [(start, min(stop, len(prompt))) for start, stop in spans if start < len(prompt)]
         self.tally["media"] += len(spans)
         picture = "m" if len(self.requests) % 3 else "n"
-        return tuple(MediaSpan(*span, f"{picture}{span[1] - span[0]}") for span in spans)
+        return tuple(self.rows(start, stop - start, picture) for start, stop in spans)
+
+    def rows(self, start, num, picture):
+        name = f"{picture}{num}"
+        rows = [(name, place) for place in range(num)]
+        return InputRows(start=start, num_tokens=num, media_hash=name, rows=rows)
 
     def queue(self, request, keys):
         try:
@@ -270,6 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.in_flight.append((step, self.device.execute(step, keys)))
             self.tally["rounds"] += step.is_round
             self.tally["joins"] += len(joins)
+            self.tally["overlay steps"] += step.has_overlay
         while len(self.in_flight) > (self.delay if step is not None else 0):
             self.process()
 
@@ -293,6 +307,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for group in self.cache.stats().groups:
             assert group.owned == group.queued == 0
             assert group.free + group.cached == group.total
+        assert self.overlay.counts().free == self.overlay.total
         self.scheduler.check_integrity()
 
     def check_finished(self, request):

@@ -37,7 +37,8 @@ NO_DECODE_STEP_HAS_IT = {
     "is_round",
     "ragged_tokens",
     "observed",
-}  # fix graph-key-without-mask, test_ragged_graphs, test_llm_draft_acceptance
+    "has_overlay",
+}  # fix graph-key-without-mask, test_ragged_graphs, test_llm_draft_acceptance, test_llm_embeds
 
 
 def replayed_key(driver: Driver, extends: dict[int, int], replays: list[RecordedGraph]) -> GraphKey:

@@ -15,9 +15,11 @@ Pages are whole: a hit may end at a page within "m", since what lies before the 
 its key, whatever comes behind it.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from paceline.core.input_rows import InputRows
 
 
 class MediaSpan(NamedTuple):
@@ -50,6 +52,11 @@ class PageKeys:
             if span.start < stop and start < span.stop
             for part in (span.media_hash, span.start - start, min(span.stop, stop) - start)
         )
+
+
+def media_of(input_rows: Sequence[InputRows]) -> tuple[MediaSpan, ...]:
+    """The media that rows in place of embeddings are."""
+    return tuple(MediaSpan(each.start, each.stop, each.media_hash) for each in input_rows)
 
 
 NO_KEYS = PageKeys()

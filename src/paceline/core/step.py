@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
+from paceline.core.input_rows import InputRows
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
@@ -44,7 +45,17 @@ class PageDelta:
     page_ids: tuple[int, ...]
 
 
-Delta = JoinDelta | PageDelta
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlayDelta:
+    """Input rows of a request that has entered its row, put into slots of the overlay."""
+
+    row: int
+    start: int  # position of the first token whose row is put there
+    slots: tuple[int, ...]  # one for each token from start to the source's last
+    source: InputRows
+
+
+Delta = JoinDelta | PageDelta | OverlayDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +118,7 @@ class Step:
     deltas: tuple[Delta, ...]  # applied to the request table before this step, in order
     prompt_spans: tuple[PromptSpan, ...] = ()  # in the order of the rows, at most one each
     observed: bool = True  # by the drafter, where there is one; False: no row drafts again
+    has_overlay: bool = False  # some token takes its input row from the overlay
 
     @property
     def kind(self) -> str:

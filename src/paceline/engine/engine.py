@@ -2,8 +2,9 @@
 
 from collections.abc import Hashable, Sequence
 
-from paceline.cache.page_keys import PageKeys
+from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.errors import PacelineError, RequestError
+from paceline.core.input_rows import InputRows
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.loop import Launched, Runner, TurnFunction
 from paceline.engine.request import FinishReason, Request
@@ -54,8 +55,11 @@ class Engine:
         *,
         prompt: str | None = None,
         salt: Hashable = None,
+        input_rows: tuple[InputRows, ...] = (),
     ) -> Tracker:
         """Queue a request: params.n completions, which share the KV of their prompt.
+
+        input_rows: stand in for the embeddings of prompt tokens, ascending.
 
         The others follow once the first has computed the prompt, where the prefix cache is on;
         otherwise each computes it.  params.seed must be set: it is part of what a preempted
@@ -64,7 +68,12 @@ class Engine:
         """
         self._require_whole()
         first = Request.make(
-            request_id, prompt_ids, params, context_len=self._context_len, keys=PageKeys(salt)
+            request_id,
+            prompt_ids,
+            params,
+            context_len=self._context_len,
+            keys=PageKeys(salt, media=media_of(input_rows)),
+            input_rows=input_rows,
         )
         requests = [first, *(first.sibling(index) for index in range(1, params.n))]
         self._queue(requests)

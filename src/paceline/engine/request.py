@@ -16,6 +16,7 @@ from enum import Enum, StrEnum
 
 from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.core.errors import message
+from paceline.core.input_rows import InputRows
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.seeds import child_seed
 from paceline.engine.acceptance import Acceptance
@@ -51,6 +52,7 @@ class Request:
     keys: PageKeys = NO_KEYS  # what its KV depends on beside its tokens
     parent_id: str = ""  # what the caller asked as
     index: int = 0  # of the caller's completions
+    input_rows: tuple[InputRows, ...] = ()  # of its prompt, ascending
     leader: "Request | None" = None  # the first completion, which computes the prompt for all
     arrival: int = 0  # order of arrival
     state: RequestState = RequestState.WAITING
@@ -84,6 +86,7 @@ class Request:
         *,
         context_len: int,
         keys: PageKeys = NO_KEYS,
+        input_rows: tuple[InputRows, ...] = (),
     ) -> "Request":
         """A waiting request; `Admission` has seen that its prompt fits the context."""
         num_prompt = len(prompt_ids)
@@ -96,6 +99,7 @@ class Request:
             prompt_len=num_prompt,
             max_len=min(wanted, context_len),
             keys=keys,
+            input_rows=input_rows,
             parent_id=request_id,
         )
 
@@ -111,6 +115,7 @@ class Request:
             prompt_len=self.prompt_len,
             max_len=self.max_len,
             keys=self.keys,
+            input_rows=self.input_rows,
             parent_id=self.request_id,
             index=index,
             leader=self,
@@ -128,6 +133,11 @@ class Request:
     def has_prompt_kv(self) -> bool:
         """Whether a retired step has completed the KV of its prompt, or it has ended."""
         return self.num_known > self.prompt_len or self.state is RequestState.FINISHED
+
+    @property
+    def num_input_rows(self) -> int:
+        """Tokens whose row it brings."""
+        return sum(source.num_tokens for source in self.input_rows)
 
     @property
     def num_to_score(self) -> int:

@@ -7,15 +7,20 @@ is refused before they are read.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from paceline.core.errors import ModelError, RequestError, message
 from paceline.core.events import Event, Notify
+from paceline.core.input_rows import InputRows
 from paceline.core.model_config import ModelConfig
 from paceline.core.sampling_params import SamplingParams
+from paceline.llm.embeds import read_embeds
 from paceline.llm.inputs import (
     Conversation,
     as_batch,
     as_prompt,
     as_sampling_params,
+    split_embeds,
     spread,
 )
 from paceline.plan.processors import Processors, check_extra_args
@@ -32,6 +37,7 @@ class AdmittedPrompt:
     prompt: str | None  # its text; None when it was given as token ids
     token_ids: tuple[int, ...]  # [num_prompt_tokens]
     params: SamplingParams
+    input_rows: tuple[InputRows, ...] = ()  # in place of embeddings of these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,6 +48,7 @@ class Admission:
     tokenizer: Tokenizer | None  # None: the model takes token ids
     processors: Processors
     context_len: int  # tokens of a request, prompt and output
+    dtype: torch.dtype = torch.float32  # of the model's activations
     notify: Notify
     tokenizer_fault: str | None = None  # why there is none, where the model brings one
 
@@ -69,10 +76,19 @@ class Admission:
                 yield indexed(error, index, len(batch))
 
     def _admit(self, prompt: object, params: SamplingParams) -> AdmittedPrompt:
+        prompt, embeds = split_embeds(prompt)
         text, token_ids = self._read(as_prompt(prompt))
         self._check_length(len(token_ids), params)
         self._check_params(params, prompt_len=len(token_ids))
-        return AdmittedPrompt(prompt=text, token_ids=token_ids, params=params)
+        input_rows = read_embeds(
+            embeds,
+            num_tokens=len(token_ids),
+            hidden_size=self.config.hidden_size,
+            dtype=self.dtype,
+        )
+        return AdmittedPrompt(
+            prompt=text, token_ids=token_ids, params=params, input_rows=input_rows
+        )
 
     def require_tokenizer(self) -> Tokenizer:
         """Raises ModelError for a model that brought none."""

@@ -91,7 +91,9 @@ class LLM:
         """Complete one prompt or many.
 
         prompts: a prompt is text, token ids (a sequence, or an integer array of numpy or torch) or
-        {"prompt": text} or {"prompt_token_ids": ids}; many are any iterable of these.
+        {"prompt": text} or {"prompt_token_ids": ids}; many are any iterable of these.  Beside
+        prompt_token_ids, "prompt_embeds" has rows in place of embeddings: of every token, or
+        several `llm.embeds.Embeds`; --max-prompt-embeds says how many.
         sampling_params: one for all prompts, or one each; a mapping is read as
         SamplingParams.from_dict.
         use_tqdm: show how many are done; None on a terminal only.
@@ -323,7 +325,13 @@ class LLM:
         params = admitted.params
         if params.seed is None:
             params = replace(params, seed=self._seed())
-        return self._live.engine.add(name, admitted.token_ids, params, prompt=admitted.prompt)
+        return self._live.engine.add(
+            name,
+            admitted.token_ids,
+            params,
+            prompt=admitted.prompt,
+            input_rows=admitted.input_rows,
+        )
 
     def _next_id(self) -> str:
         self._num_requests += 1

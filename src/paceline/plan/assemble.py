@@ -83,6 +83,7 @@ def decide(
         capture=not options.enforce_eager,
         sanitize=options.sanitize,
         logits_processors=tuple(processors),
+        overlay_slots=options.max_prompt_embeds,
         draft=shape_of(speculation),
         force_accept_len=None if speculation is None else speculation.forced,
         rejects=speculation is not None and speculation.acceptance == REJECTION,

@@ -27,6 +27,7 @@ from paceline.runner.graphs import (
 from paceline.runner.guard import Guard
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
+from paceline.runner.overlay import Overlay
 from paceline.runner.program import Parts
 from paceline.runner.proposer import NOBODY, Proposer
 from paceline.runner.request_table import RequestTable
@@ -59,6 +60,7 @@ class RunnerConfig:
     sanitize: bool = False  # run every step twice, over poison
     staging_depth: int = RING_DEPTH
     max_tree_rows: int = 0  # of a request in a step whose rows form trees; 0: no such steps
+    overlay_slots: int = 0  # input rows in place of embeddings that requests hold at once
     draft: DraftShape = NO_DRAFTS  # of a proposer's rounds
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
@@ -122,13 +124,14 @@ def build_parts(
         layers=layer_caches(config, groups, pools, sinks=model.attention_sinks()),
         pools=tuple(pools),
         page_sizes=page_sizes,
-        table=_request_table(config, limits, max_pages, device),
+        table=_request_table(config, limits, max_pages, device=device, dtype=dtype),
         buffers=StepBuffers(
             max_reqs=bounds.max_reqs,
             max_tokens=bounds.max_tokens,
             max_pages=max_pages,
             max_tree_rows=limits.tree_rows,
             max_path=limits.draft.max_path,
+            has_overlay=limits.overlay_slots > 0,
             kv_len_bound=limits.kv_len_bound,
             device=device,
         ),
@@ -222,8 +225,23 @@ def _backend_limits(
 
 
 def _request_table(
-    config: ModelConfig, limits: RunnerConfig, max_pages: tuple[int, ...], device: torch.device
+    config: ModelConfig,
+    limits: RunnerConfig,
+    max_pages: tuple[int, ...],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> RequestTable:
+    overlay = None
+    if limits.overlay_slots:
+        overlay = Overlay(
+            num_slots=limits.overlay_slots,
+            hidden_size=config.hidden_size,
+            table_rows=limits.max_running + 1,
+            max_tokens=limits.kv_len_bound,
+            dtype=dtype,
+            device=device,
+        )
     return RequestTable(
         max_running=limits.max_running,
         max_tokens=limits.kv_len_bound,
@@ -231,6 +249,7 @@ def _request_table(
         eos_token_ids=config.eos_token_ids,
         device=device,
         plug_ins=limits.logits_processors,
+        overlay=overlay,
     )
 
 
@@ -241,6 +260,8 @@ def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:
     per_row = page_rows + sampling_row + 4 * limits.tree_rows + _PIECES * _ALIGNMENT
     # One request may join beyond the limit, when it joins alone.
     tokens = max(limits.max_join_tokens, limits.context_len)
+    if table.overlay is not None:  # of each its slot, and a piece for each row of media, at most
+        tokens += min(tokens, limits.overlay_slots) * (1 + _ALIGNMENT // 4)
     return 4 * tokens + limits.padded_reqs * per_row
 
 

@@ -79,6 +79,7 @@ class GraphKeys:
             sampler=step.sampler,
             logprobs=step.logprobs,
             observed=step.observed,
+            has_overlay=step.has_overlay,
         )
 
     def _supports(self, extend_len: int | None) -> bool:
@@ -95,6 +96,7 @@ class GraphKeys:
         sampler: SamplerTier = SamplerTier.GREEDY,
         logprobs: bool = False,
         observed: bool = True,
+        has_overlay: bool = False,
     ) -> GraphKey:
         return GraphKey(
             padded_reqs=size.reqs,
@@ -107,6 +109,7 @@ class GraphKeys:
             logprobs=logprobs,
             taps=self._parts.taps,
             observed=observed,
+            has_overlay=has_overlay,
         )
 
 
@@ -133,4 +136,5 @@ def empty_step(key: GraphKey) -> Step:
         logprobs=key.logprobs,
         deltas=(),
         observed=key.observed,
+        has_overlay=key.has_overlay,
     )

@@ -32,6 +32,7 @@ class GraphKey:
     logprobs: bool
     taps: tuple[str, ...]
     observed: bool = True  # by the drafter, where there is one
+    has_overlay: bool = False  # tokens may take their input row from the overlay
 
     @property
     def program(self) -> "GraphKey":

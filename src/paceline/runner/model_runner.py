@@ -177,7 +177,7 @@ class ModelRunner:
         parts = self._parts
         return StepProgram(
             parts,
-            parts.buffers.view(size, step.mask),
+            parts.buffers.view(size, step.mask, has_overlay=step.has_overlay),
             sampler=step.sampler,
             logprobs=step.logprobs,
             is_round=step.is_round,

@@ -22,6 +22,7 @@ from paceline.kernels.compact_kv import compact_kv
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import AttentionContext
+from paceline.layers.embedding import OverlaidRows
 from paceline.layers.sampling import DrawnDrafts, Sampled, SampledLogprobs, sample
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden
@@ -90,7 +91,11 @@ def target_forward(parts: Parts, view: StepView) -> Hidden:
         layers=parts.layers,
         out_cache_locs=tuple(group.out_cache_loc for group in view.groups),
     )
-    output: Hidden = parts.model(view.input_ids, view.positions, ctx, parts.taps)
+    overlaid = None
+    if view.overlay_slot is not None:
+        assert parts.table.overlay is not None, "a step that reads an overlay has one"
+        overlaid = OverlaidRows(parts.table.overlay.rows, view.overlay_slot)
+    output: Hidden = parts.model(view.input_ids, view.positions, ctx, parts.taps, overlaid)
     return output
 
 

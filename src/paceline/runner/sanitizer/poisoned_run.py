@@ -15,6 +15,7 @@ from paceline.runner.program import Parts, StepProgram
 from paceline.runner.sanitizer.dead_bytes import (
     backend_regions,
     feature_regions,
+    overlay_regions,
     page_table_region,
     step_regions,
     table_regions,
@@ -136,11 +137,14 @@ class PoisonedRuns:
     def _regions(self) -> list[Region]:
         parts, step, live = self._parts, self._checked.step, self._live
         most = parts.max_emitted(is_round=step.is_round)
-        use = StepUse(self._checked.size, step.mask is MaskKind.TREE, most)
+        use = StepUse(self._checked.size, step.mask is MaskKind.TREE, most, step.has_overlay)
         named, kept = parts.table.named_tensors(), parts.backend.kept_fields
         regions = step_regions(parts.buffers, use, step.layout)
         regions += backend_regions(tensors_in("backend", parts.backend_buffers), kept)
         regions += table_regions(named, step.layout, live.target)
+        overlay = parts.table.overlay
+        if overlay is not None:
+            regions += overlay_regions(overlay, live.target, has_overlay=step.has_overlay)
         features, drafting = parts.proposer.request_state(), parts.proposer.named_tensors()
         for name, tensor in features.items():
             regions += feature_regions(name, tensor, live.draft, is_round=step.is_round)
