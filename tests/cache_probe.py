@@ -1,13 +1,14 @@
 """What a cache holds, without touching it."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from paceline.cache.manager import CacheManager
+from paceline.cache.page_keys import NO_KEYS, PageKeys
 
 
-def cached_len(cache: CacheManager, tokens: Sequence[int], salt: Hashable = None) -> int:
+def cached_len(cache: CacheManager, tokens: Sequence[int], keys: PageKeys = NO_KEYS) -> int:
     """Tokens a request would find in the cache; at least one is left to compute."""
-    return len(cache._hit(tokens, salt)) * cache._page_size
+    return len(cache._hit(tokens, keys)) * cache._page_size
 
 
 def num_shared_pages(cache: CacheManager, request_id: str) -> int:

@@ -2,6 +2,7 @@ import pytest
 
 from cache_probe import cached_len, num_shared_pages
 from paceline.cache.manager import CacheManager
+from paceline.cache.page_keys import NO_KEYS, MediaSpan, PageKeys
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.model_config import CacheGroupSpec, kv_parts
 
@@ -27,9 +28,11 @@ def make_cache(*windows: int | None, num_pages: int = 21, enable: bool = True) -
     )
 
 
-def run_request(cache: CacheManager, name: str, tokens: list[int], epoch: int, salt=None) -> int:
+def run_request(
+    cache: CacheManager, name: str, tokens: list[int], epoch: int, keys: PageKeys = NO_KEYS
+) -> int:
     """Admit, compute in one step and release; returns the hit."""
-    admission = cache.admit(name, tokens, reserve_to=len(tokens), salt=salt)
+    admission = cache.admit(name, tokens, reserve_to=len(tokens), keys=keys)
     assert admission is not None
     for kv_len in range(admission.prefix_len, len(tokens) + 1, 8):
         assert cache.reserve(name, kv_len, ahead=0) is not None
@@ -218,9 +221,9 @@ def test_a_disabled_prefix_cache_stores_nothing():
 
 def test_salts_do_not_share():
     cache = make_cache(None)
-    run_request(cache, "a", TOKENS[:16], 1, salt="x")
+    run_request(cache, "a", TOKENS[:16], 1, PageKeys("x"))
     assert cached_len(cache, TOKENS[:16]) == 0
-    assert cached_len(cache, TOKENS[:16], "x") == 12
+    assert cached_len(cache, TOKENS[:16], PageKeys("x")) == 12
 
 
 def test_kv_of_an_unretired_epoch_is_refused():
@@ -278,7 +281,7 @@ def test_a_hit_that_one_group_shortens_is_asked_of_the_others_again():
     """
     cache = make_cache(6, 10)
     run_request(cache, "a", TOKENS[:32], 1)
-    path = cache._tree.walk(TOKENS, None, max_pages=8)
+    path = cache._tree.walk(TOKENS, NO_KEYS, max_pages=8)
     for group, lost in ((0, 4), (1, 6)):
         for index, node in enumerate(path):
             if index != lost:  # used since
@@ -330,13 +333,13 @@ def test_nothing_a_discarded_request_computed_is_found_whatever_its_length():
 
 def test_salts_are_kept_through_written_and_release():
     cache = make_cache(None)
-    for name, salt in (("a", "x"), ("b", "y")):
-        cache.admit(name, TOKENS[:12], reserve_to=12, salt=salt)
+    for name, keys in (("a", PageKeys("x")), ("b", PageKeys("y"))):
+        cache.admit(name, TOKENS[:12], reserve_to=12, keys=keys)
         cache.retire(1)
         cache.written(name, TOKENS[:12], 8, epoch=1)
-        assert cached_len(cache, TOKENS[:12], salt) == 8
+        assert cached_len(cache, TOKENS[:12], keys) == 8
         cache.release(name, TOKENS[:12], 12, epoch=1)
-        assert cached_len(cache, [*TOKENS[:12], 1], salt) == 12
+        assert cached_len(cache, [*TOKENS[:12], 1], keys) == 12
     assert cached_len(cache, TOKENS[:12]) == 0
 
 
@@ -364,4 +367,51 @@ def test_a_host_end_before_kv_that_is_written_shares_nothing_behind_it():
     cache.release("a", TOKENS[:16], 16, epoch=1)
     counts = cache.stats().groups[0]
     assert (counts.cached, counts.owned, counts.free) == (4, 0, 16)
+    cache.check_integrity()
+
+
+def pictured(*spans: tuple[int, int, str]) -> PageKeys:
+    return PageKeys(media=tuple(MediaSpan(*span) for span in spans))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "hit"),
+    [
+        pytest.param(pictured((6, 14, "m")), pictured((6, 14, "m")), 20, id="the same"),
+        pytest.param(pictured((6, 14, "m")), pictured((6, 14, "n")), 4, id="other media"),
+        pytest.param(pictured((6, 14, "m")), NO_KEYS, 4, id="ids that stand for themselves"),
+        pytest.param(NO_KEYS, pictured((6, 14, "m")), 4, id="ids that stand for something"),
+        pytest.param(pictured((6, 14, "m")), pictured((5, 14, "m")), 4, id="one token earlier"),
+        pytest.param(pictured((6, 14, "m")), pictured((6, 13, "m")), 12, id="one token shorter"),
+        pytest.param(pictured((6, 14, "m"), (16, 18, "n")), pictured((6, 14, "m")), 16, id="fewer"),
+        pytest.param(PageKeys(adapter="x"), PageKeys(adapter="y"), 0, id="other adapter"),
+        pytest.param(PageKeys(adapter="x"), PageKeys("x"), 0, id="a salt that is called alike"),
+        pytest.param(PageKeys("s", "x"), PageKeys("s", "x"), 20, id="the same adapter and salt"),
+    ],
+)
+def test_equal_ids_share_what_depends_on_equal_things(first, second, hit):
+    cache = make_cache(None)
+    run_request(cache, "a", TOKENS[:24], 1, first)
+    assert run_request(cache, "b", TOKENS[:24], 2, second) == hit
+
+
+def test_a_hit_may_end_within_media_whose_begin_is_in_the_keys():
+    """Pages of 4 and media of tokens 2 to 14: a prompt of 11 tokens of it finds two pages."""
+    cache = make_cache(None)
+    run_request(cache, "a", TOKENS[:24], 1, pictured((2, 14, "m")))
+    assert cached_len(cache, TOKENS[:11], pictured((2, 14, "m"))) == 8
+    assert cached_len(cache, TOKENS[:11], pictured((2, 14, "n"))) == 0
+
+
+def test_what_not_finite_media_made_is_found_by_nobody_and_other_media_stay():
+    cache = make_cache(None)
+    keys, others = pictured((2, 6, "m")), pictured((2, 6, "n"))
+    run_request(cache, "others", TOKENS[:12], 1, others)
+    cache.admit("a", TOKENS[:12], reserve_to=12, keys=keys)
+    cache.retire(2)
+    cache.written("a", TOKENS[:12], 8, epoch=2)
+    assert cached_len(cache, TOKENS[:12], keys) == 8
+    cache.discard("a", TOKENS[:12], epoch=2)
+    assert cached_len(cache, TOKENS[:12], keys) == 0
+    assert cached_len(cache, TOKENS[:12], others) == 8
     cache.check_integrity()

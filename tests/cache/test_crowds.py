@@ -1,6 +1,7 @@
 """Crowds: requests that found the same long prefix, as they are admitted and leave."""
 
 from paceline.cache.manager import CacheManager
+from paceline.cache.page_keys import PageKeys
 from paceline.core.model_config import CacheGroupSpec, kv_parts
 from paceline.core.sharing import MIN_SHARED_KEYS, MIN_SHARERS
 
@@ -44,9 +45,10 @@ def test_a_crowd_is_enough_requests_behind_one_page() -> None:
 
 def test_a_short_hit_and_another_salt_count_for_nobody() -> None:
     cache = crowded_cache()
+    other = PageKeys("other")
     for index in range(2 * MIN_SHARERS):
         join(cache, f"short {index}", PROMPT[: 2 * PAGE])  # a token is left: one page of hit
-        assert cache.admit(f"salt {index}", PROMPT, reserve_to=PAGE, salt="other") is not None
+        assert cache.admit(f"salt {index}", PROMPT, reserve_to=PAGE, keys=other) is not None
         if index < MIN_SHARERS - 1:
             join(cache, f"long {index}", PROMPT)
     assert not cache.is_crowded

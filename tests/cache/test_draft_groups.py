@@ -6,6 +6,7 @@ from hypothesis import given, settings
 
 from cache_probe import cached_len
 from paceline.cache.manager import CacheManager
+from paceline.cache.page_keys import NO_KEYS
 from paceline.core.errors import IntegrityError
 from paceline.core.model_config import CacheGroupSpec, kv_parts
 
@@ -114,7 +115,7 @@ def test_a_page_whose_next_token_was_cut_off_is_not_shared() -> None:
 def test_a_tree_whose_pages_do_not_continue_each_other_is_reported() -> None:
     cache = make_cache(4, next_token=True)
     run_request(cache, "a", list(range(13)), kv_len=12, epoch=1)
-    (node, _, _) = cache._tree.walk(list(range(13)), None, max_pages=3)
+    (node, _, _) = cache._tree.walk(list(range(13)), NO_KEYS, max_pages=3)
     node.key = (0, 1, 2, 3, 99)
     with pytest.raises(IntegrityError, match=r"the token behind a page of the prefix tree must be"):
         cache.check_integrity()

@@ -1,6 +1,7 @@
 import pytest
 
 from paceline.cache.groups import PagedGroup, PageRun
+from paceline.cache.page_keys import NO_KEYS
 from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import IntegrityError
 from paceline.core.model_config import CacheGroupSpec, kv_parts
@@ -23,7 +24,7 @@ def make_group(
 def path_of(group: PagedGroup, present: list[bool]):
     """A tree path that stores a page where `present` says so."""
     tree = group._tree
-    node, path = tree.root(None), []
+    node, path = tree.root(NO_KEYS), []
     for index, has_page in enumerate(present):
         node = tree.child(node, (index,))
         if has_page:

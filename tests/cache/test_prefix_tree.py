@@ -2,6 +2,7 @@ import gc
 
 import pytest
 
+from paceline.cache.page_keys import NO_KEYS, MediaSpan, PageKeys
 from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.core.errors import IntegrityError
 
@@ -9,11 +10,11 @@ FULL, WINDOWED = 0, 1
 TOKENS = list(range(12))
 
 
-def stored_path(tree: PrefixTree, tokens: list[int], first_page: int, salt: object = None):
+def stored_path(tree: PrefixTree, tokens: list[int], first_page: int, keys: PageKeys = NO_KEYS):
     """Store every whole page of `tokens` in both groups, unlocked."""
-    node, path = tree.root(salt), []
+    node, path = tree.root(keys), []
     for index in range(len(tokens) // 2):
-        node = tree.child(node, tree.key(tokens, index))
+        node = tree.child(node, tree.key(tokens, index, keys))
         for group in (FULL, WINDOWED):
             if node.pages[group] is None:
                 tree.put(node, group, first_page + index)
@@ -33,16 +34,20 @@ def tree() -> PrefixTree:
 
 def test_walk_finds_the_longest_stored_path_of_whole_pages(tree):
     path = stored_path(tree, TOKENS, 1)
-    assert tree.walk(TOKENS, None, max_pages=99) == path
-    assert tree.walk(TOKENS, None, max_pages=2) == path[:2]
-    assert tree.walk([*TOKENS[:5], 99], None, max_pages=99) == path[:2]
-    assert tree.walk([99, *TOKENS], None, max_pages=99) == []
+    assert tree.walk(TOKENS, NO_KEYS, max_pages=99) == path
+    assert tree.walk(TOKENS, NO_KEYS, max_pages=2) == path[:2]
+    assert tree.walk([*TOKENS[:5], 99], NO_KEYS, max_pages=99) == path[:2]
+    assert tree.walk([99, *TOKENS], NO_KEYS, max_pages=99) == []
 
 
 def test_salts_share_nothing(tree):
-    stored_path(tree, TOKENS, 1, salt="a")
-    assert tree.walk(TOKENS, None, max_pages=9) == tree.walk(TOKENS, "b", max_pages=9) == []
-    assert len(tree.walk(TOKENS, "a", max_pages=9)) == 6
+    stored_path(tree, TOKENS, 1, PageKeys("a"))
+    assert (
+        tree.walk(TOKENS, NO_KEYS, max_pages=9)
+        == tree.walk(TOKENS, PageKeys("b"), max_pages=9)
+        == []
+    )
+    assert len(tree.walk(TOKENS, PageKeys("a"), max_pages=9)) == 6
 
 
 def test_leaf_first_group_is_evicted_from_the_leaves(tree):
@@ -87,7 +92,7 @@ def test_nodes_without_pages_disappear(tree):
 def test_a_detached_subtree_is_found_no_more_and_its_pages_come_back(tree):
     path = stored_path(tree, TOKENS, 1)
     tree.detach(path[2])
-    assert tree.walk(TOKENS, None, max_pages=9) == path[:2]
+    assert tree.walk(TOKENS, NO_KEYS, max_pages=9) == path[:2]
     tree.check_integrity()
     assert sorted(tree.evict(FULL, 9)) == [1, 2, 3, 4, 5, 6]
     assert sorted(tree.evict(WINDOWED, 9)) == [1, 2, 3, 4, 5, 6]
@@ -133,7 +138,7 @@ def test_a_stored_page_leaves_the_garbage_collector_one_object():
     gc.collect()
     before = len(gc.get_objects())
     for first in range(0, num_pages, 10):
-        node = tree.root(None)
+        node = tree.root(NO_KEYS)
         for index in range(10):
             node = tree.child(node, (first, index))
             tree.put(node, 0, first + index + 1)
@@ -141,3 +146,30 @@ def test_a_stored_page_leaves_the_garbage_collector_one_object():
     for _ in range(3):  # a tuple is let go of once what it holds has been
         gc.collect()
     assert len(gc.get_objects()) - before <= num_pages + 20
+
+
+def test_a_key_says_what_of_the_media_covers_its_page():
+    """The example of page_keys.py, and its placeholders without media."""
+    tree, prompt = PrefixTree(4, [True]), [7, 9, 9, 9, 9, 9, 8, 8, 6]
+    keys = PageKeys(media=(MediaSpan(1, 6, "m"),))
+    assert tree.key(prompt, 0, keys) == (7, 9, 9, 9, "m", 1, 4)
+    assert tree.key(prompt, 1, keys) == (9, 9, 8, 8, "m", -3, 2)
+    assert tree.key(prompt, 0) == (7, 9, 9, 9)
+    two = PageKeys(media=(MediaSpan(0, 2, "a"), MediaSpan(2, 9, "b")))
+    assert tree.key(prompt, 0, two) == (7, 9, 9, 9, "a", 0, 2, "b", 2, 4)
+    behind = PrefixTree(4, [True], next_token=True)
+    assert behind.key(prompt, 0, keys) == (7, 9, 9, 9, 9, "m", 1, 5)
+    assert behind.key(prompt, 0, PageKeys(media=(MediaSpan(4, 6, "m"),)))[5:] == ("m", 4, 5)
+
+
+def test_a_key_of_media_is_no_container_to_a_collection_of_garbage():
+    keys = PageKeys(media=(MediaSpan(1, 6, "m"),))
+    key = PrefixTree(4, [True]).key([7, 9, 9, 9], 0, keys)
+    gc.collect()
+    assert not gc.is_tracked(key)
+
+
+def test_paths_of_different_adapters_and_salts_have_different_roots():
+    salts, adapters = (None, "a", "b"), (None, "a", "b")
+    assert len({PageKeys(salt, adapter).root for salt in salts for adapter in adapters}) == 9
+    assert PageKeys("a", media=(MediaSpan(0, 1, "m"),)).root == PageKeys("a").root

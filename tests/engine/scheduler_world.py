@@ -6,14 +6,17 @@ itself would have written: a page given away early, shared unwritten, mixed up o
 shows as a wrong hash.  Steps in flight also keep what they touch: nobody else may write there.
 
 A slot of a STATE group holds the hash of all tokens that its state has seen, and their number.
+Where the keys of a request say that media is, its tokens must find their input rows in the overlay.
 
 With drafts, a round of the fake device emits 1 to max_path of the model's tokens, by a hash of its
 history, and writes junk to every slot that a round may write.
 """
 
-from collections.abc import Hashable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from zlib import crc32
 
+from paceline.cache.page_keys import PageKeys
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.model_config import (
     CHECKPOINT,
@@ -25,11 +28,20 @@ from paceline.core.model_config import (
     kv_parts,
 )
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.step import FinishCode, JoinDelta, PageDelta, RowLogprobs, Step, StepOutputs
+from paceline.core.step import (
+    FinishCode,
+    JoinDelta,
+    OverlayDelta,
+    PageDelta,
+    RowLogprobs,
+    Step,
+    StepOutputs,
+)
 from paceline.engine.request import Request
 
 VOCAB = 50
 MASK = (1 << 61) - 1
+OVERLAY = -1  # stands for a cache group where slots of the overlay are touched
 JUNK = -1  # what stands in a slot whose token was not accepted
 
 
@@ -38,8 +50,22 @@ def extend_history(history: int, token: int) -> int:
     return (history * 1_000_003 + token + 17) * 0x9E3779B97F4A7C15 & MASK
 
 
-def empty_history(salt: Hashable) -> int:
-    return 1 if salt is None else 1 + sum(str(salt).encode())
+def empty_history(keys: PageKeys) -> int:
+    path = f"{keys.salt or ''}{keys.adapter or ''}"
+    return 1 + sum(path.encode())
+
+
+def histories_of(tokens: Sequence[int], keys: PageKeys) -> list[int]:
+    """[len(tokens)] hash of tokens[: i + 1], and of the media that the request says are there."""
+    history, histories = empty_history(keys), []
+    for position, token in enumerate(tokens):
+        history = extend_history(history, token)
+        for span in keys.media:
+            if span.start <= position < span.stop:
+                place = f"{span.media_hash}{position - span.start}"
+                history = extend_history(history, crc32(place.encode()))
+        histories.append(history)
+    return histories
 
 
 def next_token(history: int) -> int:
@@ -48,12 +74,10 @@ def next_token(history: int) -> int:
 
 
 def run_alone(
-    prompt: tuple[int, ...], params: SamplingParams, *, max_len: int, salt: Hashable
+    prompt: tuple[int, ...], params: SamplingParams, *, max_len: int, keys: PageKeys
 ) -> tuple[list[int], FinishCode]:
     """What the fake model says with no engine around it."""
-    history = empty_history(salt)
-    for token in prompt:
-        history = extend_history(history, token)
+    history = histories_of(prompt, keys)[-1]
     output: list[int] = []
     while True:
         if is_poisoned(params, len(prompt) + len(output)):
@@ -128,6 +152,8 @@ class Row:
     params: SamplingParams
     frozen: bool = False
     tables: dict[int, dict[int, int]] = field(default_factory=dict)  # group -> index -> page
+    media: dict[int, tuple[str, int]] = field(default_factory=dict)  # position -> hash and place
+    slots: dict[int, int] = field(default_factory=dict)  # position -> slot of the overlay
 
     @property
     def state(self) -> tuple[int, int]:
@@ -170,6 +196,7 @@ class FakeDevice:
         self._rows: dict[int, Row] = {}
         self._kv: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in specs]
         self._page_writer: list[dict[int, tuple[int, int]]] = [{} for _ in specs]
+        self._overlay: dict[int, tuple[str, int]] = {}  # slot -> the row there
         self._touched: list[tuple[int, dict[tuple[int, int], set[int]]]] = []
         self._retired = 0
         self._serial = 0
@@ -178,16 +205,18 @@ class FakeDevice:
         self._retired = epoch
         self._touched = [entry for entry in self._touched if entry[0] > epoch]
 
-    def execute(self, step: Step, salts: dict[int, Hashable]) -> StepOutputs:
-        """salts: row -> salt, for rows that join in this step."""
+    def execute(self, step: Step, keys: dict[int, PageKeys]) -> StepOutputs:
+        """keys: by row, of requests that join in this step."""
         for delta in step.deltas:
             if isinstance(delta, JoinDelta):
-                self._join(delta, salts[delta.row])
+                self._join(delta, keys[delta.row])
+            elif isinstance(delta, OverlayDelta):
+                self._put_rows(delta)
             else:
                 self._write_table(delta)
         touched: dict[tuple[int, int], set[int]] = {}
         self._touched.append((step.epoch, touched))
-        live = []
+        live, reads_overlay = [], False
         for row_id, extend, prefix, emits in zip(
             step.layout.rows,
             step.layout.extend_lens,
@@ -200,6 +229,8 @@ class FakeDevice:
                 live.append(None)
                 continue
             self._check_prefix(row, prefix, step)
+            if not step.is_round:
+                reads_overlay |= self._check_rows(row, extend, touched)
             if step.is_round:
                 assert extend == self._shape.num_draft_tokens
                 self._store(row, self._shape.reach, step.epoch, touched)
@@ -209,6 +240,9 @@ class FakeDevice:
                 self._store(row, extend, step.epoch, touched)
             self._read_states(row, touched)
             live.append(row)
+        assert step.has_overlay >= reads_overlay, "a step reads the overlay and does not say so"
+        if None not in live:
+            assert step.has_overlay == reads_overlay, "a step says it reads the overlay"
         scores = self._score(step, live)
         for row, extend in zip(live, step.layout.extend_lens, strict=True):
             if row is not None:
@@ -307,23 +341,44 @@ class FakeDevice:
             )
         return scores
 
-    def _join(self, delta: JoinDelta, salt: Hashable) -> None:
+    def _join(self, delta: JoinDelta, keys: PageKeys) -> None:
         assert delta.row != 0, "row 0 is reserved"
         assert 0 <= delta.prefix_len < len(delta.token_ids) < delta.max_len
         self._serial += 1
-        history, histories = empty_history(salt), []
-        for token in delta.token_ids:
-            history = extend_history(history, token)
-            histories.append(history)
         self._rows[delta.row] = Row(
             serial=self._serial,
             tokens=list(delta.token_ids),
-            histories=histories,
+            histories=histories_of(delta.token_ids, keys),
             kv_len=delta.prefix_len,
             max_len=delta.max_len,
             params=delta.params,
             tables={group: {} for group in range(self._num_groups)},
+            media={
+                position: (span.media_hash, position - span.start)
+                for span in keys.media
+                for position in range(span.start, span.stop)
+            },
         )
+
+    def _put_rows(self, delta: OverlayDelta) -> None:
+        row, source = self._rows[delta.row], delta.source
+        rows = source.rows[delta.start - source.start :]
+        for offset, (slot, content) in enumerate(zip(delta.slots, rows, strict=True)):
+            assert slot > 0, "slot 0 is nobody's"
+            for _, others in self._touched:
+                users = others.get((OVERLAY, slot), set())
+                assert users <= {row.serial}, f"slot {slot} is read by a step in flight"
+            row.slots[delta.start + offset] = slot
+            self._overlay[slot] = content
+
+    def _check_rows(self, row: Row, extend: int, touched: dict[tuple[int, int], set[int]]) -> bool:
+        """Whether tokens of the step take rows of the overlay; they must be the request's."""
+        taken = [p for p in range(row.kv_len, row.kv_len + extend) if p in row.media]
+        for position in taken:
+            slot = row.slots[position]
+            assert self._overlay[slot] == row.media[position], f"token {position} reads another's"
+            touched.setdefault((OVERLAY, slot), set()).add(row.serial)
+        return bool(taken)
 
     def _write_table(self, delta: PageDelta) -> None:
         for offset, page in enumerate(delta.page_ids):

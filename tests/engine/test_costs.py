@@ -16,6 +16,7 @@ from scheduler_world import FakeDevice, group_specs
 from test_engine_turns import PAGE_SIZE, Launched, Letters
 
 from paceline.cache.manager import CacheManager
+from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import IntegrityError
 from paceline.core.sampling_params import SamplingParams
@@ -93,14 +94,14 @@ class World:
             context_len=CONTEXT_LEN,
             sanitize=sanitize,
         )
-        self.salts: dict[int, object] = dict.fromkeys(range(5))
+        self.keys: dict[int, PageKeys] = dict.fromkeys(range(5), NO_KEYS)
 
     def launch(self, step: Step) -> Launched:
         """As FakeRunner does, without the device's own work being counted."""
         trace = sys.gettrace()
         sys.settrace(None)
         self.device.retire(step.epoch - 2)
-        launched = Launched(step, self.device.execute(step, self.salts))
+        launched = Launched(step, self.device.execute(step, self.keys))
         sys.settrace(trace)
         return launched
 
@@ -164,7 +165,7 @@ def evict_one(num: int) -> float:
 def use_one(num: int) -> float:
     """Work of locking a page of a tree, and of giving it back, over and over."""
     tree = filled(num)
-    (node,) = tree.walk([0, 0], None, max_pages=1)
+    (node,) = tree.walk([0, 0], NO_KEYS, max_pages=1)
 
     def act() -> None:
         tree.lock(node, 0)
@@ -176,13 +177,13 @@ def use_one(num: int) -> float:
 def filled(num: int) -> PrefixTree:
     """A tree of `num` unlocked pages, some of them used often."""
     tree = PrefixTree(2, [True])
-    root = tree.root(None)
+    root = tree.root(NO_KEYS)
     for index in range(num):
         node = tree.child(root, (index, index))
         tree.put(node, 0, index + 1)
         tree.unlock(node, 0)
     for index in range(3 * num):
-        (node,) = tree.walk([index % 7] * 2, None, max_pages=1)
+        (node,) = tree.walk([index % 7] * 2, NO_KEYS, max_pages=1)
         tree.lock(node, 0)
         tree.unlock(node, 0)
     return tree

@@ -7,6 +7,7 @@ import pytest
 from scheduler_world import FakeDevice, group_specs
 
 from paceline.cache.manager import CacheManager
+from paceline.cache.page_keys import PageKeys
 from paceline.core.errors import CapacityError, PacelineError
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs, Step, StepOutputs
@@ -49,7 +50,7 @@ class FakeRunner:
             raise self.failure
         self._device.retire(step.epoch - 2)
         self.num_rows += step.layout.num_reqs
-        return Launched(step, self._device.execute(step, defaultdict(lambda: None)))
+        return Launched(step, self._device.execute(step, defaultdict(PageKeys)))
 
 
 def make_engine(*, num_pages: int = 65) -> tuple[Engine, FakeRunner]:

@@ -7,6 +7,7 @@ from scheduler_world import FakeDevice, group_specs, output_ids, run_alone
 
 from cache_probe import cached_len
 from paceline.cache.manager import CacheManager
+from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.core.errors import CapacityError, ConfigError, IntegrityError, RequestError
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import (
@@ -68,7 +69,7 @@ class Loop:
         num_prompt: int,
         max_tokens: int | None = 8,
         *,
-        salt: str | None = None,
+        keys: PageKeys = NO_KEYS,
         constraint: Constraint | None = None,
         **params,
     ) -> Request:
@@ -79,7 +80,7 @@ class Loop:
             prompt,
             SamplingParams(max_tokens=max_tokens, **params),
             context_len=CONTEXT_LEN,
-            salt=salt,
+            keys=keys,
             constraint=constraint,
         )
         self.scheduler.add(request)
@@ -90,8 +91,8 @@ class Loop:
         self.epoch += 1
         step = self.scheduler.schedule(self.epoch)
         if step is not None:
-            salts = {r.row: r.salt for r in self.requests.values() if r.row is not None}
-            self.in_flight.append((step, self.device.execute(step, salts)))
+            keys = {r.row: r.keys for r in self.requests.values() if r.row is not None}
+            self.in_flight.append((step, self.device.execute(step, keys)))
         return step
 
     def process(self) -> list[RequestUpdate]:
@@ -117,7 +118,7 @@ class Loop:
     def expected(self, name: str) -> list[int]:
         request = self.requests[name]
         return run_alone(
-            request.prompt_ids, request.params, max_len=request.max_len, salt=request.salt
+            request.prompt_ids, request.params, max_len=request.max_len, keys=request.keys
         )[0]
 
 

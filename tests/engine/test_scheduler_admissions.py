@@ -4,6 +4,7 @@ import pytest
 from scheduler_world import output_ids
 from test_scheduler import CONTEXT_LEN, Loop, extends
 
+from paceline.cache.page_keys import PageKeys
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.request import Request, RequestState
 from paceline.engine.roster import Roster
@@ -13,7 +14,7 @@ from paceline.engine.step_plan import StepPlan
 def test_a_request_takes_nothing_from_another_tenants() -> None:
     loop = Loop()
     for name, salt, cached in (("a1", "x", 0), ("a2", "y", 0), ("a3", "x", 16), ("a4", None, 0)):
-        request = loop.add(name, 20, salt=salt)
+        request = loop.add(name, 20, keys=PageKeys(salt))
         loop.run()
         assert request.num_cached == cached
         assert list(output_ids(request)) == loop.expected(name)

@@ -22,8 +22,11 @@ from test_scheduler import anything
 
 from cache_probe import num_shared_pages
 from paceline.cache.manager import CacheManager
+from paceline.cache.overlay_slots import OverlaySlots
+from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError
+from paceline.core.input_rows import InputRows
 from paceline.core.model_config import CacheGroupSpec, CacheKind
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta
@@ -40,6 +43,7 @@ REASONS = {
 NEVER_POISONED = -1  # a seed that is no number of tokens
 LEAST = {"actions": 25_000, "evictions": 500, "preemptions": 200, "aborts while sharing": 200}
 LEAST |= {"scored prompts": 500, "siblings": 500, "states kept": 500, "states found": 200}
+LEAST |= {"media": 500, "overlay steps": 500}
 SHARES = [0.25, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
 
 WORLD = {
@@ -58,6 +62,7 @@ WORLD = {
         [(), (), (), (1,), (2,), (3,), (2, 2)]
     ),  # apart; of each group
     "spare_slots": st.integers(0, 6),
+    "overlay": st.sampled_from([40, 24, 17]),
 }
 
 
@@ -85,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tight,
         pages_of_states,
         spare_slots,
+        overlay,
     ):
         states = [state_spec(page_size, pages * page_size) for pages in pages_of_states]
         self.specs = [*group_specs(windows, page_size), *states, *self.draft_specs]
@@ -117,7 +123,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             mix_prefill_and_decode=mix,
             padded_tokens=(4, 6, 8, 16) if ahead else (),
         )
-        self.scheduler = Scheduler(config, self.cache)
+        self.overlay = OverlaySlots(overlay)
+        self.scheduler = Scheduler(config, self.cache, self.overlay)
         exact = self.exact_lengths or not self.shape.has_drafts
         self.device = FakeDevice(self.specs, num_pages, shape=self.shape, exact=exact)
         self.delay = delay
@@ -125,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.epoch = 0
         self.num_drained = 0
         self.requests: dict[str, Request] = {}
-        self.salts: dict[str, str | None] = {}
+        self.keys: dict[str, PageKeys] = {}
         self.expected: dict[str, tuple[list[int], FinishCode]] = {}
         self.streamed: dict[str, list[int]] = {}
         self.scored: dict[str, list[float]] = {}  # prompt tokens, by their scores
@@ -145,6 +152,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.integers(0, 2),
         poisoned_at=st.sampled_from([None] * 12 + [20]),
         salt=st.sampled_from([None, None, None, "tenant"]),
+        adapter=st.sampled_from([None, None, None, "lora"]),
+        media=st.sampled_from([(), (), (2, 9), (0, 3, 6, 20)]),
         turns=st.sampled_from([2, 1, 0]),
         siblings=st.sampled_from([0, 0, 0, 1, 3]),
         scores=st.sampled_from([None, None, 0]),
@@ -159,6 +168,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops,
         poisoned_at,
         salt,
+        adapter,
+        media,
         turns,
         siblings,
         scores,
@@ -176,21 +187,37 @@ class SchedulerMachine(RuleBasedStateMachine):
                 prompt_logprobs=scores,
                 speculative=len(self.requests) % 4 != 3,
             )
+            rows = self.rows_of(prompt, media)
+            keys = PageKeys(salt, adapter, media_of(rows))
             first = Request.make(
                 name,
                 prompt,
                 params,
                 context_len=CONTEXT_LEN,
-                salt=salt,
+                keys=keys,
+                input_rows=rows,
                 constraint=anything() if len(self.requests) % 8 == 6 else None,
             )
             for request in [first, *(first.sibling(i + 1) for i in range(siblings))]:
-                self.queue(request, salt)
+                self.queue(request, keys)
         for _ in range(turns):
             self.turn()
         self.after("add")
 
-    def queue(self, request, salt):
+    def rows_of(self, prompt, edges):
+        """Of two pictures and of any length, where a prompt has tokens for it."""
+        spans = zip(edges[::2], edges[1::2], strict=True)
+        spans = [(start, min(stop, len(prompt))) for start, stop in spans if start < len(prompt)]
+        self.tally["media"] += len(spans)
+        picture = "m" if len(self.requests) % 3 else "n"
+        return tuple(self.rows(start, stop - start, picture) for start, stop in spans)
+
+    def rows(self, start, num, picture):
+        name = f"{picture}{num}"
+        rows = [(name, place) for place in range(num)]
+        return InputRows(start=start, num_tokens=num, media_hash=name, rows=rows)
+
+    def queue(self, request, keys):
         try:
             self.scheduler.add(request)
         except CapacityError:
@@ -198,11 +225,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         name = request.request_id
         self.requests[name] = request
-        self.salts[name] = salt  # as it was asked: a request may have lost its own
+        self.keys[name] = keys  # as it was asked: a request may have lost its own
         self.streamed[name] = []
         self.scored[name] = []
         self.expected[name] = run_alone(
-            request.prompt_ids, request.params, max_len=request.max_len, salt=salt
+            request.prompt_ids, request.params, max_len=request.max_len, keys=keys
         )
 
     @precondition(lambda self: self.scheduler.has_work)
@@ -269,18 +296,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         step = self.scheduler.schedule(self.epoch)
         if step is not None:
             joins = [delta for delta in step.deltas if isinstance(delta, JoinDelta)]
-            salts = {
-                r.row: self.salts[name]
+            keys = {
+                r.row: self.keys[name]
                 for name, r in (self.requests.items() if joins else ())
                 if r.state is RequestState.RUNNING
             }
-            outputs = self.device.execute(step, salts)
+            outputs = self.device.execute(step, keys)
             self.in_flight.append((step, outputs))
             self.tally["states kept"] += sum(map(bool, outputs.state_lens or ()))
             if outputs.state_lens is not None:
                 self.tally["states found"] += sum(delta.prefix_len > 0 for delta in joins)
             self.tally["rounds"] += step.is_round
             self.tally["joins"] += len(joins)
+            self.tally["overlay steps"] += step.has_overlay
         while len(self.in_flight) > (self.delay if step is not None else 0):
             self.process()
 
@@ -304,6 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for group in self.cache.stats().groups:
             assert group.owned == group.queued == 0
             assert group.free + group.cached == group.total
+        assert self.overlay.counts().free == self.overlay.total
         self.scheduler.check_integrity()
 
     def check_finished(self, request):

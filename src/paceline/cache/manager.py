@@ -5,13 +5,14 @@ Calls either do the whole of what they say, in every group, or change nothing an
 `retire` has been told that epoch.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.cache.books import CacheStats, check_books
 from paceline.cache.crowds import Crowds
 from paceline.cache.groups import Holding, PagedGroup, PageRun
+from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.cache.states import StateGroup, StateHolding
 from paceline.core.errors import ConfigError, IntegrityError
@@ -39,7 +40,7 @@ class Capacity(NamedTuple):
 class _Entry:
     """One admitted request."""
 
-    salt: Hashable
+    keys: PageKeys
     holdings: tuple[Holding, ...]  # [num_paged_groups]
     states: tuple[StateHolding, ...]  # [num_state_groups]
     hit_pages: int
@@ -129,24 +130,26 @@ class CacheManager:
         *,
         reserve_to: int,
         ahead: int = 0,
-        salt: Hashable = None,
+        keys: PageKeys = NO_KEYS,
         max_hit: int | None = None,
     ) -> Admitted | None:
         """Lock the longest hit, of at most `max_hit` tokens, and reserve for `reserve_to` tokens;
         None where pages are short.
+
+        keys: what the KV of `tokens` depends on beside them, until the request leaves.
 
         Full groups hold `ahead` more tokens while they are roomy, so that the first output lies
         right behind the prompt.  Windowed groups reserve for the first step only and grow with
         `reserve`.
         """
         assert request_id not in self._entries, f"{request_id} is already admitted"
-        path = self._hit(tokens, salt, max_hit)
+        path = self._hit(tokens, keys, max_hit)
         if not all(group.can_admit(path, reserve_to) for group in self._groups):
             return None
         admitted = [group.admit(path, reserve_to, ahead) for group in self._paged]
         states = [group.admit(path, reserve_to) for group in self._states]
         entry = _Entry(
-            salt=salt,
+            keys=keys,
             holdings=tuple(holding for holding, _ in admitted),
             states=tuple(holding for holding, _ in states),
             hit_pages=len(path),
@@ -253,7 +256,7 @@ class CacheManager:
         """The request leaves, and nothing it computed may be found again (non-finite KV)."""
         entry = self._leave(request_id)
         depth = entry.hit_pages + 1
-        path = self._tree.walk(tokens, entry.salt, max_pages=depth)
+        path = self._tree.walk(tokens, entry.keys, max_pages=depth)
         if len(path) == depth:
             self._tree.detach(path[-1])
         self._return(entry, epoch)
@@ -288,13 +291,13 @@ class CacheManager:
         self._crowds.leave(entry.crowd)
         return entry
 
-    def _hit(self, tokens: Sequence[int], salt: Hashable, max_hit: int | None = None) -> list[Node]:
+    def _hit(self, tokens: Sequence[int], keys: PageKeys, max_hit: int | None = None) -> list[Node]:
         if not self._enabled:
             return []
         limit = max(len(tokens) - 1, 0) // self._page_size
         if max_hit is not None:
             limit = min(limit, max_hit // self._page_size)
-        path = self._tree.walk(tokens, salt, max_pages=limit)
+        path = self._tree.walk(tokens, keys, max_pages=limit)
         length, before = len(path), -1
         while length != before:
             before = length
@@ -318,10 +321,11 @@ class CacheManager:
         if not self._enabled or num_pages <= entry.num_offered:
             return
         if entry.tip is None or not entry.tip.alive:
-            entry.tip, entry.num_offered = self._tree.root(entry.salt), 0
+            entry.tip, entry.num_offered = self._tree.root(entry.keys), 0
         start, path = entry.num_offered, [entry.tip]
         for index in range(start, num_pages):
-            path.append(self._tree.child(path[-1], self._tree.key(tokens, index)))
+            key = self._tree.key(tokens, index, entry.keys)
+            path.append(self._tree.child(path[-1], key))
         for group, holding in self._pairs(entry):
             group.share(holding, start, path, adopt=adopt)
         for states, slots in self._state_pairs(entry):

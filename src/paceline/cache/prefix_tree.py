@@ -8,7 +8,8 @@ anywhere.  Eviction takes the least recently used page that may go (`EvictionOrd
 
 Where the KV of a token depends on the token behind it (an EAGLE head's), a node's key is the tokens
 of its page and the one behind them, its `draft_next_token`: another continuation is another node.
-So a hit with it ends one page earlier, and what it computes can be found again.
+So a hit with it ends one page earlier, and what it computes can be found again.  Behind the ids a
+key has what of a request's media covers them (`PageKeys`).
 
 A collection of garbage walks every container, and nothing else runs meanwhile.  A page leaves it
 one, its node: tuples of integers are none to it, and children stand in one table of the tree, by
@@ -21,6 +22,7 @@ from itertools import count
 from typing import TypeVar
 
 from paceline.cache.eviction_order import EvictionOrder
+from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.core.errors import IntegrityError
 
 T = TypeVar("T")
@@ -39,7 +41,7 @@ class Node:
     ) -> None:
         """zeros: [num_groups]."""
         self.number = number  # no other node of the tree has or had it
-        self.key = key  # as PrefixTree.key; of a root: its salt
+        self.key = key  # as PrefixTree.key; of a root: PageKeys.root
         self.parent = parent  # None: a root, or detached
         self.num_children = 0
         self.pages: tuple[int | None, ...] = (None,) * len(zeros)
@@ -73,32 +75,38 @@ class PrefixTree:
         self._clock = count(1)
         self.num_evicted = 0
 
-    def key(self, tokens: Sequence[int], index: int) -> tuple[int, ...]:
-        """The token ids that the KV of page `index` depends on, behind the page before it."""
+    def key(
+        self, tokens: Sequence[int], index: int, keys: PageKeys = NO_KEYS
+    ) -> tuple[int | str, ...]:
+        """What the KV of page `index` depends on, behind the page before it: token ids, and what of
+        the request's media covers them."""
         start = index * self._page_size
-        return tuple(tokens[start : start + self._page_size + self._num_behind])
+        stop = start + self._page_size + self._num_behind
+        ids = tuple(tokens[start:stop])
+        return ids + keys.media_within(start, stop) if keys.media else ids
 
     def num_whole(self, num_tokens: int) -> int:
         """Pages of `num_tokens` tokens whose key is known."""
         return max(0, num_tokens - self._num_behind) // self._page_size
 
-    def walk(self, tokens: Sequence[int], salt: Hashable, *, max_pages: int) -> list[Node]:
+    def walk(self, tokens: Sequence[int], keys: PageKeys, *, max_pages: int) -> list[Node]:
         """The nodes of the longest stored path, whatever pages they hold; changes nothing."""
-        node = self._roots.get(salt)
+        node = self._roots.get(keys.root)
         path: list[Node] = []
         while node is not None and len(path) < max_pages:
-            node = self._children.get((node.number, self.key(tokens, len(path))))
+            node = self._children.get((node.number, self.key(tokens, len(path), keys)))
             if node is not None:
                 path.append(node)
         return path
 
-    def root(self, salt: Hashable) -> Node:
-        """The root of one salt, made where missing; prune it if nothing is put below."""
-        if salt not in self._roots:
-            self._roots[salt] = Node(next(self._numbers), salt, None, self._zeros)
-        return self._roots[salt]
+    def root(self, keys: PageKeys) -> Node:
+        """The root of a request's path, made where missing; prune it if nothing is put below."""
+        key = keys.root
+        if key not in self._roots:
+            self._roots[key] = Node(next(self._numbers), key, None, self._zeros)
+        return self._roots[key]
 
-    def child(self, parent: Node, key: tuple[int, ...]) -> Node:
+    def child(self, parent: Node, key: tuple[int | str, ...]) -> Node:
         """The child for one page of tokens, made where missing; prune it if nothing is put in."""
         place = (parent.number, key)
         node = self._children.get(place)
@@ -228,10 +236,11 @@ class PrefixTree:
         if node.parent is None or not self._num_behind:
             return
         assert isinstance(node.key, tuple), "token ids"
-        self._compare("tokens behind a page", self._num_behind, len(node.key) - self._page_size)
+        width = self._page_size + self._num_behind  # behind the ids: media
+        self._compare("ids in a key", width, sum(type(part) is int for part in node.key[:width]))
         if node.parent.parent is not None:
             assert isinstance(node.parent.key, tuple), "token ids"
-            behind = node.parent.key[self._page_size :]
+            behind = node.parent.key[self._page_size : width]
             self._compare("the token behind a page", behind, node.key[: self._num_behind])
 
     def _part(self, parent: Node, child: Node) -> None:

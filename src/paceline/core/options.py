@@ -132,6 +132,14 @@ class EngineOptions:
         unit="tokens",
         low=1,
     )
+    max_prompt_embeds: int = _of_memory(
+        0,
+        int,
+        "Rows that prompts bring as prompt_embeds, held at once; 0: such prompts are refused.",
+        "--max-prompt-embeds",
+        unit="tokens",
+        low=0,
+    )
     enable_prefix_cache: bool = _of_memory(
         True,
         bool,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
+from paceline.core.input_rows import InputRows
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
@@ -44,7 +45,17 @@ class PageDelta:
     page_ids: tuple[int, ...]  # of a STATE group: slots (cache/states.py has the entries)
 
 
-Delta = JoinDelta | PageDelta
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlayDelta:
+    """Input rows of a request that has entered its row, put into slots of the overlay."""
+
+    row: int
+    start: int  # position of the first token whose row is put there
+    slots: tuple[int, ...]  # one for each token from start to the source's last
+    source: InputRows
+
+
+Delta = JoinDelta | PageDelta | OverlayDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +130,7 @@ class Step:
     # Of rows that may not take every token, in their order.  None: every row may, and the step's
     # program knows of no masks.
     masks: tuple[TokenMask, ...] | None = None
+    has_overlay: bool = False  # some token takes its input row from the overlay
 
     @property
     def kind(self) -> str:

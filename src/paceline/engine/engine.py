@@ -2,7 +2,9 @@
 
 from collections.abc import Hashable, Sequence
 
+from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.errors import PacelineError, RequestError
+from paceline.core.input_rows import InputRows
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.grammar import Constraint
 from paceline.engine.loop import Launched, Runner, TurnFunction
@@ -55,8 +57,11 @@ class Engine:
         prompt: str | None = None,
         salt: Hashable = None,
         constraint: Constraint | None = None,
+        input_rows: tuple[InputRows, ...] = (),
     ) -> Tracker:
         """Queue a request: params.n completions, which share the KV of their prompt.
+
+        input_rows: stand in for the embeddings of prompt tokens, ascending.
 
         The others follow once the first has computed the prompt, where the prefix cache is on;
         otherwise each computes it.  params.seed must be set: it is part of what a preempted
@@ -69,7 +74,8 @@ class Engine:
             prompt_ids,
             params,
             context_len=self._context_len,
-            salt=salt,
+            keys=PageKeys(salt, media=media_of(input_rows)),
+            input_rows=input_rows,
             constraint=constraint,
         )
         requests = [first, *(first.sibling(index) for index in range(1, params.n))]

@@ -10,11 +10,13 @@ emits 1 to max_path tokens, so that is known from both sides only; of all else t
                 [0 .............. kv_bound)   at most
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 
+from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.core.errors import message
+from paceline.core.input_rows import InputRows
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.seeds import child_seed
 from paceline.engine.acceptance import Acceptance
@@ -58,9 +60,10 @@ class Request:
     token_ids: list[int]  # [num_known] prompt, then received output
     prompt_len: int
     max_len: int  # finished once this many tokens are known, prompt included
-    salt: Hashable = None  # requests of different salts share no cache pages
+    keys: PageKeys = NO_KEYS  # what its KV depends on beside its tokens
     parent_id: str = ""  # what the caller asked as
     index: int = 0  # of the caller's completions
+    input_rows: tuple[InputRows, ...] = ()  # of its prompt, ascending
     leader: "Request | None" = None  # the first completion, which computes the prompt for all
     constraint: Constraint | None = None  # by a grammar; such a request does not draft
     host_needs: frozenset[HostNeed] = frozenset()
@@ -95,7 +98,8 @@ class Request:
         params: SamplingParams,
         *,
         context_len: int,
-        salt: Hashable = None,
+        keys: PageKeys = NO_KEYS,
+        input_rows: tuple[InputRows, ...] = (),
         constraint: Constraint | None = None,
     ) -> "Request":
         """A waiting request; `Admission` has seen that its prompt fits the context."""
@@ -112,7 +116,8 @@ class Request:
             token_ids=list(prompt_ids),
             prompt_len=num_prompt,
             max_len=min(wanted, context_len),
-            salt=salt,
+            keys=keys,
+            input_rows=input_rows,
             parent_id=request_id,
             constraint=constraint,
         )
@@ -128,7 +133,8 @@ class Request:
             token_ids=list(self.token_ids),
             prompt_len=self.prompt_len,
             max_len=self.max_len,
-            salt=self.salt,
+            keys=self.keys,
+            input_rows=self.input_rows,
             parent_id=self.request_id,
             index=index,
             leader=self,
@@ -147,6 +153,11 @@ class Request:
     def has_prompt_kv(self) -> bool:
         """Whether a retired step has completed the KV of its prompt, or it has ended."""
         return self.num_known > self.prompt_len or self.state is RequestState.FINISHED
+
+    @property
+    def num_input_rows(self) -> int:
+        """Tokens whose row it brings."""
+        return sum(source.num_tokens for source in self.input_rows)
 
     @property
     def num_to_score(self) -> int:

@@ -15,13 +15,21 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.cache.manager import CacheManager
+from paceline.cache.overlay_slots import OverlaySlots
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError, IntegrityError, RequestError
-from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs
+from paceline.core.step import Delta, FinishCode, RowLogprobs, Step, StepOutputs
 from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.roster import Roster
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.engine.step_plan import PlannedRow, StepPlan, join_delta, page_deltas
+from paceline.engine.step_plan import (
+    PlannedRow,
+    StepPlan,
+    join_delta,
+    overlay_deltas,
+    overlay_starts,
+    page_deltas,
+)
 from paceline.engine.steps_in_flight import StepsInFlight
 
 _FINISH_REASONS = {
@@ -45,9 +53,13 @@ class RequestUpdate(NamedTuple):
 class Scheduler:
     """Owns the decisions; the roster owns states and rows, `StepsInFlight` what is launched."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheManager, overlay: OverlaySlots | None = None
+    ) -> None:
+        """overlay: None: no request brings input rows."""
         self._config = config
         self._cache = cache
+        self._overlay = overlay
         self._roster = Roster(config.max_running)
         self._in_flight = StepsInFlight()
         self._last_had_prefill = False
@@ -80,6 +92,8 @@ class Scheduler:
                 got=list(capacity.needed),
                 remedy="lower max_tokens, shorten the prompt, or give the KV cache more memory",
             )
+        if request.input_rows:
+            self._require_slots(request)
         own = {HostNeed.GRAMMAR} if request.constraint is not None else set()
         request.host_needs = self._config.host_needs | own
         self._roster.add(request, leader=self._leader_to_await(request))
@@ -130,12 +144,16 @@ class Scheduler:
         rows = plan.rows.values()
         self._in_flight.launch(epoch, rows)
         self._last_had_prefill = any(row.is_prefill for row in rows)
-        return plan.build(epoch, is_crowded=self._cache.is_crowded)
+        return plan.build(
+            epoch, is_crowded=self._cache.is_crowded, has_prefill=self._last_had_prefill
+        )
 
     def process(self, step: Step, outputs: StepOutputs) -> list[RequestUpdate]:
         """Take in the outputs of the oldest launched step; its epoch retires."""
         rows = self._in_flight.land(step, outputs)
         self._cache.retire(outputs.epoch)
+        if self._overlay is not None:
+            self._overlay.retire(outputs.epoch)
         updates: list[RequestUpdate] = []
         for index, row in enumerate(rows):
             update = self._receive(row, outputs, index)
@@ -149,6 +167,8 @@ class Scheduler:
         """Raise IntegrityError unless rows, states, steps in flight and the cache agree."""
         self._roster.check_integrity(self._in_flight.requests())
         self._cache.check_integrity()
+        if self._overlay is not None:
+            self._overlay.check_integrity(each.request_id for each in self._roster.running)
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """One token of every request that can, or a round where one of them takes drafts."""
@@ -207,6 +227,8 @@ class Scheduler:
             joined = plan.joined_tokens + request.num_known
             if plan.joined_tokens and joined > self._config.max_join_tokens:
                 return
+            if request.input_rows and not self._has_slots(request):
+                return
             limit = self._kv_limit(request)
             margin = self._config.admission_margin + self._config.draft.reach
             reserve_to = min(request.num_known + margin, limit)
@@ -215,13 +237,15 @@ class Scheduler:
                 request.token_ids,
                 reserve_to=reserve_to,
                 ahead=min(self._config.reserve_ahead, limit - reserve_to),
-                salt=request.salt,
+                keys=request.keys,
                 max_hit=request.max_hit,
             )
             if admission is None:
                 return
             row = self._roster.join(request, admission.prefix_len)
             deltas = (join_delta(request), *page_deltas(row, admission.page_runs))
+            if request.input_rows:
+                deltas += self._overlay_deltas(request)
             plan.joined_tokens = joined
             plan.add(request, self._chunk(plan, request), deltas)
 
@@ -236,6 +260,32 @@ class Scheduler:
             )
             if runs:
                 plan.note(request, runs)
+
+    def _has_slots(self, request: Request) -> bool:
+        """Whether the overlay has room for all rows of a request; behind a hit it needs fewer."""
+        return self._overlay is not None and self._overlay.has_room(request.num_input_rows)
+
+    def _require_slots(self, request: Request) -> None:
+        """Raise CapacityError for a request whose rows the overlay could never hold."""
+        num_slots = 0 if self._overlay is None else self._overlay.total
+        if request.num_input_rows > num_slots:
+            raise CapacityError.about(
+                f"prompt_embeds of request '{request.request_id}'",
+                expected=f"at most {num_slots} rows (--max-prompt-embeds)",
+                got=request.num_input_rows,
+                remedy="raise --max-prompt-embeds, or bring fewer rows",
+            )
+
+    def _overlay_deltas(self, request: Request) -> tuple[Delta, ...]:
+        """The rows of a request that has joined, as far as the cache lacks their KV."""
+        assert self._overlay is not None, "add refuses rows where there is no overlay"
+        count = sum(source.stop - start for source, start in overlay_starts(request))
+        return tuple(overlay_deltas(request, self._overlay.reserve(request.request_id, count)))
+
+    def _leave_overlay(self, request: Request, epoch: int) -> None:
+        """Its slots come back when `epoch` retires, the last step that may read them."""
+        if self._overlay is not None:
+            self._overlay.release(request.request_id, epoch=epoch)
 
     def _leader_to_await(self, request: Request) -> Request | None:
         """Who computes the prompt that a request will share; None where waiting gains nothing."""
@@ -287,6 +337,7 @@ class Scheduler:
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         plan.remove(request)
         kv_len = request.kv_known
+        self._leave_overlay(request, request.last_epoch)
         self._cache.release(request.request_id, request.token_ids, kv_len, epoch=request.last_epoch)
         self._roster.preempt(request)
 
@@ -297,8 +348,11 @@ class Scheduler:
             return None
         tokens = outputs.token_ids[index]
         request.token_ids.extend(tokens)
-        if row.is_prefill and tokens:
-            self._roster.release(request)
+        if row.is_prefill:
+            if tokens:
+                self._roster.release(request)
+            if request.input_rows and row.kv_len >= request.input_rows[-1].stop:
+                self._leave_overlay(request, outputs.epoch)
         is_running, has_drafts = request.state is RequestState.RUNNING, row.has_drafts
         if is_running:
             request.kv_known = request.num_known - 1 if row.emits else row.kv_len
@@ -355,6 +409,7 @@ class Scheduler:
         if is_broken:
             request.fail()
         if request.state is RequestState.RUNNING:
+            self._leave_overlay(request, epoch)
             if is_broken:
                 self._cache.discard(name, tokens, epoch=epoch)
             else:

@@ -7,10 +7,12 @@ from typing import NamedTuple
 
 from paceline.cache.groups import PageRun
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
+from paceline.core.input_rows import InputRows
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import (
     Delta,
     JoinDelta,
+    OverlayDelta,
     PageDelta,
     PromptSpan,
     Step,
@@ -41,6 +43,14 @@ class PlannedRow(NamedTuple):
         return self.most > self.least
 
     @property
+    def reads_overlay(self) -> bool:
+        """Whether it has tokens whose row the request brings; of a row of its prompt."""
+        return any(
+            source.start < self.kv_len and self.prefix_len < source.stop
+            for source in self.request.input_rows
+        )
+
+    @property
     def scored(self) -> range:
         """Positions in this step whose next token is prompt and wants its log-probability."""
         request = self.request
@@ -66,6 +76,23 @@ def page_deltas(row: int, runs: Sequence[PageRun]) -> tuple[Delta, ...]:
     return tuple(
         PageDelta(row=row, group=run.group, start=run.start, page_ids=run.page_ids) for run in runs
     )
+
+
+def overlay_starts(request: Request) -> list[tuple[InputRows, int]]:
+    """Input rows that a request must put into the overlay when it joins, each with the position of
+    the first: those behind what the cache has."""
+    kv_len = request.kv_known
+    return [(each, max(kv_len, each.start)) for each in request.input_rows if kv_len < each.stop]
+
+
+def overlay_deltas(request: Request, slots: Sequence[int]) -> Iterator[Delta]:
+    """The same as changes of its row, in these slots."""
+    first = 0
+    for source, start in overlay_starts(request):
+        stop = first + source.stop - start
+        taken = tuple(slots[first:stop])
+        yield OverlayDelta(row=_row_of(request), start=start, slots=taken, source=source)
+        first = stop
 
 
 def left_over(padded: tuple[int, ...], *, decoding: int, prompts: int) -> int:
@@ -142,8 +169,9 @@ class StepPlan:
                 self.rows[row.request] = shorter
                 self.budget += cut
 
-    def build(self, epoch: int, *, is_crowded: bool = False) -> Step:
-        """The frozen step.  is_crowded: many admitted requests found the same prefix."""
+    def build(self, epoch: int, *, is_crowded: bool = False, has_prefill: bool = True) -> Step:
+        """The frozen step.  is_crowded: many admitted requests found the same prefix.  has_prefill:
+        some row computes known tokens."""
         rows, draft = list(self.rows.values()), self.draft
         # A last prompt chunk of one token is computed as a decode step is.
         is_decode = all(row.extend_len == 1 and row.emits for row in rows)
@@ -166,6 +194,8 @@ class StepPlan:
             observed=self.observed,
             shares_prefix=is_crowded and is_decode and not draft.has_drafts,
             masks=None if self.is_free else self._masks(),
+            has_overlay=has_prefill
+            and any(row.request.input_rows and row.reads_overlay for row in rows),
         )
 
     def _masks(self) -> tuple[TokenMask, ...] | None:

@@ -59,6 +59,8 @@ class StepView:
     # step that is padded: there it is padded_tokens, since its graph serves any split of them
     kv_len_bound: int  # no kv_len exceeds it; the same for every step of an engine
     shares_prefix: bool = False  # many rows may read the same pages of a prefix; part of the key
+    overlay_slot: Tensor | None = None  # [padded_tokens]  int64  slot of the overlay whose row
+    # stands in for the token's embedding; 0: none does.  Only in a step that reads the overlay.
 
     @property
     def padded_reqs(self) -> int:

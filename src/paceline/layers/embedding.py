@@ -1,11 +1,25 @@
 """Token embedding and the language-model head, tied or not."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
 from paceline.kernels.linear import linear
 from paceline.layers.parameter import Placement, empty_matrix, empty_parameter
+
+
+class OverlaidRows(NamedTuple):
+    """Rows that stand in for embeddings."""
+
+    rows: Tensor  # [slots, hidden]  the embedding's dtype; slot 0 is nobody's
+    slot: Tensor  # [tokens]  int64  slot of the row that stands in for a token's; 0: none does
+
+    def over(self, embedded: Tensor) -> Tensor:
+        """embedded [tokens, hidden] -> a new tensor, with these rows in place."""
+        stands_in = (self.slot > 0).unsqueeze(1)
+        return torch.where(stands_in, self.rows.index_select(0, self.slot), embedded)
 
 
 class Embedding(nn.Module):

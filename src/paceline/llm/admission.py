@@ -7,17 +7,22 @@ is refused before they are read.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from paceline.core.errors import ModelError, RequestError, message
 from paceline.core.events import Event, Notify
+from paceline.core.input_rows import InputRows
 from paceline.core.model_config import ModelConfig
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.grammar import Constraint
+from paceline.llm.embeds import read_embeds
 from paceline.llm.inputs import (
     Conversation,
     as_batch,
     as_grammar,
     as_prompt,
     as_sampling_params,
+    split_embeds,
     spread,
     spread_grammars,
 )
@@ -36,6 +41,7 @@ class AdmittedPrompt:
     token_ids: tuple[int, ...]  # [num_prompt_tokens]
     params: SamplingParams
     constraint: Constraint | None = None  # by a grammar
+    input_rows: tuple[InputRows, ...] = ()  # in place of embeddings of these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +52,7 @@ class Admission:
     tokenizer: Tokenizer | None  # None: the model takes token ids
     processors: Processors
     context_len: int  # tokens of a request, prompt and output
+    dtype: torch.dtype = torch.float32  # of the model's activations
     notify: Notify
     tokenizer_fault: str | None = None  # why there is none, where the model brings one
 
@@ -75,12 +82,22 @@ class Admission:
                 yield indexed(error, index, len(batch))
 
     def _admit(self, prompt: object, params: SamplingParams, grammar: object) -> AdmittedPrompt:
+        prompt, embeds = split_embeds(prompt)
         text, token_ids = self._read(as_prompt(prompt))
         self._check_length(len(token_ids), params)
         self._check_params(params, prompt_len=len(token_ids))
-        constraint = self._constraint(params, grammar)
+        input_rows = read_embeds(
+            embeds,
+            num_tokens=len(token_ids),
+            hidden_size=self.config.hidden_size,
+            dtype=self.dtype,
+        )
         return AdmittedPrompt(
-            prompt=text, token_ids=token_ids, params=params, constraint=constraint
+            prompt=text,
+            token_ids=token_ids,
+            params=params,
+            constraint=self._constraint(params, grammar),
+            input_rows=input_rows,
         )
 
     def _constraint(self, params: SamplingParams, grammar: object) -> Constraint | None:

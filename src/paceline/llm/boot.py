@@ -11,6 +11,7 @@ from torch import nn
 
 from paceline.attention.registry import load_backend
 from paceline.cache.manager import CacheManager
+from paceline.cache.overlay_slots import OverlaySlots
 from paceline.core.events import Event, Notify
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import known
@@ -219,7 +220,8 @@ def _scheduler(
         limits = replace(limits, admission_margin=knobs.admission_margin)
     if limits.fallback is not None:
         notify(limits.fallback)
-    return Scheduler(limits, cache)
+    slots = options.max_prompt_embeds
+    return Scheduler(limits, cache, OverlaySlots(slots) if slots else None)
 
 
 def _num_pages(fit: Fit, knobs: Knobs) -> tuple[int, ...]:

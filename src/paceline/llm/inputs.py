@@ -10,6 +10,7 @@ import torch
 from paceline.core.errors import RequestError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.grammar import Grammar
+from paceline.llm.embeds import Embeds, as_embeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ Grammars = Grammar | Sequence[Grammar | None] | None  # one for all prompts, or 
 
 _FORMS = "text, token ids or a mapping with one of them"
 _KEYS = ("prompt", "prompt_token_ids")
+_EMBEDS = "prompt_embeds"  # beside prompt_token_ids
 _OWN_VARIABLES = ("messages", "add_generation_prompt")  # of a template: arguments of their own
 
 
@@ -60,6 +62,18 @@ def as_conversations(
         )
         for each in items
     ]
+
+
+def split_embeds(item: object) -> tuple[object, tuple[Embeds, ...]]:
+    """A prompt without the rows that it brings in place of embeddings, and these, unread.  Raises
+    RequestError."""
+    if not isinstance(item, Mapping) or item.get(_EMBEDS) is None:
+        return item, ()
+    rest = {name: value for name, value in item.items() if name != _EMBEDS}
+    if rest.get("prompt_token_ids") is None:
+        got = ", ".join(sorted(map(str, rest))) or "nothing"
+        raise _prompt_error(f"keys beside {_EMBEDS}", "prompt_token_ids", got)
+    return rest, as_embeds(item[_EMBEDS])
 
 
 def as_prompt(item: object) -> str | list[object] | Conversation:

@@ -94,7 +94,9 @@ class LLM:
         """Complete one prompt or many.
 
         prompts: a prompt is text, token ids (a sequence, or an integer array of numpy or torch) or
-        {"prompt": text} or {"prompt_token_ids": ids}; many are any iterable of these.
+        {"prompt": text} or {"prompt_token_ids": ids}; many are any iterable of these.  Beside
+        prompt_token_ids, "prompt_embeds" has rows in place of embeddings: of every token, or
+        several `llm.embeds.Embeds`; --max-prompt-embeds says how many.
         sampling_params: one for all prompts, or one each; a mapping is read as
         SamplingParams.from_dict.
         use_tqdm: show how many are done; None on a terminal only.
@@ -345,6 +347,7 @@ class LLM:
             params,
             prompt=admitted.prompt,
             constraint=admitted.constraint,
+            input_rows=admitted.input_rows,
         )
 
     def _next_id(self) -> str:

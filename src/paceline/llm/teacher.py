@@ -218,7 +218,9 @@ def _run(parts: Parts, step: Step) -> tuple[Tensor, list[Tensor]]:
 
 def _staged_bytes(step: Step) -> int:
     pieces = [
-        delta.page_ids if isinstance(delta, PageDelta) else delta.token_ids for delta in step.deltas
+        delta.token_ids if isinstance(delta, JoinDelta) else delta.page_ids
+        for delta in step.deltas
+        if isinstance(delta, JoinDelta | PageDelta)
     ]
     return _STAGED + sum(4 * len(piece) for piece in pieces)
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
-from paceline.layers.embedding import LMHead
+from paceline.layers.embedding import LMHead, OverlaidRows
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.parameter import Placement
 from paceline.layers.self_attention import SelfAttention
@@ -36,9 +36,10 @@ class CausalLM(nn.Module):
         positions: Tensor,
         ctx: StepContext,
         taps: tuple[str, ...] = (),
+        overlaid: OverlaidRows | None = None,
     ) -> Hidden:
         """input_ids, positions [tokens] int64 -> Hidden.  Raises ModelError for an unknown tap."""
-        return self.decoder(input_ids, positions, ctx, taps)
+        return self.decoder(input_ids, positions, ctx, taps, overlaid)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] in hidden's dtype, float32 where capped."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.core.errors import ModelError
 from paceline.core.model_config import ModelConfig
 from paceline.layers.attention import StepContext
-from paceline.layers.embedding import Embedding
+from paceline.layers.embedding import Embedding, OverlaidRows
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
 
@@ -58,11 +58,14 @@ class Decoder(nn.Module):
         positions: Tensor,
         ctx: StepContext,
         taps: tuple[str, ...] = (),
+        overlaid: OverlaidRows | None = None,
     ) -> Hidden:
         """input_ids, positions [tokens] int64 -> Hidden.  Raises ModelError for an unknown tap."""
         self._check_taps(taps)
         tapped: dict[str, Tensor] = {}
         residual = self.embedding(input_ids)
+        if overlaid is not None:  # what the embedding returns, scaled where it scales
+            residual = overlaid.over(residual)
         if "embed" in taps:
             tapped["embed"] = residual.clone()
         delta: Tensor | None = None

@@ -158,6 +158,7 @@ class RehearsedStep:
     is_round: bool = False
     scored: int = 0  # tokens of a prompt that are scored
     masked: bool = False
+    has_overlay: bool = False
 
 
 def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list[RehearsedStep]:
@@ -165,7 +166,10 @@ def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list
     somebody drafts a round, of at most `max_drafting` requests."""
     wide = SamplerTier.PLUG_INS if limits.logits_processors else SamplerTier.BY_ROW
     ragged = PaddedSize.ragged(limits.padded_reqs, limits.max_tokens)
-    shape = RehearsedStep(size=ragged, sampler=wide, logprobs=True, masked=True)
+    overlay = limits.overlay_slots > 0
+    shape = RehearsedStep(
+        size=ragged, sampler=wide, logprobs=True, masked=True, has_overlay=overlay
+    )
     scored = min(limits.max_tokens, limits.context_len)
     prompt = replace(shape, size=PaddedSize.ragged(1, limits.max_tokens), scored=scored)
     return [shape, prompt, *_rounds(limits, shape, limits.max_running, max_drafting)]
@@ -191,6 +195,7 @@ def _rounds(
         return []
     drafting = reqs if max_drafting is None else min(reqs, max_drafting)
     size = PaddedSize.uniform(drafting, limits.draft.num_draft_tokens)
+    like = replace(like, has_overlay=False)
     return [replace(like, size=size, mask=limits.draft.mask, is_round=True)]
 
 
@@ -214,7 +219,7 @@ def allocated(
     with torch.no_grad() if captured else torch.inference_mode(), seen:
         StepProgram(
             parts,
-            parts.buffers.view(shape.size, shape.mask),
+            parts.buffers.view(shape.size, shape.mask, has_overlay=shape.has_overlay),
             sampler=shape.sampler,
             logprobs=shape.logprobs,
             is_round=shape.is_round,

@@ -5,7 +5,7 @@ the frozen StepView of one padded size.  Equal sizes give equal addresses, alway
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -32,6 +32,7 @@ class Extent(Enum):
     TOKEN = "a token"
     TREE_TOKEN = "a token of a step of trees"
     TREE_PAIR = "a token of a step of trees, and a row of its request"
+    OVERLAID = "a token of a step that reads the overlay"
     EMITTED = "a token that may be emitted"
     RESULT = "a number of a request's results"
     SAMPLED = "a row that is sampled, of a step with masks"
@@ -53,6 +54,7 @@ EXTENTS = {
     "positions": Extent.TOKEN,
     "chain_positions": Extent.TREE_TOKEN,
     "input_ids": Extent.TOKEN,
+    "overlay_slot": Extent.OVERLAID,
     "logits_loc": Extent.REQUEST,
     "tree_mask": Extent.TREE_PAIR,
     "page_tables": Extent.REQUEST,
@@ -69,7 +71,7 @@ EXTENTS = {
 _VIEWED = tuple(
     field.name
     for field in fields(StepView)
-    if field.name in EXTENTS and field.name not in ("row_ids", "tree_mask")
+    if field.name in EXTENTS and field.name not in ("row_ids", "tree_mask", "overlay_slot")
 )
 
 
@@ -117,6 +119,7 @@ class StepUse:
     max_emitted: int  # tokens that a row emits at most
     num_sampled: int = 0  # rows that are sampled, of a step with masks
     num_masks: int = 0
+    has_overlay: bool = False
 
     def entries(self, extent: Extent) -> int:
         """The first so many."""
@@ -129,6 +132,7 @@ class StepUse:
             Extent.TOKEN: size.tokens,
             Extent.TREE_TOKEN: tree_tokens,
             Extent.TREE_PAIR: tree_tokens * size.max_extend_len,
+            Extent.OVERLAID: size.tokens if self.has_overlay else 0,
             Extent.EMITTED: size.reqs * self.max_emitted,
             Extent.RESULT: size.reqs * (2 + self.max_emitted),
             Extent.SAMPLED: self.num_sampled,
@@ -147,6 +151,7 @@ class StepBuffers:
         the same request that each row hangs on, -1: the prefix
     Derived (see StepView for meanings): row_ids, prefix_lens, extend_lens, kv_lens, cu_seqlens_q,
     req_ids, positions, input_ids, logits_loc, page_tables, out_cache_locs, tree_mask.
+    overlay_slot: [max_tokens]  int64  zero-sized where there is no overlay
     chain_positions: [max_tokens]  int64  of a round of trees: positions of its rows as a chain;
         zero-sized where there are no trees
     state_lens: [max_reqs]  int32  written behind commit: what a row's checkpoint slots stand for,
@@ -169,6 +174,7 @@ class StepBuffers:
         max_pages: tuple[int, ...],
         max_tree_rows: int = 0,
         max_path: int = 1,
+        has_overlay: bool = False,
         of_passes: bool = False,
         state_groups: frozenset[int] = frozenset(),
         vocab_size: int = 0,
@@ -201,6 +207,7 @@ class StepBuffers:
         self.positions = longs(max_tokens)
         self.chain_positions = longs(max_tokens if own_tree_rows else 0)
         self.input_ids = longs(max_tokens)
+        self.overlay_slot = longs(max_tokens if has_overlay else 0)
         self.logits_loc = longs(max_reqs)
         self.tree_mask = torch.zeros(
             max_reqs * max_tree_rows**2, dtype=torch.bool, device=device
@@ -270,15 +277,25 @@ class StepBuffers:
         self.parents[: size.tokens].fill_(-1)
         self.mask_ids.fill_(NO_MASK)
 
-    def view(self, size: PaddedSize, mask: MaskKind, *, shares_prefix: bool = False) -> StepView:
+    def view(
+        self,
+        size: PaddedSize,
+        mask: MaskKind,
+        *,
+        shares_prefix: bool = False,
+        has_overlay: bool = False,
+    ) -> StepView:
         """The device view of a step padded to `size`."""
-        return self._view(
+        view = self._view(
             size,
             mask,
             self.row_ids[: size.reqs],
             self.page_tables,
             shares_prefix=shares_prefix,
         )
+        if has_overlay:
+            view = replace(view, overlay_slot=self.overlay_slot[: size.tokens])
+        return view
 
     def view_of_pass(self, step: StepView, rows: int, mask: MaskKind) -> StepView:
         """The device view of a drafter's pass: `rows` rows for each request of `step`.

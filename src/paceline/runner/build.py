@@ -37,6 +37,7 @@ from paceline.runner.graphs import (
 from paceline.runner.guard import Guard
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
+from paceline.runner.overlay import Overlay
 from paceline.runner.program import Parts
 from paceline.runner.proposer import NOBODY, Proposer
 from paceline.runner.request_table import RequestTable
@@ -71,6 +72,7 @@ class RunnerConfig:
     sanitize: bool = False  # run every step twice, over poison
     staging_depth: int = RING_DEPTH
     max_tree_rows: int = 0  # of a request in a step whose rows form trees; 0: no such steps
+    overlay_slots: int = 0  # input rows in place of embeddings that requests hold at once
     draft: DraftShape = NO_DRAFTS  # of a proposer's rounds
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
@@ -162,6 +164,7 @@ def build_parts(
         max_tree_rows=limits.tree_rows,
         max_path=limits.draft.max_path,
         vocab_size=config.vocab_size,
+        has_overlay=limits.overlay_slots > 0,
         state_groups=frozenset(mixer.group for mixer in state_mixers),
         kv_len_bound=limits.kv_len_bound,
         device=device,
@@ -176,7 +179,7 @@ def build_parts(
         committers=(*token_rows(pools), *state_slots),
         mixers=tuple(state_mixers),
         page_sizes=page_sizes,
-        table=_request_table(config, limits, max_pages, device),
+        table=_request_table(config, limits, max_pages, device=device, dtype=dtype),
         buffers=buffers,
         taps=proposer.taps,
         proposer=proposer,
@@ -327,8 +330,23 @@ def _mixer(
 
 
 def _request_table(
-    config: ModelConfig, limits: RunnerConfig, max_pages: tuple[int, ...], device: torch.device
+    config: ModelConfig,
+    limits: RunnerConfig,
+    max_pages: tuple[int, ...],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> RequestTable:
+    overlay = None
+    if limits.overlay_slots:
+        overlay = Overlay(
+            num_slots=limits.overlay_slots,
+            hidden_size=config.hidden_size,
+            table_rows=limits.max_running + 1,
+            max_tokens=limits.kv_len_bound,
+            dtype=dtype,
+            device=device,
+        )
     return RequestTable(
         max_running=limits.max_running,
         max_tokens=limits.kv_len_bound,
@@ -336,6 +354,7 @@ def _request_table(
         eos_token_ids=config.eos_token_ids,
         device=device,
         plug_ins=limits.logits_processors,
+        overlay=overlay,
     )
 
 
@@ -348,6 +367,8 @@ def _staging_bytes(limits: RunnerConfig, parts: Parts) -> int:
     per_row = page_rows + sampling_row + 4 * limits.tree_rows + masks + _PIECES * _ALIGNMENT
     # One request may join beyond the limit, when it joins alone.
     tokens = max(limits.max_join_tokens, limits.context_len)
+    if table.overlay is not None:  # of each its slot, and a piece for each row of media, at most
+        tokens += min(tokens, limits.overlay_slots) * (1 + _ALIGNMENT // 4)
     return 4 * tokens + limits.padded_reqs * per_row
 
 

@@ -8,6 +8,7 @@ from paceline.kernels.derive import TableRows, derive_rows
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
 from paceline.runner.buffers import StepBuffers
+from paceline.runner.overlay import derive_overlay
 from paceline.runner.request_table import RequestTable
 
 
@@ -32,5 +33,8 @@ def derive(
         page_sizes=page_sizes,
         offsets=buffers.arange,
     )
+    if view.overlay_slot is not None:
+        assert table.overlay is not None, "a step that reads an overlay has one"
+        derive_overlay(table.overlay, view)
     if view.tree_mask is not None:
         derive_tree(buffers.parents[: view.padded_tokens], view)

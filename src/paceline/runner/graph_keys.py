@@ -87,6 +87,7 @@ class GraphKeys:
             observed=step.observed,
             shares_prefix=step.shares_prefix and self._parts.shares_prefixes,
             masked=step.masks is not None,
+            has_overlay=step.has_overlay,
         )
 
     def _supports(self, extend_len: int | None) -> bool:
@@ -109,6 +110,7 @@ class GraphKeys:
         observed: bool = True,
         shares_prefix: bool = False,
         masked: bool = False,
+        has_overlay: bool = False,
     ) -> GraphKey:
         return GraphKey(
             padded_reqs=size.reqs,
@@ -123,6 +125,7 @@ class GraphKeys:
             observed=observed,
             shares_prefix=shares_prefix,
             masked=masked,
+            has_overlay=has_overlay,
         )
 
 
@@ -151,4 +154,5 @@ def empty_step(key: GraphKey) -> Step:
         observed=key.observed,
         shares_prefix=key.shares_prefix,
         masks=() if key.masked else None,
+        has_overlay=key.has_overlay,
     )

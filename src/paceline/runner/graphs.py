@@ -34,6 +34,7 @@ class GraphKey:
     observed: bool = True  # by the drafter, where there is one
     shares_prefix: bool = False  # looks for prefixes that rows share, and reads them once
     masked: bool = False  # rows may have masks: which, and of what tokens, is device data
+    has_overlay: bool = False  # tokens may take their input row from the overlay
 
     @property
     def program(self) -> "GraphKey":

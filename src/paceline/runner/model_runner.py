@@ -181,7 +181,12 @@ class ModelRunner:
         parts = self._parts
         return StepProgram(
             parts,
-            parts.buffers.view(size, step.mask, shares_prefix=step.shares_prefix),
+            parts.buffers.view(
+                size,
+                step.mask,
+                shares_prefix=step.shares_prefix,
+                has_overlay=step.has_overlay,
+            ),
             sampler=step.sampler,
             logprobs=step.logprobs,
             is_round=step.is_round,

@@ -21,6 +21,7 @@ from paceline.kernels.commit import Accepted, Drafts
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import StepContext
+from paceline.layers.embedding import OverlaidRows
 from paceline.layers.sampling import DrawnDrafts, Sampled, SampledLogprobs, sample
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden
@@ -106,7 +107,11 @@ def target_forward(parts: Parts, view: StepView, *, is_round: bool = False) -> H
         layers=parts.layers,
         states=tuple([mixer.plan(view, is_round=is_round) for mixer in parts.mixers]),
     )
-    output: Hidden = parts.model(view.input_ids, view.positions, ctx, parts.taps)
+    overlaid = None
+    if view.overlay_slot is not None:
+        assert parts.table.overlay is not None, "a step that reads an overlay has one"
+        overlaid = OverlaidRows(parts.table.overlay.rows, view.overlay_slot)
+    output: Hidden = parts.model(view.input_ids, view.positions, ctx, parts.taps, overlaid)
     return output
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
-from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta
+from paceline.core.step import Delta, FinishCode, JoinDelta, OverlayDelta, PageDelta
 from paceline.layers.sampling import LogitsProcessor, SamplingTable
+from paceline.runner.overlay import Overlay
 from paceline.runner.staging import Copy, StagingSlot
 
 
@@ -28,6 +29,7 @@ class RequestTable:
     Host-owned, changed by deltas:
         page_tables   [num_groups] of [rows, max_pages]  int32  page ids; unused: PAD_PAGE
         sampling      SamplingTable
+        overlay       Overlay, where requests may bring input rows
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class RequestTable:
         eos_token_ids: tuple[int, ...],
         device: torch.device,
         plug_ins: Sequence[LogitsProcessor] = (),
+        overlay: Overlay | None = None,
     ) -> None:
         rows = max_running + 1
         self._eos_token_ids = eos_token_ids
@@ -49,6 +52,7 @@ class RequestTable:
             torch.zeros(rows, width, dtype=torch.int32, device=device) for width in max_pages
         )
         self.sampling = SamplingTable(rows, device, plug_ins)
+        self.overlay = overlay
 
     @property
     def kv_committed(self) -> Tensor:
@@ -66,8 +70,13 @@ class RequestTable:
         for delta in deltas:
             if isinstance(delta, PageDelta):
                 copies.append(self._stage_pages(delta, slot))
+            elif isinstance(delta, OverlayDelta):
+                assert self.overlay is not None, "the scheduler has slots where there is an overlay"
+                copies.extend(self.overlay.stage(delta, slot))
             else:
                 copies.extend(self._stage_join(delta, slot))
+                if self.overlay is not None:
+                    copies.extend(self.overlay.clear(delta.row))
         return copies
 
     def _stage_pages(self, delta: PageDelta, slot: StagingSlot) -> Copy:
@@ -104,4 +113,6 @@ class RequestTable:
             tensors[f"table.page_table.{group}"] = table
         for name, tensor in self.sampling.named_tensors().items():
             tensors[f"table.sampling.{name}"] = tensor
+        if self.overlay is not None:
+            tensors |= self.overlay.named_tensors()
         return tensors

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from paceline.attention.contract import Part
 from paceline.core.model_config import LayerSpec, ModelConfig
 from paceline.layers.attention import StepContext
+from paceline.layers.embedding import OverlaidRows
 from paceline.models.decoder import Hidden
 from paceline.proof.suite.case import Case
 
@@ -50,8 +51,10 @@ class ProbeModel(nn.Module):
         positions: Tensor,
         ctx: StepContext,
         taps: tuple[str, ...] = (),
+        overlaid: OverlaidRows | None = None,
     ) -> Hidden:
         """input_ids, positions [tokens] int64; the hidden state is the first layer's answer."""
+        assert overlaid is None, "no cell brings input rows"
         tokens, case = input_ids.shape[0], self._case
         self.positions[:tokens].copy_(positions)
         for index in range(len(case.layers)):

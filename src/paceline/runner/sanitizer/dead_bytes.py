@@ -8,6 +8,7 @@ from torch import Tensor
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import StepLayout
 from paceline.runner.buffers import Extent, StepBuffers, StepUse
+from paceline.runner.overlay import Overlay
 from paceline.runner.sanitizer.live_rows import LiveRow
 from paceline.runner.sanitizer.poison import (
     LARGE,
@@ -108,12 +109,12 @@ def table_regions(
 ) -> list[Region]:
     """Rows that are not in the step, and tokens that its rows do not know yet.
 
-    named: RequestTable.named_tensors(), page tables aside.
+    named: RequestTable.named_tensors(); page tables and the overlay have regions of their own.
     """
     rows = {row.row for row in live}
     regions = []
     for name, tensor in named.items():
-        if name.startswith("table.page_table"):
+        if name.startswith(("table.page_table", "table.overlay")):
             continue
         # A frozen row is read to find out that it is.
         used = rows | set(layout.rows) if name == "table.state" else rows
@@ -144,6 +145,34 @@ def table_regions(
             )
         )
     return regions
+
+
+def overlay_regions(
+    overlay: Overlay, live: Sequence[LiveRow], *, has_overlay: bool
+) -> list[Region]:
+    """Input rows that no token of the step takes, and slots of tokens outside it.
+
+    has_overlay: the step reads the overlay; otherwise all of it is dead.
+    """
+    is_dead = torch.ones_like(overlay.slots, dtype=torch.bool)
+    is_free = torch.ones(overlay.rows.shape[0], 1, dtype=torch.bool, device=overlay.rows.device)
+    if has_overlay:
+        is_dead[PAD_ROW] = False
+        for row in live:
+            is_dead[row.row, row.prefix_len : row.kv_len] = False
+            is_free[overlay.slots[row.row, row.prefix_len : row.kv_len].long()] = False
+        is_free[0] = True  # what stands for no row is selected, and never taken
+    poison = bits_of((overlay.slots != 1).to(overlay.slots.dtype))  # 0 or 1: a slot that there is
+    slots = Piece(tensor=overlay.slots, index=None, dead=is_dead, poison=poison)
+    rows = Piece(tensor=overlay.rows, index=None, dead=is_free, poison=poison_bits(overlay.rows))
+    remedy = "take an overlay's row where overlay_slot of the step's own tokens says so"
+    return [
+        Region(name=name, pieces=(piece,), remedy=remedy, is_foreign=True)
+        for name, piece in (
+            ("table.overlay.slots, of tokens outside the step", slots),
+            ("table.overlay.rows, that no token of the step takes", rows),
+        )
+    ]
 
 
 def page_table_region(

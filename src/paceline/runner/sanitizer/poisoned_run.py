@@ -16,6 +16,7 @@ from paceline.runner.program import Parts, StepProgram
 from paceline.runner.sanitizer.dead_bytes import (
     backend_regions,
     feature_regions,
+    overlay_regions,
     page_table_region,
     step_regions,
     table_regions,
@@ -168,11 +169,15 @@ class PoisonedRuns:
             max_emitted=most,
             num_sampled=0 if masks is None else size.sampled(is_round=step.is_round),
             num_masks=len(masks or ()),
+            has_overlay=step.has_overlay,
         )
         named, kept = parts.table.named_tensors(), parts.backend.kept_fields
         regions = step_regions(parts.buffers, use, step.layout)
         regions += backend_regions(tensors_in("backend", parts.backend_buffers), kept)
         regions += table_regions(named, step.layout, live.target)
+        overlay = parts.table.overlay
+        if overlay is not None:
+            regions += overlay_regions(overlay, live.target, has_overlay=step.has_overlay)
         features, drafting = parts.proposer.request_state(), parts.proposer.named_tensors()
         for name, tensor in features.items():
             regions += feature_regions(name, tensor, live.draft, is_round=step.is_round)
