@@ -55,7 +55,7 @@ def eagle3(
 ) -> MakeProposer:
     """A random EAGLE-3 head, its draft vocabulary every other token: it agrees now and then.
 
-    max_position: of the texts it was trained with.
+    max_position: of the texts it was trained with; its rope has the sections of the target's.
     """
 
     def make(limits: RunnerConfig) -> Proposer:
@@ -75,8 +75,10 @@ def eagle3(
 
 
 def _eagle3_head(tiny: TinyModel, shape: DraftShape, max_position: int) -> EagleHead:
+    config = parse_eagle_config(_EAGLE3 | {"max_position_embeddings": max_position}, "EAGLE3")
+    rope = replace(config.layer.rope, sections=tiny.config.rope.sections)
     head = build_eagle_head(
-        parse_eagle_config(_EAGLE3 | {"max_position_embeddings": max_position}, "EAGLE3"),
+        replace(config, layer=replace(config.layer, rope=rope)),
         tiny.ours,
         parallel=Parallel(),
         device=CPU,

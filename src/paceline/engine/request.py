@@ -17,6 +17,7 @@ from enum import Enum, StrEnum
 from paceline.core.errors import message
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.seeds import child_seed
+from paceline.core.step import PromptPositions
 from paceline.engine.acceptance import Acceptance
 
 
@@ -48,6 +49,7 @@ class Request:
     prompt_len: int
     max_len: int  # finished once this many tokens are known, prompt included
     salt: Hashable = None  # requests of different salts share no cache pages
+    positions: PromptPositions | None = None  # where rope has several axes; None: the index
     parent_id: str = ""  # what the caller asked as
     index: int = 0  # of the caller's completions
     leader: "Request | None" = None  # the first completion, which computes the prompt for all
@@ -83,9 +85,16 @@ class Request:
         *,
         context_len: int,
         salt: Hashable = None,
+        positions: PromptPositions | None = None,
     ) -> "Request":
-        """A waiting request; `Admission` has seen that its prompt fits the context."""
+        """A waiting request; `Admission` has seen that its prompt fits the context.
+
+        Keys are turned by their positions, so it shares pages with requests of the same alone.
+        """
         num_prompt = len(prompt_ids)
+        if positions is not None:
+            salt = (salt, positions)
+            context_len -= max(positions.delta, 0)
         assert 0 < num_prompt < context_len, (request_id, num_prompt, context_len)
         wanted = context_len if params.max_tokens is None else num_prompt + params.max_tokens
         return cls(
@@ -95,6 +104,7 @@ class Request:
             prompt_len=num_prompt,
             max_len=min(wanted, context_len),
             salt=salt,
+            positions=positions,
             parent_id=request_id,
         )
 
@@ -110,6 +120,7 @@ class Request:
             prompt_len=self.prompt_len,
             max_len=self.max_len,
             salt=self.salt,
+            positions=self.positions,
             parent_id=self.request_id,
             index=index,
             leader=self,

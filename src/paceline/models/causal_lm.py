@@ -37,7 +37,10 @@ class CausalLM(nn.Module):
         ctx: AttentionContext,
         taps: tuple[str, ...] = (),
     ) -> Hidden:
-        """input_ids, positions [tokens] int64 -> Hidden.  Raises ModelError for an unknown tap."""
+        """input_ids [tokens], positions [tokens] or [axes, tokens] int64, of rope -> Hidden.
+
+        Raises ModelError for an unknown tap.
+        """
         return self.decoder(input_ids, positions, ctx, taps)
 
     def logits(self, hidden: Tensor) -> Tensor:

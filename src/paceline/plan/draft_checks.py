@@ -2,6 +2,7 @@
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ConfigError
+from paceline.core.model_config import ModelConfig
 from paceline.core.options import REJECTION, SAMPLE_AND_MATCH, EngineOptions
 from paceline.speculate.drafter import Algorithm
 from paceline.speculate.registry import ALGORITHMS
@@ -49,6 +50,18 @@ def refuse_strays(options: EngineOptions, algorithm: Algorithm) -> None:
                     got=value,
                     remedy=f"remove --{name.replace('_', '-')}, or name {other.name}",
                 )
+
+
+def refuse_axes(drafter: ModelConfig | None, target: ModelConfig) -> None:
+    """Raise ConfigError for a drafter that cannot turn by the target's positions."""
+    if drafter is not None and drafter.rope.axes != target.rope.axes:
+        raise ConfigError.about(
+            "speculative_draft_model_path",
+            expected=f"a draft model whose rope has as many axes as the target's, "
+            f"{target.rope.axes}",
+            got=drafter.rope.axes,
+            remedy="take one that was trained for this model, or --speculative-algorithm NGRAM",
+        )
 
 
 def refuse_topk(shape: DraftShape, vocab_size: int) -> None:

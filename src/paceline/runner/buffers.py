@@ -5,7 +5,7 @@ the frozen StepView of one padded size.  Equal sizes give equal addresses, alway
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 import numpy as np
@@ -48,6 +48,8 @@ EXTENTS = {
     "req_ids": Extent.TOKEN,
     "positions": Extent.TOKEN,
     "chain_positions": Extent.TREE_TOKEN,
+    "rope_positions": Extent.TOKEN,
+    "chain_rope_positions": Extent.TREE_TOKEN,
     "input_ids": Extent.TOKEN,
     "logits_loc": Extent.REQUEST,
     "tree_mask": Extent.TREE_PAIR,
@@ -62,7 +64,7 @@ EXTENTS = {
 _VIEWED = tuple(
     field.name
     for field in fields(StepView)
-    if field.name in EXTENTS and field.name not in ("row_ids", "tree_mask")
+    if field.name in EXTENTS and field.name not in ("row_ids", "rope_positions", "tree_mask")
 )
 
 
@@ -136,6 +138,8 @@ class StepBuffers:
     req_ids, positions, input_ids, logits_loc, page_tables, out_cache_locs, tree_mask.
     chain_positions: [max_tokens]  int64  of a round of trees: positions of its rows as a chain;
         zero-sized where there are no trees
+    rope_positions, chain_rope_positions: [max_tokens, axes]  int64  what rope turns by, of the same
+        rows as positions and chain_positions; zero-sized where one axis is enough: it is those
     results: [max_reqs * (2 + max_path)]  int32  written by commit, a packed row per request: tokens
         emitted, FinishCode, and their ids, as many as a row of the step emits at most
     chosen_logprobs, top_ids, top_logprobs: a row for each token that may be emitted; those of
@@ -151,6 +155,7 @@ class StepBuffers:
         max_tree_rows: int = 0,
         max_path: int = 1,
         of_passes: bool = False,
+        rope_axes: int = 1,
         kv_len_bound: int,
         device: torch.device,
     ) -> None:
@@ -177,6 +182,9 @@ class StepBuffers:
         self.req_ids = longs(max_tokens)
         self.positions = longs(max_tokens)
         self.chain_positions = longs(max_tokens if own_tree_rows else 0)
+        turned = max_tokens if rope_axes > 1 else 0
+        self.rope_positions = longs(turned, rope_axes)
+        self.chain_rope_positions = longs(turned if own_tree_rows else 0, rope_axes)
         self.input_ids = longs(max_tokens)
         self.logits_loc = longs(max_reqs)
         self.tree_mask = torch.zeros(
@@ -245,9 +253,11 @@ class StepBuffers:
             whole: Tensor = getattr(self, field) if tensor is None else tensor
             return whole[: use.entries(EXTENTS[field])]
 
+        viewed = {field: used(field) for field in _VIEWED}
         return StepView(
             row_ids=row_ids,
-            **{field: used(field) for field in _VIEWED},
+            **viewed,
+            rope_positions=_turned_by(viewed["positions"], self.rope_positions),
             groups=tuple(
                 GroupView(
                     page_table=used("page_tables", table), out_cache_loc=used("out_cache_locs", loc)
@@ -259,6 +269,15 @@ class StepBuffers:
             max_extend_len=size.max_extend_len,
             kv_len_bound=self.kv_len_bound,
         )
+
+    def as_chain(self, view: StepView) -> StepView:
+        """The rows of a round as a causal chain; of trees with positions of their own."""
+        chain = replace(view, mask=MaskKind.CAUSAL, tree_mask=None)
+        if view.tree_mask is None:
+            return chain
+        positions = self.chain_positions[: view.padded_tokens]
+        turned_by = _turned_by(positions, self.chain_rope_positions)
+        return replace(chain, positions=positions, rope_positions=turned_by)
 
     def results_of(self, reqs: int, max_emitted: int) -> Tensor:
         """[reqs, 2 + max_emitted] of a step whose rows emit so many tokens at most."""
@@ -275,6 +294,11 @@ class StepBuffers:
             for field, extent in EXTENTS.items()
             for name, tensor in tensors_in(f"{owner}.{field}", getattr(self, field)).items()
         }
+
+
+def _turned_by(positions: Tensor, of_axes: Tensor) -> Tensor:
+    """What rope turns rows by: `positions`, or the first of `of_axes` [max_tokens, axes]."""
+    return of_axes[: positions.shape[0]].T if of_axes.numel() else positions
 
 
 def packed_results(results: Tensor, reqs: int, max_emitted: int) -> Tensor:

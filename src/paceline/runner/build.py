@@ -129,6 +129,7 @@ def build_parts(
             max_pages=max_pages,
             max_tree_rows=limits.tree_rows,
             max_path=limits.draft.max_path,
+            rope_axes=config.rope.axes,
             kv_len_bound=limits.kv_len_bound,
             device=device,
         ),
@@ -231,6 +232,7 @@ def _request_table(
         eos_token_ids=config.eos_token_ids,
         device=device,
         plug_ins=limits.logits_processors,
+        rope_axes=config.rope.axes,
     )
 
 
@@ -241,7 +243,8 @@ def _staging_bytes(limits: RunnerConfig, table: RequestTable) -> int:
     per_row = page_rows + sampling_row + 4 * limits.tree_rows + _PIECES * _ALIGNMENT
     # One request may join beyond the limit, when it joins alone.
     tokens = max(limits.max_join_tokens, limits.context_len)
-    return 4 * tokens + limits.padded_reqs * per_row
+    per_token = 4 + (0 if table.rope is None else table.rope.given[0, 0].nbytes)
+    return per_token * tokens + limits.padded_reqs * per_row
 
 
 def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> GraphStore | None:

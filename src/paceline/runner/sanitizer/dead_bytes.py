@@ -25,7 +25,7 @@ def step_regions(buffers: StepBuffers, use: StepUse, layout: StepLayout) -> list
     for name, (tensor, extent) in buffers.extents().items():
         if extent is Extent.CONSTANT:
             continue
-        end = use.entries(extent)
+        end = min(use.entries(extent), tensor.shape[0])  # of none at all, where it is another's
         if end < tensor.shape[0]:
             regions.append(
                 Region(
