@@ -165,6 +165,7 @@ class PagedCase:
             cu_seqlens_q=self.cu_seqlens_q,
             req_ids=req_ids,
             positions=torch.zeros_like(loc),
+            rope_positions=torch.zeros_like(loc),
             input_ids=torch.zeros_like(loc),
             logits_loc=self.cu_seqlens_q[1:].long() - 1,
             groups=(GroupView(page_table=self.page_table, out_cache_loc=loc),),

@@ -125,6 +125,7 @@ def rubbish_view(
     def full(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.full(size, RUBBISH, dtype=dtype, device=device)
 
+    positions = full(tokens, dtype=torch.int64)
     return StepView(
         row_ids=full(reqs, dtype=torch.int64),
         prefix_lens=full(reqs, dtype=torch.int32),
@@ -133,7 +134,8 @@ def rubbish_view(
         cu_seqlens_q=full(reqs + 1, dtype=torch.int32),
         logits_loc=full(reqs, dtype=torch.int64),
         req_ids=full(tokens, dtype=torch.int64),
-        positions=full(tokens, dtype=torch.int64),
+        positions=positions,
+        rope_positions=positions,
         input_ids=full(tokens, dtype=torch.int64),
         groups=tuple(
             GroupView(
@@ -158,8 +160,9 @@ def derived(shape: StepShape, rows: TableRows) -> StepView:
 
 
 def fields_of(view: StepView) -> dict[str, Tensor]:
-    """Its tensors by name."""
+    """Its tensors by name; what rope turns by is the positions, or derived apart."""
     named = {field.name: getattr(view, field.name) for field in fields(view)}
+    del named["rope_positions"]
     for index, group in enumerate(view.groups):
         named[f"page_table.{index}"] = group.page_table
         named[f"out_cache_loc.{index}"] = group.out_cache_loc

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
+from paceline.core.model_config import RopeConfig
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import (
     HeadNorms,
@@ -31,7 +32,8 @@ def run_triton(
     from paceline.kernels._triton.rope_write_kv import launch_rope_write_kv
 
     weights = norms or (None, None, 0.0, False)
-    launch_rope_write_kv(q, k, v, *(rope or (None, None, 0)), *weights, *into, block_heads=2)
+    turned = (None, None, 0, ()) if rope is None else (*rope[:3], rope.flat_columns)
+    launch_rope_write_kv(q, k, v, *turned, *weights, *into, block_heads=2)
 
 
 RUNS = pytest.mark.parametrize("run", [rope_write_kv, run_triton], ids=["op", "triton"])
@@ -45,6 +47,7 @@ class Case:
     v_dim: int = 16
     rotary_dim: int = 16  # 0: no rotation
     is_at_end: bool = False  # the last dimensions turn
+    axes: RopeConfig | None = None  # of positions; None: one
     norms: str = "none"  # or "plain", "unit-offset"
     page_size: int = 2
     is_interleaved: bool = False  # pages of two layers lie side by side
@@ -63,6 +66,11 @@ CASES = {
     "norms-partial-unit-offset": Case(dim=24, rotary_dim=16, norms="unit-offset"),
     "at-end": Case(dim=24, rotary_dim=8, v_dim=8, page_size=3, is_at_end=True),
     "norms-at-end": Case(dim=24, rotary_dim=8, norms="unit-offset", is_at_end=True),
+    "axes": Case(axes=RopeConfig(sections=(2, 3, 3))),
+    "axes-interleaved": Case(axes=RopeConfig(sections=(4, 2, 2), interleaved=True)),
+    "axes-at-end": Case(
+        dim=24, rotary_dim=8, axes=RopeConfig(sections=(1, 3)), is_at_end=True, norms="plain"
+    ),
     "no-rotation": Case(rotary_dim=0, v_dim=24),
     "norms-no-rotation": Case(rotary_dim=0, norms="plain"),
     "fp8": Case(is_fp8=True, is_on_grid=True, dtype=torch.bfloat16),
@@ -99,6 +107,11 @@ def make(case: Case) -> Data:
     dim, v_dim, tokens = case.dim, case.v_dim, 5
     row = noise(tokens, 5 * dim + 2 * v_dim)
     positions = torch.tensor([3, 0, 63, 3, 17])
+    columns: tuple[range, ...] = ()
+    if case.axes is not None:
+        columns = case.axes.axis_columns
+        more = torch.randint(0, 64, (5, len(columns)), generator=random)
+        more[:, 0], positions = positions, more.T
     scales = (torch.tensor([0.003]), torch.tensor([0.7])) if case.is_fp8 else (None, None)
     if case.is_on_grid:
         row = (row.float() * 100).to(torch.float8_e4m3fn).to(case.dtype) * 4
@@ -122,7 +135,7 @@ def make(case: Case) -> Data:
         k=k,
         v=v,
         into=KVSlots(pools[0][:, -1], pools[1][:, -1], slots, *scales),
-        rope=Rope(table(case.rotary_dim), positions, start) if case.rotary_dim else None,
+        rope=Rope(table(case.rotary_dim), positions, start, columns) if case.rotary_dim else None,
         norms=None if case.norms == "none" else HeadNorms(*weights, 1e-5, is_offset),
     )
 
@@ -239,6 +252,14 @@ def test_bad_argument_is_named_with_what_was_expected() -> None:
         (r"v must be torch.float32 \[5, 2, 16\]", {"v": good.v.double()}),
         (r"cos_sin must be contiguous float32 \[max_pos", {"rope": Rope(table(18), rope[1])}),
         (r"positions must be int64 \[5\]", {"rope": Rope(rope[0], rope[1].int())}),
+        (
+            r"positions must be int64 \[5\] or \[2, 5\], got int64 \[3, 5\]",
+            {"rope": Rope(rope[0], rope[1].repeat(3, 1), 0, (range(4), range(4, 8)))},
+        ),
+        (
+            "rope.axis_columns must be each of 8 pairs of dimensions on some axis, and no other",
+            {"rope": Rope(rope[0], rope[1].repeat(2, 1), 0, (range(4), range(4, 7)))},
+        ),
         ("rope.start must be 0 or 0, the last 16 dim", {"rope": rope._replace(start=4)}),
         (r"norms.k must be torch.float32 \[16\]", {"norms": norms._replace(k=norms.k[:8])}),
         (r"loc must be int64 \[5\]", {"into": into._replace(loc=into.loc[:2])}),

@@ -49,6 +49,7 @@ def view_of(made: Round, requests: Sequence[Request]) -> StepView:
         cu_seqlens_q=torch.empty(reqs + 1),
         req_ids=nothing,
         positions=nothing,
+        rope_positions=nothing,
         input_ids=made.drafts.tokens.view(-1),
         logits_loc=nothing,
         groups=(),

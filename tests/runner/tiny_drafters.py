@@ -11,7 +11,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
-from paceline.core.model_config import CacheGroupSpec, cache_group_specs, kv_parts
+from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs, kv_parts
 from paceline.core.parallel import Parallel
 from paceline.models.loader import fill_dummy
 from paceline.runner.build import RunnerConfig, tokens_in_flight
@@ -55,7 +55,7 @@ def eagle3(
 ) -> MakeProposer:
     """A random EAGLE-3 head, its draft vocabulary every other token: it agrees now and then.
 
-    max_position: of the texts it was trained with.
+    max_position: of the texts it was trained with; its rope has the sections of the target's.
     """
 
     def make(limits: RunnerConfig) -> Proposer:
@@ -74,9 +74,20 @@ def eagle3(
     return make
 
 
+def with_sections(config: ModelConfig, sections: tuple[int, ...]) -> ModelConfig:
+    """A model whose ropes have these axes."""
+    layers = [
+        replace(layer, rope=layer.rope and replace(layer.rope, sections=sections))
+        for layer in config.layers
+    ]
+    return replace(config, layers=tuple(layers))
+
+
 def _eagle3_head(tiny: TinyModel, shape: DraftShape, max_position: int) -> EagleHead:
+    config = parse_eagle_config(_EAGLE3 | {"max_position_embeddings": max_position}, "EAGLE3")
+    layer = with_sections(config.layer, tiny.config.ropes[0][0].sections)
     head = build_eagle_head(
-        parse_eagle_config(_EAGLE3 | {"max_position_embeddings": max_position}, "EAGLE3"),
+        replace(config, layer=layer),
         tiny.ours,
         parallel=Parallel(),
         device=CPU,

@@ -232,6 +232,7 @@ def _view(shape: AttentionShape, kv_lens: Sequence[int], page_table: Tensor) -> 
         cu_seqlens_q=cu_seqlens_q,
         req_ids=req_ids,
         positions=positions,
+        rope_positions=positions,
         input_ids=torch.zeros_like(positions),
         logits_loc=(cu_seqlens_q[1:] - 1).long(),
         groups=(GroupView(page_table=page_table, out_cache_loc=loc),),

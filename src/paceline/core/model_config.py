@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
+from itertools import accumulate
 
 from paceline.core.errors import ConfigError
 
@@ -48,12 +49,32 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     short_factors: tuple[float, ...] = ()  # [rotary_dim / 2] longrope, within the trained context
     long_factors: tuple[float, ...] = ()  # [rotary_dim / 2] longrope, beyond it
+    sections: tuple[int, ...] = ()  # [axes] pairs of dimensions that turn by each axis of
+    # positions, rotary_dim / 2 in all; (): positions have one axis
+    interleaved: bool = False  # axes take turns pair by pair, and what is left is the first's
 
     @property
     def short_context(self) -> int | None:
         """The longest context limit that is served with longrope's short factors; None for a rope
         that has one set of frequencies."""
         return self.original_max_position if self.kind is RopeKind.LONGROPE else None
+
+    @property
+    def axes(self) -> int:
+        """Numbers that say where a token stands."""
+        return max(len(self.sections), 1)
+
+    @property
+    def axis_columns(self) -> tuple[range, ...]:
+        """[axes] the pairs that turn by each, a later axis before those ahead; (): one has all.
+
+        Sections 2, 1, 1: pairs t t h w; interleaved t h w t.
+        """
+        ends, axes = list(accumulate(self.sections)), len(self.sections)
+        if self.interleaved and ends:
+            turns = (range(a, axes * num, axes) for a, num in enumerate(self.sections) if a)
+            return (range(ends[-1]), *turns)
+        return tuple(range(end - num, end) for end, num in zip(ends, self.sections, strict=True))
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
@@ -230,6 +251,11 @@ class ModelConfig:
         """(rope, dimensions of a head that it turns) of the layers, each once, in order."""
         turned = [(layer.rope, layer.rotary_dim) for layer in self.layers]
         return tuple(dict.fromkeys((rope, dim) for rope, dim in turned if rope is not None))
+
+    @property
+    def rope_axes(self) -> int:
+        """Numbers that say where a token stands."""
+        return max((rope.axes for rope, _ in self.ropes), default=1)
 
     @property
     def short_context(self) -> int | None:

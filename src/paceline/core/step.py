@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
+from paceline.core.errors import RequestError
 from paceline.core.input_rows import InputRows
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
@@ -23,6 +24,42 @@ class FinishCode(IntEnum):
     NON_FINITE = 3  # the row's logits held NaN or inf; no token is emitted
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPositions:
+    """Where the tokens of a prompt stand for a rope of several axes, if that is not their index.
+
+    Raises RequestError for axes of different lengths and for what is no position.
+    """
+
+    axes: tuple[tuple[int, ...], ...]  # [axes][prompt_len]
+    delta: int  # behind the prompt a token stands at its index + delta, on every axis
+
+    def __post_init__(self) -> None:
+        lengths = [len(axis) for axis in self.axes]
+        least = min((min(axis, default=0) for axis in self.axes), default=0)
+        if len(set(lengths)) != 1 or lengths[0] + self.delta < 0 or least < 0:
+            raise RequestError.about(
+                "positions of a prompt",
+                expected="axes of one length, and no position below 0, nor behind the prompt",
+                got=f"axes of {lengths} tokens, from {least} on, and behind them index "
+                f"{self.delta:+d}",
+                remedy="give every token of the prompt a position on every axis",
+            )
+
+    def require(self, *, axes: int, prompt_len: int, context_len: int) -> None:
+        """Raise RequestError unless a model of so many axes can place a prompt so."""
+        most = max(max(axis, default=0) for axis in self.axes)
+        if (len(self.axes), len(self.axes[0])) != (axes, prompt_len) or most >= context_len:
+            raise RequestError.about(
+                "positions of a prompt",
+                expected=f"[{axes}, {prompt_len}] for the axes of the model's rope and the tokens "
+                f"of the prompt, below {context_len}",
+                got=f"[{len(self.axes)}, {len(self.axes[0])}], up to {most}",
+                remedy="make them from the prompt's tokens for this model; leave them out where "
+                "its rope has one axis",
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinDelta:
     """A request enters its row (first admission, or resume after preemption)."""
@@ -33,6 +70,7 @@ class JoinDelta:
     prefix_len: int  # tokens whose KV is already in the cache (a prefix hit), < num_known
     max_len: int  # the row is finished once it knows this many tokens, prompt included
     params: SamplingParams
+    positions: PromptPositions | None = None  # None: every token stands at its index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

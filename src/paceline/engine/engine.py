@@ -6,6 +6,7 @@ from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.input_rows import InputRows
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.step import PromptPositions
 from paceline.engine.grammar import Constraint
 from paceline.engine.loop import Launched, Runner, TurnFunction
 from paceline.engine.request import FinishReason, Request
@@ -20,6 +21,7 @@ class Engine:
     turn: `overlapped_turn` or `twin_turn`, or one of them as `TurnLog.around` has it.
     sanitize: whenever nothing is left to do, see that rows, pages and the prefix tree agree; it
         looks at every page.
+    rope_axes: of the model, which positions of a prompt must have.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Engine:
         turn: TurnFunction,
         context_len: int,
         sanitize: bool = False,
+        rope_axes: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
@@ -38,6 +41,7 @@ class Engine:
         self._turn = turn
         self._context_len = context_len
         self._sanitize = sanitize
+        self._rope_axes = rope_axes
         self._trackers: dict[str, Tracker] = {}
         self._in_flight: Launched | None = None
         self._failure: BaseException | None = None  # what ended a turn half-way
@@ -58,6 +62,7 @@ class Engine:
         salt: Hashable = None,
         constraint: Constraint | None = None,
         input_rows: tuple[InputRows, ...] = (),
+        positions: PromptPositions | None = None,
     ) -> Tracker:
         """Queue a request: params.n completions, which share the KV of their prompt.
 
@@ -65,10 +70,14 @@ class Engine:
 
         The others follow once the first has computed the prompt, where the prefix cache is on;
         otherwise each computes it.  params.seed must be set: it is part of what a preempted
-        request resumes with.  constraint: of the first; the others have forks.  Raises
-        RequestError, of which CapacityError, and changes nothing then.
+        request resumes with.  constraint: of the first; the others have forks.  positions: of the
+        prompt, where the model's rope has several axes; None: every token stands at its index.
+        Raises RequestError, of which CapacityError, and changes nothing then.
         """
         self._require_whole()
+        if positions is not None:
+            fits = {"prompt_len": len(prompt_ids), "context_len": self._context_len}
+            positions.require(axes=self._rope_axes, **fits)
         first = Request.make(
             request_id,
             prompt_ids,
@@ -77,6 +86,7 @@ class Engine:
             keys=PageKeys(salt, media=media_of(input_rows)),
             input_rows=input_rows,
             constraint=constraint,
+            positions=positions,
         )
         requests = [first, *(first.sibling(index) for index in range(1, params.n))]
         self._queue(requests)

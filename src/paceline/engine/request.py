@@ -19,6 +19,7 @@ from paceline.core.errors import message
 from paceline.core.input_rows import InputRows
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.seeds import child_seed
+from paceline.core.step import PromptPositions
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.grammar import Constraint
 
@@ -61,6 +62,7 @@ class Request:
     prompt_len: int
     max_len: int  # finished once this many tokens are known, prompt included
     keys: PageKeys = NO_KEYS  # what its KV depends on beside its tokens
+    positions: PromptPositions | None = None  # where rope has several axes; None: the index
     parent_id: str = ""  # what the caller asked as
     index: int = 0  # of the caller's completions
     input_rows: tuple[InputRows, ...] = ()  # of its prompt, ascending
@@ -101,13 +103,20 @@ class Request:
         keys: PageKeys = NO_KEYS,
         input_rows: tuple[InputRows, ...] = (),
         constraint: Constraint | None = None,
+        positions: PromptPositions | None = None,
     ) -> "Request":
-        """A waiting request; `Admission` has seen that its prompt fits the context."""
+        """A waiting request; `Admission` has seen that its prompt fits the context.
+
+        Keys are turned by their positions, so it shares pages with requests of the same alone.
+        """
         if constraint is not None:
             params = replace(
                 params, speculative=False
             )  # who masks its drafts would have to know them
         num_prompt = len(prompt_ids)
+        if positions is not None:
+            keys = replace(keys, salt=(keys.salt, positions))
+            context_len -= max(positions.delta, 0)
         assert 0 < num_prompt < context_len, (request_id, num_prompt, context_len)
         wanted = context_len if params.max_tokens is None else num_prompt + params.max_tokens
         return cls(
@@ -118,6 +127,7 @@ class Request:
             max_len=min(wanted, context_len),
             keys=keys,
             input_rows=input_rows,
+            positions=positions,
             parent_id=request_id,
             constraint=constraint,
         )
@@ -135,6 +145,7 @@ class Request:
             max_len=self.max_len,
             keys=self.keys,
             input_rows=self.input_rows,
+            positions=self.positions,
             parent_id=self.request_id,
             index=index,
             leader=self,

@@ -68,6 +68,7 @@ def join_delta(request: Request) -> Delta:
         prefix_len=request.kv_known,
         max_len=request.max_len,
         params=request.params,
+        positions=request.positions,
     )
 
 

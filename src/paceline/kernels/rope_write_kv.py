@@ -5,6 +5,7 @@ Each part is defined in its own file (`rms_norm`, `rope`, `write_kv`) and rounds
 dtype as if it ran alone, so the fused result is their composition.
 """
 
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,7 @@ def _bind_rope_write_kv(
     cos_sin: Tensor | None,
     positions: Tensor | None,
     rope_start: int,
+    axis_columns: list[int],
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -79,7 +81,9 @@ def _bind_rope_write_kv(
         parts.append(bind_rms_norm(q, q_norm, eps, unit_offset, False, q))
         parts.append(bind_rms_norm(k, k_norm, eps, unit_offset, False, k))
     if cos_sin is not None and positions is not None:
-        parts.append(bind_rope(q, k, cos_sin, positions, rope_start))
+        starts, stops, steps = (axis_columns[i::3] for i in range(3))
+        columns = [*map(range, starts, stops, steps)]
+        parts.append(bind_rope(q, k, cos_sin, positions, rope_start, columns))
     parts.append(bind_write_kv(k, k_cache, loc, k_scale))
     if v is not None and v_cache is not None:
         parts.append(bind_write_kv(v, v_cache, loc, v_scale))
@@ -99,7 +103,8 @@ def _rope_write_kv_cuda(*arguments: object) -> None:
 
 _ROPE_WRITE_KV = define_op(
     "rope_write_kv(Tensor(a!) q, Tensor(b!) k, Tensor? v, Tensor? cos_sin, Tensor? positions, "
-    "int rope_start, Tensor? q_norm, Tensor? k_norm, float eps, bool unit_offset, "
+    "int rope_start, int[] axis_columns, Tensor? q_norm, Tensor? k_norm, float eps, "
+    "bool unit_offset, "
     "Tensor(c!) k_cache, Tensor(d!)? v_cache, Tensor loc, Tensor? k_scale, Tensor? v_scale) -> ()",
     bind=_bind_rope_write_kv,
     cuda=_rope_write_kv_cuda,
@@ -147,7 +152,7 @@ def rope_write_kv(
             got=into.loc,
             remedy="pass the group's out_cache_loc of this step",
         )
-    rotation = (None, None, 0) if rope is None else rope
+    rotation = (None, None, 0, ()) if rope is None else (*rope[:3], rope.flat_columns)
     weights = (None, None, 0.0, False) if norms is None else norms
     _ROPE_WRITE_KV(q, k, v, *rotation, *weights, *into)
 
@@ -191,12 +196,21 @@ def _check_rope(q: Tensor, rope: Rope) -> None:
             got=rope.start,
             remedy="lay out the head so that what turns is at one of its ends",
         )
-    if rope.positions.shape != (tokens,) or rope.positions.dtype != torch.int64:
+    axes, shape = len(rope.axis_columns), rope.positions.shape
+    if shape not in ((tokens,), (axes, tokens)) or rope.positions.dtype != torch.int64:
         reject(
             "positions",
-            expected=f"int64 [{tokens}]",
+            expected=f"int64 [{tokens}]" + (f" or [{axes}, {tokens}]" if axes else ""),
             got=rope.positions,
-            remedy="pass the step's positions",
+            remedy="pass the step's rope_positions",
+        )
+    pairs = table.shape[1] // 2
+    if axes and {*chain.from_iterable(rope.axis_columns)} != {*range(pairs)}:
+        raise KernelArgumentError.about(
+            "rope.axis_columns",
+            expected=f"each of {pairs} pairs of dimensions on some axis, and no other",
+            got=rope.axis_columns,
+            remedy="give the rope sections of rotary_dim / 2 in all",
         )
 
 

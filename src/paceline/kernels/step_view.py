@@ -48,7 +48,10 @@ class StepView:
     kv_lens: Tensor  # [padded_reqs]  int32  prefix + extend, padded rows too
     cu_seqlens_q: Tensor  # [padded_reqs + 1]  int32  leading 0; last = padded_tokens
     req_ids: Tensor  # [padded_tokens]  int64  index of each token's request within the step
-    positions: Tensor  # [padded_tokens]  int64  rope positions
+    positions: Tensor  # [padded_tokens]  int64  index of each token in its request; of a tree the
+    # one it has if it is accepted: prefix + depth
+    rope_positions: Tensor  # [padded_tokens]  int64  what rope turns by: `positions` itself; or
+    # [axes, padded_tokens]  of a model whose rope has several axes
     input_ids: Tensor  # [padded_tokens]  int64  token ids
     logits_loc: Tensor  # [padded_reqs]  int64  each request's last token within the step
     groups: tuple[GroupView, ...]  # [num_groups]

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from paceline.core.errors import ModelError
 from paceline.core.model_config import RopeConfig, RopeKind, yarn_mscale
 
 
@@ -24,8 +25,16 @@ def rope_table(
 ) -> Tensor:
     """cos_sin [max_positions, rotary_dim] float32: the cosine half, then the sine half.
 
-    `context_len` is the context limit that is served, see `rope_frequencies`.
+    `context_len` is the context limit that is served, see `rope_frequencies`.  Raises ModelError
+    for sections that are not those of `rotary_dim`.
     """
+    if rope.sections and 2 * sum(rope.sections) != rotary_dim:
+        raise ModelError.about(
+            "rope sections",
+            expected=f"{rotary_dim // 2} in all, half the dimensions that turn",
+            got=list(rope.sections),
+            remedy="take the checkpoint's config.json as it was released",
+        )
     frequencies = rope_frequencies(rope, rotary_dim, context_len=context_len).to(device)
     positions = torch.empty(max_positions, device=device, dtype=torch.float32)
     torch.arange(max_positions, out=positions)

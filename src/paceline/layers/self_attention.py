@@ -59,12 +59,14 @@ class SelfAttention(nn.Module):
         self.sinks = empty_parameter(shared, placement=placement) if spec.sinks else None
         # [max_positions, rotary_dim]  float32, shared by layers; None: nothing is rotated
         self.cos_sin = cos_sin
+        self.axis_columns = () if spec.rope is None else spec.rope.axis_columns
 
     def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
-        """x [tokens, in_features], positions [tokens] int64 -> [tokens, hidden]."""
+        """x [tokens, in_features], positions [tokens] or [axes, tokens] int64, of rope -> [tokens,
+        hidden]."""
         q, k, v = self.project(x)
         norms = self.head_norms()
-        rope = None if self.cos_sin is None else Rope(self.cos_sin, positions)
+        rope = None if self.cos_sin is None else Rope(self.cos_sin, positions, 0, self.axis_columns)
         return self.out(ctx.attend(self.layer_id, q, k, v, rope=rope, norms=norms).flatten(1))
 
     def project(self, x: Tensor) -> list[Tensor]:

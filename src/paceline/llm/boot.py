@@ -121,6 +121,7 @@ def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
         turn=turn if knobs.around_turn is None else knobs.around_turn(turn),
         context_len=known(options.max_model_len),
         sanitize=options.sanitize,
+        rope_axes=prepared.config.rope_axes,
     )
     _test_drafter(engine, tokenizer, prepared, notify)
     boot_s = prepared.prepare_s + time.perf_counter() - began

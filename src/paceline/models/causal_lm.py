@@ -38,7 +38,10 @@ class CausalLM(nn.Module):
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
     ) -> Hidden:
-        """input_ids, positions [tokens] int64 -> Hidden.  Raises ModelError for an unknown tap."""
+        """input_ids [tokens], positions [tokens] or [axes, tokens] int64, of rope -> Hidden.
+
+        Raises ModelError for an unknown tap.
+        """
         return self.decoder(input_ids, positions, ctx, taps, overlaid)
 
     def logits(self, hidden: Tensor) -> Tensor:

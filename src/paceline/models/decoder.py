@@ -60,7 +60,7 @@ class Decoder(nn.Module):
         taps: tuple[str, ...] = (),
         overlaid: OverlaidRows | None = None,
     ) -> Hidden:
-        """input_ids, positions [tokens] int64 -> Hidden.  Raises ModelError for an unknown tap."""
+        """As of `CausalLM`."""
         self._check_taps(taps)
         tapped: dict[str, Tensor] = {}
         residual = self.embedding(input_ids)

@@ -146,6 +146,18 @@ def refuse_strays(options: EngineOptions, algorithm: Algorithm) -> None:
                 )
 
 
+def refuse_axes(drafter: ModelConfig | None, target: ModelConfig) -> None:
+    """Raise ConfigError for a drafter that cannot turn by the target's positions."""
+    if drafter is not None and drafter.rope_axes != target.rope_axes:
+        raise ConfigError.about(
+            "speculative_draft_model_path",
+            expected=f"a draft model whose rope has as many axes as the target's, "
+            f"{target.rope_axes}",
+            got=drafter.rope_axes,
+            remedy="take one that was trained for this model, or --speculative-algorithm NGRAM",
+        )
+
+
 def refuse_topk(shape: DraftShape, vocab_size: int) -> None:
     """Raise ConfigError for more branches than the drafter has tokens; vocab_size 0: no model."""
     if vocab_size and shape.topk > vocab_size:

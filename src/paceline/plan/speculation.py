@@ -13,7 +13,12 @@ from paceline.core.events import Event
 from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.options import OFF, SAMPLE_AND_MATCH, EngineOptions
 from paceline.models.locate import ModelSource
-from paceline.plan.contradictions import refuse_acceptance, refuse_strays, refuse_topk
+from paceline.plan.contradictions import (
+    refuse_acceptance,
+    refuse_axes,
+    refuse_strays,
+    refuse_topk,
+)
 from paceline.plan.draft_choice import choose_drafter, choose_shape
 from paceline.speculate.drafter import Chosen, Drafter
 
@@ -90,6 +95,7 @@ def plan_speculation(
     algorithm.refuse(options, shape)
     drafter = algorithm.read(options, shape, choice.source, target=target, of=source)
     refuse_topk(shape, drafter.vocab_size)
+    refuse_axes(drafter.model, target)
     return Speculation(
         drafter=drafter,
         acceptance=options.speculative_acceptance,

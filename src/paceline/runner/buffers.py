@@ -53,6 +53,8 @@ EXTENTS = {
     "req_ids": Extent.TOKEN,
     "positions": Extent.TOKEN,
     "chain_positions": Extent.TREE_TOKEN,
+    "rope_positions": Extent.TOKEN,
+    "chain_rope_positions": Extent.TREE_TOKEN,
     "input_ids": Extent.TOKEN,
     "overlay_slot": Extent.OVERLAID,
     "logits_loc": Extent.REQUEST,
@@ -71,7 +73,8 @@ EXTENTS = {
 _VIEWED = tuple(
     field.name
     for field in fields(StepView)
-    if field.name in EXTENTS and field.name not in ("row_ids", "tree_mask", "overlay_slot")
+    if field.name in EXTENTS
+    and field.name not in ("row_ids", "rope_positions", "tree_mask", "overlay_slot")
 )
 
 
@@ -156,6 +159,8 @@ class StepBuffers:
         zero-sized where there are no trees
     state_lens: [max_reqs]  int32  written behind commit: what a row's checkpoint slots stand for,
         or 0; zero-sized where there are no STATE groups
+    rope_positions, chain_rope_positions: [max_tokens, axes]  int64  what rope turns by, of the same
+        rows as positions and chain_positions; zero-sized where one axis is enough: it is those
     results: [max_reqs * (2 + max_path)]  int32  written by commit, a packed row per request: tokens
         emitted, FinishCode, and their ids, as many as a row of the step emits at most
     chosen_logprobs, top_ids, top_logprobs: a row for each token that may be emitted; those of
@@ -178,6 +183,7 @@ class StepBuffers:
         of_passes: bool = False,
         state_groups: frozenset[int] = frozenset(),
         vocab_size: int = 0,
+        rope_axes: int = 1,
         kv_len_bound: int,
         device: torch.device,
     ) -> None:
@@ -206,6 +212,9 @@ class StepBuffers:
         self.req_ids = longs(max_tokens)
         self.positions = longs(max_tokens)
         self.chain_positions = longs(max_tokens if own_tree_rows else 0)
+        turned = max_tokens if rope_axes > 1 else 0
+        self.rope_positions = longs(turned, rope_axes)
+        self.chain_rope_positions = longs(turned if own_tree_rows else 0, rope_axes)
         self.input_ids = longs(max_tokens)
         self.overlay_slot = longs(max_tokens if has_overlay else 0)
         self.logits_loc = longs(max_reqs)
@@ -325,6 +334,7 @@ class StepBuffers:
         return StepView(
             **tensors,
             row_ids=row_ids,
+            rope_positions=_turned_by(tensors["positions"], self.rope_positions),
             groups=tuple(
                 GroupView(
                     page_table=used("page_tables", table), out_cache_loc=used("out_cache_locs", loc)
@@ -337,6 +347,15 @@ class StepBuffers:
             kv_len_bound=self.kv_len_bound,
             shares_prefix=shares_prefix,
         )
+
+    def as_chain(self, view: StepView) -> StepView:
+        """The rows of a round as a causal chain; of trees with positions of their own."""
+        chain = replace(view, mask=MaskKind.CAUSAL, tree_mask=None)
+        if view.tree_mask is None:
+            return chain
+        positions = self.chain_positions[: view.padded_tokens]
+        turned_by = _turned_by(positions, self.chain_rope_positions)
+        return replace(chain, positions=positions, rope_positions=turned_by)
 
     def results_of(self, reqs: int, max_emitted: int) -> Tensor:
         """[reqs, 2 + max_emitted] of a step whose rows emit so many tokens at most."""
@@ -353,6 +372,11 @@ class StepBuffers:
             for field, extent in EXTENTS.items()
             for name, tensor in tensors_in(f"{owner}.{field}", getattr(self, field)).items()
         }
+
+
+def _turned_by(positions: Tensor, of_axes: Tensor) -> Tensor:
+    """What rope turns rows by: `positions`, or the first of `of_axes` [max_tokens, axes]."""
+    return of_axes[: positions.shape[0]].T if of_axes.numel() else positions
 
 
 def packed_results(results: Tensor, reqs: int, max_emitted: int) -> Tensor:

@@ -164,6 +164,7 @@ def build_parts(
         max_tree_rows=limits.tree_rows,
         max_path=limits.draft.max_path,
         vocab_size=config.vocab_size,
+        rope_axes=config.rope_axes,
         has_overlay=limits.overlay_slots > 0,
         state_groups=frozenset(mixer.group for mixer in state_mixers),
         kv_len_bound=limits.kv_len_bound,
@@ -355,6 +356,7 @@ def _request_table(
         device=device,
         plug_ins=limits.logits_processors,
         overlay=overlay,
+        rope_axes=config.rope_axes,
     )
 
 
@@ -369,7 +371,8 @@ def _staging_bytes(limits: RunnerConfig, parts: Parts) -> int:
     tokens = max(limits.max_join_tokens, limits.context_len)
     if table.overlay is not None:  # of each its slot, and a piece for each row of media, at most
         tokens += min(tokens, limits.overlay_slots) * (1 + _ALIGNMENT // 4)
-    return 4 * tokens + limits.padded_reqs * per_row
+    per_token = 4 + (0 if table.rope is None else table.rope.given[0, 0].nbytes)
+    return per_token * tokens + limits.padded_reqs * per_row
 
 
 def _graph_store(limits: RunnerConfig, device: torch.device, notify: Notify) -> GraphStore | None:

@@ -5,6 +5,7 @@ What it computes, with a worked example, is in kernels/derive.py.
 """
 
 from paceline.kernels.derive import TableRows, derive_rows
+from paceline.kernels.derive_rope import derive_rope
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
 from paceline.runner.buffers import StepBuffers
@@ -17,7 +18,8 @@ def derive(
 ) -> None:
     """Fill `view` in place from `buffers.facts` and `table`.  Device-only, static shapes.
 
-    Of trees the positions follow the depth; slots and input ids follow the rows, as ever.
+    Of trees the positions follow the depth; slots and input ids follow the rows, as ever.  What
+    rope turns by follows the positions.
     A frozen row (finished on the device, not yet known to the host) becomes a padded row here.
     page_sizes: [num_groups] tokens.
     """
@@ -38,3 +40,4 @@ def derive(
         derive_overlay(table.overlay, view)
     if view.tree_mask is not None:
         derive_tree(buffers.parents[: view.padded_tokens], view)
+    derive_rope(table.rope, view)

@@ -13,11 +13,11 @@ from torch import Tensor
 from paceline.attention.contract import AttentionBackend, LayerCache
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool, StatePool
-from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import Accepted, Drafts
+from paceline.kernels.derive_rope import derive_rope
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import StepContext
@@ -72,10 +72,7 @@ class Parts:
 
     def chain(self, view: StepView) -> StepView:
         """The rows of a round as a causal chain, for derive and for who observes."""
-        is_tree = view.tree_mask is not None
-        chain = self.buffers.chain_positions[: view.padded_tokens]
-        positions = chain if is_tree else view.positions
-        return replace(view, mask=MaskKind.CAUSAL, tree_mask=None, positions=positions)
+        return self.buffers.as_chain(view)
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The tensors of table, step, backend and drafter by name: all but weights and pools."""
@@ -111,7 +108,7 @@ def target_forward(parts: Parts, view: StepView, *, is_round: bool = False) -> H
     if view.overlay_slot is not None:
         assert parts.table.overlay is not None, "a step that reads an overlay has one"
         overlaid = OverlaidRows(parts.table.overlay.rows, view.overlay_slot)
-    output: Hidden = parts.model(view.input_ids, view.positions, ctx, parts.taps, overlaid)
+    output: Hidden = parts.model(view.input_ids, view.rope_positions, ctx, parts.taps, overlaid)
     return output
 
 
@@ -182,6 +179,7 @@ class StepProgram:
             RoundState(
                 view=self._rows,
                 token_ids=parts.table.token_ids,
+                rope=parts.table.rope,
                 sampling=parts.table.sampling,
                 sampler=self._sampler,
                 draws=parts.rejects,
@@ -193,6 +191,7 @@ class StepProgram:
             parents = parts.buffers.parents[: view.padded_tokens]
             parents.view(tree.parents.shape).copy_(tree.parents)
             derive_tree(parents, view)
+            derive_rope(parts.table.rope, view)
         return tree
 
     def _score(self, hidden: Tensor) -> None:

@@ -28,6 +28,7 @@ from paceline.cache.pool import KVPool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step
+from paceline.kernels.derive_rope import RopeRows
 from paceline.kernels.step_view import StepView
 from paceline.layers.sampling import SamplingTable
 
@@ -51,6 +52,7 @@ class RoundState:
     token_ids: Tensor  # [table rows, max_tokens]  int32  prefix_lens + 1 tokens are known
     sampling: SamplingTable
     sampler: SamplerTier  # GREEDY: no row draws noise
+    rope: RopeRows | None = None  # of the table; None: rows turn by their positions
     draws: bool = False  # drafts of requests that sample are drawn, and the tree says from which q
 
 

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
-from paceline.core.step import Delta, FinishCode, JoinDelta, OverlayDelta, PageDelta
+from paceline.core.step import (
+    Delta,
+    FinishCode,
+    JoinDelta,
+    OverlayDelta,
+    PageDelta,
+    PromptPositions,
+)
+from paceline.kernels.derive_rope import RopeRows
 from paceline.layers.sampling import LogitsProcessor, SamplingTable
 from paceline.runner.overlay import Overlay
 from paceline.runner.staging import Copy, StagingSlot
@@ -30,6 +38,7 @@ class RequestTable:
         page_tables   [num_groups] of [rows, max_pages]  int32  page ids; unused: PAD_PAGE
         sampling      SamplingTable
         overlay       Overlay, where requests may bring input rows
+        rope          RopeRows, where the model's rope has several axes; else None
     """
 
     def __init__(
@@ -42,6 +51,7 @@ class RequestTable:
         device: torch.device,
         plug_ins: Sequence[LogitsProcessor] = (),
         overlay: Overlay | None = None,
+        rope_axes: int = 1,
     ) -> None:
         rows = max_running + 1
         self._eos_token_ids = eos_token_ids
@@ -53,6 +63,7 @@ class RequestTable:
         )
         self.sampling = SamplingTable(rows, device, plug_ins)
         self.overlay = overlay
+        self.rope = RopeRows.make(rows, max_tokens, rope_axes, device) if rope_axes > 1 else None
 
     @property
     def kv_committed(self) -> Tensor:
@@ -104,7 +115,22 @@ class RequestTable:
             (self._state[row], slot.put(state)),
             (self.sampling.floats[row], slot.put(packed.floats)),
             (self.sampling.ints[row], slot.put(packed.ints)),
+            *self._stage_positions(row, delta.positions, slot),
         ]
+
+    def _stage_positions(
+        self, row: int, given: PromptPositions | None, slot: StagingSlot
+    ) -> list[Copy]:
+        """Where a joining request's tokens stand; without any given, at their index."""
+        if self.rope is None:
+            assert given is None, "positions of several axes in a table of one"
+            return []
+        num_given, delta = (0, 0) if given is None else (len(given.axes[0]), given.delta)
+        ahead = (self.rope.ahead[row], slot.put(np.array((num_given, delta), dtype=np.int32)))
+        if given is None:
+            return [ahead]
+        staged = np.ascontiguousarray(np.array(given.axes, dtype=np.int32).T)
+        return [ahead, (self.rope.given[row, :num_given], slot.put(staged))]
 
     def named_tensors(self) -> dict[str, Tensor]:
         """The table's tensors by name, for guards."""
@@ -115,4 +141,6 @@ class RequestTable:
             tensors[f"table.sampling.{name}"] = tensor
         if self.overlay is not None:
             tensors |= self.overlay.named_tensors()
+        if self.rope is not None:
+            tensors["table.rope.given"], tensors["table.rope.ahead"] = self.rope
         return tensors

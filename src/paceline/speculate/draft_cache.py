@@ -46,6 +46,7 @@ class DraftCache:
     ) -> None:
         """config: of the drafter's layers; num_pages: [num_groups]; length: tokens of one request,
         those in flight included; num_passes: of a round, `observe` included."""
+        self.rope_axes = config.rope_axes
         self.backend = backend
         self.dtype = dtype
         self.device = device

@@ -17,6 +17,7 @@ from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import Step
 from paceline.kernels.derive import PassRows, derive_rows
+from paceline.kernels.derive_rope import RopeRows, derive_rope
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import StepContext
 from paceline.runner.buffers import StepBuffers
@@ -50,17 +51,24 @@ class DraftPasses:
             max_pages=(0,) * len(cache.pools),
             max_tree_rows=0 if is_chain else max_rows,
             of_passes=True,
+            rope_axes=cache.rope_axes,
             kv_len_bound=kv_len_bound,
             device=device,
         )
 
     def begin(
-        self, step: StepView, pass_id: int, tokens: Tensor, *, parents: Tensor | None
+        self,
+        step: StepView,
+        pass_id: int,
+        tokens: Tensor,
+        *,
+        parents: Tensor | None,
+        rope: RopeRows | None,
     ) -> tuple[StepView, StepContext]:
         """Derive and plan one pass.  The view's input_ids hold `tokens`.
 
         step: the round's view, all groups; tokens: [padded_reqs, rows] int64; parents: the same
-        shape, int32, of a tree: an earlier row, -1: the committed prefix.
+        shape, int32, of a tree: an earlier row, -1: the committed prefix; rope: the round's.
         """
         mask = MaskKind.CAUSAL if parents is None else MaskKind.TREE
         own = self._cache.own_view(step)
@@ -71,6 +79,7 @@ class DraftPasses:
             page_sizes=self._page_sizes,
             offsets=self._buffers.arange,
         )
+        derive_rope(rope, view)
         view.input_ids.view(tokens.shape).copy_(tokens)
         return view, self._cache.context(view, pass_id)
 

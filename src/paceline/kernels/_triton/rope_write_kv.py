@@ -6,6 +6,8 @@ three ranges of columns, the two halves that rotate against each other and the r
     [START, + HALF) first    [START + HALF, + HALF) second    the rest behind them, or before
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -58,13 +60,27 @@ def _store_cache(
 
 
 @triton.jit
+def _axis_of(
+    cols,  # [cols]
+    AXIS_COLUMNS: tl.constexpr,  # start, stop and step of each axis
+):
+    """[cols] int32: which axis each pair turns by, the last that has it."""
+    axis = tl.zeros_like(cols)
+    for a in tl.static_range(1, len(AXIS_COLUMNS) // 3):
+        offsets = cols - AXIS_COLUMNS[3 * a]
+        is_within = (offsets >= 0) & (cols < AXIS_COLUMNS[3 * a + 1])
+        axis = tl.where(is_within & (offsets % AXIS_COLUMNS[3 * a + 2] == 0), a, axis)
+    return axis
+
+
+@triton.jit
 def _heads(
     row_ptr,  # [heads, DIM] one token, written in place where something changes
     stride_head,
     heads,
     first_head,
     cos_sin_ptr,  # [max_position, 2 * HALF] float32, or None where HALF is 0
-    positions_ptr,  # [tokens] int64, or None
+    positions_ptr,  # [tokens, axes] int64, or None
     token,
     norm_ptr,  # [DIM], or None
     eps,
@@ -78,6 +94,7 @@ def _heads(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
+    AXIS_COLUMNS: tl.constexpr,
 ):
     head = first_head + tl.arange(0, BLOCK_HEADS)
     live = (head < heads)[:, None]
@@ -92,7 +109,12 @@ def _heads(
         half_ptrs = row_ptr + offsets + (START + cols)[None, :]
         first = tl.load(half_ptrs, mask=half_mask, other=0.0)
         second = tl.load(half_ptrs + HALF, mask=half_mask, other=0.0)
-        table_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
+        if len(AXIS_COLUMNS) > 0:
+            axis = _axis_of(cols, AXIS_COLUMNS)
+            ends = tl.load(positions_ptr + token * (len(AXIS_COLUMNS) // 3) + axis)
+            table_ptr = cos_sin_ptr + ends * (2 * HALF)
+        else:
+            table_ptr = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
         cos = tl.load(table_ptr + cols, mask=is_half, other=0.0)[None, :]
         sin = tl.load(table_ptr + HALF + cols, mask=is_half, other=0.0)[None, :]
     if REST > 0:
@@ -136,7 +158,7 @@ def _rope_write_kv_kernel(
     k_ptr,  # [tokens, kv_heads, DIM]
     v_ptr,  # [tokens, kv_heads, DIM_V], or None with v_cache_ptr
     cos_sin_ptr,  # [max_position, 2 * HALF] float32, or None
-    positions_ptr,  # [tokens] int64, or None
+    positions_ptr,  # [tokens, axes] int64, or None
     q_norm_ptr,  # [DIM], or None
     k_norm_ptr,  # [DIM], or None
     k_cache_ptr,  # [num_pages, PAGE_SIZE, kv_heads, DIM]
@@ -171,6 +193,7 @@ def _rope_write_kv_kernel(
     BLOCK_REST: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
+    AXIS_COLUMNS: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
@@ -198,6 +221,7 @@ def _rope_write_kv_kernel(
             BLOCK_HALF,
             BLOCK_REST,
             UNIT_OFFSET,
+            AXIS_COLUMNS,
         )
     else:
         slot = tl.load(loc_ptr + token)
@@ -224,6 +248,7 @@ def _rope_write_kv_kernel(
                 BLOCK_HALF,
                 BLOCK_REST,
                 UNIT_OFFSET,
+                AXIS_COLUMNS,
             )
         elif v_ptr is not None:
             _heads(
@@ -246,6 +271,7 @@ def _rope_write_kv_kernel(
                 BLOCK_HALF,
                 BLOCK_DIM_V,
                 UNIT_OFFSET,
+                (),
             )
 
 
@@ -256,6 +282,7 @@ def launch_rope_write_kv(
     cos_sin: Tensor | None,
     positions: Tensor | None,
     rope_start: int,
+    axis_columns: Sequence[int],
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -286,7 +313,7 @@ def launch_rope_write_kv(
         k,
         v,
         cos_sin,
-        positions,
+        positions if not axis_columns or positions is None else positions.T.contiguous(),
         q_norm,
         k_norm,
         k_cache,
@@ -314,6 +341,7 @@ def launch_rope_write_kv(
         BLOCK_REST=next_power_of_2(max(dim - 2 * half, 1)),
         BLOCK_DIM_V=next_power_of_2(own_v.shape[2]),
         UNIT_OFFSET=unit_offset,
+        AXIS_COLUMNS=tuple(axis_columns),
         num_warps=num_warps
         or _num_warps(block_heads * next_power_of_2(dim), quantised=k_scale is not None),
         **overlap_options(q.device, _rope_write_kv_kernel),

@@ -56,7 +56,7 @@ class EagleProposer(Proposer):
         view = self._cache.own_view(observed.view)
         context = self._cache.context(view, OBSERVE_PASS)
         fused = self.model.fuse(observed.taps)
-        features = self.model(observed.next_ids, view.positions, fused, context)
+        features = self.model(observed.next_ids, view.rope_positions, fused, context)
         kept = features.index_select(0, observed.last)
         self._features.index_copy_(0, view.row_ids, kept)
 
@@ -88,7 +88,7 @@ class _EagleRun(DraftRun):
         self.d2t = head.d2t
         self._head = head
         self._passes = passes
-        self._step = state.view
+        self._step, self._rope = state.view, state.rope
         self._shape = shape
         self._last = features.index_select(0, state.view.row_ids).unsqueeze(1)  # [reqs, 1, hidden]
         self._pass_id = OBSERVE_PASS
@@ -106,8 +106,10 @@ class _EagleRun(DraftRun):
         else:
             fed = self._last.gather(1, origin.unsqueeze(2).expand(-1, -1, self._last.shape[2]))
             tokens, fed = self._append(tokens, fed, origin)
-        view, ctx = self._passes.begin(self._step, self._pass_id, tokens, parents=self._parents)
-        out = self._head(view.input_ids, view.positions, fed.flatten(0, 1), ctx)
+        view, ctx = self._passes.begin(
+            self._step, self._pass_id, tokens, parents=self._parents, rope=self._rope
+        )
+        out = self._head(view.input_ids, view.rope_positions, fed.flatten(0, 1), ctx)
         self._last = out.view(fed.shape)[:, -self._shape.topk :]
         return self._head.logits(self._last.flatten(0, 1))
 

@@ -43,7 +43,7 @@ class StandaloneProposer(Proposer):
         """Write the KV of what the target computed."""
         view = self._cache.own_view(observed.view)
         context = self._cache.context(view, OBSERVE_PASS)
-        self.model(view.input_ids, view.positions, context)
+        self.model(view.input_ids, view.rope_positions, context)
 
     def host_plan(self, step: Step) -> None:
         """Every pass of the step."""
@@ -64,7 +64,7 @@ class _StandaloneRun(DraftRun):
     ) -> None:
         self._model = model
         self._passes = passes
-        self._step = state.view
+        self._step, self._rope = state.view, state.rope
         self._shape = shape
         self._pass_id = OBSERVE_PASS
         # [reqs, rows]  int64  of the last pass
@@ -86,7 +86,9 @@ class _StandaloneRun(DraftRun):
         """[reqs * wanted, vocab] logits of the last `wanted` rows of each request."""
         self._pass_id += 1
         parents = None if self._shape.is_chain else self._parents
-        view, ctx = self._passes.begin(self._step, self._pass_id, tokens, parents=parents)
-        hidden = self._model(view.input_ids, view.positions, ctx).hidden
+        view, ctx = self._passes.begin(
+            self._step, self._pass_id, tokens, parents=parents, rope=self._rope
+        )
+        hidden = self._model(view.input_ids, view.rope_positions, ctx).hidden
         last = hidden.view(*tokens.shape, -1)[:, tokens.shape[1] - wanted :]
         return self._model.logits(last.flatten(0, 1))
