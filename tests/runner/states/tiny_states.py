@@ -33,6 +33,7 @@ from paceline.engine.loop import Launched, TurnFunction, overlapped_turn
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
+from paceline.layers.embedding import OverlaidRows
 from paceline.models.decoder import Hidden
 from paceline.runner.build import RunnerConfig, build_runner
 from paceline.runner.proposer import NOBODY, Proposer
@@ -75,9 +76,14 @@ class StateModel(nn.Module):
         self.head = tiny.ours.head
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, ctx: Any, taps: tuple[str, ...] = ()
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        ctx: Any,
+        taps: tuple[str, ...] = (),
+        overlaid: OverlaidRows | None = None,
     ) -> Hidden:
-        found = self.inner(input_ids, positions, ctx, taps)
+        found = self.inner(input_ids, positions, ctx, taps, overlaid)
         sums = ctx.mix(self.first + 1, ctx.mix(self.first, brought(input_ids)))
         return Hidden(torch.cat([found.hidden, sums], 1), found.taps)
 
