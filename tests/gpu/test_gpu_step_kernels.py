@@ -14,6 +14,7 @@ from step_cases import (
     moved,
 )
 
+from paceline.kernels._triton.keep_states import launch_keep_states
 from paceline.kernels.commit import (
     CommittedRows,
     EndRules,
@@ -23,6 +24,7 @@ from paceline.kernels.commit import (
 )
 from paceline.kernels.derive import TableRows, derive_rows
 from paceline.kernels.greedy import greedy, greedy_reference
+from paceline.kernels.keep_states import keep_states_reference
 
 # Warnings of drivers and compilers are shown and fail nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -58,6 +60,28 @@ def test_commit_equals_its_reference(shape: StepShape) -> None:
         assert torch.equal(device_results.cpu(), results)
         for name, mine, theirs in zip(CommittedRows._fields, device_rows, rows, strict=True):
             assert torch.equal(mine.cpu(), theirs), name
+
+
+@pytest.mark.parametrize("reqs", [1, 8, 256])
+@pytest.mark.parametrize("width", [3, 5000])
+def test_keep_states_equals_its_reference(reqs: int, width: int) -> None:
+    generator = torch.Generator().manual_seed(reqs * width)
+    num_slots = 3 * reqs + 1
+    slots = 1 + torch.randperm(3 * reqs, generator=generator).view(reqs, 3).int()
+    slots[reqs // 2] = 0
+    num_kept = torch.randint(0, 4, (reqs,), generator=generator).int()
+    prefix_lens = torch.randint(0, 90, (reqs,), generator=generator).int()
+    ends = []
+    for run, device in ((keep_states_reference, "cpu"), (launch_keep_states, "cuda")):
+        numbers = torch.arange(2 * num_slots * width, device=device).view(2, num_slots, width)
+        parts = [numbers.remainder(200).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
+        lens = torch.full((num_slots,), 77, dtype=torch.int32, device=device)
+        told = torch.zeros(reqs, dtype=torch.int32, device=device)
+        given = [each.to(device) for each in (prefix_lens, slots, num_kept)]
+        run(parts, lens, *given, 4, told)
+        ends.append([each.cpu() for each in (*(part[:, 1:] for part in parts), lens, told)])
+    for wanted, found in zip(*ends, strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("vocab", [1, 4096, 4097, 50257, 128256, 262144])
