@@ -154,7 +154,7 @@ def refuse_axes(drafter: ModelConfig | None, target: ModelConfig) -> None:
             expected=f"a draft model whose rope has as many axes as the target's, "
             f"{target.rope_axes}",
             got=drafter.rope_axes,
-            remedy="take one that was trained for this model, or --speculative-algorithm NGRAM",
+            remedy="take one that was trained for this model, or draft without a model",
         )
 
 
