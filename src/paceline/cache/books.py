@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.cache.groups import Holding, PagedGroup
+from paceline.cache.groups import CacheGroup, Holding
 from paceline.cache.pages import PoolCounts
 from paceline.cache.prefix_tree import Node, PrefixTree
-from paceline.cache.states import StateGroup, StateHolding
+from paceline.cache.states import StateHolding
 from paceline.core.errors import IntegrityError
 
 
@@ -23,7 +23,7 @@ class CacheStats:
 
 def check_books(
     tree: PrefixTree,
-    groups: Sequence[PagedGroup | StateGroup],
+    groups: Sequence[CacheGroup],
     holdings: Sequence[Sequence[Holding | StateHolding]],
 ) -> None:
     """Raise IntegrityError unless pools, tree and requests tell the same story.
@@ -47,7 +47,7 @@ def check_books(
             _compare(group, "locks of a page", node.locks[index], locks[node])
 
 
-def _compare(group: PagedGroup | StateGroup, name: str, pool: int, others: int) -> None:
+def _compare(group: CacheGroup, name: str, pool: int, others: int) -> None:
     if pool != others:
         raise IntegrityError.about(
             f"{name} of cache group '{group.name}'",

@@ -55,7 +55,59 @@ class Holding:
         return [node for node in self.nodes if node is not None]
 
 
-class PagedGroup:
+class CacheGroup:
+    """The pages, or slots, of one cache group: its pool, and the tree that holds what is shared.
+
+    What requests give back is free, and unlocked, once the last step that may read it has retired.
+    """
+
+    def __init__(
+        self, spec: CacheGroupSpec, index: int, tree: PrefixTree, *, num_pages: int
+    ) -> None:
+        self._spec = spec
+        self.index = index  # of the group
+        self._tree = tree
+        self._page_size = spec.page_size
+        self.pool = PagePool(spec.name, num_pages)
+        self._unlocks: dict[int, list[Node]] = {}  # epoch -> nodes
+        self._retired = 0
+
+    @property
+    def name(self) -> str:
+        return self._spec.name
+
+    def retire(self, epoch: int) -> None:
+        """Steps up to `epoch` have run to their end."""
+        self._retired = max(self._retired, epoch)
+        self.pool.retire(epoch)
+        for due in sorted(e for e in self._unlocks if e <= self._retired):
+            for node in self._unlocks.pop(due):
+                self._tree.unlock(node, self.index)
+
+    def pending_locks(self) -> list[Node]:
+        """Locks that wait for an epoch, one entry each."""
+        return [node for nodes in self._unlocks.values() for node in nodes]
+
+    def _give_back(self, pages: list[int], nodes: list[Node], epoch: int) -> None:
+        """Pages of a request alone, and nodes that it locks, once `epoch` has retired."""
+        self.pool.free(pages, epoch)
+        if nodes:
+            self._unlocks.setdefault(epoch, []).extend(nodes)
+        if epoch <= self._retired:
+            self.retire(self._retired)
+
+    def _make_room(self, count: int) -> None:
+        """Evict until `count` pages are free, or nothing more may go."""
+        short = count - self.pool.num_free
+        if short > 0:
+            # Unlocked pages have no reader in flight: they are free at once.
+            self.pool.free(self._tree.evict(self.index, short), self._retired)
+
+    def _available(self) -> int:
+        return self.pool.num_free + self._tree.num_evictable(self.index)
+
+
+class PagedGroup(CacheGroup):
     """Reserve by upper bound, release by lower bound."""
 
     def __init__(
@@ -68,19 +120,9 @@ class PagedGroup:
         max_extend_len: int,
     ) -> None:
         """max_extend_len: most tokens one step adds to a request."""
-        self._spec = spec
-        self.index = index  # of the group
-        self._tree = tree
-        self._page_size = spec.page_size
+        super().__init__(spec, index, tree, num_pages=num_pages)
         self._window = spec.window
         self._max_extend_len = max_extend_len
-        self.pool = PagePool(spec.name, num_pages)
-        self._unlocks: dict[int, list[Node]] = {}  # epoch -> nodes
-        self._retired = 0
-
-    @property
-    def name(self) -> str:
-        return self._spec.name
 
     @property
     def is_draft(self) -> bool:
@@ -228,22 +270,10 @@ class PagedGroup:
         self._return(holding, range(holding.first, len(holding.pages)), epoch)
         holding.first = len(holding.pages)
 
-    def retire(self, epoch: int) -> None:
-        """Steps up to `epoch` have run to their end."""
-        self._retired = max(self._retired, epoch)
-        self.pool.retire(epoch)
-        for due in sorted(e for e in self._unlocks if e <= self._retired):
-            for node in self._unlocks.pop(due):
-                self._tree.unlock(node, self.index)
-
     def relief_pending(self, holding: Holding, next_query: int) -> bool:
         """Whether pages or locks wait for an epoch, or fall behind this holding's window soon."""
         behind = self.first_visible_page(next_query) > holding.first
         return behind or bool(self._unlocks) or self.pool.num_queued > 0
-
-    def pending_locks(self) -> list[Node]:
-        """Locks that wait for an epoch, one entry each."""
-        return [node for nodes in self._unlocks.values() for node in nodes]
 
     def _return(self, holding: Holding, indices: range, epoch: int) -> None:
         private: list[int] = []
@@ -256,17 +286,10 @@ class PagedGroup:
                 unlocks.append(node)
             holding.pages[index] = PAD_PAGE
             holding.nodes[index] = None
-        self.pool.free(private, epoch)
-        if unlocks:
-            self._unlocks.setdefault(epoch, []).extend(unlocks)
-        if epoch <= self._retired:
-            self.retire(self._retired)
+        self._give_back(private, unlocks, epoch)
 
     def _grow(self, holding: Holding, count: int) -> None:
-        short = count - self.pool.num_free
-        if short > 0:
-            # Unlocked pages have no reader in flight: they are free at once.
-            self.pool.free(self._tree.evict(self.index, short), self._retired)
+        self._make_room(count)
         last = holding.pages[-1] if holding.pages else PAD_PAGE
         taken = self.pool.reserve(count, after=last)
         holding.pages.extend(taken)
@@ -276,9 +299,6 @@ class PagedGroup:
         if self._window is not None:
             reserve_to = min(reserve_to, len(path) * self._page_size + self._max_extend_len)
         return max(len(path), self._num_pages(reserve_to))
-
-    def _available(self) -> int:
-        return self.pool.num_free + self._tree.num_evictable(self.index)
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)

@@ -24,8 +24,7 @@ it did, and says which length the slot stands for; a slot it did not use is free
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.cache.groups import PageRun
-from paceline.cache.pages import PagePool
+from paceline.cache.groups import CacheGroup, PageRun
 from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.core.errors import IntegrityError
 from paceline.core.model_config import CHECKPOINT, READ, CacheGroupSpec
@@ -54,7 +53,7 @@ class StateHolding:
         return [] if self.hit is None else [self.hit]
 
 
-class StateGroup:
+class StateGroup(CacheGroup):
     """A slot for each request; those of the prefix tree are all others can start from.
 
     A growing length asks nothing of it.
@@ -65,19 +64,9 @@ class StateGroup:
     ) -> None:
         """keeps: states for others to start from; False: without a prefix cache."""
         assert spec.state_every is not None, "a STATE group says where its states are kept"
-        self._spec = spec
-        self.index = index  # of the group
-        self._tree = tree
-        self._page_size = spec.page_size
+        super().__init__(spec, index, tree, num_pages=num_pages)
         self._every = spec.state_every
         self._keeps = keeps
-        self.pool = PagePool(spec.name, num_pages)
-        self._unlocks: dict[int, list[Node]] = {}  # epoch -> nodes
-        self._retired = 0
-
-    @property
-    def name(self) -> str:
-        return self._spec.name
 
     def pages_to_fit(self, kv_len: int) -> int:
         """Most slots a request alone must have: its own, and the one that it starts from."""
@@ -162,33 +151,13 @@ class StateGroup:
     def release(self, holding: StateHolding, epoch: int) -> None:
         """Return everything, once `epoch` has retired."""
         own = [] if holding.slot is None else [holding.slot]
-        self.pool.free([*own, *holding.taken.values(), *holding.landed.values()], epoch)
-        if holding.hit is not None:
-            self._unlocks.setdefault(epoch, []).append(holding.hit)
+        slots, nodes = [*own, *holding.taken.values(), *holding.landed.values()], holding.locked
         holding.slot = holding.hit = None
         holding.taken.clear()
         holding.landed.clear()
-        if epoch <= self._retired:
-            self.retire(self._retired)
-
-    def retire(self, epoch: int) -> None:
-        """Steps up to `epoch` have run to their end."""
-        self._retired = max(self._retired, epoch)
-        self.pool.retire(epoch)
-        for due in sorted(e for e in self._unlocks if e <= self._retired):
-            for node in self._unlocks.pop(due):
-                self._tree.unlock(node, self.index)
-
-    def pending_locks(self) -> list[Node]:
-        """Locks that wait for an epoch, one entry each."""
-        return [node for nodes in self._unlocks.values() for node in nodes]
+        self._give_back(slots, nodes, epoch)
 
     def _take(self) -> int | None:
         """A slot, of a state that nobody starts from where none is free; None: there is none."""
-        if not self.pool.num_free:
-            # Unlocked slots have no reader in flight: they are free at once.
-            self.pool.free(self._tree.evict(self.index, 1), self._retired)
+        self._make_room(1)
         return self.pool.reserve(1)[0] if self.pool.num_free else None
-
-    def _available(self) -> int:
-        return self.pool.num_free + self._tree.num_evictable(self.index)
