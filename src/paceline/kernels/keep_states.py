@@ -10,6 +10,7 @@ slot 7; another at 9 that computes 1, with slot 6; a padded row.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,18 +47,10 @@ def keep_states_reference(
     lens[PAD_PAGE].zero_()
 
 
-def _keep_states_cuda(
-    parts: Sequence[Tensor],
-    lens: Tensor,
-    prefix_lens: Tensor,
-    slots: Tensor,
-    num_kept: Tensor,
-    every: int,
-    state_lens: Tensor,
-) -> None:
+def _keep_states_cuda(*arguments: Any) -> None:
     from paceline.kernels._triton.keep_states import launch_keep_states
 
-    launch_keep_states(parts, lens, prefix_lens, slots, num_kept, every, state_lens)
+    launch_keep_states(*arguments)
 
 
 _KEEP_STATES = define_op(
@@ -86,8 +79,16 @@ def keep_states(
     parts, lens and state_lens.  Graph-safe: shapes are static.  What slot 0 holds afterwards is
     nobody's to read.
     """
-    slots = group.page_table
+    arguments = (
+        list(parts),
+        lens,
+        view.prefix_lens,
+        group.page_table,
+        num_kept,
+        every,
+        state_lens,
+    )
     if device_type(lens.device) == "cpu":
-        keep_states_reference(parts, lens, view.prefix_lens, slots, num_kept, every, state_lens)
+        keep_states_reference(*arguments)
         return
-    _KEEP_STATES(list(parts), lens, view.prefix_lens, slots, num_kept, every, state_lens)
+    _KEEP_STATES(*arguments)

@@ -2,16 +2,14 @@
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.runtime import cdiv, next_power_of_2
+from paceline.kernels._triton.runtime import cdiv, next_power_of_2, widest_integers
 
 _BLOCK_COLUMNS = 256  # numbers of a slot that one program moves
-_UNITS = (torch.int64, torch.int32, torch.int16)  # what a slot is moved in, the widest that fits
 
 
 @triton.jit
@@ -73,17 +71,10 @@ def _compact_kv_kernel(
         _move_columns(a_ptr, from_slots, to_slots, moves, chunk, slots, width_a, BLOCK_COLUMNS)
 
 
-def _slots_of(pool: Tensor) -> Tensor:
-    """[layers, slots, width] integers over the same bytes."""
-    as_bytes = pool.view(torch.uint8).view(pool.shape[0], pool.shape[1] * pool.shape[2], -1)
-    fits = (unit for unit in _UNITS if as_bytes.shape[2] % unit.itemsize == 0)
-    return as_bytes.view(next(fits, torch.uint8))
-
-
 def launch_compact_kv(pools: Sequence[Tensor], loc: Tensor, path: Tensor) -> None:
     """One program per request, layer, pool and block of columns; one launch per two pools."""
     max_path = path.shape[1]
-    views = [_slots_of(pool) for pool in pools]
+    views = [widest_integers(pool.flatten(1, 2)) for pool in pools]
     for first in range(0, len(views), 2):
         pair = views[first : first + 2]
         a, b = pair[0], pair[-1]

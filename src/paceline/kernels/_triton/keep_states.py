@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,10 +9,9 @@ from torch import Tensor
 from paceline.core.model_config import CHECKPOINT, WRITE
 from paceline.core.padding import PAD_PAGE
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.runtime import cdiv
+from paceline.kernels._triton.runtime import cdiv, widest_integers
 
 _BLOCK = 1024  # numbers of a slot that one program copies
-_UNITS = (torch.int64, torch.int32, torch.int16)  # what a slot is copied in, the widest that fits
 _WRITE, _CHECKPOINT, _PAD = tl.constexpr(WRITE), tl.constexpr(CHECKPOINT), tl.constexpr(PAD_PAGE)
 
 
@@ -54,13 +52,6 @@ def _keep_states_kernel(
         tl.store(lens_ptr + _PAD, 0, mask=tells)
 
 
-def _slots_of(part: Tensor) -> Tensor:
-    """[layers, num_slots, width] integers over the same bytes."""
-    as_bytes = part.view(*part.shape[:2], -1).view(torch.uint8)
-    fits = (unit for unit in _UNITS if as_bytes.shape[2] % unit.itemsize == 0)
-    return as_bytes.view(next(fits, torch.uint8))
-
-
 def launch_keep_states(
     parts: Sequence[Tensor],
     lens: Tensor,
@@ -71,7 +62,7 @@ def launch_keep_states(
     state_lens: Tensor,
 ) -> None:
     """One launch per part: a program for each request, layer and block of a slot."""
-    for index, part in enumerate(map(_slots_of, parts)):
+    for index, part in enumerate(map(widest_integers, parts)):
         layers, num_slots, width = part.shape
         launch(
             _keep_states_kernel,

@@ -11,6 +11,7 @@ from paceline.core.errors import KernelArgumentError
 from paceline.kernels.stand_in import device_type
 
 _CPU_SHARED_BYTES = 232448  # what the interpreter pretends to have
+_UNITS = (torch.int64, torch.int32, torch.int16)  # what bytes are moved in, the widest that fits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,13 @@ def require_runnable(what: str, tensor: Tensor, kernel: object, *, otherwise: st
             got="a CPU tensor",
             remedy=f"{otherwise}, or set TRITON_INTERPRET=1 before the first import of triton",
         )
+
+
+def widest_integers(slots: Tensor) -> Tensor:
+    """[layers, slots, width] integers over the bytes of contiguous [layers, slots, ...]."""
+    as_bytes = slots.view(*slots.shape[:2], -1).view(torch.uint8)
+    fits = (unit for unit in _UNITS if as_bytes.shape[2] % unit.itemsize == 0)
+    return as_bytes.view(next(fits, torch.uint8))
 
 
 @cache
