@@ -350,24 +350,23 @@ def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSp
         if layer.parts:
             members.setdefault((layer.mixer, layer.window, layer.parts), []).append(index)
 
-    def place(found: tuple[str, int | None, tuple[RowPart, ...]]) -> tuple[bool, str, bool, int]:
-        mixer, window, _ = found
+    def place(mixer: str, window: int | None) -> tuple[bool, str, bool, int]:
         return mixer != SOFTMAX, mixer, window is not None, window or 0
 
-    keys = sorted(members, key=place)
-    names = [_group_name(mixer, window) for mixer, window, _ in keys]
+    groups = sorted(members.items(), key=lambda member: place(*member[0][:2]))
+    names = [_group_name(mixer, window) for (mixer, window, _), _ in groups]
     return tuple(
         CacheGroupSpec(
-            name=name if names.count(name) == 1 else f"{name}-{members[key][0]}",
-            layer_ids=tuple(members[key]),
-            window=key[1],
+            name=name if names.count(name) == 1 else f"{name}-{layer_ids[0]}",
+            layer_ids=tuple(layer_ids),
+            window=window,
             page_size=page_size,
-            parts=key[2],
-            mixer=key[0],
-            kind=CacheKind.TOKENS if key[0] == SOFTMAX else CacheKind.STATE,
-            state_every=None if key[0] == SOFTMAX else -(-STATE_EVERY // page_size) * page_size,
+            parts=parts,
+            mixer=mixer,
+            kind=CacheKind.TOKENS if mixer == SOFTMAX else CacheKind.STATE,
+            state_every=None if mixer == SOFTMAX else -(-STATE_EVERY // page_size) * page_size,
         )
-        for name, key in zip(names, keys, strict=True)
+        for name, ((mixer, window, parts), layer_ids) in zip(names, groups, strict=True)
     )
 
 

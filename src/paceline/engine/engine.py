@@ -66,12 +66,11 @@ class Engine:
     ) -> Tracker:
         """Queue a request: params.n completions, which share the KV of their prompt.
 
-        input_rows: stand in for the embeddings of prompt tokens, ascending.
-
         The others follow once the first has computed the prompt, where the prefix cache is on;
         otherwise each computes it.  params.seed must be set: it is part of what a preempted
-        request resumes with.  constraint: of the first; the others have forks.  positions: of the
-        prompt, where the model's rope has several axes; None: every token stands at its index.
+        request resumes with.  constraint: of the first; the others have forks.  input_rows: stand
+        in for the embeddings of prompt tokens, ascending.  positions: of the prompt, where the
+        model's rope has several axes; None: every token stands at its index.
         Raises RequestError, of which CapacityError, and changes nothing then.
         """
         self._require_whole()

@@ -109,10 +109,8 @@ class Request:
 
         Keys are turned by their positions, so it shares pages with requests of the same alone.
         """
-        if constraint is not None:
-            params = replace(
-                params, speculative=False
-            )  # who masks its drafts would have to know them
+        if constraint is not None:  # who masks its drafts would have to know them
+            params = replace(params, speculative=False)
         num_prompt = len(prompt_ids)
         if positions is not None:
             keys = replace(keys, salt=(keys.salt, positions))

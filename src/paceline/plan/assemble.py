@@ -115,6 +115,7 @@ def assemble(
     """Make every tensor of an engine that stays, on `device`.  Raises what `weights` raises."""
     limits = decided.limits
     config = replace(decided.config, max_position=limits.context_len)
+    mixers = load_mixers(config.layers)  # or a refusal, before a weight is read
     model = weights.target(config, max_positions=limits.kv_len_bound)
     return build_parts(
         model,
@@ -126,7 +127,7 @@ def assemble(
         dtype=decided.dtype,
         kv=decided.kv,
         proposer=_proposer(decided, weights, model, backend, device),
-        mixers=load_mixers(config.layers),
+        mixers=mixers,
     )
 
 

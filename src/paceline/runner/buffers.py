@@ -295,16 +295,14 @@ class StepBuffers:
         has_overlay: bool = False,
     ) -> StepView:
         """The device view of a step padded to `size`."""
-        view = self._view(
+        return self._view(
             size,
             mask,
             self.row_ids[: size.reqs],
             self.page_tables,
             shares_prefix=shares_prefix,
+            has_overlay=has_overlay,
         )
-        if has_overlay:
-            view = replace(view, overlay_slot=self.overlay_slot[: size.tokens])
-        return view
 
     def view_of_pass(self, step: StepView, rows: int, mask: MaskKind) -> StepView:
         """The device view of a drafter's pass: `rows` rows for each request of `step`.
@@ -322,9 +320,10 @@ class StepBuffers:
         page_tables: Sequence[Tensor],
         *,
         shares_prefix: bool = False,
+        has_overlay: bool = False,
     ) -> StepView:
         has_tree = mask is MaskKind.TREE
-        use = StepUse(size, has_tree=has_tree, max_emitted=0)
+        use = StepUse(size, has_tree=has_tree, max_emitted=0, has_overlay=has_overlay)
 
         def used(field: str, tensor: Tensor | None = None) -> Tensor:
             whole: Tensor = getattr(self, field) if tensor is None else tensor
@@ -346,6 +345,7 @@ class StepBuffers:
             max_extend_len=size.max_extend_len,
             kv_len_bound=self.kv_len_bound,
             shares_prefix=shares_prefix,
+            overlay_slot=used("overlay_slot") if has_overlay else None,
         )
 
     def as_chain(self, view: StepView) -> StepView:

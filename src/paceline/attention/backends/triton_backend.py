@@ -118,11 +118,14 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
         device lengths."""
         reqs = view.padded_reqs
         found: list[SharedPrefixes | None] = [None] * len(view.groups)
-        for index, (rule, shared) in enumerate(zip(buffers.rules, buffers.shared, strict=True)):
-            if rule and shared and view.shares_prefix and reqs >= rule.min_reqs:
-                found[index] = into = shared.of(reqs)
-                table = view.groups[index].page_table
-                find_shared(table, view.kv_lens, into, rule, page_size=buffers.page_size)
+        if view.shares_prefix:
+            groups = zip(view.groups, buffers.rules, buffers.shared, strict=True)
+            for index, (group, rule, shared) in enumerate(groups):
+                if rule and shared and reqs >= rule.min_reqs:
+                    found[index] = into = shared.of(reqs)
+                    find_shared(
+                        group.page_table, view.kv_lens, into, rule, page_size=buffers.page_size
+                    )
         return TritonPlan(
             table=page_table_plan(view), workspace=buffers.workspace, shared=tuple(found)
         )
