@@ -168,7 +168,14 @@ class PagedCase:
             rope_positions=torch.zeros_like(loc),
             input_ids=torch.zeros_like(loc),
             logits_loc=self.cu_seqlens_q[1:].long() - 1,
-            groups=(GroupView(page_table=self.page_table, out_cache_loc=loc),),
+            groups=(
+                GroupView(
+                    page_table=self.page_table,
+                    out_cache_loc=loc,
+                    prefix_lens=self.prefix_lens,
+                    kv_lens=self.kv_lens,
+                ),
+            ),
             mask=self.mask,
             tree_mask=mask,
             max_extend_len=longest,

@@ -126,11 +126,12 @@ def rubbish_view(
         return torch.full(size, RUBBISH, dtype=dtype, device=device)
 
     positions = full(tokens, dtype=torch.int64)
+    prefix_lens, kv_lens = full(reqs, dtype=torch.int32), full(reqs, dtype=torch.int32)
     return StepView(
         row_ids=full(reqs, dtype=torch.int64),
-        prefix_lens=full(reqs, dtype=torch.int32),
+        prefix_lens=prefix_lens,
         extend_lens=full(reqs, dtype=torch.int32),
-        kv_lens=full(reqs, dtype=torch.int32),
+        kv_lens=kv_lens,
         cu_seqlens_q=full(reqs + 1, dtype=torch.int32),
         logits_loc=full(reqs, dtype=torch.int64),
         req_ids=full(tokens, dtype=torch.int64),
@@ -141,6 +142,8 @@ def rubbish_view(
             GroupView(
                 page_table=full(reqs, width, dtype=torch.int32),
                 out_cache_loc=full(tokens, dtype=torch.int64),
+                prefix_lens=prefix_lens,
+                kv_lens=kv_lens,
             )
             for width in widths
         ),

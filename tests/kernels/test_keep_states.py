@@ -28,8 +28,10 @@ RUNS = pytest.mark.parametrize("run", [keep_states, run_triton], ids=["op", "tri
 
 def table(rows: list[tuple[int, int, int]]) -> GroupView:
     """Read, write and checkpoint slots."""
-    slots = torch.tensor(rows, dtype=torch.int32)
-    return GroupView(page_table=slots, out_cache_loc=torch.empty(0, dtype=torch.int64))
+    slots, unread = torch.tensor(rows, dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    return GroupView(
+        page_table=slots, out_cache_loc=unread.long(), prefix_lens=unread, kv_lens=unread
+    )
 
 
 def keep(

@@ -224,9 +224,13 @@ def _view(shape: AttentionShape, kv_lens: Sequence[int], page_table: Tensor) -> 
     pages = page_table[req_ids, positions // shape.page_size].long()
     loc = pages * shape.page_size + positions % shape.page_size
     cu_seqlens_q = torch.arange(reqs + 1, dtype=torch.int32, device=device) * extend
+    prefix_lens = lens - extend
+    group = GroupView(
+        page_table=page_table, out_cache_loc=loc, prefix_lens=prefix_lens, kv_lens=lens
+    )
     return StepView(
         row_ids=1 + torch.arange(reqs, device=device),
-        prefix_lens=lens - extend,
+        prefix_lens=prefix_lens,
         extend_lens=torch.full_like(lens, extend),
         kv_lens=lens,
         cu_seqlens_q=cu_seqlens_q,
@@ -235,7 +239,7 @@ def _view(shape: AttentionShape, kv_lens: Sequence[int], page_table: Tensor) -> 
         rope_positions=positions,
         input_ids=torch.zeros_like(positions),
         logits_loc=(cu_seqlens_q[1:] - 1).long(),
-        groups=(GroupView(page_table=page_table, out_cache_loc=loc),),
+        groups=(group,),
         mask=MaskKind.CAUSAL,
         tree_mask=None,
         max_extend_len=extend,

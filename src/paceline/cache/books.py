@@ -4,11 +4,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.cache.encoders import EncoderHolding
 from paceline.cache.groups import CacheGroup, Holding
 from paceline.cache.pages import PoolCounts
 from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.cache.states import StateHolding
 from paceline.core.errors import IntegrityError
+
+Held = Holding | StateHolding | EncoderHolding  # of one request in one group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +27,7 @@ class CacheStats:
 def check_books(
     tree: PrefixTree,
     groups: Sequence[CacheGroup],
-    holdings: Sequence[Sequence[Holding | StateHolding]],
+    holdings: Sequence[Sequence[Held]],
 ) -> None:
     """Raise IntegrityError unless pools, tree and requests tell the same story.
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from paceline.cache.books import CacheStats, check_books
+from paceline.cache.books import CacheStats, Held, check_books
 from paceline.cache.crowds import Crowds
+from paceline.cache.encoders import EncoderGroup, EncoderHolding
 from paceline.cache.groups import Holding, PagedGroup, PageRun
 from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.cache.prefix_tree import Node, PrefixTree
@@ -43,6 +44,7 @@ class _Entry:
     keys: PageKeys
     holdings: tuple[Holding, ...]  # [num_paged_groups]
     states: tuple[StateHolding, ...]  # [num_state_groups]
+    encoders: tuple[EncoderHolding, ...]  # [num_encoder_groups]
     hit_pages: int
     tip: Node | None  # the tree node of page num_offered - 1
     num_offered: int  # written pages already offered to the tree
@@ -90,9 +92,16 @@ class CacheManager:
             for i, spec, pages in indexed
             if spec.kind is CacheKind.STATE
         )
-        self._groups: tuple[PagedGroup | StateGroup, ...] = tuple(
-            sorted((*self._paged, *self._states), key=lambda group: group.index)
+        self._encoders = tuple(
+            EncoderGroup(spec, i, self._tree, num_pages=pages)
+            for i, spec, pages in indexed
+            if spec.kind is CacheKind.ENCODER
         )
+        groups = (*self._paged, *self._states, *self._encoders)
+        self._groups: tuple[PagedGroup | StateGroup | EncoderGroup, ...] = tuple(
+            sorted(groups, key=lambda group: group.index)
+        )
+        self.max_encoder_len = max((spec.encoder_len or 0 for spec in specs), default=0)
         self._windowed = any(spec.window is not None for spec in specs)
         self._entries: dict[str, _Entry] = {}
         self._crowds = Crowds(self._page_size)
@@ -132,11 +141,13 @@ class CacheManager:
         ahead: int = 0,
         keys: PageKeys = NO_KEYS,
         max_hit: int | None = None,
+        encoder_len: int = 0,
     ) -> Admitted | None:
         """Lock the longest hit, of at most `max_hit` tokens, and reserve for `reserve_to` tokens;
         None where pages are short.
 
         keys: what the KV of `tokens` depends on beside them, until the request leaves.
+        encoder_len: rows of its encoder, at most max_encoder_len.
 
         Full groups hold `ahead` more tokens while they are roomy, so that the first output lies
         right behind the prompt.  Windowed groups reserve for the first step only and grow with
@@ -144,14 +155,19 @@ class CacheManager:
         """
         assert request_id not in self._entries, f"{request_id} is already admitted"
         path = self._hit(tokens, keys, max_hit)
-        if not all(group.can_admit(path, reserve_to) for group in self._groups):
+        by_length = (*self._paged, *self._states)
+        if not all(group.can_admit(path, reserve_to) for group in by_length):
+            return None
+        if not all(group.can_admit(encoder_len) for group in self._encoders):
             return None
         admitted = [group.admit(path, reserve_to, ahead) for group in self._paged]
         states = [group.admit(path, reserve_to) for group in self._states]
+        encoders = [group.admit(encoder_len) for group in self._encoders]
         entry = _Entry(
             keys=keys,
             holdings=tuple(holding for holding, _ in admitted),
             states=tuple(holding for holding, _ in states),
+            encoders=tuple(holding for holding, _ in encoders),
             hit_pages=len(path),
             tip=path[-1] if path else None,
             num_offered=len(path),
@@ -162,7 +178,7 @@ class CacheManager:
         self._entries[request_id] = entry
         self._queried_tokens += len(tokens)
         self._hit_tokens += entry.committed
-        runs = tuple(run for _, run in (*admitted, *states) if run.page_ids)
+        runs = tuple(run for _, run in (*admitted, *states, *encoders) if run.page_ids)
         return Admitted(entry.committed, runs)
 
     def holds(self, request_id: str, kv_bound: int) -> bool:
@@ -301,7 +317,7 @@ class CacheManager:
         length, before = len(path), -1
         while length != before:
             before = length
-            for group in self._groups:
+            for group in (*self._paged, *self._states):
                 length = group.usable_prefix(path, length)
         return path[:length]
 
@@ -343,10 +359,14 @@ class CacheManager:
     def _state_pairs(self, entry: _Entry) -> Iterator[tuple[StateGroup, StateHolding]]:
         return zip(self._states, entry.states, strict=True)
 
-    def _in_order(self, entry: _Entry) -> list[Holding | StateHolding]:
+    def _encoder_pairs(self, entry: _Entry) -> Iterator[tuple[EncoderGroup, EncoderHolding]]:
+        return zip(self._encoders, entry.encoders, strict=True)
+
+    def _in_order(self, entry: _Entry) -> list[Held]:
         """[num_groups]"""
-        held: dict[int, Holding | StateHolding] = {g.index: h for g, h in self._pairs(entry)}
+        held: dict[int, Held] = {g.index: h for g, h in self._pairs(entry)}
         held.update({group.index: slots for group, slots in self._state_pairs(entry)})
+        held.update({group.index: rows for group, rows in self._encoder_pairs(entry)})
         return [held[index] for index in range(len(self._groups))]
 
     def _return(self, entry: _Entry, epoch: int) -> None:
@@ -354,6 +374,8 @@ class CacheManager:
             group.release(holding, epoch)
         for states, slots in self._state_pairs(entry):
             states.release(slots, epoch)
+        for encoders, rows in self._encoder_pairs(entry):
+            encoders.release(rows, epoch)
 
     def _note_reserved(self, entry: _Entry) -> None:
         entry.reserved = min(

@@ -197,6 +197,7 @@ class LayerSpec:
     rope: RopeConfig | None = None  # None: nothing turns Q and K
     rotary_dim: int = 0  # dimensions of a head that rope turns
     state: "tuple[RowPart, ...]" = ()  # of another mixer than attention: what it keeps of a request
+    reads_encoder: bool = False  # cross attention: K and V are made of the rows of an encoder
 
     @property
     def parts(self) -> "tuple[RowPart, ...]":
@@ -208,6 +209,13 @@ class LayerSpec:
             return ()
         dims = heads.head_dim, heads.v_head_dim
         return kv_parts(heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
+
+    @property
+    def kind(self) -> "CacheKind":
+        """Of the cache group that it belongs to, if it belongs to one."""
+        if self.mixer != SOFTMAX:
+            return CacheKind.STATE
+        return CacheKind.ENCODER if self.reads_encoder else CacheKind.TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +243,7 @@ class ModelConfig:
     multipliers: Multipliers | None = None
     stored_vocab_size: int | None = None  # rows of the checkpoint's tables; None: vocab_size
     latent: LatentConfig | None = None
+    max_encoder_len: int = 0  # rows that an encoder makes of what a request brings, at most
 
     @property
     def num_layers(self) -> int:
@@ -269,6 +278,7 @@ class CacheKind(StrEnum):
 
     TOKENS = "tokens"  # paged, a row per token; undone by a shorter length
     STATE = "state"  # a slot per request, whatever its length; undone by not having been written
+    ENCODER = "encoder"  # paged, a row for each of an encoder; written once, when the request joins
 
 
 READ, WRITE, CHECKPOINT = range(3)  # a STATE group's page table: slots of a request
@@ -310,10 +320,11 @@ class CacheGroupSpec:
     kind: CacheKind = CacheKind.TOKENS
     state_every: int | None = None  # of STATE alone: at lengths divisible by it, in tokens, a state
     # may be kept for others to start from
+    encoder_len: int | None = None  # of ENCODER alone: rows of a request at most
 
     def __post_init__(self) -> None:
-        if self.kind is CacheKind.TOKENS:
-            fits, expected = self.state_every is None, "None: it holds every token"
+        if self.kind is not CacheKind.STATE:
+            fits, expected = self.state_every is None, "None: it holds every row"
         else:
             every = self.state_every or 0
             fits = every > 0 and every % self.page_size == 0
@@ -324,6 +335,13 @@ class CacheGroupSpec:
                 expected=expected,
                 got=self.state_every,
                 remedy="the prefix tree finds states at the ends of its pages",
+            )
+        if (self.kind is CacheKind.ENCODER) != bool(self.encoder_len):
+            raise ConfigError.about(
+                f"encoder_len of cache group '{self.name}'",
+                expected="a positive number of rows in an ENCODER group, and None in others",
+                got=self.encoder_len,
+                remedy="say in max_encoder_len how many rows the model's encoder makes at most",
             )
 
     @property
@@ -343,18 +361,21 @@ class CacheGroupSpec:
 
 
 def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSpec, ...]:
-    """The model's cache groups: layers that mix alike and cache like rows under one window.  Full
-    attention first, layers with states last."""
-    members: dict[tuple[str, int | None, tuple[RowPart, ...]], list[int]] = {}
+    """The model's cache groups: layers that mix alike and cache like rows under one window.  Of each
+    kind in the order of CacheKind, full attention first."""
+    members: dict[tuple[CacheKind, str, int | None, tuple[RowPart, ...]], list[int]] = {}
     for index, layer in enumerate(config.layers):
         if layer.parts:
-            members.setdefault((layer.mixer, layer.window, layer.parts), []).append(index)
+            alike = layer.kind, layer.mixer, layer.window, layer.parts
+            members.setdefault(alike, []).append(index)
 
-    def place(mixer: str, window: int | None) -> tuple[bool, str, bool, int]:
-        return mixer != SOFTMAX, mixer, window is not None, window or 0
+    kinds = list(CacheKind)
 
-    groups = sorted(members.items(), key=lambda member: place(*member[0][:2]))
-    names = [_group_name(mixer, window) for (mixer, window, _), _ in groups]
+    def place(kind: CacheKind, mixer: str, window: int | None) -> tuple[int, str, bool, int]:
+        return kinds.index(kind), mixer, window is not None, window or 0
+
+    groups = sorted(members.items(), key=lambda member: place(*member[0][:3]))
+    names = [_group_name(*alike[:3]) for alike, _ in groups]
     return tuple(
         CacheGroupSpec(
             name=name if names.count(name) == 1 else f"{name}-{layer_ids[0]}",
@@ -363,17 +384,20 @@ def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSp
             page_size=page_size,
             parts=parts,
             mixer=mixer,
-            kind=CacheKind.TOKENS if mixer == SOFTMAX else CacheKind.STATE,
-            state_every=None if mixer == SOFTMAX else -(-STATE_EVERY // page_size) * page_size,
+            kind=kind,
+            state_every=-(-STATE_EVERY // page_size) * page_size if kind is CacheKind.STATE else None,
+            encoder_len=config.max_encoder_len if kind is CacheKind.ENCODER else None,
         )
-        for name, ((mixer, window, parts), layer_ids) in zip(names, groups, strict=True)
+        for name, ((kind, mixer, window, parts), layer_ids) in zip(names, groups, strict=True)
     )
 
 
-def _group_name(mixer: str, window: int | None) -> str:
+def _group_name(kind: CacheKind, mixer: str, window: int | None) -> str:
     """Of a cache group; where several would have one, the first layer's number follows."""
-    if mixer != SOFTMAX:
+    if kind is CacheKind.STATE:
         return mixer
+    if kind is CacheKind.ENCODER:
+        return "encoder"
     return "full" if window is None else f"window-{window}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
 from paceline.core.errors import RequestError
-from paceline.core.input_rows import InputRows
+from paceline.core.input_rows import EncoderInput, InputRows
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
@@ -71,6 +71,7 @@ class JoinDelta:
     max_len: int  # the row is finished once it knows this many tokens, prompt included
     params: SamplingParams
     positions: PromptPositions | None = None  # None: every token stands at its index
+    encoder: EncoderInput | None = None  # written into its pages before the step; None: no rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from enum import Enum, StrEnum
 
 from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.core.errors import message
-from paceline.core.input_rows import InputRows
+from paceline.core.input_rows import EncoderInput, InputRows
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.seeds import child_seed
 from paceline.core.step import PromptPositions
@@ -66,6 +66,7 @@ class Request:
     parent_id: str = ""  # what the caller asked as
     index: int = 0  # of the caller's completions
     input_rows: tuple[InputRows, ...] = ()  # of its prompt, ascending
+    encoder: EncoderInput | None = None  # what layers read that read an encoder's rows
     leader: "Request | None" = None  # the first completion, which computes the prompt for all
     constraint: Constraint | None = None  # by a grammar; such a request does not draft
     host_needs: frozenset[HostNeed] = frozenset()
@@ -104,10 +105,12 @@ class Request:
         input_rows: tuple[InputRows, ...] = (),
         constraint: Constraint | None = None,
         positions: PromptPositions | None = None,
+        encoder: EncoderInput | None = None,
     ) -> "Request":
         """A waiting request; `Admission` has seen that its prompt fits the context.
 
-        Keys are turned by their positions, so it shares pages with requests of the same alone.
+        Keys are turned by their positions, and are made of what an encoder saw, so it shares pages
+        with requests of the same alone.
         """
         if constraint is not None:  # who masks its drafts would have to know them
             params = replace(params, speculative=False)
@@ -115,6 +118,8 @@ class Request:
         if positions is not None:
             keys = replace(keys, salt=(keys.salt, positions))
             context_len -= max(positions.delta, 0)
+        if encoder is not None:
+            keys = replace(keys, salt=(keys.salt, encoder.media_hash))
         assert 0 < num_prompt < context_len, (request_id, num_prompt, context_len)
         wanted = context_len if params.max_tokens is None else num_prompt + params.max_tokens
         return cls(
@@ -128,6 +133,7 @@ class Request:
             positions=positions,
             parent_id=request_id,
             constraint=constraint,
+            encoder=encoder,
         )
 
     def sibling(self, index: int) -> "Request":
@@ -144,6 +150,7 @@ class Request:
             keys=self.keys,
             input_rows=self.input_rows,
             positions=self.positions,
+            encoder=self.encoder,
             parent_id=self.request_id,
             index=index,
             leader=self,
@@ -167,6 +174,11 @@ class Request:
     def num_input_rows(self) -> int:
         """Tokens whose row it brings."""
         return sum(source.num_tokens for source in self.input_rows)
+
+    @property
+    def encoder_len(self) -> int:
+        """Rows of its encoder."""
+        return 0 if self.encoder is None else self.encoder.num_rows
 
     @property
     def num_to_score(self) -> int:

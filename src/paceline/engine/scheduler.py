@@ -83,7 +83,8 @@ class Scheduler:
         return self._cache
 
     def add(self, request: Request) -> None:
-        """Queue a request.  Raises CapacityError when it could never run to its end."""
+        """Queue a request.  Raises CapacityError when it could never run to its end, RequestError
+        where its encoder would have more rows than the model's has."""
         capacity = self._cache.can_ever_fit(self._kv_limit(request))
         if not capacity.fits:
             raise CapacityError.about(
@@ -94,6 +95,13 @@ class Scheduler:
             )
         if request.input_rows:
             self._require_slots(request)
+        if request.encoder_len > self._cache.max_encoder_len:
+            raise RequestError.about(
+                f"rows of an encoder that request '{request.request_id}' brings",
+                expected=f"at most {self._cache.max_encoder_len}, the model's max_encoder_len",
+                got=request.encoder_len,
+                remedy="bring less for it to read; nothing where the model has no encoder",
+            )
         own = {HostNeed.GRAMMAR} if request.constraint is not None else set()
         request.host_needs = self._config.host_needs | own
         self._roster.add(request, leader=self._leader_to_await(request))
@@ -239,6 +247,7 @@ class Scheduler:
                 ahead=min(self._config.reserve_ahead, limit - reserve_to),
                 keys=request.keys,
                 max_hit=request.max_hit,
+                encoder_len=request.encoder_len,
             )
             if admission is None:
                 return

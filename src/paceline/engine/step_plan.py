@@ -69,6 +69,7 @@ def join_delta(request: Request) -> Delta:
         max_len=request.max_len,
         params=request.params,
         positions=request.positions,
+        encoder=request.encoder,
     )
 
 

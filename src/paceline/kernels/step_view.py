@@ -1,6 +1,6 @@
 """StepView: one step's tensors on the device, as kernels, backends and layers are given them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,12 +12,16 @@ from paceline.core.modes import MaskKind
 class GroupView:
     """One cache group's part of a step.
 
-    Of a STATE group the page table has three columns, slots, and tokens have none: out_cache_loc is
-    empty.
+    Of a STATE group the page table has three columns, slots.  There and in an ENCODER group tokens
+    have no slots: out_cache_loc is empty.
     """
 
     page_table: Tensor  # [padded_reqs, max_pages]  int32  page ids; padding: PAD_PAGE
     out_cache_loc: Tensor  # [padded_tokens]  int64  slots written by this step; padding: PAD_SLOT
+    prefix_lens: Tensor  # [padded_reqs]  int32  rows it holds before the step: the view's; of an
+    # ENCODER group those of each request's encoder, 0 of who has none; padding: 1
+    kv_lens: Tensor  # [padded_reqs]  int32  prefix + extend: the view's; in an ENCODER group nobody
+    # reads beyond the prefix
 
     @property
     def read_slots(self) -> Tensor:
@@ -64,6 +68,15 @@ class StepView:
     shares_prefix: bool = False  # many rows may read the same pages of a prefix; part of the key
     overlay_slot: Tensor | None = None  # [padded_tokens]  int64  slot of the overlay whose row
     # stands in for the token's embedding; 0: none does.  Only in a step that reads the overlay.
+
+    def of(self, groups: "tuple[GroupView, ...]") -> "StepView":
+        """The view with `groups` alone, which have one length, in place of its lengths: what plans
+        the layers of these groups."""
+        if not groups:
+            return replace(self, groups=())
+        kv_lens = groups[0].kv_lens
+        assert all(group.kv_lens is kv_lens for group in groups), "one plan has one length of a row"
+        return replace(self, groups=groups, prefix_lens=groups[0].prefix_lens, kv_lens=kv_lens)
 
     @property
     def padded_reqs(self) -> int:

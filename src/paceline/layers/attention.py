@@ -1,7 +1,7 @@
 """StepContext: what a step gives its blocks.  Attention through it: rotate, write K and V to the
 pool, in one place, then call the backend."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,15 @@ from paceline.kernels.step_view import StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncoderPlan:
+    """The layers that read the rows of an encoder, in a step."""
+
+    backend: AttentionBackend
+    layers: Mapping[int, LayerCache]  # by layer id of the model
+    plan: Any  # the backend's, whose prefixes are the encoder's rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepContext:
     """What every block of one step may read; an explicit argument of a model's forward."""
 
@@ -32,6 +41,7 @@ class StepContext:
     plan: Any  # the backend's frozen plan
     layers: tuple[LayerCache | None, ...]  # [num_layers]; None: a layer that does not attend
     states: tuple[StateGroupPlan, ...] = ()  # [num_state_groups] of layers that mix otherwise
+    encoder: EncoderPlan | None = None  # of layers that read an encoder's rows
 
     def attend(
         self,
@@ -60,6 +70,18 @@ class StepContext:
         out, _ = self.backend.forward(q, k, values, layer, self.plan, Part.ALL)
         return out
 
+    def attend_encoder(self, layer_id: int, q: Tensor) -> Tensor:
+        """Cross attention of one layer: every token to all rows of its request's encoder.
+
+        q: [padded_tokens, num_heads, head_dim], as it is.  Returns [padded_tokens, num_heads,
+        v_head_dim]; 0 for a request that brings none.
+        """
+        encoder = self.encoder
+        assert encoder is not None, f"layer {layer_id} reads no encoder"
+        layer, none = encoder.layers[layer_id], q[:0]  # the step has no keys of its own
+        out, _ = encoder.backend.forward(q, none, none, layer, encoder.plan, Part.PREFIX)
+        return out
+
     def mix(self, layer_id: int, inputs: Any) -> Tensor:
         """A layer that keeps a state per request, over the step's rows.  inputs: as its backend
         takes them."""
@@ -72,7 +94,7 @@ class StepContext:
 def attention_specs(
     config: ModelConfig, groups: tuple[CacheGroupSpec, ...]
 ) -> tuple[AttentionSpec, ...]:
-    """One spec per layer that attends, in order."""
+    """One spec per layer that attends within `groups`, in order."""
     group_of = {layer: index for index, group in enumerate(groups) for layer in group.layer_ids}
     return tuple(
         AttentionSpec(
@@ -88,7 +110,7 @@ def attention_specs(
             v_in_k=layer.heads.v_in_k,
         )
         for layer_id, layer in enumerate(config.layers)
-        if layer.mixer == SOFTMAX
+        if layer.mixer == SOFTMAX and layer_id in group_of
     )
 
 
@@ -100,9 +122,9 @@ def layer_caches(
     sinks: Sequence[Tensor | None],
 ) -> tuple[LayerCache | None, ...]:
     """[num_layers] each layer's pages of its group's pool, with the sinks its model brings; None
-    for a layer that does not attend.
+    for a layer that does not attend within `groups`.
 
-    pools: [num_groups]; sinks: of each layer that attends, [num_heads] float32, or None.
+    pools: [num_groups]; sinks: of each such layer, [num_heads] float32, or None.
     """
     specs = attention_specs(config, tuple(groups))
     caches = [pools[spec.group].layer(spec.layer_id) for spec in specs]

@@ -1,5 +1,8 @@
 """A decoder with its language-model head: what the runner calls and the loader fills."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
@@ -54,6 +57,11 @@ class CausalLM(nn.Module):
         found = [module for module in self.decoder.modules() if isinstance(module, kinds)]
         found.sort(key=lambda attention: attention.layer_id)
         return tuple(None if layer.sinks is None else layer.sinks.float() for layer in found)
+
+    def encoder_kv(self, given: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Of what a request brings for its encoder, the (layer id, K, V) of every layer that reads
+        it: [encoder_len, num_kv_heads, head_dim] each.  No layer of a decoder does."""
+        return iter(())
 
     def destinations(self) -> dict[str, Tensor]:
         """Checkpoint tensor name -> the view of a parameter it fills."""

@@ -30,10 +30,12 @@ def request_pages(spec: CacheGroupSpec, length: int) -> int:
     """Pages a request of `length` tokens holds in a group between steps.
 
     A windowed group keeps its window, whose ends need not fall on page borders.  Of states it holds
-    its own slot, and another that it starts from or leaves to others.
+    its own slot, and another that it starts from or leaves to others, and of an encoder all rows
+    that there may be.
     """
     if spec.kind is CacheKind.STATE:
         return 2
+    length = spec.encoder_len or length
     tokens = length if spec.window is None else min(length, spec.window + spec.page_size)
     return -(-tokens // spec.page_size)
 

@@ -59,6 +59,8 @@ EXTENTS = {
     "overlay_slot": Extent.OVERLAID,
     "logits_loc": Extent.REQUEST,
     "tree_mask": Extent.TREE_PAIR,
+    "encoder_lens": Extent.REQUEST,
+    "encoder_kv_lens": Extent.REQUEST,
     "page_tables": Extent.REQUEST,
     "out_cache_locs": Extent.TOKEN,
     "state_lens": Extent.REQUEST,
@@ -159,6 +161,8 @@ class StepBuffers:
         zero-sized where there are no trees
     state_lens: [max_reqs]  int32  written behind commit: what a row's checkpoint slots stand for,
         or 0; zero-sized where there are no STATE groups
+    encoder_lens, encoder_kv_lens: [max_reqs]  int32  prefix_lens and kv_lens of ENCODER groups;
+        zero-sized where there are none
     rope_positions, chain_rope_positions: [max_tokens, axes]  int64  what rope turns by, of the same
         rows as positions and chain_positions; zero-sized where one axis is enough: it is those
     results: [max_reqs * (2 + max_path)]  int32  written by commit, a packed row per request: tokens
@@ -182,13 +186,14 @@ class StepBuffers:
         has_overlay: bool = False,
         of_passes: bool = False,
         state_groups: frozenset[int] = frozenset(),
+        encoder_groups: tuple[int, ...] = (),
         vocab_size: int = 0,
         rope_axes: int = 1,
         kv_len_bound: int,
         device: torch.device,
     ) -> None:
-        """state_groups: those of the groups whose tokens have no slots.  vocab_size: of masks; 0:
-        no step has any."""
+        """state_groups, encoder_groups: those of the groups whose tokens have no slots.
+        vocab_size: of masks; 0: no step has any."""
         own_reqs, own_tree_rows = (0, 0) if of_passes else (max_reqs, max_tree_rows)
         self.kv_len_bound = kv_len_bound
         self._filled: tuple[StepLayout, PaddedSize] | None = None
@@ -223,8 +228,12 @@ class StepBuffers:
         )  # rows as wide as the step's trees
         self.page_tables = tuple(ints(own_reqs, width) for width in max_pages)
         self.out_cache_locs = tuple(
-            longs(0 if group in state_groups else max_tokens) for group in range(len(max_pages))
+            longs(0 if group in state_groups or group in encoder_groups else max_tokens)
+            for group in range(len(max_pages))
         )
+        self.encoder_groups = encoder_groups
+        self.encoder_lens = ints(own_reqs if encoder_groups else 0)
+        self.encoder_kv_lens = ints(own_reqs if encoder_groups else 0)
         self.state_lens = ints(own_reqs if state_groups else 0)
         emitted = own_reqs * max_path
         self.chosen_logprobs = torch.zeros(emitted, device=device)
@@ -330,15 +339,26 @@ class StepBuffers:
             return whole[: use.entries(EXTENTS[field])]
 
         tensors: dict[str, Any] = {field: used(field) for field in _VIEWED}
+        of_tokens = tensors["prefix_lens"], tensors["kv_lens"]
+        of_encoder = used("encoder_lens"), used("encoder_kv_lens")
+        lens = [
+            of_encoder if group in self.encoder_groups else of_tokens
+            for group in range(len(page_tables))
+        ]
         return StepView(
             **tensors,
             row_ids=row_ids,
             rope_positions=_turned_by(tensors["positions"], self.rope_positions),
             groups=tuple(
                 GroupView(
-                    page_table=used("page_tables", table), out_cache_loc=used("out_cache_locs", loc)
+                    page_table=used("page_tables", table),
+                    out_cache_loc=used("out_cache_locs", loc),
+                    prefix_lens=prefix_lens,
+                    kv_lens=kv_lens,
                 )
-                for table, loc in zip(page_tables, self.out_cache_locs, strict=True)
+                for table, loc, (prefix_lens, kv_lens) in zip(
+                    page_tables, self.out_cache_locs, lens, strict=True
+                )
             ),
             mask=mask,
             tree_mask=used("tree_mask").view(size.tokens, -1) if has_tree else None,

@@ -25,6 +25,7 @@ from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.committers import StateMixer, StateSlots, token_rows
+from paceline.runner.encoder import Encoder
 from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.graphs import (
     AHEAD,
@@ -123,11 +124,15 @@ def build_parts(
     mixers: Mapping[str, StateBackend] = NO_MIXERS,
 ) -> Parts:
     """Allocate everything whose address a graph may hold; arguments as of `build_runner`."""
-    num_paged = sum(group.kind is CacheKind.TOKENS for group in groups)
-    kinds = [group.kind for group in groups]
-    assert CacheKind.STATE not in kinds[:num_paged], "STATE groups stand behind the others"
-    paged, recurrent = groups[:num_paged], groups[num_paged:]
-    bounds = _backend_limits(config, paged, limits, device=device, dtype=dtype, kv=kv)
+    kinds, order = [group.kind for group in groups], list(CacheKind)
+    assert kinds == sorted(kinds, key=order.index), "groups stand in the order of their kinds"
+    num_paged, num_recurrent = kinds.count(CacheKind.TOKENS), kinds.count(CacheKind.STATE)
+    paged, encoded = groups[:num_paged], groups[num_paged + num_recurrent :]
+    recurrent = groups[num_paged : len(groups) - len(encoded)]
+    length = limits.kv_len_bound
+    bounds = _backend_limits(
+        config, paged, limits, length=length, device=device, dtype=dtype, kv=kv
+    )
     can_share = backend.capabilities.shares_prefixes and None in bounds.windows
     shares = can_share and limits.share_prefixes and not any(heads.v_in_k for heads in config.heads)
     bounds = replace(bounds, share_prefixes=shares)
@@ -145,18 +150,14 @@ def build_parts(
             dtype=dtype,
         )
         for index, (group, num_slots) in enumerate(
-            zip(recurrent, limits.num_pages[num_paged:], strict=True), start=num_paged
+            zip(recurrent, limits.num_pages[num_paged:], strict=False), start=num_paged
         )
     ]
-    page_sizes = (
-        *(pool.spec.page_size for pool in pools),
-        *(0 for _ in recurrent),
-        *(pool.spec.page_size for pool in proposer.pools),
-    )
-    max_pages = tuple(
-        -(-limits.kv_len_bound // page_size) if page_size else NUM_SLOT_COLUMNS
-        for page_size in page_sizes
-    )
+    encoder = _encoder(config, groups, backend, limits, device=device, dtype=dtype, kv=kv)
+    specs = [*groups, *(pool.spec for pool in proposer.pools)]
+    # Those of tokens have slots that a step writes.
+    page_sizes = tuple(s.page_size if s.kind is CacheKind.TOKENS else 0 for s in specs)
+    max_pages = tuple(_max_pages(spec, limits.kv_len_bound) for spec in specs)
     buffers = StepBuffers(
         max_reqs=bounds.max_reqs,
         max_tokens=bounds.max_tokens,
@@ -167,6 +168,7 @@ def build_parts(
         rope_axes=config.rope_axes,
         has_overlay=limits.overlay_slots > 0,
         state_groups=frozenset(mixer.group for mixer in state_mixers),
+        encoder_groups=() if encoder is None else encoder.groups,
         kv_len_bound=limits.kv_len_bound,
         device=device,
     )
@@ -179,6 +181,7 @@ def build_parts(
         pools=tuple(pools),
         committers=(*token_rows(pools), *state_slots),
         mixers=tuple(state_mixers),
+        encoder=encoder,
         page_sizes=page_sizes,
         table=_request_table(config, limits, max_pages, device=device, dtype=dtype),
         buffers=buffers,
@@ -258,15 +261,56 @@ def wire_runner(
     )
 
 
-def _backend_limits(
+def _max_pages(spec: CacheGroupSpec, kv_len_bound: int) -> int:
+    """Width of a group's page table."""
+    if spec.kind is CacheKind.STATE:
+        return NUM_SLOT_COLUMNS
+    return -(-(spec.encoder_len or kv_len_bound) // spec.page_size)
+
+
+def _encoder(
     config: ModelConfig,
     groups: Sequence[CacheGroupSpec],
+    backend: AttentionBackend,
     limits: RunnerConfig,
     *,
     device: torch.device,
     dtype: torch.dtype,
     kv: KVFormat,
+) -> Encoder | None:
+    """The ENCODER groups, run by the backend of the others; None: there are none."""
+    own = [index for index, group in enumerate(groups) if group.kind is CacheKind.ENCODER]
+    if not own:
+        return None
+    specs = tuple(groups[index] for index in own)
+    bounds = _backend_limits(
+        config, specs, limits, length=config.max_encoder_len, device=device, dtype=dtype, kv=kv
+    )
+    pools = [
+        KVPool(group, limits.num_pages[index], kv=replace(kv, scales={}), device=device)
+        for index, group in zip(own, specs, strict=True)
+    ]
+    caches = layer_caches(config, specs, pools, sinks=[None] * len(bounds.layers))
+    return Encoder(
+        groups=tuple(own),
+        pools=tuple(pools),
+        layers={cache.spec.layer_id: cache for cache in caches if cache is not None},
+        backend=backend,
+        backend_buffers=backend.make_buffers(replace(bounds, prefix_alone=True)),
+    )
+
+
+def _backend_limits(
+    config: ModelConfig,
+    groups: Sequence[CacheGroupSpec],
+    limits: RunnerConfig,
+    *,
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv: KVFormat,
 ) -> Limits:
+    """length: rows of one request."""
     return attention_limits(
         config,
         tuple(groups),
@@ -275,7 +319,7 @@ def _backend_limits(
         kv_dtype=kv.dtype,
         max_reqs=limits.padded_reqs,
         max_tokens=limits.max_tokens,
-        length=limits.kv_len_bound,
+        length=length,
     )
 
 
@@ -357,6 +401,7 @@ def _request_table(
         plug_ins=limits.logits_processors,
         overlay=overlay,
         rope_axes=config.rope_axes,
+        has_encoder=config.max_encoder_len > 0,
     )
 
 

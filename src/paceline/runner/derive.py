@@ -9,6 +9,7 @@ from paceline.kernels.derive_rope import derive_rope
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
 from paceline.runner.buffers import StepBuffers
+from paceline.runner.encoder import derive_encoder
 from paceline.runner.overlay import derive_overlay
 from paceline.runner.request_table import RequestTable
 
@@ -41,3 +42,5 @@ def derive(
     if view.tree_mask is not None:
         derive_tree(buffers.parents[: view.padded_tokens], view)
     derive_rope(table.rope, view)
+    if table.encoder_lens is not None:
+        derive_encoder(table.encoder_lens, view, buffers.encoder_groups[0])

@@ -1,11 +1,13 @@
 """ModelRunner: turns a Step into queued device work.  Owns the rings, programs and graphs."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
+from paceline.core.input_rows import EncoderInput
 from paceline.core.progress import Progress
-from paceline.core.step import RunKind, Step, StepRun, padded_step
+from paceline.core.step import JoinDelta, RunKind, Step, StepRun, padded_step
 from paceline.kernels.compile_ahead import compile_ahead
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.graph_keys import GraphKeys, empty_step
@@ -120,6 +122,9 @@ class ModelRunner:
             copies += buffers.fill_masks(step.masks, size.sampled(is_round=step.is_round), slot)
         if copies:
             self._stream.run(lambda: _execute(copies))
+        for joining in [delta for delta in step.deltas if isinstance(delta, JoinDelta)]:
+            if joining.encoder is not None:
+                self._stream.run(partial(self._write_encoder, joining.row, joining.encoder))
         if graph is not None:
             assert key is not None
             is_new = self.graphs_captured > num_graphs
@@ -131,6 +136,13 @@ class ModelRunner:
             outputs = self._outputs.slot(step.epoch)
             self._stream.run(lambda: outputs.receive_prompt(program.prompt_logprobs))
         return self._receive(step, size, RunKind.EAGER)
+
+    def _write_encoder(self, row: int, given: EncoderInput) -> None:
+        """What a request brings for its encoder, into the pages that it has been given."""
+        parts = self._parts
+        assert parts.encoder is not None, "the scheduler refuses rows where there is no encoder"
+        with torch.inference_mode():
+            parts.encoder.write(parts.model, given.data, parts.table, row)
 
     def _receive(self, step: Step, size: PaddedSize, kind: RunKind) -> LaunchedStep:
         slot = self._outputs.slot(step.epoch)

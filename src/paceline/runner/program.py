@@ -30,6 +30,7 @@ from paceline.runner.commit import commit
 from paceline.runner.committers import Committer, StateMixer
 from paceline.runner.derive import derive
 from paceline.runner.draft_paths import force_drafts, node_drafts, node_histories
+from paceline.runner.encoder import Encoder
 from paceline.runner.prompt_logprobs import prompt_logprobs
 from paceline.runner.proposer import NOBODY, DraftTree, Observed, Proposer, RoundState
 from paceline.runner.request_table import RequestTable
@@ -43,15 +44,16 @@ class Parts:
     backend: AttentionBackend
     backend_buffers: Any
     layers: tuple[LayerCache | None, ...]  # [num_layers] of the target
-    pools: tuple[KVPool, ...]  # [target's groups of tokens]; behind them stand its STATE groups,
-    # and the drafter's groups
-    committers: tuple[Committer, ...]  # [num_target_groups]
+    pools: tuple[KVPool, ...]  # [target's groups of tokens]; behind them stand its STATE and
+    # ENCODER groups, and the drafter's groups
+    committers: tuple[Committer, ...]  # of the target's groups of tokens, and of states
     page_sizes: tuple[int, ...]  # [num_groups] tokens
     table: RequestTable
     buffers: StepBuffers
     taps: tuple[str, ...]
     proposer: Proposer = NOBODY
     mixers: tuple[StateMixer, ...] = ()  # [num_state_groups]
+    encoder: Encoder | None = None  # its ENCODER groups, which stand behind those of states
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
     shares_prefixes: bool = False  # where a step says so, what many rows share is read once
@@ -63,8 +65,9 @@ class Parts:
 
     @property
     def device_pools(self) -> tuple[KVPool | StatePool, ...]:
-        """Those of states, too."""
-        return (*self.all_pools, *(mixer.pool for mixer in self.mixers))
+        """Those of states and encoders, too."""
+        encoders = () if self.encoder is None else self.encoder.pools
+        return (*self.all_pools, *(mixer.pool for mixer in self.mixers), *encoders)
 
     def max_emitted(self, *, is_round: bool) -> int:
         """Tokens that a row of a step emits at most."""
@@ -80,6 +83,7 @@ class Parts:
             **self.table.named_tensors(),
             **self.buffers.named_tensors(),
             **tensors_in("backend", self.backend_buffers),
+            **tensors_in("encoder", self.encoder and self.encoder.backend_buffers),
             **{
                 name: tensor
                 for mixer in self.mixers
@@ -91,7 +95,7 @@ class Parts:
 
 def target_view(parts: Parts, view: StepView) -> StepView:
     """`view` with the target's groups of tokens alone: what its attention backend plans from."""
-    return replace(view, groups=view.groups[: len(parts.pools)])
+    return view.of(view.groups[: len(parts.pools)])
 
 
 def target_forward(parts: Parts, view: StepView, *, is_round: bool = False) -> Hidden:
@@ -103,6 +107,7 @@ def target_forward(parts: Parts, view: StepView, *, is_round: bool = False) -> H
         plan=parts.backend.plan(own, parts.backend_buffers),
         layers=parts.layers,
         states=tuple([mixer.plan(view, is_round=is_round) for mixer in parts.mixers]),
+        encoder=None if parts.encoder is None else parts.encoder.plan(view),
     )
     overlaid = None
     if view.overlay_slot is not None:

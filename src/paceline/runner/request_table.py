@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.input_rows import EncoderInput
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.step import (
     Delta,
@@ -36,6 +37,9 @@ class RequestTable:
         token_ids     [rows, max_tokens]  int32  every token known, prompt first
     Host-owned, changed by deltas:
         page_tables   [num_groups] of [rows, max_pages]  int32  page ids; unused: PAD_PAGE
+        encoder_lens  [rows]  int32  rows of each request's encoder, where the model has layers that
+                      read them; else None.  0: it brings none; row 0: PAD_PREFIX_LEN, so that what
+                      is recorded over padding reads them
         sampling      SamplingTable
         overlay       Overlay, where requests may bring input rows
         rope          RopeRows, where the model's rope has several axes; else None
@@ -52,6 +56,7 @@ class RequestTable:
         plug_ins: Sequence[LogitsProcessor] = (),
         overlay: Overlay | None = None,
         rope_axes: int = 1,
+        has_encoder: bool = False,
     ) -> None:
         rows = max_running + 1
         self._eos_token_ids = eos_token_ids
@@ -61,6 +66,10 @@ class RequestTable:
         self.page_tables = tuple(
             torch.zeros(rows, width, dtype=torch.int32, device=device) for width in max_pages
         )
+        self.encoder_lens: Tensor | None = None
+        if has_encoder:
+            self.encoder_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+            self.encoder_lens[PAD_ROW] = PAD_PREFIX_LEN
         self.sampling = SamplingTable(rows, device, plug_ins)
         self.overlay = overlay
         self.rope = RopeRows.make(rows, max_tokens, rope_axes, device) if rope_axes > 1 else None
@@ -116,7 +125,18 @@ class RequestTable:
             (self.sampling.floats[row], slot.put(packed.floats)),
             (self.sampling.ints[row], slot.put(packed.ints)),
             *self._stage_positions(row, delta.positions, slot),
+            *self._stage_encoder_len(row, delta.encoder, slot),
         ]
+
+    def _stage_encoder_len(
+        self, row: int, given: EncoderInput | None, slot: StagingSlot
+    ) -> list[Copy]:
+        """How many rows a joining request's encoder has."""
+        if self.encoder_lens is None:
+            assert given is None, "rows for an encoder that the model has not"
+            return []
+        num_rows = np.array([0 if given is None else given.num_rows], dtype=np.int32)
+        return [(self.encoder_lens[row : row + 1], slot.put(num_rows))]
 
     def _stage_positions(
         self, row: int, given: PromptPositions | None, slot: StagingSlot
@@ -141,6 +161,8 @@ class RequestTable:
             tensors[f"table.sampling.{name}"] = tensor
         if self.overlay is not None:
             tensors |= self.overlay.named_tensors()
+        if self.encoder_lens is not None:
+            tensors["table.encoder_lens"] = self.encoder_lens
         if self.rope is not None:
             tensors["table.rope.given"], tensors["table.rope.ahead"] = self.rope
         return tensors

@@ -21,6 +21,7 @@ from paceline.cache.manager import CacheManager
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import EventLog
+from paceline.core.input_rows import EncoderInput
 from paceline.core.model_config import (
     CacheGroupSpec,
     LayerSpec,
@@ -125,6 +126,7 @@ class StateEngine:
         every: int = 8,
         num_pages: int = 200,
         num_slots: int = 30,
+        more_pages: tuple[int, ...] = (),
         chunk: int = 16,
         budget: int = 64,
         max_running: int = MAX_RUNNING,
@@ -137,8 +139,8 @@ class StateEngine:
         make_proposer: Callable[[RunnerConfig], Proposer] = lambda limits: NOBODY,
         states: StateBackend | None = None,
     ) -> None:
-        groups = groups_of(tiny.config, page_size, every)
-        counts = (num_pages, num_slots)
+        groups = self.groups_of(tiny.config, page_size, every)
+        counts = (num_pages, num_slots, *more_pages)
         limits = RunnerConfig(
             max_running=max_running,
             max_batched_tokens=budget,
@@ -154,8 +156,8 @@ class StateEngine:
         )
         proposer = make_proposer(replace(limits, num_pages=(num_pages,)))
         self.runner = build_runner(
-            StateModel(tiny),
-            tiny.config,
+            self.model_of(tiny),
+            self.config_of(tiny.config),
             groups,
             TorchBackend(),
             limits,
@@ -194,11 +196,22 @@ class StateEngine:
         self.steps: list[Step] = []
         self.requests: list[Request] = []
 
-    def add(self, prompt: Sequence[int], num_tokens: int) -> Request:
+    def groups_of(self, config: ModelConfig, page_size: int, every: int) -> list[CacheGroupSpec]:
+        return groups_of(config, page_size, every)
+
+    def model_of(self, tiny: TinyModel) -> nn.Module:
+        return StateModel(tiny)
+
+    def config_of(self, config: ModelConfig) -> ModelConfig:
+        return config
+
+    def add(
+        self, prompt: Sequence[int], num_tokens: int, encoder: EncoderInput | None = None
+    ) -> Request:
         """Queue a request."""
         params = replace(GREEDY, max_tokens=num_tokens)
         name = f"r{len(self.requests)}"
-        request = Request.make(name, prompt, params, context_len=CONTEXT)
+        request = Request.make(name, prompt, params, context_len=CONTEXT, encoder=encoder)
         self.requests.append(request)
         self.scheduler.add(request)
         return request

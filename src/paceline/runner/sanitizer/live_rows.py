@@ -80,5 +80,10 @@ def live_rows(parts: Parts, step: Step, size: PaddedSize) -> LiveRows:
     return LiveRows(tuple(target), draft, padding, draft_padding)
 
 
+def read_alone(row: LiveRow, num_rows: int) -> LiveRow:
+    """The row in a cache group of which a step reads so many rows, and writes none."""
+    return replace(row, prefix_len=num_rows, kv_len=num_rows, kept_len=num_rows)
+
+
 def _is_followed(parts: Parts, step: Step) -> bool:
     return parts.proposer.observes and step.observed

@@ -10,6 +10,7 @@ from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool
 from paceline.core.errors import PacelineError
 from paceline.core.modes import MaskKind
+from paceline.core.padding import PAD_PREFIX_LEN
 from paceline.core.step import Step
 from paceline.runner.buffers import EXTENTS, Extent, PaddedSize, StepUse
 from paceline.runner.program import Parts, StepProgram
@@ -24,7 +25,7 @@ from paceline.runner.sanitizer.dead_bytes import (
 from paceline.runner.sanitizer.dead_slots import DeadSlots, slot_uses
 from paceline.runner.sanitizer.dead_states import DeadStates
 from paceline.runner.sanitizer.live_output import Output, live_output
-from paceline.runner.sanitizer.live_rows import LiveRow, LiveRows, live_rows
+from paceline.runner.sanitizer.live_rows import LiveRow, LiveRows, live_rows, read_alone
 from paceline.runner.sanitizer.poison import Region, same_numbers
 
 OVERWRITES = "overwrites"  # how a finding begins that is about poison that is gone
@@ -174,6 +175,9 @@ class PoisonedRuns:
         named, kept = parts.table.named_tensors(), parts.backend.kept_fields
         regions = step_regions(parts.buffers, use, step.layout)
         regions += backend_regions(tensors_in("backend", parts.backend_buffers), kept)
+        if parts.encoder is not None:
+            of_encoder = tensors_in("encoder", parts.encoder.backend_buffers)
+            regions += backend_regions(of_encoder, kept)
         regions += table_regions(named, step.layout, live.target)
         overlay = parts.table.overlay
         if overlay is not None:
@@ -206,15 +210,24 @@ class PoisonedRuns:
 
 
 def _groups(parts: Parts, live: LiveRows) -> list[_Group]:
-    """The target's, then the drafter's."""
+    """The target's, then the drafter's, then those of encoders."""
     tables, num = parts.buffers.page_tables, len(parts.pools)
-    states = {mixer.group for mixer in parts.mixers}
-    paged = [(index, table) for index, table in enumerate(tables) if index not in states]
-    return [
+    unlike = {mixer.group for mixer in parts.mixers} | set(parts.buffers.encoder_groups)
+    paged = [(index, table) for index, table in enumerate(tables) if index not in unlike]
+    of_tokens = [
         _Group(f"kv.{index}", index, pool, table, live.target, live.target_padding)
         if index < num
         else _Group(f"draft.kv.{index}", index, pool, table, live.draft, live.draft_padding)
         for pool, (index, table) in zip(parts.all_pools, paged, strict=True)
+    ]
+    if parts.encoder is None:
+        return of_tokens
+    lens = parts.buffers.encoder_lens.tolist()
+    read = tuple([read_alone(row, lens[row.index]) for row in live.target])
+    padding = PAD_PREFIX_LEN if live.target_padding else 0
+    return of_tokens + [
+        _Group(f"encoder.kv.{index}", index, pool, tables[index], read, padding)
+        for index, pool in zip(parts.encoder.groups, parts.encoder.pools, strict=True)
     ]
 
 

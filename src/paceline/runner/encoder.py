@@ -1,0 +1,80 @@
+"""Encoder: rows that requests bring beside their tokens, and the layers that attend to them.
+
+Worked example: page size 4; row 3 joined with 6 rows of an encoder, row 5 with none, and a padded
+row.  Both extend by 1.
+
+    encoder_lens      row 0: 1   row 3: 6   row 5: 0     of the request table
+    page_table        [[3, 4], [0, 0], [0, 0]]      of the ENCODER group
+    prefix_lens       [6, 0, 1]                     gathered in every step
+    kv_lens           [7, 1, 2]                     prefix + extend
+
+All rows of an encoder are visible to every token: to its layers they are a prefix, and
+Part.PREFIX of any attention backend is cross attention.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import AttentionBackend, LayerCache
+from paceline.cache.pool import KVPool
+from paceline.core.modes import MaskKind
+from paceline.kernels.step_view import StepView
+from paceline.kernels.write_kv import bind_write_kv
+from paceline.layers.attention import EncoderPlan
+from paceline.models.causal_lm import CausalLM
+from paceline.runner.request_table import RequestTable
+
+
+def derive_encoder(encoder_lens: Tensor, view: StepView, group: int) -> None:
+    """Fill the lengths of ENCODER groups, of which `group` is one.  Device-only, static shapes.
+
+    encoder_lens: [rows] int32 of the request table.
+    """
+    lens = view.groups[group]
+    torch.index_select(encoder_lens, 0, view.row_ids, out=lens.prefix_lens)
+    torch.add(lens.prefix_lens, view.extend_lens, out=lens.kv_lens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Encoder:
+    """The ENCODER groups of a model, with what plans and runs the layers that read them."""
+
+    groups: tuple[int, ...]  # [num_encoder_groups] of the step's view, one behind the other
+    pools: tuple[KVPool, ...]  # [num_encoder_groups]
+    layers: Mapping[int, LayerCache]  # by layer id of the model; spec.group counts ENCODER groups
+    backend: AttentionBackend
+    backend_buffers: Any
+    def plan(self, view: StepView) -> EncoderPlan:
+        """What its layers share in a step; what the step's rows are to one another is nothing to
+        them."""
+        own = view.of(view.groups[self.groups[0] : self.groups[-1] + 1])
+        own = replace(own, mask=MaskKind.CAUSAL, tree_mask=None, shares_prefix=False)
+        return EncoderPlan(
+            backend=self.backend,
+            layers=self.layers,
+            plan=self.backend.plan(own, self.backend_buffers),
+        )
+
+    def write(self, model: CausalLM, data: Tensor, table: RequestTable, row: int) -> None:
+        """Write the K and V that the model's layers make of what a request brings, once, before
+        its first step.
+
+        data: on the host, as the model's encoder_kv takes it on the device; row: the request's, of
+        `table`, which has its pages.  Mutates the pools.
+        """
+        device = table.token_ids.device
+        if device.type == "cuda":
+            data = data.pin_memory()  # torch keeps it until the copy is done
+        for layer_id, k, v in model.encoder_kv(data.to(device, non_blocking=True)):
+            layer = self.layers[layer_id]
+            page_size = layer.k_cache.shape[1]
+            rows = torch.arange(k.shape[0], device=device)
+            page_table = table.page_tables[self.groups[layer.spec.group]][row]
+            pages = page_table.index_select(0, rows // page_size)
+            slots = pages.long() * page_size + rows % page_size
+            bind_write_kv(k, layer.k_cache, slots, layer.k_scale)()
+            bind_write_kv(v, layer.v_cache, slots, layer.v_scale)()

@@ -1,0 +1,130 @@
+"""Layers that read rows of an encoder, through scheduler, cache and runner."""
+
+import random
+
+import pytest
+import torch
+from tiny_drafters import CHAIN, TREE, ngram, standalone
+from tiny_encoders import MOST_ROWS, EncoderEngine, rows_of, said_of
+from tiny_runner import random_prompts
+from tiny_states import output
+
+from paceline.core.errors import RequestError
+from paceline.core.step import JoinDelta, RunKind
+
+ENCODER = 2  # the group's index
+
+
+def check(engine: EncoderEngine, tiny) -> None:
+    for request in engine.requests:
+        num = request.max_len - request.prompt_len
+        said = said_of(tiny, request.prompt_ids, num, request.encoder)
+        assert output(request) == said, request.request_id
+
+
+def joins(engine: EncoderEngine) -> list[JoinDelta]:
+    return [d for step in engine.steps for d in step.deltas if isinstance(d, JoinDelta)]
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("chunk", [3, 16])
+def test_rows_of_all_lengths_in_one_batch(tiny, chunk, capture):
+    engine = EncoderEngine(tiny, chunk=chunk, capture=capture)
+    lengths = [None, 1, 4, 5, MOST_ROWS]  # of pages of 4; None: a request without rows
+    for seed, (prompt, length) in enumerate(zip(random_prompts([9, 2, 17, 8, 1]), lengths)):
+        engine.add(prompt, 8, None if length is None else rows_of(seed, length))
+    engine.run()
+    check(engine, tiny)
+    assert (RunKind.GRAPH in engine.kinds) == capture
+    assert engine.cache.stats().groups[ENCODER].owned == 0
+
+
+def test_the_rows_matter(tiny):
+    """Or the other tests could not fail."""
+    (prompt,) = random_prompts([9])
+    said = {tuple(said_of(tiny, prompt, 8, given)) for given in (None, rows_of(1, 5), rows_of(2, 5))}
+    assert len(said) == 3
+
+
+def test_rows_are_written_when_a_request_joins_and_never_after(tiny):
+    engine = EncoderEngine(tiny, capture=False)
+    engine.add(random_prompts([20])[0], 8, rows_of(3, 6))
+    engine.turn()
+    (pool,) = engine.runner.parts.encoder.pools
+    written = {name: part.clone() for name, part in pool.parts.items()}
+    assert all(bool(part.any()) for part in written.values())
+    engine.run()
+    assert all(torch.equal(pool.parts[name], part) for name, part in written.items())
+    check(engine, tiny)
+
+
+def test_a_prefix_is_found_below_the_same_rows_alone(tiny):
+    engine = EncoderEngine(tiny)
+    (prompt,) = random_prompts([25])
+    same = rows_of(1, 5)
+    engine.add(prompt, 4, same)
+    engine.run()
+    engine.add([*prompt[:20], 7], 4, same)
+    engine.add([*prompt[:20], 7], 4, rows_of(2, 5))
+    engine.add([*prompt[:20], 7], 4)
+    engine.run()
+    check(engine, tiny)
+    assert [join.prefix_len for join in joins(engine)] == [0, 16, 0, 0]
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_who_is_preempted_brings_its_rows_again(tiny, capture):
+    engine = EncoderEngine(tiny, num_pages=23, num_slots=12, capture=capture, max_running=4)
+    for seed, prompt in enumerate(random_prompts([14, 17, 20, 9, 3])):
+        engine.add(prompt, 24, rows_of(seed, 1 + 2 * seed % MOST_ROWS))
+    engine.run()
+    check(engine, tiny)
+    assert sum(request.num_preemptions for request in engine.requests) > 0
+    assert len(joins(engine)) > len(engine.requests)
+
+
+def test_sixteen_ragged_requests_wait_for_pages_of_rows(tiny):
+    engine = EncoderEngine(tiny, num_encoded=8, chunk=11, budget=29)
+    rng = random.Random(5)
+    for seed, prompt in enumerate(random_prompts([rng.randrange(1, 40) for _ in range(16)])):
+        given = rows_of(seed, rng.randrange(MOST_ROWS + 1)) if seed % 4 else None
+        engine.add(prompt, rng.randrange(1, 12), given)
+        engine.turn()
+    assert engine.scheduler.num_waiting
+    engine.run()
+    check(engine, tiny)
+
+
+def test_steps_that_wait_for_nobody(tiny):
+    engine = EncoderEngine(tiny, deferred=True, sanitize=False)
+    for seed, prompt in enumerate(random_prompts([20, 3, 11])):
+        engine.add(prompt, 12, rows_of(seed, 3 * seed))
+    engine.run()
+    check(engine, tiny)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize(("shape", "drafter"), [(TREE, "standalone"), (CHAIN, "ngram")])
+def test_rounds_read_the_rows_in_every_branch(tiny, shape, drafter, capture):
+    make = standalone(tiny, shape) if drafter == "standalone" else ngram(shape)
+    engine = EncoderEngine(tiny, draft=shape, make_proposer=make, capture=capture, chunk=7)
+    for seed, prompt in enumerate(random_prompts([5, 9, 20, 2])):
+        engine.add([*prompt, *prompt], 12, rows_of(seed, 2 * seed))
+    engine.run()
+    check(engine, tiny)
+    assert any(step.is_round for step in engine.steps)
+
+
+def test_more_rows_than_the_model_has_are_refused_and_others_go_on(tiny):
+    engine = EncoderEngine(tiny)
+    (prompt,) = random_prompts([4])
+    engine.add(prompt, 6, rows_of(1, 2))
+    with pytest.raises(
+        RequestError,
+        match="rows of an encoder that request 'r1' brings must be at most 9, the model's "
+        "max_encoder_len, got 10; bring less for it to read",
+    ):
+        engine.add(prompt, 6, rows_of(2, MOST_ROWS + 1))
+    engine.requests.pop()
+    engine.run()
+    check(engine, tiny)
