@@ -72,6 +72,10 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"window": True}, "sliding window must be absent, got present"),
     "soft cap": ({"soft_cap": True}, "soft cap must be absent, got present"),
     "sinks": ({"sinks": True}, "attention sinks must be absent, got present"),
+    "encoder": (
+        {"encoder": True},
+        "attention to an encoder's rows must be absent, got present",
+    ),
     "lse": ({"needs_lse": True}, "log-sum-exp must be not needed, got needed"),
     "mask": (
         {"masks": frozenset({MaskKind.CAUSAL, MaskKind.TREE})},
@@ -82,6 +86,14 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
         "graph support must be at least UNIFORM, got DECODE",
     ),
 }
+
+
+def test_a_plan_on_the_host_does_not_know_the_lengths_of_encoders() -> None:
+    planned = replace(NARROW, returns_lse=True, host_plan=True)
+    assert capability_reasons(planned, FITS) == []
+    assert capability_reasons(planned, replace(FITS, encoder=True)) == [
+        "plan where layers read an encoder must be made on the device, got a host plan"
+    ]
 
 
 def test_a_configuration_within_the_capabilities_has_no_reason() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.core.errors import ConfigError
 from paceline.core.model_config import (
     NO_HEADS,
     CacheKind,
@@ -62,6 +63,33 @@ def test_layers_with_states_form_groups_behind_the_others_found_at_whole_pages()
         ("sum-3", (3,), CacheKind.STATE, "sum", 576),
     ]
     assert groups[2].parts == sums.state
+
+
+def test_layers_that_read_an_encoder_form_a_group_behind_all_others() -> None:
+    plain, sums = config(None, None), LayerSpec(mixer="sum", state=(RowPart("sum", (3,)),))
+    cross = replace(plain.layers[0], reads_encoder=True)
+    layers = (cross, sums, *plain.layers, cross)
+    groups = cache_group_specs(replace(plain, layers=layers, max_encoder_len=30), 8)
+    assert [(g.name, g.layer_ids, g.kind, g.encoder_len) for g in groups] == [
+        ("full", (2, 3), CacheKind.TOKENS, None),
+        ("sum", (1,), CacheKind.STATE, None),
+        ("encoder", (0, 4), CacheKind.ENCODER, 30),
+    ]
+    assert groups[2].parts == plain.layers[0].parts
+
+
+def test_a_group_of_an_encoders_rows_says_how_many_there_may_be() -> None:
+    plain = config(None)
+    cross = replace(plain, layers=(replace(plain.layers[0], reads_encoder=True),))
+    with pytest.raises(
+        ConfigError,
+        match="encoder_len of cache group 'encoder' must be a positive number of rows in an "
+        "ENCODER group, and None in others, got 0; say in max_encoder_len",
+    ):
+        cache_group_specs(cross, 4)
+    (full,) = cache_group_specs(plain, 4)
+    with pytest.raises(ConfigError, match=r"encoder_len of .* 'full' must be .* got 30"):
+        replace(full, encoder_len=30)
 
 
 def test_layers_that_cache_other_rows_share_no_group() -> None:

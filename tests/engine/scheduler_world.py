@@ -5,7 +5,8 @@ history whose KV it stands for.  Every key a query can see must carry the histor
 itself would have written: a page given away early, shared unwritten, mixed up or trimmed too far
 shows as a wrong hash.  Steps in flight also keep what they touch: nobody else may write there.
 
-A slot of a STATE group holds the hash of all tokens that its state has seen, and their number.
+A slot of a STATE group holds the hash of all tokens that its state has seen, and their number; one
+of an ENCODER group a row of what the request brought, written when it joined and never after.
 Where the keys of a request say that media is, its tokens must find their input rows in the overlay.
 
 With drafts, a round of the fake device emits 1 to max_path of the model's tokens, by a hash of its
@@ -131,6 +132,18 @@ def state_spec(page_size: int, every: int) -> CacheGroupSpec:
     )
 
 
+def encoder_spec(page_size: int, encoder_len: int) -> CacheGroupSpec:
+    return CacheGroupSpec(
+        name="encoder",
+        layer_ids=(10,),
+        window=None,
+        page_size=page_size,
+        parts=kv_parts(1, 8, 8),
+        kind=CacheKind.ENCODER,
+        encoder_len=encoder_len,
+    )
+
+
 def draft_specs(
     windows: tuple[int | None, ...], page_size: int, *, next_token: bool
 ) -> list[CacheGroupSpec]:
@@ -154,6 +167,7 @@ class Row:
     tables: dict[int, dict[int, int]] = field(default_factory=dict)  # group -> index -> page
     media: dict[int, tuple[str, int]] = field(default_factory=dict)  # position -> hash and place
     slots: dict[int, int] = field(default_factory=dict)  # position -> slot of the overlay
+    encoded: Sequence[tuple[str, int]] = ()  # rows of its encoder: hash and place
 
     @property
     def state(self) -> tuple[int, int]:
@@ -185,6 +199,9 @@ class FakeDevice:
         kinds = [spec.kind for spec in specs]
         self._specs = {i: spec for i, spec in enumerate(specs) if kinds[i] is CacheKind.TOKENS}
         self._states = {i: spec for i, spec in enumerate(specs) if kinds[i] is CacheKind.STATE}
+        encoders = [CacheKind.ENCODER is kind for kind in kinds]
+        self._encoders = {i: spec for i, spec in enumerate(specs) if encoders[i]}
+        self._encoded: dict[tuple[int, int, int], tuple[str, int]] = {}  # group, page, slot
         self._num_groups = len(specs)
         # Of each STATE group: slot -> what it stands for, its writer and its epoch.
         self._slots: dict[int, dict[int, tuple[tuple[int, int], int, int]]] = {
@@ -215,6 +232,9 @@ class FakeDevice:
             else:
                 self._write_table(delta)
         touched: dict[tuple[int, int], set[int]] = {}
+        for delta in step.deltas:
+            if isinstance(delta, JoinDelta) and delta.encoder is not None:
+                self._encode(self._rows[delta.row])
         self._touched.append((step.epoch, touched))
         live, reads_overlay = [], False
         for row_id, extend, prefix, emits in zip(
@@ -239,6 +259,7 @@ class FakeDevice:
                 assert emits == (row.kv_len + extend == len(row.tokens)), "emits is of other tokens"
                 self._store(row, extend, step.epoch, touched)
             self._read_states(row, touched)
+            self._read_encoded(row, touched)
             live.append(row)
         assert step.has_overlay >= reads_overlay, "a step reads the overlay and does not say so"
         if None not in live:
@@ -277,6 +298,26 @@ class FakeDevice:
             assert stands_for == row.state, f"slot {read} stands for other tokens"
             assert writer == row.serial or epoch <= self._retired, "shared before it retired"
             touched.setdefault((group, read), set()).add(row.serial)
+
+    def _pages_of_rows(self, row: Row) -> list[tuple[tuple[int, int, int], tuple[str, int]]]:
+        """Where each row of its encoder is, in every group of such: group, page and slot."""
+        return [
+            ((group, row.tables[group][place // spec.page_size], place % spec.page_size), content)
+            for group, spec in self._encoders.items()
+            for place, content in enumerate(row.encoded)
+        ]
+
+    def _encode(self, row: Row) -> None:
+        for where, content in self._pages_of_rows(row):
+            for _, others in self._touched:
+                users = others.get(where[:2], set())
+                assert users <= {row.serial}, f"page {where[1]} is read by a step in flight"
+            self._encoded[where] = content
+
+    def _read_encoded(self, row: Row, touched: dict[tuple[int, int], set[int]]) -> None:
+        for where, content in self._pages_of_rows(row):
+            assert self._encoded[where] == content, f"page {where[1]} holds another's rows"
+            touched.setdefault(where[:2], set()).add(row.serial)
 
     def _write_states(
         self, row: Row, before: int, epoch: int, touched: dict[tuple[int, int], set[int]]
@@ -353,6 +394,7 @@ class FakeDevice:
             max_len=delta.max_len,
             params=delta.params,
             tables={group: {} for group in range(self._num_groups)},
+            encoded=() if delta.encoder is None else delta.encoder.data,
             media={
                 position: (span.media_hash, position - span.start)
                 for span in keys.media

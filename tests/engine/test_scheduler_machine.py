@@ -6,6 +6,7 @@ have said what the model says alone, and the books must balance after every acti
 """
 
 from collections import Counter, deque
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -17,7 +18,14 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from scheduler_world import FakeDevice, group_specs, output_ids, run_alone, state_spec
+from scheduler_world import (
+    FakeDevice,
+    encoder_spec,
+    group_specs,
+    output_ids,
+    run_alone,
+    state_spec,
+)
 from test_scheduler import anything
 
 from cache_probe import num_shared_pages
@@ -26,7 +34,7 @@ from paceline.cache.overlay_slots import OverlaySlots
 from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError
-from paceline.core.input_rows import InputRows
+from paceline.core.input_rows import EncoderInput, InputRows
 from paceline.core.model_config import CacheGroupSpec, CacheKind
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta
@@ -43,7 +51,7 @@ REASONS = {
 NEVER_POISONED = -1  # a seed that is no number of tokens
 LEAST = {"actions": 25_000, "evictions": 500, "preemptions": 200, "aborts while sharing": 200}
 LEAST |= {"scored prompts": 500, "siblings": 500, "states kept": 500, "states found": 200}
-LEAST |= {"media": 500, "overlay steps": 500}
+LEAST |= {"media": 500, "overlay steps": 500, "encoders": 500, "encoder waits": 50}
 SHARES = [0.25, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
 
 WORLD = {
@@ -63,6 +71,7 @@ WORLD = {
     ),  # apart; of each group
     "spare_slots": st.integers(0, 6),
     "overlay": st.sampled_from([40, 24, 17]),
+    "encoders": st.sampled_from([(), (), (), (5,), (1,), (7, 7)]),  # rows at most, of each group
 }
 
 
@@ -91,9 +100,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages_of_states,
         spare_slots,
         overlay,
+        encoders,
     ):
+        self.encoder_len = max(encoders, default=0)
         states = [state_spec(page_size, pages * page_size) for pages in pages_of_states]
-        self.specs = [*group_specs(windows, page_size), *states, *self.draft_specs]
+        encoded = [encoder_spec(page_size, most) for most in encoders]
+        self.specs = [*group_specs(windows, page_size), *states, *encoded, *self.draft_specs]
         reach = self.shape.reach
         max_extend = max(chunk, reach)
         # About one long request: everything else lives from eviction, waiting and preemption.
@@ -107,6 +119,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_pages = [
             3 + spare_slots if state else pages
             for state, pages in zip(is_state, num_pages, strict=True)
+        ]
+        num_pages = [  # and rows of four encoders
+            2 + -(-4 * spec.encoder_len // page_size) if spec.encoder_len else pages
+            for spec, pages in zip(self.specs, num_pages, strict=True)
         ]
         self.cache = CacheManager(
             self.specs, num_pages, max_extend_len=max_extend, enable_prefix_cache=caching
@@ -155,6 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         adapter=st.sampled_from([None, None, None, "lora"]),
         media=st.sampled_from([(), (), (2, 9), (0, 3, 6, 20)]),
         turns=st.sampled_from([2, 1, 0]),
+        encoder=st.sampled_from([None, 0, 1, 4, 7]),
         siblings=st.sampled_from([0, 0, 0, 1, 3]),
         scores=st.sampled_from([None, None, 0]),
     )
@@ -171,6 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         adapter,
         media,
         turns,
+        encoder,
         siblings,
         scores,
     ):
@@ -189,6 +207,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
             rows = self.rows_of(prompt, media)
             keys = PageKeys(salt, adapter, media_of(rows))
+            given = self.encoder_of(encoder)
             first = Request.make(
                 name,
                 prompt,
@@ -197,12 +216,25 @@ class SchedulerMachine(RuleBasedStateMachine):
                 keys=keys,
                 input_rows=rows,
                 constraint=anything() if len(self.requests) % 8 == 6 else None,
+                encoder=given,
             )
+            if given is not None:
+                keys = replace(keys, salt=f"{salt}{given.media_hash}")
             for request in [first, *(first.sibling(i + 1) for i in range(siblings))]:
                 self.queue(request, keys)
         for _ in range(turns):
             self.turn()
         self.after("add")
+
+    def encoder_of(self, num_rows):
+        """Of two tunes and of any length that the world's encoder has."""
+        if num_rows is None or not self.encoder_len:
+            return None
+        num_rows = min(num_rows, self.encoder_len)
+        name = f"{'t' if len(self.requests) % 3 else 'u'}{num_rows}"
+        self.tally["encoders"] += 1
+        rows = [(name, place) for place in range(num_rows)]
+        return EncoderInput(num_rows=num_rows, media_hash=name, data=rows)
 
     def rows_of(self, prompt, edges):
         """Of two pictures and of any length, where a prompt has tokens for it."""
@@ -294,6 +326,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """One turn of the loop: launch, then take in the outputs of `delay` steps ago."""
         self.epoch += 1
         step = self.scheduler.schedule(self.epoch)
+        self.note_waits()
         if step is not None:
             joins = [delta for delta in step.deltas if isinstance(delta, JoinDelta)]
             keys = {
@@ -311,6 +344,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.tally["overlay steps"] += step.has_overlay
         while len(self.in_flight) > (self.delay if step is not None else 0):
             self.process()
+
+    def note_waits(self):
+        """Whether pages of an encoder's rows are all that the first in the queue lacks."""
+        first = self.scheduler._roster.waiting.first
+        if first is not None and first.encoder_len and self.scheduler._roster.has_free_row:
+            groups = self.cache._encoders
+            self.tally["encoder waits"] += not all(g.can_admit(first.encoder_len) for g in groups)
 
     def process(self):
         step, outputs = self.in_flight.popleft()

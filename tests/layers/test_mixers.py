@@ -74,11 +74,21 @@ def test_a_backend_of_the_wrong_kind_is_refused(
     assert str(caught.value) == text
 
 
-def test_a_drafter_with_such_a_layer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layer", "got"),
+    [
+        (SUMS, "sum, whose cache group is of kind state"),
+        (LayerSpec(reads_encoder=True), "softmax, whose cache group is of kind encoder"),
+    ],
+)
+def test_a_drafter_with_such_a_layer_is_refused(layer: LayerSpec, got: str, tmp_path: Path) -> None:
     tiny = make_tiny("llama", tmp_path)
-    with pytest.raises(ModelError, match="mixer of layer 0 of the drafter must be softmax, got"):
+    with pytest.raises(
+        ModelError,
+        match=f"mixer of layer 0 of the drafter must be softmax over its own tokens, got {got}",
+    ):
         DraftCache(
-            replace(tiny.config, layers=(SUMS,)),
+            replace(tiny.config, layers=(layer,)),
             (),
             (),
             TorchBackend(),

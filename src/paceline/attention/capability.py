@@ -52,6 +52,11 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
     need(can.soft_cap or not want.soft_cap, "soft cap", "absent", "present")
     need(can.sinks or not want.sinks, "attention sinks", "absent", "present")
     need(can.returns_lse or not want.needs_lse, "log-sum-exp", "not needed", "needed")
+    need(can.returns_lse or not want.encoder, "attention to an encoder's rows", "absent", "present")
+    plans_blindly = can.host_plan and want.encoder  # their lengths are on the device alone
+    need(
+        not plans_blindly, "plan where layers read an encoder", "made on the device", "a host plan"
+    )
     missing = want.masks - can.masks
     need(
         not missing,

@@ -46,7 +46,8 @@ class Part(Enum):
     """Which keys `forward` attends to."""
 
     ALL = "all"  # prefix and step, under the plan's mask
-    PREFIX = "prefix"  # the prefix alone, non-causal, for cascade; needs returns_lse
+    PREFIX = "prefix"  # the prefix alone, non-causal, for cascade and for layers whose prefix is an
+    # encoder's rows; needs returns_lse.  The step's own k and v are not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,7 @@ class AttentionConfig:
     masks: frozenset[MaskKind]
     needs_lse: bool
     graph: GraphSupport  # the least that is wanted; NEVER when graphs are off
+    encoder: bool = False  # some layer reads an encoder's rows: Part.PREFIX, at their lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,10 +97,9 @@ class CacheManager:
             for i, spec, pages in indexed
             if spec.kind is CacheKind.ENCODER
         )
-        groups = (*self._paged, *self._states, *self._encoders)
-        self._groups: tuple[PagedGroup | StateGroup | EncoderGroup, ...] = tuple(
-            sorted(groups, key=lambda group: group.index)
-        )
+        self._by_length: tuple[PagedGroup | StateGroup, ...] = (*self._paged, *self._states)
+        groups: list[PagedGroup | StateGroup | EncoderGroup] = [*self._by_length, *self._encoders]
+        self._groups = sorted(groups, key=lambda group: group.index)
         self.max_encoder_len = max((spec.encoder_len or 0 for spec in specs), default=0)
         self._windowed = any(spec.window is not None for spec in specs)
         self._entries: dict[str, _Entry] = {}
@@ -155,8 +154,7 @@ class CacheManager:
         """
         assert request_id not in self._entries, f"{request_id} is already admitted"
         path = self._hit(tokens, keys, max_hit)
-        by_length = (*self._paged, *self._states)
-        if not all(group.can_admit(path, reserve_to) for group in by_length):
+        if not all(group.can_admit(path, reserve_to) for group in self._by_length):
             return None
         if not all(group.can_admit(encoder_len) for group in self._encoders):
             return None
@@ -317,7 +315,7 @@ class CacheManager:
         length, before = len(path), -1
         while length != before:
             before = length
-            for group in (*self._paged, *self._states):
+            for group in self._by_length:
                 length = group.usable_prefix(path, length)
         return path[:length]
 

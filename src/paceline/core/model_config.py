@@ -361,8 +361,8 @@ class CacheGroupSpec:
 
 
 def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSpec, ...]:
-    """The model's cache groups: layers that mix alike and cache like rows under one window.  Of each
-    kind in the order of CacheKind, full attention first."""
+    """The model's cache groups: layers that mix alike and cache like rows under one window, in the
+    order of CacheKind, full attention first."""
     members: dict[tuple[CacheKind, str, int | None, tuple[RowPart, ...]], list[int]] = {}
     for index, layer in enumerate(config.layers):
         if layer.parts:
@@ -385,7 +385,9 @@ def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSp
             parts=parts,
             mixer=mixer,
             kind=kind,
-            state_every=-(-STATE_EVERY // page_size) * page_size if kind is CacheKind.STATE else None,
+            state_every=-(-STATE_EVERY // page_size) * page_size
+            if kind is CacheKind.STATE
+            else None,
             encoder_len=config.max_encoder_len if kind is CacheKind.ENCODER else None,
         )
         for name, ((kind, mixer, window, parts), layer_ids) in zip(names, groups, strict=True)

@@ -132,6 +132,7 @@ def attention_config(
         masks=masks,
         needs_lse=False,
         graph=graph,
+        encoder=any(layer.reads_encoder for layer in config.layers),
     )
 
 

@@ -48,6 +48,7 @@ class Encoder:
     layers: Mapping[int, LayerCache]  # by layer id of the model; spec.group counts ENCODER groups
     backend: AttentionBackend
     backend_buffers: Any
+
     def plan(self, view: StepView) -> EncoderPlan:
         """What its layers share in a step; what the step's rows are to one another is nothing to
         them."""

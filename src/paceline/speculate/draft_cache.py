@@ -15,7 +15,7 @@ from paceline.attention.contract import AttentionBackend
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVFormat, KVPool
 from paceline.core.errors import ModelError
-from paceline.core.model_config import SOFTMAX, CacheGroupSpec, ModelConfig
+from paceline.core.model_config import SOFTMAX, CacheGroupSpec, CacheKind, ModelConfig
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import StepContext, attention_limits, layer_caches
@@ -100,10 +100,10 @@ class DraftCache:
 def _require_attention(config: ModelConfig) -> None:
     """Raise ModelError for a layer that mixes otherwise: a pass would have no plan of it."""
     for index, layer in enumerate(config.layers):
-        if layer.mixer != SOFTMAX:
+        if layer.kind is not CacheKind.TOKENS:
             raise ModelError.about(
                 f"mixer of layer {index} of the drafter",
-                expected=SOFTMAX,
-                got=repr(layer.mixer),
+                expected=f"{SOFTMAX} over its own tokens",
+                got=f"{layer.mixer}, whose cache group is of kind {layer.kind.value}",
                 remedy="draft with a model whose layers all attend",
             )

@@ -1,6 +1,7 @@
 """Layers that read rows of an encoder, through scheduler, cache and runner."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,13 @@ from tiny_encoders import MOST_ROWS, EncoderEngine, rows_of, said_of
 from tiny_runner import random_prompts
 from tiny_states import output
 
-from paceline.core.errors import RequestError
+from paceline.core.errors import RequestError, SanitizerError
+from paceline.core.modes import MaskKind
+from paceline.core.padding import PAD_PREFIX_LEN
 from paceline.core.step import JoinDelta, RunKind
+from paceline.runner.buffers import PaddedSize
+from paceline.runner.derive import derive
+from paceline.runner.encoder import Encoder
 
 ENCODER = 2  # the group's index
 
@@ -31,7 +37,9 @@ def joins(engine: EncoderEngine) -> list[JoinDelta]:
 def test_rows_of_all_lengths_in_one_batch(tiny, chunk, capture):
     engine = EncoderEngine(tiny, chunk=chunk, capture=capture)
     lengths = [None, 1, 4, 5, MOST_ROWS]  # of pages of 4; None: a request without rows
-    for seed, (prompt, length) in enumerate(zip(random_prompts([9, 2, 17, 8, 1]), lengths)):
+    for seed, (prompt, length) in enumerate(
+        zip(random_prompts([9, 2, 17, 8, 1]), lengths, strict=True)
+    ):
         engine.add(prompt, 8, None if length is None else rows_of(seed, length))
     engine.run()
     check(engine, tiny)
@@ -42,7 +50,9 @@ def test_rows_of_all_lengths_in_one_batch(tiny, chunk, capture):
 def test_the_rows_matter(tiny):
     """Or the other tests could not fail."""
     (prompt,) = random_prompts([9])
-    said = {tuple(said_of(tiny, prompt, 8, given)) for given in (None, rows_of(1, 5), rows_of(2, 5))}
+    said = {
+        tuple(said_of(tiny, prompt, 8, given)) for given in (None, rows_of(1, 5), rows_of(2, 5))
+    }
     assert len(said) == 3
 
 
@@ -113,6 +123,55 @@ def test_rounds_read_the_rows_in_every_branch(tiny, shape, drafter, capture):
     engine.run()
     check(engine, tiny)
     assert any(step.is_round for step in engine.steps)
+
+
+def test_what_is_recorded_over_padding_reads_rows(tiny):
+    """A graph that was captured over none has been one without cross attention."""
+    parts = EncoderEngine(tiny, capture=False).runner.parts
+    size = PaddedSize.uniform(3, 1)
+    parts.buffers.pad(size)
+    view = parts.buffers.view(size, MaskKind.CAUSAL)
+    derive(parts.buffers, parts.table, view, parts.page_sizes)
+    group = view.groups[ENCODER]
+    assert group.prefix_lens.tolist() == [PAD_PREFIX_LEN] * 3
+    assert group.kv_lens.tolist() == [PAD_PREFIX_LEN + 1] * 3
+    assert view.groups[0].kv_lens is view.kv_lens
+    assert not group.out_cache_loc.numel()
+
+
+@pytest.mark.parametrize(
+    ("lens", "named"),
+    [
+        (lambda lens: lens + 1, r"encoder\.kv\.2\.v: slots behind kv_len"),
+        (lambda lens: lens.roll(1), r"encoder\.kv\.2"),
+    ],
+    ids=["one more", "another request's"],
+)
+def test_rows_that_are_not_the_requests_own_are_named(tiny, monkeypatch, lens, named):
+    plan = Encoder.plan
+
+    def planned(encoder, view):
+        group = view.groups[ENCODER]
+        wrong = replace(group, prefix_lens=lens(group.prefix_lens))
+        return plan(encoder, replace(view, groups=(*view.groups[:ENCODER], wrong)))
+
+    monkeypatch.setattr(Encoder, "plan", planned)
+    engine = EncoderEngine(tiny, capture=False)
+    for seed, prompt in enumerate(random_prompts([9, 3])):
+        engine.add(prompt, 4, rows_of(seed, 5 - 3 * seed))
+    with pytest.raises(SanitizerError, match=named):
+        engine.run()
+
+
+def test_guard_and_bytes_know_rows_and_their_lengths(tiny):
+    runner = EncoderEngine(tiny).runner
+    named = runner.parts.named_tensors()
+    assert {"step.encoder_lens", "step.encoder_kv_lens", "table.encoder_lens"} <= named.keys()
+    places = {name for name, _, _ in runner._guard._places}
+    assert {"kv.encoder.k", "kv.encoder.v"} <= places
+    (pool,) = runner.parts.encoder.pools
+    held = sum(part.nbytes for part in pool.parts.values())
+    assert held == pool.num_pages * pool.spec.page_bytes(torch.float32.itemsize)
 
 
 def test_more_rows_than_the_model_has_are_refused_and_others_go_on(tiny):

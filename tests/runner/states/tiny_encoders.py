@@ -1,8 +1,8 @@
 """The tiny model with sums, and two layers that look up rows of an encoder.
 
-A row has a key, an even place on a circle of 16, and three integers.  A token looks up the row whose
-key is nearest to its id on the circle, a little further on: no two are as near, and scores are so
-far apart that softmax attention is a lookup.  A token of a request without rows finds zeros.
+A row has a key, a place on a circle of 16, and three integers.  A token looks up the row whose key
+is nearest to its id on the circle, a little further on: no two are as near, and scores are so far
+apart that softmax attention is a lookup.  A token of a request without rows finds zeros.
 """
 
 import math
