@@ -214,7 +214,7 @@ def test_an_interval_that_is_no_multiple_of_the_page_size_is_refused(every):
 
 
 def test_a_group_of_tokens_has_no_interval():
-    with pytest.raises(ConfigError, match="must be None: it holds every token, got 8;"):
+    with pytest.raises(ConfigError, match="must be None: it holds every row, got 8;"):
         state_spec(8, kind=CacheKind.TOKENS)
 
 
