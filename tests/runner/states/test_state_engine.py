@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from example_state_backend import SumBackend
+from sum_model import said_alone
 from tiny_drafters import CHAIN, TREE, eagle3, ngram, standalone
 from tiny_runner import random_prompts
-from tiny_states import StateEngine, output, said_alone
+from tiny_states import StateEngine, output
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
@@ -23,7 +24,9 @@ STATE = 1  # the group's index
 def check(engine: StateEngine, tiny) -> None:
     for request in engine.requests:
         num = request.max_len - request.prompt_len
-        assert output(request) == said_alone(tiny, request.prompt_ids, num), request.request_id
+        assert output(request) == said_alone(tiny.theirs, request.prompt_ids, num), (
+            request.request_id
+        )
 
 
 def hits(engine: StateEngine) -> list[int]:
