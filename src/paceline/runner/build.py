@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 
 from paceline.attention.contract import AttentionBackend, Limits
+from paceline.attention.no_attention import NoAttention
 from paceline.attention.states import (
     StateBackend,
     StateLayer,
@@ -127,6 +128,8 @@ def build_parts(
     kinds = [group.kind for group in groups]
     assert CacheKind.STATE not in kinds[:num_paged], "STATE groups stand behind the others"
     paged, recurrent = groups[:num_paged], groups[num_paged:]
+    if not paged:  # what is named runs a drafter's layers, if any
+        backend = NoAttention()
     bounds = _backend_limits(config, paged, limits, device=device, dtype=dtype, kv=kv)
     can_share = backend.capabilities.shares_prefixes and None in bounds.windows
     shares = can_share and limits.share_prefixes and not any(heads.v_in_k for heads in config.heads)
