@@ -258,6 +258,11 @@ class ModelConfig:
         return max((rope.axes for rope, _ in self.ropes), default=1)
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state of each request."""
+        return any(layer.state for layer in self.layers)
+
+    @property
     def short_context(self) -> int | None:
         """The longest context limit that every rope serves with short factors; None: none has."""
         limits = [rope.short_context for rope, _ in self.ropes]
@@ -273,7 +278,7 @@ class CacheKind(StrEnum):
 
 READ, WRITE, CHECKPOINT = range(3)  # a STATE group's page table: slots of a request
 NUM_SLOT_COLUMNS = 3
-STATE_EVERY = 512  # tokens, rounded up to whole pages, between states that others may start from
+STATE_EVERY = 512  # tokens, unasked, between states that others may start from
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,9 +347,20 @@ class CacheGroupSpec:
         return per_row * self.page_size * len(self.layer_ids)
 
 
-def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSpec, ...]:
+def usual_state_every(page_size: int) -> int:
+    """Tokens between kept states where nobody asks: STATE_EVERY, in whole pages."""
+    return -(-STATE_EVERY // page_size) * page_size
+
+
+def cache_group_specs(
+    config: ModelConfig, page_size: int, *, state_every: int | None = None
+) -> tuple[CacheGroupSpec, ...]:
     """The model's cache groups: layers that mix alike and cache like rows under one window.  Full
-    attention first, layers with states last."""
+    attention first, layers with states last.
+
+    state_every: of groups of states; None: the usual.
+    """
+    every = state_every or usual_state_every(page_size)
     members: dict[tuple[str, int | None, tuple[RowPart, ...]], list[int]] = {}
     for index, layer in enumerate(config.layers):
         if layer.parts:
@@ -364,7 +380,7 @@ def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSp
             parts=parts,
             mixer=mixer,
             kind=CacheKind.TOKENS if mixer == SOFTMAX else CacheKind.STATE,
-            state_every=None if mixer == SOFTMAX else -(-STATE_EVERY // page_size) * page_size,
+            state_every=None if mixer == SOFTMAX else every,
         )
         for name, ((mixer, window, parts), layer_ids) in zip(names, groups, strict=True)
     )

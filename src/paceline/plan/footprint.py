@@ -19,11 +19,17 @@ class GroupBudget:
     page_bytes: int  # of one page, or slot, over all layers of the group
     num_pages: int  # the reserved page included
     bytes: int
+    state_every: int | None  # tokens between the states that are kept; None: it holds tokens
 
     @property
-    def tokens(self) -> int:
-        """Tokens the group can hold."""
-        return (self.num_pages - 1) * self.page_size
+    def tokens(self) -> int | None:
+        """Tokens the group can hold; None: it holds states."""
+        return None if self.state_every else (self.num_pages - 1) * self.page_size
+
+    @property
+    def slots(self) -> int | None:
+        """States the group can hold; None: it holds tokens."""
+        return self.num_pages - 1 if self.state_every else None
 
 
 def request_pages(spec: CacheGroupSpec, length: int) -> int:
