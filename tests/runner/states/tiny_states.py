@@ -1,5 +1,6 @@
 """An engine around the tiny model with recurrent layers: scheduler, cache and runner."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import torch
 from example_state_backend import SumBackend
 from sum_model import DECAY, SUMS, SumModel
 from tiny_runner import CONTEXT, GREEDY, MAX_RUNNING, TinyModel
+from torch import nn
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.states import StateBackend
@@ -30,6 +32,14 @@ def groups_of(config: ModelConfig, page_size: int, every: int) -> list[CacheGrou
     config = replace(config, layers=(*config.layers, SUMS, SUMS))
     *paged, states = cache_group_specs(config, page_size)
     return [*paged, replace(states, state_every=every)]
+
+
+def without_layers(tiny: TinyModel) -> TinyModel:
+    """Embedding, norm and head: what tells its tokens apart is the sums alone."""
+    theirs, ours = copy.deepcopy(tiny.theirs), copy.deepcopy(tiny.ours)
+    theirs.model.layers = nn.ModuleList()
+    ours.decoder.layers = nn.ModuleList()
+    return TinyModel(replace(tiny.config, layers=()), ours, theirs)
 
 
 class StateEngine:
@@ -56,7 +66,7 @@ class StateEngine:
         states: StateBackend | None = None,
     ) -> None:
         groups = groups_of(tiny.config, page_size, every)
-        counts = (num_pages, num_slots)
+        counts = (num_pages, num_slots)[-len(groups) :]
         limits = RunnerConfig(
             max_running=max_running,
             max_batched_tokens=budget,
