@@ -1,6 +1,7 @@
 """STATE groups in the plan: slots by requests, not by tokens, and where states are kept."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -9,10 +10,20 @@ from draft_models import TARGET, folder
 from sum_model import MODEL_TYPE, register
 
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import CacheGroupSpec, CacheKind, RowPart, kv_parts
+from paceline.core.model_config import (
+    CacheGroupSpec,
+    CacheKind,
+    Heads,
+    LayerSpec,
+    RowPart,
+    kv_parts,
+)
+from paceline.core.options import FP8, KV_ELEMENT_BYTES, EngineOptions
+from paceline.models.config import parse_config
 from paceline.plan.capacity import kv_tokens, split_kv
 from paceline.plan.explain import Explanation, explain_model, show
 from paceline.plan.footprint import request_bytes, request_pages, standing_pages
+from paceline.plan.speculation import target_groups
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "explain.json"
 FULL = CacheGroupSpec(
@@ -94,6 +105,7 @@ def test_a_drafter_may_keep_rows_where_its_target_keeps_none(tmp_path):
     plan = explained(tmp_path / "target", 0, **asked)
     assert [group.page_size for group in plan.fit.groups] == [16, 16]
     assert [choice.backend for choice in plan.phases] == ["torch", "torch"]
+    assert "a round that passes a length at which states are kept" in show(plan)
 
 
 @pytest.mark.usefixtures("registered")
@@ -127,6 +139,18 @@ def test_sizes_that_say_nothing_are_refused(tmp_path, num_layers, asked, text):
     assert str(caught.value) == text
 
 
+def test_states_are_no_smaller_in_an_8_bit_cache():
+    sums = LayerSpec(mixer="sum", state=(RowPart("sum", (3,), dtype="float32"), RowPart("x", (5,))))
+    layers = (LayerSpec(heads=Heads(4, 2, 16, 16)), sums)
+    config = replace(parse_config(TARGET), layers=layers)
+    sizes = [
+        [group.page_bytes(KV_ELEMENT_BYTES[kv]) for group in target_groups(config, options)]
+        for kv in ("bfloat16", FP8)
+        for options in [EngineOptions(dtype="bfloat16", kv_cache_dtype=kv, page_size=16)]
+    ]
+    assert sizes == [[16 * 2 * 2 * 16 * 2, 3 * 4 + 5 * 2 + 4], [16 * 2 * 2 * 16, 3 * 4 + 5 * 2 + 4]]
+
+
 @pytest.mark.usefixtures("registered")
 def test_the_plan_says_how_many_states_there_are_and_for_whom(tmp_path):
     plan = explained(tmp_path, 2, max_num_seqs=8, state_checkpoint_every=64)
@@ -148,3 +172,4 @@ def test_the_plan_says_how_many_states_there_are_and_for_whom(tmp_path):
     alone = show(explained(tmp_path, 0))
     assert "KV holds" not in alone
     assert "prefill none (no layer attends)" in alone
+    assert "a round that passes" not in alone

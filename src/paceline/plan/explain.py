@@ -25,6 +25,11 @@ from paceline.plan.suggestion import Nearest
 from paceline.plan.target import find_target
 from paceline.text.tokenizer import find_tokenizer, missing_tokenizer
 
+_PASSED = (  # of drafts beside layers with states
+    "  a round that passes a length at which states are kept, and ends behind it, keeps none: less "
+    "of a text that was generated is found again"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPlan:
@@ -175,6 +180,7 @@ def show(plan: Explanation) -> str:
         f"weights {gib(plan.fit.weights_bytes)}",
         str(plan.text),
         *([f"drafts: {plan.speculation}"] if plan.speculation else []),
+        *([_PASSED] if plan.speculation and config.has_states else []),
         plan.resolution.table(),
         table(plan.fit),
         *([plan.nearest.show()] if plan.nearest else []),

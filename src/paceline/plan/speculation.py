@@ -6,11 +6,11 @@ options -> who drafts (named, or told from the draft model, or the bundled head)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Event
-from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
+from paceline.core.model_config import CacheGroupSpec, CacheKind, ModelConfig, cache_group_specs
 from paceline.core.options import OFF, SAMPLE_AND_MATCH, EngineOptions, known
 from paceline.models.locate import ModelSource
 from paceline.plan.contradictions import (
@@ -110,10 +110,19 @@ def shape_of(speculation: Speculation | None) -> DraftShape:
 
 
 def target_groups(target: ModelConfig, options: EngineOptions) -> tuple[CacheGroupSpec, ...]:
-    """The cache groups of a model under resolved options."""
-    return cache_group_specs(
+    """The cache groups of a model under resolved options; states whose layers name no number format
+    have the activations', whatever that of the KV cache."""
+    groups = cache_group_specs(
         target, known(options.page_size), state_every=options.state_checkpoint_every
     )
+    return tuple(_in_format(group, known(options.dtype)) for group in groups)
+
+
+def _in_format(group: CacheGroupSpec, dtype: str) -> CacheGroupSpec:
+    if group.kind is not CacheKind.STATE:
+        return group
+    parts = tuple(replace(part, dtype=part.dtype or dtype) for part in group.parts)
+    return replace(group, parts=parts)
 
 
 def all_groups(
