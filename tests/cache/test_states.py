@@ -1,5 +1,7 @@
 """STATE groups: which slots a request reads and writes, and which states others find."""
 
+from dataclasses import replace
+
 import pytest
 
 from cache_probe import cached_len
@@ -54,13 +56,14 @@ class Run:
         admission = cache.admit(name, tokens, reserve_to=len(tokens) + 32)
         assert admission is not None
         self.cache, self.name, self.tokens = cache, name, tokens
+        self.group = len(cache.stats().groups) - 1
         self.kv_len, self.epoch = admission.prefix_len, epoch
         self.table = [0, 0, 0]
         self.apply(admission.page_runs)
 
     def apply(self, runs) -> None:
         for run in runs:
-            if run.group == STATE:
+            if run.group == self.group:
                 self.table[run.start : run.start + len(run.page_ids)] = run.page_ids
 
     def step(self, length: int, *, state_len: int | None = None) -> list[PageRun]:
@@ -193,6 +196,33 @@ def test_without_a_prefix_cache_nothing_is_kept():
     run.step(8)
     assert run.table[CHECKPOINT] == 0
     assert cache.can_ever_fit(40).needed[STATE] == 1
+
+
+@pytest.mark.parametrize("page", [PAGE, EVERY])
+def test_where_no_layer_keeps_rows_the_tree_has_what_leads_to_a_state_and_no_more(page):
+    cache = CacheManager([replace(state_spec(), page_size=page)], [6], max_extend_len=16)
+    run = Run(cache, "a", list(range(40)))
+    for length in (8, 5, 3, 8, 3):  # 27: the last 3 lead to no state
+        run.step(length)
+        assert len(list(cache._tree.nodes())) == 1 + run.kv_len // EVERY * EVERY // page
+    assert cached_len(cache, list(range(40))) == 24
+    assert cached_len(cache, [*range(20), 99, *range(20)]) == 16
+    assert cache.holds("a", 10**6)
+    run.leave()
+    second = Run(cache, "b", list(range(27)), epoch=run.epoch)
+    assert second.kv_len == 24
+    second.step(2)
+    cache.discard("b", second.tokens, epoch=second.epoch)
+    others = [cache.admit(f"c{i}", [50 + i] * 9, reserve_to=9) for i in range(5)]
+    assert None not in others  # they evict all states
+    assert cached_len(cache, list(range(40))) == 0
+    assert list(cache._tree.nodes()) == []
+    cache.check_integrity()
+
+
+def test_a_cache_of_states_alone_is_too_small_without_one_to_start_from():
+    cache = CacheManager([state_spec()], [2], max_extend_len=16)
+    assert cache.can_ever_fit(40) == (False, (2,), (1,))
 
 
 def test_prompts_are_cut_where_a_state_can_be_kept():

@@ -173,7 +173,7 @@ def test_the_promised_concurrency_fits_every_group_with_its_rounds():
     resolution, fit = planned("llama-3.1-8b", H200, **asked)
     drafter = drafted("llama-3.1-8b", **asked)
     assert drafter is not None
-    specs = all_groups(parse_config(locate("llama-3.1-8b").config), 1, drafter)
+    specs = all_groups(parse_config(locate("llama-3.1-8b").config), resolution.options, drafter)
     tokens = resolution.options.max_num_batched_tokens
     for row in fit.concurrency:
         for spec, group in zip(specs, fit.groups, strict=True):

@@ -293,6 +293,7 @@ def test_open_values_are_decided():
         assert open_fields <= {
             "revision",
             "attention_backend",
+            "state_checkpoint_every",  # no layer keeps a state
             "threads" if device is H200 else "gpu_memory_utilization",
         }
 
@@ -376,6 +377,12 @@ def test_a_cpu_without_bfloat16_computes_in_float32():
             CPU,
             "chunked_prefill_size must be at most 64, the tokens of one step, got 65; lower "
             "--chunked-prefill-size or raise --max-num-batched-tokens",
+        ),
+        (
+            {"state_checkpoint_every": 512},
+            CPU,
+            "state_checkpoint_every must be left out with a model whose layers keep no states, "
+            "got 512; remove --state-checkpoint-every",
         ),
     ],
 )

@@ -1,9 +1,31 @@
-"""A STATE group in the KV budget: slots by requests, not by tokens."""
+"""STATE groups in the plan: slots by requests, not by tokens, and where states are kept."""
 
-from paceline.core.model_config import CacheGroupSpec, CacheKind, RowPart, kv_parts
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jsonschema
+import pytest
+from draft_models import TARGET, folder
+from sum_model import MODEL_TYPE, register
+
+from paceline.core.errors import ConfigError
+from paceline.core.model_config import (
+    CacheGroupSpec,
+    CacheKind,
+    Heads,
+    LayerSpec,
+    RowPart,
+    kv_parts,
+)
+from paceline.core.options import FP8, KV_ELEMENT_BYTES, EngineOptions
+from paceline.models.config import parse_config
 from paceline.plan.capacity import kv_tokens, split_kv
+from paceline.plan.explain import Explanation, explain_model, show
 from paceline.plan.footprint import request_bytes, request_pages, standing_pages
+from paceline.plan.speculation import target_groups
 
+SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "explain.json"
 FULL = CacheGroupSpec(
     name="full", layer_ids=(0,), window=None, page_size=16, parts=kv_parts(2, 8, 8)
 )
@@ -31,4 +53,132 @@ def test_pools_fill_up_together():
     full, state = groups
     assert sum(group.bytes for group in groups) <= budget
     assert (full.num_pages - 1) // 64 == (state.num_pages - 1) // 2  # requests of 1024 tokens
-    assert kv_tokens([FULL, STATE], groups) == full.tokens
+    assert kv_tokens(groups) == full.tokens
+    assert (full.slots, state.slots, state.tokens) == (None, state.num_pages - 1, None)
+
+
+def test_rows_of_encoders_are_budgeted_for_as_many_requests():
+    encoder = replace(FULL, name="encoder", kind=CacheKind.ENCODER, encoder_len=100)
+    assert [request_pages(encoder, length) for length in (2, 64, 100_000)] == [7, 7, 7]
+    full, rows = split_kv([FULL, encoder], 64 << 20, 2, step_tokens=64, max_len=1024)
+    assert (full.num_pages - 1) // 64 == (rows.num_pages - 1) // 7
+    assert kv_tokens([full, rows]) == full.tokens
+    assert (rows.tokens, rows.slots) == (None, None)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch)
+
+
+def model_folder(path: Path, num_layers: int) -> str:
+    return folder(path, TARGET | {"model_type": MODEL_TYPE, "num_hidden_layers": num_layers})
+
+
+def explained(path: Path, num_layers: int, **asked: object) -> Explanation:
+    """Of a model with so many layers that attend, beside two of sums."""
+    asked |= {"model": model_folder(path, num_layers), "device": "cpu", "load_format": "dummy"}
+    return explain_model(asked, gpu=None)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({}, (16, 512)),
+        ({"page_size": 96}, (96, 576)),
+        ({"page_size": 4, "state_checkpoint_every": 20}, (4, 20)),
+    ],
+)
+def test_states_are_kept_at_whole_pages(tmp_path, asked, found):
+    plan = explained(tmp_path, 2, **asked)
+    options = plan.resolution.options
+    assert (options.page_size, options.state_checkpoint_every) == found
+    *_, states = plan.fit.groups
+    assert (states.page_size, states.state_every) == found
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("every", [None, 24])
+def test_where_no_layer_keeps_rows_a_page_is_the_way_to_the_next_state(tmp_path, every):
+    asked = {} if every is None else {"state_checkpoint_every": every}
+    plan = explained(tmp_path, 0, **asked)
+    assert plan.resolution.options.page_size == (every or 512)
+    assert [group.state_every for group in plan.fit.groups] == [every or 512]
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_drafter_may_keep_rows_where_its_target_keeps_none(tmp_path):
+    drafter = folder(tmp_path / "drafter", TARGET)
+    asked = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": drafter}
+    plan = explained(tmp_path / "target", 0, **asked)
+    assert [group.page_size for group in plan.fit.groups] == [16, 16]
+    assert [choice.backend for choice in plan.phases] == ["torch", "torch"]
+    assert "a round that passes a length at which states are kept" in show(plan)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("num_layers", "asked", "text"),
+    [
+        (
+            2,
+            {"state_checkpoint_every": 24},
+            "state_checkpoint_every must be a multiple of the page size, 16 tokens, got 24; set "
+            "--state-checkpoint-every to 32, or change --page-size: states are found again at the "
+            "ends of pages",
+        ),
+        (
+            2,
+            {"state_checkpoint_every": 32, "enable_prefix_cache": False},
+            "state_checkpoint_every must be left out with --no-enable-prefix-caching: no states "
+            "are kept for others, got 32; remove --state-checkpoint-every",
+        ),
+        (
+            0,
+            {"page_size": 16},
+            "page_size must be left out with a model whose layers keep states alone, got 16; say "
+            "where its states are kept, with --state-checkpoint-every",
+        ),
+    ],
+)
+def test_sizes_that_say_nothing_are_refused(tmp_path, num_layers, asked, text):
+    with pytest.raises(ConfigError) as caught:
+        explained(tmp_path, num_layers, **asked)
+    assert str(caught.value) == text
+
+
+def test_states_are_no_smaller_in_an_8_bit_cache():
+    sums = LayerSpec(mixer="sum", state=(RowPart("sum", (3,), dtype="float32"), RowPart("x", (5,))))
+    layers = (LayerSpec(heads=Heads(4, 2, 16, 16)), sums)
+    config = replace(parse_config(TARGET), layers=layers)
+    sizes = [
+        [group.page_bytes(KV_ELEMENT_BYTES[kv]) for group in target_groups(config, options)]
+        for kv in ("bfloat16", FP8)
+        for options in [EngineOptions(dtype="bfloat16", kv_cache_dtype=kv, page_size=16)]
+    ]
+    assert sizes == [[16 * 2 * 2 * 16 * 2, 3 * 4 + 5 * 2 + 4], [16 * 2 * 2 * 16, 3 * 4 + 5 * 2 + 4]]
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_plan_says_how_many_states_there_are_and_for_whom(tmp_path):
+    plan = explained(tmp_path, 2, max_num_seqs=8, state_checkpoint_every=64)
+    states = plan.fit.groups[1]
+    assert states.page_bytes == 2 * 3 * 4 + 4
+    assert states.slots == states.num_pages - 1 >= 16
+    told = show(plan)
+    assert "4 layers, 4/2 heads of 16 and 2 of sum, weights" in told
+    assert (
+        f"{states.slots} states of sum, 0.0 MiB each: one for each running request; the prefix "
+        "cache has the others, of lengths divisible by 64" in told
+    )
+    document = json.loads(json.dumps(plan.to_json()))
+    assert [(g["tokens"] is None, g["slots"] is None) for g in document["fit"]["groups"]] == [
+        (False, True),
+        (True, False),
+    ]
+    jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    alone = show(explained(tmp_path, 0))
+    assert "KV holds" not in alone
+    assert "prefill none (no layer attends)" in alone
+    assert "a round that passes" not in alone

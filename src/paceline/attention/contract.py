@@ -127,7 +127,7 @@ class Limits:
     max_tokens: int  # padded tokens of a step
     max_pages: tuple[int, ...]  # [num_groups] page-table width: what kv_len_bound takes
     windows: tuple[int | None, ...]  # [num_groups] keys visible, itself included; None = all
-    page_size: int
+    page_size: int  # 0 where no layer attends
     share_prefixes: bool = False  # decodes whose view says so read what rows share once
     prefix_alone: bool = False  # forward is asked for Part.PREFIX of causal steps too: the cache is
     # frozen, and the step's own keys are not in it

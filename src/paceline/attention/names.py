@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+NO_ATTENTION = "none"  # of a model none of whose layers attend; auto takes it there, and only there
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:

@@ -9,7 +9,7 @@ from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import AttentionBackend, AttentionConfig, Capabilities
 from paceline.attention.hybrid import hybrid
 from paceline.attention.measurements import LayerShape, Phase, Table, package_table
-from paceline.attention.names import Cascade, Name, Pair, parse
+from paceline.attention.names import NO_ATTENTION, Cascade, Name, Pair, parse
 from paceline.attention.preference import prefer
 from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.modes import MaskKind
@@ -62,7 +62,8 @@ def compose(name: Name, load: Callable[[str], AttentionBackend]) -> AttentionBac
 
 
 def _load_single(name: str) -> AttentionBackend:
-    target = BACKENDS.get(name, name)
+    nobody = {NO_ATTENTION: "paceline.attention.no_attention:NoAttention"}
+    target = (BACKENDS | nobody).get(name, name)
     if ":" not in target:
         raise ConfigError.about(
             "attention backend",

@@ -267,6 +267,11 @@ class ModelConfig:
         return max((rope.axes for rope, _ in self.ropes), default=1)
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state of each request."""
+        return any(layer.state for layer in self.layers)
+
+    @property
     def short_context(self) -> int | None:
         """The longest context limit that every rope serves with short factors; None: none has."""
         limits = [rope.short_context for rope, _ in self.ropes]
@@ -283,7 +288,7 @@ class CacheKind(StrEnum):
 
 READ, WRITE, CHECKPOINT = range(3)  # a STATE group's page table: slots of a request
 NUM_SLOT_COLUMNS = 3
-STATE_EVERY = 512  # tokens, rounded up to whole pages, between states that others may start from
+STATE_EVERY = 512  # tokens, unasked, between states that others may start from
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,9 +365,20 @@ class CacheGroupSpec:
         return per_row * self.page_size * len(self.layer_ids)
 
 
-def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSpec, ...]:
+def usual_state_every(page_size: int) -> int:
+    """Tokens between kept states where nobody asks: STATE_EVERY, in whole pages."""
+    return -(-STATE_EVERY // page_size) * page_size
+
+
+def cache_group_specs(
+    config: ModelConfig, page_size: int, *, state_every: int | None = None
+) -> tuple[CacheGroupSpec, ...]:
     """The model's cache groups: layers that mix alike and cache like rows under one window, in the
-    order of CacheKind, full attention first."""
+    order of CacheKind, full attention first.
+
+    state_every: of groups of states; None: the usual.
+    """
+    every = state_every or usual_state_every(page_size)
     members: dict[tuple[CacheKind, str, int | None, tuple[RowPart, ...]], list[int]] = {}
     for index, layer in enumerate(config.layers):
         if layer.parts:
@@ -385,9 +401,7 @@ def cache_group_specs(config: ModelConfig, page_size: int) -> tuple[CacheGroupSp
             parts=parts,
             mixer=mixer,
             kind=kind,
-            state_every=-(-STATE_EVERY // page_size) * page_size
-            if kind is CacheKind.STATE
-            else None,
+            state_every=every if kind is CacheKind.STATE else None,
             encoder_len=config.max_encoder_len if kind is CacheKind.ENCODER else None,
         )
         for name, ((kind, mixer, window, parts), layer_ids) in zip(names, groups, strict=True)

@@ -147,6 +147,15 @@ class EngineOptions:
         "--enable-prefix-caching",
         off_flags=("--no-enable-prefix-caching", "--disable-radix-cache"),
     )
+    state_checkpoint_every: int | None = _of_memory(
+        None,
+        int,
+        "Tokens between the states of recurrent layers that are kept for equal prompt prefixes, in "
+        "whole pages.",
+        "--state-checkpoint-every",
+        unit="tokens",
+        low=1,
+    )
     attention_backend: str | None = _of_kernels(
         None,
         str,

@@ -163,5 +163,5 @@ def attention_limits(
         max_tokens=max_tokens,
         max_pages=tuple(-(-length // group.page_size) for group in groups),
         windows=tuple(group.window for group in groups),
-        page_size=groups[0].page_size,
+        page_size=groups[0].page_size if groups else 0,
     )

@@ -60,8 +60,7 @@ class Prepared:
     @property
     def groups(self) -> tuple[CacheGroupSpec, ...]:
         """The target's cache groups, and the drafter's behind them."""
-        page_size = known(self.options.page_size)
-        return all_groups(self.config, page_size, self.speculation)
+        return all_groups(self.config, self.options, self.speculation)
 
     def to_json(self) -> dict[str, object]:
         """What documents say of how it computes: "attention" and "speculation"."""

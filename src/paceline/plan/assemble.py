@@ -14,11 +14,11 @@ from torch import nn
 from paceline.attention.contract import AttentionBackend
 from paceline.attention.mixers import load_mixers
 from paceline.cache.pool import KVFormat
-from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
+from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.options import REJECTION, EngineOptions, known
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
-from paceline.plan.speculation import Speculation, shape_of
+from paceline.plan.speculation import Speculation, shape_of, target_groups
 from paceline.runner.build import RunnerConfig, build_parts
 from paceline.runner.program import Parts
 from paceline.runner.proposer import NOBODY, Proposer
@@ -56,7 +56,7 @@ class Decided:
     @property
     def groups(self) -> tuple[CacheGroupSpec, ...]:
         """The target's."""
-        return cache_group_specs(self.config, known(self.options.page_size))
+        return target_groups(self.config, self.options)
 
 
 def decide(
@@ -72,7 +72,7 @@ def decide(
 
     num_pages: [num_groups] of the target, then of the drafter.
     """
-    num_groups = len(cache_group_specs(config, known(options.page_size)))
+    num_groups = len(target_groups(config, options))
     limits = RunnerConfig(
         max_running=known(options.max_num_seqs),
         max_batched_tokens=known(options.max_num_batched_tokens),

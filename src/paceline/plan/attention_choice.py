@@ -9,7 +9,7 @@ import torch
 
 from paceline.attention.contract import AttentionBackend, AttentionConfig, GraphSupport
 from paceline.attention.measurements import Phase
-from paceline.attention.names import Cascade, Pair
+from paceline.attention.names import NO_ATTENTION, Cascade, Pair
 from paceline.attention.registry import Choice, choose, load_backend
 from paceline.cache.pool import torch_kv_dtype
 from paceline.core.errors import BackendUnsupported
@@ -45,6 +45,10 @@ def phase_choices(
     prefill = decode if is_auto else GraphSupport.NEVER
     graphs: dict[Phase, GraphSupport] = {"prefill": prefill, "decode": decode}
     choices = []
+    models = (config, None if speculation is None else speculation.drafter.model)
+    attending = [model for model in models if model is not None and model.heads]
+    if not attending:
+        return tuple(_nobody(phase, options) for phase in get_args(Phase))
     for phase in get_args(Phase):
         asked = partial(
             attention_config,
@@ -53,13 +57,12 @@ def phase_choices(
             graph=graphs[phase],
             masks=frozenset(masks if phase == "decode" else {MaskKind.CAUSAL}),
         )
-        drafter = None if speculation is None else speculation.drafter.model
-        drafts = None if drafter is None else asked(drafter)
+        wanted, *drafts = [asked(model) for model in attending]
         found = _choose(
             phase,
-            asked(config),
+            wanted,
             options,
-            drafts=drafts,
+            drafts=drafts[0] if drafts else None,
             rounds=speculation is not None,
             gpu=device.name,
         )
@@ -134,6 +137,15 @@ def attention_config(
         graph=graph,
         encoder=any(layer.reads_encoder for layer in config.layers),
     )
+
+
+def _nobody(phase: Phase, options: EngineOptions) -> PhaseChoice:
+    """Of an engine in which no layer attends."""
+    asked = options.attention_backend
+    if asked in (None, "auto", NO_ATTENTION):
+        return PhaseChoice(phase=phase, backend=NO_ATTENTION, why="no layer attends", rejected={})
+    reasons = ["no layer of the model attends: leave --attention-backend out"]
+    return PhaseChoice(phase=phase, backend=None, why="none can run", rejected={asked: reasons})
 
 
 def _choose(

@@ -6,6 +6,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.gpus import gib
 from paceline.plan.capacity import Concurrency
 from paceline.plan.fit import Fit
+from paceline.plan.footprint import GroupBudget
 
 
 def budget_lines(fit: Fit) -> tuple[tuple[str, int], ...]:
@@ -30,14 +31,31 @@ def table(fit: Fit) -> str:
     if fit.short_by_bytes:
         rows.append(f"  does not fit: short by {gib(fit.short_by_bytes)}")
         return "\n".join(rows)
-    rows.append(f"KV holds {fit.kv_tokens} tokens; longest request {fit.max_model_len} tokens")
-    if len({group.window for group in fit.groups}) > 1:
+    holds = f"KV holds {fit.kv_tokens} tokens; " if fit.kv_tokens else ""
+    rows.append(f"{holds}longest request {fit.max_model_len} tokens")
+    rows += [_states(group) for group in fit.groups if group.slots is not None]
+    rows += [_encoded(group) for group in fit.groups if group.encoder_len is not None]
+    if len({(g.window, g.state_every, g.encoder_len) for g in fit.groups}) > 1:
         rows.append(_split(fit))
     rows += [
         f"  {row.requests:>6} requests of {row.context_len} tokens{_why(row)}"
         for row in fit.concurrency
     ]
     return "\n".join(rows)
+
+
+def _states(group: GroupBudget) -> str:
+    """What a group of states holds, and for whom."""
+    return (
+        f"{group.slots} states of {group.name}, {gib(group.page_bytes)} each: one for each running "
+        f"request; the prefix cache has the others, of lengths divisible by {group.state_every}"
+    )
+
+
+def _encoded(group: GroupBudget) -> str:
+    """What a group of encoders' rows holds."""
+    rows = (group.num_pages - 1) * group.page_size
+    return f"{rows} rows of encoders in {group.name}: {group.encoder_len} of a request at most"
 
 
 def _split(fit: Fit) -> str:

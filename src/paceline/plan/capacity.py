@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.model_config import CacheGroupSpec, CacheKind
+from paceline.core.model_config import CacheGroupSpec
 from paceline.plan.footprint import GroupBudget, request_pages, standing_pages
 
 PLANNING_LEN = 8192  # tokens; pools are balanced for requests of at most this length
@@ -52,20 +52,19 @@ def split_kv(
             page_bytes=size,
             num_pages=base + count,
             bytes=(base + count) * size,
+            state_every=spec.state_every,
+            encoder_len=spec.encoder_len,
         )
         for spec, size, base, count in zip(specs, sizes, standing, pages, strict=True)
     )
 
 
-def kv_tokens(specs: Sequence[CacheGroupSpec], groups: Sequence[GroupBudget]) -> int:
-    """Tokens of the smallest group that keeps every token, or of the smallest that holds any.
-
-    groups: one for each of `specs`; (): nothing fits.
-    """
-    pairs = zip(specs, groups, strict=False)
-    paged = [group for spec, group in pairs if spec.kind is CacheKind.TOKENS]
-    keepers = [group.tokens for group in paged if group.window is None]
-    return min(keepers or [group.tokens for group in paged], default=0)
+def kv_tokens(groups: Sequence[GroupBudget]) -> int:
+    """Tokens of the smallest group that keeps every token, or of the smallest that holds any; 0:
+    none does, or nothing fits."""
+    held = [(group.window, group.tokens) for group in groups if group.tokens is not None]
+    keepers = [tokens for window, tokens in held if window is None]
+    return min(keepers or [tokens for _, tokens in held], default=0)
 
 
 def concurrency(

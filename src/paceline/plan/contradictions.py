@@ -102,6 +102,47 @@ def refuse_cache(options: EngineOptions) -> None:
         )
 
 
+def refuse_pages(options: EngineOptions, config: ModelConfig, *, keeps_rows: bool) -> None:
+    """Raise ConfigError where a size that was asked has nothing to say of the model's cache.
+
+    keeps_rows: whether some layer, of the model or its drafter, keeps rows of tokens.
+    """
+    every = options.state_checkpoint_every
+    lacks = None
+    if not config.has_states:
+        lacks = "a model whose layers keep no states"
+    elif not options.enable_prefix_cache:
+        lacks = "--no-enable-prefix-caching: no states are kept for others"
+    if every is not None and lacks is not None:
+        raise ConfigError.about(
+            "state_checkpoint_every",
+            expected=f"left out with {lacks}",
+            got=every,
+            remedy="remove --state-checkpoint-every",
+        )
+    if options.page_size is not None and config.has_states and not keeps_rows:
+        raise ConfigError.about(
+            "page_size",
+            expected="left out with a model whose layers keep states alone",
+            got=options.page_size,
+            remedy="say where its states are kept, with --state-checkpoint-every",
+        )
+
+
+def refuse_interval(options: EngineOptions) -> None:
+    """Raise ConfigError for states that would be kept within a page; `options` has its size."""
+    every, page = options.state_checkpoint_every, known(options.page_size)
+    if every is not None and every % page:
+        above = every + -every % page
+        raise ConfigError.about(
+            "state_checkpoint_every",
+            expected=f"a multiple of the page size, {page} tokens",
+            got=every,
+            remedy=f"set --state-checkpoint-every to {above}, or change --page-size: states are "
+            "found again at the ends of pages",
+        )
+
+
 def refuse_acceptance(options: EngineOptions, algorithm: Algorithm, shape: DraftShape) -> None:
     """Raise ConfigError for a rule of acceptance that these drafts cannot have."""
     if options.speculative_acceptance == REJECTION:

@@ -113,7 +113,7 @@ class _Rehearsal:
             config,
             options,
             speculation,
-            num_pages=(1,) * len(all_groups(config, known(options.page_size), speculation)),
+            num_pages=(1,) * len(all_groups(config, options, speculation)),
             kv=KVFormat(dtype=torch_kv_dtype(known(options.kv_cache_dtype))),
         )
         self._layers = config.num_layers

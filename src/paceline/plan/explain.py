@@ -3,12 +3,13 @@
 Needs the model's config.json and the device's facts only.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.core.errors import ModelError
 from paceline.core.gpus import DeviceFacts, gib
-from paceline.core.model_config import ModelConfig
+from paceline.core.model_config import SOFTMAX, ModelConfig
 from paceline.core.options import EngineOptions, engine_options, named
 from paceline.models.locate import ModelSource
 from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
@@ -23,6 +24,11 @@ from paceline.plan.speculation import Speculation, plan_speculation
 from paceline.plan.suggestion import Nearest
 from paceline.plan.target import find_target
 from paceline.text.tokenizer import find_tokenizer, missing_tokenizer
+
+_PASSED = (  # of drafts beside layers with states
+    "  a round that passes a length at which states are kept, and ends behind it, keeps none: less "
+    "of a text that was generated is found again"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +173,14 @@ def nearest_if_short(
 def show(plan: Explanation) -> str:
     """The plan for people."""
     config = plan.config
-    heads = " and ".join(map(str, config.heads))
+    others = Counter(layer.mixer for layer in config.layers if layer.mixer != SOFTMAX)
+    mixers = [*map(str, config.heads), *(f"{num} of {mixer}" for mixer, num in others.items())]
     rows = [
-        f"{plan.model}: {config.model_type}, {config.num_layers} layers, {heads}, "
+        f"{plan.model}: {config.model_type}, {config.num_layers} layers, {' and '.join(mixers)}, "
         f"weights {gib(plan.fit.weights_bytes)}",
         str(plan.text),
         *([f"drafts: {plan.speculation}"] if plan.speculation else []),
+        *([_PASSED] if plan.speculation and config.has_states else []),
         plan.resolution.table(),
         table(plan.fit),
         *([plan.nearest.show()] if plan.nearest else []),

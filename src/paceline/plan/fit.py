@@ -39,7 +39,8 @@ class Fit:
     short_by_bytes: int  # 0 when it fits
     max_model_len: int  # tokens; the longest request that will be served
     longest_len: int  # tokens; the longest request that would fit alone, 0 when none does
-    kv_tokens: int  # of the smallest group that keeps every token (or of the smallest group)
+    kv_tokens: int  # of the smallest group that keeps every token (or of the smallest group that
+    # holds tokens; 0: none does)
     groups: tuple[GroupBudget, ...]
     planned_len: int  # tokens; the groups' pools are balanced for such requests
     concurrency: tuple[Concurrency, ...]
@@ -48,7 +49,7 @@ class Fit:
         """The document `paceline explain --json` carries under "fit"."""
         document = asdict(self)
         for group, budget in zip(document["groups"], self.groups, strict=True):
-            group["tokens"] = budget.tokens
+            group |= {"tokens": budget.tokens, "slots": budget.slots}
         return document
 
 
@@ -114,7 +115,7 @@ def balance_of(options: EngineOptions, demands: Demands) -> Balance:
     speculation = demands.speculation
     return Balance(
         options=options,
-        specs=all_groups(demands.config, known(options.page_size), speculation),
+        specs=all_groups(demands.config, options, speculation),
         reach=shape_of(speculation).reach,
         demands=demands,
     )
@@ -161,7 +162,7 @@ def plan_memory(config: ModelConfig, options: EngineOptions, demands: Demands) -
         short_by_bytes=short,
         max_model_len=floor,
         longest_len=longest,
-        kv_tokens=kv_tokens(specs, groups),
+        kv_tokens=kv_tokens(groups),
         groups=groups,
         planned_len=planned_len(floor + balance.reach),
         concurrency=concurrency(

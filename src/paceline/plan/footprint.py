@@ -19,11 +19,20 @@ class GroupBudget:
     page_bytes: int  # of one page, or slot, over all layers of the group
     num_pages: int  # the reserved page included
     bytes: int
+    state_every: int | None  # tokens between the states that are kept; None: it holds none
+    encoder_len: int | None  # rows of a request's encoder at most; None: it holds no such rows
 
     @property
-    def tokens(self) -> int:
-        """Tokens the group can hold."""
+    def tokens(self) -> int | None:
+        """Tokens the group can hold; None: it holds something else."""
+        if self.state_every or self.encoder_len:
+            return None
         return (self.num_pages - 1) * self.page_size
+
+    @property
+    def slots(self) -> int | None:
+        """States the group can hold; None: it holds something else."""
+        return self.num_pages - 1 if self.state_every else None
 
 
 def request_pages(spec: CacheGroupSpec, length: int) -> int:

@@ -8,9 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from paceline.core.gpus import GIB, DeviceFacts
-from paceline.core.model_config import ModelConfig
+from paceline.core.model_config import STATE_EVERY, ModelConfig, usual_state_every
 from paceline.core.options import OFF, EngineOptions, engine_options, known
-from paceline.plan.contradictions import refuse_asked, refuse_cache, refuse_graphs, refuse_step
+from paceline.plan.contradictions import (
+    refuse_asked,
+    refuse_cache,
+    refuse_graphs,
+    refuse_interval,
+    refuse_pages,
+    refuse_step,
+)
 from paceline.plan.demand import Demands
 from paceline.plan.fit import SHORTEST_LEN, Balance, Fit, balance_of, plan_memory
 from paceline.plan.resolution import Resolution
@@ -81,6 +88,7 @@ def _decide(asked: Mapping[str, object], demands: Demands) -> tuple[ModelConfig,
     config, why = _unasked_context(config, given)
     start = Resolution(options=given, origins=origins)
     resolution = _choose_drafter(start, speculation)
+    resolution = _choose_pages(resolution, config, speculation)
     resolution = _choose_shape(_choose_device(resolution, config, device), device, speculation)
     refuse_step(resolution.options, shape_of(speculation))
     refuse_cache(resolution.options)
@@ -133,12 +141,34 @@ def _choose_device(resolution: Resolution, config: ModelConfig, device: DeviceFa
     return resolution
 
 
+def _choose_pages(
+    resolution: Resolution, config: ModelConfig, speculation: Speculation | None
+) -> Resolution:
+    """Tokens of a page, and between the states that are kept.  Where no layer keeps rows of tokens,
+    a page is the way from one kept state to the next: the prefix tree has nothing else to find.
+    """
+    drafts = () if speculation is None else speculation.drafter.groups(1)
+    keeps_rows = bool(config.heads or drafts)
+    refuse_pages(resolution.options, config, keeps_rows=keeps_rows)
+    why = "a hit ends at a kept state: behind it, a prompt computes less than that again"
+    if config.has_states and not keeps_rows:
+        resolution = resolution.choose("state_checkpoint_every", STATE_EVERY, why)
+        every = known(resolution.options.state_checkpoint_every)
+        return resolution.choose("page_size", every, "from one kept state to the next")
+    resolution = resolution.choose("page_size", 16, "short page tables, little waste")
+    if not config.has_states:
+        return resolution
+    usual = usual_state_every(known(resolution.options.page_size))
+    resolution = resolution.choose("state_checkpoint_every", usual, why)
+    refuse_interval(resolution.options)
+    return resolution
+
+
 def _choose_shape(
     resolution: Resolution, device: DeviceFacts, speculation: Speculation | None
 ) -> Resolution:
     if device.device_type == "cuda":
         resolution = resolution.choose("gpu_memory_utilization", 0.9, "leaves a tenth to others")
-    resolution = resolution.choose("page_size", 16, "short page tables, little waste")
     resolution = _choose_step(resolution, device, speculation)
     tokens = resolution.options.max_num_batched_tokens
     return resolution.choose("chunked_prefill_size", tokens, "the whole step")

@@ -6,12 +6,12 @@ options -> who drafts (named, or told from the draft model, or the bundled head)
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Event
-from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
-from paceline.core.options import OFF, SAMPLE_AND_MATCH, EngineOptions
+from paceline.core.model_config import CacheGroupSpec, CacheKind, ModelConfig, cache_group_specs
+from paceline.core.options import OFF, SAMPLE_AND_MATCH, EngineOptions, known
 from paceline.models.locate import ModelSource
 from paceline.plan.contradictions import (
     refuse_acceptance,
@@ -109,12 +109,30 @@ def shape_of(speculation: Speculation | None) -> DraftShape:
     return NO_DRAFTS if speculation is None else speculation.shape
 
 
+def target_groups(target: ModelConfig, options: EngineOptions) -> tuple[CacheGroupSpec, ...]:
+    """The cache groups of a model under resolved options; states whose layers name no number format
+    have the activations', whatever that of the KV cache."""
+    groups = cache_group_specs(
+        target, known(options.page_size), state_every=options.state_checkpoint_every
+    )
+    return tuple(_in_format(group, known(options.dtype)) for group in groups)
+
+
+def _in_format(group: CacheGroupSpec, dtype: str) -> CacheGroupSpec:
+    if group.kind is not CacheKind.STATE:
+        return group
+    parts = tuple(replace(part, dtype=part.dtype or dtype) for part in group.parts)
+    return replace(group, parts=parts)
+
+
 def all_groups(
-    target: ModelConfig, page_size: int, speculation: Speculation | None
+    target: ModelConfig, options: EngineOptions, speculation: Speculation | None
 ) -> tuple[CacheGroupSpec, ...]:
-    """The cache groups of an engine: the target's, then the drafter's."""
-    drafts = () if speculation is None else speculation.drafter.groups(page_size)
-    return (*cache_group_specs(target, page_size), *drafts)
+    """The cache groups of an engine under resolved options: the target's, then the drafter's."""
+    groups = target_groups(target, options)
+    if speculation is None:
+        return groups
+    return (*groups, *speculation.drafter.groups(known(options.page_size)))
 
 
 def without_speculation(asked: Mapping[str, object]) -> dict[str, object]:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 
 from paceline.attention.contract import AttentionBackend, Limits
+from paceline.attention.no_attention import NoAttention
 from paceline.attention.states import (
     StateBackend,
     StateLayer,
@@ -127,8 +128,10 @@ def build_parts(
     kinds, order = [group.kind for group in groups], list(CacheKind)
     assert kinds == sorted(kinds, key=order.index), "groups stand in the order of their kinds"
     num_paged, num_recurrent = kinds.count(CacheKind.TOKENS), kinds.count(CacheKind.STATE)
-    paged, encoded = groups[:num_paged], groups[num_paged + num_recurrent :]
-    recurrent = groups[num_paged : len(groups) - len(encoded)]
+    paged, recurrent = groups[:num_paged], groups[num_paged : num_paged + num_recurrent]
+    encoder = _encoder(config, groups, backend, limits, device=device, dtype=dtype, kv=kv)
+    if not paged:  # what is named runs a drafter's layers, if any, or those that read an encoder
+        backend = NoAttention()
     length = limits.kv_len_bound
     bounds = _backend_limits(
         config, paged, limits, length=length, device=device, dtype=dtype, kv=kv
@@ -153,7 +156,6 @@ def build_parts(
             zip(recurrent, limits.num_pages[num_paged:], strict=False), start=num_paged
         )
     ]
-    encoder = _encoder(config, groups, backend, limits, device=device, dtype=dtype, kv=kv)
     specs = [*groups, *(pool.spec for pool in proposer.pools)]
     # Those of tokens have slots that a step writes.
     page_sizes = tuple(s.page_size if s.kind is CacheKind.TOKENS else 0 for s in specs)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from example_state_backend import PART, SumBackend
+from sum_model import DECAY
 from tiny_drafters import CHAIN, standalone
 from tiny_runner import random_prompts
-from tiny_states import DECAY, StateEngine
+from tiny_states import StateEngine
 
 from paceline.core.errors import SanitizerError
 from paceline.runner.committers import StateSlots

@@ -6,12 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 from example_state_backend import SumBackend
-from tiny_drafters import CHAIN, TREE, eagle3, ngram, standalone
+from sum_model import said_alone
+from tiny_drafters import CHAIN, TREE, eagle3, ngram, nobody, standalone
 from tiny_runner import random_prompts
-from tiny_states import StateEngine, output, said_alone
+from tiny_states import StateEngine, output, without_layers
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
+from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import ConfigError
 from paceline.core.model_config import CHECKPOINT
 from paceline.core.modes import MaskKind
@@ -23,7 +25,9 @@ STATE = 1  # the group's index
 def check(engine: StateEngine, tiny) -> None:
     for request in engine.requests:
         num = request.max_len - request.prompt_len
-        assert output(request) == said_alone(tiny, request.prompt_ids, num), request.request_id
+        assert output(request) == said_alone(tiny.theirs, request.prompt_ids, num), (
+            request.request_id
+        )
 
 
 def hits(engine: StateEngine) -> list[int]:
@@ -121,6 +125,54 @@ def test_rounds_commit_the_state_behind_what_was_accepted(tiny, shape, drafter, 
     assert any(step.is_round for step in engine.steps)
     accepted = [sum(request.acceptance.accepted) for request in engine.requests]
     assert sum(accepted) > 0 or drafter != "standalone"
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "drafter", "page_size"),
+    [(NO_DRAFTS, "nobody", 8), (TREE, "ngram", 8), (CHAIN, "standalone", 4)],
+)
+def test_a_model_none_of_whose_layers_keeps_rows(tiny, shape, drafter, page_size, capture):
+    """Alone, and beside a drafter that keeps some."""
+    bare = without_layers(tiny)
+    make = {"nobody": nobody, "ngram": ngram(shape), "standalone": standalone(tiny, shape)}[drafter]
+    engine = StateEngine(
+        bare,
+        page_size=page_size,
+        num_slots=60,
+        chunk=7,
+        capture=capture,
+        draft=shape,
+        make_proposer=make,
+    )
+    prompts = random_prompts([5, 9, 20, 2, 17, 1])
+    for prompt in prompts:
+        engine.add([*prompt, *prompt], 12)
+        engine.turn()
+    engine.run()
+    for length in (16, 17, 24, 31):
+        engine.add([*(prompts[2] * 2)[:length], 9], 8)
+    engine.run()
+    check(engine, bare)
+    assert hits(engine)[-4:] == [16, 16, 24, 24]
+    assert any(step.is_round for step in engine.steps) == shape.has_drafts
+    assert (RunKind.GRAPH in engine.kinds) == capture
+    parts = engine.runner.parts
+    assert parts.backend.name == "none"
+    assert [pool.spec.name for pool in parts.all_pools] == ["draft-full"] * (
+        drafter == "standalone"
+    )
+
+
+def test_requests_that_keep_states_alone_wait_for_slots_and_are_never_preempted(tiny):
+    bare = without_layers(tiny)
+    engine = StateEngine(bare, page_size=8, num_slots=4, max_running=6)
+    for prompt in random_prompts([14, 17, 20, 9, 3]):
+        engine.add(prompt, 24)
+    engine.run()
+    check(engine, bare)
+    assert max(len(step.layout.rows) for step in engine.steps) == 3
+    assert sum(request.num_preemptions for request in engine.requests) == 0
 
 
 def test_steady_decode_stages_nothing_but_at_boundaries(tiny):

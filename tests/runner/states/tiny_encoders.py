@@ -12,16 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from sum_model import WIDTH, SumModel, said_alone
 from tiny_runner import TinyModel
-from tiny_states import (
-    DECAY,
-    WIDTH,
-    StateEngine,
-    StateModel,
-    boosts,
-    brought,
-    groups_of,
-)
+from tiny_states import StateEngine, groups_of
 from torch import Tensor
 
 from paceline.core.input_rows import EncoderInput
@@ -58,7 +51,7 @@ def on_circle(places: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, DIM - 2))
 
 
-class EncoderModel(StateModel):
+class EncoderModel(SumModel):
     """What the layers find is added to the sums."""
 
     def forward(
@@ -99,24 +92,8 @@ def looked_up(token: int, given: EncoderInput | None) -> list[int]:
 def said_of(
     tiny: TinyModel, prompt: Sequence[int], num_tokens: int, given: EncoderInput | None
 ) -> list[int]:
-    """What transformers' Llama, two sums and the lookups in Python say."""
-    known, first, second = list(prompt), [0] * WIDTH, [0] * WIDTH
-
-    def take(token: int) -> None:
-        for index, x in enumerate(brought(torch.tensor([token]))[0].int().tolist()):
-            first[index] = DECAY * first[index] + x
-            second[index] = DECAY * second[index] + first[index]
-
-    for token in known:
-        take(token)
-    for _ in range(num_tokens):
-        logits = tiny.theirs(torch.tensor([known])).logits[0, -1]
-        found = looked_up(known[-1], given)
-        both = [one + other for one, other in zip(second, found, strict=True)]
-        token = int((logits + boosts(torch.tensor([both]))[0]).argmax())
-        known.append(token)
-        take(token)
-    return known[len(prompt) :]
+    """What the model of sums says alone, with the lookups in Python."""
+    return said_alone(tiny.theirs, prompt, num_tokens, lambda token: looked_up(token, given))
 
 
 class EncoderEngine(StateEngine):
@@ -141,4 +118,4 @@ class EncoderEngine(StateEngine):
         return [*groups_of(config, page_size, every), *encoded]
 
     def model_of(self, tiny: TinyModel) -> EncoderModel:
-        return EncoderModel(tiny)
+        return EncoderModel(tiny.ours, tiny.config.num_layers)

@@ -1,19 +1,14 @@
-"""A tiny model with recurrent layers, an engine around it, and what it says token by token.
+"""An engine around the tiny model with recurrent layers: scheduler, cache and runner."""
 
-Two layers of running sums stand beside the tiny Llama: what they sum is made of the token ids, the
-second takes the first's.  decay is -1 and all numbers are integers, so that no order of summation
-changes a bit; the two together weigh each token by its distance.  The sum behind a token chooses a
-third of the vocabulary from which the next one is taken.
-"""
-
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from example_state_backend import PART, SumBackend
-from tiny_runner import CONTEXT, GREEDY, MAX_RUNNING, VOCAB, TinyModel
-from torch import Tensor, nn
+from example_state_backend import SumBackend
+from sum_model import DECAY, SUMS, SumModel
+from tiny_runner import CONTEXT, GREEDY, MAX_RUNNING, TinyModel
+from torch import nn
 
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.states import StateBackend
@@ -22,97 +17,30 @@ from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import EventLog
 from paceline.core.input_rows import EncoderInput
-from paceline.core.model_config import (
-    CacheGroupSpec,
-    LayerSpec,
-    ModelConfig,
-    RowPart,
-    cache_group_specs,
-)
+from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
 from paceline.core.step import RunKind, Step
 from paceline.engine.loop import Launched, TurnFunction, overlapped_turn
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.layers.embedding import OverlaidRows
-from paceline.models.decoder import Hidden
 from paceline.runner.build import RunnerConfig, build_runner
 from paceline.runner.proposer import NOBODY, Proposer
 from paceline.runner.streams import DeferredStream, InlineStream
 
-WIDTH = 3
-CHOICES = 3
-DECAY = -1
-FACTORS, MODULI = torch.tensor([1, 7, 13]), torch.tensor([11, 5, 7])
-MIXED = torch.tensor([1, 3, 7])
-TOKENS = torch.arange(VOCAB)
-
 
 def groups_of(config: ModelConfig, page_size: int, every: int) -> list[CacheGroupSpec]:
     """Those of `config` and of two layers of sums behind its own."""
-    sums = LayerSpec(mixer=SumBackend.kind, state=(RowPart(PART, (WIDTH,), dtype="float32"),))
-    config = replace(config, layers=(*config.layers, sums, sums))
+    config = replace(config, layers=(*config.layers, SUMS, SUMS))
     *paged, states = cache_group_specs(config, page_size)
     return [*paged, replace(states, state_every=every)]
 
 
-def brought(ids: Tensor) -> Tensor:
-    """[tokens, WIDTH] float32: what the first layer sums."""
-    return (ids.unsqueeze(1) * FACTORS % MODULI).float()
-
-
-def boosts(sums: Tensor) -> Tensor:
-    """[rows, VOCAB] float32: the third of the vocabulary that may follow."""
-    chosen = (sums.long() * MIXED).sum(1) // 2 % CHOICES
-    return 50.0 * (chosen.unsqueeze(1) == TOKENS % CHOICES)
-
-
-class StateModel(nn.Module):
-    """What the runner takes for a CausalLM."""
-
-    def __init__(self, tiny: TinyModel) -> None:
-        super().__init__()
-        self.inner = tiny.ours
-        self.first = tiny.config.num_layers
-        self.head = tiny.ours.head
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        ctx: Any,
-        taps: tuple[str, ...] = (),
-        overlaid: OverlaidRows | None = None,
-    ) -> Hidden:
-        found = self.inner(input_ids, positions, ctx, taps, overlaid)
-        sums = ctx.mix(self.first + 1, ctx.mix(self.first, brought(input_ids)))
-        return Hidden(torch.cat([found.hidden, sums], 1), found.taps)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.inner.logits(hidden[:, :-WIDTH].contiguous()) + boosts(hidden[:, -WIDTH:])
-
-    def attention_sinks(self) -> tuple[Tensor | None, ...]:
-        return self.inner.attention_sinks()
-
-
-def said_alone(tiny: TinyModel, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What transformers' Llama and two sums in Python say, one token after another."""
-    known = list(prompt)
-    first, second = [0] * WIDTH, [0] * WIDTH
-
-    def take(token: int) -> None:
-        for index, x in enumerate(brought(torch.tensor([token]))[0].int().tolist()):
-            first[index] = DECAY * first[index] + x
-            second[index] = DECAY * second[index] + first[index]
-
-    for token in known:
-        take(token)
-    for _ in range(num_tokens):
-        logits = tiny.theirs(torch.tensor([known])).logits[0, -1]
-        token = int((logits + boosts(torch.tensor([second]))[0]).argmax())
-        known.append(token)
-        take(token)
-    return known[len(prompt) :]
+def without_layers(tiny: TinyModel) -> TinyModel:
+    """Embedding, norm and head: what tells its tokens apart is the sums alone."""
+    theirs, ours = copy.deepcopy(tiny.theirs), copy.deepcopy(tiny.ours)
+    theirs.model.layers = nn.ModuleList()
+    ours.decoder.layers = nn.ModuleList()
+    return TinyModel(replace(tiny.config, layers=()), ours, theirs)
 
 
 class StateEngine:
@@ -140,7 +68,7 @@ class StateEngine:
         states: StateBackend | None = None,
     ) -> None:
         groups = self.groups_of(tiny.config, page_size, every)
-        counts = (num_pages, num_slots, *more_pages)
+        counts = (num_pages, num_slots, *more_pages)[-len(groups) :]
         limits = RunnerConfig(
             max_running=max_running,
             max_batched_tokens=budget,
@@ -200,7 +128,7 @@ class StateEngine:
         return groups_of(config, page_size, every)
 
     def model_of(self, tiny: TinyModel) -> nn.Module:
-        return StateModel(tiny)
+        return SumModel(tiny.ours, tiny.config.num_layers)
 
     def config_of(self, config: ModelConfig) -> ModelConfig:
         return config
