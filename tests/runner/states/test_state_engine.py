@@ -159,7 +159,9 @@ def test_a_model_none_of_whose_layers_keeps_rows(tiny, shape, drafter, page_size
     assert (RunKind.GRAPH in engine.kinds) == capture
     parts = engine.runner.parts
     assert parts.backend.name == "none"
-    assert [pool.spec.name for pool in parts.all_pools] == ["draft-full"] * (drafter == "standalone")
+    assert [pool.spec.name for pool in parts.all_pools] == ["draft-full"] * (
+        drafter == "standalone"
+    )
 
 
 def test_requests_that_keep_states_alone_wait_for_slots_and_are_never_preempted(tiny):
