@@ -170,7 +170,7 @@ def test_the_plan_says_how_many_states_there_are_and_for_whom(tmp_path):
     assert "4 layers, 4/2 heads of 16 and 2 of sum, weights" in told
     assert (
         f"{states.slots} states of sum, 0.0 MiB each: one for each running request; the prefix "
-        "cache has the others, of lengths divisible by 64" in told
+        "cache, unless it is off, has the others, of lengths divisible by 64" in told
     )
     document = json.loads(json.dumps(plan.to_json()))
     assert [(g["tokens"] is None, g["slots"] is None) for g in document["fit"]["groups"]] == [

@@ -48,7 +48,8 @@ def _states(group: GroupBudget) -> str:
     """What a group of states holds, and for whom."""
     return (
         f"{group.slots} states of {group.name}, {gib(group.page_bytes)} each: one for each running "
-        f"request; the prefix cache has the others, of lengths divisible by {group.state_every}"
+        f"request; the prefix cache, unless it is off, has the others, of lengths divisible by "
+        f"{group.state_every}"
     )
 
 
