@@ -25,6 +25,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from paceline.attention.contract import GraphSupport
+from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import GroupView, StepView
 
@@ -135,3 +136,31 @@ class StateGroupPlan:
     backend: StateBackend
     layers: Mapping[int, StateLayer]  # by layer id of the model
     plan: Any
+
+
+def require_able(
+    backend: object, group: str, *, device_type: str, dtype: torch.dtype, mask: MaskKind
+) -> StateBackend:
+    """What runs the layers of cache group `group`; see `unsupported_reasons`.
+
+    Raises ConfigError where it is no state backend, or cannot run there.
+    """
+    if not isinstance(backend, StateBackend):
+        name = getattr(backend, "name", type(backend).__name__)
+        raise ConfigError.about(
+            f"backend of cache group '{group}', whose layers keep states,",
+            expected="a StateBackend",
+            got="none" if backend is None else f"'{name}', of another kind",
+            remedy="name one for the model's layers of this kind",
+        )
+    reasons = unsupported_reasons(
+        backend.capabilities, device_type=device_type, dtype=dtype, mask=mask
+    )
+    if reasons:
+        raise ConfigError.about(
+            f"state backend '{backend.name}'",
+            expected="able to run here",
+            got="; ".join(reasons),
+            remedy="name another one, or change what is asked of it",
+        )
+    return backend

@@ -8,15 +8,9 @@ import torch
 
 from paceline.attention.contract import AttentionBackend, Limits
 from paceline.attention.no_attention import NoAttention
-from paceline.attention.states import (
-    StateBackend,
-    StateLayer,
-    StateLimits,
-    unsupported_reasons,
-)
+from paceline.attention.states import StateBackend, StateLayer, StateLimits, require_able
 from paceline.cache.pool import KVFormat, KVPool, StatePool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
-from paceline.core.errors import ConfigError
 from paceline.core.events import Notify
 from paceline.core.model_config import NUM_SLOT_COLUMNS, CacheGroupSpec, CacheKind, ModelConfig
 from paceline.core.modes import MaskKind
@@ -285,21 +279,15 @@ def _encoder(
     if not own:
         return None
     specs = tuple(groups[index] for index in own)
+    length = config.max_encoder_len
     bounds = _backend_limits(
-        config, specs, limits, length=config.max_encoder_len, device=device, dtype=dtype, kv=kv
+        config, specs, limits, length=length, device=device, dtype=dtype, kv=kv
     )
     pools = [
         KVPool(group, limits.num_pages[index], kv=replace(kv, scales={}), device=device)
         for index, group in zip(own, specs, strict=True)
     ]
-    caches = layer_caches(config, specs, pools, sinks=[None] * len(bounds.layers))
-    return Encoder(
-        groups=tuple(own),
-        pools=tuple(pools),
-        layers={cache.spec.layer_id: cache for cache in caches if cache is not None},
-        backend=backend,
-        backend_buffers=backend.make_buffers(replace(bounds, prefix_alone=True)),
-    )
+    return Encoder.make(config, tuple(own), pools, backend, bounds)
 
 
 def _backend_limits(
@@ -335,30 +323,15 @@ def _mixer(
     dtype: torch.dtype,
 ) -> StateMixer:
     """A STATE group with who runs its layers.  Raises ConfigError."""
-    spec = pool.spec
-    if not isinstance(backend, StateBackend):
-        got = "none" if backend is None else f"'{backend.name}', of another kind"
-        raise ConfigError.about(
-            f"backend of cache group '{spec.name}', whose layers keep states,",
-            expected="a StateBackend",
-            got=got,
-            remedy="name one for the model's layers of this kind",
-        )
-    reasons = unsupported_reasons(
-        backend.capabilities,
+    spec, draft = pool.spec, limits.draft
+    able = require_able(
+        backend,
+        spec.name,
         device_type=device_type(device),
         dtype=dtype,
         mask=MaskKind.TREE if limits.tree_rows else MaskKind.CAUSAL,
     )
-    if reasons:
-        raise ConfigError.about(
-            f"state backend '{backend.name}'",
-            expected="able to run here",
-            got="; ".join(reasons),
-            remedy="name another one, or change what is asked of it",
-        )
-    draft = limits.draft
-    buffers = backend.make_buffers(
+    buffers = able.make_buffers(
         StateLimits(
             device=device,
             dtype=dtype,
@@ -373,7 +346,7 @@ def _mixer(
         layer_id: StateLayer(layer_id=layer_id, index=index, parts=pool.layer(layer_id))
         for index, layer_id in enumerate(spec.layer_ids)
     }
-    return StateMixer(group=group, pool=pool, backend=backend, buffers=buffers, layers=layers)
+    return StateMixer(group=group, pool=pool, backend=able, buffers=buffers, layers=layers)
 
 
 def _request_table(

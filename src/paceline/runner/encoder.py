@@ -12,19 +12,20 @@ All rows of an encoder are visible to every token: to its layers they are a pref
 Part.PREFIX of any attention backend is cross attention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import AttentionBackend, LayerCache
+from paceline.attention.contract import AttentionBackend, LayerCache, Limits
 from paceline.cache.pool import KVPool
+from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import StepView
 from paceline.kernels.write_kv import bind_write_kv
-from paceline.layers.attention import EncoderPlan
+from paceline.layers.attention import EncoderPlan, layer_caches
 from paceline.models.causal_lm import CausalLM
 from paceline.runner.request_table import RequestTable
 
@@ -48,6 +49,26 @@ class Encoder:
     layers: Mapping[int, LayerCache]  # by layer id of the model; spec.group counts ENCODER groups
     backend: AttentionBackend
     backend_buffers: Any
+
+    @classmethod
+    def make(
+        cls,
+        config: ModelConfig,
+        groups: tuple[int, ...],
+        pools: Sequence[KVPool],
+        backend: AttentionBackend,
+        bounds: Limits,
+    ) -> "Encoder":
+        """groups: of the step's view; bounds: of the layers that read them."""
+        specs = [pool.spec for pool in pools]
+        caches = layer_caches(config, specs, pools, sinks=[None] * len(bounds.layers))
+        return cls(
+            groups=groups,
+            pools=tuple(pools),
+            layers={cache.spec.layer_id: cache for cache in caches if cache is not None},
+            backend=backend,
+            backend_buffers=backend.make_buffers(replace(bounds, prefix_alone=True)),
+        )
 
     def plan(self, view: StepView) -> EncoderPlan:
         """What its layers share in a step; what the step's rows are to one another is nothing to
