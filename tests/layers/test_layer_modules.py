@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from paceline.core.model_config import MoEConfig, NormKind
 from paceline.core.parallel import Parallel
+from paceline.layers.dense import DENSE
 from paceline.layers.embedding import Embedding, LMHead, root_scale
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
@@ -17,7 +18,7 @@ from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
 from paceline.models import tensor_names
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = Placement(torch.device("cpu"), torch.float32, DENSE)
 PARALLEL = Parallel()
 
 
@@ -120,7 +121,7 @@ def test_norm_adds_into_the_residual_and_neutral_is_the_identity_factor() -> Non
 
 
 def test_gemmas_embedding_scale_is_rounded_to_the_dtype_of_the_table() -> None:
-    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    placement = Placement(torch.device("cpu"), torch.bfloat16, DENSE)
     scale = root_scale(3072, torch.bfloat16)
     assert scale == 55.5
     embedding = filled(Embedding(9, 8, scale=scale, parallel=PARALLEL, placement=placement))
@@ -131,12 +132,13 @@ def test_gemmas_embedding_scale_is_rounded_to_the_dtype_of_the_table() -> None:
 def test_a_tied_head_shares_the_table_and_owns_nothing() -> None:
     embedding = filled(Embedding(9, 4, scale=None, parallel=PARALLEL, placement=CPU))
     head = LMHead(9, 4, tied=embedding, soft_cap=None, parallel=PARALLEL, placement=CPU)
-    assert head.weight is embedding.weight
-    assert head.is_tied
+    assert not list(head.parameters())
+    hidden = torch.randn(3, 4)
+    assert torch.equal(head(hidden), F.linear(hidden, embedding.weight))
 
 
 def test_the_head_caps_logits_smoothly_in_float32() -> None:
-    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    placement = Placement(torch.device("cpu"), torch.bfloat16, DENSE)
     head = filled(LMHead(9, 4, tied=None, soft_cap=2.0, parallel=PARALLEL, placement=placement))
     hidden = torch.randn(3, 4, dtype=torch.bfloat16) * 4
     logits = head(hidden)
@@ -146,7 +148,7 @@ def test_the_head_caps_logits_smoothly_in_float32() -> None:
 
 
 def test_the_head_leaves_uncapped_logits_in_the_dtype_of_the_model() -> None:
-    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    placement = Placement(torch.device("cpu"), torch.bfloat16, DENSE)
     head = filled(LMHead(9, 4, tied=None, soft_cap=None, parallel=PARALLEL, placement=placement))
     hidden = torch.randn(3, 4).bfloat16()
     assert torch.equal(head(hidden), torch.nn.functional.linear(hidden, head.weight))

@@ -1,13 +1,14 @@
 """Token embedding and the language-model head, tied or not."""
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
-from paceline.kernels.linear import linear
-from paceline.layers.parameter import Placement, empty_matrix, empty_parameter
+from paceline.layers.parameter import Placement
+from paceline.layers.weight_format import Held, LinearFormat, hold
 
 
 class OverlaidRows(NamedTuple):
@@ -36,13 +37,18 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         rows = parallel.share(vocab_size, "vocab_size")
-        self.weight = empty_parameter(rows, hidden_size, placement=placement)  # [vocab, hidden]
+        format_ = placement.formats.embedding
+        self.held = hold(self, format_, format_.allocate(rows, hidden_size, placement=placement))
         self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [tokens] -> a new tensor [tokens, hidden]."""
-        rows = self.weight.index_select(0, input_ids)
+        rows = self.held.format.apply(input_ids, self.held.weight)
         return rows if self.scale is None else rows.mul_(self.scale)
+
+    def table(self) -> Tensor:
+        """[vocab, hidden] its rows, not scaled; no parameter of who takes it."""
+        return self.held.format.table(self.held.weight)
 
 
 def root_scale(hidden_size: int, dtype: torch.dtype) -> float:
@@ -68,18 +74,20 @@ class LMHead(nn.Module):
         self.soft_cap = soft_cap
         self.divisor = divisor
         self.vocab_size = vocab_size
-        self.is_tied = tied is not None
-        if tied is not None:
-            self.weight = tied.weight
+        self.held: Held[LinearFormat[Any]] | None = None  # None: the head is tied
+        if tied is None:
+            rows, format_ = parallel.share(vocab_size, "vocab_size"), placement.formats.head
+            weight = format_.allocate((rows,), hidden_size, bias=False, placement=placement)
+            self.held = hold(self, format_, weight)
+            self._product = partial(format_.apply, weight=weight)
         else:
-            rows = parallel.share(vocab_size, "vocab_size")
-            self.weight = empty_matrix(rows, hidden_size, placement=placement)  # [vocab, hidden]
+            self._product = partial(tied.held.format.project, weight=tied.held.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> a new tensor [rows, vocab] in hidden's dtype, over the divisor;
         where capped, cap * tanh(x / cap) in float32.
         """
-        logits = linear(hidden, self.weight, None)
+        logits = self._product(hidden)
         if self.divisor != 1.0:
             logits.div_(self.divisor)
         if self.soft_cap is None:

@@ -8,11 +8,12 @@ from torch import Tensor, nn
 from paceline.core.model_config import ModelConfig, MoEConfig
 from paceline.core.parallel import Parallel
 from paceline.kernels.moe_choose import moe_choose
-from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts
+from paceline.kernels.moe_experts import SwiGLU
 from paceline.kernels.moe_route import Routing, moe_route
 from paceline.layers.linear import Linear
 from paceline.layers.mlp import GatedMLP
-from paceline.layers.parameter import Placement, empty_matrices, empty_parameter
+from paceline.layers.parameter import Placement, empty_parameter
+from paceline.layers.weight_format import hold
 
 
 class SharedExpert(nn.Module):
@@ -54,7 +55,8 @@ class SparseMLP(nn.Module):
         self, hidden_size: int, moe: MoEConfig, *, parallel: Parallel, placement: Placement
     ) -> None:
         super().__init__()
-        experts, bias = moe.num_experts, moe.bias
+        self.num_experts = experts = moe.num_experts
+        bias = moe.bias
         inter = parallel.share(moe.intermediate_size, "intermediate_size")
         self.experts_per_token = moe.experts_per_token
         self.renormalize = moe.renormalize
@@ -67,12 +69,9 @@ class SparseMLP(nn.Module):
         self.router = Linear(
             hidden_size, experts, bias=bias, parallel=Parallel(), placement=placement
         )
-        # [experts, 2 * inter, hidden]  gate 0, up 0, gate 1, up 1, ...
-        self.gate_up = empty_matrices(experts, 2 * inter, hidden_size, placement=placement)
-        self.down = empty_matrices(experts, hidden_size, inter, placement=placement)
-        self.gate_up_bias = (
-            empty_parameter(experts, 2 * inter, placement=placement) if bias else None
-        )
+        format_ = placement.formats.experts
+        weight = format_.allocate(experts, hidden_size, inter, bias=bias, placement=placement)
+        self.held = hold(self, format_, weight)
         self.shared: SharedExpert | None = None
         if moe.shared_size is not None:
             self.shared = SharedExpert(
@@ -82,15 +81,11 @@ class SparseMLP(nn.Module):
                 parallel=parallel,
                 placement=placement,
             )
-        self.down_bias = (
-            empty_parameter(experts, hidden_size, placement=placement) if bias else None
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         routing = self._route(self.router(x))
-        weights = ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias)
-        out = moe_experts(x, routing, weights, self.gate)
+        out = self.held.format.apply(x, routing, self.held.weight, self.gate)
         return out if self.shared is None else out.add_(self.shared(x))
 
     def _route(self, logits: Tensor) -> Routing:

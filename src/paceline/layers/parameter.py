@@ -7,19 +7,27 @@ from torch import nn
 
 from paceline.kernels.linear_cpu import is_emulated
 from paceline.kernels.stand_in import device_type
+from paceline.layers.weight_format import WeightFormats
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a module's tensors live and in which dtype."""
+    """Where a module's tensors live, in which dtype, and how its weights are stored."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations, and of what has no format: norms, sinks
+    formats: WeightFormats
 
 
 def empty_parameter(*shape: int, placement: Placement) -> nn.Parameter:
     """An uninitialised inference parameter; the loader fills it in place."""
     data = torch.empty(shape, device=placement.device, dtype=placement.dtype)
+    return nn.Parameter(data, requires_grad=False)
+
+
+def empty_scale(*shape: int, placement: Placement) -> nn.Parameter:
+    """A float32 parameter of NaN, which shows what nobody writes; see `WeightFormat.scales`."""
+    data = torch.full(shape, torch.nan, device=placement.device, dtype=torch.float32)
     return nn.Parameter(data, requires_grad=False)
 
 

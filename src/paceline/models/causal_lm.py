@@ -9,6 +9,7 @@ from paceline.layers.embedding import LMHead, OverlaidRows
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.parameter import Placement
 from paceline.layers.self_attention import SelfAttention
+from paceline.layers.weight_format import Named
 from paceline.models.decoder import Decoder, Hidden
 
 
@@ -55,7 +56,7 @@ class CausalLM(nn.Module):
         found.sort(key=lambda attention: attention.layer_id)
         return tuple(None if layer.sinks is None else layer.sinks.float() for layer in found)
 
-    def destinations(self) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the view of a parameter it fills."""
+    def destinations(self) -> Named:
+        """What a checkpoint fills."""
         named = self.decoder.destinations("model")
-        return named if self.head.is_tied else named | {"lm_head.weight": self.head.weight}
+        return named if self.head.held is None else named | self.head.held.fill("lm_head")

@@ -1,10 +1,9 @@
 """Where a checkpoint's tensors go: name -> the view of a (fused) parameter that the tensor fills.
 
-As most checkpoints name them; an architecture that differs says so in its file.  The loader copies
-into these views and nothing else.
+As most checkpoints name them; an architecture that differs says so in its file.  A layer's format
+adds what it calls its own tensors (`layers.weight_format`).  The loader copies into these views
+and nothing else.
 """
-
-from torch import Tensor
 
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
@@ -14,24 +13,17 @@ from paceline.layers.postnorm_layer import PostNormLayer
 from paceline.layers.prenorm_layer import PreNormLayer
 from paceline.layers.sandwich_layer import SandwichLayer
 from paceline.layers.self_attention import SelfAttention
-
-Named = dict[str, Tensor]
+from paceline.layers.weight_format import ExpertNames, Named
 
 
 def name_linear(layer: Linear, prefix: str) -> Named:
     """A projection with a name of its own."""
-    named: Named = {f"{prefix}.weight": layer.weight}
-    return named if layer.bias is None else named | {f"{prefix}.bias": layer.bias}
+    return layer.held.fill(prefix)
 
 
 def name_rows(layer: QKVLinear | GateUpLinear, parts: tuple[str, ...], prefix: str) -> Named:
-    """Projections of which we hold one weight: blocks of its rows, in the order of `parts`."""
-    return {
-        f"{prefix}.{part}.{kind}": block
-        for kind, whole in (("weight", layer.weight), ("bias", layer.bias))
-        if whole is not None
-        for part, block in zip(parts, whole.split(layer.rows), strict=True)
-    }
+    """Projections that we multiply with at once, in the order of `parts`."""
+    return layer.held.fill(*(f"{prefix}.{part}" for part in parts))
 
 
 def name_attention(layer: SelfAttention, prefix: str) -> Named:
@@ -54,7 +46,7 @@ def name_latent(layer: LatentAttention, prefix: str) -> Named:
         named[f"{prefix}.q_a_layernorm.weight"] = layer.q_norm.weight
     named |= name_linear(layer.kv_a, f"{prefix}.kv_a_proj_with_mqa")
     named[f"{prefix}.kv_a_layernorm.weight"] = layer.kv_norm.weight
-    named[f"{prefix}.kv_b_proj.weight"] = layer.kv_b.flatten(0, 1)
+    named |= layer.held.fill(f"{prefix}.kv_b_proj")
     return named | name_linear(layer.out, f"{prefix}.o_proj")
 
 
@@ -67,11 +59,9 @@ def name_mlp(layer: GatedMLP, prefix: str) -> Named:
 def name_experts(layer: SparseMLP, prefix: str) -> Named:
     """A router and experts with tensors of their own."""
     named = name_linear(layer.router, f"{prefix}.gate")
-    for expert in range(layer.down.shape[0]):
-        own = f"{prefix}.experts.{expert}"
-        named[f"{own}.gate_proj.weight"] = layer.gate_up[expert, ::2]
-        named[f"{own}.up_proj.weight"] = layer.gate_up[expert, 1::2]
-        named[f"{own}.down_proj.weight"] = layer.down[expert]
+    own = [f"{prefix}.experts.{expert}" for expert in range(layer.num_experts)]
+    names = [ExpertNames(f"{e}.gate_proj", f"{e}.up_proj", f"{e}.down_proj") for e in own]
+    named |= layer.held.format.fill_each(layer.held.weight, names)
     if layer.shared is not None:
         named |= name_shared_expert(layer.shared, prefix)
     if layer.choice_bias is not None:

@@ -17,6 +17,7 @@ from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
+from paceline.layers.weight_format import Named
 from paceline.models.tensor_names import name_attention, name_feed_forward, name_linear
 from paceline.speculate.eagle.config import EagleConfig
 
@@ -58,8 +59,8 @@ class Fusion(nn.Module):
         fused: Tensor = self.fc(wide)
         return fused
 
-    def destinations(self) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
+    def destinations(self) -> Named:
+        """What a checkpoint fills."""
         named = name_linear(self.fc, "fc")
         for index, norm in enumerate(self.norms):
             named[f"fc_norm.{index}.weight"] = norm.weight
@@ -108,8 +109,8 @@ class Eagle1Layer(nn.Module):
         x = self.attention(residual, positions, ctx)
         return HiddenStream(self.mlp(self.mlp_norm.add(x, residual)), residual)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
+    def destinations(self, prefix: str) -> Named:
+        """What a checkpoint fills."""
         named = name_linear(self.fc, "fc")
         named |= name_attention(self.attention, f"{prefix}.self_attn")
         named |= name_feed_forward(self.mlp, f"{prefix}.mlp")
@@ -162,8 +163,8 @@ class Eagle3Layer(nn.Module):
         # The sum goes to the attention's output, which is ours: the caller's features stay.
         return HiddenStream(self.mlp(self.mlp_norm.add(features, residual)), residual)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
+    def destinations(self, prefix: str) -> Named:
+        """What a checkpoint fills."""
         named = name_attention(self.attention, f"{prefix}.self_attn")
         named |= name_feed_forward(self.mlp, f"{prefix}.mlp")
         named[f"{prefix}.input_layernorm.weight"] = self.embedding_norm.weight
