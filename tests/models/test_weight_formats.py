@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from paceline.core.errors import WeightsError
 from paceline.core.model_config import ModelConfig
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, Span
 from paceline.layers.dense import DENSE
 from paceline.layers.parameter import Placement, empty_scale
-from paceline.layers.weight_format import LinearFormat, Named, WeightFormats, held_by
+from paceline.layers.weight_format import LinearFormat, Named, WeightFormats, held_by, wholly
 from paceline.models import coverage
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import open_checkpoint
@@ -37,7 +37,7 @@ class Int8Matrix(NamedTuple):
     scale: nn.Parameter  # [parts]  float32  as it is stored: one number for a projection
     bias: nn.Parameter | None  # [sum of parts]
     by_row: Tensor  # [sum of parts, 1]  float32  derived from scale
-    parts: tuple[int, ...]
+    parts: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,13 @@ class Int8Linear(LinearFormat[Int8Matrix]):
     shares: bool = False  # a bug: every projection's scale is written to one place
 
     def allocate(
-        self, parts: Sequence[int], columns: int, *, bias: bool, placement: Placement
+        self, parts: Sequence[Span], columns: Span, *, bias: bool, placement: Placement
     ) -> Int8Matrix:
-        rows = sum(parts)
+        rows = sum(part.size for part in parts)
         return Int8Matrix(
-            codes=nn.Parameter(torch.empty(rows, columns, dtype=torch.int8), requires_grad=False),
+            codes=nn.Parameter(
+                torch.empty(rows, columns.size, dtype=torch.int8), requires_grad=False
+            ),
             scale=empty_scale(len(parts), placement=placement),
             bias=nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None,
             by_row=empty_scale(rows, 1, placement=placement).data,
@@ -60,20 +62,23 @@ class Int8Linear(LinearFormat[Int8Matrix]):
         )
 
     def fill(self, weight: Int8Matrix, names: Sequence[str]) -> Named:
-        places = [0 if self.shares else index for index in range(len(names))]
-        codes = weight.codes.split(weight.parts)
-        named = {f"{name}.weight": part for name, part in zip(names, codes, strict=True)}
-        for name, place in zip(names, places, strict=True):
-            named[f"{name}.weight_scale"] = weight.scale[place : place + 1]
+        sizes = [part.size for part in weight.parts]
+        scales = [weight.scale[0 if self.shares else at :][:1] for at in range(len(names))]
+        named: Named = {}
+        for name, codes, scale in zip(names, weight.codes.split(sizes), scales, strict=True):
+            named |= {f"{name}.weight": wholly(codes), f"{name}.weight_scale": wholly(scale)}
         if weight.bias is not None:
-            biases = weight.bias.split(weight.parts)
-            named |= {f"{name}.bias": part for name, part in zip(names, biases, strict=True)}
+            biases = weight.bias.split(sizes)
+            named |= {
+                f"{name}.bias": wholly(part) for name, part in zip(names, biases, strict=True)
+            }
         return named
 
     def finish(self, weight: Int8Matrix) -> None:
-        spread = list(zip(weight.by_row.split(weight.parts), weight.scale, strict=True))
-        for rows, scale in spread[:-1] if self.forgets else spread:
-            rows.fill_(scale)
+        rows = weight.by_row.split([part.size for part in weight.parts])
+        spread = list(zip(rows, weight.scale, strict=True))
+        for part, scale in spread[:-1] if self.forgets else spread:
+            part.fill_(scale)
 
     def scales(self, weight: Int8Matrix) -> tuple[Tensor, ...]:
         return weight.scale, weight.by_row
@@ -209,7 +214,8 @@ def without_one(named: Named) -> None:
 
 
 def twice(named: Named) -> None:
-    named["again"] = named["model.layers.1.self_attn.k_proj.weight"][2:3]
+    [block] = named["model.layers.1.self_attn.k_proj.weight"].blocks
+    named["again"] = wholly(block.into[2:3])
 
 
 def swapped(named: Named) -> None:
@@ -220,7 +226,8 @@ def swapped(named: Named) -> None:
 
 def every_second_row(named: Named) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
-    named[name] = named[name][::2]
+    [block] = named[name].blocks
+    named[name] = wholly(block.into[::2])
 
 
 @pytest.mark.parametrize(
@@ -259,7 +266,8 @@ def test_every_architectures_names_fill_every_parameter_once(case: str) -> None:
     model = build(config)
     for parameter in model.parameters():
         parameter.zero_()
-    for view in model.destinations().values():
-        view.add_(1.0)
+    for target in model.destinations().values():
+        for block in target.blocks:
+            block.into.add_(1.0)
     assert all((parameter == 1.0).all() for parameter in model.parameters())
     coverage.require_filled_once(model, model.destinations(), model=case)

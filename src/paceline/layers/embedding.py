@@ -1,12 +1,14 @@
 """Token embedding and the language-model head, tied or not."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, whole
+from paceline.kernels.all_reduce import Exchange, all_gather
 from paceline.layers.parameter import Placement
 from paceline.layers.weight_format import Held, LinearFormat, hold
 
@@ -24,7 +26,7 @@ class OverlaidRows(NamedTuple):
 
 
 class Embedding(nn.Module):
-    """Rows of the token table, times `scale`."""
+    """Rows of the token table, times `scale`; every rank has all of them, and sends none."""
 
     def __init__(
         self,
@@ -32,13 +34,12 @@ class Embedding(nn.Module):
         hidden_size: int,
         *,
         scale: float | None,
-        parallel: Parallel,
         placement: Placement,
     ) -> None:
         super().__init__()
-        rows = parallel.share(vocab_size, "vocab_size")
         format_ = placement.formats.embedding
-        self.held = hold(self, format_, format_.allocate(rows, hidden_size, placement=placement))
+        weight = format_.allocate(vocab_size, hidden_size, placement=placement)
+        self.held = hold(self, format_, weight)
         self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -57,7 +58,8 @@ def root_scale(hidden_size: int, dtype: torch.dtype) -> float:
 
 
 class LMHead(nn.Module):
-    """Hidden states to logits.  Given `tied`, it shares that embedding's table."""
+    """Hidden states to logits.  Given `tied`, it shares that embedding's table.  Each rank has the
+    products with its rows, and all of them the logits."""
 
     def __init__(
         self,
@@ -74,14 +76,22 @@ class LMHead(nn.Module):
         self.soft_cap = soft_cap
         self.divisor = divisor
         self.vocab_size = vocab_size
+        rows = parallel.share_rows(vocab_size)
         self.held: Held[LinearFormat[Any]] | None = None  # None: the head is tied
+        product: Callable[[Tensor], Tensor]
         if tied is None:
-            rows, format_ = parallel.share(vocab_size, "vocab_size"), placement.formats.head
-            weight = format_.allocate((rows,), hidden_size, bias=False, placement=placement)
+            format_ = placement.formats.head
+            weight = format_.allocate((rows,), whole(hidden_size), bias=False, placement=placement)
             self.held = hold(self, format_, weight)
-            self._product = partial(format_.apply, weight=weight)
+            product = partial(format_.apply, weight=weight)
         else:
-            self._product = partial(tied.held.format.project, weight=tied.held.weight)
+            table = tied.held.weight
+            if placement.exchange is not None:
+                table = tied.held.format.part(table, rows)
+            product = partial(tied.held.format.project, weight=table)
+        self._product = product
+        if placement.exchange is not None:
+            self._product = partial(_gathered, product, vocab_size, placement.exchange)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> a new tensor [rows, vocab] in hidden's dtype, over the divisor;
@@ -93,3 +103,9 @@ class LMHead(nn.Module):
         if self.soft_cap is None:
             return logits
         return logits.float().div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+
+
+def _gathered(
+    product: Callable[[Tensor], Tensor], vocab_size: int, exchange: Exchange, hidden: Tensor
+) -> Tensor:
+    return all_gather(product(hidden), vocab_size, exchange)

@@ -9,11 +9,12 @@ alone, and attention has one KV head of rank + rope_dim, whose first rank column
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, Span, whole
 from paceline.kernels.rope import Rope
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
 from paceline.layers.parameter import Placement
+from paceline.layers.rank_sum import summed
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weight_format import hold
 
@@ -38,26 +39,30 @@ class LatentAttention(nn.Module):
         assert config.latent is not None, "a model without latents"
         self.layer_id = layer_id
         self.latent = latent = config.latent
-        self.heads = heads = parallel.share(config.layers[layer_id].heads.num_heads, "num_heads")
-        hidden = config.hidden_size
+        heads = parallel.share(config.layers[layer_id].heads.num_heads, "num_heads")
+        self.heads = heads.size  # latents are of all heads, and on every rank
+        hidden = whole(config.hidden_size)
 
-        def linear(inputs: int, outputs: int, *, bias: bool = False) -> Linear:
-            return Linear(inputs, outputs, bias=bias, parallel=parallel, placement=placement)
+        def linear(inputs: Span, outputs: Span, *, bias: bool = False) -> Linear:
+            return Linear(inputs, outputs, bias=bias, placement=placement)
 
         self.q_a: Linear | None = None
         self.q_norm: RMSNorm | None = None
         if latent.q_rank is not None:
-            self.q_a = linear(hidden, latent.q_rank, bias=config.attention_bias)
+            self.q_a = linear(hidden, whole(latent.q_rank), bias=config.attention_bias)
             self.q_norm = RMSNorm(latent.q_rank, LATENT_EPS, placement=placement)
-        self.q = linear(latent.q_rank or hidden, heads * (latent.nope_dim + latent.rope_dim))
-        self.kv_a = linear(hidden, latent.rank + latent.rope_dim, bias=config.attention_bias)
+        q_inputs = hidden if latent.q_rank is None else whole(latent.q_rank)
+        self.q = linear(q_inputs, heads.times(latent.nope_dim + latent.rope_dim))
+        row = whole(latent.rank + latent.rope_dim)
+        self.kv_a = linear(hidden, row, bias=config.attention_bias)
         self.kv_norm = RMSNorm(latent.rank, LATENT_EPS, placement=placement)
         format_ = placement.formats.latent  # of W_UK and W_UV
         weight = format_.allocate(
             heads, latent.nope_dim, latent.v_dim, latent.rank, placement=placement
         )
         self.held = hold(self, format_, weight)
-        self.out = linear(heads * latent.v_dim, hidden, bias=config.attention_out_bias)
+        out = linear(heads.times(latent.v_dim), hidden, bias=config.attention_out_bias)
+        self.out = summed(out, parallel, placement)
         self.cos_sin = cos_sin  # [max_positions, rope_dim]  float32, shared by layers
 
     def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
@@ -65,7 +70,8 @@ class LatentAttention(nn.Module):
         rope = Rope(self.cos_sin, positions, self.latent.rank)
         out = ctx.attend(self.layer_id, self._queries(x), self._rows(x), None, rope=rope)
         values = self.held.format.apply_values(out.transpose(0, 1), self.held.weight)
-        return self.out(values.transpose(0, 1).flatten(1))
+        result: Tensor = self.out(values.transpose(0, 1).flatten(1))
+        return result
 
     def _queries(self, x: Tensor) -> Tensor:
         """[tokens, heads, rank + rope_dim]"""

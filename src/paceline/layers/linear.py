@@ -2,27 +2,21 @@
 
 from torch import Tensor, nn
 
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, Span, whole
 from paceline.layers.parameter import Placement
 from paceline.layers.weight_format import hold
 
 
 class Linear(nn.Module):
-    """y = x W^T + b.  Under tensor parallelism each rank holds a share of the input columns."""
+    """y = x W^T + b, or a rank's part of it: of some outputs, or from some inputs, whose results
+    `rank_sum` adds up."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        parallel: Parallel,
-        placement: Placement,
+        self, in_features: Span, out_features: Span, *, bias: bool, placement: Placement
     ) -> None:
         super().__init__()
-        columns = parallel.share(in_features, "in_features")
         format_ = placement.formats.linear
-        weight = format_.allocate((out_features,), columns, bias=bias, placement=placement)
+        weight = format_.allocate((out_features,), in_features, bias=bias, placement=placement)
         self.held = hold(self, format_, weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,9 +25,9 @@ class Linear(nn.Module):
 
 
 class QKVLinear(nn.Module):
-    """The projections to Q, K and V as one product.
+    """The projections to Q, K and V as one product; of a rank those of its heads.
 
-    Under tensor parallelism each rank holds a share of the Q heads and of the KV heads.
+    Where ranks exceed KV heads, several hold the same one.
     """
 
     def __init__(
@@ -48,12 +42,12 @@ class QKVLinear(nn.Module):
         placement: Placement,
     ) -> None:
         super().__init__()
-        heads = parallel.share(num_heads, "num_heads")
-        kv_heads = parallel.share(num_kv_heads, "num_kv_heads")
+        q = parallel.share(num_heads, "num_heads")
+        kv = parallel.share_kv(num_kv_heads, "num_kv_heads")
         self.head_dim = head_dim
-        self.heads = [heads, kv_heads, kv_heads]
-        format_, parts = placement.formats.linear, [count * head_dim for count in self.heads]
-        weight = format_.allocate(parts, in_features, bias=bias, placement=placement)
+        self.heads = [q.size, kv.size, kv.size]
+        format_, parts = placement.formats.linear, [span.times(head_dim) for span in (q, kv, kv)]
+        weight = format_.allocate(parts, whole(in_features), bias=bias, placement=placement)
         self.held = hold(self, format_, weight)
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -69,18 +63,16 @@ class GateUpLinear(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        intermediate_size: int,
+        inter: Span,
         *,
         activation: str,
         bias: bool,
-        parallel: Parallel,
         placement: Placement,
     ) -> None:
         super().__init__()
         self.activation = activation
-        share = parallel.share(intermediate_size, "intermediate_size")
-        format_ = placement.formats.linear
-        weight = format_.allocate((share, share), hidden_size, bias=bias, placement=placement)
+        format_, inputs = placement.formats.linear, whole(hidden_size)
+        weight = format_.allocate((inter, inter), inputs, bias=bias, placement=placement)
         self.held = hold(self, format_, weight)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig, MoEConfig
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, whole
 from paceline.kernels.moe_choose import moe_choose
 from paceline.kernels.moe_experts import SwiGLU
 from paceline.kernels.moe_route import Routing, moe_route
 from paceline.layers.linear import Linear
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.parameter import Placement, empty_parameter
+from paceline.layers.rank_sum import RankSum, summed
 from paceline.layers.weight_format import hold
 
 
@@ -39,7 +40,7 @@ class SharedExpert(nn.Module):
         )
         self.gate: Linear | None = None
         if has_gate:
-            self.gate = Linear(hidden_size, 1, bias=False, parallel=Parallel(), placement=placement)
+            self.gate = Linear(whole(hidden_size), whole(1), bias=False, placement=placement)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
@@ -48,8 +49,8 @@ class SharedExpert(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Router and experts of one layer.  Under tensor parallelism each rank holds a share of every
-    expert's intermediate columns; the router is everywhere."""
+    """Router and experts of one layer.  Each rank holds a share of every expert's intermediate
+    columns, and computes a part of the sum; the router is everywhere."""
 
     def __init__(
         self, hidden_size: int, moe: MoEConfig, *, parallel: Parallel, placement: Placement
@@ -66,9 +67,7 @@ class SparseMLP(nn.Module):
             of_bias = replace(placement, dtype=torch.float32)
             self.choice_bias = empty_parameter(experts, placement=of_bias)
         self.gate = SwiGLU(moe.swiglu_alpha, moe.swiglu_limit, moe.swiglu_up_offset)
-        self.router = Linear(
-            hidden_size, experts, bias=bias, parallel=Parallel(), placement=placement
-        )
+        self.router = Linear(whole(hidden_size), whole(experts), bias=bias, placement=placement)
         format_ = placement.formats.experts
         weight = format_.allocate(experts, hidden_size, inter, bias=bias, placement=placement)
         self.held = hold(self, format_, weight)
@@ -102,16 +101,19 @@ class SparseMLP(nn.Module):
 
 def feed_forward(
     config: ModelConfig, layer_id: int, *, parallel: Parallel, placement: Placement
-) -> GatedMLP | SparseMLP:
+) -> GatedMLP | SparseMLP | RankSum:
     """The feed-forward block of a layer: experts where the model has them there."""
     moe = config.moe
+    block: GatedMLP | SparseMLP
     if moe is not None and moe.layers[layer_id]:
-        return SparseMLP(config.hidden_size, moe, parallel=parallel, placement=placement)
-    return GatedMLP(
-        config.hidden_size,
-        config.intermediate_size,
-        activation=config.hidden_act,
-        bias=config.mlp_bias,
-        parallel=parallel,
-        placement=placement,
-    )
+        block = SparseMLP(config.hidden_size, moe, parallel=parallel, placement=placement)
+    else:
+        block = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            bias=config.mlp_bias,
+            parallel=parallel,
+            placement=placement,
+        )
+    return summed(block, parallel, placement)

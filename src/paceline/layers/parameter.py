@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from paceline.kernels.all_reduce import Exchange
 from paceline.kernels.linear_cpu import is_emulated
 from paceline.kernels.stand_in import device_type
 from paceline.layers.weight_format import WeightFormats
@@ -12,11 +13,13 @@ from paceline.layers.weight_format import WeightFormats
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a module's tensors live, in which dtype, and how its weights are stored."""
+    """Where a module's tensors live, in which dtype, how its weights are stored,
+    and how ranks of one model reach each other."""
 
     device: torch.device
     dtype: torch.dtype  # of activations, and of what has no format: norms, sinks
     formats: WeightFormats
+    exchange: Exchange | None = None  # of ranks that share a model; None: one process has it
 
 
 def empty_parameter(*shape: int, placement: Placement) -> nn.Parameter:

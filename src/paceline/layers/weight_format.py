@@ -19,8 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from paceline.core.parallel import Span, whole
 from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.moe_experts import SwiGLU
 from paceline.kernels.moe_route import Routing
@@ -28,7 +30,40 @@ from paceline.kernels.moe_route import Routing
 if TYPE_CHECKING:
     from paceline.layers.parameter import Placement
 
-Named = dict[str, Tensor]  # checkpoint tensor name -> the view of a parameter that it fills
+
+class Block(NamedTuple):
+    """A part of a stored tensor, and the view of a parameter that it fills."""
+
+    into: Tensor
+    cut: tuple[Span, ...]  # [dims of the stored tensor]
+
+
+class Target(NamedTuple):
+    """What one stored tensor fills: of one process a whole view; of a rank its part, or nothing."""
+
+    shape: tuple[int, ...]  # of the stored tensor
+    dtype: torch.dtype  # of what it fills
+    blocks: tuple[Block, ...]
+
+    def copy_(self, stored: Tensor) -> None:
+        """Fill it."""
+        for block in self.blocks:
+            block.into.copy_(stored[tuple(slice(span.first, span.end) for span in block.cut)])
+
+
+Named = dict[str, Target]  # by checkpoint tensor name
+
+
+def wholly(view: Tensor) -> Target:
+    """A stored tensor that fills a view of a parameter, on every rank."""
+    return Target(tuple(view.shape), view.dtype, (Block(view, tuple(map(whole, view.shape))),))
+
+
+def partly(view: Tensor, *cut: Span) -> Target:
+    """A stored tensor of which a rank holds a part.  cut: [dims]"""
+    return Target(tuple(span.total for span in cut), view.dtype, (Block(view, cut),))
+
+
 Weight = TypeVar("Weight", bound=tuple[Any, ...])  # a NamedTuple
 
 
@@ -58,13 +93,14 @@ class LinearFormat(WeightFormat[Weight]):
 
     @abstractmethod
     def allocate(
-        self, parts: Sequence[int], columns: int, *, bias: bool, placement: "Placement"
+        self, parts: Sequence[Span], columns: Span, *, bias: bool, placement: "Placement"
     ) -> Weight:
-        """parts: output features of each projection of one product, in order; columns: inputs."""
+        """parts: output features of each projection of one product, in order; columns: inputs.  Of
+        ranks that hold columns the first adds the bias."""
 
     @abstractmethod
     def apply(self, x: Tensor, weight: Weight) -> Tensor:
-        """x [tokens, columns] -> [tokens, sum of parts] in x's dtype; recordable."""
+        """x [tokens, columns held] -> [tokens, sum of parts held] in x's dtype; recordable."""
 
     def apply_gated(self, x: Tensor, weight: Weight, activation: str) -> Tensor:
         """act(gate) * up, of two parts of one size; activation: of act_and_mul.ACTIVATIONS."""
@@ -82,6 +118,10 @@ class TableFormat(WeightFormat[Weight]):
         """ids [tokens] int64 -> a new tensor [tokens, columns]; recordable."""
 
     @abstractmethod
+    def part(self, weight: Weight, rows: Span) -> Weight:
+        """Some rows of the same table."""
+
+    @abstractmethod
     def project(self, hidden: Tensor, weight: Weight) -> Tensor:
         """hidden [rows, columns] -> its products with all rows of the table, of a tied head."""
 
@@ -96,7 +136,7 @@ class LatentFormat(WeightFormat[Weight]):
 
     @abstractmethod
     def allocate(
-        self, heads: int, key_dim: int, value_dim: int, rank: int, *, placement: "Placement"
+        self, heads: Span, key_dim: int, value_dim: int, rank: int, *, placement: "Placement"
     ) -> Weight: ...
 
     @abstractmethod
@@ -122,8 +162,9 @@ class ExpertsFormat(WeightFormat[Weight]):
 
     @abstractmethod
     def allocate(
-        self, count: int, hidden: int, inter: int, *, bias: bool, placement: "Placement"
-    ) -> Weight: ...
+        self, count: int, hidden: int, inter: Span, *, bias: bool, placement: "Placement"
+    ) -> Weight:
+        """Of ranks the first adds the biases of what the experts return."""
 
     @abstractmethod
     def fill_each(self, weight: Weight, names: Sequence[ExpertNames]) -> Named:
@@ -160,15 +201,10 @@ class Held(Generic[Format]):
 
 
 def hold(layer: nn.Module, format_: Format, weight: Any) -> Held[Format]:
-    """Give `layer` the tensors of `weight` as its own, by the names of their fields.
-
-    Matrices come before vectors, whatever the fields' order: noise that stands for weights is drawn
-    in this order.
-    """
-    fields = weight._asdict()
-    tensors = [name for name, value in fields.items() if isinstance(value, Tensor)]
-    for name in sorted(tensors, key=lambda name: -fields[name].dim()):
-        setattr(layer, name, fields[name])
+    """Give `layer` the tensors of `weight` as its own, by the names of their fields."""
+    for name, value in weight._asdict().items():
+        if isinstance(value, Tensor):
+            setattr(layer, name, value)
     return Held(format_, weight)
 
 

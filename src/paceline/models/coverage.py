@@ -17,7 +17,7 @@ def require_filled_once(module: nn.Module, named: Named, *, model: str) -> None:
     two.
     """
     views: dict[int, list[Tensor]] = {}
-    for view in named.values():
+    for view in [block.into for target in named.values() for block in target.blocks]:
         views.setdefault(view.untyped_storage().data_ptr(), []).append(view)
     for name, parameter in module.named_parameters():
         filling = views.get(parameter.untyped_storage().data_ptr(), [])

@@ -16,7 +16,7 @@ from paceline.layers.attention import StepContext
 from paceline.layers.embedding import Embedding, OverlaidRows
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
-from paceline.layers.weight_format import Named
+from paceline.layers.weight_format import Named, wholly
 
 
 class Hidden(NamedTuple):
@@ -93,7 +93,7 @@ class Decoder(nn.Module):
         named = self.embedding.held.fill(f"{prefix}.embed_tokens")
         for index, layer in enumerate(self.layers):
             named |= self._named(layer, f"{prefix}.layers.{index}")
-        named[f"{prefix}.norm.weight"] = self.norm.weight
+        named[f"{prefix}.norm.weight"] = wholly(self.norm.weight)
         return named
 
 

@@ -195,16 +195,16 @@ def _check_tensors(
     names: dict[str, str],
     destinations: Named,
 ) -> None:
-    for canonical, destination in destinations.items():
+    for canonical, target in destinations.items():
         name = names[canonical]
         shape, stored = checkpoint.shape(name), checkpoint.dtype(name)
-        kind = SPELLED[destination.dtype]
+        kind = SPELLED[target.dtype]
         is_kind = stored in _FLOATS if kind in _FLOATS else stored == kind
-        if shape != tuple(destination.shape) or not is_kind:
+        if shape != target.shape or not is_kind:
             wanted = "floating point" if kind in _FLOATS else kind
             raise WeightsError.about(
                 f"tensor '{name}'",
-                expected=f"{wanted} {list(destination.shape)}",
+                expected=f"{wanted} {list(target.shape)}",
                 got=f"{stored} {list(shape)}",
                 remedy="check that config.json and the weights belong together",
             )
@@ -217,11 +217,15 @@ def _copy(
     destinations: Named,
     progress: bool | None,
 ) -> None:
-    total = sum(tensor.nbytes for tensor in destinations.values())
+    bytes_of = {
+        canonical: sum(block.into.nbytes for block in target.blocks)
+        for canonical, target in destinations.items()
+    }
+    total = sum(bytes_of.values())
     with Progress("loading weights", total, unit="B", shown=progress) as bar:
         for canonical, name in names.items():
             destinations[canonical].copy_(checkpoint.tensor(name))
-            bar.advance(destinations[canonical].nbytes)
+            bar.advance(bytes_of[canonical])
 
 
 def _listed(names: list[str]) -> str:

@@ -11,9 +11,10 @@ from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SharedExpert, SparseMLP
 from paceline.layers.postnorm_layer import PostNormLayer
 from paceline.layers.prenorm_layer import PreNormLayer
+from paceline.layers.rank_sum import RankSum, part_of
 from paceline.layers.sandwich_layer import SandwichLayer
 from paceline.layers.self_attention import SelfAttention
-from paceline.layers.weight_format import ExpertNames, Named
+from paceline.layers.weight_format import ExpertNames, Named, partly, wholly
 
 
 def name_linear(layer: Linear, prefix: str) -> Named:
@@ -29,12 +30,12 @@ def name_rows(layer: QKVLinear | GateUpLinear, parts: tuple[str, ...], prefix: s
 def name_attention(layer: SelfAttention, prefix: str) -> Named:
     """Projections, and norms of Q and K and sinks where a model has them."""
     named = name_rows(layer.qkv, ("q_proj", "k_proj", "v_proj"), prefix)
-    named |= name_linear(layer.out, f"{prefix}.o_proj")
+    named |= name_linear(part_of(layer.out), f"{prefix}.o_proj")
     if layer.q_norm is not None and layer.k_norm is not None:
-        named[f"{prefix}.q_norm.weight"] = layer.q_norm.weight
-        named[f"{prefix}.k_norm.weight"] = layer.k_norm.weight
+        named[f"{prefix}.q_norm.weight"] = wholly(layer.q_norm.weight)
+        named[f"{prefix}.k_norm.weight"] = wholly(layer.k_norm.weight)
     if layer.sinks is not None:
-        named[f"{prefix}.sinks"] = layer.sinks
+        named[f"{prefix}.sinks"] = partly(layer.sinks, layer.heads)
     return named
 
 
@@ -43,11 +44,11 @@ def name_latent(layer: LatentAttention, prefix: str) -> Named:
     named = name_linear(layer.q, f"{prefix}.{'q_proj' if layer.q_a is None else 'q_b_proj'}")
     if layer.q_a is not None and layer.q_norm is not None:
         named |= name_linear(layer.q_a, f"{prefix}.q_a_proj")
-        named[f"{prefix}.q_a_layernorm.weight"] = layer.q_norm.weight
+        named[f"{prefix}.q_a_layernorm.weight"] = wholly(layer.q_norm.weight)
     named |= name_linear(layer.kv_a, f"{prefix}.kv_a_proj_with_mqa")
-    named[f"{prefix}.kv_a_layernorm.weight"] = layer.kv_norm.weight
+    named[f"{prefix}.kv_a_layernorm.weight"] = wholly(layer.kv_norm.weight)
     named |= layer.held.fill(f"{prefix}.kv_b_proj")
-    return named | name_linear(layer.out, f"{prefix}.o_proj")
+    return named | name_linear(part_of(layer.out), f"{prefix}.o_proj")
 
 
 def name_mlp(layer: GatedMLP, prefix: str) -> Named:
@@ -65,7 +66,7 @@ def name_experts(layer: SparseMLP, prefix: str) -> Named:
     if layer.shared is not None:
         named |= name_shared_expert(layer.shared, prefix)
     if layer.choice_bias is not None:
-        named[f"{prefix}.gate.e_score_correction_bias"] = layer.choice_bias
+        named[f"{prefix}.gate.e_score_correction_bias"] = wholly(layer.choice_bias)
     return named
 
 
@@ -77,11 +78,10 @@ def name_shared_expert(layer: SharedExpert, prefix: str) -> Named:
     return named | name_linear(layer.gate, f"{prefix}.shared_expert_gate")
 
 
-def name_feed_forward(layer: GatedMLP | SparseMLP, prefix: str) -> Named:
+def name_feed_forward(layer: GatedMLP | SparseMLP | RankSum, prefix: str) -> Named:
     """Of a layer: experts where the model has them there."""
-    if isinstance(layer, SparseMLP):
-        return name_experts(layer, prefix)
-    return name_mlp(layer, prefix)
+    block = part_of(layer)
+    return name_experts(block, prefix) if isinstance(block, SparseMLP) else name_mlp(block, prefix)
 
 
 def name_prenorm(layer: PreNormLayer, prefix: str) -> Named:
@@ -92,8 +92,8 @@ def name_prenorm(layer: PreNormLayer, prefix: str) -> Named:
 def name_prenorms(layer: PreNormLayer, prefix: str) -> Named:
     """Its norms alone."""
     return {
-        f"{prefix}.input_layernorm.weight": layer.input_norm.weight,
-        f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm.weight,
+        f"{prefix}.input_layernorm.weight": wholly(layer.input_norm.weight),
+        f"{prefix}.post_attention_layernorm.weight": wholly(layer.mlp_norm.weight),
     }
 
 
@@ -101,8 +101,8 @@ def name_postnorm(layer: PostNormLayer, prefix: str) -> Named:
     """A decoder layer with norms behind its blocks."""
     return {
         **_name_blocks(layer, prefix),
-        f"{prefix}.post_attention_layernorm.weight": layer.attention_norm.weight,
-        f"{prefix}.post_feedforward_layernorm.weight": layer.output_norm.weight,
+        f"{prefix}.post_attention_layernorm.weight": wholly(layer.attention_norm.weight),
+        f"{prefix}.post_feedforward_layernorm.weight": wholly(layer.output_norm.weight),
     }
 
 
@@ -110,10 +110,10 @@ def name_sandwich(layer: SandwichLayer, prefix: str) -> Named:
     """A decoder layer of the later Gemmas."""
     return {
         **_name_blocks(layer, prefix),
-        f"{prefix}.input_layernorm.weight": layer.input_norm.weight,
-        f"{prefix}.post_attention_layernorm.weight": layer.attention_norm.weight,
-        f"{prefix}.pre_feedforward_layernorm.weight": layer.mlp_norm.weight,
-        f"{prefix}.post_feedforward_layernorm.weight": layer.output_norm.weight,
+        f"{prefix}.input_layernorm.weight": wholly(layer.input_norm.weight),
+        f"{prefix}.post_attention_layernorm.weight": wholly(layer.attention_norm.weight),
+        f"{prefix}.pre_feedforward_layernorm.weight": wholly(layer.mlp_norm.weight),
+        f"{prefix}.post_feedforward_layernorm.weight": wholly(layer.output_norm.weight),
     }
 
 

@@ -19,7 +19,7 @@ from paceline.layers.parameter import Placement
 from paceline.layers.prenorm_layer import PreNormLayer
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
-from paceline.layers.weight_format import Named
+from paceline.layers.weight_format import Named, wholly
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import rope_tables
 from paceline.models.tensor_names import name_prenorm
@@ -54,7 +54,7 @@ class EagleHead(nn.Module):
         self.config = config
         self.fusion: Fusion | None = None
         if config.fuses_taps:
-            self.fusion = Fusion(config, parallel=parallel, placement=placement)
+            self.fusion = Fusion(config, placement=placement)
         self.first = first
         self.later = tuple(later)
         self.owned = nn.ModuleList(later)
@@ -67,7 +67,6 @@ class EagleHead(nn.Module):
                 layer.vocab_size,
                 layer.hidden_size,
                 scale=None,
-                parallel=parallel,
                 placement=placement,
             )
         self.head: LMHead | None = None
@@ -137,7 +136,7 @@ class EagleHead(nn.Module):
         for index, layer in enumerate(self.later, start=1):
             named |= name_prenorm(layer, f"layers.{index}")
         if self.norm is not None:
-            named["norm.weight"] = self.norm.weight
+            named["norm.weight"] = wholly(self.norm.weight)
         if self.embedding is not None:
             named |= self.embedding.held.fill("embed_tokens")
         if self.head is not None and self.head.held is not None:
