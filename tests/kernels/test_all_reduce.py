@@ -1,14 +1,19 @@
 """Ranks, here threads, get the ordered sum of their parts, all the same bits, however late one is;
 graphs send anew; who does not come is told by name."""
 
+import inspect
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from children import child
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels import all_reduce as exchanges
 from paceline.kernels.all_reduce import (
@@ -75,6 +80,38 @@ def test_columns_of_all_ranks_lie_side_by_side(columns: int) -> None:
 
     for result in on_ranks(4, work, torch.float32):
         assert torch.equal(result, whole)
+
+
+TURNS = 200
+IMPORTS = """import sys
+from pathlib import Path
+import torch
+from torch import Tensor
+from paceline.kernels.all_reduce import Exchange, all_reduce
+"""
+
+
+def sums(folder: Path, rank: int) -> list[list[list[float]]]:
+    """What a rank gets that reaches the other through files which both map."""
+    box = torch.from_file(f"{folder}/box", shared=True, size=2 * 2 * 8).view(2, 2, 8)
+    sent = torch.from_file(f"{folder}/sent", shared=True, size=2, dtype=torch.int64)
+    way = Exchange(rank, box, sent)
+    return [all_reduce(term(turn, rank), way).tolist() for turn in range(TURNS)]
+
+
+def term(turn: int, rank: int) -> Tensor:
+    return torch.arange(8.0).view(2, 4) * turn + 0.1 * rank
+
+
+def test_processes_that_map_one_box_are_ranks_as_threads_are(tmp_path: Path) -> None:
+    source = "".join(map(inspect.getsource, (sums, term)))
+    code = f"{IMPORTS}TURNS = {TURNS}\n{source}\nprint(sums(Path(sys.argv[1]), 1))"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with child(command, stdout=subprocess.PIPE, text=True) as other:
+        ours = sums(tmp_path, 0)
+        theirs, _ = other.communicate(timeout=60)
+    assert theirs.strip() == str(ours)
+    assert ours == [(term(turn, 0) + term(turn, 1)).tolist() for turn in range(TURNS)]
 
 
 def test_a_recorded_step_sends_what_is_there_when_it_is_replayed() -> None:

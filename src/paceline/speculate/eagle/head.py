@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.model_config import QKNorm
 from paceline.core.parallel import Parallel
+from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
 from paceline.layers.dense import DENSE
 from paceline.layers.embedding import Embedding, LMHead
@@ -152,13 +153,14 @@ def build_eagle_head(
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int,
+    exchange: Exchange | None = None,
 ) -> EagleHead:
     """The head with uninitialised weights, on `target`'s embedding and language-model head where it
     has none of its own.
 
     `max_positions` sizes the rope tables: a head's own context limit is that of its training texts.
     """
-    placement = Placement(device, dtype, DENSE)
+    placement = Placement(device, dtype, DENSE, exchange)
     layer = config.layer
     tables = rope_tables(layer, max_positions=max_positions, device=device)
 
