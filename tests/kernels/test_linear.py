@@ -6,6 +6,7 @@ from torch import Tensor
 
 from paceline.kernels.linear import linear, linear_reference
 from paceline.kernels.linear_cpu import is_by_columns, linear_cpu
+from paceline.layers.dense import DENSE
 from paceline.layers.parameter import Placement, empty_matrix
 from paceline.runner.recorded import RecordedGraph
 
@@ -71,7 +72,7 @@ def test_one_thread_stores_emulated_matrices_by_columns(
 ) -> None:
     monkeypatch.setattr("paceline.layers.parameter.is_emulated", lambda dtype: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    placement = Placement(torch.device("cpu"), torch.bfloat16, DENSE)
     weight = empty_matrix(6, 4, placement=placement, has_bias=has_bias)
     assert weight.shape == (6, 4)
     assert is_by_columns(weight) == (threads == 1 and not has_bias)

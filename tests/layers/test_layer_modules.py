@@ -8,16 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.model_config import MoEConfig, NormKind
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, whole
+from paceline.layers.dense import DENSE
 from paceline.layers.embedding import Embedding, LMHead, root_scale
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SparseMLP
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.weight_format import Target
 from paceline.models import tensor_names
 
-CPU = Placement(torch.device("cpu"), torch.float32)
+CPU = Placement(torch.device("cpu"), torch.float32, DENSE)
 PARALLEL = Parallel()
 
 
@@ -26,6 +28,12 @@ def filled(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         parameter.normal_()
     return module
+
+
+def held(target: Target) -> Tensor:
+    """What a stored tensor fills whole."""
+    [block] = target.blocks
+    return block.into
 
 
 def qkv(bias: bool) -> QKVLinear:
@@ -43,11 +51,9 @@ EXPERTS = MoEConfig(
     bias=False,
 )
 MODULES = {
-    "linear": lambda: Linear(6, 4, bias=True, parallel=PARALLEL, placement=CPU),
+    "linear": lambda: Linear(whole(6), whole(4), bias=True, placement=CPU),
     "qkv": lambda: qkv(bias=True),
-    "gate_up": lambda: GateUpLinear(
-        6, 8, activation="silu", bias=True, parallel=PARALLEL, placement=CPU
-    ),
+    "gate_up": lambda: GateUpLinear(6, whole(8), activation="silu", bias=True, placement=CPU),
     "mlp": lambda: GatedMLP(6, 8, activation="silu", bias=True, parallel=PARALLEL, placement=CPU),
     "experts": lambda: SparseMLP(6, EXPERTS, parallel=PARALLEL, placement=CPU),
 }
@@ -66,8 +72,9 @@ def test_names_cover_every_element_exactly_once(name: str) -> None:
     module = MODULES[name]()
     for parameter in module.parameters():
         parameter.zero_()
-    for view in NAMED[name](module).values():
-        view.add_(1.0)
+    for target in NAMED[name](module).values():
+        for block in target.blocks:
+            block.into.add_(1.0)
     assert all((parameter == 1.0).all() for parameter in module.parameters())
 
 
@@ -77,9 +84,8 @@ def test_fused_qkv_equals_three_products(bias: bool) -> None:
     named = tensor_names.name_rows(layer, QKV, "attn")
     x = torch.randn(5, 12)
     for out, name, heads in zip(layer(x), "qkv", (3, 1, 1), strict=True):
-        expected = F.linear(
-            x, named[f"attn.{name}_proj.weight"], named.get(f"attn.{name}_proj.bias")
-        )
+        weight, stored_bias = (named.get(f"attn.{name}_proj.{kind}") for kind in ("weight", "bias"))
+        expected = F.linear(x, held(weight), held(stored_bias) if bias else None)
         torch.testing.assert_close(out, expected.view(5, heads, 4))
 
 
@@ -102,7 +108,7 @@ def test_mlp_gates_up_with_the_named_activation(activation: str, formula: object
     x = torch.randn(5, 6)
 
     def product(name: str, value: Tensor) -> Tensor:
-        return F.linear(value, named[f"mlp.{name}_proj.weight"])
+        return F.linear(value, held(named[f"mlp.{name}_proj.weight"]))
 
     expected = product("down", formula(product("gate", x)) * product("up", x))
     torch.testing.assert_close(layer(x), expected)
@@ -120,23 +126,24 @@ def test_norm_adds_into_the_residual_and_neutral_is_the_identity_factor() -> Non
 
 
 def test_gemmas_embedding_scale_is_rounded_to_the_dtype_of_the_table() -> None:
-    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    placement = Placement(torch.device("cpu"), torch.bfloat16, DENSE)
     scale = root_scale(3072, torch.bfloat16)
     assert scale == 55.5
-    embedding = filled(Embedding(9, 8, scale=scale, parallel=PARALLEL, placement=placement))
+    embedding = filled(Embedding(9, 8, scale=scale, placement=placement))
     ids = torch.tensor([3, 0, 8])
     assert torch.equal(embedding(ids), embedding.weight[ids] * scale)
 
 
 def test_a_tied_head_shares_the_table_and_owns_nothing() -> None:
-    embedding = filled(Embedding(9, 4, scale=None, parallel=PARALLEL, placement=CPU))
+    embedding = filled(Embedding(9, 4, scale=None, placement=CPU))
     head = LMHead(9, 4, tied=embedding, soft_cap=None, parallel=PARALLEL, placement=CPU)
-    assert head.weight is embedding.weight
-    assert head.is_tied
+    assert not list(head.parameters())
+    hidden = torch.randn(3, 4)
+    assert torch.equal(head(hidden), F.linear(hidden, embedding.weight))
 
 
 def test_the_head_caps_logits_smoothly_in_float32() -> None:
-    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    placement = Placement(torch.device("cpu"), torch.bfloat16, DENSE)
     head = filled(LMHead(9, 4, tied=None, soft_cap=2.0, parallel=PARALLEL, placement=placement))
     hidden = torch.randn(3, 4, dtype=torch.bfloat16) * 4
     logits = head(hidden)
@@ -146,7 +153,7 @@ def test_the_head_caps_logits_smoothly_in_float32() -> None:
 
 
 def test_the_head_leaves_uncapped_logits_in_the_dtype_of_the_model() -> None:
-    placement = Placement(torch.device("cpu"), torch.bfloat16)
+    placement = Placement(torch.device("cpu"), torch.bfloat16, DENSE)
     head = filled(LMHead(9, 4, tied=None, soft_cap=None, parallel=PARALLEL, placement=placement))
     hidden = torch.randn(3, 4).bfloat16()
     assert torch.equal(head(hidden), torch.nn.functional.linear(hidden, head.weight))

@@ -1,6 +1,7 @@
 """Weights arrive where they belong, and every way a checkpoint can be wrong is told by name."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import tiny_checkpoints
 import torch
+import torch.nn.functional as F
 import transformers
 from fake_context import FakeContext
 from safetensors.torch import load_file, save_file
@@ -233,6 +235,13 @@ def test_stored_tensors_that_are_computed_are_not_unexpected(folder: Path) -> No
     load(folder)
 
 
+@pytest.mark.parametrize("name", ["vision_tower.norm.weight", "model.vision_tower.norm.weight"])
+def test_a_tensor_that_another_architecture_ignores_is_unexpected(folder: Path, name: str) -> None:
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(8)}))
+    with pytest.raises(WeightsError, match=rf"got 1 unexpected \({re.escape(name)}\)"):
+        load(folder)
+
+
 def test_names_without_the_models_prefix_are_read(folder: Path) -> None:
     def shorten(tensors: dict[str, Tensor]) -> None:
         for name in list(tensors):
@@ -261,11 +270,13 @@ def test_a_copy_of_a_tied_head_is_read_as_the_embedding(tied: Path) -> None:
     table = "model.embed_tokens.weight"
     rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": tensors[table].clone()}))
     model = load(tied)
-    assert model.head.weight is model.decoder.embedding.weight
+    assert model.head.held is None
+    hidden = torch.randn(3, 112)
+    assert torch.equal(model.logits(hidden), F.linear(hidden, model.decoder.embedding.weight))
 
 
 def test_a_tied_model_that_stores_its_head_alone_is_read(tied: Path) -> None:
-    before = load(tied).head.weight
+    before = load(tied).decoder.embedding.weight
     table = "model.embed_tokens.weight"
     rewrite(tied, lambda tensors: tensors.update({"lm_head.weight": tensors.pop(table)}))
     assert torch.equal(load(tied).decoder.embedding.weight, before)
@@ -298,10 +309,9 @@ def test_tables_of_another_padding_are_cut_or_end_in_copies_of_their_last_row(
     plain = load(tmp_path)
     seen = load(tmp_path, replace(read_config(tmp_path), vocab_size=rows, stored_vocab_size=160))
     shared = min(rows, 160)
-    for ours, stored in (
-        (seen.head.weight, plain.head.weight),
-        (seen.decoder.embedding.weight, plain.decoder.embedding.weight),
-    ):
+    for ours, stored in zip(seen.parameters(), plain.parameters(), strict=True):
+        if stored.shape[0] != 160:  # no table
+            continue
         assert ours.shape[0] == rows
         assert torch.equal(ours[:shared], stored[:shared])
         assert all(torch.equal(row, stored[-1]) for row in ours[160:])
@@ -427,7 +437,8 @@ def test_dummy_weights_are_deterministic_finite_and_need_no_files() -> None:
 
     first, again, other = dummy(0), dummy(0), dummy(1)
     assert all(map(torch.equal, first.parameters(), again.parameters()))
-    assert not torch.equal(first.head.weight, other.head.weight)
+    tables = first.decoder.embedding.weight, other.decoder.embedding.weight
+    assert not torch.equal(*tables)
     assert (first.decoder.norm.weight == 1.0).all()
     result = first(torch.arange(20), torch.arange(20), FakeContext(config))
     logits = first.logits(result.hidden)

@@ -88,8 +88,9 @@ def mixed() -> TinyModel:
     )
     tensors, into = theirs.state_dict(), ours.destinations()
     assert tensors.keys() == into.keys()
-    for name, tensor in tensors.items():
-        into[name].data.copy_(tensor)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            into[name].copy_(tensor)
     return TinyModel(config, ours.eval().requires_grad_(False), theirs)
 
 

@@ -12,7 +12,7 @@ from paceline.core.asked import SIZES
 from paceline.core.errors import ConfigError
 from paceline.core.option_spec import Flag, OptionSpec, spec_of
 from paceline.core.options import EngineOptions, engine_options, named
-from paceline.core.parallel import PARALLEL_FLAGS, Parallel
+from paceline.core.parallel import PARALLEL_FLAGS, require_one_process
 
 Command = TypeVar("Command", bound=Callable[..., object])
 PARALLEL_HELP = "GPUs that share one model; only 1 is served."
@@ -139,7 +139,7 @@ def _refuse_parallel(
     ctx: click.Context, parameter: click.Parameter, value: int | None
 ) -> int | None:
     if value is not None:
-        Parallel(rank=0, size=value)
+        require_one_process(value)
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.near import did_you_mean
 from paceline.core.option_spec import OptionSpec, spec_of
-from paceline.core.parallel import PARALLEL_FLAGS, Parallel
+from paceline.core.parallel import PARALLEL_FLAGS, require_one_process
 
 SIZES = ("tokens", "bytes")  # units of numbers that may be written as 32k or 4GiB
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(i?b)?")
@@ -98,7 +98,7 @@ def _places(options: Sequence[Field[Any]]) -> dict[str, tuple[Field[Any], bool]]
 def _require_alone(name: str, value: object) -> None:
     if type(value) is not int:
         raise _error(name, "1", repr(value), "leave it out")
-    Parallel(rank=0, size=value)
+    require_one_process(value)
 
 
 def _error(name: str, expected: str, got: str, remedy: str) -> ConfigError:

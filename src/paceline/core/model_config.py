@@ -299,14 +299,16 @@ class RowPart:
     shape: tuple[int, ...]  # of one token: num_kv_heads, dim; of a STATE group: of one slot
     of: str | None = None  # the part whose leading columns it is: nothing of its own is stored
     dtype: str | None = None  # torch's name of it; None: the cache's
+    by_heads: bool = True  # ranks share it by its first dimension; else each has all of it
 
 
 def kv_parts(
     num_kv_heads: int, head_dim: int, v_head_dim: int, *, v_in_k: bool = False
 ) -> tuple[RowPart, ...]:
     """The rows of softmax attention: K and V, or K alone with V in it."""
-    v = RowPart("v", (num_kv_heads, v_head_dim), of="k" if v_in_k else None)
-    return (RowPart("k", (num_kv_heads, head_dim)), v)
+    of, by_heads = "k" if v_in_k else None, not v_in_k  # a latent is of all heads
+    v = RowPart("v", (num_kv_heads, v_head_dim), of=of, by_heads=by_heads)
+    return (RowPart("k", (num_kv_heads, head_dim), by_heads=by_heads), v)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,16 @@
 """Token embedding and the language-model head, tied or not."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.parallel import Parallel
-from paceline.kernels.linear import linear
-from paceline.layers.parameter import Placement, empty_matrix, empty_parameter
+from paceline.core.parallel import Parallel, whole
+from paceline.kernels.all_reduce import Exchange, all_gather
+from paceline.layers.parameter import Placement
+from paceline.layers.weight_format import Held, LinearFormat, hold
 
 
 class OverlaidRows(NamedTuple):
@@ -23,7 +26,7 @@ class OverlaidRows(NamedTuple):
 
 
 class Embedding(nn.Module):
-    """Rows of the token table, times `scale`."""
+    """Rows of the token table, times `scale`; every rank has all of them, and sends none."""
 
     def __init__(
         self,
@@ -31,18 +34,22 @@ class Embedding(nn.Module):
         hidden_size: int,
         *,
         scale: float | None,
-        parallel: Parallel,
         placement: Placement,
     ) -> None:
         super().__init__()
-        rows = parallel.share(vocab_size, "vocab_size")
-        self.weight = empty_parameter(rows, hidden_size, placement=placement)  # [vocab, hidden]
+        format_ = placement.formats.embedding
+        weight = format_.allocate(vocab_size, hidden_size, placement=placement)
+        self.held = hold(self, format_, weight)
         self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [tokens] -> a new tensor [tokens, hidden]."""
-        rows = self.weight.index_select(0, input_ids)
+        rows = self.held.format.apply(input_ids, self.held.weight)
         return rows if self.scale is None else rows.mul_(self.scale)
+
+    def table(self) -> Tensor:
+        """[vocab, hidden] its rows, not scaled; no parameter of who takes it."""
+        return self.held.format.table(self.held.weight)
 
 
 def root_scale(hidden_size: int, dtype: torch.dtype) -> float:
@@ -51,7 +58,8 @@ def root_scale(hidden_size: int, dtype: torch.dtype) -> float:
 
 
 class LMHead(nn.Module):
-    """Hidden states to logits.  Given `tied`, it shares that embedding's table."""
+    """Hidden states to logits.  Given `tied`, it shares that embedding's table.  Each rank has the
+    products with its rows, and all of them the logits."""
 
     def __init__(
         self,
@@ -68,20 +76,36 @@ class LMHead(nn.Module):
         self.soft_cap = soft_cap
         self.divisor = divisor
         self.vocab_size = vocab_size
-        self.is_tied = tied is not None
-        if tied is not None:
-            self.weight = tied.weight
+        rows = parallel.share_rows(vocab_size)
+        self.held: Held[LinearFormat[Any]] | None = None  # None: the head is tied
+        product: Callable[[Tensor], Tensor]
+        if tied is None:
+            format_ = placement.formats.head
+            weight = format_.allocate((rows,), whole(hidden_size), bias=False, placement=placement)
+            self.held = hold(self, format_, weight)
+            product = partial(format_.apply, weight=weight)
         else:
-            rows = parallel.share(vocab_size, "vocab_size")
-            self.weight = empty_matrix(rows, hidden_size, placement=placement)  # [vocab, hidden]
+            table = tied.held.weight
+            if placement.exchange is not None:
+                table = tied.held.format.part(table, rows)
+            product = partial(tied.held.format.project, weight=table)
+        self._product = product
+        if placement.exchange is not None:
+            self._product = partial(_gathered, product, vocab_size, placement.exchange)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> a new tensor [rows, vocab] in hidden's dtype, over the divisor;
         where capped, cap * tanh(x / cap) in float32.
         """
-        logits = linear(hidden, self.weight, None)
+        logits = self._product(hidden)
         if self.divisor != 1.0:
             logits.div_(self.divisor)
         if self.soft_cap is None:
             return logits
         return logits.float().div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+
+
+def _gathered(
+    product: Callable[[Tensor], Tensor], vocab_size: int, exchange: Exchange, hidden: Tensor
+) -> Tensor:
+    return all_gather(product(hidden), vocab_size, exchange)

@@ -9,12 +9,14 @@ alone, and attention has one KV head of rank + rope_dim, whose first rank column
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, Span, whole
 from paceline.kernels.rope import Rope
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
-from paceline.layers.parameter import Placement, empty_parameter
+from paceline.layers.parameter import Placement
+from paceline.layers.rank_sum import summed
 from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.weight_format import hold
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 
@@ -37,36 +39,41 @@ class LatentAttention(nn.Module):
         assert config.latent is not None, "a model without latents"
         self.layer_id = layer_id
         self.latent = latent = config.latent
-        self.heads = heads = parallel.share(config.layers[layer_id].heads.num_heads, "num_heads")
-        hidden = config.hidden_size
+        heads = parallel.share(config.layers[layer_id].heads.num_heads, "num_heads")
+        self.heads = heads.size  # latents are of all heads, and on every rank
+        hidden = whole(config.hidden_size)
 
-        def linear(inputs: int, outputs: int, *, bias: bool = False) -> Linear:
-            return Linear(inputs, outputs, bias=bias, parallel=parallel, placement=placement)
+        def linear(inputs: Span, outputs: Span, *, bias: bool = False) -> Linear:
+            return Linear(inputs, outputs, bias=bias, placement=placement)
 
         self.q_a: Linear | None = None
         self.q_norm: RMSNorm | None = None
         if latent.q_rank is not None:
-            self.q_a = linear(hidden, latent.q_rank, bias=config.attention_bias)
+            self.q_a = linear(hidden, whole(latent.q_rank), bias=config.attention_bias)
             self.q_norm = RMSNorm(latent.q_rank, LATENT_EPS, placement=placement)
-        self.q = linear(latent.q_rank or hidden, heads * (latent.nope_dim + latent.rope_dim))
-        self.kv_a = linear(hidden, latent.rank + latent.rope_dim, bias=config.attention_bias)
+        q_inputs = hidden if latent.q_rank is None else whole(latent.q_rank)
+        self.q = linear(q_inputs, heads.times(latent.nope_dim + latent.rope_dim))
+        row = whole(latent.rank + latent.rope_dim)
+        self.kv_a = linear(hidden, row, bias=config.attention_bias)
         self.kv_norm = RMSNorm(latent.rank, LATENT_EPS, placement=placement)
-        # [heads, nope_dim + v_dim, rank]  W_UK, then W_UV
-        self.kv_b = empty_parameter(
-            heads, latent.nope_dim + latent.v_dim, latent.rank, placement=placement
+        format_ = placement.formats.latent  # of W_UK and W_UV
+        weight = format_.allocate(
+            heads, latent.nope_dim, latent.v_dim, latent.rank, placement=placement
         )
-        self.out = linear(heads * latent.v_dim, hidden, bias=config.attention_out_bias)
+        self.held = hold(self, format_, weight)
+        out = linear(heads.times(latent.v_dim), hidden, bias=config.attention_out_bias)
+        self.out = summed(out, parallel, placement)
         self.cos_sin = cos_sin  # [max_positions, rope_dim]  float32, shared by layers
 
     def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """x [tokens, hidden], positions [tokens] int64 -> [tokens, hidden]."""
-        up_k, up_v = self.kv_b.split((self.latent.nope_dim, self.latent.v_dim), dim=1)
         rope = Rope(self.cos_sin, positions, self.latent.rank)
-        out = ctx.attend(self.layer_id, self._queries(x, up_k), self._rows(x), None, rope=rope)
-        values = out.transpose(0, 1).bmm(up_v.mT)  # [heads, tokens, v_dim]
-        return self.out(values.transpose(0, 1).flatten(1))
+        out = ctx.attend(self.layer_id, self._queries(x), self._rows(x), None, rope=rope)
+        values = self.held.format.apply_values(out.transpose(0, 1), self.held.weight)
+        result: Tensor = self.out(values.transpose(0, 1).flatten(1))
+        return result
 
-    def _queries(self, x: Tensor, up_k: Tensor) -> Tensor:
+    def _queries(self, x: Tensor) -> Tensor:
         """[tokens, heads, rank + rope_dim]"""
         if self.q_a is not None and self.q_norm is not None:
             x = self.q_norm(self.q_a(x))
@@ -74,7 +81,8 @@ class LatentAttention(nn.Module):
         q = self.q(x).view(x.shape[0], self.heads, -1)
         nope, turning = q.split((latent.nope_dim, latent.rope_dim), dim=2)
         made = q.new_empty(*q.shape[:2], latent.rank + latent.rope_dim)
-        made[..., : latent.rank].copy_(nope.transpose(0, 1).bmm(up_k).transpose(0, 1))
+        absorbed = self.held.format.apply_keys(nope.transpose(0, 1), self.held.weight)
+        made[..., : latent.rank].copy_(absorbed.transpose(0, 1))
         self._lay_out(turning, made)
         return made
 

@@ -2,40 +2,32 @@
 
 from torch import Tensor, nn
 
-from paceline.core.parallel import Parallel
-from paceline.kernels.linear import gated_linear, linear
-from paceline.kernels.skinny_linear import arrival_counters
-from paceline.layers.parameter import Placement, empty_matrix, empty_parameter
+from paceline.core.parallel import Parallel, Span, whole
+from paceline.layers.parameter import Placement
+from paceline.layers.weight_format import hold
 
 
 class Linear(nn.Module):
-    """y = x W^T + b.  Under tensor parallelism each rank holds a share of the input columns."""
+    """y = x W^T + b, or a rank's part of it: of some outputs, or from some inputs, whose results
+    `rank_sum` adds up."""
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        parallel: Parallel,
-        placement: Placement,
+        self, in_features: Span, out_features: Span, *, bias: bool, placement: Placement
     ) -> None:
         super().__init__()
-        columns = parallel.share(in_features, "in_features")
-        # [out_features, columns]
-        self.weight = empty_matrix(out_features, columns, placement=placement, has_bias=bias)
-        self.bias = empty_parameter(out_features, placement=placement) if bias else None  # [out]
-        self.counters = arrival_counters(out_features, device=placement.device)
+        format_ = placement.formats.linear
+        weight = format_.allocate((out_features,), in_features, bias=bias, placement=placement)
+        self.held = hold(self, format_, weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, in] -> [tokens, out]."""
-        return linear(x, self.weight, self.bias, counters=self.counters)
+        return self.held.format.apply(x, self.held.weight)
 
 
 class QKVLinear(nn.Module):
-    """The projections to Q, K and V as one product.
+    """The projections to Q, K and V as one product; of a rank those of its heads.
 
-    Under tensor parallelism each rank holds a share of the Q heads and of the KV heads.
+    Where ranks exceed KV heads, several hold the same one.
     """
 
     def __init__(
@@ -50,19 +42,18 @@ class QKVLinear(nn.Module):
         placement: Placement,
     ) -> None:
         super().__init__()
-        heads = parallel.share(num_heads, "num_heads")
-        kv_heads = parallel.share(num_kv_heads, "num_kv_heads")
+        q = parallel.share(num_heads, "num_heads")
+        kv = parallel.share_kv(num_kv_heads, "num_kv_heads")
         self.head_dim = head_dim
-        self.heads = [heads, kv_heads, kv_heads]
-        self.rows = [count * head_dim for count in self.heads]  # of the weight: Q, K, V
-        # [(num_heads + 2 * num_kv_heads) * head_dim, in_features]
-        self.weight = empty_matrix(sum(self.rows), in_features, placement=placement, has_bias=bias)
-        self.bias = empty_parameter(sum(self.rows), placement=placement) if bias else None
+        self.heads = [q.size, kv.size, kv.size]
+        format_, parts = placement.formats.linear, [span.times(head_dim) for span in (q, kv, kv)]
+        weight = format_.allocate(parts, whole(in_features), bias=bias, placement=placement)
+        self.held = hold(self, format_, weight)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """x [tokens, in] -> q [tokens, num_heads, head_dim], k and v [tokens, num_kv_heads,
         head_dim], strided views of one tensor."""
-        fused = linear(x, self.weight, self.bias)
+        fused = self.held.format.apply(x, self.held.weight)
         return list(fused.view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1))
 
 
@@ -72,21 +63,18 @@ class GateUpLinear(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        intermediate_size: int,
+        inter: Span,
         *,
         activation: str,
         bias: bool,
-        parallel: Parallel,
         placement: Placement,
     ) -> None:
         super().__init__()
         self.activation = activation
-        share = parallel.share(intermediate_size, "intermediate_size")
-        # [2 * intermediate_size, hidden_size]  gate rows, then up rows
-        self.weight = empty_matrix(2 * share, hidden_size, placement=placement, has_bias=bias)
-        self.bias = empty_parameter(2 * share, placement=placement) if bias else None
-        self.rows = [share, share]  # of the weight: gate, up
+        format_, inputs = placement.formats.linear, whole(hidden_size)
+        weight = format_.allocate((inter, inter), inputs, bias=bias, placement=placement)
+        self.held = hold(self, format_, weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, intermediate]."""
-        return gated_linear(x, self.weight, self.bias, self.activation)
+        return self.held.format.apply_gated(x, self.held.weight, self.activation)

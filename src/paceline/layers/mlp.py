@@ -3,13 +3,13 @@
 from torch import Tensor, nn
 
 from paceline.core.model_config import HIDDEN_ACTS
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, whole
 from paceline.layers.linear import GateUpLinear, Linear
 from paceline.layers.parameter import Placement
 
 
 class GatedMLP(nn.Module):
-    """Fused gate/up with activation, down."""
+    """Fused gate/up with activation, down; of a rank the part that its share of columns gives."""
 
     def __init__(
         self,
@@ -22,17 +22,15 @@ class GatedMLP(nn.Module):
         placement: Placement,
     ) -> None:
         super().__init__()
+        inter = parallel.share(intermediate_size, "intermediate_size")
         self.gate_up = GateUpLinear(
             hidden_size,
-            intermediate_size,
+            inter,
             activation=HIDDEN_ACTS[activation],
             bias=bias,
-            parallel=parallel,
             placement=placement,
         )
-        self.down = Linear(
-            intermediate_size, hidden_size, bias=bias, parallel=parallel, placement=placement
-        )
+        self.down = Linear(inter, whole(hidden_size), bias=bias, placement=placement)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""

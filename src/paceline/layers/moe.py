@@ -6,13 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig, MoEConfig
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, whole
 from paceline.kernels.moe_choose import moe_choose
-from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts
+from paceline.kernels.moe_experts import SwiGLU
 from paceline.kernels.moe_route import Routing, moe_route
 from paceline.layers.linear import Linear
 from paceline.layers.mlp import GatedMLP
-from paceline.layers.parameter import Placement, empty_matrices, empty_parameter
+from paceline.layers.parameter import Placement, empty_parameter
+from paceline.layers.rank_sum import RankSum, summed
+from paceline.layers.weight_format import hold
 
 
 class SharedExpert(nn.Module):
@@ -38,7 +40,7 @@ class SharedExpert(nn.Module):
         )
         self.gate: Linear | None = None
         if has_gate:
-            self.gate = Linear(hidden_size, 1, bias=False, parallel=Parallel(), placement=placement)
+            self.gate = Linear(whole(hidden_size), whole(1), bias=False, placement=placement)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
@@ -47,14 +49,15 @@ class SharedExpert(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Router and experts of one layer.  Under tensor parallelism each rank holds a share of every
-    expert's intermediate columns; the router is everywhere."""
+    """Router and experts of one layer.  Each rank holds a share of every expert's intermediate
+    columns, and computes a part of the sum; the router is everywhere."""
 
     def __init__(
         self, hidden_size: int, moe: MoEConfig, *, parallel: Parallel, placement: Placement
     ) -> None:
         super().__init__()
-        experts, bias = moe.num_experts, moe.bias
+        self.num_experts = experts = moe.num_experts
+        bias = moe.bias
         inter = parallel.share(moe.intermediate_size, "intermediate_size")
         self.experts_per_token = moe.experts_per_token
         self.renormalize = moe.renormalize
@@ -64,15 +67,10 @@ class SparseMLP(nn.Module):
             of_bias = replace(placement, dtype=torch.float32)
             self.choice_bias = empty_parameter(experts, placement=of_bias)
         self.gate = SwiGLU(moe.swiglu_alpha, moe.swiglu_limit, moe.swiglu_up_offset)
-        self.router = Linear(
-            hidden_size, experts, bias=bias, parallel=Parallel(), placement=placement
-        )
-        # [experts, 2 * inter, hidden]  gate 0, up 0, gate 1, up 1, ...
-        self.gate_up = empty_matrices(experts, 2 * inter, hidden_size, placement=placement)
-        self.down = empty_matrices(experts, hidden_size, inter, placement=placement)
-        self.gate_up_bias = (
-            empty_parameter(experts, 2 * inter, placement=placement) if bias else None
-        )
+        self.router = Linear(whole(hidden_size), whole(experts), bias=bias, placement=placement)
+        format_ = placement.formats.experts
+        weight = format_.allocate(experts, hidden_size, inter, bias=bias, placement=placement)
+        self.held = hold(self, format_, weight)
         self.shared: SharedExpert | None = None
         if moe.shared_size is not None:
             self.shared = SharedExpert(
@@ -82,15 +80,11 @@ class SparseMLP(nn.Module):
                 parallel=parallel,
                 placement=placement,
             )
-        self.down_bias = (
-            empty_parameter(experts, hidden_size, placement=placement) if bias else None
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         routing = self._route(self.router(x))
-        weights = ExpertWeights(self.gate_up, self.gate_up_bias, self.down, self.down_bias)
-        out = moe_experts(x, routing, weights, self.gate)
+        out = self.held.format.apply(x, routing, self.held.weight, self.gate)
         return out if self.shared is None else out.add_(self.shared(x))
 
     def _route(self, logits: Tensor) -> Routing:
@@ -107,16 +101,19 @@ class SparseMLP(nn.Module):
 
 def feed_forward(
     config: ModelConfig, layer_id: int, *, parallel: Parallel, placement: Placement
-) -> GatedMLP | SparseMLP:
+) -> GatedMLP | SparseMLP | RankSum:
     """The feed-forward block of a layer: experts where the model has them there."""
     moe = config.moe
+    block: GatedMLP | SparseMLP
     if moe is not None and moe.layers[layer_id]:
-        return SparseMLP(config.hidden_size, moe, parallel=parallel, placement=placement)
-    return GatedMLP(
-        config.hidden_size,
-        config.intermediate_size,
-        activation=config.hidden_act,
-        bias=config.mlp_bias,
-        parallel=parallel,
-        placement=placement,
-    )
+        block = SparseMLP(config.hidden_size, moe, parallel=parallel, placement=placement)
+    else:
+        block = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.hidden_act,
+            bias=config.mlp_bias,
+            parallel=parallel,
+            placement=placement,
+        )
+    return summed(block, parallel, placement)

@@ -5,21 +5,32 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from paceline.kernels.all_reduce import Exchange
 from paceline.kernels.linear_cpu import is_emulated
 from paceline.kernels.stand_in import device_type
+from paceline.layers.weight_format import WeightFormats
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a module's tensors live and in which dtype."""
+    """Where a module's tensors live, in which dtype, how its weights are stored,
+    and how ranks of one model reach each other."""
 
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations, and of what has no format: norms, sinks
+    formats: WeightFormats
+    exchange: Exchange | None = None  # of ranks that share a model; None: one process has it
 
 
 def empty_parameter(*shape: int, placement: Placement) -> nn.Parameter:
     """An uninitialised inference parameter; the loader fills it in place."""
     data = torch.empty(shape, device=placement.device, dtype=placement.dtype)
+    return nn.Parameter(data, requires_grad=False)
+
+
+def empty_scale(*shape: int, placement: Placement) -> nn.Parameter:
+    """A float32 parameter of NaN, which shows what nobody writes; see `WeightFormat.scales`."""
+    data = torch.full(shape, torch.nan, device=placement.device, dtype=torch.float32)
     return nn.Parameter(data, requires_grad=False)
 
 

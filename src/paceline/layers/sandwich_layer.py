@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
-from paceline.layers.mlp import GatedMLP
+from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
@@ -42,14 +42,7 @@ class SandwichLayer(nn.Module):
         self.attention_norm = norm(config.hidden_size)
         self.mlp_norm = norm(config.hidden_size)
         self.output_norm = norm(config.hidden_size)
-        self.mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.hidden_act,
-            bias=config.mlp_bias,
-            parallel=parallel,
-            placement=placement,
-        )
+        self.mlp = feed_forward(config, layer_id, parallel=parallel, placement=placement)
 
     def forward(
         self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext

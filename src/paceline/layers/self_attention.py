@@ -7,12 +7,13 @@ then calls the backend.
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, whole
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear, QKVLinear
 from paceline.layers.parameter import Placement, empty_parameter
+from paceline.layers.rank_sum import summed
 from paceline.layers.rms_norm import RMSNorm
 
 
@@ -45,18 +46,18 @@ class SelfAttention(nn.Module):
             parallel=parallel,
             placement=placement,
         )
-        self.out = Linear(
-            heads.num_heads * dim,
-            config.hidden_size,
+        self.heads = parallel.share(heads.num_heads, "num_heads")
+        out = Linear(
+            self.heads.times(dim),
+            whole(config.hidden_size),
             bias=config.attention_out_bias,
-            parallel=parallel,
             placement=placement,
         )
+        self.out = summed(out, parallel, placement)
         self.q_norm = qk_norms[0] if qk_norms else None
         self.k_norm = qk_norms[1] if qk_norms else None
-        shared = parallel.share(heads.num_heads, "num_heads")
         # [num_heads]  one more score per head
-        self.sinks = empty_parameter(shared, placement=placement) if spec.sinks else None
+        self.sinks = empty_parameter(self.heads.size, placement=placement) if spec.sinks else None
         # [max_positions, rotary_dim]  float32, shared by layers; None: nothing is rotated
         self.cos_sin = cos_sin
         self.axis_columns = () if spec.rope is None else spec.rope.axis_columns
@@ -67,7 +68,10 @@ class SelfAttention(nn.Module):
         q, k, v = self.project(x)
         norms = self.head_norms()
         rope = None if self.cos_sin is None else Rope(self.cos_sin, positions, 0, self.axis_columns)
-        return self.out(ctx.attend(self.layer_id, q, k, v, rope=rope, norms=norms).flatten(1))
+        out: Tensor = self.out(
+            ctx.attend(self.layer_id, q, k, v, rope=rope, norms=norms).flatten(1)
+        )
+        return out
 
     def project(self, x: Tensor) -> list[Tensor]:
         """x [tokens, in_features] -> q, k, v, each [tokens, its heads, head_dim]."""

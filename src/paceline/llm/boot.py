@@ -243,18 +243,26 @@ def measured_bytes(runner: ModelRunner) -> dict[str, int]:
     if drafter is None:
         return found
     # A head looks tokens up in the target's table, which is no table of its own.
-    others = {parameter.data_ptr() for parameter in model.parameters()}
+    others = _addresses(model)
     own = {address: size for address, size in _tables(drafter).items() if address not in others}
     found["workspace"] += sum(own.values())
     return found | {"draft weights": weight_bytes(drafter)}
 
 
 def _tables(module: torch.nn.Module) -> dict[int, int]:
-    """Address -> bytes of the tensors a model keeps beside its parameters, rope tables above all,
-    which layers share."""
-    return {
-        value.data_ptr(): value.nbytes
+    """Address -> bytes of the storages that a model keeps beside its parameters, rope tables above
+    all, which layers share.  Views of parameters are none."""
+    stored = [
+        value.untyped_storage()
         for part in module.modules()
         for value in vars(part).values()
         if isinstance(value, torch.Tensor)
-    }
+    ]
+    parameters = _addresses(module)
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in stored}
+    return {address: size for address, size in sizes.items() if address not in parameters}
+
+
+def _addresses(module: torch.nn.Module) -> set[int]:
+    """Of the storages of its parameters."""
+    return {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}

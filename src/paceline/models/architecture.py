@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 Read = Callable[[Fields], dict[str, Any]]
 Build = Callable[..., "CausalLM"]
+# Patterns of tensor names.  Older checkpoints store what every engine computes, rope tables and
+# causal masks; those of multimodal models have what sees, beside the language model.
+COMPUTED = (r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\w*attn\.(masked_bias|bias))$",)
+SEEING = (r"^(model\.)?(vision_tower|multi_modal_projector)\.",)
 
 
 def prenorm(config: ModelConfig, **where: Any) -> "CausalLM":
@@ -48,6 +52,8 @@ class Architecture:
     build: Build = prenorm  # (config, *, parallel, device, dtype, max_positions); imports torch
     text_of: str | None = None  # the multimodal model_type whose text_config is one of it
     renamed: tuple[tuple[str, str], ...] = ()  # parts of tensor names, as stored -> as we name them
+    ignored: tuple[str, ...] = COMPUTED  # patterns of the tensors that are not used; others are
+    # unexpected
     names_experts: bool = False  # its checkpoints name each expert's tensors, or stack them
     predicts_more: bool = False  # they may hold layers behind the last, which predict a token
     # further and are not run

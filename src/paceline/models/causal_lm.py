@@ -12,6 +12,7 @@ from paceline.layers.embedding import LMHead, OverlaidRows
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.parameter import Placement
 from paceline.layers.self_attention import SelfAttention
+from paceline.layers.weight_format import Named
 from paceline.models.decoder import Decoder, Hidden
 
 
@@ -63,7 +64,7 @@ class CausalLM(nn.Module):
         it: [encoder_len, num_kv_heads, head_dim] each.  No layer of a decoder does."""
         return iter(())
 
-    def destinations(self) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the view of a parameter it fills."""
+    def destinations(self) -> Named:
+        """What a checkpoint fills."""
         named = self.decoder.destinations("model")
-        return named if self.head.is_tied else named | {"lm_head.weight": self.head.weight}
+        return named if self.head.held is None else named | self.head.held.fill("lm_head")

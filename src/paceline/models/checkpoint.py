@@ -13,6 +13,18 @@ from paceline.core.errors import WeightsError
 from paceline.core.lfs import LFS_POINTER, LFS_REMEDY, is_lfs_pointer
 from paceline.models.weight_files import weight_files
 
+SPELLED = {  # as safetensors files spell them
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 

@@ -3,26 +3,22 @@
 import re
 
 from paceline.core.errors import WeightsError
+from paceline.models.architecture import Architecture
 from paceline.models.kv_scales import kv_scale_name
 
-_VISION = ("vision_tower.", "multi_modal_projector.")
 _BODY = ("embed_tokens.", "layers.", "norm.")  # of checkpoints of the model without its head
-Renamed = tuple[tuple[str, str], ...]  # parts of names, as stored -> as we name them
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-_UNUSED = re.compile(
-    r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|\w*attn\.(masked_bias|bias))$"
-)
 
 
-def canonical_names(stored: list[str], model: str, *, renamed: Renamed = ()) -> dict[str, str]:
-    """Canonical name -> stored name, of the tensors that are needed.
+def canonical_names(stored: list[str], file: Architecture, *, model: str) -> dict[str, str]:
+    """Canonical name -> stored name, of all tensors but those that `file` ignores.
 
-    renamed: of the architecture.  Raises WeightsError where two stored tensors have one canonical
-    name; `model` is the name it speaks of.
+    Raises WeightsError where two stored tensors have one canonical name; `model` is the name it
+    speaks of.
     """
     names: dict[str, str] = {}
     for name in stored:
-        canonical = canonical_name(name, renamed)
+        canonical = canonical_name(name, file)
         if canonical is None:
             continue
         if canonical in names:
@@ -36,18 +32,17 @@ def canonical_names(stored: list[str], model: str, *, renamed: Renamed = ()) -> 
     return names
 
 
-def canonical_name(name: str, renamed: Renamed = ()) -> str | None:
-    """None for a tensor that is not needed: stored rope tables and causal masks, the scales of an
-    8-bit KV cache (`models.kv_scales` reads them), and the vision part of a multimodal model, whose
-    language part is below `language_model`."""
-    if name.removeprefix("model.").startswith(_VISION):
+def canonical_name(name: str, file: Architecture) -> str | None:
+    """None for a tensor that `file` ignores, and for the scales of an 8-bit KV cache, which
+    `models.kv_scales` reads.  The language part of a multimodal model is below `language_model`."""
+    if kv_scale_name(name) is not None:
         return None
-    if _UNUSED.search(name) is not None or kv_scale_name(name) is not None:
+    if any(re.search(pattern, name) is not None for pattern in file.ignored):
         return None
     if name.startswith("model.language_model."):
         name = "model." + name.removeprefix("model.language_model.")
     name = name.removeprefix("language_model.")
-    for stored, ours in renamed:
+    for stored, ours in file.renamed:
         name = name.replace(stored, ours)
     return f"model.{name}" if name.startswith(_BODY) else name
 

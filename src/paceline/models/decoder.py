@@ -16,6 +16,7 @@ from paceline.layers.attention import StepContext
 from paceline.layers.embedding import Embedding, OverlaidRows
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
+from paceline.layers.weight_format import Named, wholly
 
 
 class Hidden(NamedTuple):
@@ -25,8 +26,7 @@ class Hidden(NamedTuple):
     taps: dict[str, Tensor]  # [tokens, hidden] each: the hidden states that were asked for
 
 
-# A layer, the name of its tensors' place -> checkpoint tensor name -> the tensor it fills.
-NameLayer = Callable[[Any, str], dict[str, Tensor]]
+NameLayer = Callable[[Any, str], Named]  # of a layer and the name of its tensors' place
 
 
 class Decoder(nn.Module):
@@ -88,12 +88,12 @@ class Decoder(nn.Module):
                     remedy="name a hidden state that this model has",
                 )
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
-        named = {f"{prefix}.embed_tokens.weight": self.embedding.weight}
+    def destinations(self, prefix: str) -> Named:
+        """What a checkpoint fills."""
+        named = self.embedding.held.fill(f"{prefix}.embed_tokens")
         for index, layer in enumerate(self.layers):
             named |= self._named(layer, f"{prefix}.layers.{index}")
-        named[f"{prefix}.norm.weight"] = self.norm.weight
+        named[f"{prefix}.norm.weight"] = wholly(self.norm.weight)
         return named
 
 

@@ -4,7 +4,7 @@ and K, and a rope of their own for windowed layers, which are all but each sixth
 from typing import Any
 
 from paceline.core.model_config import QKNorm
-from paceline.models.architecture import Architecture, sandwich
+from paceline.models.architecture import COMPUTED, SEEING, Architecture, sandwich
 from paceline.models.config_gemma import DEFAULTS, read_sandwich
 from paceline.models.config_rope import context_limit, read_dual_rope
 from paceline.models.config_windows import read_windows
@@ -36,5 +36,6 @@ ARCHITECTURE = Architecture(
     read=_read,
     build=sandwich,
     defaults=DEFAULTS | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
+    ignored=COMPUTED + SEEING,
     text_of="gemma3",
 )

@@ -12,9 +12,8 @@ from paceline.models.config_windows import read_windows
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from paceline.layers.prenorm_layer import PreNormLayer
+    from paceline.layers.weight_format import Named
 
 _ROPE = {
     "rope_type": "yarn",
@@ -51,20 +50,16 @@ def _read(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _stacked(layer: "PreNormLayer", prefix: str) -> "dict[str, Tensor]":
-    """One tensor for all experts, [experts, in, out], gate and up columns in turns as our rows."""
+def _stacked(layer: "PreNormLayer", prefix: str) -> "Named":
+    """One tensor for all experts."""
+    from paceline.layers.rank_sum import part_of
     from paceline.models.tensor_names import name_attention, name_linear, name_prenorms
 
-    mlp, experts = layer.mlp, f"{prefix}.mlp.experts"
-    assert mlp.gate_up_bias is not None, "experts with biases"
-    assert mlp.down_bias is not None, "experts with biases"
+    mlp, experts = part_of(layer.mlp), f"{prefix}.mlp.experts"
     return {
         **name_attention(layer.attention, f"{prefix}.self_attn"),
         **name_linear(mlp.router, f"{prefix}.mlp.router"),
-        f"{experts}.gate_up_proj": mlp.gate_up.mT,
-        f"{experts}.gate_up_proj_bias": mlp.gate_up_bias,
-        f"{experts}.down_proj": mlp.down.mT,
-        f"{experts}.down_proj_bias": mlp.down_bias,
+        **mlp.held.fill(f"{experts}.gate_up_proj", f"{experts}.down_proj"),
         **name_prenorms(layer, prefix),
     }
 

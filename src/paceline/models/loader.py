@@ -7,7 +7,7 @@ from the mapped file straight into the (fused) parameter that holds it.  Nothing
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core.errors import WeightsError
 from paceline.core.model_config import ModelConfig
@@ -15,16 +15,18 @@ from paceline.core.options import LOAD_FORMATS
 from paceline.core.parallel import Parallel
 from paceline.core.progress import Progress
 from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.weight_format import Named, held_by
 from paceline.models.causal_lm import CausalLM
-from paceline.models.checkpoint import PaddedTables, StoredTensors, open_checkpoint
+from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, open_checkpoint
 from paceline.models.checkpoint_names import canonical_names, without_layers_behind
+from paceline.models.coverage import require_filled_once
 from paceline.models.locate import ModelSource
 from paceline.models.registry import architecture
 from paceline.models.stacked_experts import UnstackedExperts
 
 DUMMY_STD = 0.02  # the initializer_range of most released configurations
 _MAX_LISTED = 10
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_FLOATS = ("F64", "F32", "F16", "BF16")  # any is cast to any
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -64,12 +66,19 @@ def load_model(
         model = file.build(
             config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
         )
-        names = canonical_names(checkpoint.names, source.name, renamed=file.renamed)
+        names = canonical_names(checkpoint.names, file, model=source.name)
         if file.predicts_more:
             names = without_layers_behind(names, config.num_layers)
         if config.tie_word_embeddings:
             names = _tie(checkpoint, names)
-        copy_weights(checkpoint, names, model.destinations(), model=source.name, progress=progress)
+        copy_weights(
+            checkpoint,
+            names,
+            model.destinations(),
+            module=model,
+            model=source.name,
+            progress=progress,
+        )
     return model
 
 
@@ -88,19 +97,24 @@ def weights_folder(source: ModelSource) -> Path:
 def copy_weights(
     checkpoint: StoredTensors,
     names: dict[str, str],
-    destinations: dict[str, Tensor],
+    destinations: Named,
     *,
+    module: nn.Module,
     model: str,
-    progress: bool | None,
+    progress: bool | None = None,
 ) -> None:
-    """Fill `destinations` from the tensors that `names` leads their canonical names to.
+    """Fill `destinations`, of `module`, from the tensors that `names` leads their canonical names
+    to, and let formats finish.
 
     Raises WeightsError, before anything is written, unless the two sets of names, the shapes and
-    the dtypes agree; `model` is the name it speaks of.
+    the dtypes agree and fill every parameter once; behind it, where a scale was not written.
+    `model` is the name it speaks of.
     """
     _check_names(model, names, destinations)
     _check_tensors(checkpoint, names, destinations)
+    require_filled_once(module, destinations, model=model)
     _copy(checkpoint, names, destinations, progress)
+    _finish(module, model)
 
 
 def _tie(checkpoint: StoredTensors, names: dict[str, str]) -> dict[str, str]:
@@ -127,8 +141,9 @@ def _equal(table: Tensor, head: Tensor) -> bool:
 
 
 @torch.no_grad()
-def fill_dummy(model: torch.nn.Module, *, seed: int) -> None:
-    """Deterministic noise in every parameter, on its own device; norms are the identity."""
+def fill_dummy(model: nn.Module, *, seed: int) -> None:
+    """Deterministic noise in every parameter, on its own device; norms are the identity.  Formats
+    finish what they derive."""
     norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
     skipped = {id(norm.weight) for norm in norms}
     for norm in norms:
@@ -139,9 +154,25 @@ def fill_dummy(model: torch.nn.Module, *, seed: int) -> None:
             generator = torch.Generator(parameter.device).manual_seed(seed)
         if id(parameter) not in skipped:
             parameter.normal_(0.0, DUMMY_STD, generator=generator)
+    for held in held_by(model).values():
+        held.format.finish(held.weight)
 
 
-def _check_names(model: str, names: dict[str, str], destinations: dict[str, Tensor]) -> None:
+@torch.no_grad()
+def _finish(module: nn.Module, model: str) -> None:
+    for name, held in held_by(module).items():
+        held.format.finish(held.weight)
+        unwritten = sum(int(scale.isnan().sum()) for scale in held.format.scales(held.weight))
+        if unwritten:
+            raise WeightsError.about(
+                f"scales of '{name}' of '{model}'",
+                expected="numbers, all of them",
+                got=f"{unwritten} that nothing wrote, or NaN",
+                remedy="check that the checkpoint holds every scale of its quantised tensors",
+            )
+
+
+def _check_names(model: str, names: dict[str, str], destinations: Named) -> None:
     missing = [name for name in destinations if name not in names]
     unexpected = [names[name] for name in names if name not in destinations]
     if not missing and not unexpected:
@@ -162,15 +193,18 @@ def _check_names(model: str, names: dict[str, str], destinations: dict[str, Tens
 def _check_tensors(
     checkpoint: StoredTensors,
     names: dict[str, str],
-    destinations: dict[str, Tensor],
+    destinations: Named,
 ) -> None:
-    for canonical, destination in destinations.items():
+    for canonical, target in destinations.items():
         name = names[canonical]
         shape, stored = checkpoint.shape(name), checkpoint.dtype(name)
-        if shape != tuple(destination.shape) or stored not in _FLOATS:
+        kind = SPELLED[target.dtype]
+        is_kind = stored in _FLOATS if kind in _FLOATS else stored == kind
+        if shape != target.shape or not is_kind:
+            wanted = "floating point" if kind in _FLOATS else kind
             raise WeightsError.about(
                 f"tensor '{name}'",
-                expected=f"floating point {list(destination.shape)}",
+                expected=f"{wanted} {list(target.shape)}",
                 got=f"{stored} {list(shape)}",
                 remedy="check that config.json and the weights belong together",
             )
@@ -180,14 +214,18 @@ def _check_tensors(
 def _copy(
     checkpoint: StoredTensors,
     names: dict[str, str],
-    destinations: dict[str, Tensor],
+    destinations: Named,
     progress: bool | None,
 ) -> None:
-    total = sum(tensor.nbytes for tensor in destinations.values())
+    bytes_of = {
+        canonical: sum(block.into.nbytes for block in target.blocks)
+        for canonical, target in destinations.items()
+    }
+    total = sum(bytes_of.values())
     with Progress("loading weights", total, unit="B", shown=progress) as bar:
         for canonical, name in names.items():
             destinations[canonical].copy_(checkpoint.tensor(name))
-            bar.advance(destinations[canonical].nbytes)
+            bar.advance(bytes_of[canonical])
 
 
 def _listed(names: list[str]) -> str:

@@ -3,7 +3,7 @@ in all layers, or in those that layer_types names."""
 
 from typing import Any
 
-from paceline.models.architecture import Architecture
+from paceline.models.architecture import COMPUTED, SEEING, Architecture
 from paceline.models.config_prenorm import read_prenorm
 from paceline.models.config_windows import read_windows, unless_reaching_all
 from paceline.models.fields import Fields
@@ -23,5 +23,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 8,
         "sliding_window": 4096,
     },
+    ignored=COMPUTED + SEEING,
     text_of="mistral3",
 )

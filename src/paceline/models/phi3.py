@@ -12,9 +12,8 @@ from paceline.models.config_windows import uniform_windows
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from paceline.layers.prenorm_layer import PreNormLayer
+    from paceline.layers.weight_format import Named
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -24,15 +23,17 @@ def _read(fields: Fields) -> dict[str, Any]:
     return shared | {"layer_windows": uniform_windows(shared, window)}
 
 
-def _fused(layer: "PreNormLayer", prefix: str) -> "dict[str, Tensor]":
+def _fused(layer: "PreNormLayer", prefix: str) -> "Named":
     """One tensor where we have one: rows of Q, K, V, and rows of gate, up, in our order."""
+    from paceline.layers.rank_sum import part_of
     from paceline.models.tensor_names import name_linear, name_prenorms
 
+    mlp = part_of(layer.mlp)
     return {
-        f"{prefix}.self_attn.qkv_proj.weight": layer.attention.qkv.weight,
-        **name_linear(layer.attention.out, f"{prefix}.self_attn.o_proj"),
-        f"{prefix}.mlp.gate_up_proj.weight": layer.mlp.gate_up.weight,
-        **name_linear(layer.mlp.down, f"{prefix}.mlp.down_proj"),
+        **layer.attention.qkv.held.fill(f"{prefix}.self_attn.qkv_proj"),
+        **name_linear(part_of(layer.attention.out), f"{prefix}.self_attn.o_proj"),
+        **mlp.gate_up.held.fill(f"{prefix}.mlp.gate_up_proj"),
+        **name_linear(mlp.down, f"{prefix}.mlp.down_proj"),
         **name_prenorms(layer, prefix),
     }
 

@@ -6,17 +6,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import WeightsError
+from paceline.models.checkpoint import SPELLED
 
 PICKLED_NAME = "pytorch_model.bin"
-_SPELLED = {
-    torch.bool: "BOOL",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
 
 
 class PickledCheckpoint:
@@ -36,7 +28,7 @@ class PickledCheckpoint:
     def dtype(self, name: str) -> str:
         """As safetensors files spell it: "BF16", "F32", ..."""
         dtype = self._tensors[name].dtype
-        return _SPELLED.get(dtype, str(dtype))
+        return SPELLED.get(dtype, str(dtype))
 
     def tensor(self, name: str) -> Tensor:
         """On the CPU, pages of the file until it is copied."""

@@ -7,12 +7,15 @@ from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig, QKNorm
 from paceline.core.parallel import Parallel
+from paceline.kernels.all_reduce import Exchange
+from paceline.layers.dense import DENSE
 from paceline.layers.embedding import Embedding
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.parameter import Placement
 from paceline.layers.prenorm_layer import PreNormLayer
 from paceline.layers.rms_norm import RMSNorm, hidden_norm
 from paceline.layers.self_attention import RowNormedAttention, SelfAttention
+from paceline.layers.weight_format import WeightFormats
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, NameLayer, rope_tables
 from paceline.models.tensor_names import name_prenorm
@@ -25,6 +28,8 @@ def build_prenorm(
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int | None = None,
+    formats: WeightFormats = DENSE,
+    exchange: Exchange | None = None,
     layer: Callable[..., nn.Module] = PreNormLayer,
     named: NameLayer = name_prenorm,
     embedding_scale: float | None = None,
@@ -34,13 +39,12 @@ def build_prenorm(
     layer: another where a model adds otherwise to the stream; named: where checkpoints name a
     layer's tensors otherwise.
     """
-    placement = Placement(device, dtype)
+    placement = Placement(device, dtype, formats, exchange)
     tables = rope_tables(config, max_positions=max_positions, device=device)
     embedding = Embedding(
         config.vocab_size,
         config.hidden_size,
         scale=embedding_scale if config.multipliers is None else config.multipliers.embedding,
-        parallel=parallel,
         placement=placement,
     )
     layers = _layers(config, parallel, placement, tables=tables, layer=layer)

@@ -4,10 +4,13 @@ import torch
 
 from paceline.core.model_config import ModelConfig, QKNorm
 from paceline.core.parallel import Parallel
+from paceline.kernels.all_reduce import Exchange
+from paceline.layers.dense import DENSE
 from paceline.layers.embedding import Embedding, root_scale
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import hidden_norm
 from paceline.layers.sandwich_layer import SandwichLayer
+from paceline.layers.weight_format import WeightFormats
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, rope_tables
 from paceline.models.tensor_names import name_sandwich
@@ -20,9 +23,11 @@ def build_sandwich(
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int | None = None,
+    formats: WeightFormats = DENSE,
+    exchange: Exchange | None = None,
 ) -> CausalLM:
     """The model with uninitialised weights; `max_positions` as in `rope_tables`."""
-    placement = Placement(device, dtype)
+    placement = Placement(device, dtype, formats, exchange)
     tables = rope_tables(config, max_positions=max_positions, device=device)
     layers = [
         SandwichLayer(
@@ -39,7 +44,6 @@ def build_sandwich(
         config.vocab_size,
         config.hidden_size,
         scale=root_scale(config.hidden_size, dtype),
-        parallel=parallel,
         placement=placement,
     )
     decoder = Decoder(embedding, layers, hidden_norm(config, placement), named=name_sandwich)

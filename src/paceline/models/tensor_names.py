@@ -1,10 +1,9 @@
 """Where a checkpoint's tensors go: name -> the view of a (fused) parameter that the tensor fills.
 
-As most checkpoints name them; an architecture that differs says so in its file.  The loader copies
-into these views and nothing else.
+As most checkpoints name them; an architecture that differs says so in its file.  A layer's format
+adds what it calls its own tensors (`layers.weight_format`).  The loader copies into these views
+and nothing else.
 """
-
-from torch import Tensor
 
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
@@ -12,37 +11,31 @@ from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SharedExpert, SparseMLP
 from paceline.layers.postnorm_layer import PostNormLayer
 from paceline.layers.prenorm_layer import PreNormLayer
+from paceline.layers.rank_sum import RankSum, part_of
 from paceline.layers.sandwich_layer import SandwichLayer
 from paceline.layers.self_attention import SelfAttention
-
-Named = dict[str, Tensor]
+from paceline.layers.weight_format import ExpertNames, Named, partly, wholly
 
 
 def name_linear(layer: Linear, prefix: str) -> Named:
     """A projection with a name of its own."""
-    named: Named = {f"{prefix}.weight": layer.weight}
-    return named if layer.bias is None else named | {f"{prefix}.bias": layer.bias}
+    return layer.held.fill(prefix)
 
 
 def name_rows(layer: QKVLinear | GateUpLinear, parts: tuple[str, ...], prefix: str) -> Named:
-    """Projections of which we hold one weight: blocks of its rows, in the order of `parts`."""
-    return {
-        f"{prefix}.{part}.{kind}": block
-        for kind, whole in (("weight", layer.weight), ("bias", layer.bias))
-        if whole is not None
-        for part, block in zip(parts, whole.split(layer.rows), strict=True)
-    }
+    """Projections that we multiply with at once, in the order of `parts`."""
+    return layer.held.fill(*(f"{prefix}.{part}" for part in parts))
 
 
 def name_attention(layer: SelfAttention, prefix: str) -> Named:
     """Projections, and norms of Q and K and sinks where a model has them."""
     named = name_rows(layer.qkv, ("q_proj", "k_proj", "v_proj"), prefix)
-    named |= name_linear(layer.out, f"{prefix}.o_proj")
+    named |= name_linear(part_of(layer.out), f"{prefix}.o_proj")
     if layer.q_norm is not None and layer.k_norm is not None:
-        named[f"{prefix}.q_norm.weight"] = layer.q_norm.weight
-        named[f"{prefix}.k_norm.weight"] = layer.k_norm.weight
+        named[f"{prefix}.q_norm.weight"] = wholly(layer.q_norm.weight)
+        named[f"{prefix}.k_norm.weight"] = wholly(layer.k_norm.weight)
     if layer.sinks is not None:
-        named[f"{prefix}.sinks"] = layer.sinks
+        named[f"{prefix}.sinks"] = partly(layer.sinks, layer.heads)
     return named
 
 
@@ -51,11 +44,11 @@ def name_latent(layer: LatentAttention, prefix: str) -> Named:
     named = name_linear(layer.q, f"{prefix}.{'q_proj' if layer.q_a is None else 'q_b_proj'}")
     if layer.q_a is not None and layer.q_norm is not None:
         named |= name_linear(layer.q_a, f"{prefix}.q_a_proj")
-        named[f"{prefix}.q_a_layernorm.weight"] = layer.q_norm.weight
+        named[f"{prefix}.q_a_layernorm.weight"] = wholly(layer.q_norm.weight)
     named |= name_linear(layer.kv_a, f"{prefix}.kv_a_proj_with_mqa")
-    named[f"{prefix}.kv_a_layernorm.weight"] = layer.kv_norm.weight
-    named[f"{prefix}.kv_b_proj.weight"] = layer.kv_b.flatten(0, 1)
-    return named | name_linear(layer.out, f"{prefix}.o_proj")
+    named[f"{prefix}.kv_a_layernorm.weight"] = wholly(layer.kv_norm.weight)
+    named |= layer.held.fill(f"{prefix}.kv_b_proj")
+    return named | name_linear(part_of(layer.out), f"{prefix}.o_proj")
 
 
 def name_mlp(layer: GatedMLP, prefix: str) -> Named:
@@ -67,15 +60,13 @@ def name_mlp(layer: GatedMLP, prefix: str) -> Named:
 def name_experts(layer: SparseMLP, prefix: str) -> Named:
     """A router and experts with tensors of their own."""
     named = name_linear(layer.router, f"{prefix}.gate")
-    for expert in range(layer.down.shape[0]):
-        own = f"{prefix}.experts.{expert}"
-        named[f"{own}.gate_proj.weight"] = layer.gate_up[expert, ::2]
-        named[f"{own}.up_proj.weight"] = layer.gate_up[expert, 1::2]
-        named[f"{own}.down_proj.weight"] = layer.down[expert]
+    own = [f"{prefix}.experts.{expert}" for expert in range(layer.num_experts)]
+    names = [ExpertNames(f"{e}.gate_proj", f"{e}.up_proj", f"{e}.down_proj") for e in own]
+    named |= layer.held.format.fill_each(layer.held.weight, names)
     if layer.shared is not None:
         named |= name_shared_expert(layer.shared, prefix)
     if layer.choice_bias is not None:
-        named[f"{prefix}.gate.e_score_correction_bias"] = layer.choice_bias
+        named[f"{prefix}.gate.e_score_correction_bias"] = wholly(layer.choice_bias)
     return named
 
 
@@ -87,11 +78,10 @@ def name_shared_expert(layer: SharedExpert, prefix: str) -> Named:
     return named | name_linear(layer.gate, f"{prefix}.shared_expert_gate")
 
 
-def name_feed_forward(layer: GatedMLP | SparseMLP, prefix: str) -> Named:
+def name_feed_forward(layer: GatedMLP | SparseMLP | RankSum, prefix: str) -> Named:
     """Of a layer: experts where the model has them there."""
-    if isinstance(layer, SparseMLP):
-        return name_experts(layer, prefix)
-    return name_mlp(layer, prefix)
+    block = part_of(layer)
+    return name_experts(block, prefix) if isinstance(block, SparseMLP) else name_mlp(block, prefix)
 
 
 def name_prenorm(layer: PreNormLayer, prefix: str) -> Named:
@@ -102,8 +92,8 @@ def name_prenorm(layer: PreNormLayer, prefix: str) -> Named:
 def name_prenorms(layer: PreNormLayer, prefix: str) -> Named:
     """Its norms alone."""
     return {
-        f"{prefix}.input_layernorm.weight": layer.input_norm.weight,
-        f"{prefix}.post_attention_layernorm.weight": layer.mlp_norm.weight,
+        f"{prefix}.input_layernorm.weight": wholly(layer.input_norm.weight),
+        f"{prefix}.post_attention_layernorm.weight": wholly(layer.mlp_norm.weight),
     }
 
 
@@ -111,8 +101,8 @@ def name_postnorm(layer: PostNormLayer, prefix: str) -> Named:
     """A decoder layer with norms behind its blocks."""
     return {
         **_name_blocks(layer, prefix),
-        f"{prefix}.post_attention_layernorm.weight": layer.attention_norm.weight,
-        f"{prefix}.post_feedforward_layernorm.weight": layer.output_norm.weight,
+        f"{prefix}.post_attention_layernorm.weight": wholly(layer.attention_norm.weight),
+        f"{prefix}.post_feedforward_layernorm.weight": wholly(layer.output_norm.weight),
     }
 
 
@@ -120,10 +110,10 @@ def name_sandwich(layer: SandwichLayer, prefix: str) -> Named:
     """A decoder layer of the later Gemmas."""
     return {
         **_name_blocks(layer, prefix),
-        f"{prefix}.input_layernorm.weight": layer.input_norm.weight,
-        f"{prefix}.post_attention_layernorm.weight": layer.attention_norm.weight,
-        f"{prefix}.pre_feedforward_layernorm.weight": layer.mlp_norm.weight,
-        f"{prefix}.post_feedforward_layernorm.weight": layer.output_norm.weight,
+        f"{prefix}.input_layernorm.weight": wholly(layer.input_norm.weight),
+        f"{prefix}.post_attention_layernorm.weight": wholly(layer.attention_norm.weight),
+        f"{prefix}.pre_feedforward_layernorm.weight": wholly(layer.mlp_norm.weight),
+        f"{prefix}.post_feedforward_layernorm.weight": wholly(layer.output_norm.weight),
     }
 
 

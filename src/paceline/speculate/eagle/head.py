@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from paceline.core.model_config import QKNorm
 from paceline.core.parallel import Parallel
+from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
+from paceline.layers.dense import DENSE
 from paceline.layers.embedding import Embedding, LMHead
 from paceline.layers.parameter import Placement
 from paceline.layers.prenorm_layer import PreNormLayer
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
+from paceline.layers.weight_format import Named, wholly
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import rope_tables
 from paceline.models.tensor_names import name_prenorm
@@ -52,7 +55,7 @@ class EagleHead(nn.Module):
         self.config = config
         self.fusion: Fusion | None = None
         if config.fuses_taps:
-            self.fusion = Fusion(config, parallel=parallel, placement=placement)
+            self.fusion = Fusion(config, placement=placement)
         self.first = first
         self.later = tuple(later)
         self.owned = nn.ModuleList(later)
@@ -65,7 +68,6 @@ class EagleHead(nn.Module):
                 layer.vocab_size,
                 layer.hidden_size,
                 scale=None,
-                parallel=parallel,
                 placement=placement,
             )
         self.head: LMHead | None = None
@@ -85,7 +87,8 @@ class EagleHead(nn.Module):
                 config.draft_vocab_size, dtype=torch.int64, device=placement.device
             )
         # The target's parameters stay the target's: a view of its table and a bound method.
-        self._target_table = target.decoder.embedding.weight.detach()  # [vocab, target hidden]
+        embedding = target.decoder.embedding if self.embedding is None else self.embedding
+        self._table = embedding.table()  # [vocab, its hidden]
         self._target_logits = target.logits
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
@@ -108,8 +111,7 @@ class EagleHead(nn.Module):
         features: [tokens, hidden].  Returns [tokens, hidden]: what the next position takes as its
         feature, and `logits` for the token after it.
         """
-        table = self._target_table if self.embedding is None else self.embedding.weight
-        stream: HiddenStream = self.first(input_ids, table, features, positions, ctx)
+        stream: HiddenStream = self.first(input_ids, self._table, features, positions, ctx)
         delta, residual = stream
         for layer in self.later:
             delta = layer(delta, residual, positions, ctx)
@@ -128,18 +130,18 @@ class EagleHead(nn.Module):
         logits: Tensor = self.head(features)
         return logits
 
-    def destinations(self) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills; d2t is read apart."""
-        named: dict[str, Tensor] = {} if self.fusion is None else self.fusion.destinations()
+    def destinations(self) -> Named:
+        """What a checkpoint fills; d2t is read apart."""
+        named: Named = {} if self.fusion is None else self.fusion.destinations()
         named |= self.first.destinations("layers.0")
         for index, layer in enumerate(self.later, start=1):
             named |= name_prenorm(layer, f"layers.{index}")
         if self.norm is not None:
-            named["norm.weight"] = self.norm.weight
+            named["norm.weight"] = wholly(self.norm.weight)
         if self.embedding is not None:
-            named["embed_tokens.weight"] = self.embedding.weight
-        if self.head is not None:
-            named["lm_head.weight"] = self.head.weight
+            named |= self.embedding.held.fill("embed_tokens")
+        if self.head is not None and self.head.held is not None:
+            named |= self.head.held.fill("lm_head")
         return named
 
 
@@ -151,13 +153,14 @@ def build_eagle_head(
     device: torch.device,
     dtype: torch.dtype,
     max_positions: int,
+    exchange: Exchange | None = None,
 ) -> EagleHead:
     """The head with uninitialised weights, on `target`'s embedding and language-model head where it
     has none of its own.
 
     `max_positions` sizes the rope tables: a head's own context limit is that of its training texts.
     """
-    placement = Placement(device, dtype)
+    placement = Placement(device, dtype, DENSE, exchange)
     layer = config.layer
     tables = rope_tables(layer, max_positions=max_positions, device=device)
 

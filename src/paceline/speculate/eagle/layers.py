@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, whole
 from paceline.kernels.eagle_input import HalfNorms, eagle_input
 from paceline.kernels.rms_norm import rms_norm
 from paceline.layers.attention import StepContext
@@ -17,6 +17,7 @@ from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.self_attention import SelfAttention
+from paceline.layers.weight_format import Named, wholly
 from paceline.models.tensor_names import name_attention, name_feed_forward, name_linear
 from paceline.speculate.eagle.config import EagleConfig
 
@@ -31,7 +32,7 @@ class HiddenStream(NamedTuple):
 class Fusion(nn.Module):
     """EAGLE-3's fc over the target's taps side by side, low layers first."""
 
-    def __init__(self, config: EagleConfig, *, parallel: Parallel, placement: Placement) -> None:
+    def __init__(self, config: EagleConfig, *, placement: Placement) -> None:
         super().__init__()
         eps = config.layer.rms_norm_eps
         self.width = config.target_hidden_size
@@ -39,10 +40,9 @@ class Fusion(nn.Module):
         self.norms = tuple(RMSNorm(self.width, eps, placement=placement) for _ in range(norms))
         self.owned = nn.ModuleList(self.norms)
         self.fc = Linear(
-            config.tap_width,
-            config.hidden_size,
+            whole(config.tap_width),
+            whole(config.hidden_size),
             bias=config.fc_bias,
-            parallel=parallel,
             placement=placement,
         )
 
@@ -58,11 +58,11 @@ class Fusion(nn.Module):
         fused: Tensor = self.fc(wide)
         return fused
 
-    def destinations(self) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
+    def destinations(self) -> Named:
+        """What a checkpoint fills."""
         named = name_linear(self.fc, "fc")
         for index, norm in enumerate(self.norms):
-            named[f"fc_norm.{index}.weight"] = norm.weight
+            named[f"fc_norm.{index}.weight"] = wholly(norm.weight)
         return named
 
 
@@ -84,10 +84,9 @@ class Eagle1Layer(nn.Module):
         layer = config.layer
         self.attention = attention
         self.fc = Linear(
-            2 * layer.hidden_size,
-            layer.hidden_size,
+            whole(2 * layer.hidden_size),
+            whole(layer.hidden_size),
             bias=config.fc_bias,
-            parallel=parallel,
             placement=placement,
         )
         self.mlp_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, placement=placement)
@@ -108,12 +107,12 @@ class Eagle1Layer(nn.Module):
         x = self.attention(residual, positions, ctx)
         return HiddenStream(self.mlp(self.mlp_norm.add(x, residual)), residual)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
+    def destinations(self, prefix: str) -> Named:
+        """What a checkpoint fills."""
         named = name_linear(self.fc, "fc")
         named |= name_attention(self.attention, f"{prefix}.self_attn")
         named |= name_feed_forward(self.mlp, f"{prefix}.mlp")
-        named[f"{prefix}.post_attention_layernorm.weight"] = self.mlp_norm.weight
+        named[f"{prefix}.post_attention_layernorm.weight"] = wholly(self.mlp_norm.weight)
         return named
 
 
@@ -162,13 +161,13 @@ class Eagle3Layer(nn.Module):
         # The sum goes to the attention's output, which is ours: the caller's features stay.
         return HiddenStream(self.mlp(self.mlp_norm.add(features, residual)), residual)
 
-    def destinations(self, prefix: str) -> dict[str, Tensor]:
-        """Checkpoint tensor name -> the tensor it fills."""
+    def destinations(self, prefix: str) -> Named:
+        """What a checkpoint fills."""
         named = name_attention(self.attention, f"{prefix}.self_attn")
         named |= name_feed_forward(self.mlp, f"{prefix}.mlp")
-        named[f"{prefix}.input_layernorm.weight"] = self.embedding_norm.weight
-        named[f"{prefix}.hidden_norm.weight"] = self.feature_norm.weight
-        named[f"{prefix}.post_attention_layernorm.weight"] = self.mlp_norm.weight
+        named[f"{prefix}.input_layernorm.weight"] = wholly(self.embedding_norm.weight)
+        named[f"{prefix}.hidden_norm.weight"] = wholly(self.feature_norm.weight)
+        named[f"{prefix}.post_attention_layernorm.weight"] = wholly(self.mlp_norm.weight)
         return named
 
 

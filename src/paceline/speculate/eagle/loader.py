@@ -67,7 +67,14 @@ def load_eagle_head(
     with _open(weights_folder(source)) as checkpoint:
         names = canonical_names(checkpoint.names, config)
         head = build(replace(config, fc_bias="fc.bias" in names))
-        copy_weights(checkpoint, names, head.destinations(), model=source.name, progress=progress)
+        copy_weights(
+            checkpoint,
+            names,
+            head.destinations(),
+            module=head,
+            model=source.name,
+            progress=progress,
+        )
         if head.d2t is not None:
             head.d2t.copy_(read_d2t(checkpoint, head.d2t.shape[0], vocab_size, head=source.name))
     return head

@@ -1,0 +1,38 @@
+"""RankSum: a block of which each rank computes a part, and the sum of the parts.
+
+One process computes the whole, and has no RankSum: it runs no operation of it, and asks nothing.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from paceline.core.parallel import Parallel
+from paceline.kernels.all_reduce import Exchange, all_reduce
+from paceline.layers.parameter import Placement
+
+
+class RankSum(nn.Module):
+    """The sum of `part` over ranks, rank 0's first, the same bits on each of them."""
+
+    def __init__(self, part: nn.Module, exchange: Exchange) -> None:
+        super().__init__()
+        self.part = part
+        self.exchange = exchange
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of `part`; x is the same on every rank, or its share of columns."""
+        return all_reduce(self.part(x), self.exchange)
+
+
+def summed(part: nn.Module, parallel: Parallel, placement: Placement) -> Any:
+    """`part`, whose result is a rank's share of a sum where there are several; of one process the
+    module itself."""
+    ranks = 1 if placement.exchange is None else placement.exchange.ranks
+    assert parallel.size == ranks, f"{parallel} with an exchange of {ranks}"
+    return part if placement.exchange is None else RankSum(part, placement.exchange)
+
+
+def part_of(block: Any) -> Any:
+    """What `summed` was given."""
+    return block.part if isinstance(block, RankSum) else block
