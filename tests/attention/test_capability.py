@@ -6,10 +6,18 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.attention.backends.fa3_backend import FlashAttention3Backend
+from paceline.attention.backends.fa4_backend import FlashAttention4Backend
+from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.backends.triton_backend import TritonBackend
 from paceline.attention.capability import capability_reasons
-from paceline.attention.contract import AttentionConfig, Capabilities, GraphSupport
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionConfig,
+    Capabilities,
+    GraphSupport,
+)
 from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 
@@ -250,3 +258,17 @@ def test_without_latent_dims_the_head_dims_say_it_all() -> None:
     assert TorchBackend().unsupported_reasons(replace(LATENTS, device_type="cpu")) == []
     narrow = capability_reasons(NARROW, LATENTS)
     assert [reason.partition(" must")[0] for reason in narrow] == ["head dim"] + 2 * ["V head dim"]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [FlashInferBackend(), FlashAttention3Backend(), FlashAttention4Backend()],
+    ids=lambda b: b.name,
+)
+def test_who_sees_no_blocks_says_so(backend: AttentionBackend) -> None:
+    asked = replace(FITS, masks=frozenset({MaskKind.CAUSAL, MaskKind.BLOCK}))
+    reasons = capability_reasons(backend.capabilities, asked)
+    [reason] = [reason for reason in reasons if reason.startswith("mask kind must be")]
+    assert reason.endswith("got ['block', 'causal']")
+    for other in (TorchBackend(), TritonBackend()):
+        assert not [r for r in capability_reasons(other.capabilities, asked) if "mask" in r]

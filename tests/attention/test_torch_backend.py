@@ -103,3 +103,16 @@ def test_the_data_are_sharp_about_the_place_of_a_key() -> None:
     right, _ = walk(built)
     shifted, _ = walk(built, change=lambda keys: [max(0, key - 1) for key in keys])
     assert difference(right, shifted) > 1.0
+
+
+def test_a_block_is_seen_whole_by_the_plan_of_a_view() -> None:
+    """Rows of a causal step with ends behind all of it see what the full mask shows."""
+    full = build(Case(mask=MaskKind.FULL, extend_lens=(1, 2, 5)))
+    ends = full.view.kv_lens.index_select(0, full.view.req_ids)
+    view = replace(full.view, mask=MaskKind.BLOCK, visible_end=ends)
+    wanted, _ = run(TorchBackend(), full)
+    seen, _ = run(TorchBackend(), replace(full, view=view))
+    assert torch.equal(seen, wanted)
+    alone = replace(view, visible_end=(view.kv_lens - view.extend_lens)[view.req_ids] + 1)
+    first, _ = run(TorchBackend(), replace(full, view=alone))
+    assert not torch.equal(first, wanted)

@@ -80,6 +80,7 @@ class PagedCase:
     mask: MaskKind
     trees: tuple[tuple[int, ...], ...]  # [reqs] parents, -1: none; () without a tree
     tree_mask: Tensor | None  # [tokens, longest extend + 3]  bool  True behind a request's extend
+    visible_end: Tensor | None = None  # [tokens]  int32  of blocks: keys before it are seen
 
     @property
     def scale(self) -> float:
@@ -99,6 +100,7 @@ class PagedCase:
             int(self.extend_lens.max()),
             self.tree_mask,
             self.mask,
+            self.visible_end,
         )
 
     @property
@@ -178,6 +180,7 @@ class PagedCase:
             ),
             mask=self.mask,
             tree_mask=mask,
+            visible_end=self.visible_end,
             max_extend_len=longest,
             kv_len_bound=self.page_table.shape[1] * size,
         )
@@ -253,6 +256,7 @@ def make_case(
     fused = F.pad(fused, (0, 0, 0, 0, 0, sum(extends) - batch.num_live))
     sinks = torch.randn(shape.num_heads, generator=generator) * 2.0 + 1.0
     trees = _random_trees(extends, generator) if mask is MaskKind.TREE else ()
+    has_blocks = mask is MaskKind.BLOCK
     k_scale, v_scale = (
         torch.tensor([scale], device=device) if shape.is_quantised else None for scale in SCALES
     )
@@ -273,6 +277,7 @@ def make_case(
         mask=mask,
         trees=trees,
         tree_mask=_tree_mask(trees, width=longest + 3).to(device) if trees else None,
+        visible_end=_block_ends(prefix_lens, extends).to(device) if has_blocks else None,
     )
 
 
@@ -302,6 +307,16 @@ def _tree_mask(trees: tuple[tuple[int, ...], ...], *, width: int) -> Tensor:
         for node in range(len(tree))
     ]
     return torch.tensor(seen)
+
+
+def _block_ends(prefix_lens: Tensor, extends: tuple[int, ...]) -> Tensor:
+    """[tokens] int32: in turn a token stands alone and five, or fewer, see each other."""
+    ends = []
+    for prefix, extend in zip(prefix_lens.tolist(), extends, strict=True):
+        for row in range(extend):
+            last = row if row % 6 == 0 else min(row - row % 6 + 5, extend - 1)
+            ends.append(prefix + last + 1)
+    return torch.tensor(ends, dtype=torch.int32)
 
 
 def reference(

@@ -12,8 +12,16 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from paceline.core.errors import KernelArgumentError
 from paceline.core.modes import MaskKind
-from paceline.kernels.paged_attention import Weighing, paged_attention_reference
+from paceline.kernels.paged_attention import (
+    PagedCache,
+    PagedCall,
+    PagedRows,
+    Weighing,
+    paged_attention_reference,
+    paged_extend,
+)
 from paceline.kernels.paged_attention.reference import visible_keys
+from paceline.kernels.paged_attention_cpu import paged_attention_cpu
 
 RAGGED = BatchSpec(prefix_lens=(0, 19, 33, 5), extend_lens=(7, 1, 4, 9))
 SHAPES = [
@@ -53,6 +61,77 @@ def test_causal_windowed_rows_equal_sdpa(shape: Shape, window: int | None) -> No
                 visible[i, j] = j <= prefix + i and (window is None or j > prefix + i - window)
         expected = sdpa(case, request, visible)
         torch.testing.assert_close(out[case.rows_of(request)], expected, rtol=1e-10, atol=1e-12)
+
+
+BLOCKS = {0: (2, 6), 2: (34, 37), 3: (5, 9)}  # request -> the block that begins and ends there
+
+
+def with_blocks(case: PagedCase) -> tuple[PagedRows, list[Tensor]]:
+    """The case's rows where a token sees its block whole, and what each request then sees: [extend,
+    kv_len] bool, key by key."""
+    ends: list[int] = []
+    seen = []
+    for request, (prefix, kv_len) in enumerate(
+        zip(case.prefix_lens.tolist(), case.kv_lens.tolist(), strict=True)
+    ):
+        first, behind = BLOCKS.get(request, (0, 0))
+        visible = torch.zeros(kv_len - prefix, kv_len, dtype=torch.bool)
+        for p in range(prefix, kv_len):
+            is_within = first <= p < behind
+            ends.append(behind if is_within else p + 1)
+            for j in range(kv_len):
+                is_ahead_in_block = is_within and first <= j < behind
+                visible[p - prefix, j] = j <= p or is_ahead_in_block
+        seen.append(visible)
+    visible_end = torch.tensor(ends, dtype=torch.int32)
+    return case.rows._replace(mask=MaskKind.BLOCK, visible_end=visible_end), seen
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 16])
+@pytest.mark.parametrize("soft_cap", [None, 3.0], ids=["plain", "capped"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_token_sees_its_block_whole(
+    shape: Shape, window: int | None, soft_cap: float | None
+) -> None:
+    """By the definition and by the CPU's operator; a window counts from the token."""
+    case = make_case(RAGGED, shape, seed=14)
+    rows, seen = with_blocks(case)
+    weighing = Weighing(case.scale, window, soft_cap)
+    wanted, wanted_lse = paged_attention_reference(case.q, case.cache, rows, weighing)
+    out, lse = case.empty_outputs()
+    cache = PagedCache(case.k_cache.contiguous(), case.v_cache.contiguous())
+    paged_attention_cpu(PagedCall(case.q, cache, rows, weighing, out, lse))
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+    fused = torch.full_like(out, float("nan"))
+    paged_attention_cpu(PagedCall(case.q, cache, rows, weighing, fused, None))
+    torch.testing.assert_close(fused.double(), wanted, rtol=1e-4, atol=1e-4)
+    if soft_cap is not None:
+        return
+    for request, visible in enumerate(seen):
+        prefix, kv_len = RAGGED.prefix_lens[request], visible.shape[1]
+        if window is not None:
+            own = torch.arange(prefix, kv_len).unsqueeze(1)
+            visible &= torch.arange(kv_len) > own - window
+        expected = sdpa(case, request, visible)
+        torch.testing.assert_close(wanted[case.rows_of(request)], expected, rtol=1e-10, atol=1e-12)
+
+
+def test_blocks_without_their_ends_and_ends_of_no_blocks_are_refused() -> None:
+    case = make_case(RAGGED, SHAPES[0], seed=14)
+    rows, _ = with_blocks(case)
+    lacking, weighing = rows._replace(visible_end=None), Weighing(case.scale)
+    with pytest.raises(KernelArgumentError, match="or block with a visible_end, got block"):
+        paged_attention_reference(case.q, case.cache, lacking, weighing)
+    wrong = {
+        r"int32 \[21\], for a block mask, got None": lacking,
+        "None, for a causal mask, got int32": rows._replace(mask=MaskKind.CAUSAL),
+        r"contiguous int32 \[21\], got int64": rows._replace(visible_end=rows.visible_end.long()),
+    }
+    for told, given in wrong.items():
+        call = PagedCall(case.q, case.cache, given, weighing, *case.empty_outputs())
+        with pytest.raises(KernelArgumentError, match=f"visible_end must be {told}"):
+            paged_extend(call)
 
 
 def test_soft_cap_equals_gemma2_attention() -> None:
@@ -213,5 +292,5 @@ def test_row_without_visible_keys_is_zero_with_lse_minus_infinity() -> None:
 
 def test_mask_that_cannot_be_applied_is_refused() -> None:
     case = make_case(BatchSpec(prefix_lens=(3,), extend_lens=(5,)), SHAPES[1], seed=10)
-    with pytest.raises(KernelArgumentError, match="mask must be causal or full, or tree with a"):
+    with pytest.raises(KernelArgumentError, match="mask must be causal or full, tree with a tree"):
         with_mask(case, MaskKind.TREE, None, window=None, prefix_only=False)

@@ -29,6 +29,7 @@ def paged_call(
             table.max_extend_len,
             table.tree_mask,
             table.mask,
+            table.visible_end,
         ),
         weighing_of(layer, part),
         out,

@@ -50,7 +50,10 @@ def _implementation(*args: Any) -> None:
         is_causal = is_fused and sees_all_before and reach == range(extend)
         if extend > 1 and not is_causal:
             tree = tree_mask[rows, :extend] if tree_mask is not None else None
-            visible = _visible(prefix, extend, reach, kind=step.mask, tree=tree, window=window)
+            ends = step.visible_end[rows] if step.visible_end is not None else None
+            visible = _visible(
+                prefix, extend, reach, kind=step.mask, tree=tree, ends=ends, window=window
+            )
         k = keys.select(request, pages[request], reach).to(q.dtype)
         v = values.select(request, pages[request], reach).to(q.dtype)
         if is_fused:
@@ -111,6 +114,7 @@ def _visible(
     *,
     kind: MaskKind,
     tree: Tensor | None,  # [extend, extend]  bool
+    ends: Tensor | None,  # [extend]  int32  of blocks: keys before it are seen
     window: int | None,
 ) -> Tensor:
     """[extend, len(reach)] bool: which keys each row of the step may see.
@@ -128,6 +132,9 @@ def _visible(
         keys[num_prefix:] = positions[: len(reach) - num_prefix]
     elif kind is MaskKind.FULL:
         visible = torch.ones(extend, len(reach), dtype=torch.bool)
+    elif kind is MaskKind.BLOCK:
+        assert ends is not None, "a step of blocks says where they end"
+        visible = keys < ends.unsqueeze(1)
     else:
         visible = keys <= positions.unsqueeze(1)
     if window is not None:

@@ -64,6 +64,8 @@ class StepView:
     # request in this step is the token itself or an ancestor.  Only with MaskKind.TREE.
     max_extend_len: int  # no row extends further; part of the graph key.  Exact but for a ragged
     # step that is padded: there it is padded_tokens, since its graph serves any split of them
+    visible_end: Tensor | None = None  # [padded_tokens]  int32  a row sees its request's keys
+    # before this one, index + 1 to kv_len.  Only with MaskKind.BLOCK
     kv_len_bound: int  # no kv_len exceeds it; the same for every step of an engine
     shares_prefix: bool = False  # many rows may read the same pages of a prefix; part of the key
     overlay_slot: Tensor | None = None  # [padded_tokens]  int64  slot of the overlay whose row

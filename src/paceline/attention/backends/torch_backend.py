@@ -52,7 +52,7 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
         page_sizes=None,
         head_dims=None,
         v_head_dim_differs=True,
-        masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE, MaskKind.FULL}),
+        masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE, MaskKind.FULL, MaskKind.BLOCK}),
         window=True,
         soft_cap=True,
         sinks=True,

@@ -69,7 +69,7 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
         page_sizes=None,
         head_dims=HEAD_DIMS,
         v_head_dim_differs=True,
-        masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE, MaskKind.FULL}),
+        masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE, MaskKind.FULL, MaskKind.BLOCK}),
         window=True,
         soft_cap=True,
         sinks=True,

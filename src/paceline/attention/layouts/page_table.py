@@ -21,6 +21,7 @@ class PageTablePlan:
     mask: MaskKind
     max_extend_len: int  # as the view's: an upper bound in a padded ragged step
     kv_len_bound: int  # upper bound, the same for every step
+    visible_end: Tensor | None = None  # [padded_tokens]  int32
 
 
 def page_table_plan(view: StepView) -> PageTablePlan:
@@ -35,4 +36,5 @@ def page_table_plan(view: StepView) -> PageTablePlan:
         mask=view.mask,
         max_extend_len=view.max_extend_len,
         kv_len_bound=view.kv_len_bound,
+        visible_end=view.visible_end,
     )

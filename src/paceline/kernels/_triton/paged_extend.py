@@ -130,6 +130,7 @@ def launch_paged_extend(
         reqs.kv_lens,
         reqs.cu_seqlens_q,
         tree_mask,
+        reqs.visible_end,
         cache.k_scale,
         cache.v_scale,
         weighing.sinks,

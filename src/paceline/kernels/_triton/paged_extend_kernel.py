@@ -43,6 +43,7 @@ def _attend_keys(
     token,  # [rows] int64
     row_live,  # [rows] bool
     tree_bits,  # [rows] int64
+    visible_end,  # [rows] int32, of blocks
     q,  # [rows, BLOCK_DIM_K]
     q_rest,  # [rows, BLOCK_REST] or None
     k_head_ptr,  # [pages, page_size, head_dim] one KV head
@@ -95,7 +96,7 @@ def _attend_keys(
     scores = scores_log2(products, scale, SOFT_CAP)
     if MASKED:
         visible = visible_keys(
-            keys, live, query_position, token, row_live, tree_bits, tree_mask_ptr,
+            keys, live, query_position, token, row_live, tree_bits, visible_end, tree_mask_ptr,
             stride_tree_token, token_begin, prefix_len, extend_len, MASK, WINDOW, NODES,
         )  # fmt: skip
         scores = tl.where(visible, scores, float("-inf"))
@@ -164,6 +165,7 @@ def paged_extend_kernel(
     kv_lens_ptr,  # [reqs] int32
     cu_seqlens_q_ptr,  # [reqs + 1] int32
     tree_mask_ptr,  # [tokens, max_extend_len] bool or None
+    visible_end_ptr,  # [tokens] int32 or None
     k_scale_ptr,  # [1] float32 or None
     v_scale_ptr,  # [1] float32 or None
     sinks_ptr,  # [heads] float32 or None
@@ -244,6 +246,7 @@ def paged_extend_kernel(
     token = (token_begin + row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     tree_bits = token
+    visible_end = query_position
     first_position = prefix_len + tile * BLOCK_ROWS // GROUP
     if MASK == "tree":
         first_position = prefix_len
@@ -255,6 +258,8 @@ def paged_extend_kernel(
             query_position = prefix_len + tree_depths(
                 tree_mask_ptr, token, row_live, extend_len, stride_tree_token
             )
+    elif MASK == "block":
+        visible_end = tl.load(visible_end_ptr + token, mask=row_live, other=0)
     begin = 0
     if WINDOW is not None:
         begin = tl.maximum(first_position - WINDOW + 1, 0)
@@ -285,6 +290,9 @@ def paged_extend_kernel(
         full_end = tl.minimum(end, first_position + 1)
     elif MASK == "tree":
         full_end = tl.minimum(end, prefix_len)
+    elif MASK == "block":  # nobody sees less than under a causal mask
+        end = tl.minimum(end, tl.max(visible_end, axis=0))
+        full_end = tl.minimum(end, first_position + 1)
     full_end = full_end // BLOCK_KEYS * BLOCK_KEYS
 
     live_splits = 1
@@ -310,8 +318,8 @@ def paged_extend_kernel(
         for start in range(first, full_end, step):
             next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
             running_max, running_sum, acc = _attend_keys(
-                start, page, end, query_position, token, row_live, tree_bits, q, q_rest,
-                k_head_ptr, v_head_ptr, tree_mask_ptr,
+                start, page, end, query_position, token, row_live, tree_bits, visible_end,
+                q, q_rest, k_head_ptr, v_head_ptr, tree_mask_ptr,
                 stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
                 token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
                 MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
@@ -323,8 +331,8 @@ def paged_extend_kernel(
     for start in range(first, end, step):
         next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
         running_max, running_sum, acc = _attend_keys(
-            start, page, end, query_position, token, row_live, tree_bits, q, q_rest,
-            k_head_ptr, v_head_ptr, tree_mask_ptr,
+            start, page, end, query_position, token, row_live, tree_bits, visible_end,
+            q, q_rest, k_head_ptr, v_head_ptr, tree_mask_ptr,
             stride_k_page, stride_k_slot, stride_v_page, stride_v_slot, stride_tree_token,
             token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
             MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,

@@ -1,4 +1,4 @@
-"""Which keys a query row of paged_extend sees, tile by tile: causal, by a tree, or all.
+"""Which keys a query row of paged_extend sees, tile by tile: causal, in trees or blocks, or all.
 
 Worked example of a tree's bits, a root with two children, the second row: tree_mask [1, 1, 0] is
 the number 0b011, and with prefix 10 key 12, the third row, is not seen: bit 2 is 0.
@@ -55,6 +55,7 @@ def visible_keys(
     token,  # [rows] int64
     row_live,  # [rows] bool
     tree_bits,  # [rows] int64, of tree_bits_of with NODES
+    visible_end,  # [rows] int32, of blocks: keys from here on are not seen
     tree_mask_ptr,  # [tokens, max_extend_len] bool or None
     stride_tree_token,
     token_begin,
@@ -69,6 +70,8 @@ def visible_keys(
     visible = live[None, :]
     if MASK == "causal":
         visible = visible & (keys[None, :] <= query_position[:, None])
+    elif MASK == "block":
+        visible = visible & (keys[None, :] < visible_end[:, None])
     elif MASK == "tree":
         node = keys - prefix_len
         in_step = live & (node >= 0)

@@ -11,7 +11,7 @@ from paceline.core.modes import MaskKind
 SCHEMA = (
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_scale, Tensor? v_scale, "
     "Tensor page_table, Tensor prefix_lens, Tensor kv_lens, Tensor cu_seqlens_q, "
-    "int max_extend_len, Tensor? tree_mask, str mask, "
+    "int max_extend_len, Tensor? tree_mask, str mask, Tensor? visible_end, "
     "float scale, int? window, float? soft_cap, bool prefix_only, Tensor? sinks, "
     "Tensor(a!) out, Tensor(b!)? lse"
 )
@@ -43,6 +43,8 @@ class PagedRows(NamedTuple):
     max_extend_len: int  # no request extends by more
     tree_mask: Tensor | None = None  # [tokens, >= max_extend_len]  bool  with MaskKind.TREE only
     mask: MaskKind = MaskKind.CAUSAL
+    visible_end: Tensor | None = None  # [tokens]  int32  with MaskKind.BLOCK only: each token sees
+    # the keys before its own
 
 
 class Weighing(NamedTuple):
@@ -69,20 +71,22 @@ class PagedCall(NamedTuple):
     def flat(self) -> tuple[Any, ...]:
         """The arguments of SCHEMA."""
         q, cache, rows, weighing, out, lse = self
-        return (q, *cache, *rows[:-1], rows.mask.value, *weighing, out, lse)
+        mask = rows.mask.value
+        return (q, *cache, *rows[:-2], mask, rows.visible_end, *weighing, out, lse)
 
     @staticmethod
     def taken(args: Sequence[Any]) -> "tuple[PagedCall, Sequence[Any]]":
         """The call that `args` begin with, and what is behind it."""
         q, k, v, k_scale, v_scale, page_table, prefix_lens, kv_lens, cu_seqlens_q = args[:9]
-        longest, tree_mask, mask, scale, window, soft_cap, prefix_only, sinks, out, lse = args[9:19]
-        rows = (page_table, prefix_lens, kv_lens, cu_seqlens_q, longest, tree_mask, _MASKS[mask])
+        longest, tree_mask, mask, visible_end = args[9:13]
+        scale, window, soft_cap, prefix_only, sinks, out, lse = args[13:20]
+        lens = (prefix_lens, kv_lens, cu_seqlens_q, longest)
         call = PagedCall(
             q,
             PagedCache(k, v, k_scale, v_scale),
-            PagedRows(*rows),
+            PagedRows(page_table, *lens, tree_mask, _MASKS[mask], visible_end),
             Weighing(scale, window, soft_cap, prefix_only, sinks),
             out,
             lse,
         )
-        return call, args[19:]
+        return call, args[20:]

@@ -34,6 +34,7 @@ def paged_extend(call: PagedCall, workspace: SplitWorkspace | None = None) -> No
     num_reqs = rows.page_table.shape[0]
     check_call(call, num_reqs)
     _check_mask(rows.mask, rows.tree_mask, tokens=q.shape[0], max_extend_len=rows.max_extend_len)
+    _check_visible_end(rows.mask, rows.visible_end, tokens=q.shape[0])
     check_index("prefix_lens", rows.prefix_lens, (num_reqs,))
     check_index("kv_lens", rows.kv_lens, (num_reqs,))
     check_index("cu_seqlens_q", rows.cu_seqlens_q, (num_reqs + 1,))
@@ -85,6 +86,19 @@ def _check_mask(
             expected=f"bool [{tokens}, >= {max_extend_len}] with contiguous rows",
             got=tree_mask,
             remedy="pass the step view's tree_mask",
+        )
+
+
+def _check_visible_end(mask: MaskKind, visible_end: Tensor | None, *, tokens: int) -> None:
+    if mask is MaskKind.BLOCK and visible_end is not None:
+        check_index("visible_end", visible_end, (tokens,))
+    elif mask is MaskKind.BLOCK or visible_end is not None:
+        is_block = mask is MaskKind.BLOCK
+        reject(
+            "visible_end",
+            expected=f"{f'int32 [{tokens}]' if is_block else 'None'}, for a {mask.value} mask",
+            got=visible_end,
+            remedy="pass the step view's visible_end with MaskKind.BLOCK",
         )
 
 

@@ -5,6 +5,7 @@ j % page_size of page page_table[r, j // page_size].  Which keys query i sees:
 
     prefix keys j < prefix     all
     step keys   j = prefix+i'  causal: i' <= i     tree: tree_mask[token i, i']     full: all
+                               block: j < visible_end[token i]
 
 and with a window only those with key position > query position − window.  A position is the
 absolute index, except in a tree, where it is prefix + depth (ancestors without the token itself).
@@ -50,7 +51,14 @@ def paged_attention_reference(
         k = gather_pages(cache.k, pages, num_keys, cache.k_scale).to(compute_dtype)
         v = gather_pages(cache.v, pages, num_keys, cache.v_scale).to(compute_dtype)
         tree = None if rows.tree_mask is None else rows.tree_mask[mine, :extend]
-        visible = visible_keys(prefix, extend, rows.mask, tree_mask=tree, window=weighing.window)
+        visible = visible_keys(
+            prefix,
+            extend,
+            rows.mask,
+            tree_mask=tree,
+            window=weighing.window,
+            visible_end=None if rows.visible_end is None else rows.visible_end[mine],
+        )
         out[mine], lse[mine] = dense_attention(
             q[mine].to(compute_dtype),
             k,
@@ -77,7 +85,13 @@ def gather_pages(
 
 
 def visible_keys(
-    prefix: int, extend: int, mask: MaskKind, *, tree_mask: Tensor | None, window: int | None
+    prefix: int,
+    extend: int,
+    mask: MaskKind,
+    *,
+    tree_mask: Tensor | None,
+    window: int | None,
+    visible_end: Tensor | None = None,
 ) -> Tensor:
     """[extend, prefix + extend] bool: which keys each query of one request sees."""
     if mask is MaskKind.CAUSAL:
@@ -86,10 +100,12 @@ def visible_keys(
         among = torch.ones(extend, extend, dtype=torch.bool)
     elif mask is MaskKind.TREE and tree_mask is not None:
         among = tree_mask.cpu()
+    elif mask is MaskKind.BLOCK and visible_end is not None:
+        among = prefix + torch.arange(extend) < visible_end.cpu().unsqueeze(1)
     else:
         raise KernelArgumentError.about(
             "mask",
-            expected="causal or full, or tree with a tree_mask",
+            expected="causal or full, tree with a tree_mask, or block with a visible_end",
             got=f"{mask.value} with tree_mask {'absent' if tree_mask is None else 'present'}",
             remedy="a step without rows needs no attention; a tree needs its ancestors",
         )
