@@ -80,7 +80,8 @@ def test_auto_says_why_and_what_it_passed_over() -> None:
 
 def test_auto_on_a_gpu_chooses_triton() -> None:
     choice = choose(ON_H200)
-    why = "first of triton, flashinfer, fa4 that can run on cuda"
+    order = "triton, flashinfer, fa4, flashinfer_mla, flashmla"
+    why = f"first of {order} that can run on cuda"
     assert (choice.name, choice.why) == ("triton", why)
     assert set(choice.rejected) == set(BACKENDS) - {"triton"}
     assert choice.rejected["torch"] == ["device must be cpu, got cuda"]

@@ -132,6 +132,13 @@ class Limits:
     prefix_alone: bool = False  # forward is asked for Part.PREFIX of causal steps too: the cache is
     # frozen, and the step's own keys are not in it
 
+    def parts(self, mask: MaskKind) -> tuple[Part, ...]:
+        """What `forward` may ask of the pages in a step with `mask`, where a tree's own rows are
+        attended to apart from them."""
+        if mask is MaskKind.TREE:
+            return (Part.PREFIX,)
+        return (Part.ALL, Part.PREFIX) if self.prefix_alone else (Part.ALL,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerCache:

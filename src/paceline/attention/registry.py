@@ -23,14 +23,21 @@ BACKENDS: dict[str, str] = {
     "flashinfer": "paceline.attention.backends.flashinfer_backend:FlashInferBackend",
     "fa4": "paceline.attention.backends.fa4_backend:FlashAttention4Backend",
     "fa3": "paceline.attention.backends.fa3_backend:FlashAttention3Backend",
+    "flashinfer_mla": "paceline.attention.backends.flashinfer_mla_backend:FlashInferMLABackend",
+    "flashmla": "paceline.attention.backends.flashmla_backend:FlashMLABackend",
 }
 # What auto may choose, the one it takes without measurements first.
 AUTO_ORDER: dict[str, tuple[str, ...]] = {
     "cpu": ("torch",),
-    "cuda": ("triton", "flashinfer", "fa4"),
+    "cuda": ("triton", "flashinfer", "fa4", "flashinfer_mla", "flashmla"),
 }
 # The package without which auto passes a backend over, also when it plans for another machine.
-AUTO_PACKAGES: dict[str, str] = {"flashinfer": "flashinfer-python", "fa4": "flash-attn-4"}
+AUTO_PACKAGES: dict[str, str] = {
+    "flashinfer": "flashinfer-python",
+    "fa4": "flash-attn-4",
+    "flashinfer_mla": "flashinfer-python",
+    "flashmla": "sglang-kernel",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

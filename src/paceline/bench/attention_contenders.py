@@ -11,7 +11,6 @@ from paceline.bench.attention_shape import AttentionShape
 from paceline.bench.attention_workload import Workload, kv_dtype_of, make_workload
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.gpus import DeviceFacts, gib
-from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 
 L2_TIMES = 8  # the KV of all layers is this many times the L2 cache
@@ -34,7 +33,7 @@ def attention_config(
         dtype=getattr(torch, shape.dtype),
         kv_dtype=kv_dtype_of(shape),
         page_size=shape.page_size,
-        heads=(Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.head_dim),),
+        heads=(shape.heads,),
         window=False,
         soft_cap=False,
         sinks=False,

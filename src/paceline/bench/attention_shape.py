@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 from paceline.attention.measurements import LayerShape, Phase
 from paceline.core.errors import ConfigError
+from paceline.core.model_config import Heads
 from paceline.core.option_spec import Flag
 from paceline.core.options import DTYPES
 
@@ -20,6 +21,12 @@ FLAGS = (
     Flag(name="num_heads", kind=int, default=32, help="Query heads."),
     Flag(name="num_kv_heads", kind=int, default=8, help="Key and value heads."),
     Flag(name="head_dim", kind=int, default=128, help="Elements of a head."),
+    Flag(
+        name="latent_rank",
+        kind=int,
+        default=None,
+        help="Of latents: columns of the one K that are V, too.",
+    ),
     Flag(name="page_size", kind=int, default=16, help="Tokens of a page."),
     Flag(name="dtype", kind=str, default="bfloat16", help="Of queries and K/V.", choices=DTYPES),
     Flag(name="kv_dtype", kind=str, default="auto", help="Of the cache.", choices=KV_DTYPES),
@@ -64,6 +71,7 @@ class AttentionShape:
     num_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    latent_rank: int | None = None  # V is so many leading columns of K; None: it is beside K
     page_size: int = 16
     dtype: str = "bfloat16"
     kv_dtype: str = "auto"  # "auto" is dtype
@@ -77,6 +85,17 @@ class AttentionShape:
             _refuse("extend_len", f"at most {self.kv_len}, the keys of a request", self.extend_len)
         if self.num_heads % self.num_kv_heads:
             _refuse("num_heads", f"a multiple of {self.num_kv_heads}, the KV heads", self.num_heads)
+        if self.latent_rank is not None:
+            if self.num_kv_heads != 1:
+                _refuse("num_kv_heads", "1 with latents", self.num_kv_heads)
+            if self.latent_rank > self.head_dim:
+                _refuse("latent_rank", f"at most {self.head_dim}, the columns", self.latent_rank)
+
+    @property
+    def heads(self) -> Heads:
+        """Of the layer."""
+        counts, rank = (self.num_heads, self.num_kv_heads), self.latent_rank
+        return Heads(*counts, self.head_dim, rank or self.head_dim, v_in_k=rank is not None)
 
     @property
     def phase(self) -> Phase:
@@ -98,7 +117,8 @@ class AttentionShape:
     def kv_token_bytes(self) -> int:
         """K and V of one token."""
         element = {"float32": 4}.get(self.dtype, 2) if self.kv_dtype == "auto" else 1
-        return 2 * self.num_kv_heads * self.head_dim * element
+        columns = self.head_dim if self.latent_rank else 2 * self.head_dim
+        return self.num_kv_heads * columns * element
 
     @property
     def moved_bytes(self) -> int:
@@ -110,7 +130,7 @@ class AttentionShape:
         """Two products over every visible (query, key) pair."""
         hidden = self.extend_len * (self.extend_len - 1) // 2
         pairs = self.batch_size * (self.extend_len * self.kv_len - hidden)
-        return 4 * self.num_heads * self.head_dim * pairs
+        return 2 * self.num_heads * (self.head_dim + self.heads.v_head_dim) * pairs
 
     def limit_s(self, bandwidth: float | None, matmul_flops: float | None) -> float | None:
         """Seconds no kernel can beat; None where the device's peaks are not known."""
@@ -128,7 +148,8 @@ def shape_of(values: Mapping[str, object]) -> AttentionShape:
 
 def suite(shape: AttentionShape) -> tuple[AttentionShape, ...]:
     """The layer of `shape` under the loads that auto compares backends by."""
-    decodes = [(batch, kv_len, 1) for kv_len in (1024, 4096) for batch in (1, 8, 64)]
+    lens, batches = ((1024, 8192), (1, 16, 64)) if shape.latent_rank else ((1024, 4096), (1, 8, 64))
+    decodes = [(batch, kv_len, 1) for kv_len in lens for batch in batches]
     prefills = [(1, 1024, 1024), (1, 8192, 8192), (8, 1024, 1024)]
     return tuple(
         replace(shape, batch_size=batch, kv_len=kv_len, extend_len=extend)

@@ -38,7 +38,7 @@ class Workload:
     layers: tuple[LayerCache, ...]
     q: Tensor  # [tokens, num_heads, head_dim]  the model's dtype
     k: Tensor  # [tokens, num_kv_heads, head_dim]  the model's dtype; new keys of layer 0
-    v: Tensor  # [tokens, num_kv_heads, head_dim]  the model's dtype; new values of layer 0
+    v: Tensor  # [tokens, num_kv_heads, v_head_dim]  the model's dtype; new values of layer 0
 
     @property
     def limits(self) -> Limits:
@@ -75,7 +75,7 @@ class Workload:
     def worst_error(self, out: Tensor, requests: Sequence[int]) -> float:
         """The largest error of `requests`, in the unit of `proof.rig.paged.errors`.
 
-        out: [tokens, num_heads, head_dim], of layer 0.
+        out: [tokens, num_heads, v_head_dim], of layer 0.
         """
         worst = 0.0
         for request in requests:
@@ -176,15 +176,21 @@ def _layer(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        v_head_dim=shape.head_dim,
+        v_head_dim=shape.heads.v_head_dim,
         scale=shape.head_dim**-0.5,
         window=None,
         soft_cap=None,
+        v_in_k=shape.heads.v_in_k,
     )
+    k_cache = _poisoned(pool, kv_dtype_of(shape), slots, generator, finite=finite)
+    if spec.v_in_k:
+        v_cache = k_cache[..., : spec.v_head_dim]
+    else:
+        v_cache = _poisoned(pool, kv_dtype_of(shape), slots, generator, finite=finite)
     return LayerCache(
         spec=spec,
-        k_cache=_poisoned(pool, kv_dtype_of(shape), slots, generator, finite=finite),
-        v_cache=_poisoned(pool, kv_dtype_of(shape), slots, generator, finite=finite),
+        k_cache=k_cache,
+        v_cache=v_cache,
         k_scale=scales[0],
         v_scale=scales[1],
         sinks=None,

@@ -41,7 +41,8 @@ from paceline.core.gpus import DeviceFacts
 from paceline.core.progress import collect, cut_mark
 from paceline.plan.machine import installed, versions
 
-TIMED_VERSIONS = ("torch", "triton", "flashinfer-python", "flash-attn-4")  # what a time depends on
+# What a time depends on.
+TIMED_VERSIONS = ("torch", "triton", "flashinfer-python", "flash-attn-4", "sglang-kernel")
 ResultT = TypeVar("ResultT")
 
 

@@ -8,7 +8,6 @@ with one row.  A tree is its prefix and, under a mask of bits, its own rows, mer
 import importlib
 import importlib.util
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -45,7 +44,7 @@ from paceline.attention.layouts.csr import (
     CsrBuffers,
     CsrPlan,
     csr_lens,
-    derive_indices,
+    derive_lists,
     make_csr_buffers,
 )
 from paceline.core.modes import MaskKind
@@ -148,7 +147,7 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         """Plan each part the step may ask for; makes the wrappers of a new shape."""
         layout, page_size = step.layout, buffers.limits.page_size
         qo_indptr = torch.tensor([0, *accumulate(layout.extend_lens)], dtype=torch.int32)
-        for part in _parts(step.mask, buffers.limits):
+        for part in buffers.limits.parts(step.mask):
             shape = StepShape(part, step.mask, layout.num_reqs, layout.num_tokens)
             kv_lens = step.prefix_lens_bound if part is Part.PREFIX else step.kv_lens_bound
             lens = HostLens(
@@ -162,12 +161,13 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         """The page ids of every part that was planned for this shape, and a tree's mask."""
         planned: dict[Part, Wrappers] = {}
         lists: list[CsrPlan] = []
-        for part in _parts(view.mask, buffers.limits):
+        for part in buffers.limits.parts(view.mask):
             shape = StepShape(part, view.mask, view.padded_reqs, view.padded_tokens)
             wrappers = buffers.session.planned(shape)
             if wrappers is not None:
                 planned[part] = wrappers
-                lists += _derive_pages(view, buffers, part)
+                csr = buffers.csr(part)
+                lists += derive_lists(view, csr, is_prefix=part is Part.PREFIX)
         plan = FlashInferPlan(
             wrappers=planned,
             lists=tuple(lists),
@@ -208,25 +208,3 @@ class FlashInferBackend(AttentionBackend[FlashInferBuffers, FlashInferPlan]):
         if layer.v_scale is not None:
             out.mul_(layer.v_scale)
         return out, lse
-
-
-def _derive_pages(view: StepView, buffers: FlashInferBuffers, part: Part) -> Iterator[CsrPlan]:
-    """Write every group's page ids behind one another; yields the lists as kernels read them."""
-    csr, reqs = buffers.csr(part), view.padded_reqs
-    indptr = csr.kv_indptr[: reqs + 1]
-    for number, (group, out) in enumerate(zip(view.groups, csr.kv_indices, strict=True)):
-        derive_indices(indptr, group.page_table, csr.page_range, out)
-        yield CsrPlan(
-            group=number,
-            kv_indptr=indptr,
-            kv_indices=out[: group.page_table.numel()],
-            last_page_len=csr.last_page_len[:reqs],
-            is_prefix=part is Part.PREFIX,
-        )
-
-
-def _parts(mask: MaskKind, limits: Limits) -> tuple[Part, ...]:
-    """What pages may be read for: of a tree the prefix alone, as its own rows are read apart."""
-    if mask is MaskKind.TREE:
-        return (Part.PREFIX,)
-    return (Part.ALL, Part.PREFIX) if limits.prefix_alone else (Part.ALL,)

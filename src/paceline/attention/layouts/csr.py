@@ -22,6 +22,7 @@ from torch import Tensor
 
 from paceline.attention.contract import Limits
 from paceline.core.padding import PAD_PAGE
+from paceline.kernels.step_view import StepView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,3 +98,24 @@ def derive_indices(kv_indptr: Tensor, page_table: Tensor, page_range: Tensor, ou
     target = torch.where(is_used, starts + columns, tail)
     out[:tail].fill_(PAD_PAGE)
     out.index_copy_(0, target.view(-1).long(), page_table.reshape(-1))
+
+
+def derive_lists(view: StepView, csr: CsrBuffers, *, is_prefix: bool) -> tuple[CsrPlan, ...]:
+    """Write every group's page ids by the offsets in `csr`; returns the lists as kernels read them.
+
+    Device-only, static shapes.
+    """
+    reqs, lists = view.padded_reqs, []
+    indptr = csr.kv_indptr[: reqs + 1]
+    for number, (group, out) in enumerate(zip(view.groups, csr.kv_indices, strict=True)):
+        derive_indices(indptr, group.page_table, csr.page_range, out)
+        lists.append(
+            CsrPlan(
+                group=number,
+                kv_indptr=indptr,
+                kv_indices=out[: group.page_table.numel()],
+                last_page_len=csr.last_page_len[:reqs],
+                is_prefix=is_prefix,
+            )
+        )
+    return tuple(lists)

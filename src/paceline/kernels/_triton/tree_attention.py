@@ -2,7 +2,7 @@
 
 As in paged_extend, rows of a tile are (query, head of the group) pairs, so one tile of keys serves
 the whole group: worked example, extend_len 5, GROUP 4, BLOCK_ROWS 16: tile 0 holds queries 0..3 and
-tile 1 query 4 alone.
+tile 1 query 4 alone.  Wide keys are two tiles: 576 columns, of a latent row, would be one of 1,024.
 """
 
 import torch
@@ -28,6 +28,8 @@ from paceline.kernels._triton.runtime import (
     require_runnable,
 )
 
+WIDEST = 256  # columns of K in one tile, whatever their number
+
 
 @triton.jit
 def _tree_attention_kernel(
@@ -51,9 +53,11 @@ def _tree_attention_kernel(
     scale,
     SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
-    DIM_K: tl.constexpr,
+    DIM_K: tl.constexpr,  # columns of K's first tile
+    DIM_REST: tl.constexpr,  # and of a second behind it, or 0
     DIM_V: tl.constexpr,
     BLOCK_DIM_K: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     BLOCK_DIM_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
@@ -68,11 +72,14 @@ def _tree_attention_kernel(
     token = first_token + row // GROUP
     head = kv_head * GROUP + row % GROUP
     cols_k = tl.arange(0, BLOCK_DIM_K)
+    q_rows = q_ptr + (token * stride_q_token + head * stride_q_head)[:, None]
     q = tl.load(
-        q_ptr + (token * stride_q_token + head * stride_q_head)[:, None] + cols_k[None, :],
-        mask=row_live[:, None] & (cols_k < DIM_K)[None, :],
-        other=0.0,
+        q_rows + cols_k[None, :], mask=row_live[:, None] & (cols_k < DIM_K)[None, :], other=0.0
     )
+    if DIM_REST > 0:
+        cols_rest = tl.arange(0, BLOCK_REST)
+        is_rest = row_live[:, None] & (cols_rest < DIM_REST)[None, :]
+        q_rest = tl.load(q_rows + (DIM_K + cols_rest)[None, :], mask=is_rest, other=0.0)
     k_head_ptr = k_ptr + kv_head * stride_k_head
     v_head_ptr = v_ptr + kv_head * stride_v_head
     running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
@@ -82,8 +89,12 @@ def _tree_attention_kernel(
         node = start + tl.arange(0, BLOCK_KEYS)
         node_live = node < extend_len
         key_token = first_token + node
-        k = load_rows(k_head_ptr, key_token * stride_k_token, node_live, DIM_K, BLOCK_DIM_K, True)
+        key_rows = key_token * stride_k_token
+        k = load_rows(k_head_ptr, key_rows, node_live, DIM_K, BLOCK_DIM_K, True)
         products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
+        if DIM_REST > 0:
+            rest = load_rows(k_head_ptr + DIM_K, key_rows, node_live, DIM_REST, BLOCK_REST, True)
+            products = dot(q_rest, tl.trans(rest), products, WIDEN)
         is_ancestor = tl.load(
             tree_mask_ptr + token[:, None] * stride_tree_token + node[None, :],
             mask=row_live[:, None] & node_live[None, :],
@@ -106,11 +117,19 @@ def _tree_attention_kernel(
     tl.store(lse_ptr + token * heads + head, lse * 0.6931471805599453, mask=row_live)
 
 
+def column_tiles(head_dim: int) -> tuple[int, int]:
+    """Columns of K's first tile, of wide keys the largest power of two, and of one behind it."""
+    most = next_power_of_2(head_dim)
+    if head_dim <= WIDEST or head_dim == most:
+        return head_dim, 0
+    return most // 2, head_dim - most // 2
+
+
 def tree_config(
     extend_len: int, group: int, *, head_dim: int, v_head_dim: int, dtype: torch.dtype
 ) -> TileConfig:
     """Tile table: one tile of rows and keys where a tree is small, at most 64 by 64."""
-    most_rows = 16 if dtype == torch.float32 else 64
+    most_rows = 16 if dtype == torch.float32 or head_dim > WIDEST else 64
     most_keys = min(64, keys_per_stage(head_dim, v_head_dim, dtype.itemsize))
     return TileConfig(
         block_rows=max(16, min(most_rows, next_power_of_2(extend_len * group))),
@@ -146,6 +165,7 @@ def launch_tree_attention(
     group = heads // kv_heads
     config = tree_config(extend_len, group, head_dim=head_dim, v_head_dim=v_head_dim, dtype=q.dtype)
     tiles = cdiv(extend_len * group, config.block_rows)
+    dim_k, dim_rest = column_tiles(head_dim)
     launch(
         _tree_attention_kernel,
         (tiles, kv_heads, tokens // extend_len),
@@ -165,9 +185,11 @@ def launch_tree_attention(
         scale,
         SOFT_CAP=soft_cap,
         GROUP=group,
-        DIM_K=head_dim,
+        DIM_K=dim_k,
+        DIM_REST=dim_rest,
         DIM_V=v_head_dim,
-        BLOCK_DIM_K=block_dim(head_dim),
+        BLOCK_DIM_K=block_dim(dim_k),
+        BLOCK_REST=block_dim(dim_rest) if dim_rest else 0,
         BLOCK_DIM_V=block_dim(v_head_dim),
         BLOCK_ROWS=config.block_rows,
         BLOCK_KEYS=config.block_keys,

@@ -20,11 +20,18 @@ RUNNERS = {
     "cpu": (RunnerKind.EAGER, RunnerKind.RECORDED),
     "cuda": (RunnerKind.EAGER, RunnerKind.CUDA_GRAPH),
 }
+_VENDORS = ("flashinfer", "fa4", "fa3", "flashinfer_mla", "flashmla")
 BACKENDS = {
-    "cpu": ("triton", "triton+flashinfer", "torch", "flashinfer", "fa4", "fa3"),
-    "cuda": ("triton", "triton+flashinfer", "flashinfer", "fa4", "fa3"),
+    "cpu": ("triton", "triton+flashinfer", "torch", *_VENDORS),
+    "cuda": ("triton", "triton+flashinfer", *_VENDORS),
 }
-LIBRARIES = {"flashinfer": "flashinfer", "fa4": "flash_attn.cute", "fa3": "flash_attn_interface"}
+LIBRARIES = {
+    "flashinfer": "flashinfer",
+    "fa4": "flash_attn.cute",
+    "fa3": "flash_attn_interface",
+    "flashinfer_mla": "flashinfer",
+    "flashmla": "sgl_kernel.flash_mla",
+}
 QUICK_LIMIT_S = 60.0  # of CPU time, of a cell of the quick suite on a CPU
 LIMIT_S = 300.0  # of any other: long contexts, and on a GPU what is compiled first
 MOST_LOST = 3  # processes a backend may end before the rest of its cells are left out

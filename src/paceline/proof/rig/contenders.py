@@ -6,6 +6,8 @@ from importlib import import_module
 import torch
 
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend
+from paceline.attention.backends.flashinfer_mla_backend import FlashInferMLABackend
+from paceline.attention.backends.flashmla_backend import FlashMLABackend
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import (
     AttentionBackend,
@@ -25,7 +27,10 @@ EMULATORS = {
     "flashinfer": "paceline.proof.emulators.flashinfer",
     "fa3": "paceline.proof.emulators.flash_attn",
     "fa4": "paceline.proof.emulators.flash_attn",
+    "flashinfer_mla": "paceline.proof.emulators.flashinfer_mla",
+    "flashmla": "paceline.proof.emulators.flashmla",
 }
+_OF_A_LIBRARY = (FlashInferBackend, FlashAttentionBackend, FlashInferMLABackend, FlashMLABackend)
 _EMULATED_ARCH = (9, 0)
 
 
@@ -101,5 +106,5 @@ def _on_a_cpu(name: str) -> AttentionBackend:
     backend = load_backend(name)
     if name not in EMULATORS:
         return backend
-    assert isinstance(backend, FlashInferBackend | FlashAttentionBackend)
+    assert isinstance(backend, _OF_A_LIBRARY)
     return replace(backend, library=import_module(EMULATORS[name]))

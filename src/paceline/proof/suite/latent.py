@@ -10,13 +10,16 @@ from paceline.proof.suite.build import (
     base_case,
     full,
     interpreted,
+    live_sizes_case,
     ragged_case,
     tree_case,
     uniform_case,
     with_frozen,
+    with_prefixes,
 )
 from paceline.proof.suite.case import Case, Inputs, Layer, PageLayout
 from paceline.proof.suite.modes import ForwardMode
+from paceline.proof.suite.speculate import fixed3
 from paceline.proof.suite.trees import VERIFY_TREES, beam, chain, draft_step
 
 _EDGES = (13, 16, 31)
@@ -50,6 +53,99 @@ def latent_cases() -> tuple[Case, ...]:
             ragged_case(replace(extend, page_size=1), "page1", ((5, 3), (0, 7), (9, 1))),
             tree_case(_narrow(verify), "288-256-mixed", _EDGES, beam(2, 4), chain(9)),
             tree_case(draft, "topk2-step3", _EDGES, draft_step(beam(2, 4), 3)),
+            *_page_ends(),
+            *_layouts(),
+            *_sizes(),
+            *_speculation(16),
+            *_speculation(64),
+        ),
+    )
+
+
+def _page_ends() -> tuple[Case, ...]:
+    """Prefixes and totals at the ends of pages, and across them."""
+    cases = []
+    for size in (16, 64):
+        extend = replace(_latent(ForwardMode.EXTEND), page_size=size)
+        mixed = replace(_latent(ForwardMode.MIXED), page_size=size)
+        decode = replace(_latent(ForwardMode.DECODE), page_size=size)
+        ends = ((0, size), (size, 5), (size - 4, 4), (size - 6, size // 2 + 8))
+        cases += [
+            ragged_case(extend, f"page{size}-ends", ends),
+            ragged_case(
+                extend, f"page{size}-zero-prefix", ((0, size - 1), (0, size), (0, size + 1))
+            ),
+            ragged_case(mixed, f"page{size}-mixed", ((size - 1, 1), (0, size + 1), (size, 1))),
+            uniform_case(decode, f"page{size}-ends", (size - 2, size - 1, size)),
+            uniform_case(replace(decode, captured_reqs=2), f"page{size}-one", (2 * size + 5,)),
+        ]
+    return tuple(cases)
+
+
+def _layouts() -> tuple[Case, ...]:
+    """Of pages of 64, which all can read; the trees' own rows lie anywhere in them."""
+    cases = []
+    for layout in PageLayout:
+        for mode in (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
+            base, name = replace(_latent(mode), page_size=64, layout=layout), layout.value
+            if mode is ForwardMode.EXTEND:
+                cases.append(ragged_case(base, name, ((130, 3), (64, 70), (128, 1))))
+            else:
+                extend = 3 if mode is ForwardMode.TARGET_VERIFY else 1
+                cases.append(uniform_case(base, name, (190, 128, 64), extend=extend))
+    return tuple(cases)
+
+
+def _sizes() -> tuple[Case, ...]:
+    """Pages, heads and lengths."""
+    decode, extend = _latent(ForwardMode.DECODE), _latent(ForwardMode.EXTEND)
+    verify = replace(_latent(ForwardMode.TARGET_VERIFY), page_size=64)
+    wide = replace(decode, page_size=64, num_heads=128)
+    long = replace(wide, num_heads=16, captured_reqs=2)
+    half = replace(decode, page_size=64, dtype="float16")
+    return (
+        *(
+            uniform_case(replace(decode, page_size=size), f"page{size}", (size - 1, size, 7))
+            for size in (32, 128, 256)
+        ),
+        ragged_case(replace(extend, page_size=32), "page32-cross", ((30, 5), (0, 40), (32, 1))),
+        uniform_case(wide, "heads128", (62, 64, 200)),
+        uniform_case(half, "float16", (62, 64, 5)),
+        uniform_case(long, "long-8k", (8100, 63)),
+        ragged_case(replace(extend, page_size=64, num_heads=128), "heads128", ((62, 2), (0, 20))),
+        ragged_case(replace(extend, page_size=64, num_heads=2), "long-1k", ((64, 1100), (0, 30))),
+        tree_case(replace(verify, num_heads=128), "heads128", (61, 64), VERIFY_TREES["topk4"]),
+    )
+
+
+def _speculation(size: int) -> tuple[Case, ...]:
+    """Chains, trees, draft steps and both draft extends over pages of `size`."""
+
+    def paged(mode: ForwardMode) -> Case:
+        return replace(_latent(mode), page_size=size)
+
+    verify, draft = paged(ForwardMode.TARGET_VERIFY), paged(ForwardMode.DRAFT_DECODE)
+    frozen = replace(draft, prefix_only=True)
+    fixed, ragged = paged(ForwardMode.DRAFT_EXTEND_V2), paged(ForwardMode.DRAFT_EXTEND)
+    edges = (size - 3, size, 2 * size - 1)
+    none = ((0, size, size + 9), (0, 7), (size + 9, 0, 2 * size))
+    return (
+        live_sizes_case(verify, f"page{size}-chain3", (15, 48, 7, 33), extend=3),
+        uniform_case(verify, f"page{size}-chain17", edges, extend=17),
+        *(
+            tree_case(verify, f"page{size}-{name}", edges, VERIFY_TREES[name])
+            for name in ("topk2", "topk4", "topk8", "irregular")
+        ),
+        uniform_case(draft, f"page{size}-chain-step2", edges, extend=3),
+        tree_case(draft, f"page{size}-topk2-step3", edges, draft_step(beam(2, 4), 3)),
+        uniform_case(frozen, f"page{size}-frozen-kv", edges),
+        with_prefixes(frozen, f"page{size}-frozen-kv-no-prefix", none, extend=1),
+        ragged_case(ragged, f"page{size}-accepted", ((size - 3, 4), (size, 1), (31, 3))),
+        *(
+            replace(each, name=f"page{size}-{each.name}")
+            for times in (1, 2, 4)
+            for fill in ("real", "scratch")
+            for each in (fixed3(fixed, times, fill),)
         ),
     )
 

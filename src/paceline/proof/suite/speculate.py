@@ -112,21 +112,21 @@ def draft_extend_cases() -> tuple[Case, ...]:
     fixed = base_case(ForwardMode.DRAFT_EXTEND_V2)
     return (
         ragged_case(ragged, "accepted-1-to-4", ((13, 4), (16, 1), (31, 3))),
-        _fixed3(fixed, 2, "real"),
-        _fixed3(fixed, 2, "scratch"),
+        fixed3(fixed, 2, "real"),
+        fixed3(fixed, 2, "scratch"),
         uniform_case(fixed, "fixed9", (15, 16, 40), extend=9),
         *full(
             ragged_case(ragged, "accepted-none", ((13, 1), (16, 1), (31, 1))),
             ragged_case(ragged, "accepted-all", ((13, 4), (16, 4), (31, 4))),
             ragged_case(replace(ragged, page_size=1), "accepted-page1", ((3, 2), (8, 1), (1, 4))),
-            *(_fixed3(fixed, times, fill) for times in (1, 4) for fill in ("real", "scratch")),
+            *(fixed3(fixed, times, fill) for times in (1, 4) for fill in ("real", "scratch")),
             live_sizes_case(fixed, "fixed3-every-live-size", (15, 48, 7, 33), extend=3),
             uniform_case(replace(fixed, page_size=1), "fixed4-page1", (3, 8, 1), extend=4),
         ),
     )
 
 
-def _fixed3(base: Case, times: int, fill: str) -> Case:
+def fixed3(base: Case, times: int, fill: str) -> Case:
     """Two requests of three tokens in a step captured for `times` as many.
 
     fill: "real", rows beyond them are requests of prefix 1; "scratch", they are padding.

@@ -1,0 +1,233 @@
+"""The `flashmla` backend: DeepSeek's kernels for latents on Hopper GPUs.
+
+Their schedule is computed by a kernel from the lengths of one step, so each plan has its own.  Each
+request brings as many queries to a call.  Where they do not, or bring many, every token is a
+request by itself, with the pages of its request and the keys up to its own.
+"""
+
+import importlib
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionConfig,
+    Capabilities,
+    GraphSupport,
+    LayerCache,
+    Limits,
+    Part,
+)
+from paceline.attention.held import OPAQUE
+from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
+from paceline.core.errors import ConfigError
+from paceline.core.modes import MaskKind
+from paceline.kernels.step_view import StepView
+
+MODULE = "sgl_kernel.flash_mla"  # of the package sglang-kernel
+PAGE_SIZE = 64
+LAST_ARCH = (9, 9)
+MOST_QUERIES = 16  # of a request in one call
+TOKENS_AT_ONCE = 1024  # of one call, which allocates float32 sums for each
+
+
+class FlashMLALibrary(Protocol):
+    """The two functions of the library that we call."""
+
+    def get_mla_metadata(
+        self, cache_seqlens: Tensor, num_q_tokens_per_head_k: int, num_heads_k: int
+    ) -> tuple[Any, Any]:
+        """The schedule of calls with these lengths."""
+
+    def flash_mla_with_kvcache(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        block_table: Tensor,
+        cache_seqlens: Tensor,
+        head_dim_v: int,
+        tile_scheduler_metadata: Any,
+        num_splits: Any,
+        softmax_scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """out [reqs, queries, heads, head_dim_v], lse [reqs, heads, queries] natural."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlashMLABuffers:
+    """What plans are made with.  They hold no tensor: a plan's own are made anew in each step."""
+
+    library: FlashMLALibrary = field(metadata=OPAQUE)
+    heads: tuple[int, ...]  # of queries, of some layer, each once
+    limits: Limits = field(metadata=OPAQUE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LatentCall:
+    """The requests of one call of the library, which may be tokens."""
+
+    tokens: slice  # of the step
+    page_tables: tuple[Tensor, ...]  # [num_groups] of [reqs, max_pages]  int32
+    kv_lens: Tensor  # [reqs]  int32  at least 1
+    schedules: dict[int, tuple[Any, Any]]  # by query heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlashMLAPlan:
+    """The page-table layout as derived, and the calls of each part the step may be asked for."""
+
+    library: FlashMLALibrary
+    table: PageTablePlan
+    queries: int  # of a request in a call
+    calls: dict[Part, list[LatentCall]]
+    lacks_prefix: Tensor | None  # [padded_tokens, 1]  bool  the token's request has none; where
+    # Part.PREFIX may be asked for
+
+
+@dataclass(frozen=True)
+class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
+    """Causal attention over latents in pages of 64, and the prefix alone with lse.
+
+    library: whatever has the library's functions; None imports the real one in make_buffers.
+    """
+
+    library: FlashMLALibrary | None = None
+    name = "flashmla"
+    capabilities = Capabilities(
+        device_types=frozenset({"cuda"}),
+        min_cuda_arch=(9, 0),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
+        page_sizes=frozenset({PAGE_SIZE}),
+        head_dims=frozenset(),
+        v_head_dim_differs=False,
+        masks=frozenset({MaskKind.CAUSAL}),
+        window=False,
+        soft_cap=False,
+        sinks=False,
+        returns_lse=True,
+        graph=GraphSupport.ALWAYS,
+        host_plan=False,
+        loads_dead_slots=True,
+        latent_dims=frozenset({(512, 64)}),
+    )
+
+    def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
+        """Capabilities, and whether the library is there when planning for this machine."""
+        reasons = super().unsupported_reasons(config)
+        arch = config.cuda_arch or (0, 0)
+        if arch > LAST_ARCH:
+            reasons.append(f"CUDA arch must be at most {LAST_ARCH}, got {arch}")
+        if torch.cuda.is_available() and not _is_installed():
+            reasons.append(f"{MODULE} must be importable, got no such module")
+        return reasons
+
+    def make_buffers(self, limits: Limits) -> FlashMLABuffers:
+        """The library.  Raises ConfigError where it cannot be imported."""
+        return FlashMLABuffers(
+            library=_import_library() if self.library is None else self.library,
+            heads=tuple(dict.fromkeys(spec.num_heads for spec in limits.layers)),
+            limits=limits,
+        )
+
+    def buffer_bytes(self, limits: Limits) -> int:
+        """None, whether the library is here or not."""
+        return 0
+
+    def plan(self, view: StepView, buffers: FlashMLABuffers) -> FlashMLAPlan:
+        """The schedules of this step's lengths, by the library's own kernel."""
+        parts = buffers.limits.parts(view.mask)
+        extend, tokens = view.max_extend_len, view.padded_tokens
+        is_packed = tokens == view.padded_reqs * extend and extend <= MOST_QUERIES
+        queries = extend if is_packed else 1
+        lacks = None
+        if Part.PREFIX in parts:
+            lacks = view.prefix_lens.index_select(0, view.req_ids).eq(0).unsqueeze(1)
+        return FlashMLAPlan(
+            library=buffers.library,
+            table=page_table_plan(view),
+            queries=queries,
+            calls={part: _calls(view, buffers, part, queries) for part in parts},
+            lacks_prefix=lacks,
+        )
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: FlashMLAPlan, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        """See AttentionBackend.forward; lse comes with Part.PREFIX."""
+        spec, outs, lses = layer.spec, [], []
+        assert part in plan.calls, f"{part} of a step planned for {[*plan.calls]}"
+        for call in plan.calls[part]:
+            out, lse = plan.library.flash_mla_with_kvcache(
+                q[call.tokens].view(-1, plan.queries, *q.shape[1:]),
+                layer.k_cache,
+                call.page_tables[spec.group],
+                call.kv_lens,
+                spec.v_head_dim,
+                *call.schedules[spec.num_heads],
+                softmax_scale=spec.scale,
+                causal=part is Part.ALL and plan.queries > 1,
+            )
+            outs.append(out.flatten(0, 1))
+            lses.append(lse.transpose(1, 2).flatten(0, 1))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        if part is Part.ALL:
+            return out, None
+        assert plan.lacks_prefix is not None
+        out.masked_fill_(plan.lacks_prefix.unsqueeze(2), 0.0)
+        by_token = lses[0].contiguous() if len(lses) == 1 else torch.cat(lses)
+        return out, by_token.masked_fill_(plan.lacks_prefix, float("-inf"))
+
+
+def _calls(view: StepView, buffers: FlashMLABuffers, part: Part, queries: int) -> list[LatentCall]:
+    """The calls of one part: of requests that bring `queries` each, or of tokens.
+
+    A request of no key is shown one: what comes of it is replaced.
+    """
+    tables = tuple(group.page_table for group in view.groups)
+    lens = view.kv_lens if part is Part.ALL else view.prefix_lens.clamp(min=1)
+    if view.padded_tokens != view.padded_reqs * queries:
+        tables = tuple(table.index_select(0, view.req_ids) for table in tables)
+        lens = lens.index_select(0, view.req_ids)
+        if part is Part.ALL:
+            lens = (view.positions + 1).int()
+    calls, step = [], max(1, TOKENS_AT_ONCE // queries)
+    for start in range(0, len(lens), step):
+        rows = slice(start, min(start + step, len(lens)))
+        calls.append(
+            LatentCall(
+                tokens=slice(rows.start * queries, rows.stop * queries),
+                page_tables=tuple(table[rows] for table in tables),
+                kv_lens=lens[rows],
+                schedules={
+                    heads: buffers.library.get_mla_metadata(lens[rows], queries * heads, 1)
+                    for heads in buffers.heads
+                },
+            )
+        )
+    return calls
+
+
+def _is_installed() -> bool:
+    try:
+        return importlib.util.find_spec(MODULE) is not None
+    except ModuleNotFoundError:
+        return False  # the package in front of the dot
+
+
+def _import_library() -> FlashMLALibrary:
+    """The real library.  Raises ConfigError with what the import said."""
+    try:
+        return cast(FlashMLALibrary, importlib.import_module(MODULE))
+    except ImportError as error:
+        raise ConfigError.about(
+            "attention backend flashmla",
+            expected=f"an importable {MODULE}",
+            got=f"{type(error).__name__}: {error}",
+            remedy="pip install sglang-kernel, or choose another --attention-backend",
+        ) from error

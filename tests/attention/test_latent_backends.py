@@ -1,0 +1,377 @@
+"""The vendors' backends for latents, on their emulators: cells of every kind, plans, refusals."""
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from named_cell import run_named
+from torch import Tensor
+
+from paceline.attention.backends import flashinfer_mla_backend, flashmla_backend
+from paceline.attention.backends.flashinfer_mla_backend import FlashInferMLABackend
+from paceline.attention.backends.flashinfer_wrappers import RING
+from paceline.attention.backends.flashmla_backend import FlashMLABackend
+from paceline.attention.contract import (
+    AttentionBackend,
+    AttentionConfig,
+    AttentionSpec,
+    GraphSupport,
+    LayerCache,
+    Limits,
+    Part,
+)
+from paceline.attention.registry import choose
+from paceline.core.errors import ConfigError, KernelArgumentError
+from paceline.core.model_config import Heads
+from paceline.core.modes import MaskKind
+from paceline.core.sampling_params import SamplerTier
+from paceline.core.step import Step, StepLayout
+from paceline.kernels.step_view import GroupView, StepView
+from paceline.proof.check.cell import Status
+from paceline.proof.emulators import flashinfer_mla, flashmla
+
+BOTH = [FlashMLABackend, FlashInferMLABackend]
+either = pytest.mark.parametrize("backend_class", BOTH, ids=["flashmla", "flashinfer_mla"])
+LATENTS = Heads(16, 1, 576, 512, v_in_k=True)
+H200 = AttentionConfig(
+    device_type="cuda",
+    cuda_arch=(9, 0),
+    dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    page_size=64,
+    heads=(LATENTS,),
+    window=False,
+    soft_cap=False,
+    sinks=False,
+    masks=frozenset({MaskKind.CAUSAL}),
+    needs_lse=True,
+    graph=GraphSupport.ALWAYS,
+)
+CELLS = (
+    "decode/eager/page64-ends",
+    "decode/recorded/interleaved",
+    "extend/recorded/page64-ends",
+    "extend/eager/reversed",
+    "mixed/recorded/page64-mixed",
+    "target_verify/recorded/page64-chain3",
+    "target_verify/recorded/page64-topk4",
+    "target_verify/eager/page64-chain17",
+    "draft_decode/recorded/page64-topk2-step3",
+    "draft_decode/recorded/page64-frozen-kv-no-prefix",
+    "draft_extend/recorded/page64-accepted",
+    "draft_extend_v2/recorded/page64-fixed3-capture2x-scratch",
+)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("name", ["flashmla", "flashinfer_mla"])
+def test_a_cell_equals_the_oracle(name: str, cell: str) -> None:
+    result = run_named(f"mla/{name}/{cell}")
+    assert (result.status, result.reason) == (Status.EMULATED, None)
+
+
+def test_pages_of_any_size_are_flashinfers() -> None:
+    result = run_named("mla/flashinfer_mla/extend/recorded/page1")
+    assert (result.status, result.reason) == (Status.EMULATED, None)
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+SPEC = AttentionSpec(
+    layer_id=0,
+    group=0,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=576,
+    v_head_dim=512,
+    scale=0.1,
+    window=None,
+    soft_cap=None,
+    v_in_k=True,
+)
+LIMITS = Limits(
+    device=torch.device("cpu"),
+    dtype=torch.bfloat16,
+    kv_dtype=torch.bfloat16,
+    layers=(SPEC,),
+    max_reqs=4,
+    max_tokens=4096,
+    max_pages=(3,),
+    windows=(None,),
+    page_size=64,
+)
+
+
+def view_of(prefixes: list[int], extends: list[int], *, uniform: bool = False) -> StepView:
+    """A causal step with pages 1, 2, ... of each request behind one another."""
+    lens, steps = torch.tensor(prefixes).int(), torch.tensor(extends).int()
+    req_ids = torch.arange(len(prefixes)).repeat_interleave(steps)
+    offsets = torch.cat((torch.zeros(1).int(), steps.cumsum(0).int()))
+    positions = torch.cat([torch.arange(p, p + e) for p, e in zip(prefixes, extends, strict=True)])
+    tables = 1 + torch.arange(3 * len(prefixes)).view(-1, 3).int()
+    return StepView(
+        row_ids=1 + torch.arange(len(prefixes)),
+        prefix_lens=lens,
+        extend_lens=steps,
+        kv_lens=lens + steps,
+        cu_seqlens_q=offsets,
+        req_ids=req_ids,
+        positions=positions,
+        rope_positions=positions,
+        input_ids=torch.zeros_like(positions),
+        logits_loc=(offsets[1:] - 1).long(),
+        groups=(GroupView(page_table=tables, out_cache_loc=torch.zeros_like(positions)),),
+        mask=MaskKind.CAUSAL,
+        tree_mask=None,
+        max_extend_len=max(extends),
+        kv_len_bound=192,
+    )
+
+
+def flashmla_plan(view: StepView, **limits: Any) -> flashmla_backend.FlashMLAPlan:
+    backend = FlashMLABackend(flashmla)
+    return backend.plan(view, backend.make_buffers(replace(LIMITS, **limits)))
+
+
+def test_requests_of_as_many_queries_are_packed() -> None:
+    (call,) = flashmla_plan(view_of([5, 70], [3, 3])).calls[Part.ALL]
+    assert call.kv_lens.tolist() == [8, 73]
+    assert call.tokens == slice(0, 6)
+    assert call.page_tables[0].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert list(call.schedules) == [4]
+
+
+@pytest.mark.parametrize("extends", [[1, 3], [17, 17]], ids=["ragged", "many"])
+def test_other_tokens_are_requests_by_themselves(extends: list[int]) -> None:
+    plan = flashmla_plan(view_of([5, 70], extends))
+    (call,) = plan.calls[Part.ALL]
+    first = extends[0]
+    assert plan.queries == 1
+    wanted = [*range(6, 6 + first), *range(71, 71 + extends[1])]
+    assert call.kv_lens.tolist() == wanted
+    assert call.page_tables[0].tolist() == [[1, 2, 3]] * first + [[4, 5, 6]] * extends[1]
+
+
+def test_a_call_holds_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashmla_backend, "TOKENS_AT_ONCE", 7)
+    packed = flashmla_plan(view_of([5, 70, 9], [3, 3, 3])).calls[Part.ALL]
+    assert [call.tokens for call in packed] == [slice(0, 6), slice(6, 9)]
+    alone = flashmla_plan(view_of([5, 70], [1, 9])).calls[Part.ALL]
+    assert [call.tokens for call in alone] == [slice(0, 7), slice(7, 10)]
+    assert [call.kv_lens.tolist() for call in alone] == [[6, *range(71, 77)], [77, 78, 79]]
+
+
+def test_a_prefix_is_planned_where_it_may_be_asked_for() -> None:
+    view = view_of([0, 70], [2, 2])
+    assert list(flashmla_plan(view).calls) == [Part.ALL]
+    assert flashmla_plan(view).lacks_prefix is None
+    plan = flashmla_plan(view, prefix_alone=True)
+    assert plan.calls[Part.PREFIX][0].kv_lens.tolist() == [1, 70]
+    assert plan.lacks_prefix is not None
+    assert plan.lacks_prefix.flatten().tolist() == [True, True, False, False]
+
+
+def test_pieces_of_a_step_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces of two tokens and whole: the same rows, and the same lse."""
+    view, cache = view_of([0, 70, 9], [1, 2, 3]), torch.randn(10, 64, 1, 576).bfloat16()
+    layer = LayerCache(
+        spec=SPEC, k_cache=cache, v_cache=cache[..., :512], k_scale=None, v_scale=None, sinks=None
+    )
+    q, backend = torch.randn(6, 4, 576).bfloat16(), FlashMLABackend(flashmla)
+
+    def outputs(part: Part) -> tuple[Tensor, Tensor | None]:
+        plan = flashmla_plan(view, prefix_alone=True)
+        return backend.forward(q, q, q, layer, plan, part)
+
+    whole = {part: outputs(part) for part in Part}
+    monkeypatch.setattr(flashmla_backend, "TOKENS_AT_ONCE", 2)
+    for part, (out, lse) in whole.items():
+        again, lse_again = outputs(part)
+        assert torch.equal(again, out)
+        assert (lse is None) == (lse_again is None) == (part is Part.ALL)
+        if lse is not None and lse_again is not None:
+            assert torch.equal(lse_again, lse)
+            assert lse[0].isneginf().all()
+
+
+def step_of(view: StepView, epoch: int = 1) -> Step:
+    return Step(
+        epoch=epoch,
+        layout=StepLayout(
+            rows=tuple(range(1, view.padded_reqs + 1)),
+            extend_lens=tuple(view.extend_lens.tolist()),
+            emits=(True,) * view.padded_reqs,
+        ),
+        is_ragged=True,
+        prefix_lens_bound=tuple(view.prefix_lens.tolist()),
+        sampler=SamplerTier.GREEDY,
+        logprobs=False,
+        deltas=(),
+    )
+
+
+def test_wrappers_take_turns_over_one_schedule() -> None:
+    backend, view = FlashInferMLABackend(flashinfer_mla), view_of([5, 70], [1, 2])
+    buffers = backend.make_buffers(LIMITS)
+    ((key, ring), _) = buffers.rings.items()
+    found = []
+    for epoch in range(1, RING + 2):
+        backend.host_plan(step_of(view, epoch), buffers)
+        assert ring.planned is not None
+        found.append(ring.planned[1])
+    assert len({id(wrapper) for wrapper in found}) == RING
+    assert found[0] is found[RING]
+    pinned = {wrapper._pin_memory_int_workspace_buffer.data_ptr() for wrapper in found}
+    assert len(pinned) == RING
+    places = {wrapper._int_workspace_buffer.data_ptr() for wrapper in found}
+    assert places == {buffers.schedules[key].data_ptr()}
+
+
+def test_a_forward_of_what_no_host_plan_planned_is_refused() -> None:
+    backend, view = FlashInferMLABackend(flashinfer_mla), view_of([5, 70], [1, 2])
+    buffers = backend.make_buffers(LIMITS)
+    cache = torch.zeros(7, 64, 1, 576).bfloat16()
+    layer = LayerCache(
+        spec=SPEC, k_cache=cache, v_cache=cache[..., :512], k_scale=None, v_scale=None, sinks=None
+    )
+    q = torch.zeros(3, 4, 576).bfloat16()
+    backend.host_plan(step_of(view_of([5, 70], [1, 1])), buffers)
+    plan = backend.plan(view, buffers)
+    with pytest.raises(KernelArgumentError, match="a part and layer constants of the step's host"):
+        backend.forward(q, q, q, layer, plan, Part.ALL)
+
+
+def test_steps_that_outgrow_a_schedule_are_refused_when_buffers_are_made() -> None:
+    backend = FlashInferMLABackend(flashinfer_mla)
+    most = replace(LIMITS, layers=(replace(SPEC, num_heads=128),), max_tokens=16384)
+    text = (
+        "steps for attention backend flashinfer_mla must be of at most 16384 units of work, got "
+        r"\d+: 16384 tokens of 128 heads, 4 requests; lower --max-num-batched-tokens"
+    )
+    with pytest.raises(ConfigError, match=text):
+        backend.make_buffers(most)
+    assert backend.make_buffers(replace(most, max_tokens=8192)).rings
+
+
+@either
+def test_the_budget_counts_what_buffers_hold(backend_class: type) -> None:
+    library = {FlashMLABackend: flashmla, FlashInferMLABackend: flashinfer_mla}[backend_class]
+    from paceline.attention.held import tensor_bytes
+
+    counted = backend_class().buffer_bytes(LIMITS)
+    assert counted == tensor_bytes(backend_class(library).make_buffers(LIMITS))
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def for_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU here: what is installed says nothing."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@either
+@pytest.mark.usefixtures("for_another_machine")
+@pytest.mark.parametrize("heads", [1, 16, 20, 128])
+def test_latents_on_a_hopper_gpu_are_served(
+    heads: int, backend_class: type[AttentionBackend]
+) -> None:
+    wanted = replace(H200, heads=(replace(LATENTS, num_heads=heads),))
+    assert backend_class().unsupported_reasons(wanted) == []
+
+
+@either
+@pytest.mark.usefixtures("for_another_machine")
+def test_every_reason_is_named(backend_class: type[AttentionBackend]) -> None:
+    wanted = replace(
+        H200,
+        dtype=torch.float32,
+        kv_dtype=torch.float8_e4m3fn,
+        heads=(replace(LATENTS, head_dim=512), Heads(16, 1, 288, 256, v_in_k=True)),
+        window=True,
+        soft_cap=True,
+        sinks=True,
+        masks=frozenset({MaskKind.TREE}),
+    )
+    reasons = "\n".join(backend_class().unsupported_reasons(wanted))
+    for text in (
+        "dtype must be ['torch.bfloat16', 'torch.float16'], got torch.float32",
+        "KV dtype must be",
+        "latent dims must be [(512, 64)], got (512, 0)",
+        "latent dims must be [(512, 64)], got (256, 32)",
+        "sliding window must be absent",
+        "soft cap must be absent",
+        "attention sinks must be absent",
+        "mask kind must be ['causal'], got ['tree']",
+    ):
+        assert text in reasons
+
+
+@either
+@pytest.mark.usefixtures("for_another_machine")
+def test_heads_with_values_of_their_own_are_refused(backend_class: type[AttentionBackend]) -> None:
+    wanted = replace(H200, heads=(Heads(32, 8, 128, 128),))
+    text = "each layer must be of latents, with V in K, got 32/8 heads of 128"
+    assert backend_class().unsupported_reasons(wanted) == [text]
+
+
+@pytest.mark.usefixtures("for_another_machine")
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"page_size": 16}, "page size must be [64], got 16"),
+        ({"cuda_arch": (10, 0)}, "CUDA arch must be at most (9, 9), got (10, 0)"),
+        ({"cuda_arch": (8, 0)}, "CUDA arch must be at least (9, 0), got (8, 0)"),
+    ],
+)
+def test_flashmla_wants_pages_of_64_and_a_hopper_gpu(changes: dict[str, Any], text: str) -> None:
+    assert FlashMLABackend().unsupported_reasons(replace(H200, **changes)) == [text]
+
+
+@pytest.mark.usefixtures("for_another_machine")
+@pytest.mark.parametrize("name", ["flashmla", "flashinfer_mla"])
+def test_trees_run_by_cascade(name: str) -> None:
+    trees = replace(H200, masks=frozenset(MaskKind) - {MaskKind.FULL})
+    assert choose(trees, name).name == f"cascade({name})"
+
+
+@pytest.mark.parametrize(
+    ("backend_class", "text"),
+    [
+        (FlashMLABackend, "sgl_kernel.flash_mla must be importable, got no such module"),
+        (FlashInferMLABackend, "flashinfer must be installed, got no such package"),
+    ],
+)
+def test_this_machine_must_have_the_library(
+    backend_class: type[AttentionBackend], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "path", [])
+    assert backend_class().unsupported_reasons(H200) == [text]
+
+
+def test_buffers_without_flashmla_name_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    text = (
+        "attention backend flashmla must be an importable sgl_kernel.flash_mla, got "
+        "ModuleNotFoundError: .*; pip install sglang-kernel, or choose another"
+    )
+    with pytest.raises(ConfigError, match=text):
+        FlashMLABackend().make_buffers(LIMITS)
+
+
+def test_the_real_libraries_are_imported_when_buffers_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
+    monkeypatch.setitem(sys.modules, flashmla_backend.MODULE, flashmla)
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, flashinfer_mla_backend.MODULE, flashinfer_mla)
+    assert FlashMLABackend().make_buffers(LIMITS).library is flashmla
+    buffers, view = FlashInferMLABackend().make_buffers(LIMITS), view_of([5], [1])
+    FlashInferMLABackend().host_plan(step_of(view), buffers)
+    assert FlashInferMLABackend().plan(view, buffers).wrappers
