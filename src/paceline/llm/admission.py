@@ -166,7 +166,7 @@ class Admission:
 
     def _check_fits(self, text: str) -> None:
         """Before a text is tokenized, which may take seconds."""
-        fewest = self.require_tokenizer().fewest_tokens(text)
+        fewest = self.require_tokenizer().fewest_tokens(text, self.context_len)
         if fewest >= self.context_len:
             raise self._length_error(f"a text of at least {fewest} tokens", _SHORTEN)
 

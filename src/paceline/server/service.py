@@ -121,7 +121,7 @@ class Service:
         self, text: str, room: Callable[..., None], *, add_special_tokens: bool = True
     ) -> list[int]:
         """room: raises unless so many tokens leave some; asked before what may take seconds."""
-        fewest = self._tokenizer.fewest_tokens(text)
+        fewest = self._tokenizer.fewest_tokens(text, self.admission.context_len)
         if fewest:
             room(fewest, got=f"at least {fewest}")
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
