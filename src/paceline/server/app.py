@@ -10,11 +10,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.plan.machine import versions
 from paceline.server.answer import Job, answer
-from paceline.server.body import body_schema, read_body
+from paceline.server.body import body_schema
 from paceline.server.chat import chat_job
 from paceline.server.completions import completion_job
 from paceline.server.errors import ApiError, add_error_handlers
 from paceline.server.limits import LIMITS, BodyLimit
+from paceline.server.reader import CHAT, COMPLETIONS
 from paceline.server.service import Service
 from paceline.server.stream import ClientGone
 from paceline.server.wire import ChatRequest, CompletionRequest
@@ -31,6 +32,7 @@ def build_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
         yield
+        service.worker.close()
         await service.engine.stop()
 
     app = FastAPI(title="paceline", version=versions()["paceline"] or "source", lifespan=lifespan)
@@ -55,14 +57,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         check_query(request)
-        body = await read_body(request, CompletionRequest)
-        return await _answer(service, await completion_job(service, body), request)
+        asked = await service.read(COMPLETIONS, request)
+        return await _answer(service, completion_job(service, asked), request)
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         check_query(request)
-        body = await read_body(request, ChatRequest)
-        return await _answer(service, await chat_job(service, body), request)
+        asked = await service.read(CHAT, request)
+        return await _answer(service, chat_job(service, asked), request)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -74,7 +76,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
+        service.reader.check_model(name)
         return service.describe()
 
 
