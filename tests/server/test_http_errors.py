@@ -87,6 +87,36 @@ def test_a_wrong_key_is_answered_with_401_before_anything_is_read(server, given)
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
+def test_the_scheme_of_a_key_has_no_case(server):
+    for scheme in ("bearer", "BEARER", "Bearer "):
+        headers = {"Authorization": f"{scheme} sesame"}
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/openapi.json", "/v1x", "/nothing"])
+def test_pages_ask_for_the_key_too(client, server, path):
+    assert refused(httpx.get(server.url + path), 401)["code"] == "invalid_api_key"
+    assert client.get(path).status_code in (200, 404)
+
+
+def test_the_schema_promises_no_422(client):
+    schema = client.get("/openapi.json").json()
+    answers = [each["responses"] for path in schema["paths"].values() for each in path.values()]
+    assert answers
+    assert not any("422" in each for each in answers)
+    (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
+    assert (name["name"], name["in"]) == ("name", "path")
+
+
+def test_a_name_of_ten_megabytes_is_not_said_again(client):
+    body = b'{"model":"tiny","prompt":"x","%b":1}' % (b"k" * 10_000_000)
+    answer = client.post(
+        "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert refused(answer, 400)["code"] == "unknown_parameter"
+    assert len(answer.content) < 500
+
+
 def test_unknown_paths_methods_and_models_are_named(client):
     assert refused(client.get("/v1/nothing"), 404)["message"].startswith("GET /v1/nothing: Not Fo")
     answer = client.get("/v1/completions")
