@@ -9,7 +9,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
 from paceline.server.app import build_app
 from paceline.server.limits import LIMITS, ServerLimits
+from paceline.server.run import http_config
 from paceline.server.service import Service
 
 CONTEXT = 256
@@ -33,6 +34,7 @@ class Serving:
 
     url: str
     llm: LLM
+    connections: Set[object]
     turns: "Turns"
     engine: AsyncEngine
     loop: asyncio.AbstractEventLoop
@@ -101,9 +103,8 @@ def serving(
 ) -> Iterator[Serving]:
     """Serve `llm` as "tiny"; closes it behind."""
     service = Service.of(llm, model="tiny", max_queued=limits.max_queued)
-    app = build_app(service, api_key=api_key, max_body_mib=limits.max_body_mib)
-    quiet = {"log_config": None, "access_log": False, "timeout_keep_alive": 3600}
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="on", **quiet))
+    app = build_app(service, api_key=api_key, limits=limits)
+    server = uvicorn.Server(http_config(app, limits))
     bound = socket.create_server(("127.0.0.1", 0))
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -116,7 +117,7 @@ def serving(
     wait_until(lambda: server.started)
     url, turns = f"http://127.0.0.1:{bound.getsockname()[1]}", Turns(llm)
     try:
-        yield Serving(url, llm, turns, service.engine, loops[0])
+        yield Serving(url, llm, server.server_state.connections, turns, service.engine, loops[0])
     finally:
         turns.go()
         server.should_exit = True

@@ -16,13 +16,13 @@ from paceline.engine.request import FinishReason
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.llm.admission import AdmittedPrompt
 from paceline.server.answer import Job, answer
-from paceline.server.body import decoded
 from paceline.server.chat import ChatWriter
 from paceline.server.completions import CompletionWriter, completion_job
+from paceline.server.counts import Room
 from paceline.server.errors import ApiError
 from paceline.server.logprobs import completion_logprobs
+from paceline.server.reader import COMPLETIONS, Reader
 from paceline.server.token_names import TokenNames
-from paceline.server.wire import CompletionRequest
 
 PROMPTS = [[1, 2], [3, 4, 5]]
 
@@ -32,6 +32,10 @@ class Letters:
 
     def added_text(self, *token_ids: int) -> str:
         return "".join(chr(97 + token) for token in token_ids)
+
+    def decode(self, token_ids, *, skip_special_tokens: bool) -> str:
+        assert not skip_special_tokens
+        return self.added_text(*token_ids)
 
 
 def growth_of(
@@ -314,26 +318,11 @@ def test_text_offsets_count_whole_characters(tokens: list[int], offsets: list[in
     assert found["text_offset"] == offsets
 
 
-class AskedService(FakeService):
-    """What a job asks before it runs, of prompts that are token ids."""
-
-    def check_model(self, name: str) -> None:
-        assert name == self.model
-
-    def require_room(self, num_completions: int) -> None:
-        assert num_completions == 4
-
-    async def encode(self, prompts, max_tokens) -> list[list[int]]:
-        return prompts
-
-    async def decode(self, token_ids) -> str:
-        return Letters().added_text(*token_ids)
-
-
 def test_every_choice_echoes_its_own_prompt() -> None:
     body = {"model": "tiny", "prompt": PROMPTS, "n": 2, "echo": True, "logprobs": 1}
-    asked = decoded(CompletionRequest, json.dumps(body).encode())
-    job = asyncio.run(completion_job(AskedService([]), asked))
+    room = Room(context_len=8, max_open=4)
+    reader = Reader(model="tiny", room=room, vocab_size=100, tokenizer=Letters())
+    job = completion_job(FakeService([]), reader.read(COMPLETIONS, json.dumps(body).encode()))
     assert (job.params.n, job.params.logprobs, job.params.prompt_logprobs) == (2, 1, 1)
     growth = growth_of(0, [25])
     found = [job.writer.whole(index, growth, growth.outputs[0]) for index in range(4)]

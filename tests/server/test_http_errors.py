@@ -1,16 +1,14 @@
 """Errors over HTTP: one shape for all, and the server goes on."""
 
-import asyncio
 from dataclasses import replace
 
 import httpx
 import pytest
 from serving import serving, small_llm, wait_until
 
-from paceline.core.errors import CapacityError, ConfigError, ModelError
+from paceline.core.errors import CapacityError, ConfigError
 from paceline.engine.completion import Completion
 from paceline.engine.request import FinishReason
-from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
 from paceline.text.chat_template import ChatTemplate
 
@@ -87,6 +85,36 @@ def test_a_wrong_key_is_answered_with_401_before_anything_is_read(server, given)
     assert refused(answer, 401)["code"] == "invalid_api_key"
     assert answer.headers["www-authenticate"] == "Bearer"
     assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_the_scheme_of_a_key_has_no_case(server):
+    for scheme in ("bearer", "BEARER", "Bearer "):
+        headers = {"Authorization": f"{scheme} sesame"}
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/openapi.json", "/v1x", "/nothing"])
+def test_pages_ask_for_the_key_too(client, server, path):
+    assert refused(httpx.get(server.url + path), 401)["code"] == "invalid_api_key"
+    assert client.get(path).status_code in (200, 404)
+
+
+def test_the_schema_promises_no_422(client):
+    schema = client.get("/openapi.json").json()
+    answers = [each["responses"] for path in schema["paths"].values() for each in path.values()]
+    assert answers
+    assert not any("422" in each for each in answers)
+    (name,) = schema["paths"]["/v1/models/{name}"]["get"]["parameters"]
+    assert (name["name"], name["in"]) == ("name", "path")
+
+
+def test_a_name_of_ten_megabytes_is_not_said_again(client):
+    body = b'{"model":"tiny","prompt":"x","%b":1}' % (b"k" * 10_000_000)
+    answer = client.post(
+        "/v1/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert refused(answer, 400)["code"] == "unknown_parameter"
+    assert len(answer.content) < 500
 
 
 def test_unknown_paths_methods_and_models_are_named(client):
@@ -209,17 +237,8 @@ def test_what_the_engine_refuses_otherwise_is_a_server_error_and_others_go_on(
     assert error["message"].startswith("columns packed by X must be")
 
 
-def test_a_model_without_a_tokenizer_takes_ids_only():
-    llm = small_llm()
-    try:
-        service = Service.of(llm, model="tiny")
-        service = replace(service, admission=replace(service.admission, tokenizer=None))
-        assert asyncio.run(service.encode([[1, 2]], 1)) == [[1, 2]]
-        with pytest.raises(ModelError, match="text must be sent to a model with tokenizer"):
-            asyncio.run(service.encode(["x"], 1))
-        assert TokenNames(None).name(5) == "token_id:5"
-    finally:
-        llm.close()
+def test_a_token_without_a_tokenizer_is_named_by_its_id():
+    assert TokenNames(None).name(5) == "token_id:5"
 
 
 def test_the_schema_lists_the_endpoints(client):

@@ -1,6 +1,7 @@
 """What one client can ask for is bounded, and the others go on."""
 
 import json
+from dataclasses import asdict
 
 import httpx
 import pytest
@@ -130,5 +131,9 @@ def test_the_command_line_has_these_limits():
     from paceline.cli.serve import serve
 
     defaults = {option.name: option.default for option in serve.params}
-    assert defaults["max_queued_requests"] == LIMITS.max_queued
-    assert defaults["max_body_mib"] == LIMITS.max_body_mib
+    for name, default in asdict(LIMITS).items():
+        stem, _, unit = name.rpartition("_")
+        options = (
+            [stem + "_timeout", stem + "_seconds"] if unit == "s" else [name, name + "_requests"]
+        )
+        assert [defaults[option] for option in options if option in defaults] == [default], name

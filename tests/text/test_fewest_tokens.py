@@ -15,7 +15,8 @@ import paceline
 from paceline.core.errors import RequestError
 from paceline.llm.admission import Admission
 from paceline.llm.inputs import Conversation
-from paceline.text.fewest_tokens import longest_token_bytes
+from paceline.text import fewest_tokens
+from paceline.text.fewest_tokens import fewest_of_pieces, longest_token_bytes
 from paceline.text.tokenizer import Tokenizer
 
 BUNDLED = Path(paceline.__file__).parent / "models/bundled/tokenizer.json"
@@ -112,6 +113,9 @@ def test_an_added_token_counts_with_all_its_bytes():
     assert longest_token_bytes(core) == len("<é:long>".encode())
 
 
+WORDS = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "x": 1}, unk_token="[UNK]"))
+
+
 def stripping():
     core = byte_level()
     core.add_tokens([AddedToken("<x>", lstrip=True)])
@@ -169,8 +173,44 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch, prompt):
         context_len=64,
         notify=[].append,
     )
-    fewest = tokenizer.fewest_tokens("x" * 10_000)
+    fewest = tokenizer.fewest_tokens("x" * 10_000, 64)
     assert fewest > 64
     text = rf"prompt must be 1 to 63 tokens \(.*\), got a text of at least {fewest} tokens; shorten"
     with pytest.raises(RequestError, match=text):
         admission.admit(prompt)
+
+
+@pytest.mark.parametrize("make", [bundled, blanks_as_words, stripping, lambda: WORDS])
+@pytest.mark.parametrize(
+    "text", ["x" * 999, " " * 999, "abab" * 250, "a b\n" * 250, "\u1fbe\u0308\u0301𝄞" * 250]
+)
+@pytest.mark.parametrize("piece", [16, 17, 100])
+def test_no_text_has_fewer_tokens_than_its_pieces_say(monkeypatch, make, text, piece):
+    monkeypatch.setattr(fewest_tokens, "_PIECE", piece)
+    core = make()
+    assert fewest_of_pieces(core, text, 10**6) <= len(core.encode(text).ids)
+
+
+class Counting:
+    """A tokenizer that counts the characters it has read."""
+
+    def __init__(self):
+        self.num_read = 0
+
+    def encode_batch_fast(self, texts, *, add_special_tokens):
+        self.num_read += sum(map(len, texts))
+        return bundled().encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+
+def test_a_text_far_too_long_is_read_no_further_than_shows_it():
+    core, text = Counting(), "hello world, " * 200_000
+    assert fewest_of_pieces(core, text, 5_000) >= 5_000
+    assert core.num_read < 65_537
+
+
+def test_without_a_bound_by_bytes_a_long_text_is_read_in_pieces_alone():
+    core = bundled()
+    core.normalizer = normalizers.NFKC()
+    tokenizer = Tokenizer(core, {})
+    assert tokenizer.fewest_tokens("hello world, " * 200, 1_000) == 0
+    assert tokenizer.fewest_tokens("hello world, " * 20_000, 1_000) >= 1_000

@@ -1,5 +1,6 @@
 """`paceline serve`: an OpenAI-compatible HTTP server."""
 
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -8,6 +9,15 @@ from paceline.cli.console import engine_factory
 from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_stderr
 from paceline.cli.verb import Verb
 from paceline.core.options import MAX_QUEUED
+
+COUNT, SECONDS = click.IntRange(min=1), click.FloatRange(min=0.0)
+
+
+def limit(
+    flag: str, kind: click.ParamType, default: float, text: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An option that bounds what the server takes; a test holds its default to ServerLimits."""
+    return click.option(flag, type=kind, default=default, show_default=True, help=text)
 
 
 @click.command(
@@ -52,22 +62,26 @@ From Python, with the openai package:
     default=None,
     envvar="PACELINE_API_KEY",
     show_envvar=True,
-    help="Key that requests under /v1 must bring.  [default: none is asked for]",
+    help="Key that requests must bring, but for /health and /ready.  [default: none is asked for]",
 )
-@click.option(
+@limit(
     "--max-queued-requests",
-    type=click.IntRange(min=0),
-    default=MAX_QUEUED,
-    show_default=True,
-    help="Completions that may wait beside those that run; more are answered with 503.",
+    click.IntRange(min=0),
+    MAX_QUEUED,
+    "Completions that may wait beside those that run; more are answered with 503.",
 )
-@click.option(
-    "--max-body-mib",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    help="Longest body of a request; a longer one is answered with 413.  [MiB]",
+@limit("--max-body-mib", COUNT, 16, "Longest body of a request; else 413.  [MiB]")
+@limit("--max-connections", COUNT, 4096, "Connections at once; one more is answered with 503.")
+@limit(
+    "--header-timeout",
+    SECONDS,
+    10.0,
+    "For the headers, from a connection or the first byte of a request; else 408.  [s]",
 )
+@limit("--body-timeout", SECONDS, 60.0, "For the body behind its headers; else 408.  [s]")
+@limit("--idle-timeout", SECONDS, 30.0, "How long an idle connection is kept.  [s]")
+@limit("--write-timeout", SECONDS, 60.0, "How long a client may leave its answer unread.  [s]")
+@limit("--drain-seconds", SECONDS, 20.0, "How long requests may go on once it shall stop.  [s]")
 @log_flags
 @engine_flags
 @click.pass_context
@@ -89,7 +103,14 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
         model=values["served_model_name"] or str(asked.get("model", "bundled")),
         api_key=values["api_key"],
         limits=ServerLimits(
-            max_queued=values["max_queued_requests"], max_body_mib=values["max_body_mib"]
+            max_queued=values["max_queued_requests"],
+            max_body_mib=values["max_body_mib"],
+            max_connections=values["max_connections"],
+            header_s=values["header_timeout"],
+            body_s=values["body_timeout"],
+            idle_s=values["idle_timeout"],
+            write_s=values["write_timeout"],
+            drain_s=values["drain_seconds"],
         ),
     )
     with bind(address) as bound:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from paceline.core.asked import by_field
 from paceline.core.draft_shape import MOST_BRANCHES, MOST_DRAFT_TOKENS, MOST_STEPS
+from paceline.core.errors import RequestError
 from paceline.core.option_spec import check, option
 from paceline.core.sampling_params import SEED_LIMIT
 
@@ -318,6 +319,17 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for field in fields(self):
             check(field, getattr(self, field.name))
+
+
+def require_possible(num_completions: int, max_open: int) -> None:
+    """Raise RequestError for more completions at once than a queue ever has room for."""
+    if num_completions > max_open:
+        raise RequestError.about(
+            "n",
+            expected=f"at most {max_open} completions at once, of all prompts",
+            got=num_completions,
+            remedy="send several requests, or raise max-queued-requests",
+        )
 
 
 def known(value: T | None) -> T:

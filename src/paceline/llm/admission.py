@@ -146,10 +146,13 @@ class Admission:
             text, ids = prompt, self.require_tokenizer().encode(prompt)
         else:
             ids = prompt
-        vocab_size = self.config.vocab_size
-        for place, token in enumerate(ids):
-            if type(token) is not int or not 0 <= token < vocab_size:
-                raise self._id_error(place, token, is_text=text is not None)
+        known = range(self.config.vocab_size)
+        # Looked at one by one only to be refused: a turn of the engine waits for a loop over many.
+        if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) not in known):  # type: ignore[type-var, operator]
+            place = next(
+                i for i, each in enumerate(ids) if type(each) is not int or each not in known
+            )
+            raise self._id_error(place, ids[place], is_text=text is not None)
         return text, tuple(ids)  # type: ignore[arg-type]
 
     def _id_error(self, place: int, token: object, *, is_text: bool) -> RequestError:
@@ -166,7 +169,7 @@ class Admission:
 
     def _check_fits(self, text: str) -> None:
         """Before a text is tokenized, which may take seconds."""
-        fewest = self.require_tokenizer().fewest_tokens(text)
+        fewest = self.require_tokenizer().fewest_tokens(text, self.context_len)
         if fewest >= self.context_len:
             raise self._length_error(f"a text of at least {fewest} tokens", _SHORTEN)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import BusyError, PacelineError, RequestError, message
-from paceline.core.options import MAX_QUEUED, known
+from paceline.core.errors import BusyError, PacelineError, message
+from paceline.core.options import MAX_QUEUED, known, require_possible
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.ticket import Telling, Ticket
 from paceline.engine.tracker import Tracker
@@ -65,6 +65,11 @@ class AsyncEngine:
     def failure(self) -> str | None:
         """Why no request is served any more; None while the thread lives."""
         return self._failure
+
+    @property
+    def max_open(self) -> int:
+        """Completions that may run and wait."""
+        return self._max_open
 
     @property
     def num_tickets(self) -> int:
@@ -121,13 +126,7 @@ class AsyncEngine:
 
     def require_room(self, num_completions: int) -> None:
         """Raise RequestError for what never has room, BusyError for what has none now."""
-        if num_completions > self._max_open:
-            raise RequestError.about(
-                "n",
-                expected=f"at most {self._max_open} completions at once, of all prompts",
-                got=num_completions,
-                remedy="send several requests, or raise max-queued-requests",
-            )
+        require_possible(num_completions, self._max_open)
         if self._num_open + num_completions > self._max_open:
             raise BusyError.about(
                 "the queue",

@@ -16,6 +16,7 @@ from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.engine.ticket import GROWTHS, Ticket
 from paceline.server.errors import ApiError, as_api_error
+from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.stream import EventStream, event, unless_gone
 
@@ -53,6 +54,17 @@ class Job:
     stream: bool
     include_usage: bool
     writer: Writer
+
+    @classmethod
+    def of(cls, asked: Reading, writer: Writer) -> "Job":
+        """Raises RequestError for parameters out of range."""
+        return cls(
+            prompts=asked.prompts,
+            params=SamplingParams.from_dict(asked.sampling),
+            stream=asked.stream,
+            include_usage=asked.include_usage,
+            writer=writer,
+        )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,27 +10,30 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.plan.machine import versions
 from paceline.server.answer import Job, answer
-from paceline.server.body import body_schema, read_body
+from paceline.server.body import body_schema
 from paceline.server.chat import chat_job
 from paceline.server.completions import completion_job
 from paceline.server.errors import ApiError, add_error_handlers
-from paceline.server.limits import LIMITS, BodyLimit
+from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
+from paceline.server.reader import CHAT, COMPLETIONS
 from paceline.server.service import Service
 from paceline.server.stream import ClientGone
 from paceline.server.wire import ChatRequest, CompletionRequest
 
+_OPEN = {"/health"}
 _GONE = 499  # what nginx logs for a client that left; nobody reads it
 
 
 def build_app(
-    service: Service, *, api_key: str | None = None, max_body_mib: int = LIMITS.max_body_mib
+    service: Service, *, api_key: str | None = None, limits: ServerLimits = LIMITS
 ) -> FastAPI:
-    """The application.  With an api_key, /v1 asks for it as a bearer token."""
+    """The application.  With an api_key, all paths but /health ask for it as a bearer token."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
         yield
+        service.worker.close()
         await service.engine.stop()
 
     app = FastAPI(title="paceline", version=versions()["paceline"] or "source", lifespan=lifespan)
@@ -45,9 +48,10 @@ def build_app(
             raise ApiError(503, service.engine.failure, code="engine_failed")
         return Response('{"status":"ok"}', media_type="application/json")
 
-    app.add_middleware(BodyLimit, max_mib=max_body_mib)
+    app.add_middleware(BodyLimit, limits=limits)
     if api_key is not None:
         app.add_middleware(KeyGuard, api_key=api_key)
+    app.add_middleware(Lengths)
     return app
 
 
@@ -55,14 +59,14 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         check_query(request)
-        body = await read_body(request, CompletionRequest)
-        return await _answer(service, await completion_job(service, body), request)
+        asked = await service.read(COMPLETIONS, request)
+        return await _answer(service, completion_job(service, asked), request)
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         check_query(request)
-        body = await read_body(request, ChatRequest)
-        return await _answer(service, await chat_job(service, body), request)
+        asked = await service.read(CHAT, request)
+        return await _answer(service, chat_job(service, asked), request)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -71,10 +75,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.describe()]}
 
+    # The name is read off the path here: a parameter of the function would promise a 422 that is
+    # never sent.
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+
     @app.head("/v1/models/{name:path}", include_in_schema=False)
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        service.check_model(name)
+    @app.get("/v1/models/{name:path}", openapi_extra={"parameters": [name]})
+    async def model(request: Request) -> dict[str, Any]:
+        service.reader.check_model(request.path_params["name"])
         return service.describe()
 
 
@@ -99,16 +107,17 @@ async def _answer(service: Service, job: Job, request: Request) -> Response:
 
 
 class KeyGuard:
-    """ASGI middleware: refuses what lies under /v1 to clients without the key, before their body is
-    read.
+    """ASGI middleware: refuses clients without the key before their body is read.
+
+    Probes bring none, so what they ask is open.
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str) -> None:
         self._app = app
-        self._wanted = f"Bearer {api_key}".encode()
+        self._wanted = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1") and not self._knows(scope):
+        if scope["type"] == "http" and scope["path"] not in _OPEN and not self._knows(scope):
             text = "Authorization must be 'Bearer <the key the server was started with>'"
             headers = {"WWW-Authenticate": "Bearer"}
             error = ApiError(401, text, code="invalid_api_key", headers=headers)
@@ -118,4 +127,5 @@ class KeyGuard:
 
     def _knows(self, scope: Scope) -> bool:
         given = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(given, self._wanted)
+        scheme, _, key = given.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.lstrip(b" "), self._wanted)

@@ -9,27 +9,32 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import Request
 
+from paceline.server.counts import Room, counted
 from paceline.server.errors import ApiError
 from paceline.server.faults import REMEDY, fault_of, not_json
 from paceline.server.wire import Wire
 
+LARGE = 1 << 16  # bytes: what a longer body holds is counted before it is built
 W = TypeVar("W", bound=Wire)
 
 
-async def read_body(request: Request, kind: type[W]) -> W:
-    """Raises ApiError, 400 for a body of another kind and 413 for one that is too long."""
+async def read_body(request: Request) -> list[bytes]:
+    """Its parts as they came.  Raises ApiError, 400 for a body of another kind and 413 for one that
+    is too long.
+    """
     said = request.headers.get("content-type", "nothing")
     if said.partition(";")[0].strip().lower() != "application/json":
         raise ApiError.about(
             "Content-Type", expected="application/json", got=repr(said), remedy=REMEDY
         )
-    return decoded(kind, await request.body())
+    return [part async for part in request.stream()]
 
 
-def decoded(kind: type[W], body: bytes) -> W:
+def decoded(kind: type[W], body: bytes, room: Room) -> W:
     """Raises ApiError, 400, for the first fault."""
     try:
-        found = msgspec.json.decode(body, type=kind)
+        once = body if len(body) <= LARGE else counted(kind, body, room)
+        found = msgspec.json.decode(once, type=kind)
         found.check(())
     except msgspec.ValidationError as error:
         raise fault_of(error, kind, body) from error

@@ -4,24 +4,14 @@ from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.server.answer import Document, Job, Writer
 from paceline.server.logprobs import chat_logprobs
+from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
-from paceline.server.wire import ChatRequest
 
 
-async def chat_job(service: Service, body: ChatRequest) -> Job:
-    """Raises RequestError, ModelError, ApiError."""
-    service.check_model(body.model)
-    params = body.sampling()
-    messages = [message.for_template() for message in body.messages]
-    prompt = await service.render(messages, params.max_tokens)
-    return Job(
-        prompts=[prompt],
-        params=params,
-        stream=bool(body.stream),
-        include_usage=body.include_usage,
-        writer=ChatWriter(service.names),
-    )
+def chat_job(service: Service, asked: Reading) -> Job:
+    """What the engine is to do for a conversation."""
+    return Job.of(asked, ChatWriter(service.names))
 
 
 class ChatWriter(Writer):

@@ -6,28 +6,16 @@ from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.answer import Document, Job, Writer
 from paceline.server.logprobs import completion_logprobs
+from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
-from paceline.server.wire import CompletionRequest
 
 
-async def completion_job(service: Service, body: CompletionRequest) -> Job:
-    """Raises RequestError, ModelError, ApiError."""
-    service.check_model(body.model)
-    params = body.sampling()
-    prompts = body.prompts
-    service.engine.require_room(len(prompts) * params.n)
-    ids = await service.encode(prompts, body.max_tokens)
-    echoed = []
-    if body.echo:
-        echoed = [p if isinstance(p, str) else await service.decode(p) for p in prompts]
-    return Job(
-        prompts=ids,
-        params=params,
-        stream=bool(body.stream),
-        include_usage=body.include_usage,
-        writer=CompletionWriter(service.names, [text for text in echoed for _ in range(params.n)]),
-    )
+def completion_job(service: Service, asked: Reading) -> Job:
+    """What the engine is to do for prompts."""
+    num_each = asked.sampling.get("n", 1)
+    echoed = [text for text in asked.echoed for _ in range(num_each)]
+    return Job.of(asked, CompletionWriter(service.names, echoed))
 
 
 class CompletionWriter(Writer):

@@ -1,5 +1,6 @@
-"""How much a server takes at a time, and the middleware that counts the bytes of bodies."""
+"""How much a server takes at a time and how long, and the middleware that watches over bodies."""
 
+import asyncio
 from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
@@ -12,24 +13,53 @@ from paceline.server.errors import ApiError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """What is refused beyond."""
+    """What is refused beyond; times in seconds.  `paceline serve --help` tells each in full."""
 
     max_queued: int = MAX_QUEUED  # completions that wait, beside the max_num_seqs that run
     max_body_mib: int = 16  # of one request's body
+    max_connections: int = 4096  # open at once
+    header_s: float = 10.0  # from a connection, or the first byte of a request, to its last header
+    body_s: float = 60.0  # from there to the last byte of the body
+    idle_s: float = 30.0  # between an answer and the next request
+    write_s: float = 60.0  # in which a client reads nothing of what waits for it
+    drain_s: float = 20.0  # in which running requests may end, once the server stops
 
 
 LIMITS = ServerLimits()
+CLOSE = {"Connection": "close"}  # what the client has not sent is not read
+
+
+class Lengths:
+    """ASGI middleware: answers 400 to a body whose length is told in two ways, which two readers
+    would read differently, and reads no further (RFC 9112, 6.3)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if {b"content-length", b"transfer-encoding"} <= {
+            name for name, _ in scope.get("headers", ())
+        }:
+            text = message(
+                "the length of the body",
+                expected="told once",
+                got="Content-Length and Transfer-Encoding",
+                remedy="leave one out",
+            )
+            await ApiError(400, text, headers=CLOSE).response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 class BodyLimit:
     """ASGI middleware: answers 413 to a body that says it is too long, or turns out to be, without
-    holding more of it than the limit.
+    holding more of it than the limit, and 408 to one that does not come.
     """
 
-    def __init__(self, app: ASGIApp, *, max_mib: int) -> None:
+    def __init__(self, app: ASGIApp, *, limits: ServerLimits) -> None:
         self._app = app
-        self._max_mib = max_mib
-        self._max_bytes = max_mib << 20
+        self._limits = limits
+        self._max_bytes = limits.max_body_mib << 20
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -41,11 +71,19 @@ class BodyLimit:
                 scope, receive, send
             )
             return
-        num_bytes = 0
+        num_bytes, is_whole = 0, False
+        latest = asyncio.get_running_loop().time() + self._limits.body_s
 
         async def counted() -> Message:
-            nonlocal num_bytes
-            part = await receive()
+            nonlocal num_bytes, is_whole
+            if is_whole:  # what comes now is a disconnect, whenever
+                return await receive()
+            try:
+                async with asyncio.timeout_at(latest):
+                    part = await receive()
+            except TimeoutError:
+                raise HTTPException(408, self._late(), headers=CLOSE) from None
+            is_whole = not part.get("more_body", False)
             num_bytes += len(part.get("body", b""))
             if num_bytes > self._max_bytes:
                 raise HTTPException(413, self._text("more"))
@@ -56,7 +94,15 @@ class BodyLimit:
     def _text(self, got: str) -> str:
         return message(
             "the body",
-            expected=f"at most {self._max_mib} MiB",
+            expected=f"at most {self._limits.max_body_mib} MiB",
             got=got,
             remedy="send less at once, or raise --max-body-mib of the server",
+        )
+
+    def _late(self) -> str:
+        return message(
+            "the body",
+            expected=f"whole within {self._limits.body_s:g} s",
+            got="a part",
+            remedy="send it faster, or raise --body-timeout of the server",
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from paceline.core.errors import ConfigError
 from paceline.llm.async_engine import AsyncEngine
@@ -20,6 +21,7 @@ from paceline.llm.llm import LLM
 from paceline.plan.machine import settled
 from paceline.server.app import build_app
 from paceline.server.limits import LIMITS, ServerLimits
+from paceline.server.protocol import protocol_of
 from paceline.server.service import Service
 
 DRAIN_S = 20.0  # how long a stopping server lets requests run on
@@ -72,12 +74,7 @@ def serve(llm: LLM, bound: socket.socket, address: Address, *, tell: Callable[[s
     """
     limits = address.limits
     service = Service.of(llm, model=address.model, max_queued=limits.max_queued)
-    config = uvicorn.Config(
-        build_app(service, api_key=address.api_key, max_body_mib=limits.max_body_mib),
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-    )
+    config = http_config(build_app(service, api_key=address.api_key, limits=limits), limits)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     server, hurry = uvicorn.Server(config), threading.Event()
     try:
@@ -89,6 +86,18 @@ def serve(llm: LLM, bound: socket.socket, address: Address, *, tell: Callable[[s
     # more behind its end.
     with ThreadPoolExecutor(1, "paceline-http") as thread, _signals(server, hurry), settled():
         thread.submit(asyncio.run, _serve(server, bound, service.engine, hurry, tell)).result()
+
+
+def http_config(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
+    """How `app` is served: whoever serves it otherwise serves it without the limits."""
+    return uvicorn.Config(
+        app,
+        http=protocol_of(limits),  # type: ignore[arg-type]
+        timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+    )
 
 
 @contextmanager

@@ -101,11 +101,10 @@ class GenerationRequest(Wire, frozen=True, kw_only=True, dict=True):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def _sampling(self, **own: int | None) -> SamplingParams:
-        """With defaults for what was left out.  own: what the endpoints name each in its way."""
+    def _sampling(self, **own: int | None) -> dict[str, Any]:
+        """What was not left out.  own: what the endpoints name each in its way."""
         asked = {name: getattr(self, name) for name in _SAMPLING} | {"extra_args": self._own_args}
-        said = {name: value for name, value in asked.items() if value is not None}
-        return SamplingParams.from_dict(said | own)
+        return {name: value for name, value in asked.items() if value is not None} | own
 
 
 # What SamplingParams has under the same name.
@@ -134,8 +133,8 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else self.prompt  # type: ignore[return-value, list-item]
 
-    def sampling(self) -> SamplingParams:
-        """Raises RequestError for values out of range."""
+    def sampling(self) -> dict[str, Any]:
+        """For SamplingParams.from_dict, which checks them."""
         echoed = self.logprobs if self.echo else None
         return self._sampling(logprobs=self.logprobs, prompt_logprobs=echoed)
 
@@ -145,11 +144,16 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             return
         first = type(self.prompt[0])
         index = next(at for at, each in enumerate(self.prompt) if type(each) is not first)
-        param = written((*place, "prompt", index))
-        remedy = "send texts, token ids or lists of token ids, one of these"
-        raise ApiError.about(
-            param, expected="like those before it", got="another type", remedy=remedy, param=param
-        )
+        raise mixed_prompts(index)
+
+
+def mixed_prompts(index: int) -> ApiError:
+    """Of a list of prompts with another type at `index`."""
+    param = written(("prompt", index))
+    remedy = "send texts, token ids or lists of token ids, one of these"
+    return ApiError.about(
+        param, expected="like those before it", got="another type", remedy=remedy, param=param
+    )
 
 
 class TextPart(Wire, frozen=True, kw_only=True):
@@ -233,9 +237,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
             text = "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out"
             raise ApiError(400, text, param="top_logprobs")
 
-    def sampling(self) -> SamplingParams:
-        """Without a limit to the rest of the context.  Raises RequestError for values out of
-        range.
+    def sampling(self) -> dict[str, Any]:
+        """For SamplingParams.from_dict, which checks them; without a limit to the rest of the
+        context.
         """
         limit = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None

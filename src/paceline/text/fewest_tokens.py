@@ -1,8 +1,12 @@
-"""The fewest tokens a text can become, known from its bytes: what cannot fit is never tokenized.
+"""The fewest tokens a text can become: what cannot fit is not tokenized to its end.
 
 One token stands for at most so many bytes.  That holds where every byte of a text ends up in some
 token: a tokenizer that drops blanks, or has one token for unknown words of any length, has no bound
 and gets none.
+
+A text that is within that bound and yet far too long shows it in pieces.  A cut parts a word and
+begins a text anew, so pieces have more tokens than the text: of each a few are not counted, and of
+the rest one half.
 """
 
 import json
@@ -13,6 +17,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 _NFC_SHRINKS = 4  # times, rounded up: U+1FBE with two accents, 7 bytes, becomes U+0390, 2 bytes
+_PIECE = 1 << 15  # characters, far more than those of a word
+_OF_A_CUT = 8  # tokens: of the rest of a word, of a prefix
 _KEEPING = {"ByteLevel", "Digits", "Metaspace"}  # pre-tokenizers
 
 
@@ -33,6 +39,18 @@ def longest_token_bytes(core: tokenizers.Tokenizer) -> int | None:
     vocabulary = core.get_vocab(with_added_tokens=False)
     sizes = [len(token) if is_byte_level else len(token.encode()) for token in vocabulary]
     return shrinks * max(sizes + [len(token.content.encode()) for token in added])
+
+
+def fewest_of_pieces(core: tokenizers.Tokenizer, text: str, enough: int) -> int:
+    """Half the tokens of the pieces of `text`, read until they show `enough`."""
+    found = 0
+    for start in range(0, len(text), _PIECE):
+        piece = text[start : start + _PIECE]
+        (read,) = core.encode_batch_fast([piece], add_special_tokens=False)  # as Tokenizer._ids
+        found += max(0, len(read) - _OF_A_CUT)
+        if found // 2 >= enough:
+            break
+    return found // 2
 
 
 def _steps(part: Any, name: str) -> Iterator[Mapping[str, Any]]:

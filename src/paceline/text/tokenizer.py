@@ -13,10 +13,11 @@ from paceline.core.errors import ConfigError, ModelError, RequestError, message
 from paceline.core.events import Event, Notify
 from paceline.core.lfs import LFS_POINTER, LFS_REMEDY, is_lfs_pointer
 from paceline.text.chat_template import ChatTemplate
-from paceline.text.fewest_tokens import longest_token_bytes
+from paceline.text.fewest_tokens import fewest_of_pieces, longest_token_bytes
 
 UNUSABLE_TEMPLATE = "chat_template_unusable"  # reason code
 _MOST_KEPT = 1 << 16  # texts of single tokens
+_BYTES_THAT_FIT = 8  # for each token that is enough: a longer text is worth a look at its beginning
 _REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not a character
 
 
@@ -136,10 +137,15 @@ class Tokenizer:
             return ids[1:]
         return [bos, *ids] if self._add_bos and ids[:1] != [bos] else ids
 
-    def fewest_tokens(self, text: str) -> int:
-        """How many tokens `text` has at least, without reading it; 0 where nothing is known."""
-        most = self._longest_token_bytes
-        return 0 if most is None else -(-len(text.encode(errors="replace")) // most)
+    def fewest_tokens(self, text: str, enough: int) -> int:
+        """How many tokens `text` has at least; no more of it is read than shows that they are
+        `enough`.  0 where nothing is known, which its length alone shows of most texts that fit.
+        """
+        most, num_bytes = self._longest_token_bytes, len(text.encode(errors="replace"))
+        fewest = 0 if most is None else -(-num_bytes // most)
+        if fewest >= enough or num_bytes <= _BYTES_THAT_FIT * enough:
+            return fewest
+        return max(fewest, fewest_of_pieces(self._core, text, enough))
 
     @cached_property
     def _longest_token_bytes(self) -> int | None:

@@ -1,0 +1,133 @@
+"""Reader: from the bytes of a body to token ids and parameters, checked.
+
+It knows no engine and no torch: large bodies are read by one in a process of its own (worker.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Struct
+
+from paceline.core.errors import ModelError
+from paceline.core.options import require_possible
+from paceline.core.sampling_params import SamplingParams
+from paceline.server.body import decoded
+from paceline.server.counts import Room
+from paceline.server.errors import ApiError
+from paceline.server.places import shortened
+from paceline.server.wire import ChatRequest, CompletionRequest
+from paceline.text.tokenizer import Tokenizer
+
+COMPLETIONS, CHAT = "completions", "chat"  # endpoints
+
+
+class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
+    """What a body asks for."""
+
+    prompts: list[list[int]]  # token ids
+    sampling: dict[str, Any]  # for SamplingParams.from_dict, which has taken them once
+    stream: bool
+    include_usage: bool
+    echoed: list[str] = []  # the text of each prompt, where an answer begins with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reader:
+    """Reads bodies for one model.  Immutable; safe to share between threads."""
+
+    model: str  # the name clients ask for
+    room: Room
+    vocab_size: int
+    tokenizer: Tokenizer | None  # None: the model takes token ids
+
+    def read(self, endpoint: str, body: bytes) -> Reading:
+        """Raises ApiError, RequestError, ModelError."""
+        return self._chat(body) if endpoint == CHAT else self._completions(body)
+
+    def check_model(self, name: str) -> None:
+        """Raise 404 for a model that is not served."""
+        if name != self.model:
+            got, remedy = shortened(repr(name)), "ask GET /v1/models"
+            raise ApiError.about(
+                "model",
+                expected=repr(self.model),
+                got=got,
+                remedy=remedy,
+                param="model",
+                code="model_not_found",
+                status=404,
+            )
+
+    def _chat(self, body: bytes) -> Reading:
+        asked = decoded(ChatRequest, body, self.room)
+        del body
+        self.check_model(asked.model)
+        sampling = asked.sampling()
+        SamplingParams.from_dict(sampling)  # raises for values out of range
+        stream, include_usage = bool(asked.stream), asked.include_usage
+        messages = [message.for_template() for message in asked.messages]
+        del asked  # which holds every text once more
+        text = self._require_tokenizer().render_chat(messages)
+        # The template alone decides on special tokens.
+        ids = self._encode(text, sampling.get("max_tokens"), "messages", add_special_tokens=False)
+        return Reading(prompts=[ids], sampling=sampling, stream=stream, include_usage=include_usage)
+
+    def _completions(self, body: bytes) -> Reading:
+        asked = decoded(CompletionRequest, body, self.room)
+        del body
+        self.check_model(asked.model)
+        sampling = asked.sampling()
+        num_each, answer = SamplingParams.from_dict(sampling).n, asked.max_tokens
+        require_possible(len(asked.prompts) * num_each, self.room.max_open)
+        for prompt in asked.prompts:  # before what takes longer
+            if not isinstance(prompt, str):
+                self._require_room(len(prompt), answer, "prompt")
+        return Reading(
+            prompts=[
+                self._encode(each, answer, "prompt") if isinstance(each, str) else list(each)
+                for each in asked.prompts
+            ],
+            sampling=sampling,
+            stream=bool(asked.stream),
+            include_usage=asked.include_usage,
+            echoed=[self._text(prompt) for prompt in asked.prompts] if asked.echo else [],
+        )
+
+    def _text(self, prompt: str | Sequence[int]) -> str:
+        """Special tokens included.  Ids that are none have no text; the engine refuses them when it
+        takes the prompt."""
+        if isinstance(prompt, str):
+            return prompt
+        known = [token for token in prompt if 0 <= token < self.vocab_size]
+        return self._require_tokenizer().decode(known, skip_special_tokens=False)
+
+    def _encode(
+        self, text: str, answer: int | None, param: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Its token ids; one that cannot fit is not read to its end.  answer: tokens asked for."""
+        tokenizer = self._require_tokenizer()
+        fewest = tokenizer.fewest_tokens(text, self.room.context_len)
+        if fewest:
+            self._require_room(fewest, answer, param, got=f"at least {fewest}")
+        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        self._require_room(len(ids), answer, param)
+        return ids
+
+    def _require_room(
+        self, num_tokens: int, answer: int | None, param: str, got: str | None = None
+    ) -> None:
+        """Raise 400 unless a prompt has a token and leaves room for its answer."""
+        if not num_tokens:
+            remedy = "send at least one token, for example the begin-of-text token"
+            raise ApiError.about(
+                param, expected="at least one token", got="none", remedy=remedy, param=param
+            )
+        self.room.require_tokens(num_tokens, param=param, answer=answer, got=got or str(num_tokens))
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            remedy = "send prompts as token ids to /v1/completions"
+            expected = "sent to a model with tokenizer.json"
+            raise ModelError.about("text", expected=expected, got="one without", remedy=remedy)
+        return self.tokenizer
