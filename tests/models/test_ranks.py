@@ -212,10 +212,12 @@ def test_ranks_cache_their_heads_and_all_of_every_latent() -> None:
         seen = of_rank(config, Parallel(1, size))
         [group] = cache_group_specs(seen, 16)
         assert [part.shape for part in group.parts] == [(kv_heads, 16)] * 2
+        assert all(part.by_heads for part in group.parts)
         assert seen.heads[0].num_heads == 4 // size
     latent = config_of("deepseek_v3-halves")
     seen = of_rank(latent, Parallel(1, 4))
     assert cache_group_specs(seen, 16) == cache_group_specs(latent, 16)
+    assert not any(part.by_heads for part in cache_group_specs(latent, 16)[0].parts)
     assert seen.heads[0].num_heads == 1
 
 
