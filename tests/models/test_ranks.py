@@ -4,6 +4,7 @@ four ranks, which here are threads of one process."""
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny_checkpoints
@@ -20,6 +21,8 @@ from paceline.layers.rank_sum import RankSum
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.coverage import require_filled_once
+from paceline.models.loader import load_model
+from paceline.models.locate import locate
 from paceline.models.registry import ARCHITECTURES, architecture
 
 CPU = torch.device("cpu")
@@ -133,6 +136,28 @@ def test_what_ranks_read_is_every_number_of_the_checkpoint(case: str, size: int)
         )
         if name.endswith(("o_proj.bias", "down_proj.bias", "down_proj_bias")):
             assert counts.max() == 1, f"{name} is added once"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-gqa2-untied",
+        "qwen3_moe-window-every-second-layer",
+        "gpt-oss-sinks-alternating-windows",
+    ],
+)
+def test_a_rank_reads_its_part_of_a_checkpoint(case: str, tmp_path: Path) -> None:
+    tiny_checkpoints.save(case, tmp_path)
+    source = locate(str(tmp_path))
+    config = parse_config(source.config, source.generation_config)
+    ways = open_exchange(2, TOKENS * 160, dtype=torch.float32, device=CPU)
+    alone, *ranks = (
+        load_model(source, config, parallel=parallel, device=CPU, dtype=torch.float32, exchange=way)
+        for parallel, way in zip(
+            (Parallel(), Parallel(0, 2), Parallel(1, 2)), (None, *ways), strict=True
+        )
+    )
+    require_equal(together(ranks, config), logits(alone, config))
 
 
 def test_ranks_beyond_the_kv_heads_hold_them_again_in_order() -> None:
