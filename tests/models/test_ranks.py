@@ -4,6 +4,7 @@ four ranks, which here are threads of one process."""
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny_checkpoints
@@ -20,6 +21,8 @@ from paceline.layers.rank_sum import RankSum
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.coverage import require_filled_once
+from paceline.models.loader import load_model
+from paceline.models.locate import locate
 from paceline.models.registry import ARCHITECTURES, architecture
 
 CPU = torch.device("cpu")
@@ -135,6 +138,28 @@ def test_what_ranks_read_is_every_number_of_the_checkpoint(case: str, size: int)
             assert counts.max() == 1, f"{name} is added once"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama-gqa2-untied",
+        "qwen3_moe-window-every-second-layer",
+        "gpt-oss-sinks-alternating-windows",
+    ],
+)
+def test_a_rank_reads_its_part_of_a_checkpoint(case: str, tmp_path: Path) -> None:
+    tiny_checkpoints.save(case, tmp_path)
+    source = locate(str(tmp_path))
+    config = parse_config(source.config, source.generation_config)
+    ways = open_exchange(2, TOKENS * 160, dtype=torch.float32, device=CPU)
+    alone, *ranks = (
+        load_model(source, config, parallel=parallel, device=CPU, dtype=torch.float32, exchange=way)
+        for parallel, way in zip(
+            (Parallel(), Parallel(0, 2), Parallel(1, 2)), (None, *ways), strict=True
+        )
+    )
+    require_equal(together(ranks, config), logits(alone, config))
+
+
 def test_ranks_beyond_the_kv_heads_hold_them_again_in_order() -> None:
     config = config_of("llama-gqa2-untied")
     stored = stored_for(build(config, Parallel()))
@@ -212,10 +237,12 @@ def test_ranks_cache_their_heads_and_all_of_every_latent() -> None:
         seen = of_rank(config, Parallel(1, size))
         [group] = cache_group_specs(seen, 16)
         assert [part.shape for part in group.parts] == [(kv_heads, 16)] * 2
+        assert all(part.by_heads for part in group.parts)
         assert seen.heads[0].num_heads == 4 // size
     latent = config_of("deepseek_v3-halves")
     seen = of_rank(latent, Parallel(1, 4))
     assert cache_group_specs(seen, 16) == cache_group_specs(latent, 16)
+    assert not any(part.by_heads for part in cache_group_specs(latent, 16)[0].parts)
     assert seen.heads[0].num_heads == 1
 
 

@@ -64,11 +64,9 @@ class DenseLinear(LinearFormat[DenseMatrix]):
         if weight.bias is not None:
             named |= _by_part(names, "bias", weight.bias, weight.parts, ())
         elif weight.has_bias:
-            empty = weight.weight.new_empty(0)
-            named |= {
-                f"{name}.bias": Target((part.total,), empty.dtype, ())
-                for name, part in zip(names, weight.parts, strict=True)
-            }
+            dtype = weight.weight.dtype
+            for name, part in zip(names, weight.parts, strict=True):
+                named[f"{name}.bias"] = Target((part.total,), dtype, ())
         return named
 
     def apply(self, x: Tensor, weight: DenseMatrix) -> Tensor:

@@ -49,7 +49,8 @@ class Architecture:
     defaults: Mapping[str, Any]  # of its configuration class in transformers, where a file is
     # silent: released files leave out what equals them.  Only fields that we read stand there; a
     # field set to null is not silent
-    build: Build = prenorm  # (config, *, parallel, device, dtype, max_positions); imports torch
+    build: Build = prenorm  # (config, *, parallel, device, dtype, max_positions, formats,
+    # exchange); imports torch
     text_of: str | None = None  # the multimodal model_type whose text_config is one of it
     renamed: tuple[tuple[str, str], ...] = ()  # parts of tensor names, as stored -> as we name them
     ignored: tuple[str, ...] = COMPUTED  # patterns of the tensors that are not used; others are

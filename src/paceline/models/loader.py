@@ -4,6 +4,7 @@ The module is built first, uninitialised and on the device; each checkpoint tens
 from the mapped file straight into the (fused) parameter that holds it.  Nothing is built twice.
 """
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.options import LOAD_FORMATS
 from paceline.core.parallel import Parallel
 from paceline.core.progress import Progress
+from paceline.kernels.all_reduce import Exchange
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weight_format import Named, held_by
 from paceline.models.causal_lm import CausalLM
@@ -41,8 +43,9 @@ def load_model(
     progress: bool | None = None,
     max_positions: int | None = None,
     seed: int = 0,
+    exchange: Exchange | None = None,
 ) -> CausalLM:
-    """The model, ready to run.
+    """The model, ready to run; of a rank its part, which alone is read.
 
     `load_format` "dummy" fills it with seeded noise instead of reading weights; `progress` None
     shows a bar on a terminal only; `max_positions` sizes the rope tables (None: the context limit).
@@ -50,10 +53,17 @@ def load_model(
     """
     assert load_format in LOAD_FORMATS, f"{load_format} is none of {LOAD_FORMATS}"
     file = architecture(config.model_type)
+    build = partial(
+        file.build,
+        config,
+        parallel=parallel,
+        device=device,
+        dtype=dtype,
+        max_positions=max_positions,
+        exchange=exchange,
+    )
     if load_format == "dummy":
-        model = file.build(
-            config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
-        )
+        model = build()
         fill_dummy(model, seed=seed)
         return model
     with open_checkpoint(weights_folder(source)) as stored:
@@ -63,9 +73,7 @@ def load_model(
         rows = config.stored_vocab_size
         if rows is not None:
             checkpoint = PaddedTables(checkpoint, stored=rows, rows=config.vocab_size)
-        model = file.build(
-            config, parallel=parallel, device=device, dtype=dtype, max_positions=max_positions
-        )
+        model = build()
         names = canonical_names(checkpoint.names, file, model=source.name)
         if file.predicts_more:
             names = without_layers_behind(names, config.num_layers)
