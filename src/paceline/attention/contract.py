@@ -91,6 +91,7 @@ class AttentionConfig:
     masks: frozenset[MaskKind]
     needs_lse: bool
     graph: GraphSupport  # the least that is wanted; NEVER when graphs are off
+    cache_free: bool = False  # some step has no cache: it attends to its own rows alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
