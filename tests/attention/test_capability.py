@@ -272,3 +272,25 @@ def test_who_sees_no_blocks_says_so(backend: AttentionBackend) -> None:
     assert reason.endswith("got ['block', 'causal']")
     for other in (TorchBackend(), TritonBackend()):
         assert not [r for r in capability_reasons(other.capabilities, asked) if "mask" in r]
+
+
+def test_steps_without_a_cache_are_refused_with_latents() -> None:
+    """Whatever serves them; nothing in the engine asks for such a step yet."""
+    config = replace(FITS, heads=(Heads(16, 1, 576, 512, v_in_k=True),), cache_free=True)
+    for can in (
+        replace(NARROW, latent_dims=frozenset({(512, 64)})),
+        replace(NARROW, head_dims=None),
+    ):
+        reasons = [text for text in capability_reasons(can, config) if text.startswith("steps")]
+        assert reasons == [
+            "steps must be with a cache where layers are of latents, got cache-free ones"
+        ]
+    assert capability_reasons(NARROW, replace(FITS, cache_free=True)) == []
+
+
+def test_a_backend_of_latents_alone_says_so_once() -> None:
+    can = replace(NARROW, head_dims=frozenset(), latent_dims=frozenset({(512, 64)}))
+    config = replace(FITS, heads=(Heads(16, 1, 576, 512, v_in_k=True), Heads(8, 2, 128, 128)))
+    assert capability_reasons(can, config) == [
+        "each layer must be of latents, with V in K, got 8/2 heads of 128"
+    ]

@@ -17,12 +17,13 @@ from paceline.attention.measurements import parse_table
 from paceline.bench import attention_workload, flashinfer_peer, interleaved
 from paceline.bench.attention import bench_attention, choose_peer
 from paceline.bench.attention_contenders import check, our_make, ragged_lens, require_memory
-from paceline.bench.attention_shape import FLAGS, AttentionShape
+from paceline.bench.attention_shape import FLAGS, AttentionShape, suite
 from paceline.bench.attention_workload import make_workload
 from paceline.bench.backends import bench_backends, plan_of
 from paceline.cli.app import app
 from paceline.core.errors import BackendUnsupported, ConfigError, IntegrityError
 from paceline.core.gpus import GPUS, published_row
+from paceline.core.model_config import Heads
 from paceline.plan.machine import cpu_facts
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench_attention.json"
@@ -429,3 +430,40 @@ def test_memory_may_be_poisoned_with_numbers(kv_dtype):
     cache = work.layers[0].k_cache.float()
     assert cache.isfinite().all()
     assert (cache[0] == (448.0 if kv_dtype == "fp8" else 4096.0)).all()
+
+
+LATENTS = {"num_heads": 4, "num_kv_heads": 1, "head_dim": 24, "latent_rank": 16}
+
+
+def test_latents_are_one_row_that_is_read_once():
+    shape = small(**LATENTS, batch_size=2)
+    assert shape.heads == Heads(4, 1, 24, 16, v_in_k=True)
+    assert shape.moved_bytes == 2 * shape.kv_len * 24 * 4
+    assert shape.flops == 2 * 4 * (24 + 16) * 2 * shape.kv_len
+    report = bench_attention(shape, backend="torch", peer="none", device=cpu_facts())
+    assert report.results[0].error < 8.0
+
+
+def test_the_suite_of_latents_has_other_loads():
+    decodes = [each for each in suite(small(**LATENTS)) if each.phase == "decode"]
+    loads = {(each.batch_size, each.kv_len) for each in decodes}
+    assert loads == {(batch, keys) for batch in (1, 16, 64) for keys in (1024, 8192)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"num_kv_heads": 2}, "num_kv_heads must be 1 with latents, got 2; change --num-kv-heads"),
+        ({"latent_rank": 25}, "latent_rank must be at most 24, the columns, got 25; change"),
+        ({"latent_rank": 0}, "latent_rank must be at least 1, got 0; change --latent-rank"),
+    ],
+)
+def test_latents_that_make_no_sense_are_refused(changes, text):
+    with pytest.raises(ConfigError, match=text):
+        small(**LATENTS | changes)
+
+
+def test_flashinfer_as_a_peer_has_no_latents(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    text = "latents are another wrapper's: name flashinfer_mla among --backends"
+    assert flashinfer_peer.absence(small(**LATENTS), "cuda") == text

@@ -14,6 +14,7 @@ from paceline.models.size import weights_bytes
 # as the model cards state them
 PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3-7-layers": 49_632_960_512 + 4 * 256,  # as below: the first 3, and 4 with experts
     "gemma-2-9b": 9_241_705_984,
     "gemma-3-1b": 999_885_952,
     "gpt-oss-20b": 20_914_757_184,
@@ -32,6 +33,13 @@ def test_shapes_have_the_published_number_of_parameters() -> None:
     assert {name: weights_bytes(config, "bfloat16") // 2 for name, config in sizes.items()} == (
         PUBLISHED
     )
+
+
+def test_the_cut_deepseek_v3_is_the_published_one_but_for_its_layers() -> None:
+    config = parse_config(locate("deepseek-v3-7-layers").config | {"num_hidden_layers": 61})
+    biases = 58 * 256  # of routers, in float32: they count twice
+    assert weights_bytes(config, "bfloat16") // 2 == 671_026_419_200 + biases
+    assert str(config.layers[0].heads) == "128 heads over latents of 512 + 64"
 
 
 @pytest.mark.parametrize("case", sorted(tiny_checkpoints.CASES))

@@ -297,6 +297,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_experts_per_tok": 3}
         | {"rope_parameters": _DEFAULT, "routed_scaling_factor": 1.8},
     ),
+    "minicpm3-multipliers": (
+        "MiniCPM3",
+        _SIZES
+        | {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "v_head_dim": 28}
+        | {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12}
+        | {"scale_emb": 3, "scale_depth": 1.1, "dim_model_base": 40, "rope_parameters": _YARN_ALL}
+        | {"tie_word_embeddings": False},
+    ),
+    "minicpm3-plain": (
+        "MiniCPM3",
+        _SIZES
+        | {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4}
+        | {"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12}
+        | {"scale_emb": 1, "scale_depth": None, "dim_model_base": None, "attention_bias": True}
+        | {"rope_parameters": _DEFAULT},
+    ),
     "phi3-longrope-long": ("Phi3", longrope(8)),
     "phi3-longrope-short": ("Phi3", longrope(CONTEXT, factor=4.0)),
 }

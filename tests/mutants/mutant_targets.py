@@ -46,6 +46,11 @@ _SHAPES = (
     "swa/target_verify/recorded/window4-topk2",
     "swa/draft_extend_v2/recorded/window12-fixed3",
 )
+_LATENT = (
+    *("mla/decode/recorded/page64-ends", "mla/extend/recorded/page64-ends"),
+    *("mla/target_verify/recorded/page64-chain3", "mla/target_verify/recorded/page64-topk4"),
+    "mla/draft_decode/recorded/page64-frozen-kv-no-prefix",
+)
 _TRITON = (
     *("dense/decode/recorded/tiny-page16", "dense/target_verify/eager/tiny-shapes"),
     *("dense/extend/eager/tiny-page1-soft-cap", "dense/decode/eager/tiny-page1-sinks"),
@@ -185,7 +190,7 @@ TARGETS = (
     ),
     Target(
         "attention/layouts/csr.py",
-        ("csr_lens", "derive_indices"),
+        ("csr_lens", "derive_indices", "derive_lists"),
         Killers(_cells("flashinfer", *_STEP, *_SHAPES), ("attention/test_csr_layout.py",)),
     ),
     Target(
@@ -227,9 +232,21 @@ TARGETS = (
         (
             *("FlashInferBackend.host_plan", "FlashInferBackend.plan"),
             "FlashInferBackend.forward",
-            *("_parts", "_derive_pages"),
         ),
         Killers(_FLASHINFER, ("attention/test_flashinfer_backend.py",)),
+    ),
+    Target(
+        "attention/backends/flashinfer_mla_backend.py",
+        (
+            *("FlashInferMLABackend.host_plan", "FlashInferMLABackend.plan"),
+            *("FlashInferMLABackend.forward", "LatentRing.plan", "_require_room"),
+        ),
+        Killers(_cells("flashinfer_mla", *_LATENT), ("attention/test_latent_backends.py",)),
+    ),
+    Target(
+        "attention/backends/flashmla_backend.py",
+        ("FlashMLABackend.plan", "FlashMLABackend.forward", "_calls"),
+        Killers(_cells("flashmla", *_LATENT), ("attention/test_latent_backends.py",)),
     ),
     Target(
         "attention/backends/flashinfer_session.py",

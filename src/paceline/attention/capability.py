@@ -34,6 +34,9 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
     for heads in want.heads:
         latents = can.latent_dims if heads.v_in_k else None
         dim, v_dim = heads.head_dim, heads.v_head_dim
+        # Absorbed layers read the cache whatever the step says: skipped writes would go unseen.
+        is_read = want.cache_free and heads.v_in_k
+        need(not is_read, "steps", "with a cache where layers are of latents", "cache-free ones")
         if can.head_dims == frozenset() and not heads.v_in_k:
             need(False, "each layer", "of latents, with V in K", heads)
             continue

@@ -93,6 +93,7 @@ class AttentionConfig:
     needs_lse: bool
     graph: GraphSupport  # the least that is wanted; NEVER when graphs are off
     encoder: bool = False  # some layer reads an encoder's rows: Part.PREFIX, at their lengths
+    cache_free: bool = False  # some step has no cache: it attends to its own rows alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

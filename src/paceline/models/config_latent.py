@@ -45,14 +45,17 @@ LATENT_DEFAULTS: dict[str, Any] = {
 latent_prenorm = partial(prenorm, named=_name_layer)
 
 
-def read_latent(fields: Fields) -> dict[str, Any]:
-    """Llama's fields with latent attention in place of heads of K and V."""
+def read_latent(fields: Fields, *, v_dim: int | None = None) -> dict[str, Any]:
+    """Llama's fields with latent attention in place of heads of K and V.
+
+    v_dim: what v_head_dim is where it is not given; None: it is given, or has a default.
+    """
     heads = fields.integer("num_attention_heads")
     latent = LatentConfig(
         rank=fields.integer("kv_lora_rank"),
         rope_dim=fields.integer("qk_rope_head_dim"),
         nope_dim=fields.integer("qk_nope_head_dim"),
-        v_dim=fields.integer("v_head_dim"),
+        v_dim=fields.integer("v_head_dim", *([] if v_dim is None else [v_dim])),
         q_rank=fields.integer("q_lora_rank", None),
         pairs=fields.flag("rope_interleave", True),
     )

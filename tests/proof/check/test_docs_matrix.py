@@ -7,7 +7,7 @@ import click
 import jsonschema
 import pytest
 
-from paceline.proof.check.docs_matrix import RESULTS, FieldRow, field_rows, main, matrix_page
+from paceline.proof.check.docs_matrix import MORE, RESULTS, FieldRow, field_rows, main, matrix_page
 
 DOCS = Path(__file__).parents[3] / "docs"
 ROW = FieldRow(
@@ -127,3 +127,19 @@ def test_the_command_writes_the_page_where_docs_is(tmp_path):
     assert (tmp_path / "matrix.md").read_text() == matrix_page(tmp_path)
     with pytest.raises(click.BadParameter, match=r"Directory .*absent' does not exist"):
         main(["--docs", str(tmp_path / "absent")], standalone_mode=False)
+
+
+def test_a_run_of_some_cells_adds_to_the_column_and_has_a_section(tmp_path):
+    (tmp_path / "results").mkdir()
+    document = {
+        "device": {"name": "another GPU"},
+        "versions": {},
+        "date": "2026-01-02T00:00:00+00:00",
+        "cells": [cell("mha", "proven"), cell("gqa4", "refused", reason="no such heads")],
+    }
+    (tmp_path / "results" / MORE["GPU"][0]).write_text(json.dumps(document))
+    text = page(tmp_path, gpu=[cell("gqa4", "proven")])
+    assert row_of(text, "`dense/fa4/cg_decode/all_heads`")[3] == "proven"
+    assert "## GPU, some cells: another GPU" in text
+    assert f"[{MORE['GPU'][0]}](results/{MORE['GPU'][0]}), 2026-01-02" in text
+    assert "no such heads" in text

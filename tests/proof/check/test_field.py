@@ -12,6 +12,11 @@ ROWS = field_rows()
 PUBLIC = [row for row in ROWS if not row.is_area]
 AREAS = [row for row in ROWS if row.is_area]
 BACKENDS = {"triton", "flashinfer", "fa3", "fa4"}
+LATENTS = {"flashinfer_mla", "flashmla"}
+PASSING = {"triton": 82, "flashinfer": 70, "fa3": 58, "fa4": 50} | {
+    "flashinfer_mla": 26,
+    "flashmla": 23,
+}
 
 
 def test_every_public_cell_is_mapped_once():
@@ -21,19 +26,24 @@ def test_every_public_cell_is_mapped_once():
 
 def test_counts_are_those_of_the_public_matrix():
     assert Counter(row.status for row in PUBLIC) == {
-        "pass": 260,
-        "deferred": 96,
-        "fail": 10,
+        "pass": 260 + 49,
+        "deferred": 96 + 10,
+        "fail": 10 + 18,
         "n/a": 7,
-        "blocked": 2,
+        "blocked": 2 + 12,
     }
-    assert {row.backend for row in PUBLIC} == BACKENDS
+    assert {row.backend for row in PUBLIC} == BACKENDS | LATENTS
 
 
-@pytest.mark.parametrize("backend", sorted(BACKENDS))
+def test_latents_are_of_the_latent_backends():
+    assert {row.backend for row in PUBLIC if row.method == "mla"} == LATENTS
+    assert all(row.method == "mla" for row in PUBLIC if row.backend in LATENTS)
+
+
+@pytest.mark.parametrize("backend", sorted(BACKENDS | LATENTS))
 def test_public_cells_that_pass_by_backend(backend):
     passing = [row for row in PUBLIC if row.status == "pass" and row.backend == backend]
-    assert len(passing) == {"triton": 82, "flashinfer": 70, "fa3": 58, "fa4": 50}[backend]
+    assert len(passing) == PASSING[backend]
 
 
 def test_each_row_names_cells_of_its_method_and_backend():

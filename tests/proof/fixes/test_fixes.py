@@ -106,7 +106,7 @@ def test_fixes_touch_every_layout_mode_and_runner():
     }
     assert {part[3] for part in parts} >= {"eager", "recorded"}
     assert {part[1] for part in parts} >= {"torch", "triton", "flashinfer", "fa4"}
-    assert {part[0] for part in parts} == {"dense", "swa"}
+    assert {part[0] for part in parts} == {"dense", "swa", "mla"}
     assert modules >= {
         "paceline.attention.layouts.csr",
         "paceline.kernels.derive",
@@ -131,4 +131,6 @@ def test_the_list_says_everything_of_a_fix():
 def test_texts_are_sentences_that_name_a_source():
     for fix in FIXES.values():
         assert fix.symptom.endswith("."), fix.id
-        assert fix.source.startswith(("sgl-project/", "flashinfer-ai/", "field: ")), fix.id
+        assert fix.source.startswith(
+            ("sgl-project/", "flashinfer-ai/", "vllm-project/", "field: ")
+        ), fix.id

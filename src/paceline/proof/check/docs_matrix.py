@@ -4,7 +4,8 @@
 
 It reads the files in docs/results that `paceline check --full --json` wrote, and writes one page.
 `field_cells.tsv` names the cells of SGLang's attention unit tests as of mid 2026 (methods dense and
-swa; backends triton, flashinfer, fa3 and fa4), and the areas that those tests leave out.
+swa with backends triton, flashinfer, fa3 and fa4; mla with flashinfer_mla and flashmla), and the
+areas that those tests leave out.
 """
 
 import csv
@@ -21,6 +22,7 @@ from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.check.html import cell_id
 
 RESULTS = {"GPU": "h200-check.json", "CPU": "check-cpu.json"}  # column -> file of docs/results
+MORE = {"GPU": ("h200-check-flashinfer-mla.json", "h200-check-flashmla.json")}  # runs of some cells
 STATUSES = tuple(status.value for status in Status)
 ABSENT = "not recorded"
 HEAD = """\
@@ -90,7 +92,13 @@ def matrix_page(docs: Path, rows: Sequence[FieldRow] | None = None) -> str:
         for name, document in documents.items()
     }
     parts = [HEAD]
-    parts += [_run(name, document) for name, document in documents.items()]
+    parts += [_run(name, RESULTS[name], document) for name, document in documents.items()]
+    for name, files in MORE.items():
+        for file in files:
+            document = _read(docs / "results" / file)
+            if document is not None:
+                found[name] = {cell_id(cell): cell for cell in document["cells"]} | found[name]
+                parts.append(_run(f"{name}, some cells", file, document))
     parts.append(_field(field_rows() if rows is None else rows, found))
     return "\n".join(parts)
 
@@ -124,15 +132,15 @@ def _read(path: Path) -> dict[str, Any] | None:
     return document
 
 
-def _run(name: str, document: Mapping[str, Any] | None) -> str:
-    """One recorded run: counts, and why cells are not proven."""
+def _run(name: str, file: str, document: Mapping[str, Any] | None) -> str:
+    """One recorded run, and its file: counts, and why cells are not proven."""
     if document is None:
         return f"## {name}\n\nNo run is recorded.\n"
     versions = ", ".join(f"{lib} {found}" for lib, found in document["versions"].items() if found)
     return "\n".join(
         [
             f"## {name}: {_plain(document['device']['name'])}\n",
-            f"[{RESULTS[name]}](results/{RESULTS[name]}), {document['date']}. {versions}.\n",
+            f"[{file}](results/{file}), {document['date']}. {versions}.\n",
             _counts(document["cells"]),
             _reasons(document["cells"]),
         ]
@@ -190,9 +198,10 @@ def _field(rows: Sequence[FieldRow], found: Mapping[str, Cells]) -> str:
         [
             "## Beside the best public suite\n",
             "The cells of SGLang's attention unit tests as of mid 2026 for the methods dense and",
-            "swa and the backends Triton, FlashInfer, FlashAttention 3 and 4, with their status",
-            "there, and ours that cover each. Our cells are mode/runner/variant on the same method",
-            "and backend; where several are named, all of them must hold.\n",
+            "swa and the backends Triton, FlashInfer, FlashAttention 3 and 4, and for mla and the",
+            "backends FlashInfer (`flashinfer_mla` here) and FlashMLA, with their status there,",
+            "and ours that cover each. Our cells are mode/runner/variant on the same method and",
+            "backend; where several are named, all of them must hold.\n",
             "*There* is how the cell fares in that suite (deferred: not tested; blocked: said not",
             "to run; n/a: does not apply), or missing, for an area without cells. A row is",
             "emulated when one of its cells is and all others are proven.\n",

@@ -76,7 +76,8 @@ class BatchMLAPagedAttentionWrapper:
         rows = [(end - start) * num_heads for start, end in itertools.pairwise(offsets)]
         if causal:
             for extend, keys in zip(rows, lens, strict=True):
-                require(keys * num_heads >= extend, "keys of a causal request", extend, keys)
+                least = f"at least {extend // num_heads}"
+                require(keys * num_heads >= extend, "keys of a causal request", least, keys)
         room = len(kv_indices)
         require(starts[-1] <= room, "kv_indptr[-1]", f"at most {room} pages", starts[-1])
         wide = 2 if sum(rows) // reqs > _TILE else 1
