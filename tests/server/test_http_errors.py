@@ -134,7 +134,7 @@ def test_fields_in_the_address_are_refused(client):
         assert (error["param"], error["code"]) == ("temperature", "unknown_parameter")
 
 
-@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/tiny"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models", "/v1/models/tiny"])
 def test_what_can_be_got_has_a_head(client, path):
     head, whole = client.head(path), client.get(path)
     assert (head.status_code, head.content) == (200, b"")
@@ -249,4 +249,5 @@ def test_the_schema_lists_the_endpoints(client):
         "/v1/models",
         "/v1/models/{name}",
         "/health",
+        "/ready",
     }

@@ -1,12 +1,14 @@
 """`paceline serve` as a process: what it prints, how it answers, how it ends."""
 
 import json
+import os
 import queue
 import re
 import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from subprocess import PIPE
 
 import httpx
@@ -16,6 +18,9 @@ from serving import FIRST_WORDS, Turns, small_llm
 
 from children import PACELINE, child
 from paceline.cli.app import app
+from paceline.cli.lines import Lines
+from paceline.server import run
+from paceline.server.limits import ServerLimits
 from paceline.server.run import Address, bind, serve
 
 COMMAND = [*PACELINE, "serve", "--port", "0", "--threads", "1", "--enforce-eager"]
@@ -33,6 +38,37 @@ def address_in(lines):
     raise AssertionError("".join(read))
 
 
+def served(llm, ask, tell, **limits):
+    """(what `serve` returns, what `ask` does), which runs beside it and ends it."""
+    address = Address(host="127.0.0.1", port=0, model="tiny", limits=ServerLimits(**limits))
+    with bind(address) as bound, ThreadPoolExecutor(1) as client:
+        asked = client.submit(ask)
+        failure = serve(llm, bound, address, tell=tell)
+        answer = asked.result()
+    llm.close()
+    return failure, answer
+
+
+def at_first_request(llm, happens):
+    """In the first turn that has one."""
+    step = llm.engine.step
+    llm.engine.step = lambda: (not llm.engine._trackers or happens()) and step()
+
+
+def stop():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def assert_turned_away(url):
+    """A server that stops listens, and says so."""
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/ready").json()["error"]["code"] == "stopping"
+    refused = httpx.post(f"{url}/v1/completions", json=dict(BODY, model="tiny"))
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    text = "the server must be running, got stopping; send it to another, or again later"
+    assert refused.json()["error"]["message"] == text
+
+
 def test_ctrl_c_lets_running_requests_end_and_says_so():
     llm, told = small_llm(), queue.SimpleQueue()
     turns = Turns(llm)
@@ -43,20 +79,114 @@ def test_ctrl_c_lets_running_requests_end_and_says_so():
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as stream:
             lines = stream.iter_lines()
             next(lines)
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            stop()
             said = told.get()
+            assert_turned_away(url)
             turns.go()
             return said, list(lines)
 
-    address = Address(host="127.0.0.1", port=0, model="tiny")
-    with bind(address) as bound, ThreadPoolExecutor(1) as client:
-        asked = client.submit(ask)
-        serve(llm, bound, address, tell=told.put)
-        said, lines = asked.result()
-    llm.close()
+    failure, (said, lines) = served(llm, ask, told.put)
+    assert failure is None
     assert said == "finishing 1 request(s), at most 20 s; Ctrl-C: at once"
     assert '"finish_reason":"length"' in lines[-4]
     assert lines[-2] == "data: [DONE]"
+
+
+def test_what_does_not_end_in_the_seconds_of_the_drain_is_ended():
+    llm, told = small_llm(), queue.SimpleQueue()
+    turns = Turns(llm)
+    turns.hold(after=FIRST_WORDS)
+
+    def ask():
+        url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny", max_tokens=20)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            stop()
+            last = [line for line in lines if line][-1]
+            turns.go()
+            return last
+
+    failure, last = served(llm, ask, told.put, drain_s=0.1)
+    assert failure is None
+    assert "the server stops before this answer was whole; send it again" in last
+
+
+def test_a_server_that_cannot_end_is_left(monkeypatch):
+    """Its engine hangs in a turn, and hears nothing."""
+    llm, told, left = small_llm(), queue.SimpleQueue(), threading.Event()
+    codes = []
+    monkeypatch.setattr(run, "_FAREWELL_S", 0.1)
+    monkeypatch.setattr(run, "_GRACE_S", 0.1)
+    monkeypatch.setattr(run, "leave", lambda code: (codes.append(code), left.set()))
+    at_first_request(llm, left.wait)
+
+    def ask():
+        url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny", max_tokens=20)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None):
+            stop()
+            left.wait()
+
+    served(llm, ask, told.put, drain_s=0.1)
+    assert codes == [run.STUCK]
+
+
+def test_an_engine_that_fails_ends_the_server_with_an_error(monkeypatch):
+    llm = small_llm()
+    at_first_request(llm, lambda: 1 // 0)
+    asking = []
+
+    def ask(url):
+        answer = httpx.post(f"{url}/v1/completions", json=dict(BODY, model="bundled"), timeout=None)
+        return answer.text
+
+    def write(lines, text):
+        if "/v1, Ctrl-C stops" in text:
+            asking.append(clients.submit(ask, address_in([text.splitlines()[0]])))
+        said.append(text)
+
+    said = []
+    monkeypatch.setattr(Lines, "write", write)
+    with ThreadPoolExecutor(1) as clients:
+        done = CliRunner().invoke(app, ["serve", "--port", "0"], obj=lambda **asked: llm)
+    assert done.exit_code == 1
+    assert "ended by ZeroDivisionError" in asking[0].result()
+    assert said[-1].startswith("the engine must be running, got ended by ZeroDivisionError")
+
+
+def test_a_stderr_that_nobody_reads_does_not_stop_a_drain():
+    """Nor what is said meanwhile; a pipe holds 64 KiB."""
+    llm, told = small_llm(), queue.SimpleQueue()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    with suppress(BlockingIOError):
+        while os.write(write_end, b"x" * 4096):
+            pass
+    os.set_blocking(write_end, True)
+    lines = Lines(write_end)
+    for _ in range(2_000):
+        lines.write("again and again\n")
+    assert lines.num_dropped > 900
+
+    def ask():
+        address_in(iter(told.get, None))
+        stop()
+
+    failure, _ = served(llm, ask, lambda text: (lines.write(text), told.put(text)))
+    assert failure is None
+    os.close(read_end)
+    lines.close()
+    os.close(write_end)
+
+
+def test_a_stderr_that_is_gone_drops_what_is_said():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    lines = Lines(write_end)
+    lines.write("nobody hears this\n")
+    lines.close()
+    os.close(write_end)
+    assert lines.num_dropped == 1
 
 
 def test_a_second_ctrl_c_does_not_wait():

@@ -30,8 +30,9 @@ def test_a_failed_engine_answers_500_to_all_and_503_to_health(caplog):
             assert answer.status_code == 500
             assert answer.json()["error"]["type"] == "server_error"
             assert "the engine must be running, got ended by" in answer.json()["error"]["message"]
-        health = client.get("/health")
-        assert health.status_code == 503
-        assert "the device is gone" in health.json()["error"]["message"]
+        for path in ("/health", "/ready"):
+            probe = client.get(path)
+            assert probe.status_code == 503
+            assert "the device is gone" in probe.json()["error"]["message"]
     (record,) = [each for each in caplog.records if each.name == "paceline" and each.exc_info]
     assert "the engine has failed" in record.message

@@ -80,16 +80,23 @@ def log_flags(command: Command) -> Command:
     )(command)
 
 
-def log_to_stderr(values: Mapping[str, Any]) -> None:
-    """Show the engine's choices and events on stderr, as plain lines, as far as `log_flags` say."""
+def log_to_stderr(
+    values: Mapping[str, Any], stream: Any = None, *, others: Sequence[str] = ()
+) -> None:
+    """Show the engine's choices and events on stderr, as plain lines, as far as `log_flags` say.
+
+    stream: in its place; others: loggers of other packages, whose warnings are shown too.
+    """
     if values["verbose"] and values["quiet"]:
         raise click.UsageError("--verbose and --quiet exclude each other: drop one")
-    handler = logging.StreamHandler()
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger = logging.getLogger("paceline")
     logger.handlers = [handler]
     level = logging.DEBUG if values["verbose"] else logging.INFO
     logger.setLevel(logging.ERROR if values["quiet"] else level)
+    for name in others:
+        logging.getLogger(name).handlers = [handler]
 
 
 def _data_flag(flag: Flag) -> Callable[[Command], Command]:

@@ -1,12 +1,14 @@
 """`paceline serve`: an OpenAI-compatible HTTP server."""
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import click
 
 from paceline.cli.console import engine_factory
 from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_stderr
+from paceline.cli.lines import Lines
 from paceline.cli.verb import Verb
 from paceline.core.options import MAX_QUEUED
 
@@ -88,15 +90,19 @@ From Python, with the openai package:
 def serve(ctx: click.Context, /, **values: Any) -> None:
     """Serve a model over HTTP, as the OpenAI API.
 
-    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health.  Unknown or unsupported
-    fields of a request are refused with 400, never ignored.
+    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /ready.  Unknown or
+    unsupported fields of a request are refused with 400, never ignored.
+
+    Ctrl-C or SIGTERM: /ready answers 503, running requests end, then the process.  Exit code 1: the
+    engine has failed, 70: something hangs.
     """
     asked = asked_arguments(values)
     from paceline.server.limits import ServerLimits
     from paceline.server.run import Address, bind
     from paceline.server.run import serve as serve_until_stopped
 
-    log_to_stderr(values)
+    lines = Lines()
+    log_to_stderr(values, lines, others=("asyncio", "uvicorn"))
     address = Address(
         host=values["host"],
         port=values["port"],
@@ -113,10 +119,13 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
             drain_s=values["drain_seconds"],
         ),
     )
-    with bind(address) as bound:
+    with closing(lines), bind(address) as bound:
         llm = engine_factory(ctx)(**asked)
         try:
-            serve_until_stopped(llm, bound, address, tell=lambda text: click.echo(text, err=True))
+            failure = serve_until_stopped(
+                llm, bound, address, tell=lambda text: lines.write(f"{text}\n")
+            )
         finally:
             llm.close()
-    click.echo("stopped", err=True)
+        lines.write("stopped\n" if failure is None else f"{failure}\n")
+    ctx.exit(0 if failure is None else 1)

@@ -60,11 +60,17 @@ class AsyncEngine:
         self._tickets: set[Ticket] = set()
         self._num_open = 0  # completions of these
         self._failure: str | None = None
+        self._error: BaseException | None = None
 
     @property
     def failure(self) -> str | None:
         """Why no request is served any more; None while the thread lives."""
         return self._failure
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the thread, unless `stop` did."""
+        return self._error
 
     @property
     def max_open(self) -> int:
@@ -219,7 +225,7 @@ class AsyncEngine:
 
     def _on_end(self, thread: asyncio.Future[None]) -> None:
         """Let nobody wait for a thread that has ended."""
-        error = thread.exception()
+        self._error = error = thread.exception()
         got, remedy = "stopped", "start it again"
         if error is not None:
             _LOG.error("the engine has failed; it answers no more requests", exc_info=error)

@@ -14,20 +14,23 @@ from paceline.server.body import body_schema
 from paceline.server.chat import chat_job
 from paceline.server.completions import completion_job
 from paceline.server.errors import ApiError, add_error_handlers
+from paceline.server.life import Doorkeeper
 from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
 from paceline.server.reader import CHAT, COMPLETIONS
 from paceline.server.service import Service
 from paceline.server.stream import ClientGone
 from paceline.server.wire import ChatRequest, CompletionRequest
 
-_OPEN = {"/health"}
+_OPEN = {"/health", "/ready"}
 _GONE = 499  # what nginx logs for a client that left; nobody reads it
 
 
 def build_app(
     service: Service, *, api_key: str | None = None, limits: ServerLimits = LIMITS
 ) -> FastAPI:
-    """The application.  With an api_key, all paths but /health ask for it as a bearer token."""
+    """The application.  With an api_key, all paths but those of probes ask for it as a bearer
+    token.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -41,13 +44,8 @@ def build_app(
     _add_generation(app, service)
     _add_models(app, service)
 
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health() -> Response:
-        if service.engine.failure is not None:
-            raise ApiError(503, service.engine.failure, code="engine_failed")
-        return Response('{"status":"ok"}', media_type="application/json")
-
+    _add_probes(app, service)
+    app.add_middleware(Doorkeeper, life=service.life)
     app.add_middleware(BodyLimit, limits=limits)
     if api_key is not None:
         app.add_middleware(KeyGuard, api_key=api_key)
@@ -67,6 +65,23 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         check_query(request)
         asked = await service.read(CHAT, request)
         return await _answer(service, chat_job(service, asked), request)
+
+
+def _add_probes(app: FastAPI, service: Service) -> None:
+    """/health: whether to restart it; /ready: whether to send it requests."""
+
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health")
+    async def health() -> Response:
+        if service.engine.failure is not None:
+            raise ApiError(503, service.engine.failure, code="engine_failed")
+        return Response('{"status":"ok"}', media_type="application/json")
+
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready")
+    async def ready() -> Response:
+        service.life.require()
+        return await health()
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -1,8 +1,9 @@
 """Errors as the OpenAI API shows them: {"error": {"message", "type", "param", "code"}}.
 
 Status codes: 400 for a wrong request, 401 for a wrong key, 404 for an unknown model or path, 405
-for a wrong method, 408 for what does not come in time, 413 for a body that is too long, 500 for what went wrong here, 503 from a server
-that stops or whose queue is full, and from /health of an engine that has ended.
+for a wrong method, 408 for what does not come in time, 413 for a body that is too long, 500 for
+what went wrong here, 503 from a server that stops or whose queue is full, and from /health of an
+engine that has ended.
 """
 
 import json

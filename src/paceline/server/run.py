@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import os
 import signal
 import socket
 import threading
@@ -16,18 +17,22 @@ import uvicorn
 from fastapi import FastAPI
 
 from paceline.core.errors import ConfigError
-from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
 from paceline.plan.machine import settled
 from paceline.server.app import build_app
+from paceline.server.life import Life
 from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.protocol import protocol_of
 from paceline.server.service import Service
 
-DRAIN_S = 20.0  # how long a stopping server lets requests run on
-_FAREWELL_S = 2.0  # and how long clients may then take to read their last event
+STUCK = 70  # exit code of a server that could not end by itself; EX_SOFTWARE of sysexits.h
+_FAREWELL_S = 2.0  # how long clients may take to read their last event
+_GRACE_S = 5.0  # and whatever is left then
 _POLL_S = 0.1  # signals set flags
 _BACKLOG = 2048  # connections the kernel holds for us
+
+
+leave = os._exit  # without waiting for threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,26 +71,36 @@ def _not_free(address: Address, error: OSError) -> ConfigError:
     )
 
 
-def serve(llm: LLM, bound: socket.socket, address: Address, *, tell: Callable[[str], None]) -> None:
+def serve(
+    llm: LLM, bound: socket.socket, address: Address, *, tell: Callable[[str], None]
+) -> str | None:
     """Serve until Ctrl-C or SIGTERM; the second one does not wait for running requests.
 
-    tell: shows a line to whoever started the server.  For the main thread.  Raises ConfigError when
-    another server has begun to listen at the address meanwhile.
+    Returns why the engine has ended, if it did so by itself.  Should the end not come within its
+    limits, because the engine or the loop hangs, the process is left at once, with STUCK.
+    tell: shows a line to whoever started the server; it neither waits nor raises.  For the main
+    thread.  Raises ConfigError when another server has begun to listen at the address meanwhile.
     """
     limits = address.limits
     service = Service.of(llm, model=address.model, max_queued=limits.max_queued)
     config = http_config(build_app(service, api_key=address.api_key, limits=limits), limits)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    server, hurry = uvicorn.Server(config), threading.Event()
+    server = uvicorn.Server(config)
     try:
         bound.listen(_BACKLOG)
     except OSError as error:
         raise _not_free(address, error) from error
-    tell(banner(service, bound, needs_key=address.api_key is not None))
     # In a thread of its own: in the main thread uvicorn would take the signals, and raise them once
     # more behind its end.
-    with ThreadPoolExecutor(1, "paceline-http") as thread, _signals(server, hurry), settled():
-        thread.submit(asyncio.run, _serve(server, bound, service.engine, hurry, tell)).result()
+    with (
+        _last_resort(service.life, limits.drain_s + _FAREWELL_S + _GRACE_S),
+        ThreadPoolExecutor(1, "paceline-http") as thread,
+        _signals(service.life),
+        settled(),
+    ):
+        tell(banner(service, bound, needs_key=address.api_key is not None))
+        thread.submit(asyncio.run, _serve(server, bound, service, limits, tell)).result()
+    return None if service.engine.error is None else service.engine.failure
 
 
 def http_config(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
@@ -101,13 +116,11 @@ def http_config(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
 
 
 @contextmanager
-def _signals(server: uvicorn.Server, hurry: threading.Event) -> Iterator[None]:
-    """The first signal stops the server, further ones set `hurry`."""
+def _signals(life: Life) -> Iterator[None]:
+    """The first signal stops the server, further ones hurry it."""
 
     def note(number: int, frame: FrameType | None) -> None:
-        if server.should_exit:
-            hurry.set()
-        server.should_exit = True
+        life.stop()
 
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -117,34 +130,59 @@ def _signals(server: uvicorn.Server, hurry: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def _last_resort(life: Life, limit_s: float) -> Iterator[None]:
+    """Leave the process, once the server has stopped, unless the block ends in time."""
+    has_ended = threading.Event()
+
+    def watch() -> None:
+        while not life.is_stopping:
+            if has_ended.wait(_POLL_S):
+                return
+        if not has_ended.wait(limit_s):
+            leave(STUCK)
+
+    threading.Thread(target=watch, name="paceline-last-resort", daemon=True).start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+
+
 async def _serve(
     server: uvicorn.Server,
     bound: socket.socket,
-    engine: AsyncEngine,
-    hurry: threading.Event,
+    service: Service,
+    limits: ServerLimits,
     tell: Callable[[str], None],
 ) -> None:
-    draining = asyncio.ensure_future(_drain(server, engine, hurry, tell))
+    draining = asyncio.ensure_future(_drain(server, service, limits, tell))
     try:
         await server.serve(sockets=[bound])
     finally:
         draining.cancel()
-        await engine.stop()
+        await service.engine.stop()
 
 
 async def _drain(
-    server: uvicorn.Server,
-    engine: AsyncEngine,
-    hurry: threading.Event,
-    tell: Callable[[str], None],
+    server: uvicorn.Server, service: Service, limits: ServerLimits, tell: Callable[[str], None]
 ) -> None:
-    """Once the server stops: wait a while, then end what still runs, so that streams end whole."""
-    await _until(lambda: server.should_exit)
-    if engine.num_tickets:
-        count = engine.num_tickets
-        tell(f"finishing {count} request(s), at most {DRAIN_S:.0f} s; Ctrl-C: at once")
-    await _until(hurry.is_set, timeout_s=DRAIN_S)
+    """Once the server is told to stop, or its engine has ended: wait a while, still listening, then
+    end what still runs, so that streams end whole.
+    """
+    life, engine = service.life, service.engine
+    await _until(lambda: life.is_stopping or engine.failure is not None)
+    if life.num_active and engine.failure is None:
+        count = f"finishing {life.num_active} request(s)"
+        tell(f"{count}, at most {limits.drain_s:g} s; Ctrl-C: at once")
+    await _until(
+        lambda: life.is_hurried or not life.num_active or engine.failure is not None,
+        timeout_s=limits.drain_s,
+    )
+    if not life.is_stopping:
+        life.stop()  # nobody else did
     engine.abort_all()
+    server.should_exit = True
     await asyncio.sleep(_FAREWELL_S)
     server.force_exit = True
 

@@ -17,6 +17,7 @@ from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
 from paceline.plan.resolution import Resolution
 from paceline.server.body import LARGE, read_body
+from paceline.server.life import Life
 from paceline.server.limits import LIMITS
 from paceline.server.reader import Reader, Reading
 from paceline.server.token_names import TokenNames
@@ -31,6 +32,7 @@ class Service:
     admission: Admission
     reader: Reader
     worker: BodyWorker
+    life: Life
     names: TokenNames
     fingerprint: str  # the same for the same version and options
     created: int  # seconds since 1970
@@ -52,6 +54,7 @@ class Service:
             admission=admission,
             reader=facts.reader(admission.tokenizer),
             worker=BodyWorker(facts),
+            life=Life(),
             names=TokenNames(llm.admission.tokenizer),
             fingerprint=_fingerprint(llm.prepared.resolution),
             created=int(time.time()),
