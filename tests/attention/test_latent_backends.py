@@ -23,6 +23,7 @@ from paceline.attention.contract import (
     Limits,
     Part,
 )
+from paceline.attention.held import tensor_bytes
 from paceline.attention.registry import choose
 from paceline.core.errors import ConfigError, KernelArgumentError
 from paceline.core.model_config import Heads
@@ -256,13 +257,20 @@ def test_steps_that_outgrow_a_schedule_are_refused_when_buffers_are_made() -> No
     assert backend.make_buffers(replace(most, max_tokens=8192)).rings
 
 
-@either
-def test_the_budget_counts_what_buffers_hold(backend_class: type) -> None:
-    library = {FlashMLABackend: flashmla, FlashInferMLABackend: flashinfer_mla}[backend_class]
-    from paceline.attention.held import tensor_bytes
+def test_the_budget_counts_what_buffers_hold() -> None:
+    made = FlashInferMLABackend(flashinfer_mla).make_buffers(LIMITS)
+    assert FlashInferMLABackend().buffer_bytes(LIMITS) == tensor_bytes(made)
 
-    counted = backend_class().buffer_bytes(LIMITS)
-    assert counted == tensor_bytes(backend_class(library).make_buffers(LIMITS))
+
+def test_the_budget_counts_what_a_call_of_flashmla_allocates() -> None:
+    """[requests + splits, queries * heads, 512] float32, and an lse of each row."""
+    backend, limits = FlashMLABackend(flashmla), replace(LIMITS, max_tokens=100)
+    assert not tensor_bytes(backend.make_buffers(limits))
+    few, many = (FlashMLABackend().buffer_bytes(replace(limits, max_tokens=n)) for n in (1, 100))
+    assert many - few == 99 * 4 * 513 * 4
+    assert few >= (1 + 1) * 64 * 513 * 4
+    capped = (FlashMLABackend().buffer_bytes(replace(limits, max_tokens=n)) for n in (1024, 9000))
+    assert len({*capped}) == 1
 
 
 # --- what is refused ------------------------------------------------------------------------------

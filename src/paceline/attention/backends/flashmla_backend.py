@@ -26,10 +26,12 @@ from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
+from paceline.kernels.stand_in import multiprocessors
 from paceline.kernels.step_view import StepView
 
 MODULE = "sgl_kernel.flash_mla"  # of the package sglang-kernel
 PAGE_SIZE = 64
+TILE = 64  # query rows, heads counted
 LAST_ARCH = (9, 9)
 MOST_QUERIES = 16  # of a request in one call
 TOKENS_AT_ONCE = 1024  # of one call, which allocates float32 sums for each
@@ -136,8 +138,13 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
         )
 
     def buffer_bytes(self, limits: Limits) -> int:
-        """None, whether the library is here or not."""
-        return 0
+        """No buffers, but what a call of the library allocates: sums of each query, and of the
+        splits, which are as many tiles of queries as there are multiprocessors."""
+        heads = max(spec.num_heads for spec in limits.layers)
+        rank = max(spec.v_head_dim for spec in limits.layers)
+        splits = max(multiprocessors(limits.device) * TILE, MOST_QUERIES * heads)
+        rows = min(TOKENS_AT_ONCE, limits.max_tokens) * heads + splits
+        return 4 * rows * (rank + 1)
 
     def plan(self, view: StepView, buffers: FlashMLABuffers) -> FlashMLAPlan:
         """The schedules of this step's lengths, by the library's own kernel."""
