@@ -18,7 +18,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_to
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(small_llm(), api_key="sesame") as world:
+    with serving(small_llm(), api_keys=["sesame"]) as world:
         yield world
 
 

@@ -52,6 +52,18 @@ class HostNeed(StrEnum):
     HOST_DRAFTS = "host_drafts"  # its last token: what is drafted depends on it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """How a request takes turns with others that wait (waiting.py)."""
+
+    client: str = ""  # whose requests take turns with those of other clients
+    weight: float = 1.0  # tokens of the client for each of one with weight 1
+    priority: int = 0  # among its client's: lower goes first
+
+
+ALIKE = Share()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One generation.  The scheduler and its roster alone write its fields."""
@@ -63,6 +75,7 @@ class Request:
     max_len: int  # finished once this many tokens are known, prompt included
     keys: PageKeys = NO_KEYS  # what its KV depends on beside its tokens
     positions: PromptPositions | None = None  # where rope has several axes; None: the index
+    share: Share = ALIKE
     parent_id: str = ""  # what the caller asked as
     index: int = 0  # of the caller's completions
     input_rows: tuple[InputRows, ...] = ()  # of its prompt, ascending
@@ -104,6 +117,7 @@ class Request:
         input_rows: tuple[InputRows, ...] = (),
         constraint: Constraint | None = None,
         positions: PromptPositions | None = None,
+        share: Share = ALIKE,
     ) -> "Request":
         """A waiting request; `Admission` has seen that its prompt fits the context.
 
@@ -126,6 +140,7 @@ class Request:
             keys=keys,
             input_rows=input_rows,
             positions=positions,
+            share=share,
             parent_id=request_id,
             constraint=constraint,
         )
@@ -144,6 +159,7 @@ class Request:
             keys=self.keys,
             input_rows=self.input_rows,
             positions=self.positions,
+            share=self.share,
             parent_id=self.request_id,
             index=index,
             leader=self,
