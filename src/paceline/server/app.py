@@ -19,6 +19,7 @@ from paceline.server.errors import ApiError, add_error_handlers
 from paceline.server.life import Doorkeeper
 from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
 from paceline.server.reader import CHAT, COMPLETIONS, Reading
+from paceline.server.request_id import RequestIds
 from paceline.server.service import Service
 from paceline.server.stream import ClientGone
 from paceline.server.wire import ChatRequest, CompletionRequest
@@ -52,6 +53,7 @@ def build_app(
     if api_keys:
         app.add_middleware(KeyGuard, api_keys=api_keys)
     app.add_middleware(Lengths)
+    app.add_middleware(RequestIds)
     return app
 
 
