@@ -9,7 +9,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -99,11 +99,15 @@ def small_llm(**more: Any) -> LLM:
 
 @contextmanager
 def serving(
-    llm: LLM, *, api_key: str | None = None, limits: ServerLimits = LIMITS
+    llm: LLM,
+    *,
+    api_keys: Sequence[str] = (),
+    limits: ServerLimits = LIMITS,
+    weights: Mapping[str, float] | None = None,
 ) -> Iterator[Serving]:
     """Serve `llm` as "tiny"; closes it behind."""
-    service = Service.of(llm, model="tiny", max_queued=limits.max_queued)
-    app = build_app(service, api_key=api_key, limits=limits)
+    service = Service.of(llm, model="tiny", max_queued=limits.max_queued, weights=weights or {})
+    app = build_app(service, api_keys=api_keys, limits=limits)
     server = uvicorn.Server(http_config(app, limits))
     bound = socket.create_server(("127.0.0.1", 0))
     loops: list[asyncio.AbstractEventLoop] = []

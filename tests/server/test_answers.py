@@ -128,7 +128,7 @@ class FakeService:
     async def admit(self, prompts, params) -> list[AdmittedPrompt]:
         return [AdmittedPrompt(prompt=None, token_ids=tuple(ids), params=params) for ids in prompts]
 
-    async def generate(self, admitted, *, telling, stream: bool) -> "FakeTicket":
+    async def generate(self, admitted, *, telling, stream: bool, deadline=None) -> "FakeTicket":
         if stream:
             return FakeTicket(self, self.news)
         wholes = {}

@@ -1,5 +1,6 @@
 """Errors over HTTP: one shape for all, and the server goes on."""
 
+import re
 from dataclasses import replace
 
 import httpx
@@ -18,7 +19,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_to
 
 @pytest.fixture(scope="module")
 def server():
-    with serving(small_llm(), api_key="sesame") as world:
+    with serving(small_llm(), api_keys=["sesame"]) as world:
         yield world
 
 
@@ -115,6 +116,17 @@ def test_a_name_of_ten_megabytes_is_not_said_again(client):
     )
     assert refused(answer, 400)["code"] == "unknown_parameter"
     assert len(answer.content) < 500
+
+
+@pytest.mark.parametrize("sent", [None, "abc-1", "x" * 129, "two words"])
+def test_every_answer_says_the_id_of_its_request(client, server, sent):
+    """That of the client, where it is one that a log can hold."""
+    headers = {} if sent is None else {"X-Request-Id": sent}
+    for path in ("/health", "/v1/models", "/nothing"):
+        said = client.get(path, headers=headers).headers.get_list("x-request-id")
+        assert len(said) == 1
+        assert said == [sent] if sent == "abc-1" else re.fullmatch("[0-9a-f]{32}", said[0])
+    assert len(httpx.get(f"{server.url}/docs").headers["x-request-id"]) == 32
 
 
 def test_unknown_paths_methods_and_models_are_named(client):

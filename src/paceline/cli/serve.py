@@ -15,6 +15,24 @@ from paceline.core.options import MAX_QUEUED
 COUNT, SECONDS = click.IntRange(min=1), click.FloatRange(min=0.0)
 
 
+class Weight(click.ParamType):
+    """CLIENT=WEIGHT"""
+
+    name = "weight"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, float]:
+        client, _, weight = str(value).rpartition("=")
+        try:
+            number = float(weight)
+        except ValueError:
+            number = 0.0
+        if not client or not 0.0 < number < float("inf"):
+            self.fail(f"must be CLIENT=WEIGHT with a weight above 0, got {value!r}", param, ctx)
+        return client, number
+
+
 def limit(
     flag: str, kind: click.ParamType, default: float, text: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -61,10 +79,21 @@ From Python, with the openai package:
 )
 @click.option(
     "--api-key",
-    default=None,
+    "api_keys",
+    multiple=True,
     envvar="PACELINE_API_KEY",
     show_envvar=True,
-    help="Key that requests must bring, but for /health and /ready.  [default: none is asked for]",
+    help="Key that requests must bring, but for /health and /ready; of several, in the environment "
+    "apart by blanks, each is a client.  [default: none is asked for]",
+)
+@click.option(
+    "--client-weight",
+    "weights",
+    multiple=True,
+    type=Weight(),
+    metavar="CLIENT=WEIGHT",
+    help="Tokens of a client for each of another, while both wait; CLIENT is an address, or key1 "
+    "for the first of several keys.  [default: 1]",
 )
 @limit(
     "--max-queued-requests",
@@ -107,7 +136,8 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
         host=values["host"],
         port=values["port"],
         model=values["served_model_name"] or str(asked.get("model", "bundled")),
-        api_key=values["api_key"],
+        api_keys=values["api_keys"],
+        weights=dict(values["weights"]),
         limits=ServerLimits(
             max_queued=values["max_queued_requests"],
             max_body_mib=values["max_body_mib"],

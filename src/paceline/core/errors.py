@@ -8,6 +8,7 @@
     ├── RequestError           one request is wrong; the others go on
     │   └── CapacityError        a request that can never fit, with the numbers
     ├── BusyError              a full queue; the same request may be sent again later
+    ├── DeadlineError          a request that was not answered in the time it gave
     ├── KernelArgumentError    a tensor of the wrong shape, dtype, stride or device
     ├── GraphError             something a graph cannot hold
     │   ├── HostReadError        a host read or data-dependent shape inside a recorded region
@@ -65,6 +66,10 @@ class CapacityError(RequestError):
 
 class BusyError(PacelineError):
     """A full queue; the same request may be sent again later."""
+
+
+class DeadlineError(PacelineError):
+    """A request that was not answered in the time it gave."""
 
 
 class KernelArgumentError(PacelineError):

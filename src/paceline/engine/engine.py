@@ -9,7 +9,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import PromptPositions
 from paceline.engine.grammar import Constraint
 from paceline.engine.loop import Launched, Runner, TurnFunction
-from paceline.engine.request import FinishReason, Request
+from paceline.engine.request import ALIKE, FinishReason, Request, Share
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.tracker import Tracker
 from paceline.text.tokenizer import Tokenizer
@@ -63,6 +63,7 @@ class Engine:
         constraint: Constraint | None = None,
         input_rows: tuple[InputRows, ...] = (),
         positions: PromptPositions | None = None,
+        share: Share = ALIKE,
     ) -> Tracker:
         """Queue a request: params.n completions, which share the KV of their prompt.
 
@@ -70,7 +71,8 @@ class Engine:
         otherwise each computes it.  params.seed must be set: it is part of what a preempted
         request resumes with.  constraint: of the first; the others have forks.  input_rows: stand
         in for the embeddings of prompt tokens, ascending.  positions: of the prompt, where the
-        model's rope has several axes; None: every token stands at its index.
+        model's rope has several axes; None: every token stands at its index.  share: how it takes
+        turns with others that wait.
         Raises RequestError, of which CapacityError, and changes nothing then.
         """
         self._require_whole()
@@ -86,6 +88,7 @@ class Engine:
             input_rows=input_rows,
             constraint=constraint,
             positions=positions,
+            share=share,
         )
         requests = [first, *(first.sibling(index) for index in range(1, params.n))]
         self._queue(requests)

@@ -52,6 +52,18 @@ class HostNeed(StrEnum):
     HOST_DRAFTS = "host_drafts"  # its last token: what is drafted depends on it
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """How a request takes turns with others that wait (waiting.py)."""
+
+    client: str = ""  # whose requests take turns with those of other clients
+    weight: float = 1.0  # tokens of the client for each of one with weight 1
+    priority: int = 0  # among its client's: lower goes first
+
+
+ALIKE = Share()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One generation.  The scheduler and its roster alone write its fields."""
@@ -63,6 +75,7 @@ class Request:
     max_len: int  # finished once this many tokens are known, prompt included
     keys: PageKeys = NO_KEYS  # what its KV depends on beside its tokens
     positions: PromptPositions | None = None  # where rope has several axes; None: the index
+    share: Share = ALIKE
     parent_id: str = ""  # what the caller asked as
     index: int = 0  # of the caller's completions
     input_rows: tuple[InputRows, ...] = ()  # of its prompt, ascending
@@ -106,6 +119,7 @@ class Request:
         constraint: Constraint | None = None,
         positions: PromptPositions | None = None,
         encoder: EncoderInput | None = None,
+        share: Share = ALIKE,
     ) -> "Request":
         """A waiting request; `Admission` has seen that its prompt fits the context.
 
@@ -131,6 +145,7 @@ class Request:
             keys=keys,
             input_rows=input_rows,
             positions=positions,
+            share=share,
             parent_id=request_id,
             constraint=constraint,
             encoder=encoder,
@@ -151,6 +166,7 @@ class Request:
             input_rows=self.input_rows,
             positions=self.positions,
             encoder=self.encoder,
+            share=self.share,
             parent_id=self.request_id,
             index=index,
             leader=self,

@@ -224,7 +224,8 @@ class Scheduler:
         self._plan_admissions(plan)
 
     def _plan_admissions(self, plan: StepPlan) -> None:
-        """Arrival order, nobody overtakes: not even a preempted request that still drains.
+        """In the order of the waiting queue, nobody overtakes: not even a preempted request that
+        still drains.
 
         Only a request whose leader is computing the prompt that it will share lets others pass.
         """

@@ -15,6 +15,7 @@ from paceline.core.input_rows import InputRows
 from paceline.core.model_config import ModelConfig
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.grammar import Constraint
+from paceline.engine.request import ALIKE, Share
 from paceline.llm.embeds import read_embeds
 from paceline.llm.inputs import (
     Conversation,
@@ -42,6 +43,7 @@ class AdmittedPrompt:
     params: SamplingParams
     constraint: Constraint | None = None  # by a grammar
     input_rows: tuple[InputRows, ...] = ()  # in place of embeddings of these
+    share: Share = ALIKE  # how it takes turns with others that wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

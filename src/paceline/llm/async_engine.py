@@ -8,13 +8,14 @@ asyncio loop in one call.
 import asyncio
 import logging
 import queue
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import BusyError, PacelineError, message
+from paceline.core.errors import BusyError, DeadlineError, PacelineError, message
 from paceline.core.options import MAX_QUEUED, known, require_possible
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.ticket import Telling, Ticket
@@ -23,6 +24,7 @@ from paceline.llm.admission import AdmittedPrompt
 from paceline.llm.llm import LLM
 
 _News = tuple[Ticket, int, RequestOutput]  # whose, of which prompt, what
+_KEPT = 32  # a 32nd of the queue
 _LOG = logging.getLogger("paceline")
 
 
@@ -59,6 +61,8 @@ class AsyncEngine:
         self._end_of_thread: asyncio.Future[None] | None = None
         self._tickets: set[Ticket] = set()
         self._num_open = 0  # completions of these
+        self._open_of: Counter[str] = Counter()  # the same by client
+        self._deadlines: dict[Ticket, asyncio.TimerHandle] = {}
         self._failure: str | None = None
         self._error: BaseException | None = None
 
@@ -100,28 +104,39 @@ class AsyncEngine:
         self._commands.put(self._abort_running)
 
     async def generate(
-        self, admitted: Sequence[AdmittedPrompt], *, telling: Telling, stream: bool
+        self,
+        admitted: Sequence[AdmittedPrompt],
+        *,
+        telling: Telling,
+        stream: bool,
+        deadline: float | None = None,
     ) -> Ticket:
         """Queue prompts, all or none.
 
         The ticket iterates over (index of the prompt, news): one of the whole answer, or with
-        `stream` one whenever something has come.  Close it to cancel.
+        `stream` one whenever something has come.  Close it to cancel.  deadline: by the loop's
+        clock; behind it the ticket raises DeadlineError, and the request ends.
         Raises RequestError before anything runs, BusyError when the queue is full, PacelineError
         when the engine has failed.
         """
         if self._failure is not None:
             raise PacelineError(self._failure)
         num_completions = sum(each.params.n for each in admitted)
-        self.require_room(num_completions)
+        client = admitted[0].share.client
+        self.require_room(num_completions, client)
         ticket = Ticket(
             len(admitted),
             num_completions=num_completions,
             telling=telling,
             stream=stream,
-            on_close=self._on_close,
+            on_close=partial(self._on_close, client),
         )
         self._tickets.add(ticket)
         self._num_open += num_completions
+        self._open_of[client] += num_completions
+        if deadline is not None:
+            loop = asyncio.get_running_loop()
+            self._deadlines[ticket] = loop.call_at(deadline, self._expire, ticket)
         self._commands.put(partial(self._submit, ticket, admitted))
         try:
             await ticket.accepted()
@@ -130,20 +145,39 @@ class AsyncEngine:
             raise
         return ticket
 
-    def require_room(self, num_completions: int) -> None:
-        """Raise RequestError for what never has room, BusyError for what has none now."""
+    def require_room(self, num_completions: int, client: str | None = None) -> None:
+        """Raise RequestError for what never has room, BusyError for what has none now.
+
+        The last part of the queue is for clients that have nothing in it.
+        """
         require_possible(num_completions, self._max_open)
-        if self._num_open + num_completions > self._max_open:
+        kept = self._max_open // _KEPT if client is not None and self._open_of[client] else 0
+        if self._num_open + num_completions > self._max_open - kept:
             raise BusyError.about(
                 "the queue",
-                expected=f"at most {self._max_open} completions, running and waiting",
+                expected=f"at most {self._max_open - kept} completions, running and waiting",
                 got=f"{self._num_open} and {num_completions} of this request",
                 remedy="send it again later",
             )
 
-    def _on_close(self, ticket: Ticket) -> None:
+    def _expire(self, ticket: Ticket) -> None:
+        if not ticket.is_complete:
+            self._commands.put(partial(self._cancel, ticket))
+            remedy = "give it more time, ask for fewer tokens, or send it again later"
+            ticket.fail(
+                DeadlineError.about(
+                    "an answer", expected="whole by its deadline", got="less", remedy=remedy
+                )
+            )
+
+    def _on_close(self, client: str, ticket: Ticket) -> None:
         self._tickets.discard(ticket)
         self._num_open -= ticket.num_completions
+        self._open_of[client] -= ticket.num_completions
+        if not self._open_of[client]:
+            del self._open_of[client]
+        if ticket in self._deadlines:
+            self._deadlines.pop(ticket).cancel()
         if not ticket.is_complete:
             self._commands.put(partial(self._cancel, ticket))
 

@@ -348,6 +348,7 @@ class LLM:
             prompt=admitted.prompt,
             constraint=admitted.constraint,
             input_rows=admitted.input_rows,
+            share=admitted.share,
         )
 
     def _next_id(self) -> str:

@@ -5,7 +5,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from paceline.core.errors import PacelineError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestOutput
-from paceline.engine.request import FinishReason
+from paceline.engine.request import ALIKE, FinishReason, Share
 from paceline.engine.ticket import GROWTHS, Ticket
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.reader import Reading
@@ -54,6 +54,8 @@ class Job:
     stream: bool
     include_usage: bool
     writer: Writer
+    share: Share = ALIKE  # how it takes turns with others
+    deadline: float | None = None  # by the loop's clock
 
     @classmethod
     def of(cls, asked: Reading, writer: Writer) -> "Job":
@@ -117,7 +119,10 @@ def _envelope(service: Service, job: Job) -> Document:
 
 async def _start(service: Service, job: Job) -> Ticket:
     admitted = await service.admit(job.prompts, job.params)
-    return await service.engine.generate(admitted, telling=GROWTHS, stream=job.stream)
+    shared = [replace(each, share=job.share) for each in admitted]
+    return await service.engine.generate(
+        shared, telling=GROWTHS, stream=job.stream, deadline=job.deadline
+    )
 
 
 async def _whole(service: Service, job: Job) -> Document:

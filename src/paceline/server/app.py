@@ -1,8 +1,10 @@
 """The ASGI application: paths, keys, and when the engine starts and stops."""
 
+import asyncio
 import hmac
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -16,7 +18,8 @@ from paceline.server.completions import completion_job
 from paceline.server.errors import ApiError, add_error_handlers
 from paceline.server.life import Doorkeeper
 from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
-from paceline.server.reader import CHAT, COMPLETIONS
+from paceline.server.reader import CHAT, COMPLETIONS, Reading
+from paceline.server.request_id import RequestIds
 from paceline.server.service import Service
 from paceline.server.stream import ClientGone
 from paceline.server.wire import ChatRequest, CompletionRequest
@@ -26,9 +29,9 @@ _GONE = 499  # what nginx logs for a client that left; nobody reads it
 
 
 def build_app(
-    service: Service, *, api_key: str | None = None, limits: ServerLimits = LIMITS
+    service: Service, *, api_keys: Sequence[str] = (), limits: ServerLimits = LIMITS
 ) -> FastAPI:
-    """The application.  With an api_key, all paths but those of probes ask for it as a bearer
+    """The application.  With api_keys, all paths but those of probes ask for one as a bearer
     token.
     """
 
@@ -47,24 +50,21 @@ def build_app(
     _add_probes(app, service)
     app.add_middleware(Doorkeeper, life=service.life)
     app.add_middleware(BodyLimit, limits=limits)
-    if api_key is not None:
-        app.add_middleware(KeyGuard, api_key=api_key)
+    if api_keys:
+        app.add_middleware(KeyGuard, api_keys=api_keys)
     app.add_middleware(Lengths)
+    app.add_middleware(RequestIds)
     return app
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
-        check_query(request)
-        asked = await service.read(COMPLETIONS, request)
-        return await _answer(service, completion_job(service, asked), request)
+        return await _answer(service, COMPLETIONS, completion_job, request)
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        check_query(request)
-        asked = await service.read(CHAT, request)
-        return await _answer(service, chat_job(service, asked), request)
+        return await _answer(service, CHAT, chat_job, request)
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
@@ -114,7 +114,17 @@ def check_query(request: Request) -> None:
         )
 
 
-async def _answer(service: Service, job: Job, request: Request) -> Response:
+async def _answer(
+    service: Service, endpoint: str, make_job: Callable[[Service, Reading], Job], request: Request
+) -> Response:
+    check_query(request)
+    began = asyncio.get_running_loop().time()
+    asked = await service.read(endpoint, request)
+    job = replace(
+        make_job(service, asked),
+        share=service.share(request, asked.priority),
+        deadline=None if asked.deadline_s is None else began + asked.deadline_s,
+    )
     try:
         return await answer(service, job, request)
     except ClientGone:
@@ -122,25 +132,33 @@ async def _answer(service: Service, job: Job, request: Request) -> Response:
 
 
 class KeyGuard:
-    """ASGI middleware: refuses clients without the key before their body is read.
+    """ASGI middleware: refuses clients without a key before their body is read.
 
-    Probes bring none, so what they ask is open.
+    Probes bring none, so what they ask is open.  Of several keys each is a client: `key1`, ...
     """
 
-    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._wanted = api_key.encode()
+        self._wanted = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN and not self._knows(scope):
-            text = "Authorization must be 'Bearer <the key the server was started with>'"
+        if scope["type"] != "http" or scope["path"] in _OPEN:
+            await self._app(scope, receive, send)
+            return
+        number = self._number(scope)
+        if number is None:
+            text = "Authorization must be 'Bearer <a key the server was started with>'"
             headers = {"WWW-Authenticate": "Bearer"}
             error = ApiError(401, text, code="invalid_api_key", headers=headers)
             await error.response()(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            return
+        if len(self._wanted) > 1:
+            scope["client"] = (f"key{number}", 0)
+        await self._app(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _number(self, scope: Scope) -> int | None:
+        """Of the key that was brought, from 1; every key is compared, whichever it is."""
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.lstrip(b" "), self._wanted)
+        same = [hmac.compare_digest(key.lstrip(b" "), wanted) for wanted in self._wanted]
+        return same.index(True) + 1 if scheme.lower() == b"bearer" and any(same) else None

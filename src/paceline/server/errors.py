@@ -3,7 +3,7 @@
 Status codes: 400 for a wrong request, 401 for a wrong key, 404 for an unknown model or path, 405
 for a wrong method, 408 for what does not come in time, 413 for a body that is too long, 500 for
 what went wrong here, 503 from a server that stops or whose queue is full, and from /health of an
-engine that has ended.
+engine that has ended, 504 for a request whose deadline has passed.
 """
 
 import json
@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from paceline.core.errors import (
     BusyError,
     CapacityError,
+    DeadlineError,
     ModelError,
     PacelineError,
     RequestError,
@@ -79,6 +80,8 @@ def as_api_error(error: PacelineError) -> ApiError:
     """What the engine raised, as an answer."""
     if isinstance(error, BusyError):
         return ApiError(503, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, DeadlineError):
+        return ApiError(504, str(error), code="deadline_exceeded")
     if not isinstance(error, RequestError | ModelError):
         return ApiError(500, str(error), code="engine_failed")
     code = "capacity_exceeded" if isinstance(error, CapacityError) else None

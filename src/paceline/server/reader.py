@@ -16,7 +16,7 @@ from paceline.server.body import decoded
 from paceline.server.counts import Room
 from paceline.server.errors import ApiError
 from paceline.server.places import shortened
-from paceline.server.wire import ChatRequest, CompletionRequest
+from paceline.server.wire import ChatRequest, CompletionRequest, GenerationRequest
 from paceline.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "completions", "chat"  # endpoints
@@ -29,6 +29,8 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     sampling: dict[str, Any]  # for SamplingParams.from_dict, which has taken them once
     stream: bool
     include_usage: bool
+    priority: int
+    deadline_s: float | None
     echoed: list[str] = []  # the text of each prompt, where an answer begins with it
 
 
@@ -65,13 +67,13 @@ class Reader:
         self.check_model(asked.model)
         sampling = asked.sampling()
         SamplingParams.from_dict(sampling)  # raises for values out of range
-        stream, include_usage = bool(asked.stream), asked.include_usage
+        how = _how(asked)
         messages = [message.for_template() for message in asked.messages]
         del asked  # which holds every text once more
         text = self._require_tokenizer().render_chat(messages)
         # The template alone decides on special tokens.
         ids = self._encode(text, sampling.get("max_tokens"), "messages", add_special_tokens=False)
-        return Reading(prompts=[ids], sampling=sampling, stream=stream, include_usage=include_usage)
+        return Reading(prompts=[ids], sampling=sampling, **how)
 
     def _completions(self, body: bytes) -> Reading:
         asked = decoded(CompletionRequest, body, self.room)
@@ -89,8 +91,7 @@ class Reader:
                 for each in asked.prompts
             ],
             sampling=sampling,
-            stream=bool(asked.stream),
-            include_usage=asked.include_usage,
+            **_how(asked),
             echoed=[self._text(prompt) for prompt in asked.prompts] if asked.echo else [],
         )
 
@@ -131,3 +132,13 @@ class Reader:
             expected = "sent to a model with tokenizer.json"
             raise ModelError.about("text", expected=expected, got="one without", remedy=remedy)
         return self.tokenizer
+
+
+def _how(asked: GenerationRequest) -> dict[str, Any]:
+    """What a Reading says in the same words."""
+    return {
+        "stream": bool(asked.stream),
+        "include_usage": asked.include_usage,
+        "priority": asked.priority or 0,
+        "deadline_s": asked.deadline_s,
+    }

@@ -7,10 +7,10 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
@@ -42,7 +42,8 @@ class Address:
     host: str
     port: int  # 0: any that is free
     model: str  # the name clients ask for
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    weights: Mapping[str, float] = field(default_factory=dict)  # by client
     limits: ServerLimits = LIMITS
 
 
@@ -82,8 +83,10 @@ def serve(
     thread.  Raises ConfigError when another server has begun to listen at the address meanwhile.
     """
     limits = address.limits
-    service = Service.of(llm, model=address.model, max_queued=limits.max_queued)
-    config = http_config(build_app(service, api_key=address.api_key, limits=limits), limits)
+    service = Service.of(
+        llm, model=address.model, max_queued=limits.max_queued, weights=address.weights
+    )
+    config = http_config(build_app(service, api_keys=address.api_keys, limits=limits), limits)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     server = uvicorn.Server(config)
     try:
@@ -98,7 +101,7 @@ def serve(
         _signals(service.life),
         settled(),
     ):
-        tell(banner(service, bound, needs_key=address.api_key is not None))
+        tell(banner(service, bound, needs_key=bool(address.api_keys)))
         thread.submit(asyncio.run, _serve(server, bound, service, limits, tell)).result()
     return None if service.engine.error is None else service.engine.failure
 

@@ -4,13 +4,15 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
 
 from paceline.core.sampling_params import SamplingParams
+from paceline.engine.request import Share
 from paceline.llm.admission import Admission, AdmittedPrompt
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
@@ -33,13 +35,21 @@ class Service:
     reader: Reader
     worker: BodyWorker
     life: Life
+    weights: Mapping[str, float]  # by client, where it is not 1
     names: TokenNames
     fingerprint: str  # the same for the same version and options
     created: int  # seconds since 1970
 
     @classmethod
-    def of(cls, llm: LLM, *, model: str, max_queued: int = LIMITS.max_queued) -> "Service":
-        """Serve `llm` under a name.  max_queued: see Limits."""
+    def of(
+        cls,
+        llm: LLM,
+        *,
+        model: str,
+        max_queued: int = LIMITS.max_queued,
+        weights: Mapping[str, float] = MappingProxyType({}),
+    ) -> "Service":
+        """Serve `llm` under a name.  max_queued: see ServerLimits; weights: by client."""
         engine, admission = AsyncEngine(llm, max_queued=max_queued), llm.admission
         folder = llm.prepared.source.tokenizer
         facts = ReaderFacts(
@@ -55,6 +65,7 @@ class Service:
             reader=facts.reader(admission.tokenizer),
             worker=BodyWorker(facts),
             life=Life(),
+            weights=weights,
             names=TokenNames(llm.admission.tokenizer),
             fingerprint=_fingerprint(llm.prepared.resolution),
             created=int(time.time()),
@@ -74,6 +85,11 @@ class Service:
             "owned_by": "paceline",
             "max_model_len": self.admission.context_len,
         }
+
+    def share(self, request: Request, priority: int) -> Share:
+        """How a request takes turns: a client is a key where there are several, else an address."""
+        client = "" if request.client is None else request.client.host
+        return Share(client=client, weight=self.weights.get(client, 1.0), priority=priority)
 
     async def read(self, endpoint: str, request: Request) -> Reading:
         """What a request's body asks for; a large one is read in a process of its own.

@@ -21,6 +21,8 @@ from paceline.server.refusals import Refusal, Unserved, as_sent, check_refusals
 MAX_MESSAGES = 2048  # the OpenAI API's limit; of the parts of a message, too
 MAX_METADATA = 16  # the OpenAI API's limit
 
+MAX_PRIORITY = 1000  # lower goes first, among the requests of its client
+
 _NO_TOOLS = "this server calls no tools; describe them in a message instead"
 _TEXT_ONLY = "this server reads and writes text"
 
@@ -72,6 +74,8 @@ class GenerationRequest(Wire, frozen=True, kw_only=True, dict=True):
     stop_token_ids: list[int] | None = None
     extra_args: Annotated[Raw | UnsetType, Meta(extra_json_schema=_OBJECT)] = UNSET
     speculative: bool | str | None = None  # "on", "off" or a bool
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    deadline_s: Annotated[float, Meta(ge=0.001)] | None = None  # for the whole answer
 
     def check(self, place: Place) -> None:
         Wire.check(self, place)
