@@ -40,16 +40,20 @@ class StateCapabilities:
 
 
 def unsupported_reasons(
-    capabilities: StateCapabilities, *, device_type: str, dtype: torch.dtype, mask: MaskKind
+    capabilities: StateCapabilities,
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    masks: frozenset[MaskKind],
 ) -> list[str]:
-    """Every reason why it cannot run there; empty when it can.  mask: the widest of a round."""
+    """Every reason why it cannot run there; empty when it can.  masks: of its steps."""
     reasons = []
     if device_type not in capabilities.device_types:
         reasons.append(f"device {device_type}, of {', '.join(sorted(capabilities.device_types))}")
     if dtype not in capabilities.dtypes:
         reasons.append(f"dtype {dtype}, of {', '.join(sorted(map(str, capabilities.dtypes)))}")
-    if mask not in capabilities.masks:
-        names = sorted(known.value for known in capabilities.masks)
+    names = sorted(known.value for known in capabilities.masks)
+    for mask in sorted(masks - capabilities.masks, key=lambda mask: mask.value):
         reasons.append(f"mask {mask.value}, of {', '.join(names)}")
     return reasons
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
+from paceline.core.blocks import Blocks
 from paceline.core.errors import RequestError
 from paceline.core.input_rows import InputRows
 from paceline.core.modes import MaskKind
@@ -71,6 +72,7 @@ class JoinDelta:
     max_len: int  # the row is finished once it knows this many tokens, prompt included
     params: SamplingParams
     positions: PromptPositions | None = None  # None: every token stands at its index
+    blocks: Blocks | None = None  # whose tokens see one another; None: every token sees back alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

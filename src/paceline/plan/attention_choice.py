@@ -41,6 +41,7 @@ def phase_choices(
     decode = GraphSupport.DECODE if speculation is None else GraphSupport.UNIFORM
     decode = GraphSupport.NEVER if options.enforce_eager else decode
     masks = {MaskKind.CAUSAL} if speculation is None else {MaskKind.CAUSAL, speculation.shape.mask}
+    prompts = {MaskKind.CAUSAL, MaskKind.BLOCK} if options.prompt_blocks else {MaskKind.CAUSAL}
     is_auto = options.attention_backend in (None, "auto")
     prefill = decode if is_auto else GraphSupport.NEVER
     graphs: dict[Phase, GraphSupport] = {"prefill": prefill, "decode": decode}
@@ -51,7 +52,7 @@ def phase_choices(
             options=options,
             device=device,
             graph=graphs[phase],
-            masks=frozenset(masks if phase == "decode" else {MaskKind.CAUSAL}),
+            masks=frozenset(masks if phase == "decode" else prompts),
         )
         drafter = None if speculation is None else speculation.drafter.model
         drafts = None if drafter is None else asked(drafter)
