@@ -128,6 +128,7 @@ def test_who_gets_a_step_has_planned_it_on_the_host() -> None:
         ((4, 4), False, MaskKind.TREE, True),
         ((100, 100), False, MaskKind.TREE, True),
         ((128,), False, MaskKind.FULL, True),
+        ((4, 4), False, MaskKind.BLOCK, False),
         ((7, 3), True, MaskKind.CAUSAL, False),
         ((1, 1, 9), True, MaskKind.CAUSAL, False),
         ((500,), True, MaskKind.CAUSAL, False),
@@ -280,7 +281,18 @@ COMMON: list[tuple[str, object, object, object]] = [  # field, of prefill, of de
     ("head_dims", frozenset({64}), None, {64}),
     ("head_dims", None, None, None),
     ("v_head_dim_differs", True, False, False),
-    ("masks", frozenset({MaskKind.CAUSAL}), frozenset(MaskKind), set(MaskKind)),
+    (
+        "masks",
+        frozenset({MaskKind.CAUSAL}),
+        frozenset(MaskKind),
+        set(MaskKind) - {MaskKind.BLOCK},  # blocks are the prefill backend's
+    ),
+    (
+        "masks",
+        frozenset({MaskKind.CAUSAL, MaskKind.BLOCK}),
+        frozenset({MaskKind.CAUSAL}),
+        {MaskKind.CAUSAL, MaskKind.BLOCK},
+    ),
     ("masks", frozenset({MaskKind.FULL}), frozenset({MaskKind.CAUSAL}), set()),
     ("window", True, False, False),
     ("soft_cap", False, True, False),

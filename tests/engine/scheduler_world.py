@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from zlib import crc32
 
-from paceline.cache.page_keys import PageKeys
+from paceline.cache.page_keys import MediaSpan, PageKeys
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.model_config import (
     CHECKPOINT,
@@ -57,16 +57,27 @@ def empty_history(keys: PageKeys) -> int:
 
 
 def histories_of(tokens: Sequence[int], keys: PageKeys) -> list[int]:
-    """[len(tokens)] hash of tokens[: i + 1], and of the media that the request says are there."""
+    """[len(tokens)] hash of tokens[: i + 1], and of the media that the request says are there; in a
+    block of tokens up to its end, and of the place in it."""
     history, histories = empty_history(keys), []
+    ends = {} if keys.blocks is None else {stop - 1: start for start, stop in keys.blocks.spans}
     for position, token in enumerate(tokens):
         history = extend_history(history, token)
-        for span in keys.media:
+        for span in pictures(keys):
             if span.start <= position < span.stop:
                 place = f"{span.media_hash}{position - span.start}"
                 history = extend_history(history, crc32(place.encode()))
         histories.append(history)
+        if position in ends:
+            start = ends[position]
+            histories[start:] = [extend_history(history, at) for at in range(start, position + 1)]
+            history = histories[-1]
     return histories
+
+
+def pictures(keys: PageKeys) -> list[MediaSpan]:
+    """The media of a request but for its blocks."""
+    return [span for span in keys.media if not span.media_hash.startswith("block ")]
 
 
 def next_token(history: int) -> int:
@@ -397,7 +408,7 @@ class FakeDevice:
             encoded=() if delta.encoder is None else delta.encoder.data,
             media={
                 position: (span.media_hash, position - span.start)
-                for span in keys.media
+                for span in pictures(keys)
                 for position in range(span.start, span.stop)
             },
         )

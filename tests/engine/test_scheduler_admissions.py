@@ -5,6 +5,8 @@ from scheduler_world import output_ids
 from test_scheduler import CONTEXT_LEN, Loop, extends
 
 from paceline.cache.page_keys import PageKeys
+from paceline.core.blocks import Blocks
+from paceline.core.errors import CapacityError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.request import Request, RequestState
 from paceline.engine.roster import Roster
@@ -117,6 +119,24 @@ def test_a_request_that_is_preempted_leaves_the_step_it_was_planned_for() -> Non
     loop.run()
     for name, request in loop.requests.items():
         assert list(output_ids(request)) == loop.expected(name)
+
+
+def test_a_block_waits_for_a_step_that_holds_it_and_nobody_overtakes() -> None:
+    loop = Loop(max_batched_tokens=12, chunked_prefill_size=8)
+    blocks = Blocks(((1, 9),))
+    loop.add("a", 8, max_tokens=9)
+    loop.add("b", 9, keys=PageKeys(blocks=blocks))
+    loop.add("c", 2)
+    assert extends(loop.turn()) == {1: 8}
+    assert extends(loop.turn()) == {1: 1, 2: 1, 3: 2}
+    assert extends(loop.turn()) == {1: 1, 2: 8, 3: 1}
+
+
+def test_a_block_longer_than_a_step_beside_all_decodes_is_refused() -> None:
+    loop = Loop(max_batched_tokens=12, chunked_prefill_size=12, max_running=4)
+    with pytest.raises(CapacityError, match="prompt_blocks of request 'b' must be of at most 9 "):
+        loop.add("b", 12, keys=PageKeys(blocks=Blocks(((1, 11),))))
+    loop.add("c", 12, keys=PageKeys(blocks=Blocks(((1, 10),))))
 
 
 def test_what_leaves_a_plan_gives_its_tokens_back() -> None:

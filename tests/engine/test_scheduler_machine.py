@@ -32,10 +32,12 @@ from cache_probe import num_shared_pages
 from paceline.cache.manager import CacheManager
 from paceline.cache.overlay_slots import OverlaySlots
 from paceline.cache.page_keys import PageKeys, media_of
+from paceline.core.blocks import Blocks
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError
 from paceline.core.input_rows import EncoderInput, InputRows
 from paceline.core.model_config import CacheGroupSpec, CacheKind
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta
 from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
@@ -48,11 +50,12 @@ REASONS = {
     FinishCode.LENGTH: FinishReason.LENGTH,
     FinishCode.NON_FINITE: FinishReason.ERROR,
 }
+BLOCKS = ((0, 2), (2, 5), (6, 11))
 NEVER_POISONED = -1  # a seed that is no number of tokens
 LEAST = {"actions": 25_000, "evictions": 500, "preemptions": 200, "aborts while sharing": 200}
 LEAST |= {"scored prompts": 500, "siblings": 500, "states kept": 500, "states found": 200}
 LEAST |= {"media": 500, "overlay steps": 500, "without rows": 2_500}
-LEAST |= {"encoders": 500, "encoder waits": 50}
+LEAST |= {"encoders": 500, "encoder waits": 50, "steps that see ahead": 300}
 SHARES = [0.25, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
 
 WORLD = {
@@ -210,7 +213,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 speculative=len(self.requests) % 4 != 3,
             )
             rows = self.rows_of(prompt, media)
-            keys = PageKeys(salt, adapter, media_of(rows))
+            blocks = self.blocks_of(prompt)
+            keys = PageKeys(salt, adapter, media_of(rows, blocks, prompt), blocks)
             given = self.encoder_of(encoder)
             first = Request.make(
                 name,
@@ -239,6 +243,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tally["encoders"] += 1
         rows = [(name, place) for place in range(num_rows)]
         return EncoderInput(num_rows=num_rows, media_hash=name, data=rows)
+
+    def blocks_of(self, prompt):
+        """Of every fifth request, where no state is kept: nobody's states see ahead."""
+        spans = BLOCKS if len(self.requests) % 5 == 4 else ()
+        fitting = tuple(span for span in spans if span[1] <= len(prompt))
+        return Blocks(fitting) if fitting and not self.cache.has_states else None
 
     def rows_of(self, prompt, edges):
         """Of two pictures and of any length, where a prompt has tokens for it."""
@@ -293,7 +303,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1000))
     def abort_while_sharing(self, pick):
         """The same as `abort`, but not before pages are shared, where that comes soon."""
-        for _ in range(6):
+        for _ in range(10):
             if self.sharing() or not self.live():
                 break
             self.turn()
@@ -338,6 +348,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for name, r in (self.requests.items() if joins else ())
                 if r.state is RequestState.RUNNING
             }
+            self.check_blocks(step)
             outputs = self.device.execute(step, keys)
             self.in_flight.append((step, outputs))
             self.tally["states kept"] += sum(map(bool, outputs.state_lens or ()))
@@ -355,6 +366,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         if first is not None and first.encoder_len and self.scheduler._roster.has_free_row:
             groups = self.cache._encoders
             self.tally["encoder waits"] += not all(g.can_admit(first.encoder_len) for g in groups)
+
+    def check_blocks(self, step):
+        """No hit and no chunk ends within a block, and steps with tokens of one see ahead."""
+        running = [r for r in self.requests.values() if r.state is RequestState.RUNNING]
+        blocks = {r.row: r.keys.blocks for r in running if r.keys.blocks is not None}
+        sees_ahead = False
+        places = zip(step.layout.rows, step.prefix_lens_bound, step.layout.extend_lens, strict=True)
+        for row, prefix, extend in places:
+            if row in blocks:
+                assert blocks[row].whole(prefix) == prefix
+                assert step.is_round or blocks[row].whole(prefix + extend) == prefix + extend
+                sees_ahead |= blocks[row].meets(prefix, prefix + extend)
+        assert (step.mask is MaskKind.BLOCK) == sees_ahead
+        self.tally["steps that see ahead"] += sees_ahead
 
     def process(self):
         step, outputs = self.in_flight.popleft()

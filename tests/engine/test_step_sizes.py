@@ -10,6 +10,9 @@ from scheduler_world import group_specs, output_ids
 from test_scheduler import Loop, extends
 
 from paceline.cache.manager import CacheManager
+from paceline.cache.page_keys import PageKeys
+from paceline.core.blocks import Blocks
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, Step, StepOutputs
 from paceline.engine.request import Request
@@ -53,6 +56,18 @@ def test_the_last_prompts_leave_their_tokens_and_take_them_up_first() -> None:
     loop.run()
     for name, request in loop.requests.items():
         assert list(output_ids(request)) == loop.expected(name)
+
+
+def test_what_is_left_begins_with_a_whole_block() -> None:
+    """35 tokens would be 32 and 3: a block of the last 6 is left, one of all tokens not cut."""
+    for span, computed in (((28, 34), 28), ((0, 34), 34)):
+        loop = Loop(max_batched_tokens=64, chunked_prefill_size=64, padded_tokens=SIZES)
+        loop.add("a", 4, max_tokens=20)
+        loop.turn()
+        loop.add("b", 34, keys=PageKeys(blocks=Blocks((span,))))
+        step = loop.turn()
+        assert extends(step) == {1: 1, 2: computed}
+        assert (step.mask is MaskKind.BLOCK) == (computed == 34)
 
 
 def test_a_prompt_alone_is_computed_at_once() -> None:

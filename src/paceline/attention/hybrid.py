@@ -1,8 +1,9 @@
 """Hybrid: one backend for prefill, another for decode and verification.
 
 A step belongs to the decode backend when every request brings the same few rows, or when its mask
-is not causal (trees and blocks are uniform by definition); all others belong to the prefill
-backend.  The decision is made in `plan` and travels in the plan, so forward cannot disagree.
+is that of trees or the full one (which are uniform by definition); all others, and steps that see
+ahead within blocks of a prompt, belong to the prefill backend.  The decision is made in `plan` and
+travels in the plan, so forward cannot disagree.
 """
 
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 
 T = TypeVar("T")
+_OF_PROMPTS = frozenset({MaskKind.CAUSAL, MaskKind.BLOCK})  # masks of a prefill
 MAX_DECODE_ROWS = 64  # of a request, under a causal mask: a step with more is a prefill in any mode
 
 
@@ -55,8 +57,9 @@ class HybridBackend(AttentionBackend[HybridBuffers, HybridPlan]):
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """The reasons of both, each for the steps it would serve, prefixed by its name."""
-        causal = replace(config, masks=config.masks & {MaskKind.CAUSAL})
-        halves = ((self.prefill, causal), (self.decode, config))
+        prompts = replace(config, masks=config.masks & _OF_PROMPTS)
+        others = replace(config, masks=config.masks - {MaskKind.BLOCK})
+        halves = ((self.prefill, prompts), (self.decode, others))
         return [
             f"{half.name}: {reason}"
             for half, asked in halves
@@ -97,7 +100,7 @@ class HybridBackend(AttentionBackend[HybridBuffers, HybridPlan]):
 def serves_decode(view: StepView) -> bool:
     """Whether the step belongs to the decode backend."""
     if view.mask is not MaskKind.CAUSAL:
-        return True
+        return view.mask not in _OF_PROMPTS
     is_uniform = view.padded_tokens == view.padded_reqs * view.max_extend_len
     return is_uniform and view.max_extend_len <= MAX_DECODE_ROWS
 
@@ -110,7 +113,7 @@ def may_serve(step: Step) -> tuple[bool, bool]:
     does not tell.
     """
     if step.mask is not MaskKind.CAUSAL:
-        return False, True
+        return step.mask in _OF_PROMPTS, step.mask not in _OF_PROMPTS
     extends = set(step.layout.extend_lens)
     is_short_and_alike = len(extends) <= 1 and max(extends, default=0) <= MAX_DECODE_ROWS
     if not is_short_and_alike:
@@ -119,8 +122,8 @@ def may_serve(step: Step) -> tuple[bool, bool]:
 
 
 def hybrid(prefill: AttentionBackend, decode: AttentionBackend) -> HybridBackend:
-    """`prefill` and `decode` as one backend named prefill+decode: what both can do, and the masks
-    of `decode`.
+    """`prefill` and `decode` as one backend named prefill+decode: what both can do, the masks of
+    `decode`, and blocks where `prefill` sees them.
     """
     return HybridBackend(
         prefill=prefill,
@@ -132,7 +135,8 @@ def hybrid(prefill: AttentionBackend, decode: AttentionBackend) -> HybridBackend
 
 
 def _common(prefill: Capabilities, decode: Capabilities) -> Capabilities:
-    """What both can do.  Masks other than the causal one are asked of `decode` alone."""
+    """What both can do.  Blocks are asked of `prefill` alone, other masks than the causal one of
+    `decode`."""
     arches = [arch for arch in (prefill.min_cuda_arch, decode.min_cuda_arch) if arch is not None]
     return Capabilities(
         device_types=prefill.device_types & decode.device_types,
@@ -142,7 +146,7 @@ def _common(prefill: Capabilities, decode: Capabilities) -> Capabilities:
         page_sizes=_both(prefill.page_sizes, decode.page_sizes),
         head_dims=_both(prefill.head_dims, decode.head_dims),
         v_head_dim_differs=prefill.v_head_dim_differs and decode.v_head_dim_differs,
-        masks=decode.masks - ({MaskKind.CAUSAL} - prefill.masks),
+        masks=(decode.masks - (_OF_PROMPTS - prefill.masks)) | (prefill.masks & {MaskKind.BLOCK}),
         window=prefill.window and decode.window,
         soft_cap=prefill.soft_cap and decode.soft_cap,
         sinks=prefill.sinks and decode.sinks,

@@ -41,16 +41,20 @@ class StateCapabilities:
 
 
 def unsupported_reasons(
-    capabilities: StateCapabilities, *, device_type: str, dtype: torch.dtype, mask: MaskKind
+    capabilities: StateCapabilities,
+    *,
+    device_type: str,
+    dtype: torch.dtype,
+    masks: frozenset[MaskKind],
 ) -> list[str]:
-    """Every reason why it cannot run there; empty when it can.  mask: the widest of a round."""
+    """Every reason why it cannot run there; empty when it can.  masks: of its steps."""
     reasons = []
     if device_type not in capabilities.device_types:
         reasons.append(f"device {device_type}, of {', '.join(sorted(capabilities.device_types))}")
     if dtype not in capabilities.dtypes:
         reasons.append(f"dtype {dtype}, of {', '.join(sorted(map(str, capabilities.dtypes)))}")
-    if mask not in capabilities.masks:
-        names = sorted(known.value for known in capabilities.masks)
+    names = sorted(known.value for known in capabilities.masks)
+    for mask in sorted(masks - capabilities.masks, key=lambda mask: mask.value):
         reasons.append(f"mask {mask.value}, of {', '.join(names)}")
     return reasons
 
@@ -139,7 +143,7 @@ class StateGroupPlan:
 
 
 def require_able(
-    backend: object, group: str, *, device_type: str, dtype: torch.dtype, mask: MaskKind
+    backend: object, group: str, *, device_type: str, dtype: torch.dtype, masks: frozenset[MaskKind]
 ) -> StateBackend:
     """What runs the layers of cache group `group`; see `unsupported_reasons`.
 
@@ -154,7 +158,7 @@ def require_able(
             remedy="name one for the model's layers of this kind",
         )
     reasons = unsupported_reasons(
-        backend.capabilities, device_type=device_type, dtype=dtype, mask=mask
+        backend.capabilities, device_type=device_type, dtype=dtype, masks=masks
     )
     if reasons:
         raise ConfigError.about(

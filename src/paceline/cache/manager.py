@@ -317,6 +317,8 @@ class CacheManager:
             before = length
             for group in self._by_length:
                 length = group.usable_prefix(path, length)
+            if keys.blocks is not None:
+                length = keys.blocks.whole(length * self._page_size) // self._page_size
         return path[:length]
 
     def _commit(self, entry: _Entry, kv_len: int, epoch: int) -> None:

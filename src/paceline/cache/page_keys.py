@@ -13,12 +13,17 @@ Page size 4, prompt [7, 9, 9, 9, 9, 9, 8, 8, 6], whose placeholders 9 stand for 
 
 Pages are whole: a hit may end at a page within "m", since what lies before the page's end is in
 its key, whatever comes behind it.
+
+Tokens of a block (core/blocks.py) see one another, so the KV of each depends on all of them.  To
+the keys a block is media, whose hash is of all that is in it; and no hit ends within one.
 """
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from paceline.core.blocks import Blocks
 from paceline.core.input_rows import InputRows
 
 
@@ -36,7 +41,8 @@ class PageKeys:
 
     salt: Hashable = None  # requests of different salts share no cache pages
     adapter: str | None = None  # by name; it changes the KV of every token
-    media: tuple[MediaSpan, ...] = ()  # ascending, apart
+    media: tuple[MediaSpan, ...] = ()  # each kind ascending, apart
+    blocks: Blocks | None = None  # they are among the media, too
 
     @property
     def root(self) -> Hashable:
@@ -54,9 +60,24 @@ class PageKeys:
         )
 
 
-def media_of(input_rows: Sequence[InputRows]) -> tuple[MediaSpan, ...]:
-    """The media that rows in place of embeddings are."""
-    return tuple(MediaSpan(each.start, each.stop, each.media_hash) for each in input_rows)
+def media_of(
+    input_rows: Sequence[InputRows], blocks: Blocks | None, token_ids: Sequence[int]
+) -> tuple[MediaSpan, ...]:
+    """The media that rows in place of embeddings are, and the blocks of the prompt `token_ids`."""
+    media = tuple(MediaSpan(each.start, each.stop, each.media_hash) for each in input_rows)
+    if blocks is None:
+        return media
+    brought = PageKeys(media=media)
+    return media + tuple(
+        MediaSpan(start, stop, _hash_of(token_ids[start:stop], brought.media_within(start, stop)))
+        for start, stop in blocks.spans
+    )
+
+
+def _hash_of(token_ids: Sequence[int], media: tuple[str | int, ...]) -> str:
+    """Of all that the KV of a block's tokens depends on, within the block."""
+    told = repr((*token_ids, *media)).encode()
+    return f"block {hashlib.blake2b(told, digest_size=16).hexdigest()}"
 
 
 NO_KEYS = PageKeys()

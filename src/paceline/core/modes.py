@@ -9,4 +9,4 @@ class MaskKind(Enum):
     CAUSAL = "causal"  # itself and earlier rows of the step
     TREE = "tree"  # itself and its ancestors among the rows of the step
     FULL = "full"  # every row of its request in the step
-    BLOCK = "block"  # itself, earlier rows, and later ones up to where its block ends
+    BLOCK = "block"  # itself, earlier rows, and later ones up to its block's end

@@ -141,6 +141,12 @@ class EngineOptions:
         unit="tokens",
         low=0,
     )
+    prompt_blocks: bool = _of_memory(
+        False,
+        bool,
+        "Prompts may bring prompt_blocks, whose tokens see one another in both directions.",
+        "--prompt-blocks",
+    )
     enable_prefix_cache: bool = _of_memory(
         True,
         bool,

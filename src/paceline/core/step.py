@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
+from paceline.core.blocks import Blocks
 from paceline.core.errors import RequestError
 from paceline.core.input_rows import EncoderInput, InputRows
 from paceline.core.modes import MaskKind
@@ -72,6 +73,7 @@ class JoinDelta:
     params: SamplingParams
     positions: PromptPositions | None = None  # None: every token stands at its index
     encoder: EncoderInput | None = None  # written into its pages before the step; None: no rows
+    blocks: Blocks | None = None  # whose tokens see one another; None: every token sees back alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

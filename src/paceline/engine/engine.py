@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Sequence
 
 from paceline.cache.page_keys import PageKeys, media_of
+from paceline.core.blocks import Blocks
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.input_rows import InputRows
 from paceline.core.sampling_params import SamplingParams
@@ -64,6 +65,7 @@ class Engine:
         input_rows: tuple[InputRows, ...] = (),
         positions: PromptPositions | None = None,
         share: Share = ALIKE,
+        blocks: Blocks | None = None,
     ) -> Tracker:
         """Queue a request: params.n completions, which share the KV of their prompt.
 
@@ -72,7 +74,7 @@ class Engine:
         request resumes with.  constraint: of the first; the others have forks.  input_rows: stand
         in for the embeddings of prompt tokens, ascending.  positions: of the prompt, where the
         model's rope has several axes; None: every token stands at its index.  share: how it takes
-        turns with others that wait.
+        turns with others that wait.  blocks: of the prompt, where prompts may have them.
         Raises RequestError, of which CapacityError, and changes nothing then.
         """
         self._require_whole()
@@ -84,7 +86,7 @@ class Engine:
             prompt_ids,
             params,
             context_len=self._context_len,
-            keys=PageKeys(salt, media=media_of(input_rows)),
+            keys=PageKeys(salt, media=media_of(input_rows, blocks, prompt_ids), blocks=blocks),
             input_rows=input_rows,
             constraint=constraint,
             positions=positions,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from paceline.cache.manager import CacheManager
 from paceline.cache.overlay_slots import OverlaySlots
+from paceline.core.blocks import Blocks
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError, IntegrityError, RequestError
 from paceline.core.step import Delta, FinishCode, RowLogprobs, Step, StepOutputs
@@ -102,6 +103,8 @@ class Scheduler:
                 got=request.encoder_len,
                 remedy="bring less for it to read; nothing where the model has no encoder",
             )
+        if request.keys.blocks is not None:
+            self._require_steps(request.request_id, request.keys.blocks)
         own = {HostNeed.GRAMMAR} if request.constraint is not None else set()
         request.host_needs = self._config.host_needs | own
         self._roster.add(request, leader=self._leader_to_await(request))
@@ -135,7 +138,7 @@ class Scheduler:
         """The next step, or None when nothing can run before earlier outputs are processed."""
         is_free = not self._roster.num_needy
         plan = StepPlan(self._config.max_batched_tokens, is_free=is_free)
-        if self._config.mix_prefill_and_decode and not self._config.draft.has_drafts:
+        if self._config.is_mixed:
             self._plan_decodes(plan)
             self._plan_prefills(plan)
         else:
@@ -238,6 +241,8 @@ class Scheduler:
                 return
             if request.input_rows and not self._has_slots(request):
                 return
+            if not self._has_room(plan, request):
+                return
             limit = self._kv_limit(request)
             margin = self._config.admission_margin + self._config.draft.reach
             reserve_to = min(request.num_known + margin, limit)
@@ -275,6 +280,11 @@ class Scheduler:
         """Whether the overlay has room for all rows of a request; behind a hit it needs fewer."""
         return self._overlay is not None and self._overlay.has_room(request.num_input_rows)
 
+    def _has_room(self, plan: StepPlan, request: Request) -> bool:
+        """Whether what is left of a step holds the longest block of a prompt."""
+        blocks = request.keys.blocks
+        return blocks is None or plan.budget >= blocks.longest
+
     def _require_slots(self, request: Request) -> None:
         """Raise CapacityError for a request whose rows the overlay could never hold."""
         num_slots = 0 if self._overlay is None else self._overlay.total
@@ -284,6 +294,16 @@ class Scheduler:
                 expected=f"at most {num_slots} rows (--max-prompt-embeds)",
                 got=request.num_input_rows,
                 remedy="raise --max-prompt-embeds, or bring fewer rows",
+            )
+
+    def _require_steps(self, name: str, blocks: Blocks) -> None:
+        """Raise CapacityError for a block that no step could hold."""
+        if blocks.longest > self._config.max_block:
+            raise CapacityError.about(
+                f"prompt_blocks of request '{name}'",
+                expected=f"of at most {self._config.max_block} tokens: a step computes one whole",
+                got=blocks.longest,
+                remedy="raise --chunked-prefill-size and --max-num-batched-tokens",
             )
 
     def _overlay_deltas(self, request: Request) -> tuple[Delta, ...]:
@@ -307,7 +327,11 @@ class Scheduler:
     def _chunk(self, plan: StepPlan, request: Request) -> int:
         num_left = request.join_len - request.kv_least
         chunk = min(num_left, self._config.chunked_prefill_size, plan.budget)
-        return self._cache.chunk_len(request.kv_least, chunk)
+        chunk = self._cache.chunk_len(request.kv_least, chunk)
+        blocks = request.keys.blocks
+        if blocks is None:
+            return chunk
+        return blocks.whole(request.kv_least + chunk) - request.kv_least
 
     def _plan_row(self, plan: StepPlan, request: Request, extend_len: int) -> None:
         """Give a running request its place, if its pages can be had now or by preemption."""

@@ -25,6 +25,17 @@ class SchedulerConfig:
     host_needs: frozenset[HostNeed] = frozenset()  # of every request
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether a step holds prompts and decodes."""
+        return self.mix_prefill_and_decode and not self.draft.has_drafts
+
+    @property
+    def max_block(self) -> int:
+        """Tokens of a block at most: a step must hold it, whoever decodes beside."""
+        beside = self.max_running - 1 if self.is_mixed else 0
+        return min(self.chunked_prefill_size, self.max_batched_tokens - beside)
+
+    @property
     def fallback(self) -> Event | None:
         """What an engine of these limits does other than usual; for its report."""
         if not (self.draft.has_drafts and HostNeed.EXACT_LENGTHS in self.host_needs):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from paceline.cache.groups import PageRun
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.input_rows import InputRows
+from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import (
     Delta,
@@ -51,6 +52,19 @@ class PlannedRow(NamedTuple):
         )
 
     @property
+    def sees_ahead(self) -> bool:
+        """Whether some of its tokens are in a block."""
+        blocks = self.request.keys.blocks
+        return blocks is not None and blocks.meets(self.prefix_len, self.kv_len)
+
+    def ending(self, extend_len: int) -> int:
+        """`extend_len` of its prompt's tokens, or fewer where that would end a block in two."""
+        blocks = self.request.keys.blocks
+        if blocks is None:
+            return extend_len
+        return blocks.whole(self.prefix_len + extend_len) - self.prefix_len
+
+    @property
     def scored(self) -> range:
         """Positions in this step whose next token is prompt and wants its log-probability."""
         request = self.request
@@ -70,6 +84,7 @@ def join_delta(request: Request) -> Delta:
         params=request.params,
         positions=request.positions,
         encoder=request.encoder,
+        blocks=request.keys.blocks,
     )
 
 
@@ -164,9 +179,10 @@ class StepPlan:
         if left > num_tokens - len(prompts):  # every row keeps a token
             return
         for row in prompts:
-            cut = min(left, row.extend_len - 1)
-            if cut:
-                kept, left = row.extend_len - cut, left - cut
+            kept = row.ending(row.extend_len - min(left, row.extend_len - 1))
+            cut = row.extend_len - kept
+            if cut and kept:
+                left = max(0, left - cut)
                 shorter = row._replace(extend_len=kept, emits=False, least=kept, most=kept)
                 self.rows[row.request] = shorter
                 self.budget += cut
@@ -177,6 +193,7 @@ class StepPlan:
         rows, draft = list(self.rows.values()), self.draft
         # A last prompt chunk of one token is computed as a decode step is.
         is_decode = all(row.extend_len == 1 and row.emits for row in rows)
+        sees_ahead = has_prefill and any(row.is_prefill and row.sees_ahead for row in rows)
         emitting = [row.request for row in rows if row.emits]
         return Step(
             epoch=epoch,
@@ -186,7 +203,7 @@ class StepPlan:
                 emits=tuple([row.emits for row in rows]),
             ),
             is_ragged=not (draft.has_drafts or is_decode),
-            mask=draft.mask,
+            mask=MaskKind.BLOCK if sees_ahead else draft.mask,
             is_round=draft.has_drafts,
             prefix_lens_bound=tuple([row.prefix_len for row in rows]),
             sampler=max([request.tier for request in emitting], default=SamplerTier.GREEDY),

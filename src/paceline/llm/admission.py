@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.core.blocks import Blocks
 from paceline.core.errors import ModelError, RequestError, message
 from paceline.core.events import Event, Notify
 from paceline.core.input_rows import InputRows
@@ -23,7 +24,7 @@ from paceline.llm.inputs import (
     as_grammar,
     as_prompt,
     as_sampling_params,
-    split_embeds,
+    split_parts,
     spread,
     spread_grammars,
 )
@@ -44,6 +45,7 @@ class AdmittedPrompt:
     constraint: Constraint | None = None  # by a grammar
     input_rows: tuple[InputRows, ...] = ()  # in place of embeddings of these
     share: Share = ALIKE  # how it takes turns with others that wait
+    blocks: Blocks | None = None  # of these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,6 +57,7 @@ class Admission:
     processors: Processors
     context_len: int  # tokens of a request, prompt and output
     dtype: torch.dtype = torch.float32  # of the model's activations
+    has_blocks: bool = False  # prompts may bring blocks
     notify: Notify
     tokenizer_fault: str | None = None  # why there is none, where the model brings one
 
@@ -84,10 +87,11 @@ class Admission:
                 yield indexed(error, index, len(batch))
 
     def _admit(self, prompt: object, params: SamplingParams, grammar: object) -> AdmittedPrompt:
-        prompt, embeds = split_embeds(prompt)
+        prompt, embeds, blocks = split_parts(prompt)
         text, token_ids = self._read(as_prompt(prompt))
         self._check_length(len(token_ids), params)
         self._check_params(params, prompt_len=len(token_ids))
+        self._check_blocks(blocks, prompt_len=len(token_ids))
         input_rows = read_embeds(
             embeds,
             num_tokens=len(token_ids),
@@ -100,7 +104,20 @@ class Admission:
             params=params,
             constraint=self._constraint(params, grammar),
             input_rows=input_rows,
+            blocks=blocks,
         )
+
+    def _check_blocks(self, blocks: Blocks | None, *, prompt_len: int) -> None:
+        if blocks is None:
+            return
+        if not self.has_blocks:
+            raise RequestError.about(
+                "prompt_blocks",
+                expected="left out, as this engine has none",
+                got=list(blocks.spans),
+                remedy="start it with --prompt-blocks",
+            )
+        blocks.require(prompt_len=prompt_len)
 
     def _constraint(self, params: SamplingParams, grammar: object) -> Constraint | None:
         found = as_grammar(grammar)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.core.blocks import Blocks
 from paceline.core.errors import RequestError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.grammar import Grammar
@@ -31,6 +32,7 @@ Grammars = Grammar | Sequence[Grammar | None] | None  # one for all prompts, or 
 _FORMS = "text, token ids or a mapping with one of them"
 _KEYS = ("prompt", "prompt_token_ids")
 _EMBEDS = "prompt_embeds"  # beside prompt_token_ids
+_BLOCKS = "prompt_blocks"  # likewise
 _OWN_VARIABLES = ("messages", "add_generation_prompt")  # of a template: arguments of their own
 
 
@@ -64,16 +66,20 @@ def as_conversations(
     ]
 
 
-def split_embeds(item: object) -> tuple[object, tuple[Embeds, ...]]:
-    """A prompt without the rows that it brings in place of embeddings, and these, unread.  Raises
-    RequestError."""
-    if not isinstance(item, Mapping) or item.get(_EMBEDS) is None:
-        return item, ()
-    rest = {name: value for name, value in item.items() if name != _EMBEDS}
+def split_parts(item: object) -> tuple[object, tuple[Embeds, ...], Blocks | None]:
+    """A prompt without what it brings beside its ids; rows in place of embeddings, unread; blocks.
+    Raises RequestError."""
+    if not isinstance(item, Mapping):
+        return item, (), None
+    brought = [name for name in (_EMBEDS, _BLOCKS) if item.get(name) is not None]
+    if not brought:
+        return item, (), None
+    rest = {name: value for name, value in item.items() if name not in (_EMBEDS, _BLOCKS)}
     if rest.get("prompt_token_ids") is None:
         got = ", ".join(sorted(map(str, rest))) or "nothing"
-        raise _prompt_error(f"keys beside {_EMBEDS}", "prompt_token_ids", got)
-    return rest, as_embeds(item[_EMBEDS])
+        raise _prompt_error(f"keys beside {' and '.join(brought)}", "prompt_token_ids", got)
+    embeds = as_embeds(item[_EMBEDS]) if _EMBEDS in brought else ()
+    return rest, embeds, _as_blocks(item[_BLOCKS]) if _BLOCKS in brought else None
 
 
 def as_prompt(item: object) -> str | list[object] | Conversation:
@@ -188,6 +194,23 @@ def _check_variables(variables: object) -> None:
     expected = f"{{name: value}}, of names other than {' and '.join(_OWN_VARIABLES)}"
     remedy = "pass these two as arguments of chat"
     raise RequestError.about("chat_template_kwargs", expected=expected, got=got, remedy=remedy)
+
+
+def _as_blocks(value: object) -> Blocks:
+    """What a prompt brings as prompt_blocks: [(start, stop), ...].  Raises RequestError."""
+    spans: list[Any] = (
+        list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
+    )
+    for span in spans:
+        is_pair = isinstance(span, Sequence) and len(span) == 2 and all(map(_is_integer, span))
+        if not is_pair:
+            raise RequestError.about(
+                _BLOCKS,
+                expected="(start, stop) of each block, token positions",
+                got=f"{span!r:.80}",
+                remedy="give the first token of each block, and the one behind its last",
+            )
+    return Blocks(tuple((int(start), int(stop)) for start, stop in spans))
 
 
 def _is_integer(value: object) -> bool:

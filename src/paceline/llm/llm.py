@@ -96,7 +96,8 @@ class LLM:
         prompts: a prompt is text, token ids (a sequence, or an integer array of numpy or torch) or
         {"prompt": text} or {"prompt_token_ids": ids}; many are any iterable of these.  Beside
         prompt_token_ids, "prompt_embeds" has rows in place of embeddings: of every token, or
-        several `llm.embeds.Embeds`; --max-prompt-embeds says how many.
+        several `llm.embeds.Embeds`; --max-prompt-embeds says how many.  With --prompt-blocks,
+        "prompt_blocks" has (start, stop) of spans whose tokens see one another, as a picture's do.
         sampling_params: one for all prompts, or one each; a mapping is read as
         SamplingParams.from_dict.
         use_tqdm: show how many are done; None on a terminal only.
@@ -349,6 +350,7 @@ class LLM:
             constraint=admitted.constraint,
             input_rows=admitted.input_rows,
             share=admitted.share,
+            blocks=admitted.blocks,
         )
 
     def _next_id(self) -> str:

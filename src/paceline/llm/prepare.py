@@ -93,6 +93,7 @@ def prepare(asked: Mapping[str, object]) -> Prepared:
         processors=load_processors(resolution.options.logits_processors),
         context_len=known(resolution.options.max_model_len),
         dtype=getattr(torch, known(resolution.options.dtype)),
+        has_blocks=resolution.options.prompt_blocks,
         notify=events,
         tokenizer_fault=missing_tokenizer(target.source.folder),
     )

@@ -86,6 +86,7 @@ def decide(
         share_prefixes=options.share_prefix_reads and options.enable_prefix_cache,
         logits_processors=tuple(processors),
         overlay_slots=options.max_prompt_embeds,
+        has_blocks=options.prompt_blocks,
         draft=shape_of(speculation),
         force_accept_len=None if speculation is None else speculation.forced,
         rejects=speculation is not None and speculation.acceptance == REJECTION,

@@ -41,6 +41,7 @@ def phase_choices(
     decode = GraphSupport.DECODE if speculation is None else GraphSupport.UNIFORM
     decode = GraphSupport.NEVER if options.enforce_eager else decode
     masks = {MaskKind.CAUSAL} if speculation is None else {MaskKind.CAUSAL, speculation.shape.mask}
+    prompts = {MaskKind.CAUSAL, MaskKind.BLOCK} if options.prompt_blocks else {MaskKind.CAUSAL}
     is_auto = options.attention_backend in (None, "auto")
     prefill = decode if is_auto else GraphSupport.NEVER
     graphs: dict[Phase, GraphSupport] = {"prefill": prefill, "decode": decode}
@@ -55,7 +56,7 @@ def phase_choices(
             options=options,
             device=device,
             graph=graphs[phase],
-            masks=frozenset(masks if phase == "decode" else {MaskKind.CAUSAL}),
+            masks=frozenset(masks if phase == "decode" else prompts),
         )
         wanted, *drafts = [asked(model) for model in attending]
         found = _choose(

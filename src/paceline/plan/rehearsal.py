@@ -168,7 +168,12 @@ def largest_steps(limits: RunnerConfig, max_drafting: int | None = None) -> list
     ragged = PaddedSize.ragged(limits.padded_reqs, limits.max_tokens)
     overlay = limits.overlay_slots > 0
     shape = RehearsedStep(
-        size=ragged, sampler=wide, logprobs=True, masked=True, has_overlay=overlay
+        size=ragged,
+        sampler=wide,
+        logprobs=True,
+        mask=MaskKind.BLOCK if limits.has_blocks else MaskKind.CAUSAL,
+        masked=True,
+        has_overlay=overlay,
     )
     scored = min(limits.max_tokens, limits.context_len)
     prompt = replace(shape, size=PaddedSize.ragged(1, limits.max_tokens), scored=scored)

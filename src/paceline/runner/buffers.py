@@ -33,6 +33,7 @@ class Extent(Enum):
     TREE_TOKEN = "a token of a step of trees"
     TREE_PAIR = "a token of a step of trees, and a row of its request"
     OVERLAID = "a token of a step that reads the overlay"
+    AHEAD = "a token of a step that sees ahead"
     EMITTED = "a token that may be emitted"
     RESULT = "a number of a request's results"
     SAMPLED = "a row that is sampled, of a step with masks"
@@ -57,6 +58,7 @@ EXTENTS = {
     "chain_rope_positions": Extent.TREE_TOKEN,
     "input_ids": Extent.TOKEN,
     "overlay_slot": Extent.OVERLAID,
+    "visible_end": Extent.AHEAD,
     "logits_loc": Extent.REQUEST,
     "tree_mask": Extent.TREE_PAIR,
     "encoder_lens": Extent.REQUEST,
@@ -76,7 +78,7 @@ _VIEWED = tuple(
     field.name
     for field in fields(StepView)
     if field.name in EXTENTS
-    and field.name not in ("row_ids", "rope_positions", "tree_mask", "overlay_slot")
+    and field.name not in ("row_ids", "rope_positions", "tree_mask", "overlay_slot", "visible_end")
 )
 
 
@@ -125,6 +127,7 @@ class StepUse:
     num_sampled: int = 0  # rows that are sampled, of a step with masks
     num_masks: int = 0
     has_overlay: bool = False
+    sees_ahead: bool = False
 
     def entries(self, extent: Extent) -> int:
         """The first so many."""
@@ -138,6 +141,7 @@ class StepUse:
             Extent.TREE_TOKEN: tree_tokens,
             Extent.TREE_PAIR: tree_tokens * size.max_extend_len,
             Extent.OVERLAID: size.tokens if self.has_overlay else 0,
+            Extent.AHEAD: size.tokens if self.sees_ahead else 0,
             Extent.EMITTED: size.reqs * self.max_emitted,
             Extent.RESULT: size.reqs * (2 + self.max_emitted),
             Extent.SAMPLED: self.num_sampled,
@@ -157,6 +161,7 @@ class StepBuffers:
     Derived (see StepView for meanings): row_ids, prefix_lens, extend_lens, kv_lens, cu_seqlens_q,
     req_ids, positions, input_ids, logits_loc, page_tables, out_cache_locs, tree_mask.
     overlay_slot: [max_tokens]  int64  zero-sized where there is no overlay
+    visible_end: [max_tokens]  int32  zero-sized where no prompt has blocks
     chain_positions: [max_tokens]  int64  of a round of trees: positions of its rows as a chain;
         zero-sized where there are no trees
     state_lens: [max_reqs]  int32  written behind commit: what a row's checkpoint slots stand for,
@@ -184,6 +189,7 @@ class StepBuffers:
         max_tree_rows: int = 0,
         max_path: int = 1,
         has_overlay: bool = False,
+        has_blocks: bool = False,
         of_passes: bool = False,
         state_groups: frozenset[int] = frozenset(),
         encoder_groups: tuple[int, ...] = (),
@@ -222,6 +228,7 @@ class StepBuffers:
         self.chain_rope_positions = longs(turned if own_tree_rows else 0, rope_axes)
         self.input_ids = longs(max_tokens)
         self.overlay_slot = longs(max_tokens if has_overlay else 0)
+        self.visible_end = ints(max_tokens if has_blocks else 0)
         self.logits_loc = longs(max_reqs)
         self.tree_mask = torch.zeros(
             max_reqs * max_tree_rows**2, dtype=torch.bool, device=device
@@ -331,8 +338,14 @@ class StepBuffers:
         shares_prefix: bool = False,
         has_overlay: bool = False,
     ) -> StepView:
-        has_tree = mask is MaskKind.TREE
-        use = StepUse(size, has_tree=has_tree, max_emitted=0, has_overlay=has_overlay)
+        has_tree, sees_ahead = mask is MaskKind.TREE, mask is MaskKind.BLOCK
+        use = StepUse(
+            size,
+            has_tree=has_tree,
+            max_emitted=0,
+            has_overlay=has_overlay,
+            sees_ahead=sees_ahead,
+        )
 
         def used(field: str, tensor: Tensor | None = None) -> Tensor:
             whole: Tensor = getattr(self, field) if tensor is None else tensor
@@ -366,6 +379,7 @@ class StepBuffers:
             kv_len_bound=self.kv_len_bound,
             shares_prefix=shares_prefix,
             overlay_slot=used("overlay_slot") if has_overlay else None,
+            visible_end=used("visible_end") if sees_ahead else None,
         )
 
     def as_chain(self, view: StepView) -> StepView:

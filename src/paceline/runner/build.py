@@ -18,6 +18,7 @@ from paceline.kernels.stand_in import device_type
 from paceline.layers.attention import attention_limits, layer_caches
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
+from paceline.runner.block_ends import BlockEnds
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.committers import StateMixer, StateSlots, token_rows
 from paceline.runner.encoder import Encoder
@@ -69,6 +70,7 @@ class RunnerConfig:
     staging_depth: int = RING_DEPTH
     max_tree_rows: int = 0  # of a request in a step whose rows form trees; 0: no such steps
     overlay_slots: int = 0  # input rows in place of embeddings that requests hold at once
+    has_blocks: bool = False  # prompts may have blocks, whose tokens see one another
     draft: DraftShape = NO_DRAFTS  # of a proposer's rounds
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
@@ -163,6 +165,7 @@ def build_parts(
         vocab_size=config.vocab_size,
         rope_axes=config.rope_axes,
         has_overlay=limits.overlay_slots > 0,
+        has_blocks=limits.has_blocks,
         state_groups=frozenset(mixer.group for mixer in state_mixers),
         encoder_groups=() if encoder is None else encoder.groups,
         kv_len_bound=limits.kv_len_bound,
@@ -324,12 +327,15 @@ def _mixer(
 ) -> StateMixer:
     """A STATE group with who runs its layers.  Raises ConfigError."""
     spec, draft = pool.spec, limits.draft
+    masks = {MaskKind.TREE if limits.tree_rows else MaskKind.CAUSAL}
+    if limits.has_blocks:
+        masks.add(MaskKind.BLOCK)
     able = require_able(
         backend,
         spec.name,
         device_type=device_type(device),
         dtype=dtype,
-        mask=MaskKind.TREE if limits.tree_rows else MaskKind.CAUSAL,
+        masks=frozenset(masks),
     )
     buffers = able.make_buffers(
         StateLimits(
@@ -367,6 +373,11 @@ def _request_table(
             dtype=dtype,
             device=device,
         )
+    block_ends = None
+    if limits.has_blocks:
+        block_ends = BlockEnds(
+            table_rows=limits.max_running + 1, max_tokens=limits.kv_len_bound, device=device
+        )
     return RequestTable(
         max_running=limits.max_running,
         max_tokens=limits.kv_len_bound,
@@ -377,6 +388,7 @@ def _request_table(
         overlay=overlay,
         rope_axes=config.rope_axes,
         has_encoder=config.max_encoder_len > 0,
+        block_ends=block_ends,
     )
 
 
@@ -392,6 +404,7 @@ def _staging_bytes(limits: RunnerConfig, parts: Parts) -> int:
     if table.overlay is not None:  # of each its slot, and a piece for each row of media, at most
         tokens += min(tokens, limits.overlay_slots) * (1 + _ALIGNMENT // 4)
     per_token = 4 + (0 if table.rope is None else table.rope.given[0, 0].nbytes)
+    per_token += 0 if table.block_ends is None else 4
     return per_token * tokens + limits.padded_reqs * per_row
 
 

@@ -8,6 +8,7 @@ from paceline.kernels.derive import TableRows, derive_rows
 from paceline.kernels.derive_rope import derive_rope
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
+from paceline.runner.block_ends import derive_blocks
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.encoder import derive_encoder
 from paceline.runner.overlay import derive_overlay
@@ -39,6 +40,9 @@ def derive(
     if view.overlay_slot is not None:
         assert table.overlay is not None, "a step that reads an overlay has one"
         derive_overlay(table.overlay, view)
+    if view.visible_end is not None:
+        assert table.block_ends is not None, "a step that sees ahead has blocks"
+        derive_blocks(table.block_ends, view)
     if view.tree_mask is not None:
         derive_tree(buffers.parents[: view.padded_tokens], view)
     derive_rope(table.rope, view)

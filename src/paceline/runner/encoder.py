@@ -74,7 +74,9 @@ class Encoder:
         """What its layers share in a step; what the step's rows are to one another is nothing to
         them."""
         own = view.of(view.groups[self.groups[0] : self.groups[-1] + 1])
-        own = replace(own, mask=MaskKind.CAUSAL, tree_mask=None, shares_prefix=False)
+        own = replace(
+            own, mask=MaskKind.CAUSAL, tree_mask=None, visible_end=None, shares_prefix=False
+        )
         return EncoderPlan(
             backend=self.backend,
             layers=self.layers,

@@ -56,7 +56,10 @@ class GraphKeys:
             few = [(1, tokens) for tokens in (*_one_per_power(self._sizes.tokens), longest)]
             many = [(sizes[-1] + 1, self._sizes.tokens[index]) for index in (0, -1)]
             ragged = [PaddedSize.ragged(reqs, tokens) for reqs, tokens in few + many]
-            keys += [self._key(size, is_ragged=True) for size in ragged]
+            seen = [MaskKind.CAUSAL]
+            if self._parts.table.block_ends is not None:
+                seen.append(MaskKind.BLOCK)
+            keys += [self._key(size, is_ragged=True, mask=mask) for mask in seen for size in ragged]
         return keys
 
     def _decode(self, reqs: int, shape: DraftShape) -> GraphKey:

@@ -24,6 +24,7 @@ from paceline.core.step import (
 )
 from paceline.kernels.derive_rope import RopeRows
 from paceline.layers.sampling import LogitsProcessor, SamplingTable
+from paceline.runner.block_ends import BlockEnds
 from paceline.runner.overlay import Overlay
 from paceline.runner.staging import Copy, StagingSlot
 
@@ -43,6 +44,7 @@ class RequestTable:
         sampling      SamplingTable
         overlay       Overlay, where requests may bring input rows
         rope          RopeRows, where the model's rope has several axes; else None
+        block_ends    BlockEnds, where prompts may have blocks; else None
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class RequestTable:
         overlay: Overlay | None = None,
         rope_axes: int = 1,
         has_encoder: bool = False,
+        block_ends: BlockEnds | None = None,
     ) -> None:
         rows = max_running + 1
         self._eos_token_ids = eos_token_ids
@@ -72,6 +75,7 @@ class RequestTable:
             self.encoder_lens[PAD_ROW] = PAD_PREFIX_LEN
         self.sampling = SamplingTable(rows, device, plug_ins)
         self.overlay = overlay
+        self.block_ends = block_ends
         self.rope = RopeRows.make(rows, max_tokens, rope_axes, device) if rope_axes > 1 else None
 
     @property
@@ -97,6 +101,8 @@ class RequestTable:
                 copies.extend(self._stage_join(delta, slot))
                 if self.overlay is not None:
                     copies.extend(self.overlay.clear(delta.row))
+                if self.block_ends is not None:
+                    copies.extend(self.block_ends.stage(delta.row, delta.blocks, slot))
         return copies
 
     def _stage_pages(self, delta: PageDelta, slot: StagingSlot) -> Copy:
@@ -109,6 +115,7 @@ class RequestTable:
         return table[delta.row, delta.start : end], slot.put(page_ids)
 
     def _stage_join(self, delta: JoinDelta, slot: StagingSlot) -> list[Copy]:
+        assert delta.blocks is None or self.block_ends is not None, "blocks in a table without"
         tokens = np.array(delta.token_ids, dtype=np.int32)
         state = np.array((delta.prefix_len, FinishCode.RUNNING), dtype=np.int32)
         packed = self.sampling.pack(
@@ -163,6 +170,8 @@ class RequestTable:
             tensors |= self.overlay.named_tensors()
         if self.encoder_lens is not None:
             tensors["table.encoder_lens"] = self.encoder_lens
+        if self.block_ends is not None:
+            tensors["table.block_ends"] = self.block_ends.ends
         if self.rope is not None:
             tensors["table.rope.given"], tensors["table.rope.ahead"] = self.rope
         return tensors

@@ -140,6 +140,34 @@ def test_some_replay_changes_the_trees(mode):
     assert which(changes)
 
 
+def test_blocks_lie_within_the_tokens_of_their_step_apart_and_ascending():
+    with_blocks = [batch for case in CASES for batch in case.batches if batch.blocks is not None]
+    assert with_blocks
+    for batch in with_blocks:
+        places = zip(batch.blocks, batch.prefix_lens, batch.kv_lens, strict=True)
+        for spans, prefix, kv_len in places:
+            bounds = [bound for span in spans for bound in span]
+            assert sorted(bounds) == bounds
+            assert all(prefix <= bound <= kv_len for bound in bounds)
+
+
+def test_blocks_are_of_prompts_and_change_from_replay_to_replay():
+    seen = [case for case in CASES if any(batch.blocks for batch in case.batches)]
+    assert {case.mode for case in seen} == {ForwardMode.EXTEND, ForwardMode.MIXED}
+    assert {case.method for case in seen if case.is_quick} == {"dense", "swa", "mla"}
+    offsets = [
+        {
+            tuple(
+                tuple((start - prefix, stop - prefix) for start, stop in spans)
+                for spans, prefix in zip(batch.blocks, batch.prefix_lens, strict=True)
+            )
+            for batch in case.batches
+        }
+        for case in seen
+    ]
+    assert all(len(each) == 3 for each in offsets)
+
+
 def test_query_heads_are_a_multiple_of_kv_heads():
     assert which(lambda case: case.num_heads % case.num_kv_heads != 0) == []
 
@@ -160,14 +188,14 @@ def test_requests_of_a_shared_prefix_share_a_page_at_capture():
 
 
 def test_quick_cases_are_few_and_short():
-    assert 60 <= len(QUICK) <= 110
+    assert 60 <= len(QUICK) <= 120
     assert which(lambda case: case.max_kv_len > 260 and case.num_heads > 2, QUICK) == []
     assert which(lambda case: case.max_kv_len > 650, QUICK) == []
 
 
 def test_interpreted_cases_are_tiny():
     tiny = [case for case in CASES if case.is_interpreted]
-    assert 12 <= len(tiny) <= 20
+    assert 12 <= len(tiny) <= 22
     assert which(lambda case: case.max_kv_len > 40 or case.captured_reqs > 4, tiny) == []
     assert which(lambda case: case.dtype == "bfloat16", tiny) == []
 

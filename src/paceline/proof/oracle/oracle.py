@@ -35,6 +35,14 @@ def position(batch: Batch, request: int, row: int) -> int:
     return prefix + len(ancestors(batch.parents[request], row)) - 1
 
 
+def block_end(batch: Batch, request: int, row: int) -> int:
+    """The position behind what a row of a step with blocks sees: its own, or its block's end."""
+    assert batch.blocks is not None, "a step without blocks has no ends"
+    at = batch.prefix_lens[request] + row
+    ends = [stop for start, stop in batch.blocks[request] if start <= at < stop]
+    return ends[0] if ends else at + 1
+
+
 def visible_keys(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
     """Indices of the keys one row sees, ascending: key j of the prefix is j, row j of the step is
     prefix + j.
@@ -50,6 +58,8 @@ def visible_keys(case: Case, batch: Batch, layer: int, request: int, row: int) -
         rows = sorted(ancestors(batch.parents[request], row))
     elif case.mask(batch) is MaskKind.FULL:
         rows = list(range(batch.extend_lens[request]))
+    elif case.mask(batch) is MaskKind.BLOCK:
+        rows = list(range(block_end(batch, request, row) - prefix))
     else:
         rows = list(range(row + 1))
     window = case.layers[layer].window

@@ -7,6 +7,7 @@ from paceline.core.modes import MaskKind
 from paceline.proof.oracle.oracle import (
     VisibleKeys,
     ancestors,
+    block_end,
     position,
     visible_keys,
     with_window,
@@ -38,6 +39,9 @@ def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
         found["top-left causal"] = _top_left
     else:
         found["a chain"] = _chain
+    if mask is MaskKind.BLOCK:
+        found["an end counted from the step's first token"] = _end_within_step
+        found["a block one token shorter"] = _shorter_block
     if mask is MaskKind.TREE:
         found["siblings visible"] = _with_siblings
         found["window by row"] = _window_by(_row_of, _row_of)
@@ -84,6 +88,18 @@ def _full(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[
 
 def _chain(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
     return _in_window(case, batch, layer, request, row, set(range(row + 1)))
+
+
+def _end_within_step(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    """What is a position is taken for a place in the step; a row still sees itself."""
+    prefix = batch.prefix_lens[request]
+    end = max(prefix + row + 1, block_end(batch, request, row) - prefix)
+    return _in_window(case, batch, layer, request, row, set(range(end - prefix)))
+
+
+def _shorter_block(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    rows = _rows_seen(case, batch, layer, request, row)
+    return _in_window(case, batch, layer, request, row, rows - ({max(rows)} - {row}))
 
 
 def _with_siblings(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:

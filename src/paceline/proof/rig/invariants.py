@@ -44,6 +44,7 @@ def broken_invariants(
     if faults:
         return faults  # what follows is derived from the lengths
     faults = [*_tokens(wanted, view), *_slots(case, wanted, view), *_tree(wanted, view)]
+    faults += _ends("visible_end", wanted, view.visible_end)
     given = positions[: view.padded_tokens]
     faults += differences("positions the model was given", given, wanted.positions)
     for name, layout in _layouts("plan", plan):
@@ -125,6 +126,14 @@ def _pages(name: str, case: Case, wanted: Wanted, group: int, table: Tensor) -> 
         yield from differences(f"page table row {request} {name}", table[request, :used], right)
 
 
+def _ends(name: str, wanted: Wanted, visible_end: Tensor | None) -> Iterator[str]:
+    """Of each token, the position behind the last key it sees; where prompts have blocks."""
+    if (visible_end is None) != (wanted.blocks is None):
+        yield f"{name} must be {'absent' if wanted.blocks is None else 'present'}"
+    elif visible_end is not None:
+        yield from differences(name, visible_end, wanted.visible_end)
+
+
 def _tree(wanted: Wanted, view: StepView) -> Iterator[str]:
     if (view.tree_mask is None) != (wanted.parents is None):
         yield f"tree_mask must be {'absent' if wanted.parents is None else 'present'}"
@@ -146,6 +155,7 @@ def _page_table(name: str, case: Case, wanted: Wanted, plan: PageTablePlan) -> I
     yield from differences(f"{name}.kv_lens", plan.kv_lens, wanted.kv_lens)
     yield from _covers(f"{name}.max_extend_len", plan.max_extend_len, wanted.extend_lens)
     yield from _covers(f"{name}.kv_len_bound", plan.kv_len_bound, wanted.kv_lens)
+    yield from _ends(f"{name}.visible_end", wanted, plan.visible_end)
     if plan.tree_mask is not None and wanted.parents is not None:
         yield from _tree_rows(f"{name}.tree_mask", wanted, plan.tree_mask)
     for group, table in enumerate(plan.page_tables):

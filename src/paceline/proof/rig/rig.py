@@ -8,6 +8,7 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat, Scales
+from paceline.core.blocks import Blocks
 from paceline.core.errors import SanitizerError
 from paceline.core.events import EventLog
 from paceline.core.model_config import cache_group_specs
@@ -193,6 +194,7 @@ class Rig:
                 graph_max_reqs=case.captured_reqs,
                 graph_max_tokens=case.captured_tokens,
                 capture=self._is_graph,
+                has_blocks=any(each.blocks is not None for each in case.batches),
                 poison_graphs=True,
                 sanitize=self._is_graph,
                 max_tree_rows=case.max_extend_len if any(b.parents for b in case.batches) else 0,
@@ -240,6 +242,7 @@ class Rig:
                         prefix_len=batch.prefix_lens[request],
                         max_len=self._case.max_kv_len + _SLACK,
                         params=_PARAMS,
+                        blocks=_blocks_of(batch, request),
                     )
                 )
             deltas += [
@@ -262,6 +265,11 @@ class Rig:
             deltas=tuple(deltas),
             shares_prefix=self._case.has_crowd,
         )
+
+
+def _blocks_of(batch: Batch, request: int) -> Blocks | None:
+    spans = batch.blocks[request] if batch.blocks is not None else ()
+    return Blocks(spans) if spans else None
 
 
 def _max_tokens(case: Case) -> int:

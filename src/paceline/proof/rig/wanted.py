@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.kernels.step_view import StepView
 from paceline.proof.rig.placement import BatchPlacement
-from paceline.proof.suite.case import Batch
+from paceline.proof.suite.case import Batch, Spans
 from paceline.proof.suite.trees import depths
 
 Ids = Sequence[Sequence[int]]  # [num_reqs][kv_len] token ids
@@ -25,6 +25,7 @@ class Wanted:
     extend_lens: list[int]  # [padded_reqs]
     host_prefix_lens: list[int]  # [padded_reqs] a frozen row's as the host has it
     parents: list[list[int]] | None  # [padded_reqs][extend]
+    blocks: list[Spans] | None  # [padded_reqs] of the live ones
     input_ids: list[int]  # [padded_tokens]
     pages: list[list[list[int]]]  # [num_groups][padded_reqs] page ids of kv_len
 
@@ -54,6 +55,16 @@ class Wanted:
             for request, prefix in enumerate(self.prefix_lens)
             for step in self._depths(request)
         ]
+
+    @property
+    def visible_end(self) -> list[int]:
+        """[padded_tokens] the end of a token's block, or the position behind its own."""
+        assert self.blocks is not None, "nobody sees ahead"
+        found = []
+        for spans, prefix, kv_len in zip(self.blocks, self.prefix_lens, self.kv_lens, strict=True):
+            ends = {at: stop for start, stop in spans for at in range(start, stop)}
+            found += [ends.get(at, at + 1) for at in range(prefix, kv_len)]
+        return found
 
     def slots(self, group: int, page_size: int) -> list[int | None]:
         """[padded_tokens] slot of each new token; None: a padded or frozen row's."""
@@ -97,6 +108,10 @@ def wanted_step(batch: Batch, placement: BatchPlacement, ids: Ids, view: StepVie
     if batch.parents is not None:
         parents = [list(tree) for tree in batch.parents] + [[-1] * extend for extend in pad]
     is_live = [request not in batch.frozen for request in range(batch.num_reqs)]
+    blocks: list[Spans] | None = None
+    if batch.blocks is not None:
+        pairs = zip(batch.blocks, is_live, strict=True)
+        blocks = [spans if live else () for spans, live in pairs] + [()] * num_pad
     prefixes = zip(batch.prefix_lens, is_live, strict=True)
     return Wanted(
         rows=[row if live else PAD_ROW for row, live in zip(placement.rows, is_live, strict=True)]
@@ -106,6 +121,7 @@ def wanted_step(batch: Batch, placement: BatchPlacement, ids: Ids, view: StepVie
         extend_lens=[*batch.extend_lens, *pad],
         host_prefix_lens=[*batch.prefix_lens, *[PAD_PREFIX_LEN] * num_pad],
         parents=parents,
+        blocks=blocks,
         input_ids=_new_ids(batch, ids) + [_PAD_ID] * left,
         pages=[
             [list(row) if live else [] for row, live in zip(pages, is_live, strict=True)]

@@ -31,6 +31,9 @@ class Inputs(Enum):
     UNEVEN = "uneven"  # as NEEDLE, but every other row and head scores many times higher
 
 
+Spans = tuple[tuple[int, int], ...]  # [start, stop) positions of each, ascending and apart
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One launch: its requests, without padding."""
@@ -42,6 +45,8 @@ class Batch:
     frozen: tuple[int, ...] = ()  # requests that the device has finished, unknown to the host: the
     # step carries them, and drops what comes of them
     goes_on: bool = False  # in the rows of the batch before, with as many requests
+    blocks: tuple[Spans, ...] | None = None  # [num_reqs] within the step's tokens, which see one
+    # another there.  None: nobody sees ahead
 
     @property
     def num_reqs(self) -> int:
@@ -107,6 +112,8 @@ class Case:
     def mask(self, batch: Batch) -> MaskKind:
         """Which keys of the step a query sees."""
         kind = self.mode.facts.mask
+        if batch.blocks is not None:
+            return MaskKind.BLOCK
         if kind is MaskKind.TREE and batch.parents is None:
             return MaskKind.CAUSAL  # a chain
         return kind

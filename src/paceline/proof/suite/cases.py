@@ -1,5 +1,6 @@
 """Every case of the matrix, in the order of the report."""
 
+from paceline.proof.suite.blocks import block_cases
 from paceline.proof.suite.case import Case
 from paceline.proof.suite.cross import cross_cases
 from paceline.proof.suite.decode import decode_cases
@@ -30,5 +31,6 @@ def cases() -> tuple[Case, ...]:
         *cross_cases(),
         *dim_cases(),
         *latent_cases(),
+        *block_cases(),
         *long_cases(),
     )

@@ -171,6 +171,7 @@ class PoisonedRuns:
             num_sampled=0 if masks is None else size.sampled(is_round=step.is_round),
             num_masks=len(masks or ()),
             has_overlay=step.has_overlay,
+            sees_ahead=step.mask is MaskKind.BLOCK,
         )
         named, kept = parts.table.named_tensors(), parts.backend.kept_fields
         regions = step_regions(parts.buffers, use, step.layout)
