@@ -39,6 +39,7 @@ OPTIONAL = (
     "huggingface_hub",
     "jinja2",
     "msgspec",
+    "prometheus_client",
     "psutil",
     "rich",
     "transformers",

@@ -23,6 +23,7 @@ from paceline.server.app import build_app
 from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.run import http_config
 from paceline.server.service import Service
+from paceline.server.worker import BodyWorker
 
 CONTEXT = 256
 FIRST_WORDS = 4  # turns in which every row that runs says something
@@ -35,6 +36,7 @@ class Serving:
     url: str
     llm: LLM
     connections: Set[object]
+    worker: BodyWorker
     turns: "Turns"
     engine: AsyncEngine
     loop: asyncio.AbstractEventLoop
@@ -121,7 +123,15 @@ def serving(
     wait_until(lambda: server.started)
     url, turns = f"http://127.0.0.1:{bound.getsockname()[1]}", Turns(llm)
     try:
-        yield Serving(url, llm, server.server_state.connections, turns, service.engine, loops[0])
+        yield Serving(
+            url,
+            llm,
+            server.server_state.connections,
+            service.worker,
+            turns,
+            service.engine,
+            loops[0],
+        )
     finally:
         turns.go()
         server.should_exit = True

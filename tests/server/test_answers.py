@@ -21,6 +21,7 @@ from paceline.server.completions import CompletionWriter, completion_job
 from paceline.server.counts import Room
 from paceline.server.errors import ApiError
 from paceline.server.logprobs import completion_logprobs
+from paceline.server.meters import Meters
 from paceline.server.reader import COMPLETIONS, Reader
 from paceline.server.token_names import TokenNames
 
@@ -117,6 +118,7 @@ class FakeService:
 
     news: list[tuple[int, RequestOutput]]
     names: TokenNames = field(default_factory=lambda: TokenNames(Letters()))
+    meters: Meters = field(default_factory=Meters)
     model: str = "tiny"
     fingerprint: str = "fp_1"
     num_closed: int = 0

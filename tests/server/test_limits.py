@@ -1,6 +1,9 @@
 """What one client can ask for is bounded, and the others go on."""
 
 import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import httpx
@@ -8,6 +11,7 @@ import pytest
 from serving import FIRST_WORDS, serving, small_llm, wait_until
 
 from paceline.server.limits import LIMITS, ServerLimits
+from paceline.server.reader import Reader
 
 GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 250, "ignore_eos": True}
@@ -125,6 +129,38 @@ def test_prompts_beyond_the_queue_are_refused_before_they_are_tokenized(
         patch.delattr(type(server.llm.tokenizer), "encode")
         answer = client.post("/v1/completions", json=GOOD | {"prompt": ["x"] * 21})
     assert message_of(answer, 400).startswith("n must be at most 20 completions at once, of all")
+
+
+def test_nothing_waits_for_the_process_that_reads_a_large_body(client, server):
+    """It stands still meanwhile, which a thread could not without those beside it."""
+    large = json.dumps(GOOD | {"prompt": "hello"}).encode().ljust(100_000)
+    assert client.post("/v1/completions", content=large, headers=JSON).status_code == 200
+    reads = server.worker._process.pid
+    os.kill(reads, signal.SIGSTOP)
+    server.turns.hold(after=FIRST_WORDS)
+    with (
+        ThreadPoolExecutor(1) as clients,
+        client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 20}) as stream,
+    ):
+        lines = stream.iter_lines()
+        next(lines)
+        waits = clients.submit(
+            httpx.post, f"{server.url}/v1/completions", content=large, headers=JSON, timeout=None
+        )
+        wait_until(lambda: server.worker._thread._work_queue.empty() and not waits.done())
+        server.turns.go()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert client.get("/health").status_code == 200
+        assert not waits.done()
+        os.kill(reads, signal.SIGCONT)
+        assert waits.result().status_code == 200
+
+
+def test_large_bodies_are_not_read_in_this_process(client, monkeypatch):
+    monkeypatch.delattr(Reader, "read")
+    large = json.dumps(GOOD).encode().ljust(100_000)
+    assert client.post("/v1/completions", content=large, headers=JSON).status_code == 200
+    monkeypatch.undo()
 
 
 def test_the_command_line_has_these_limits():

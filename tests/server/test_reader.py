@@ -32,6 +32,9 @@ def make_reader(tokenizer: Tokenizer | None = None, context_len: int = 8) -> Rea
     return Reader(model="tiny", room=room, vocab_size=4096, tokenizer=tokenizer)
 
 
+BUNDLED_READER = make_reader(Tokenizer.from_folder(BUNDLED), context_len=2048)
+
+
 def read(prompt, max_tokens: int | None = None, **more) -> list[list[int]]:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens} | more
     return make_reader().read(COMPLETIONS, json.dumps(body).encode()).prompts
@@ -116,6 +119,22 @@ def test_what_a_large_body_holds_is_counted_before_it_is_built(name, value, text
     assert peak < 4 * MIB
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "more"),
+    [
+        (COMPLETIONS, {"prompt": 'a ["b",] \\" c\n' * 3}),
+        (COMPLETIONS, {"prompt": ["a,b", '"],["', "\\", "é😀"] * 5, "stop": ["x", ","]}),
+        (COMPLETIONS, {"prompt": [1, 2, 3], "logit_bias": {"1": 2.5}, "priority": -1}),
+        (COMPLETIONS, {"prompt": [[1, 2], [3]] * 10, "stop_token_ids": [1], "deadline_s": 2.0}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a,["}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "stream": True, "tools": []}),
+    ],
+)
+def test_a_body_is_read_alike_however_large(endpoint, more) -> None:
+    body = json.dumps(more | {"model": "tiny"}, indent=1).encode()
+    assert BUNDLED_READER.read(endpoint, body.ljust(MIB)) == BUNDLED_READER.read(endpoint, body)
+
+
 TEXT = st.sampled_from([b"", b"ab", b"\\u0100", b"\\n", "é😀".encode(), b"],[,{"])
 SCALARS = st.one_of(
     st.sampled_from([b"1", b"300", b"-1", b"1.5", b"true", b"null", b"{}", b"[]", b"[1]"]),
@@ -136,7 +155,6 @@ VALUES = st.one_of(
 NAMES = st.sampled_from(
     b"prompt messages stop stop_token_ids logit_bias metadata extra_args tools user n x".split()
 )
-BUNDLED_READER = make_reader(Tokenizer.from_folder(BUNDLED), context_len=2048)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.core.errors import BusyError, DeadlineError, PacelineError, message
 from paceline.core.options import MAX_QUEUED, known, require_possible
@@ -25,6 +25,7 @@ from paceline.llm.llm import LLM
 
 _News = tuple[Ticket, int, RequestOutput]  # whose, of which prompt, what
 _KEPT = 32  # a 32nd of the queue
+T = TypeVar("T")
 _LOG = logging.getLogger("paceline")
 
 
@@ -144,6 +145,18 @@ class AsyncEngine:
             ticket.close()
             raise
         return ticket
+
+    async def ask(self, question: Callable[[LLM], T]) -> T:
+        """What the thread finds between two turns; waits for ever for one that hangs."""
+        assert self._loop is not None, "asked between start and stop"
+        answer: asyncio.Future[T] = self._loop.create_future()
+
+        def tell(found: T) -> None:
+            if not answer.done():
+                answer.set_result(found)
+
+        self._commands.put(lambda: self._tell(tell, question(self._llm)))
+        return await answer
 
     def require_room(self, num_completions: int, client: str | None = None) -> None:
         """Raise RequestError for what never has room, BusyError for what has none now.

@@ -16,6 +16,7 @@ from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import ALIKE, FinishReason, Share
 from paceline.engine.ticket import GROWTHS, Ticket
 from paceline.server.errors import ApiError, as_api_error
+from paceline.server.meters import Meters
 from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.stream import EventStream, event, unless_gone
@@ -71,8 +72,9 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class Usage:
-    """Counts tokens as they come."""
+    """Counts tokens as they come, and tells the meters of what has ended."""
 
+    meters: Meters
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -82,6 +84,7 @@ class Usage:
         if growth.metrics is not None:
             self.prompt_tokens += growth.metrics.prompt_tokens
             self.cached_tokens += growth.metrics.cached_tokens
+            self.meters.finished(growth.metrics)
 
     def document(self) -> Document:
         return {
@@ -98,7 +101,8 @@ async def answer(service: Service, job: Job, request: Request) -> Response:
         document = await unless_gone(request.receive, _whole(service, job))
         return Response(encoded(document), media_type="application/json")
     ticket = await _start(service, job)
-    return EventStream(_events(ticket, job, _envelope(service, job)))
+    usage = Usage(meters=service.meters)
+    return EventStream(_events(ticket, job, _envelope(service, job), usage))
 
 
 def encoded(document: Document) -> bytes:
@@ -131,7 +135,7 @@ async def _whole(service: Service, job: Job) -> Document:
         answers = sorted([each async for each in ticket], key=_by_index)
     finally:
         ticket.close()
-    usage = Usage()
+    usage = Usage(meters=service.meters)
     choices: list[Document] = []
     for _, growth in answers:
         usage.add(growth)
@@ -145,9 +149,10 @@ def _by_index(news: tuple[int, RequestOutput]) -> int:
     return news[0]
 
 
-async def _events(ticket: Ticket, job: Job, envelope: Document) -> AsyncGenerator[bytes, None]:
+async def _events(
+    ticket: Ticket, job: Job, envelope: Document, usage: Usage
+) -> AsyncGenerator[bytes, None]:
     no_usage = {"usage": None} if job.include_usage else {}
-    usage = Usage()
     try:
         for index in range(len(job.prompts) * job.params.n):
             for choice in job.writer.opening(index):

@@ -18,6 +18,7 @@ from paceline.server.completions import completion_job
 from paceline.server.errors import ApiError, add_error_handlers
 from paceline.server.life import Doorkeeper
 from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
+from paceline.server.meters import CONTENT_TYPE
 from paceline.server.reader import CHAT, COMPLETIONS, Reading
 from paceline.server.request_id import RequestIds
 from paceline.server.service import Service
@@ -48,6 +49,7 @@ def build_app(
     _add_models(app, service)
 
     _add_probes(app, service)
+    _add_metrics(app, service)
     app.add_middleware(Doorkeeper, life=service.life)
     app.add_middleware(BodyLimit, limits=limits)
     if api_keys:
@@ -82,6 +84,12 @@ def _add_probes(app: FastAPI, service: Service) -> None:
     async def ready() -> Response:
         service.life.require()
         return await health()
+
+
+def _add_metrics(app: FastAPI, service: Service) -> None:
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.meters.page(await service.look()), media_type=CONTENT_TYPE)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

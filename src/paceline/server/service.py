@@ -21,9 +21,12 @@ from paceline.plan.resolution import Resolution
 from paceline.server.body import LARGE, read_body
 from paceline.server.life import Life
 from paceline.server.limits import LIMITS
+from paceline.server.meters import Look, Meters
 from paceline.server.reader import Reader, Reading
 from paceline.server.token_names import TokenNames
 from paceline.server.worker import BodyWorker, ReaderFacts
+
+_LOOK_S = 2.0  # longer than a turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,6 +38,7 @@ class Service:
     reader: Reader
     worker: BodyWorker
     life: Life
+    meters: Meters
     weights: Mapping[str, float]  # by client, where it is not 1
     names: TokenNames
     fingerprint: str  # the same for the same version and options
@@ -65,6 +69,7 @@ class Service:
             reader=facts.reader(admission.tokenizer),
             worker=BodyWorker(facts),
             life=Life(),
+            meters=Meters(),
             weights=weights,
             names=TokenNames(llm.admission.tokenizer),
             fingerprint=_fingerprint(llm.prepared.resolution),
@@ -85,6 +90,16 @@ class Service:
             "owned_by": "paceline",
             "max_model_len": self.admission.context_len,
         }
+
+    async def look(self) -> Look | None:
+        """What the engine does; None where it does not say so in time."""
+        if self.engine.failure is not None:
+            return None
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                return await self.engine.ask(Look.at)
+        except TimeoutError:
+            return None
 
     def share(self, request: Request, priority: int) -> Share:
         """How a request takes turns: a client is a key where there are several, else an address."""
