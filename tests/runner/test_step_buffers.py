@@ -65,10 +65,19 @@ def test_every_tensor_declares_what_its_entries_are_for() -> None:
     assert {extent for _, extent in held.extents().values()} == set(Extent)
 
 
+@pytest.mark.parametrize("sees_ahead", [False, True])
 @pytest.mark.parametrize("has_overlay", [False, True])
 @pytest.mark.parametrize("has_tree", [False, True])
-def test_a_step_uses_the_first_entries_of_each_extent(has_tree: bool, has_overlay: bool) -> None:
-    use = StepUse(PaddedSize.uniform(2, 3), has_tree, max_emitted=4, has_overlay=has_overlay)
+def test_a_step_uses_the_first_entries_of_each_extent(
+    has_tree: bool, has_overlay: bool, sees_ahead: bool
+) -> None:
+    use = StepUse(
+        PaddedSize.uniform(2, 3),
+        has_tree,
+        max_emitted=4,
+        has_overlay=has_overlay,
+        sees_ahead=sees_ahead,
+    )
     assert {extent.name: use.entries(extent) for extent in Extent} == {
         "CONSTANT": 0,
         "REQUEST": 2,
@@ -77,6 +86,7 @@ def test_a_step_uses_the_first_entries_of_each_extent(has_tree: bool, has_overla
         "TREE_TOKEN": 6 * has_tree,
         "TREE_PAIR": 18 * has_tree,
         "OVERLAID": 6 * has_overlay,
+        "AHEAD": 6 * sees_ahead,
         "EMITTED": 8,
         "RESULT": 12,
         "SAMPLED": 0,

@@ -66,6 +66,27 @@ def test_a_block_sees_all_of_itself() -> None:
         torch.testing.assert_close(out, torch_attention(case, data, request, allowed))
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_tokens_of_a_block_see_one_another_as_torch_masks_say(window: int | None) -> None:
+    """By the ids of blocks, as transformers makes such masks; the oracle goes by their ends."""
+    blocks = (((5, 8),), (), ((19, 21), (21, 23)))
+    batch = Batch((5, 0, 18), (3, 4, 6), blocks=blocks)
+    case = replace(PLAIN, batches=(batch,), layers=(Layer(window),))
+    data = make_inputs(case, 0)
+    for request, out in enumerate(by_request(batch, attend(case, batch, data, 0))):
+        prefix, kv_len = batch.prefix_lens[request], batch.kv_lens[request]
+        at = torch.arange(kv_len)
+        of_block = torch.full((kv_len,), -1)
+        for number, (start, stop) in enumerate(blocks[request]):
+            of_block[start:stop] = number
+        own, key = at[prefix:, None], at[None]
+        same = (of_block[prefix:, None] == of_block[None]) & (of_block[None] >= 0)
+        allowed = (key <= own) | same
+        if window is not None:
+            allowed &= key > own - window
+        torch.testing.assert_close(out, torch_attention(case, data, request, allowed))
+
+
 def test_a_node_of_a_tree_sees_what_its_branch_would_as_a_chain() -> None:
     case = replace(TREE, layers=(Layer(5),))
     batch, data = case.batches[0], make_inputs(case, 0)

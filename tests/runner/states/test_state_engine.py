@@ -213,6 +213,12 @@ def test_a_backend_of_states_that_cannot_run_here_is_refused_with_every_reason(t
         StateEngine(tiny, states=Narrow(-1), draft=TREE, make_proposer=standalone(tiny, TREE))
 
 
+def test_states_of_prompts_that_see_ahead_are_refused(tiny):
+    """A running sum goes from token to token: it has no block to look into."""
+    with pytest.raises(ConfigError, match="able to run here, got mask block, of causal, tree;"):
+        StateEngine(tiny, has_blocks=True)
+
+
 def test_a_backend_that_no_graph_can_hold_runs_eagerly(tiny):
     class Eager(SumBackend):
         capabilities = replace(SumBackend.capabilities, graph=GraphSupport.NEVER)
