@@ -1,4 +1,7 @@
-"""The vendors' backends for latents, on their emulators: cells of every kind, plans, refusals."""
+"""The vendors' backends for latents, on their emulators: plans and refusals.
+
+Cells of theirs are in tests/proof/check/test_latent_cells.py.
+"""
 
 import sys
 from dataclasses import replace
@@ -7,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from named_cell import run_named
 from torch import Tensor
 
 from paceline.attention.backends import flashinfer_mla_backend, flashmla_backend
@@ -31,7 +33,6 @@ from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.kernels.step_view import GroupView, StepView
-from paceline.proof.check.cell import Status
 from paceline.proof.emulators import flashinfer_mla, flashmla
 
 BOTH = [FlashMLABackend, FlashInferMLABackend]
@@ -51,34 +52,6 @@ H200 = AttentionConfig(
     needs_lse=True,
     graph=GraphSupport.ALWAYS,
 )
-CELLS = (
-    "decode/eager/page64-ends",
-    "decode/recorded/interleaved",
-    "extend/recorded/page64-ends",
-    "extend/eager/reversed",
-    "mixed/recorded/page64-mixed",
-    "target_verify/recorded/page64-chain3",
-    "target_verify/recorded/page64-topk4",
-    "target_verify/eager/page64-chain17",
-    "draft_decode/recorded/page64-topk2-step3",
-    "draft_decode/recorded/page64-frozen-kv-no-prefix",
-    "draft_extend/recorded/page64-accepted",
-    "draft_extend_v2/recorded/page64-fixed3-capture2x-scratch",
-)
-
-
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("name", ["flashmla", "flashinfer_mla"])
-def test_a_cell_equals_the_oracle(name: str, cell: str) -> None:
-    result = run_named(f"mla/{name}/{cell}")
-    assert (result.status, result.reason) == (Status.EMULATED, None)
-
-
-def test_pages_of_any_size_are_flashinfers() -> None:
-    result = run_named("mla/flashinfer_mla/extend/recorded/page1")
-    assert (result.status, result.reason) == (Status.EMULATED, None)
-
-
 # --- plans ----------------------------------------------------------------------------------------
 
 SPEC = AttentionSpec(
