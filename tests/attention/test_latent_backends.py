@@ -26,6 +26,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.held import tensor_bytes
+from paceline.attention.measurements import Phase
 from paceline.attention.registry import choose
 from paceline.core.errors import ConfigError, KernelArgumentError
 from paceline.core.model_config import Heads
@@ -318,6 +319,26 @@ def test_flashmla_wants_pages_of_64_and_a_hopper_gpu(changes: dict[str, Any], te
 def test_trees_run_by_cascade(name: str) -> None:
     trees = replace(H200, masks=frozenset(MaskKind) - {MaskKind.FULL})
     assert choose(trees, name).name == f"cascade({name})"
+
+
+@pytest.mark.usefixtures("for_another_machine")
+@pytest.mark.parametrize(
+    ("heads", "phase", "name"),
+    [
+        (16, "prefill", "flashinfer_mla"),
+        (16, "decode", "triton"),
+        (128, "prefill", "flashmla"),
+        (128, "decode", "flashmla"),
+    ],
+)
+def test_auto_takes_the_fastest_that_was_measured(
+    heads: int, phase: Phase, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = replace(H200, heads=(replace(LATENTS, num_heads=heads),))
+    monkeypatch.setattr("paceline.attention.registry._is_installed", lambda package: True)
+    assert choose(wanted, phase=phase, gpu="NVIDIA H200").name == name
+    monkeypatch.setattr("paceline.attention.registry._is_installed", lambda package: False)
+    assert choose(wanted, phase=phase, gpu="NVIDIA H200").name == "triton"
 
 
 @pytest.mark.parametrize(
