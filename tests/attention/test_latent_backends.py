@@ -119,7 +119,9 @@ def test_requests_of_as_many_queries_are_packed() -> None:
     assert list(call.schedules) == [4]
 
 
-@pytest.mark.parametrize("extends", [[1, 3], [17, 17]], ids=["ragged", "many"])
+@pytest.mark.parametrize(
+    "extends", [[1, 3], [17, 17], [2, 0]], ids=["ragged", "many", "as many as requests"]
+)
 def test_other_tokens_are_requests_by_themselves(extends: list[int]) -> None:
     plan = flashmla_plan(view_of([5, 70], extends))
     (call,) = plan.calls[Part.ALL]
