@@ -1,4 +1,7 @@
-"""The vendors' backends for latents, on their emulators: cells of every kind, plans, refusals."""
+"""The vendors' backends for latents, on their emulators: plans and refusals.
+
+Cells of theirs are in tests/proof/check/test_latent_cells.py.
+"""
 
 import sys
 from dataclasses import replace
@@ -7,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from named_cell import run_named
 from torch import Tensor
 
 from paceline.attention.backends import flashinfer_mla_backend, flashmla_backend
@@ -24,6 +26,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.attention.held import tensor_bytes
+from paceline.attention.measurements import Phase
 from paceline.attention.registry import choose
 from paceline.core.errors import ConfigError, KernelArgumentError
 from paceline.core.model_config import Heads
@@ -31,7 +34,6 @@ from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.kernels.step_view import GroupView, StepView
-from paceline.proof.check.cell import Status
 from paceline.proof.emulators import flashinfer_mla, flashmla
 
 BOTH = [FlashMLABackend, FlashInferMLABackend]
@@ -51,34 +53,6 @@ H200 = AttentionConfig(
     needs_lse=True,
     graph=GraphSupport.ALWAYS,
 )
-CELLS = (
-    "decode/eager/page64-ends",
-    "decode/recorded/interleaved",
-    "extend/recorded/page64-ends",
-    "extend/eager/reversed",
-    "mixed/recorded/page64-mixed",
-    "target_verify/recorded/page64-chain3",
-    "target_verify/recorded/page64-topk4",
-    "target_verify/eager/page64-chain17",
-    "draft_decode/recorded/page64-topk2-step3",
-    "draft_decode/recorded/page64-frozen-kv-no-prefix",
-    "draft_extend/recorded/page64-accepted",
-    "draft_extend_v2/recorded/page64-fixed3-capture2x-scratch",
-)
-
-
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("name", ["flashmla", "flashinfer_mla"])
-def test_a_cell_equals_the_oracle(name: str, cell: str) -> None:
-    result = run_named(f"mla/{name}/{cell}")
-    assert (result.status, result.reason) == (Status.EMULATED, None)
-
-
-def test_pages_of_any_size_are_flashinfers() -> None:
-    result = run_named("mla/flashinfer_mla/extend/recorded/page1")
-    assert (result.status, result.reason) == (Status.EMULATED, None)
-
-
 # --- plans ----------------------------------------------------------------------------------------
 
 SPEC = AttentionSpec(
@@ -145,7 +119,9 @@ def test_requests_of_as_many_queries_are_packed() -> None:
     assert list(call.schedules) == [4]
 
 
-@pytest.mark.parametrize("extends", [[1, 3], [17, 17]], ids=["ragged", "many"])
+@pytest.mark.parametrize(
+    "extends", [[1, 3], [17, 17], [2, 0]], ids=["ragged", "many", "as many as requests"]
+)
 def test_other_tokens_are_requests_by_themselves(extends: list[int]) -> None:
     plan = flashmla_plan(view_of([5, 70], extends))
     (call,) = plan.calls[Part.ALL]
@@ -345,6 +321,26 @@ def test_flashmla_wants_pages_of_64_and_a_hopper_gpu(changes: dict[str, Any], te
 def test_trees_run_by_cascade(name: str) -> None:
     trees = replace(H200, masks=frozenset(MaskKind) - {MaskKind.FULL})
     assert choose(trees, name).name == f"cascade({name})"
+
+
+@pytest.mark.usefixtures("for_another_machine")
+@pytest.mark.parametrize(
+    ("heads", "phase", "name"),
+    [
+        (16, "prefill", "flashinfer_mla"),
+        (16, "decode", "triton"),
+        (128, "prefill", "flashmla"),
+        (128, "decode", "flashmla"),
+    ],
+)
+def test_auto_takes_the_fastest_that_was_measured(
+    heads: int, phase: Phase, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = replace(H200, heads=(replace(LATENTS, num_heads=heads),))
+    monkeypatch.setattr("paceline.attention.registry._is_installed", lambda package: True)
+    assert choose(wanted, phase=phase, gpu="NVIDIA H200").name == name
+    monkeypatch.setattr("paceline.attention.registry._is_installed", lambda package: False)
+    assert choose(wanted, phase=phase, gpu="NVIDIA H200").name == "triton"
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,8 @@ CASES = {
     "bf16": Case(dtype=torch.bfloat16),
     "fp16-capped": Case(dtype=torch.float16, soft_cap=2.0),
     "one-node": Case(trees=((-1,), (-1,))),
+    "wide-keys": Case(heads=3, kv_heads=1, head_dim=288, v_head_dim=256),
+    "wide-keys-bf16": Case(heads=3, kv_heads=1, head_dim=272, v_head_dim=24, dtype=torch.bfloat16),
 }
 
 
@@ -225,6 +227,16 @@ def test_the_tile_table_fits_small_and_large_trees() -> None:
     assert (small.block_rows, small.block_keys) == (16, 16)
     assert (large.block_rows, large.block_keys) == (64, 32)
     assert (wide.block_rows, wide.block_keys) == (16, 32)
+
+
+def test_wide_keys_are_two_tiles_and_narrow_ones_one() -> None:
+    from paceline.kernels._triton.tree_attention import column_tiles, tree_config
+
+    tiles = {dim: column_tiles(dim) for dim in (80, 192, 256, 288, 512, 576)}
+    one = {dim: (dim, 0) for dim in (80, 192, 256, 512)}
+    assert tiles == one | {288: (256, 32), 576: (512, 64)}
+    latent = tree_config(9, 16, head_dim=576, v_head_dim=512, dtype=torch.bfloat16)
+    assert (latent.block_rows, latent.block_keys) == (16, 16)
 
 
 BAD: dict[str, tuple[Callable[[Rows], Rows], str]] = {

@@ -1,5 +1,7 @@
 """A model of latent attention in the whole engine: drafts, trees, preemption, hits, memory."""
 
+from pathlib import Path
+
 import pytest
 from llm_cases import Checkpoint, make_checkpoint, make_llm
 from speculative_cases import (
@@ -46,6 +48,17 @@ def test_drafts_change_no_text(truth: Truth, cell: Cell) -> None:
     check_metrics(truth.jobs[KIND], served, num_draft_tokens=num_draft_tokens)
     assert accepted(served) > 0
     assert (preemptions(served) > 0) == (cell["pool"] == "tight")
+
+
+def test_minicpm3_is_served_like_any_model(tmp_path: Path) -> None:
+    """Chunks, prefix hits, preemption and prompt lookup, with multipliers and halves that turn."""
+    truth = truth_of(make_checkpoint("minicpm3-multipliers", tmp_path), {}, [KIND])
+    cell = CELLS[-1]
+    with drafting_llm(truth, cell) as llm:
+        served = serve(llm, truth.jobs[KIND])
+    check_served(truth, KIND, served)
+    assert accepted(served) > 0
+    assert preemptions(served) > 0
 
 
 def test_the_cache_is_one_row_of_a_latent_and_what_turns(checkpoint: Checkpoint) -> None:

@@ -151,15 +151,14 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
         parts = buffers.limits.parts(view.mask)
         extend, tokens = view.max_extend_len, view.padded_tokens
         is_packed = tokens == view.padded_reqs * extend and extend <= MOST_QUERIES
-        queries = extend if is_packed else 1
         lacks = None
         if Part.PREFIX in parts:
             lacks = view.prefix_lens.index_select(0, view.req_ids).eq(0).unsqueeze(1)
         return FlashMLAPlan(
             library=buffers.library,
             table=page_table_plan(view),
-            queries=queries,
-            calls={part: _calls(view, buffers, part, queries) for part in parts},
+            queries=extend if is_packed else 1,
+            calls={part: _calls(view, buffers, part, is_packed=is_packed) for part in parts},
             lacks_prefix=lacks,
         )
 
@@ -191,14 +190,17 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
         return out, by_token.masked_fill_(plan.lacks_prefix, float("-inf"))
 
 
-def _calls(view: StepView, buffers: FlashMLABuffers, part: Part, queries: int) -> list[LatentCall]:
-    """The calls of one part: of requests that bring `queries` each, or of tokens.
+def _calls(
+    view: StepView, buffers: FlashMLABuffers, part: Part, *, is_packed: bool
+) -> list[LatentCall]:
+    """The calls of one part: of requests that bring as many queries each, or of tokens.
 
     A request of no key is shown one: what comes of it is replaced.
     """
     tables = tuple(group.page_table for group in view.groups)
     lens = view.kv_lens if part is Part.ALL else view.prefix_lens.clamp(min=1)
-    if view.padded_tokens != view.padded_reqs * queries:
+    queries = view.max_extend_len if is_packed else 1
+    if not is_packed:
         tables = tuple(table.index_select(0, view.req_ids) for table in tables)
         lens = lens.index_select(0, view.req_ids)
         if part is Part.ALL:
