@@ -140,7 +140,9 @@ def test_nothing_waits_for_the_process_that_reads_a_large_body(client, server):
     server.turns.hold(after=FIRST_WORDS)
     with (
         ThreadPoolExecutor(1) as clients,
-        client.stream("POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 20}) as stream,
+        client.stream(
+            "POST", "/v1/completions", json=LONG | {"stream": True, "max_tokens": 20}
+        ) as stream,
     ):
         lines = stream.iter_lines()
         next(lines)
