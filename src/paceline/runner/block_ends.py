@@ -25,7 +25,7 @@ class BlockEnds:
         0: it is in none.  Row 0 holds zeros, as padding reads it
     """
 
-    def __init__(self, *, table_rows: int, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, table_rows: int, max_tokens: int, device: torch.device) -> None:
         self.ends = torch.zeros(table_rows, max_tokens, dtype=torch.int32, device=device)
         self._stops: dict[int, int] = {}  # table row -> where its entries stop, unless it has none
 

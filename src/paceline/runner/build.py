@@ -328,8 +328,7 @@ def _mixer(
     """A STATE group with who runs its layers.  Raises ConfigError."""
     spec, draft = pool.spec, limits.draft
     masks = {MaskKind.TREE if limits.tree_rows else MaskKind.CAUSAL}
-    if limits.has_blocks:
-        masks.add(MaskKind.BLOCK)
+    masks |= {MaskKind.BLOCK} if limits.has_blocks else set()
     able = require_able(
         backend,
         spec.name,
@@ -375,9 +374,7 @@ def _request_table(
         )
     block_ends = None
     if limits.has_blocks:
-        block_ends = BlockEnds(
-            table_rows=limits.max_running + 1, max_tokens=limits.kv_len_bound, device=device
-        )
+        block_ends = BlockEnds(limits.max_running + 1, limits.kv_len_bound, device)
     return RequestTable(
         max_running=limits.max_running,
         max_tokens=limits.kv_len_bound,
@@ -403,8 +400,7 @@ def _staging_bytes(limits: RunnerConfig, parts: Parts) -> int:
     tokens = max(limits.max_join_tokens, limits.context_len)
     if table.overlay is not None:  # of each its slot, and a piece for each row of media, at most
         tokens += min(tokens, limits.overlay_slots) * (1 + _ALIGNMENT // 4)
-    per_token = 4 + (0 if table.rope is None else table.rope.given[0, 0].nbytes)
-    per_token += 0 if table.block_ends is None else 4
+    per_token = 4 * (1 + limits.has_blocks) + (table.rope.given[0, 0].nbytes if table.rope else 0)
     return per_token * tokens + limits.padded_reqs * per_row
 
 
