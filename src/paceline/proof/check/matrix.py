@@ -28,7 +28,7 @@ BACKENDS = {
 LIBRARIES = {
     "flashinfer": "flashinfer",
     "fa4": "flash_attn.cute",
-    "fa3": "flash_attn_interface",
+    "fa3": "sgl_kernel.flash_attn",
     "flashinfer_mla": "flashinfer",
     "flashmla": "sgl_kernel.flash_mla",
 }
