@@ -262,8 +262,8 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         (BOTH[0], "flash-attn-4 must be installed, got no such package"),
         (
             BOTH[1],
-            "one of flash_attn_interface, flash_attn_3.flash_attn_interface must be importable, "
-            "got none of them",
+            "one of flash_attn_interface, flash_attn_3.flash_attn_interface, sgl_kernel.flash_attn "
+            "must be importable, got none of them",
         ),
     ],
 )
@@ -285,7 +285,8 @@ def test_a_missing_library_is_a_reason_on_a_machine_with_a_gpu(
         (
             BOTH[1],
             "attention backend fa3 must be an importable flash_attn_interface or "
-            "flash_attn_3.flash_attn_interface, got flash_attn_interface: .*; flash_attn_3.*",
+            "flash_attn_3.flash_attn_interface or sgl_kernel.flash_attn, got "
+            "flash_attn_interface: .*; flash_attn_3.*; sgl_kernel.flash_attn: .*",
         ),
     ],
 )

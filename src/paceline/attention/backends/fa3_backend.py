@@ -1,4 +1,8 @@
-"""The `fa3` backend: FlashAttention 3, where a build of its `hopper` folder can be imported."""
+"""The `fa3` backend: FlashAttention 3, where a build of its `hopper` folder can be imported.
+
+Of latents (V in K) its kernels take the columns that both have as a second query and as V, and as
+Q and K the columns behind them: q.k + qv.v is the score.
+"""
 
 import importlib
 import importlib.util
@@ -18,7 +22,11 @@ from paceline.attention.flash_attention import FlashAttentionBackend, VisibleKey
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 
-MODULES = ("flash_attn_interface", "flash_attn_3.flash_attn_interface")  # in this order
+MODULES = (  # in this order
+    "flash_attn_interface",
+    "flash_attn_3.flash_attn_interface",
+    "sgl_kernel.flash_attn",  # of the package sglang-kernel
+)
 LAST_ARCH = (9, 9)
 
 
@@ -31,6 +39,7 @@ class FlashAttention3Library(Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         *,
+        qv: Tensor | None,
         cache_seqlens: Tensor,
         page_table: Tensor,
         cu_seqlens_q: Tensor,
@@ -65,6 +74,7 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
         graph=GraphSupport.ALWAYS,
         host_plan=False,
         loads_dead_slots=True,
+        latent_dims=frozenset({(512, 64)}),
     )
 
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
@@ -73,6 +83,10 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
         arch = config.cuda_arch or (0, 0)
         if arch > LAST_ARCH:
             reasons.append(f"CUDA arch must be at most {LAST_ARCH}, got {arch}")
+        if any(heads.v_in_k for heads in config.heads):
+            for wanted, name in ((config.window, "sliding window"), (config.soft_cap, "soft cap")):
+                if wanted:
+                    reasons.append(f"{name} must be absent with latents, got present")
         if torch.cuda.is_available() and not any(map(_can_find, MODULES)):
             reasons.append(f"one of {', '.join(MODULES)} must be importable, got none of them")
         return reasons
@@ -96,11 +110,15 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
         self, library: FlashAttention3Library, q: Tensor, layer: LayerCache, *, rows: VisibleKeys
     ) -> tuple[Tensor, Tensor | None]:
         """See FlashAttentionBackend.attend."""
-        spec = layer.spec
+        spec, k_cache, qv = layer.spec, layer.k_cache, None
+        if spec.v_in_k:
+            rank = spec.v_head_dim
+            q, qv, k_cache = q[..., rank:], q[..., :rank], k_cache[..., rank:]
         result = library.flash_attn_with_kvcache(
             q,
-            layer.k_cache,
+            k_cache,
             layer.v_cache,
+            qv=qv,
             cache_seqlens=rows.keys_used,
             page_table=rows.page_table,
             cu_seqlens_q=rows.cu_seqlens_q,

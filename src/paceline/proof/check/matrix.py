@@ -25,12 +25,16 @@ BACKENDS = {
     "cpu": ("triton", "triton+flashinfer", "torch", *_VENDORS),
     "cuda": ("triton", "triton+flashinfer", *_VENDORS),
 }
-LIBRARIES = {
-    "flashinfer": "flashinfer",
-    "fa4": "flash_attn.cute",
-    "fa3": "flash_attn_interface",
-    "flashinfer_mla": "flashinfer",
-    "flashmla": "sgl_kernel.flash_mla",
+LIBRARIES = {  # modules, of which one must be there
+    "flashinfer": ("flashinfer",),
+    "fa4": ("flash_attn.cute",),
+    "fa3": (
+        "flash_attn_interface",
+        "flash_attn_3.flash_attn_interface",
+        "sgl_kernel.flash_attn",
+    ),
+    "flashinfer_mla": ("flashinfer",),
+    "flashmla": ("sgl_kernel.flash_mla",),
 }
 QUICK_LIMIT_S = 60.0  # of CPU time, of a cell of the quick suite on a CPU
 LIMIT_S = 300.0  # of any other: long contexts, and on a GPU what is compiled first
@@ -207,8 +211,9 @@ def absence(cell: Cell, device_type: str) -> str | None:
     what is not made for it.
     """
     for name in singles(parse(cell.backend)):
-        if device_type == "cuda" and name in LIBRARIES and not _is_installed(LIBRARIES[name]):
-            return f"{name} needs the module {LIBRARIES[name]}, which is not installed"
+        modules = LIBRARIES.get(name, ())
+        if device_type == "cuda" and modules and not any(map(_is_installed, modules)):
+            return f"{name} needs the module {' or '.join(modules)}, which is not installed"
         if device_type == "cpu" and name == "triton" and not cell.case.is_interpreted:
             return "too large for Triton's interpreter; run it on a GPU"
     return None

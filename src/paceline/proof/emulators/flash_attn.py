@@ -41,6 +41,43 @@ def flash_attn_varlen_func(
 
     Both sides of the window are inclusive; None is open.  lse is natural and counts the sink.
     """
+    _require_head_dims(q, v)
+    return _attend_paged(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        seqused_k=seqused_k,
+        page_table=page_table,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        learnable_sink=learnable_sink,
+        softcap=softcap,
+        num_splits=num_splits,
+        return_lse=return_lse,
+    )
+
+
+def _attend_paged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    seqused_k: Tensor,
+    page_table: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    learnable_sink: Tensor | None = None,
+    softcap: float,
+    num_splits: int = 1,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Heads of any width, as both libraries check and run them."""
     _require_matching(q, k, v)
     _require_lists(q, cu_seqlens_q, seqused_k, page_table)
     _require(num_splits == 1, "num_splits", "1 on CUDA arch 9", num_splits)
@@ -76,6 +113,7 @@ def flash_attn_with_kvcache(
     k_cache: Tensor,  # [num_pages, page_size, kv_heads, head_dim]
     v_cache: Tensor,  # [num_pages, page_size, kv_heads, v_head_dim]
     *,
+    qv: Tensor | None = None,  # [tokens, heads, v_head_dim]
     cache_seqlens: Tensor,  # [reqs]  int32
     page_table: Tensor,  # [reqs, max_pages]  int32
     cu_seqlens_q: Tensor,  # [reqs + 1]  int32
@@ -89,13 +127,19 @@ def flash_attn_with_kvcache(
 ) -> Tensor | tuple[Tensor, ...]:
     """FlashAttention 3: out, or (out, lse [heads, tokens]).  A window of −1 is open.
 
-    num_splits changes the order of sums alone: nothing to emulate.
+    qv: adds qv.v to each score.  num_splits changes the order of sums alone: nothing to emulate.
     """
     _require(num_splits >= 0, "num_splits", "at least 0", num_splits)
     for side in window_size:
         _require(side >= -1, "window_size", "-1 or at least 0", window_size)
     left, right = (None if side == -1 else side for side in window_size)
-    out, lse = flash_attn_varlen_func(
+    if qv is None:
+        _require_head_dims(q, v_cache)
+    else:
+        _require_latents(q, qv, k_cache, v_cache)
+        softmax_scale = softmax_scale or (q.shape[-1] + qv.shape[-1]) ** -0.5
+        q, k_cache = torch.cat((qv, q), -1), torch.cat((v_cache, k_cache), -1)
+    out, lse = _attend_paged(
         q,
         k_cache,
         v_cache,
@@ -132,11 +176,24 @@ def _require_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
         k.shape[:3] == v.shape[:3], "pages, page size and heads of v", k.shape[:3], v.shape[:3]
     )
     _require(q.shape[2] == k.shape[3], "head dim of k", q.shape[2], k.shape[3])
-    for name, dim in (("head dim", q.shape[2]), ("V head dim", v.shape[3])):
-        _require(8 <= dim <= 256 and dim % 8 == 0, name, "a multiple of 8 from 8 to 256", dim)
     heads, kv_heads = q.shape[1], k.shape[2]
     _require(heads % kv_heads == 0, "heads", f"a multiple of {kv_heads} KV heads", heads)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _require(tensor.stride(-1) == 1, f"last stride of {name}", 1, tensor.stride(-1))
+
+
+def _require_head_dims(q: Tensor, v: Tensor) -> None:
+    for name, dim in (("head dim", q.shape[-1]), ("V head dim", v.shape[-1])):
+        _require(8 <= dim <= 256 and dim % 8 == 0, name, "a multiple of 8 from 8 to 256", dim)
+
+
+def _require_latents(q: Tensor, qv: Tensor, k: Tensor, v: Tensor) -> None:
+    """The shapes there are kernels with qv for: 64 columns of Q and K, 512 of qv and V."""
+    dims, wanted = (q.shape[-1], k.shape[-1], qv.shape[-1], v.shape[-1]), (64, 64, 512, 512)
+    _require(dims == wanted, "last dims of q, k, qv and v", wanted, dims)
+    _require(qv.shape[:2] == q.shape[:2], "rows and heads of qv", q.shape[:2], qv.shape[:2])
+    _require(qv.dtype == q.dtype, "qv dtype", q.dtype, qv.dtype)
+    for name, tensor in (("qv", qv), ("k", k), ("v", v)):
         _require(tensor.stride(-1) == 1, f"last stride of {name}", 1, tensor.stride(-1))
 
 
