@@ -56,6 +56,7 @@ LEAST = {"actions": 25_000, "evictions": 500, "preemptions": 200, "aborts while 
 LEAST |= {"scored prompts": 500, "siblings": 500, "states kept": 500, "states found": 200}
 LEAST |= {"media": 500, "overlay steps": 500, "without rows": 2_500}
 LEAST |= {"encoders": 500, "encoder waits": 50, "steps that see ahead": 300}
+ENCODERS = [(), (5,), (), (7, 7), (1,)]  # rows at most, of each group
 SHARES = [0.25, pytest.param(1.0, marks=pytest.mark.slow)]  # of all examples
 
 WORLD = {
@@ -77,7 +78,6 @@ WORLD = {
     ),  # apart; of each group
     "spare_slots": st.integers(0, 6),
     "overlay": st.sampled_from([40, 24, 17]),
-    "encoders": st.sampled_from([(), (), (), (5,), (1,), (7, 7)]),  # rows at most, of each group
 }
 
 
@@ -106,9 +106,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         pages_of_states,
         spare_slots,
         overlay,
-        encoders,
     ):
         pages_of_states = pages_of_states if windows else pages_of_states or (1,)
+        encoders = ENCODERS[(spare_slots + 2 * pages) % len(ENCODERS)]
         self.encoder_len = max(encoders, default=0)
         states = [state_spec(page_size, pages * page_size) for pages in pages_of_states]
         encoded = [encoder_spec(page_size, most) for most in encoders]
@@ -178,7 +178,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         adapter=st.sampled_from([None, None, None, "lora"]),
         media=st.sampled_from([(), (), (2, 9), (0, 3, 6, 20)]),
         turns=st.sampled_from([2, 1, 0]),
-        encoder=st.sampled_from([None, 0, 1, 4, 7]),
         siblings=st.sampled_from([0, 0, 0, 1, 3]),
         scores=st.sampled_from([None, None, 0]),
     )
@@ -195,7 +194,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         adapter,
         media,
         turns,
-        encoder,
         siblings,
         scores,
     ):
@@ -215,7 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             rows = self.rows_of(prompt, media)
             blocks = self.blocks_of(prompt)
             keys = PageKeys(salt, adapter, media_of(rows, blocks, prompt), blocks)
-            given = self.encoder_of(encoder)
+            given = self.encoder_of()
             first = Request.make(
                 name,
                 prompt,
@@ -234,11 +232,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.turn()
         self.after("add")
 
-    def encoder_of(self, num_rows):
-        """Of two tunes and of any length that the world's encoder has."""
-        if num_rows is None or not self.encoder_len:
+    def encoder_of(self):
+        """Of two tunes and of any length that the world's encoder has; of each fifth none."""
+        number = len(self.requests) % 5
+        if not number or not self.encoder_len:
             return None
-        num_rows = min(num_rows, self.encoder_len)
+        num_rows = min((0, 1, 4, 7)[number - 1], self.encoder_len)
         name = f"{'t' if len(self.requests) % 3 else 'u'}{num_rows}"
         self.tally["encoders"] += 1
         rows = [(name, place) for place in range(num_rows)]
@@ -303,7 +302,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 1000))
     def abort_while_sharing(self, pick):
         """The same as `abort`, but not before pages are shared, where that comes soon."""
-        for _ in range(10):
+        for _ in range(6):
             if self.sharing() or not self.live():
                 break
             self.turn()

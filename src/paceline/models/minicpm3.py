@@ -13,7 +13,8 @@ def _read(fields: Fields) -> dict[str, Any]:
     hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
     v_dim = hidden // fields.integer("num_attention_heads")
     base = fields.integer("dim_model_base", hidden)
-    return read_latent(fields, v_dim=v_dim) | {
+    halves = fields.behind({"rope_interleave": False})  # its class knows of no other layout
+    return read_latent(halves, v_dim=v_dim) | {
         "multipliers": Multipliers(
             embedding=fields.number("scale_emb", 1.0),
             residual=fields.number("scale_depth", layers**0.5) / layers**0.5,
@@ -32,7 +33,6 @@ ARCHITECTURE = Architecture(
         "q_lora_rank": 768,
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 32,
-        "rope_interleave": False,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-5,
         "scale_emb": 12,

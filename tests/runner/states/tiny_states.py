@@ -116,7 +116,6 @@ class StateEngine:
                 reserve_ahead=0,
                 admission_margin=page_size,
                 draft=draft,
-                has_blocks=has_blocks,
             ),
             self.cache,
         )
