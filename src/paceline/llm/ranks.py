@@ -39,7 +39,6 @@ from paceline.kernels.all_reduce import GONE, Exchange
 from paceline.llm.boot import Knobs, planned_pages
 from paceline.llm.prepare import Prepared
 from paceline.models.locate import ModelSource
-from paceline.models.weight_files import weight_files
 from paceline.plan.assemble import Decided, exchange_capacity
 from paceline.plan.machine import versions
 from paceline.runner.graphs import CapturePolicy
@@ -124,7 +123,7 @@ def started() -> Started:
 
 
 def planned(prepared: Prepared, num_pages: tuple[int, ...]) -> Planned:
-    """Of this process.  Raises WeightsError for a checkpoint that lacks files."""
+    """Of this process."""
     drafter = None if prepared.speculation is None else prepared.speculation.drafter.source
     stored = prepared.options.load_format != "dummy"
     sources = [each for each in (prepared.source, drafter) if each is not None]
@@ -142,10 +141,10 @@ def unusual(options: EngineOptions) -> dict[str, Any]:
 
 
 def _fingerprint(sources: Sequence[ModelSource], *, stored: bool) -> str:
-    """Of configurations, and of the names, sizes and times of the files of weights."""
+    """Of configurations, and of the names, sizes and times of the files beside weights."""
     seen: list[Any] = [source.config for source in sources]
     folders = [source.folder for source in sources if source.folder is not None and stored]
-    for path in [path for folder in folders for path in weight_files(folder)]:
+    for path in [path for folder in folders for path in sorted(folder.iterdir())]:
         facts = path.stat()
         seen.append((path.name, facts.st_size, facts.st_mtime_ns))
     return hashlib.sha256(msgspec.json.encode(seen, order="sorted")).hexdigest()
@@ -242,6 +241,9 @@ class Ranks:
         self._kill()
         for thread in self._threads:
             thread.join()
+        for process in self._processes:
+            assert process.stdin is not None, "a pipe"
+            process.stdin.close()
 
     def _write(self, frame: bytes) -> None:
         self.require_running()
@@ -351,6 +353,7 @@ def _start(setup: Setup) -> "subprocess.Popen[bytes]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=(setup.memory,),
+        bufsize=0,  # a bell has nothing to flush
         start_new_session=True,
     )
     assert process.stdin is not None, "a pipe"
