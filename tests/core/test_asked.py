@@ -15,7 +15,7 @@ def test_every_flag_is_a_name_in_python_too():
     for option in fields(EngineOptions):
         spec = spec_of(option)
         for flag in spec.flags:
-            assert named({flag[2:].replace("-", "_"): None}) == {option.name: None}
+            assert named({flag.lstrip("-").replace("-", "_"): None}) == {option.name: None}
         for flag in spec.off_flags:
             assert named({flag[2:].replace("-", "_"): True}) == {option.name: False}
 

@@ -13,6 +13,7 @@ from typing import IO
 
 import msgspec
 
+from paceline.core.errors import PacelineError
 from paceline.llm.boot import Knobs, decide_parts, load_runner, planned_pages
 from paceline.llm.prepare import prepare
 from paceline.llm.ranks import Agreed, Failed, Ready, Setup, planned, started, tell
@@ -52,7 +53,8 @@ def _end_with_leader() -> None:
 
 
 def main() -> None:
-    """Exit code 1 for an error, which the leader is told."""
+    """Exit code 1 for an error, which the leader is told; one that nobody raised on purpose goes to
+    stderr with where it happened."""
     Thread(target=_end_with_leader, daemon=True).start()
     file = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -60,8 +62,11 @@ def main() -> None:
     try:
         with suppress(EOFError):
             run(setup, file)
+    except PacelineError as error:
+        tell(file, Failed(text=str(error)))
+        sys.exit(1)
     except Exception as error:
-        tell(file, Failed(text=str(error) or repr(error)))
+        tell(file, Failed(text=repr(error)))
         raise
 
 

@@ -112,7 +112,10 @@ def tell(file: IO[bytes], told: Told) -> None:
 def hear(file: IO[bytes]) -> Iterator[Told]:
     """What a rank tells, to its end."""
     while len(head := file.read(_HEAD_BYTES)) == _HEAD_BYTES:
-        frame = file.read(int.from_bytes(head, "little"))
+        length = int.from_bytes(head, "little")
+        frame = file.read(length)
+        if len(frame) < length:  # it ended there
+            return
         told: Told = msgspec.msgpack.decode(frame, type=Told)
         yield told
 
@@ -353,7 +356,6 @@ def _start(setup: Setup) -> "subprocess.Popen[bytes]":
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         pass_fds=(setup.memory,),
-        bufsize=0,  # a bell has nothing to flush
         start_new_session=True,
     )
     assert process.stdin is not None, "a pipe"

@@ -1,6 +1,7 @@
 """Several processes of one model answer as one does: every kind of request in a busy hour, drafted
 or not, a model with experts, one of latents."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from llm_cases import (
     make_llm,
     random_prompts,
     shared_prompts,
+    text_of,
     tokens_of,
 )
 from speculative_cases import (
@@ -28,6 +30,7 @@ from speculative_cases import (
     truth_of,
 )
 
+from children import PACELINE
 from covers import Cell, cell_name
 from paceline.core.errors import ConfigError
 from paceline.llm.boot import Knobs
@@ -70,7 +73,14 @@ def test_a_busy_hour_without_drafts(case: str, size: int, tmp_path: Path) -> Non
     with make_llm(checkpoint, **options) as llm:
         served = serve(llm, truth.jobs["greedy"])
         check_served(truth, "greedy", served)
-        assert served["shared-prefix"].metrics.cached_tokens >= 32
+        job = truth.jobs["greedy"]["shared-prefix"]
+        [again] = llm.generate([job.prompt], job.params)
+        assert again.metrics.cached_tokens == 64  # whole pages
+        assert_same_or_tie(
+            again.outputs[0].token_ids,
+            truth.answers["greedy"]["shared-prefix"].outputs[0].token_ids,
+            checkpoint.gap(job.prompt),
+        )
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +126,15 @@ def test_requests_that_leave_and_come_again(checkpoint: Checkpoint, overlap: boo
         found = tokens_of(llm.generate(prompts, GREEDY))
         for prompt, one, other in zip(prompts, answers, found, strict=True):
             assert_same_or_tie(one, other, checkpoint.gap(prompt))
+
+
+def test_the_command_line_gives_the_text_of_one_process(checkpoint: Checkpoint) -> None:
+    [prompt] = random_prompts((30,), seed=5)
+    with make_llm(checkpoint) as llm:
+        [expected] = llm.generate([prompt], GREEDY)
+    command = [*PACELINE, "generate", str(checkpoint.folder), "--tp", "2", "--device", "cpu"]
+    command += ["--prompt", text_of(prompt), "--max-tokens", "46", "--ignore-eos"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected.outputs[0].text + "\n"
+    assert "Traceback" not in done.stderr

@@ -1,5 +1,5 @@
-"""What several processes cannot serve is refused with what they can, before a weight is read; so are
-processes that are not alike."""
+"""What several processes cannot serve is refused with what they can, before a weight is read; so
+are processes that are not alike."""
 
 from pathlib import Path
 from typing import Any

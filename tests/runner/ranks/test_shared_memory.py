@@ -25,12 +25,12 @@ LENGTHS = (0, 1, 7, RING_BYTES - 8, 5, RING_BYTES, 3 * RING_BYTES + 13, 2)
 
 
 @pytest.fixture
-def maps() -> Iterator[list[SharedMemory]]:
+def maps() -> list[SharedMemory]:
     """[ranks] of one memory."""
     fd = SharedMemory.create(SHAPE)
     found = [SharedMemory(fd, SHAPE) for _ in range(SHAPE.ranks)]
     os.close(fd)
-    yield found
+    return found
 
 
 class Bells:
