@@ -125,10 +125,10 @@ ALIASES = [
     ("--speculative-ngram-max 9", {"speculative_ngram_max": 9}),
     ("--force-accept-len 2.5", {"force_accept_len": 2.5}),
     ("x", {"model": "x"}),
-    ("-tp 1", {}),
-    ("--tp 1", {}),
-    ("--tp-size 1", {}),
-    ("--tensor-parallel-size 1", {}),
+    ("-tp 2", {"tensor_parallel_size": 2}),
+    ("--tp 2", {"tensor_parallel_size": 2}),
+    ("--tp-size 2", {"tensor_parallel_size": 2}),
+    ("--tensor-parallel-size 2", {"tensor_parallel_size": 2}),
     ("", {}),
 ]
 
@@ -151,8 +151,8 @@ def test_max_tokens_has_its_aliases(flag):
 @pytest.mark.parametrize(
     ("typed", "text"),
     [
-        ("--tp 2", "ConfigError: parallel must be rank 0 of size 1"),
-        ("-tp 2", "ConfigError: parallel must be rank 0 of size 1"),
+        ("--tp 0", "ConfigError: tensor_parallel_size must be from 1 to 64 processes, got 0"),
+        ("-tp two", "'two' is not a valid integer"),
         ("a --model b", "ConfigError: model must be given once, got 'a' by position and 'b' by"),
         ("--dtype int4", "ConfigError: dtype must be one of bfloat16, float16, float32, got"),
         ("--page-size many", "page_size must be a number of tokens such as 4096 or 32k, got"),

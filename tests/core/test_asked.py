@@ -15,7 +15,7 @@ def test_every_flag_is_a_name_in_python_too():
     for option in fields(EngineOptions):
         spec = spec_of(option)
         for flag in spec.flags:
-            assert named({flag[2:].replace("-", "_"): None}) == {option.name: None}
+            assert named({flag.lstrip("-").replace("-", "_"): None}) == {option.name: None}
         for flag in spec.off_flags:
             assert named({flag[2:].replace("-", "_"): True}) == {option.name: False}
 
@@ -32,7 +32,9 @@ def test_every_flag_is_a_name_in_python_too():
         ({"disable_cuda_graph": True}, {"enforce_eager": True}),
         ({"disable_overlap_schedule": True}, {"overlap": False}),
         ({"model_path": "x"}, {"model": "x"}),
-        ({"tensor_parallel_size": 1, "tp": 1, "tp_size": 1}, {}),
+        ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 2}),
+        ({"tp": 2}, {"tensor_parallel_size": 2}),
+        ({"tp_size": 2}, {"tensor_parallel_size": 2}),
         ({"model": Path("a/b")}, {"model": "a/b"}),
         ({"device": "gpu"}, {"device": "cuda"}),
         ({"dtype": "half"}, {"dtype": "float16"}),
@@ -75,8 +77,10 @@ def test_other_names_and_words_mean_the_engines_own(asked, meant):
             {"context_length": 2, "max_model_len": 1},
             "max_model_len must be given once, got also as context_length; keep one of the two",
         ),
-        ({"tensor_parallel_size": 2}, "several GPUs for one model: not yet; run one process"),
-        ({"tp": "1"}, "tp must be 1, got '1'; leave it out"),
+        (
+            {"tensor_parallel_size": 1, "tp": 1},
+            "tensor_parallel_size must be given once, got also as tp; keep one of the two",
+        ),
         ({"max_model_len": "4GiB"}, "max_model_len must be a number of tokens such as 4096 or 32k"),
         ({"max_model_len": "1.0001k"}, "must be a whole number of tokens, got '1.0001k'; round it"),
         ({"max_model_len": "-1"}, "must be a number of tokens such as 4096 or 32k, got '-1'"),

@@ -18,7 +18,8 @@ def test_every_field_is_an_option_with_help_and_unique_flags():
         assert spec.help.endswith(".")
         flags += [*spec.flags, *spec.off_flags]
     assert len(flags) == len(set(flags))
-    assert all(flag.startswith("--") and "_" not in flag for flag in flags)
+    words = [flag for flag in flags if flag != "-tp"]  # as other engines spell it
+    assert all(flag.startswith("--") and "_" not in flag for flag in words)
 
 
 @pytest.mark.parametrize(

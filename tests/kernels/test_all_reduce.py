@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from children import child
-from paceline.core.errors import KernelArgumentError
+from paceline.core.errors import KernelArgumentError, PacelineError
 from paceline.kernels import all_reduce as exchanges
 from paceline.kernels.all_reduce import (
+    GONE,
     Exchange,
     all_gather,
     all_reduce,
@@ -151,6 +152,14 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_stated(
         "messages of each rank after 0.05 s must be 1, got [1, 0]; the rank with the fewest hangs "
         "or has ended: look at its log"
     )
+
+
+@pytest.mark.parametrize("op", [all_reduce, lambda x, way: all_gather(x, 8, way)])
+def test_a_rank_that_has_ended_is_not_waited_for(op: Callable[[Tensor, Exchange], Tensor]) -> None:
+    ways = open_exchange(3, 8, dtype=torch.float32, device=CPU)
+    ways[0].sent[2] = GONE
+    with pytest.raises(PacelineError, match=r"ranks of the model must be running, got \[2\] ended"):
+        op(torch.ones(1, 4), ways[0])
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,8 @@ from paceline.core.asked import SIZES
 from paceline.core.errors import ConfigError
 from paceline.core.option_spec import Flag, OptionSpec, spec_of
 from paceline.core.options import EngineOptions, engine_options, named
-from paceline.core.parallel import PARALLEL_FLAGS, require_one_process
 
 Command = TypeVar("Command", bound=Callable[..., object])
-PARALLEL_HELP = "GPUs that share one model; only 1 is served."
 
 
 def engine_flags(command: Command) -> Command:
@@ -24,14 +22,7 @@ def engine_flags(command: Command) -> Command:
     """
     for option in reversed(fields(EngineOptions)):
         command = _flag(option)(command)
-    command = click.argument("model_argument", metavar="[MODEL]", required=False)(command)
-    return click.option(
-        *PARALLEL_FLAGS,
-        type=int,
-        expose_value=False,
-        callback=_refuse_parallel,
-        help=PARALLEL_HELP,
-    )(command)
+    return click.argument("model_argument", metavar="[MODEL]", required=False)(command)
 
 
 def asked_arguments(values: Mapping[str, Any]) -> dict[str, object]:
@@ -140,14 +131,6 @@ def _switches(spec: OptionSpec) -> list[str]:
         return list(spec.flags)
     on, off = " / ".join([spec.flags[0], spec.off_flags[0]]), spec.off_flags[1:]
     return [on, *(f" /{flag}" for flag in off)]
-
-
-def _refuse_parallel(
-    ctx: click.Context, parameter: click.Parameter, value: int | None
-) -> int | None:
-    if value is not None:
-        require_one_process(value)
-    return value
 
 
 def _help_of(spec: OptionSpec, default: object) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 from paceline.core.errors import ConfigError
 from paceline.core.near import did_you_mean
 from paceline.core.option_spec import OptionSpec, spec_of
-from paceline.core.parallel import PARALLEL_FLAGS, require_one_process
 
 SIZES = ("tokens", "bytes")  # units of numbers that may be written as 32k or 4GiB
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([kmgt]?)(i?b)?")
@@ -27,9 +26,6 @@ def by_field(options: Sequence[Field[Any]], asked: Mapping[str, object]) -> dict
     found: dict[str, object] = {}
     said: dict[str, str] = {}  # field -> the name that was used
     for name, value in asked.items():
-        if name in _PARALLEL_NAMES:
-            _require_alone(name, value)
-            continue
         if name not in places:
             names = sorted(option.name for option in options)
             remedy = did_you_mean(name, places, otherwise="see paceline generate --help")
@@ -80,9 +76,6 @@ def read_size(name: str, unit: str, text: str) -> int:
     return int(size)
 
 
-_PARALLEL_NAMES = {flag.lstrip("-").replace("-", "_") for flag in PARALLEL_FLAGS}
-
-
 def _places(options: Sequence[Field[Any]]) -> dict[str, tuple[Field[Any], bool]]:
     """{name: (field, whether the name means its opposite)}."""
     places = {option.name: (option, False) for option in options}
@@ -90,15 +83,9 @@ def _places(options: Sequence[Field[Any]]) -> dict[str, tuple[Field[Any], bool]]
         spec = spec_of(option)
         for flags, is_opposite in ((spec.flags, False), (spec.off_flags, True)):
             for flag in flags:
-                name = flag.removeprefix("--").replace("-", "_")
+                name = flag.lstrip("-").replace("-", "_")
                 places.setdefault(name, (option, is_opposite))
     return places
-
-
-def _require_alone(name: str, value: object) -> None:
-    if type(value) is not int:
-        raise _error(name, "1", repr(value), "leave it out")
-    require_one_process(value)
 
 
 def _error(name: str, expected: str, got: str, remedy: str) -> ConfigError:

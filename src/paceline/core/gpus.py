@@ -4,7 +4,7 @@ The table holds published board data, so that a model can be planned for a GPU t
 Memory is a little below the marketed size, as drivers report it; a live device replaces it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigError
 from paceline.core.near import did_you_mean, plain
@@ -30,6 +30,17 @@ class DeviceFacts:
     cpus: int | None  # logical ones it may use; None for a device known by name
     native_bf16: bool  # has bfloat16 multiply instructions
     source: str  # where the facts come from
+
+    def of_each(self, processes: int) -> "DeviceFacts":
+        """What each of so many processes on it may take; all of it where there is one."""
+        if processes == 1:
+            return self
+        return replace(
+            self,
+            total_bytes=self.total_bytes // processes,
+            free_bytes=self.free_bytes // processes,
+            cores=None if self.cores is None else max(1, self.cores // processes),
+        )
 
 
 # Words by which drivers name forms of one board that have its bandwidth and its clocks.

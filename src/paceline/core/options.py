@@ -13,6 +13,7 @@ from paceline.core.asked import by_field
 from paceline.core.draft_shape import MOST_BRANCHES, MOST_DRAFT_TOKENS, MOST_STEPS
 from paceline.core.errors import RequestError
 from paceline.core.option_spec import check, option
+from paceline.core.parallel import MOST_RANKS
 from paceline.core.sampling_params import SEED_LIMIT
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -319,7 +320,24 @@ class EngineOptions:
         off_flags=("--no-overlap", "--disable-overlap-schedule"),
     )
     threads: int | None = _of_model(
-        None, int, "CPU threads of tensor operations.", "--threads", unit="threads", low=1
+        None,
+        int,
+        "CPU threads of tensor operations, in each process of the model.",
+        "--threads",
+        unit="threads",
+        low=1,
+    )
+    tensor_parallel_size: int = _of_model(
+        1,
+        int,
+        "Processes that share one model, each with a part of every layer; on a CPU alone.",
+        "--tensor-parallel-size",
+        "--tp-size",
+        "--tp",
+        "-tp",
+        unit="processes",
+        low=1,
+        high=MOST_RANKS,
     )
 
     def __post_init__(self) -> None:

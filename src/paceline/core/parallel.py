@@ -6,7 +6,7 @@ from typing import NamedTuple
 from paceline.core.errors import ConfigError
 from paceline.core.model_config import SOFTMAX, LayerSpec, ModelConfig, QKNorm, RowPart
 
-PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
+MOST_RANKS = 64
 
 
 class Span(NamedTuple):
@@ -73,15 +73,20 @@ class Parallel:
         return Span(first, min(most, total - first), total)
 
 
+ALONE = Parallel()
+
+
 def of_rank(config: ModelConfig, parallel: Parallel) -> ModelConfig:
     """The model as one rank's cache and kernels see it: its heads, and its part of every state.
 
     Raises ConfigError with every reason why as many ranks cannot share the model.
     """
+    if parallel.size == 1:
+        return config
     reasons = rank_reasons(config, parallel.size)
     if reasons:
         raise ConfigError.about(
-            "parallel size",
+            "tensor_parallel_size",
             expected=f"one of {', '.join(map(str, rank_sizes(config, parallel.size)))}",
             got=f"{parallel.size}: {'; '.join(reasons)}",
             remedy="choose one of these",
@@ -130,14 +135,3 @@ def _part(part: RowPart, parallel: Parallel) -> RowPart:
         return part
     first = parallel.share(part.shape[0], f"the first dimension of '{part.name}'").size
     return replace(part, shape=(first, *part.shape[1:]))
-
-
-def require_one_process(size: int) -> None:
-    """Raise ConfigError for a size that is not served yet."""
-    if size != 1:
-        raise ConfigError.about(
-            "parallel",
-            expected="rank 0 of size 1",
-            got=f"rank 0 of size {size}",
-            remedy="several GPUs for one model: not yet; run one process per model and GPU",
-        )

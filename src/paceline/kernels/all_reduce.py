@@ -17,11 +17,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from paceline.core.errors import message
+from paceline.core.errors import PacelineError, message
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
 
 WAIT_S = 60.0  # for ranks that have not sent theirs, before a step fails
+GONE = -1  # in place of a rank's number of messages: it has ended, and nobody waits for it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +31,7 @@ class Exchange:
 
     rank: int
     box: Tensor  # [2, ranks, capacity]  the activations' dtype; memory that all ranks see
-    sent: Tensor  # [ranks]  int64  messages that each rank has sent; likewise
+    sent: Tensor  # [ranks]  int64  messages that each rank has sent, or GONE; likewise
 
     @property
     def ranks(self) -> int:
@@ -74,11 +75,20 @@ def _exchanged(x: Tensor, rank: int, box: Tensor, sent: Tensor) -> Tensor:
     side[rank, : x.numel()].copy_(x.reshape(-1))
     sent[rank] = turn + 1
     deadline = time.monotonic() + WAIT_S
-    while int(sent.min()) <= turn:
+    while (least := int(sent.min())) <= turn:
+        if least == GONE:
+            _lack(sent)
         if time.monotonic() > deadline:
             _miss(sent, turn + 1)
         time.sleep(0)
     return side
+
+
+def _lack(sent: Tensor) -> NoReturn:
+    ended = [rank for rank, count in enumerate(sent.tolist()) if count == GONE]
+    raise PacelineError.about(
+        "ranks of the model", expected="running", got=f"{ended} ended", remedy="load it again"
+    )
 
 
 def _miss(sent: Tensor, wanted: int) -> NoReturn:
@@ -106,7 +116,8 @@ def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
     """The sum of every rank's x, in a new tensor of its shape and dtype.
 
     x: [tokens, hidden], the box's dtype.  Mutates the exchange.  Recordable: each run sends anew.
-    Raises KernelArgumentError, and TimeoutError where a rank sends nothing.
+    Raises KernelArgumentError, TimeoutError where a rank sends nothing, PacelineError where one has
+    ended.
     """
     _check(x, exchange)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

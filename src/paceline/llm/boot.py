@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,22 +16,22 @@ from paceline.cache.overlay_slots import OverlaySlots
 from paceline.core.events import Event, Notify
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import known
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import ALONE, Parallel
 from paceline.engine.acceptance import read_band
 from paceline.engine.engine import Engine
 from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
 from paceline.engine.request import HostNeed
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
+from paceline.kernels.all_reduce import Exchange
 from paceline.llm.draft_self_test import check_drafter
 from paceline.llm.prepare import Prepared
 from paceline.models.causal_lm import CausalLM
 from paceline.models.kv_scales import kv_format
 from paceline.models.loader import load_model
 from paceline.models.size import weight_bytes
-from paceline.plan.assemble import assemble, decide, join_tokens
+from paceline.plan.assemble import Decided, assemble, decide, join_tokens
 from paceline.plan.budget_table import compare
-from paceline.plan.fit import Fit
 from paceline.plan.speculation import shape_of
 from paceline.runner.build import RunnerConfig, wire_runner
 from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
@@ -39,6 +40,9 @@ from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import Stream, make_stream
 from paceline.speculate.drafter import Drafter, Loading
 from paceline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from paceline.llm.ranks import Ranks
 
 _LOG = logging.getLogger("paceline")
 _USUAL_CAPTURE = {"cpu": ONCE_IT_PAYS, "cuda": AHEAD}
@@ -52,11 +56,18 @@ class Booted:
     engine: Engine
     runner: ModelRunner
     boot_s: float
+    ranks: "Ranks | None"  # the other processes of the model; None: this is all
 
     @property
     def measured(self) -> Mapping[str, int]:
         """Bytes held now, by the names of budget_table.budget_lines."""
         return measured_bytes(self.runner)
+
+    def close(self) -> None:
+        """Run what is in flight to its end, without what would follow; end other processes."""
+        self.engine.drain()
+        if self.ranks is not None:
+            self.ranks.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,20 +92,28 @@ class StoredWeights:
     """
 
     prepared: Prepared
+    exchange: Exchange | None
 
     def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
+        """The rank's part."""
+        parallel = self.prepared.parallel
         return load_model(
-            self.prepared.source, config, max_positions=max_positions, **self._loading
+            self.prepared.source,
+            config,
+            max_positions=max_positions,
+            exchange=self.exchange,
+            progress=None if parallel.rank == 0 else False,
+            **self._loading(parallel),
         )
 
     def draft(self, drafter: Drafter, target: CausalLM, limits: RunnerConfig) -> nn.Module | None:
-        return drafter.load(target, limits, self._loading)
+        """All of it on every rank: its steps are small, and wait for nobody."""
+        return drafter.load(target, limits, self._loading(ALONE))
 
-    @property
-    def _loading(self) -> Loading:
+    def _loading(self, parallel: Parallel) -> Loading:
         prepared = self.prepared
         return Loading(
-            parallel=Parallel(),
+            parallel=parallel,
             device=prepared.torch_device,
             dtype=prepared.dtype,
             load_format=prepared.options.load_format,
@@ -106,27 +125,48 @@ def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:
     """Load, allocate, capture.  Raises ConfigError, ModelError."""
     began = time.perf_counter()
     knobs = knobs or Knobs()
+    decided = decide_parts(prepared, knobs)
+    if prepared.parallel.size == 1:
+        return _boot(prepared, decided, knobs, None, began=began)
+    from paceline.llm.ranks import start_ranks  # brings msgspec, which one process does without
+
+    ranks, num_pages = start_ranks(prepared, decided, knobs)
+    try:
+        return _boot(
+            prepared,
+            decided.with_pages(num_pages),
+            replace(knobs, num_pages=num_pages),
+            ranks,
+            began=began,
+        )
+    except BaseException as error:
+        ranks.end(error)
+        raise
+
+
+def _boot(
+    prepared: Prepared, decided: Decided, knobs: Knobs, ranks: "Ranks | None", *, began: float
+) -> Booted:
     options, notify = prepared.options, prepared.events
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    runner = _build(prepared, knobs, notify)
-    runner.boot()
+    runner = load_runner(prepared, decided, knobs, None if ranks is None else ranks.exchange)
     _LOG.debug("memory, planned and measured\n%s", compare(prepared.fit, measured_bytes(runner)))
     tokenizer = prepared.admission.tokenizer
     turn: TurnFunction = overlapped_turn if options.overlap else twin_turn
     engine = Engine(
         _scheduler(prepared, knobs, notify, padded_tokens=runner.padded_tokens),
-        runner,
+        runner if ranks is None else ranks.leading(runner),
         tokenizer,
         turn=turn if knobs.around_turn is None else knobs.around_turn(turn),
         context_len=known(options.max_model_len),
         sanitize=options.sanitize,
         rope_axes=prepared.config.rope_axes,
     )
+    if ranks is not None:
+        ranks.wait_until_ready()
     _test_drafter(engine, tokenizer, prepared, notify)
     boot_s = prepared.prepare_s + time.perf_counter() - began
     _LOG.info("%s; ready in %.1f s", prepared.resolution.line(), boot_s)
-    return Booted(prepared=prepared, engine=engine, runner=runner, boot_s=boot_s)
+    return Booted(prepared=prepared, engine=engine, runner=runner, boot_s=boot_s, ranks=ranks)
 
 
 def _test_drafter(
@@ -152,14 +192,15 @@ def _test_drafter(
         )
 
 
-def _build(prepared: Prepared, knobs: Knobs, notify: Notify) -> ModelRunner:
-    options, source, device = prepared.options, prepared.source, prepared.torch_device
+def decide_parts(prepared: Prepared, knobs: Knobs) -> Decided:
+    """What will be loaded and allocated.  Raises ModelError for scales that cannot be read."""
+    options, source, notify = prepared.options, prepared.source, prepared.events
     _note_context(prepared.config, known(options.max_model_len), notify)
     decided = decide(
         prepared.config,
         options,
         prepared.speculation,
-        num_pages=_num_pages(prepared.fit, knobs),
+        num_pages=planned_pages(prepared, knobs),
         kv=kv_format(
             known(options.kv_cache_dtype),
             source.folder if options.load_format != "dummy" else None,
@@ -167,20 +208,36 @@ def _build(prepared: Prepared, knobs: Knobs, notify: Notify) -> ModelRunner:
             notify=notify,
         ),
         processors=prepared.admission.processors,
+        parallel=prepared.parallel,
     )
+    # What one rank records all must, or their exchanges part: where a graph is too large for one of
+    # them, it would stop in the middle.
+    is_alone = prepared.parallel.size == 1
     limits = replace(
         decided.limits,
         capture_policy=knobs.capture or _USUAL_CAPTURE[prepared.device.device_type],
-        recorded_bytes=prepared.fit.graphs_bytes,
+        recorded_bytes=prepared.fit.graphs_bytes if is_alone else None,
         poison_graphs=knobs.poison_graphs,
         staging_depth=knobs.staging_depth,
     )
+    return replace(decided, limits=limits)
+
+
+def load_runner(
+    prepared: Prepared, decided: Decided, knobs: Knobs, exchange: Exchange | None
+) -> ModelRunner:
+    """Load, allocate, capture.  exchange: with the other ranks.  Raises ConfigError, ModelError."""
+    device, notify, threads = prepared.torch_device, prepared.events, prepared.options.threads
+    if threads is not None:
+        torch.set_num_threads(threads)
     if prepared.speculation is not None and prepared.speculation.caution is not None:
         notify(prepared.speculation.caution)
     backend = load_backend(prepared.attention.name)
-    parts = assemble(decided, StoredWeights(prepared), backend, device)
+    parts = assemble(decided, StoredWeights(prepared, exchange), backend, device)
     stream = knobs.stream or make_stream(device)
-    return wire_runner(parts, limits, stream=stream, device=device, notify=notify)
+    runner = wire_runner(parts, decided.limits, stream=stream, device=device, notify=notify)
+    runner.boot()
+    return runner
 
 
 def _note_context(config: ModelConfig, context_len: int, notify: Notify) -> None:
@@ -201,7 +258,7 @@ def _scheduler(
     plans_on_host = load_backend(prepared.attention.name).capabilities.host_plan
     cache = CacheManager(
         prepared.groups,
-        _num_pages(prepared.fit, knobs),
+        planned_pages(prepared, knobs),
         max_extend_len=max(known(options.chunked_prefill_size), draft.reach),
         enable_prefix_cache=options.enable_prefix_cache,
     )
@@ -225,9 +282,9 @@ def _scheduler(
     return Scheduler(limits, cache, OverlaySlots(slots) if slots else None)
 
 
-def _num_pages(fit: Fit, knobs: Knobs) -> tuple[int, ...]:
+def planned_pages(prepared: Prepared, knobs: Knobs) -> tuple[int, ...]:
     """[num_groups] pages of each pool; what is allocated and what is handed out must agree."""
-    return knobs.num_pages or tuple(group.num_pages for group in fit.groups)
+    return knobs.num_pages or tuple(group.num_pages for group in prepared.fit.groups)
 
 
 def measured_bytes(runner: ModelRunner) -> dict[str, int]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from paceline.core.errors import PacelineError, RequestError
+from paceline.core.errors import ConfigError, PacelineError, RequestError
 from paceline.core.options import known
 from paceline.core.progress import Progress
 from paceline.core.sampling_params import SamplingParams
@@ -250,8 +250,16 @@ class LLM:
         return self._live.engine
 
     def teacher(self) -> Teacher:
-        """The target alone, for tools that compare engines.  Raises PacelineError when busy."""
+        """The target alone, for tools that compare engines.  Raises PacelineError when busy,
+        ConfigError where several processes have the model."""
         booted = self._live
+        if booted.ranks is not None:
+            raise ConfigError.about(
+                "tensor_parallel_size",
+                expected="1 for a teacher, which runs the target alone",
+                got=self.prepared.parallel.size,
+                remedy="leave --tensor-parallel-size out",
+            )
         scheduler = booted.engine.scheduler
         is_busy = scheduler.num_running or scheduler.num_waiting
         while booted.engine.has_work and not is_busy:  # what is in flight has ended already
@@ -269,7 +277,7 @@ class LLM:
     def close(self) -> None:
         """Abort what runs and give the memory back; closing twice is harmless."""
         if self._booted is not None:
-            self._booted.engine.drain()
+            self._booted.close()
             self._booted = None
             release_memory()
 

@@ -12,9 +12,11 @@ from paceline.core.events import EventLog
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.options import EngineOptions, engine_options, known, named
+from paceline.core.parallel import Parallel, of_rank
 from paceline.llm.admission import Admission
 from paceline.models.locate import ModelSource
 from paceline.plan.attention_choice import one_backend, phase_choices
+from paceline.plan.contradictions import refuse_ranks
 from paceline.plan.demand import Demands
 from paceline.plan.explain import nearest_if_short
 from paceline.plan.fit import Fit, require_fit
@@ -42,6 +44,7 @@ class Prepared:
     admission: Admission  # what requests must meet, so that they can be checked now
     events: EventLog
     prepare_s: float
+    parallel: Parallel  # which of the processes of the model this is
 
     @property
     def options(self) -> EngineOptions:
@@ -60,7 +63,7 @@ class Prepared:
     @property
     def groups(self) -> tuple[CacheGroupSpec, ...]:
         """The target's cache groups, and the drafter's behind them."""
-        return all_groups(self.config, self.options, self.speculation)
+        return all_groups(of_rank(self.config, self.parallel), self.options, self.speculation)
 
     def to_json(self) -> dict[str, object]:
         """What documents say of how it computes: "attention" and "speculation"."""
@@ -69,20 +72,24 @@ class Prepared:
         return {"attention": attention, "speculation": speculation}
 
 
-def prepare(asked: Mapping[str, object]) -> Prepared:
+def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
     """Locate, read, decide and plan; no weight is read.  Raises ConfigError, ModelError.
 
-    asked: what the caller set of core.options.EngineOptions, under any name of theirs.
+    asked: what the caller set of core.options.EngineOptions, under any name of theirs.  rank: of
+    the processes of the model, which this is; 0 asks the others in.
     """
     began = time.perf_counter()
     asked = named(asked)
     given = engine_options(asked)
     target = find_target(given, weights=given.load_format != "dummy")
-    config, facts = target.config, target.device
+    config = target.config
+    refuse_ranks(given, config, target.device.device_type)
+    parallel = Parallel(rank, given.tensor_parallel_size)
+    facts = target.device.of_each(parallel.size)
     speculation = plan_speculation(
         given, config, target.source, weights=given.load_format != "dummy"
     )
-    demands = Demands(config, facts, speculation)
+    demands = Demands(config, facts, speculation, parallel)
     resolution, fit = resolve(asked, demands)
     short = nearest_if_short(asked, resolution, fit, demands)
     require_fit(fit, None if short is None else short.advice())
@@ -97,7 +104,8 @@ def prepare(asked: Mapping[str, object]) -> Prepared:
         notify=events,
         tokenizer_fault=missing_tokenizer(target.source.folder),
     )
-    attention = one_backend(phase_choices(config, resolution.options, facts, speculation))
+    phases = phase_choices(demands.rank_config, resolution.options, facts, speculation)
+    attention = one_backend(phases)
     resolution = resolution.choose("attention_backend", attention.name, attention.why)
     _LOG.debug("%s", resolution.table())
     return Prepared(
@@ -111,4 +119,5 @@ def prepare(asked: Mapping[str, object]) -> Prepared:
         admission=admission,
         events=events,
         prepare_s=time.perf_counter() - began,
+        parallel=parallel,
     )

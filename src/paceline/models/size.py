@@ -11,7 +11,8 @@ from torch import nn
 from paceline.core.errors import ModelError
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import ELEMENT_BYTES
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import ALONE, Parallel
+from paceline.kernels.all_reduce import Exchange
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
 from paceline.models.registry import architecture
@@ -19,10 +20,24 @@ from paceline.models.registry import architecture
 META = torch.device("meta")
 
 
-def empty_model(config: ModelConfig, *, dtype: torch.dtype, max_positions: int) -> CausalLM:
-    """The modules of a model on the meta device.  max_positions: rows of its rope tables."""
-    build = architecture(config.model_type).build
-    return build(config, parallel=Parallel(), device=META, dtype=dtype, max_positions=max_positions)
+def empty_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    max_positions: int,
+    parallel: Parallel = ALONE,
+    exchange: Exchange | None = None,
+) -> CausalLM:
+    """The modules of a model, or of a rank's part, on the meta device.  max_positions: rows of its
+    rope tables."""
+    return architecture(config.model_type).build(
+        config,
+        parallel=parallel,
+        device=META,
+        dtype=dtype,
+        max_positions=max_positions,
+        exchange=exchange,
+    )
 
 
 def weight_bytes(module: nn.Module | None) -> int:

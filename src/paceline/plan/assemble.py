@@ -16,6 +16,8 @@ from paceline.attention.mixers import load_mixers
 from paceline.cache.pool import KVFormat
 from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.options import REJECTION, EngineOptions, known
+from paceline.core.parallel import ALONE, Parallel, of_rank
+from paceline.core.sampling_params import PROMPT_BLOCK_ENTRIES
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
 from paceline.plan.speculation import Speculation, shape_of, target_groups
@@ -47,16 +49,28 @@ class Decided:
     limits: RunnerConfig
     draft_pages: tuple[int, ...]  # [num_draft_groups] pages of each pool, the reserved one included
     kv: KVFormat
+    parallel: Parallel = ALONE
+
+    @property
+    def rank_config(self) -> ModelConfig:
+        """Of the target, as this rank's caches and backend see it."""
+        return of_rank(self.config, self.parallel)
 
     @property
     def dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, known(self.options.dtype))
         return dtype
 
+    def with_pages(self, num_pages: tuple[int, ...]) -> "Decided":
+        """The same with other pools.  num_pages: as of `decide`."""
+        num_groups = len(self.limits.num_pages)
+        limits = replace(self.limits, num_pages=num_pages[:num_groups])
+        return replace(self, limits=limits, draft_pages=num_pages[num_groups:])
+
     @property
     def groups(self) -> tuple[CacheGroupSpec, ...]:
         """The target's."""
-        return target_groups(self.config, self.options)
+        return target_groups(self.rank_config, self.options)
 
 
 def decide(
@@ -67,6 +81,7 @@ def decide(
     num_pages: tuple[int, ...],
     kv: KVFormat,
     processors: Sequence[LogitsProcessor] = (),
+    parallel: Parallel = ALONE,
 ) -> Decided:
     """What resolved `options` make of a model and its drafter, with the usual capture policies.
 
@@ -98,7 +113,18 @@ def decide(
         limits=limits,
         draft_pages=num_pages[num_groups:],
         kv=kv,
+        parallel=parallel,
     )
+
+
+def exchange_capacity(decided: Decided) -> int:
+    """Numbers of the largest message of a rank: rows of a step, or its columns of logits."""
+    config, limits, ranks = decided.config, decided.limits, decided.parallel.size
+    draft = limits.draft
+    scored = min(limits.max_tokens, max(1, PROMPT_BLOCK_ENTRIES // config.vocab_size))
+    sampled = limits.padded_reqs * max(draft.num_draft_tokens, draft.reach)
+    columns = -(-config.vocab_size // ranks)
+    return max(limits.max_tokens * config.hidden_size, max(scored, sampled) * columns)
 
 
 def join_tokens(options: EngineOptions) -> int:
@@ -120,7 +146,7 @@ def assemble(
     model = weights.target(config, max_positions=limits.kv_len_bound)
     return build_parts(
         model,
-        decided.config,
+        decided.rank_config,
         decided.groups,
         backend,
         limits,

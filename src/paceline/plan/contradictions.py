@@ -5,6 +5,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import FP8, REJECTION, SAMPLE_AND_MATCH, EngineOptions, known
+from paceline.core.parallel import Parallel, of_rank
 from paceline.speculate.drafter import Algorithm
 from paceline.speculate.registry import ALGORITHMS
 
@@ -39,6 +40,35 @@ def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFact
             got=options.max_model_len,
             remedy="lower --max-model-len",
         )
+
+
+def refuse_ranks(options: EngineOptions, config: ModelConfig, device_type: str) -> None:
+    """Raise ConfigError for what several processes of one model cannot serve."""
+    size = options.tensor_parallel_size
+    if size == 1:
+        return
+    if device_type != "cpu":
+        raise ConfigError.about(
+            "tensor_parallel_size",
+            expected="1 on a GPU",
+            got=size,
+            remedy="several GPUs for one model: not yet; run one process per model and GPU",
+        )
+    of_rank(config, Parallel(0, size))
+    # What steps do not carry to other processes, see runner/step_frames.py.
+    kept: dict[str, object] = {
+        "max_prompt_embeds": options.max_prompt_embeds,
+        "logits_processors": options.logits_processors,
+        "max_encoder_len": config.max_encoder_len,
+    }
+    for name, asked in kept.items():
+        if asked:
+            raise ConfigError.about(
+                name,
+                expected=f"left out with --tensor-parallel-size {size}",
+                got=asked,
+                remedy="it does not reach other processes yet: take one process",
+            )
 
 
 def refuse_step(options: EngineOptions, drafts: DraftShape) -> None:

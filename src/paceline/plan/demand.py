@@ -14,6 +14,7 @@ from paceline.cache.pool import KVFormat, torch_kv_dtype
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions, known
+from paceline.core.parallel import ALONE, Parallel, of_rank
 from paceline.kernels.step_view import StepView
 from paceline.plan.assemble import decide
 from paceline.plan.attention_choice import planned_backend
@@ -53,11 +54,17 @@ class Demands:
     """What engines of one model and drafter take on one device; none is rehearsed twice."""
 
     def __init__(
-        self, config: ModelConfig, device: DeviceFacts, speculation: Speculation | None
+        self,
+        config: ModelConfig,
+        device: DeviceFacts,
+        speculation: Speculation | None,
+        parallel: Parallel = ALONE,
     ) -> None:
+        """device: as one process has it.  parallel: which of those that share the model."""
         self.config = config
         self.device = device
         self.speculation = speculation
+        self.parallel = parallel
         self._known: dict[EngineOptions, Demand] = {}
         self._begun: dict[EngineOptions, _Rehearsal] = {}  # of which graphs alone were asked
 
@@ -83,7 +90,12 @@ class Demands:
         return self._begun[asked].graphs
 
     def _rehearsal(self, options: EngineOptions) -> "_Rehearsal":
-        return _Rehearsal(self.config, options, self.device, self.speculation)
+        return _Rehearsal(self, options)
+
+    @property
+    def rank_config(self) -> ModelConfig:
+        """The model as a rank's caches and backend see it."""
+        return of_rank(self.config, self.parallel)
 
 
 def _alike(options: EngineOptions, length: int) -> EngineOptions:
@@ -101,20 +113,16 @@ def _alike(options: EngineOptions, length: int) -> EngineOptions:
 class _Rehearsal:
     """An engine of resolved `options` on the meta device; its steps run when they are asked for."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: EngineOptions,
-        device: DeviceFacts,
-        speculation: Speculation | None,
-    ) -> None:
-        backend = planned_backend(config, options, device, speculation)
+    def __init__(self, demands: Demands, options: EngineOptions) -> None:
+        config, device, speculation = demands.config, demands.device, demands.speculation
+        backend = planned_backend(demands.rank_config, options, device, speculation)
         decided = decide(
             config,
             options,
             speculation,
             num_pages=(1,) * len(all_groups(config, options, speculation)),
             kv=KVFormat(dtype=torch_kv_dtype(known(options.kv_cache_dtype))),
+            parallel=demands.parallel,
         )
         self._layers = config.num_layers
         drafter = None if speculation is None else speculation.drafter

@@ -11,9 +11,11 @@ from paceline.core.errors import ModelError
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import SOFTMAX, ModelConfig
 from paceline.core.options import EngineOptions, engine_options, named
+from paceline.core.parallel import Parallel
 from paceline.models.locate import ModelSource
 from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
 from paceline.plan.budget_table import table
+from paceline.plan.contradictions import refuse_ranks
 from paceline.plan.demand import Demands
 from paceline.plan.fit import Fit, require_fit
 from paceline.plan.nearest import nearest
@@ -128,9 +130,12 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
     asked = named(asked)
     given = engine_options(asked)
     target = find_target(given, weights=False, gpu=gpu)
-    config, device = target.config, target.device
+    config = target.config
+    refuse_ranks(given, config, target.device.device_type)
+    parallel = Parallel(0, given.tensor_parallel_size)
+    device = target.device.of_each(parallel.size)
     speculation = plan_speculation(given, config, target.source, weights=False)
-    demands = Demands(config, device, speculation)
+    demands = Demands(config, device, speculation, parallel)
     resolution, fit = resolve(asked, demands)
     load_processors(resolution.options.logits_processors)
     return Explanation(
@@ -140,7 +145,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         speculation=speculation,
         resolution=resolution,
         fit=fit,
-        phases=phase_choices(config, resolution.options, device, speculation),
+        phases=phase_choices(demands.rank_config, resolution.options, device, speculation),
         nearest=nearest_if_short(asked, resolution, fit, demands),
         text=TextPlan.of(target.source),
     )
@@ -157,7 +162,7 @@ def nearest_if_short(
         return None
 
     def lacking(options: EngineOptions) -> list[str]:
-        phases = phase_choices(demands.config, options, demands.device, demands.speculation)
+        phases = phase_choices(demands.rank_config, options, demands.device, demands.speculation)
         return [choice.phase for choice in phases if choice.backend is None]
 
     usual = lacking(resolution.options)

@@ -115,7 +115,7 @@ def balance_of(options: EngineOptions, demands: Demands) -> Balance:
     speculation = demands.speculation
     return Balance(
         options=options,
-        specs=all_groups(demands.config, options, speculation),
+        specs=all_groups(demands.rank_config, options, speculation),
         reach=shape_of(speculation).reach,
         demands=demands,
     )

@@ -19,11 +19,12 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
+from paceline.kernels.all_reduce import Exchange, open_exchange
 from paceline.kernels.custom_op import scratch_sizes
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
 from paceline.models.size import META, empty_model, weight_bytes
-from paceline.plan.assemble import Decided, assemble
+from paceline.plan.assemble import Decided, assemble, exchange_capacity
 from paceline.plan.cuda_pool import MIN_BLOCK, Block, CudaPool
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import RunnerConfig
@@ -110,13 +111,20 @@ def _library_sizes(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
 class EmptyWeights:
     """Modules without weights on the meta device; see `assemble.Weights`."""
 
-    dtype: torch.dtype
+    decided: Decided
+    exchange: Exchange | None
 
     def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
-        return empty_model(config, dtype=self.dtype, max_positions=max_positions)
+        return empty_model(
+            config,
+            dtype=self.decided.dtype,
+            max_positions=max_positions,
+            parallel=self.decided.parallel,
+            exchange=self.exchange,
+        )
 
     def draft(self, drafter: Drafter, target: CausalLM, limits: RunnerConfig) -> nn.Module | None:
-        return drafter.empty(target, limits, self.dtype)
+        return drafter.empty(target, limits, self.decided.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -136,7 +144,8 @@ def rehearse(decided: Decided, backend: AttentionBackend, facts: DeviceFacts) ->
     Raises RuntimeError where `backend` cannot allocate on the meta device.
     """
     with Allocations(facts) as seen:
-        parts = assemble(decided, EmptyWeights(decided.dtype), backend, META)
+        exchange = _exchange(decided)
+        parts = assemble(decided, EmptyWeights(decided, exchange), backend, META)
     weights, draft_weights = (weight_bytes(m) for m in (parts.model, parts.proposer.model))
     pools = [pool.named_tensors().values() for pool in parts.device_pools]
     kv = sum(tensor.nbytes for pool in pools for tensor in pool)
@@ -147,6 +156,16 @@ def rehearse(decided: Decided, backend: AttentionBackend, facts: DeviceFacts) ->
         kv=kv,
         workspace=seen.live - weights - draft_weights - kv,
     )
+
+
+def _exchange(decided: Decided) -> Exchange | None:
+    """With memory that ranks have once for all, counted by each."""
+    parallel = decided.parallel
+    if parallel.size == 1:
+        return None
+    capacity = exchange_capacity(decided)
+    ways = open_exchange(parallel.size, capacity, dtype=decided.dtype, device=META)
+    return ways[parallel.rank]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

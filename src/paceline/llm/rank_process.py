@@ -1,0 +1,74 @@
+"""A rank behind the leader: a process that runs the leader's steps over its part of a model.
+
+It ends with its leader: when that closes the bell, or is gone.  Stdout is the way back, where it
+tells how far it is (`llm.ranks`); what others print goes to stderr.
+"""
+
+import os
+import select
+import sys
+from contextlib import suppress
+from threading import Thread
+from typing import IO
+
+import msgspec
+
+from paceline.core.errors import PacelineError
+from paceline.llm.boot import Knobs, decide_parts, load_runner, planned_pages
+from paceline.llm.prepare import prepare
+from paceline.llm.ranks import Agreed, Failed, Ready, Setup, planned, started, tell
+from paceline.runner.shared_memory import FrameReader
+from paceline.runner.step_frames import decode_step
+
+_BELL = 0  # stdin
+
+
+def run(setup: Setup, file: IO[bytes]) -> None:
+    """Boot and run steps until the leader goes.  file: to the leader."""
+    tell(file, started())
+    prepared = prepare(setup.options, rank=setup.rank)
+    memory = setup.map()
+    tell(file, planned(prepared, planned_pages(prepared, Knobs())))
+    reader = FrameReader(memory, setup.rank, _BELL)
+    agreed = msgspec.msgpack.decode(reader.read(), type=Agreed)
+    knobs = Knobs(
+        capture=agreed.capture,
+        poison_graphs=agreed.poison_graphs,
+        staging_depth=agreed.staging_depth,
+        num_pages=agreed.num_pages,
+    )
+    decided = decide_parts(prepared, knobs)
+    runner = load_runner(prepared, decided, knobs, memory.exchange(setup.rank))
+    tell(file, Ready())
+    while True:
+        runner.launch(decode_step(reader.read()))
+
+
+def _end_with_leader() -> None:
+    """A thread's life: whatever the others do, nothing of them is left behind the leader."""
+    poll = select.poll()
+    poll.register(_BELL, 0)  # POLLHUP alone
+    poll.poll()
+    os._exit(0)
+
+
+def main() -> None:
+    """Exit code 1 for an error, which the leader is told; one that nobody raised on purpose goes to
+    stderr with where it happened."""
+    Thread(target=_end_with_leader, daemon=True).start()
+    file = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    setup = msgspec.json.decode(sys.argv[1], type=Setup)
+    try:
+        with suppress(EOFError):
+            run(setup, file)
+    except PacelineError as error:
+        tell(file, Failed(text=str(error)))
+        sys.exit(1)
+    except Exception as error:
+        tell(file, Failed(text=repr(error)))
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,397 @@
+"""Ranks: the other processes of a model, as the one that schedules sees them.
+
+The leader is rank 0 and everything that one process would be: it schedules, samples, decides who
+ends and answers.  Each other rank (`llm.rank_process`) runs the same steps over its part of the
+model, in the order in which it reads them, and tells nothing back; what they compute together meets
+in the exchange.
+
+    leader                      rank
+    starts it                   tells what it runs on            Started
+                                plans its part                   Planned
+    compares, agrees on pages   loads, captures                  Ready
+    writes each step            runs it
+    closes its bell             ends
+
+Whoever ends early tells why (Failed), or leaves an exit code; then all end.
+"""
+
+import hashlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from threading import Lock, Thread
+from typing import IO, Any, TypeVar
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from paceline.core.errors import ConfigError, PacelineError, message
+from paceline.core.options import EngineOptions
+from paceline.core.step import Step
+from paceline.kernels.all_reduce import GONE, Exchange
+from paceline.llm.boot import Knobs, planned_pages
+from paceline.llm.prepare import Prepared
+from paceline.models.locate import ModelSource
+from paceline.plan.assemble import Decided, exchange_capacity
+from paceline.plan.machine import versions
+from paceline.runner.graphs import CapturePolicy
+from paceline.runner.model_runner import ModelRunner
+from paceline.runner.outputs_ring import LaunchedStep
+from paceline.runner.shared_memory import BoxShape, FrameWriter, SharedMemory
+from paceline.runner.step_frames import LAYOUT, encode_step
+
+_HEAD_BYTES = 8  # of a told frame: its length
+
+
+class Setup(Struct, frozen=True, kw_only=True):
+    """What a rank's process is started with."""
+
+    rank: int
+    options: dict[str, Any]  # resolved by the leader, as far as they are not the usual
+    memory: int  # file descriptor
+    capacity: int  # of the exchange
+    dtype: str  # likewise
+
+    def map(self) -> SharedMemory:
+        """This process's map of the memory."""
+        return SharedMemory(self.memory, self.shape)
+
+    @property
+    def shape(self) -> BoxShape:
+        ranks: int = self.options["tensor_parallel_size"]
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return BoxShape(ranks=ranks, capacity=self.capacity, dtype=dtype)
+
+
+class Started(Struct, frozen=True, kw_only=True, tag=0):
+    versions: dict[str, str | None]
+    layout: int  # of steps
+
+
+class Planned(Struct, frozen=True, kw_only=True, tag=1):
+    options: dict[str, Any]
+    weights: str
+    num_pages: tuple[int, ...]
+
+
+class Ready(Struct, frozen=True, kw_only=True, tag=2):
+    pass
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag=3):
+    text: str
+
+
+class Agreed(Struct, frozen=True, kw_only=True):
+    """The leader's first frame."""
+
+    num_pages: tuple[int, ...]  # [num_groups] the least of all ranks
+    capture: CapturePolicy | None
+    poison_graphs: bool
+    staging_depth: int
+
+
+Told = Started | Planned | Ready | Failed
+_T = TypeVar("_T", Started, Planned, Ready)
+
+
+def tell(file: IO[bytes], told: Told) -> None:
+    """From a rank to its leader."""
+    frame = msgspec.msgpack.encode(told)
+    file.write(len(frame).to_bytes(_HEAD_BYTES, "little") + frame)
+    file.flush()
+
+
+def hear(file: IO[bytes]) -> Iterator[Told]:
+    """What a rank tells, to its end."""
+    while len(head := file.read(_HEAD_BYTES)) == _HEAD_BYTES:
+        length = int.from_bytes(head, "little")
+        frame = file.read(length)
+        if len(frame) < length:  # it ended there
+            return
+        told: Told = msgspec.msgpack.decode(frame, type=Told)
+        yield told
+
+
+def started() -> Started:
+    """Of this process."""
+    return Started(versions=versions(), layout=LAYOUT)
+
+
+def planned(prepared: Prepared, num_pages: tuple[int, ...]) -> Planned:
+    """Of this process."""
+    drafter = None if prepared.speculation is None else prepared.speculation.drafter.source
+    stored = prepared.options.load_format != "dummy"
+    sources = [each for each in (prepared.source, drafter) if each is not None]
+    return Planned(
+        options=unusual(prepared.options),
+        weights=_fingerprint(sources, stored=stored),
+        num_pages=num_pages,
+    )
+
+
+def unusual(options: EngineOptions) -> dict[str, Any]:
+    """Options that are not what they are when nobody asks."""
+    usual = asdict(EngineOptions())
+    return {name: value for name, value in asdict(options).items() if value != usual[name]}
+
+
+def _fingerprint(sources: Sequence[ModelSource], *, stored: bool) -> str:
+    """Of configurations, and of the names, sizes and times of the files beside weights."""
+    seen: list[Any] = [source.config for source in sources]
+    folders = [source.folder for source in sources if source.folder is not None and stored]
+    for path in [path for folder in folders for path in sorted(folder.iterdir())]:
+        facts = path.stat()
+        seen.append((path.name, facts.st_size, facts.st_mtime_ns))
+    return hashlib.sha256(msgspec.json.encode(seen, order="sorted")).hexdigest()
+
+
+class Ranks:
+    """Owns the processes, the memory that they share, and what is known of their ends."""
+
+    def __init__(self, prepared: Prepared, capacity: int) -> None:
+        """Starts them.  capacity: of the exchange."""
+        options = prepared.options
+        shape = BoxShape(ranks=prepared.parallel.size, capacity=capacity, dtype=prepared.dtype)
+        self._failure: str | None = None  # how the first of them ended
+        self._is_closed = False
+        self._lock = Lock()  # of these two
+        memory = SharedMemory.create(shape)
+        try:
+            self._memory = SharedMemory(memory, shape)
+            others = range(1, shape.ranks)
+            self._processes = [
+                _start(
+                    Setup(
+                        rank=rank,
+                        options=unusual(options),
+                        memory=memory,
+                        capacity=capacity,
+                        dtype=str(prepared.dtype).removeprefix("torch."),
+                    )
+                )
+                for rank in others
+            ]
+        finally:
+            os.close(memory)
+        self._writer = FrameWriter(self._memory, told=self._ring)
+        self._told: list[queue.SimpleQueue[Told | None]] = [queue.SimpleQueue() for _ in others]
+        self._threads = [
+            Thread(target=self._watch, args=(rank,), name=f"paceline-rank-{rank}", daemon=True)
+            for rank in others
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def exchange(self) -> Exchange:
+        """The leader's way to the others."""
+        return self._memory.exchange(0)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the ranks behind the leader."""
+        return tuple(process.pid for process in self._processes)
+
+    def agree(self, ours: Planned, knobs: Knobs) -> tuple[int, ...]:
+        """[num_groups] the pages that every rank has, whose number all are told; they load then.
+
+        Raises ConfigError for ranks that are not alike, with every reason; PacelineError for one
+        that has ended.
+        """
+        theirs = self._hear(Started)
+        require_alike([_differences(_facts(started()), _facts(each)) for each in theirs])
+        plans = self._hear(Planned)
+        facts = [{"weights": each.weights, **each.options} for each in (ours, *plans)]
+        require_alike([_differences(facts[0], each) for each in facts[1:]])
+        pages = zip(*(each.num_pages for each in (ours, *plans)), strict=True)
+        num_pages = tuple(min(each) for each in pages)
+        agreed = Agreed(
+            num_pages=num_pages,
+            capture=knobs.capture,
+            poison_graphs=knobs.poison_graphs,
+            staging_depth=knobs.staging_depth,
+        )
+        self._write(msgspec.msgpack.encode(agreed))
+        return num_pages
+
+    def wait_until_ready(self) -> None:
+        """Raises PacelineError for one that has ended."""
+        self._hear(Ready)
+
+    def launch(self, step: Step) -> None:
+        """Have every rank run a step.  Raises PacelineError when one has ended, TimeoutError when
+        one takes nothing."""
+        self._write(encode_step(step))
+
+    def require_running(self) -> None:
+        """Raise PacelineError when one has ended, with its message."""
+        with self._lock:
+            if self._failure is not None:
+                raise PacelineError(self._failure)
+
+    def close(self) -> None:
+        """End all of them, whatever they do; closing twice is harmless."""
+        with self._lock:
+            self._is_closed = True
+        self._kill()
+        for thread in self._threads:
+            thread.join()
+        for process in self._processes:
+            assert process.stdin is not None, "a pipe"
+            process.stdin.close()
+
+    def _write(self, frame: bytes) -> None:
+        self.require_running()
+        self._writer.write(frame)
+
+    def _ring(self) -> None:
+        """Wake who waits for a frame.  A full bell has been rung; one that broke has been heard."""
+        self.require_running()
+        for process in self._processes:
+            assert process.stdin is not None, "a pipe"
+            with suppress(BlockingIOError, BrokenPipeError):
+                os.write(process.stdin.fileno(), b"\0")
+
+    def _hear(self, kind: type[_T]) -> list[_T]:
+        """What each rank tells next."""
+        found = []
+        for queue_ in self._told:
+            told = queue_.get()
+            self.require_running()
+            assert isinstance(told, kind), told
+            found.append(told)
+        return found
+
+    def _watch(self, rank: int) -> None:
+        """A thread's life: to the end of a rank, which is that of all."""
+        process, told = self._processes[rank - 1], self._told[rank - 1]
+        assert process.stdout is not None, "a pipe"
+        why = None
+        with process.stdout as file:
+            for each in hear(file):
+                if isinstance(each, Failed):
+                    why = each.text
+                else:
+                    told.put(each)
+        code = process.wait()
+        with self._lock:
+            if self._failure is None and not self._is_closed:
+                self._failure = message(
+                    f"rank {rank} of the model",
+                    expected="running",
+                    got=f"ended: {why or _how(code)}",
+                    remedy="load the model again",
+                )
+        self._memory.sent[rank] = GONE
+        for queue_ in self._told:
+            queue_.put(None)
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def leading(self, runner: ModelRunner) -> "LeadingRunner":
+        """`runner`, of the leader, with all ranks behind it."""
+        return LeadingRunner(runner, self)
+
+    def end(self, error: BaseException) -> None:
+        """As `close`, behind an error of the leader's.  Raises PacelineError in its place where a
+        rank has ended, with that rank's message."""
+        try:
+            self.require_running()
+        except PacelineError as found:
+            raise found from error
+        finally:
+            self.close()
+
+
+def start_ranks(
+    prepared: Prepared, decided: Decided, knobs: Knobs
+) -> tuple[Ranks, tuple[int, ...]]:
+    """Start all ranks but this; returns with them [num_groups] pages of each, on which all agree.
+
+    Raises ConfigError for ranks that are not alike, PacelineError for one that has ended.
+    """
+    ours = planned(prepared, planned_pages(prepared, knobs))
+    ranks = Ranks(prepared, exchange_capacity(decided))
+    try:
+        return ranks, ranks.agree(ours, knobs)
+    except BaseException as error:
+        ranks.end(error)
+        raise
+
+
+class LeadingRunner:
+    """A runner whose steps the other ranks run too; see engine.loop.Runner."""
+
+    def __init__(self, runner: ModelRunner, ranks: Ranks) -> None:
+        self._runner = runner
+        self._ranks = ranks
+        weakref.finalize(self, ranks.close)
+
+    def launch(self, step: Step) -> LaunchedStep:
+        """As ModelRunner.launch.  What it raises ends the ranks, whose message comes first."""
+        try:
+            self._ranks.launch(step)
+            return self._runner.launch(step)
+        except BaseException as error:
+            self._ranks.end(error)
+            raise
+
+
+def _start(setup: Setup) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "paceline.llm.rank_process"]
+    # In a session of its own: Ctrl-C is for the leader, which ends it.
+    process = subprocess.Popen(
+        [*command, msgspec.json.encode(setup).decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=(setup.memory,),
+        start_new_session=True,
+    )
+    assert process.stdin is not None, "a pipe"
+    os.set_blocking(process.stdin.fileno(), False)
+    return process
+
+
+def require_alike(differences: Sequence[Sequence[str]]) -> None:
+    """Raise ConfigError unless no rank differs.  differences: of each rank behind the leader."""
+    reasons = [
+        f"of rank {rank} {reason}"
+        for rank, found in enumerate(differences, start=1)
+        for reason in found
+    ]
+    if reasons:
+        raise ConfigError.about(
+            "ranks of the model",
+            expected="alike",
+            got="; ".join(reasons),
+            remedy="start all of them from one installation and one copy of the weights",
+        )
+
+
+def _facts(of: Started) -> dict[str, Any]:
+    return {"layout of steps": of.layout, **of.versions}
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    names = sorted(ours.keys() | theirs.keys())
+    return [
+        f"{name} {theirs.get(name)}, not {ours.get(name)}"
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def _how(code: int) -> str:
+    """An exit code in words."""
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"

@@ -1,0 +1,140 @@
+"""Several processes of one model answer as one does: every kind of request in a busy hour, drafted
+or not, a model with experts, one of latents."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from llm_cases import (
+    GREEDY,
+    Checkpoint,
+    assert_idle,
+    assert_same_or_tie,
+    make_checkpoint,
+    make_llm,
+    random_prompts,
+    shared_prompts,
+    text_of,
+    tokens_of,
+)
+from speculative_cases import (
+    LLAMA,
+    ROWS,
+    Truth,
+    accepted,
+    check_served,
+    drafting_llm,
+    llama_truth,
+    preemptions,
+    serve,
+    truth_of,
+)
+
+from children import PACELINE
+from covers import Cell, cell_name
+from paceline.core.errors import ConfigError
+from paceline.llm.boot import Knobs
+
+KINDS = ("greedy", "every-processor", "logprobs")
+CELLS: list[Cell] = [
+    {"drafter": "NGRAM", "topk": 1, "pool": "tight", "chunked_prefill_size": 7},
+    {"drafter": "STANDALONE", "topk": 2, "pool": "roomy", "enforce_eager": True},
+    {"drafter": "EAGLE3", "topk": 1, "pool": "roomy", "sanitize": True},
+]
+OTHERS = [
+    ("qwen3_moe-window-every-second-layer", 2),
+    ("deepseek_v3-bias-groups", 2),
+    (LLAMA, 4),
+]
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    return llama_truth(tmp_path_factory.mktemp("truth"), KINDS)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=cell_name)
+def test_drafts_on_two_ranks_change_no_text(truth: Truth, cell: Cell) -> None:
+    kinds = KINDS[:1] if "sanitize" in cell else KINDS
+    with drafting_llm(truth, cell, tensor_parallel_size=2) as llm:
+        assert llm.prepared.parallel.size == 2
+        for kind in kinds:
+            served = serve(llm, truth.jobs[kind])
+            check_served(truth, kind, served)
+            assert accepted(served) > 0
+            assert (preemptions(served) > 0) == (cell["pool"] == "tight")
+
+
+@pytest.mark.parametrize(("case", "size"), OTHERS)
+def test_a_busy_hour_without_drafts(case: str, size: int, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(case, tmp_path)
+    truth = truth_of(checkpoint, {}, ["greedy"])
+    options = {"max_num_seqs": ROWS, "chunked_prefill_size": 7, "tensor_parallel_size": size}
+    with make_llm(checkpoint, **options) as llm:
+        served = serve(llm, truth.jobs["greedy"])
+        check_served(truth, "greedy", served)
+        job = truth.jobs["greedy"]["shared-prefix"]
+        [again] = llm.generate([job.prompt], job.params)
+        assert again.metrics.cached_tokens == 64  # whole pages
+        assert_same_or_tie(
+            again.outputs[0].token_ids,
+            truth.answers["greedy"]["shared-prefix"].outputs[0].token_ids,
+            checkpoint.gap(job.prompt),
+        )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return make_checkpoint(LLAMA, tmp_path_factory.mktemp("llama"))
+
+
+def test_ranks_have_their_share_and_pages_that_all_have(checkpoint: Checkpoint) -> None:
+    prompts = shared_prompts()
+    with make_llm(checkpoint) as llm:
+        alone = llm.prepared.fit
+        answers = tokens_of(llm.generate(prompts, GREEDY))
+    knobs = Knobs(num_pages=(40,))  # fewer than the other rank has planned
+    with make_llm(checkpoint, knobs=knobs, tensor_parallel_size=2, threads=None) as llm:
+        fit, memory = llm.prepared.fit, llm.report()["memory"]["measured"]
+        [group] = fit.groups
+        assert group.page_bytes * 2 == alone.groups[0].page_bytes
+        assert alone.weights_bytes / 2 < fit.weights_bytes < alone.weights_bytes
+        assert memory["weights"] == fit.weights_bytes
+        assert memory["KV"] == 40 * group.page_bytes
+        assert fit.total_bytes == alone.total_bytes // 2
+        [pool] = llm.engine.scheduler.cache.stats().groups
+        assert pool.total < 40 < group.num_pages
+        found = tokens_of(llm.generate(prompts, GREEDY))
+        for prompt, one, other in zip(prompts, answers, found, strict=True):
+            assert_same_or_tie(one, other, checkpoint.gap(prompt))
+        with pytest.raises(ConfigError, match="tensor_parallel_size must be 1 for a teacher"):
+            llm.teacher()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_requests_that_leave_and_come_again(checkpoint: Checkpoint, overlap: bool) -> None:
+    prompts = random_prompts((40, 12, 9), seed=3)
+    with make_llm(checkpoint) as llm:
+        answers = tokens_of(llm.generate(prompts, GREEDY))
+    with make_llm(checkpoint, overlap=overlap, tensor_parallel_size=2, max_num_seqs=2) as llm:
+        for _ in range(2):
+            stream = llm.generate(prompts, GREEDY, stream=True)
+            for _, _ in zip(range(5), stream, strict=False):
+                pass
+            stream.close()
+            assert_idle(llm)
+        found = tokens_of(llm.generate(prompts, GREEDY))
+        for prompt, one, other in zip(prompts, answers, found, strict=True):
+            assert_same_or_tie(one, other, checkpoint.gap(prompt))
+
+
+def test_the_command_line_gives_the_text_of_one_process(checkpoint: Checkpoint) -> None:
+    [prompt] = random_prompts((30,), seed=5)
+    with make_llm(checkpoint) as llm:
+        [expected] = llm.generate([prompt], GREEDY)
+    command = [*PACELINE, "generate", str(checkpoint.folder), "--tp", "2", "--device", "cpu"]
+    command += ["--prompt", text_of(prompt), "--max-tokens", "46", "--ignore-eos"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected.outputs[0].text + "\n"
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,209 @@
+"""However a process of a model ends, all end: within a second, with the reason, and nothing of them
+stays."""
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llm_cases import GREEDY, Checkpoint, make_checkpoint, make_llm, random_prompts
+
+from children import child
+from paceline.core.errors import PacelineError
+from paceline.kernels import all_reduce
+from paceline.llm.llm import LLM
+
+PROMPTS = random_prompts((9, 20))
+SOON_S = 1.0
+MEMORY = "paceline-ranks"  # as the kernel calls a map of it
+
+
+@pytest.fixture(scope="module")
+def three_heads(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return make_checkpoint("llama-odd-heads-biases", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def llm(three_heads: Checkpoint) -> Iterator[LLM]:
+    with make_llm(three_heads, tensor_parallel_size=3, enforce_eager=True) as made:
+        yield made
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_for(condition: Callable[[], bool]) -> float:
+    """Seconds until it holds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < 20, "it never does"
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def pids_of(llm: LLM) -> tuple[int, ...]:
+    ranks = llm._live.ranks
+    assert ranks is not None
+    return ranks.pids
+
+
+def assert_gone(pids: tuple[int, ...]) -> None:
+    assert wait_for(lambda: not any(map(is_alive, pids))) < SOON_S
+
+
+def maps_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("when", ["idle", "running"])
+def test_a_rank_that_is_killed_ends_all_with_its_name(llm: LLM, when: str) -> None:
+    pids = pids_of(llm)
+    assert all(MEMORY in maps_of(pid) for pid in pids)
+    stream = llm.generate(PROMPTS, GREEDY, stream=True)
+    next(stream)
+    os.kill(pids[1], signal.SIGKILL)
+    if when == "idle":
+        assert_gone(pids)
+    began = time.monotonic()
+    with pytest.raises(
+        PacelineError,
+        match=r"^rank 2 of the model must be running, got ended: by SIGKILL; load the model again$",
+    ):
+        list(stream)
+    assert time.monotonic() - began < SOON_S
+    assert_gone(pids)
+    with pytest.raises(PacelineError, match="engine must be whole"):
+        llm.generate(PROMPTS, GREEDY)
+
+
+def test_a_rank_that_hangs_is_waited_for_no_longer_than_stated(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = pids_of(llm)
+    monkeypatch.setattr(all_reduce, "WAIT_S", 0.2)
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(TimeoutError, match=r"messages of each rank after 0\.2 s must be"):
+        llm.generate(PROMPTS, GREEDY)
+    assert_gone(pids)
+
+
+def test_what_the_leader_raises_ends_the_ranks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = pids_of(llm)
+
+    def launch(step: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine._runner._runner, "launch", launch)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, GREEDY)
+    assert_gone(pids)
+
+
+@pytest.mark.parametrize("how", ["closed", "forgotten"])
+def test_nothing_stays_of_an_engine_that_is(checkpoint: Checkpoint, how: str) -> None:
+    made = make_llm(checkpoint, tensor_parallel_size=2)
+    pids = pids_of(made)
+    assert MEMORY in maps_of(os.getpid())
+    if how == "closed":
+        made.close()
+        made.close()
+    del made
+    gc.collect()
+    assert_gone(pids)
+    gc.collect()
+    assert MEMORY not in maps_of(os.getpid())
+
+
+PLANTED = """
+import os
+phase = os.environ.get("PLANTED")
+if phase is not None:
+    def fail(*args, **kwargs):
+        raise ValueError(f"planted while it {phase}")
+
+    import paceline.llm.boot, paceline.llm.prepare, paceline.runner.model_runner
+    owner, name = {
+        "plans": (paceline.llm.prepare, "prepare"),
+        "loads": (paceline.llm.boot, "load_model"),
+        "runs": (paceline.runner.model_runner.ModelRunner, "launch"),
+    }[phase]
+    setattr(owner, name, fail)
+"""
+
+
+@pytest.mark.parametrize("phase", ["plans", "loads", "runs"])
+def test_an_error_of_a_rank_is_everybodys(
+    checkpoint: Checkpoint, phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(PLANTED)
+    paths = [str(tmp_path), str(Path(__file__).parents[3] / "src")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("PLANTED", phase)
+    why = re.escape(f"ValueError('planted while it {phase}')")
+    told = f"^rank 1 of the model must be running, got ended: {why}; load"
+
+    def run() -> None:
+        with make_llm(checkpoint, tensor_parallel_size=2) as made:
+            assert phase == "runs"
+            made.generate(PROMPTS, GREEDY)
+
+    with pytest.raises(PacelineError, match=told):
+        run()
+    assert not children()
+
+
+def children() -> list[str]:
+    """Ranks that live below this process."""
+    found = []
+    for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        for pid in path.read_text().split():
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+            if "rank_process" in command and is_alive(int(pid)):
+                found.append(pid)
+    return found
+
+
+LEADER = """
+import sys
+from paceline import LLM
+
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], tensor_parallel_size=2, threads=1, device="cpu")
+    print(*llm._live.ranks.pids, flush=True)
+    for _ in llm.generate([[5, 6, 7]] * 4, {"max_tokens": 100, "ignore_eos": True}, stream=True):
+        if sys.argv[2] == "idle":
+            break
+    else:
+        sys.exit("it was not killed")
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("when", ["idle", "running"])
+@pytest.mark.parametrize("killed", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
+def test_ranks_do_not_outlive_their_leader(
+    checkpoint: Checkpoint, when: str, killed: signal.Signals
+) -> None:
+    command = [sys.executable, "-c", LEADER, str(checkpoint.folder), when]
+    pipes = {"stdout": subprocess.PIPE, "stdin": subprocess.PIPE}
+    with child(command, text=True, **pipes) as leader:
+        pids = tuple(map(int, leader.stdout.readline().split()))
+        assert pids
+        assert all(map(is_alive, pids))
+        if when == "idle":
+            time.sleep(0.3)
+        leader.send_signal(killed)
+        leader.wait(10)
+        assert_gone(pids)

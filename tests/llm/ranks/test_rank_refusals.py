@@ -1,0 +1,116 @@
+"""What several processes cannot serve is refused with what they can, before a weight is read; so
+are processes that are not alike."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llm_cases import Checkpoint, make_checkpoint
+from msgspec import structs
+
+from paceline.core.errors import ConfigError
+from paceline.llm import ranks as rank_module
+from paceline.llm.boot import Knobs, planned_pages
+from paceline.llm.llm import LLM
+from paceline.llm.prepare import prepare
+from paceline.llm.ranks import planned, require_alike, started
+from paceline.plan.explain import explain_model
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            r"tensor_parallel_size must be one of 1, 2, got 3: there are 4 heads; there are 2 KV "
+            r"heads; choose one of these",
+        ),
+        (
+            {"tensor_parallel_size": 5},
+            r"must be one of 1, 2, 4, got 5: intermediate_size is 72; there are 4 heads; ",
+        ),
+        ({"tp": 65}, r"tensor_parallel_size must be from 1 to 64 processes, got 65"),
+        (
+            {"tp": 2, "max_prompt_embeds": 4},
+            r"max_prompt_embeds must be left out with --tensor-parallel-size 2, got 4; it does not "
+            r"reach other processes yet: take one process",
+        ),
+        (
+            {"tp": 2, "logits_processors": ["a.b:C"]},
+            r"logits_processors must be left out with --te",
+        ),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_before_weights_are_read(
+    checkpoint: Checkpoint, options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    for path in checkpoint.folder.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = [path.name for path in checkpoint.folder.glob("*.safetensors")]
+    for name in weights:
+        (tmp_path / name).write_bytes(b"no weights")
+    with pytest.raises(ConfigError, match=told):
+        LLM(str(tmp_path), threads=1, **options)
+
+
+def test_several_gpus_are_not_served_yet() -> None:
+    told = "tensor_parallel_size must be 1 on a GPU, got 2; several GPUs for one model: not yet"
+    with pytest.raises(ConfigError, match=told):
+        explain_model({"model": "llama-3.1-8b", "tp": 2}, gpu="h200")
+
+
+def test_a_plan_for_a_cpu_is_that_of_one_of_the_processes(checkpoint: Checkpoint) -> None:
+    asked = {"model": str(checkpoint.folder), "device": "cpu", "max_num_seqs": 4}
+    one = explain_model(asked, gpu=None)
+    two = explain_model(asked | {"tp": 2}, gpu=None)
+    assert two.fit.weights_bytes < one.fit.weights_bytes < 2 * two.fit.weights_bytes
+    assert two.fit.groups[0].page_bytes * 2 == one.fit.groups[0].page_bytes
+    assert two.fit.total_bytes == one.fit.total_bytes // 2
+    assert two.fit.workspace_bytes > one.fit.workspace_bytes / 2  # the exchange among it
+
+
+def test_weights_of_other_files_are_other_weights(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("llama-gqa2-untied", tmp_path)
+    prepared = prepare({"model": str(checkpoint.folder)})
+    pages = planned_pages(prepared, Knobs())
+    first = planned(prepared, pages)
+    assert first == planned(prepared, pages)
+    shard = sorted(tmp_path.glob("*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes() + b"\0")
+    assert planned(prepared, pages).weights != first.weights
+    assert planned(prepared, pages).options == first.options
+
+
+def test_every_difference_of_every_rank_is_told() -> None:
+    require_alike([[], []])
+    with pytest.raises(ConfigError) as caught:
+        require_alike([["torch 2.9, not 2.11"], [], ["weights b, not a", "dtype x, not y"]])
+    assert str(caught.value) == (
+        "ranks of the model must be alike, got of rank 1 torch 2.9, not 2.11; of rank 3 weights b, "
+        "not a; of rank 3 dtype x, not y; start all of them from one installation and one copy of "
+        "the weights"
+    )
+
+
+@pytest.mark.parametrize("what", ["versions", "weights"])
+def test_a_rank_that_differs_is_refused_before_it_loads(
+    checkpoint: Checkpoint, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the leader believes that it is another."""
+    ours = started()
+    other = structs.replace(ours, versions=ours.versions | {"torch": "1.0"}, layout=ours.layout + 1)
+    told = r"got of rank 1 layout of steps \d+, not \d+; of rank 1 torch \S+, not 1\.0; start all"
+    if what == "versions":
+        monkeypatch.setattr(rank_module, "started", lambda: other)
+    else:
+        told = r"got of rank 1 weights \w+, not another; start all"
+        exact = rank_module.planned
+        monkeypatch.setattr(
+            rank_module, "planned", lambda *each: structs.replace(exact(*each), weights="another")
+        )
+    loaded: list[str] = []
+    monkeypatch.setattr("paceline.llm.boot.load_model", lambda *_, **__: loaded.append("it"))
+    with pytest.raises(ConfigError, match=told):
+        LLM(str(checkpoint.folder), threads=1, tensor_parallel_size=2)
+    assert not loaded

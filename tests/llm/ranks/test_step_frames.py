@@ -1,0 +1,148 @@
+"""A step is the same behind a frame: those that a scheduler makes in a busy hour, and one that has
+something of everything."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import msgspec
+import pytest
+from grammar_turns import Turns
+from hypothesis import given
+from hypothesis import strategies as st
+from llm_cases import VOCAB, random_prompts, recorded_steps
+from speculative_cases import Truth, drafting_llm, llama_truth, serve
+
+from paceline.core.errors import RequestError
+from paceline.core.input_rows import EncoderInput, InputRows
+from paceline.core.modes import MaskKind
+from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.step import (
+    JoinDelta,
+    OverlayDelta,
+    PageDelta,
+    PromptPositions,
+    PromptSpan,
+    Step,
+    StepLayout,
+    TokenMask,
+)
+from paceline.runner.step_frames import decode_step, encode_step
+
+KINDS = ("every-processor", "logprobs")
+JOIN = JoinDelta(
+    row=3, token_ids=(5, 6, 7), prompt_len=2, prefix_len=0, max_len=9, params=SamplingParams(seed=1)
+)
+EVERYTHING = Step(
+    epoch=2**40,
+    layout=StepLayout(rows=(3,), extend_lens=(3,), emits=(True,), parents=((-1, 0, 0),)),
+    is_ragged=True,
+    mask=MaskKind.TREE,
+    is_round=True,
+    prefix_lens_bound=(4,),
+    sampler=SamplerTier.PLUG_INS,
+    logprobs=True,
+    deltas=(
+        PageDelta(row=3, group=1, start=2, page_ids=(8, 9)),
+        replace(JOIN, positions=PromptPositions(((0, 1, 1), (0, 0, 5)), 3)),
+        PageDelta(row=3, group=0, start=0, page_ids=()),
+    ),
+    prompt_spans=(PromptSpan(0, 1, 2, 3),),
+    observed=False,
+    shares_prefix=True,
+    masks=(TokenMask(0, bytes(range(256))),),
+    has_overlay=True,
+)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
+    return llama_truth(tmp_path_factory.mktemp("truth"), KINDS)
+
+
+def test_steps_of_a_busy_hour_come_back(truth: Truth) -> None:
+    cell = {"drafter": "STANDALONE", "topk": 2, "page_size": 16, "pool": "tight"}
+    with (
+        drafting_llm(truth, cell | {"chunked_prefill_size": 7}) as llm,
+        recorded_steps(llm) as seen,
+    ):
+        for kind in KINDS:
+            serve(llm, truth.jobs[kind])
+        llm.generate(random_prompts((9, 30)), {"prompt_logprobs": 2, "max_tokens": 4})
+        llm.generate(random_prompts((5,)), grammar=Turns([(1, 2)], length=3))
+    kinds = Counter(type(delta) for step in seen for delta in step.deltas)
+    assert kinds[JoinDelta] > 20
+    assert kinds[PageDelta] > 20
+    assert {step.kind for step in seen} >= {"ragged step", "round", "decode step"}
+    assert any(step.prompt_spans for step in seen)
+    assert any(step.masks for step in seen)
+    for step in seen:
+        assert decode_step(encode_step(step)) == step
+
+
+def test_a_step_with_something_of_everything_comes_back() -> None:
+    usual = replace(EVERYTHING, masks=None, mask=MaskKind.CAUSAL, deltas=())
+    for field in fields(Step):  # nothing is left as it is where nobody says
+        value = getattr(EVERYTHING, field.name)
+        assert value or field.name == "observed", field.name
+    for step in (EVERYTHING, usual, replace(EVERYTHING, masks=())):
+        found = decode_step(encode_step(step))
+        assert found == step
+        assert [type(delta) for delta in found.deltas] == [type(delta) for delta in step.deltas]
+
+
+NAMES = st.text(min_size=1, max_size=4)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=2),
+    max_leaves=6,
+)
+
+
+@given(
+    temperature=st.floats(0.0, 100.0),
+    bias=st.dictionaries(st.integers(0, VOCAB), st.floats(-100.0, 100.0), max_size=4),
+    stop=st.lists(NAMES, max_size=3),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    extra=st.dictionaries(NAMES, JSON, max_size=3),
+)
+def test_parameters_of_a_request_come_back(
+    temperature: float, bias: dict[int, float], stop: Sequence[str], seed: int, extra: Any
+) -> None:
+    params = SamplingParams(
+        temperature=temperature, logit_bias=bias, stop=stop, seed=seed, extra_args=extra
+    )
+    step = replace(EVERYTHING, deltas=(replace(JOIN, params=params),))
+    found = decode_step(encode_step(step))
+    assert found == step
+    assert hash(found.deltas[0]) == hash(step.deltas[0])
+
+
+@pytest.mark.parametrize(
+    ("delta", "told"),
+    [
+        (
+            OverlayDelta(
+                row=1,
+                start=0,
+                slots=(1,),
+                source=InputRows(start=0, num_tokens=1, media_hash="x", rows=None),
+            ),
+            r"\(--max-prompt-embeds\) must be of numbers alone, got OverlayDelta with a tensor",
+        ),
+        (
+            replace(JOIN, encoder=EncoderInput(num_rows=1, media_hash="x", data=None)),
+            r"\(encoder's input\) must be of numbers alone, got JoinDelta with a tensor",
+        ),
+    ],
+)
+def test_what_holds_a_tensor_is_refused(delta: Any, told: str) -> None:
+    with pytest.raises(RequestError, match=told):
+        encode_step(replace(EVERYTHING, deltas=(delta,)))
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x90", encode_step(EVERYTHING)[:-1], b"\x01"])
+def test_what_is_no_frame_is_refused(frame: bytes) -> None:
+    with pytest.raises(msgspec.DecodeError):
+        decode_step(frame)
