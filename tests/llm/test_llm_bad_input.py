@@ -212,6 +212,7 @@ def test_options_go_by_the_names_and_words_of_other_engines(
         "dtype": "float32",
         "max_model_len": 128,
         "max_num_seqs": 8,
+        "tensor_parallel_size": 1,
         "enable_prefix_cache": False,
         "enforce_eager": True,
         "threads": 1,

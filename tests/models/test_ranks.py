@@ -263,8 +263,8 @@ def test_sizes_that_cannot_share_a_model_are_refused_with_every_reason() -> None
     with pytest.raises(ConfigError) as caught:
         of_rank(config, Parallel(0, 4))
     assert str(caught.value) == (
-        "tensor_parallel_size must be one of 1, 2, got 4: intermediate_size is 70; there are 14 heads; "
-        "choose one of these"
+        "tensor_parallel_size must be one of 1, 2, got 4: intermediate_size is 70; there are 14 "
+        "heads; choose one of these"
     )
     assert rank_sizes(config, 8) == [1, 2]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from paceline.core.errors import ConfigError
 from paceline.core.model_config import SOFTMAX, LayerSpec, ModelConfig, QKNorm, RowPart
 
-MOST_RANKS = 64
+MOST_RANKS = 64  # words of shared memory, see runner/shared_memory.py
 
 
 class Span(NamedTuple):

@@ -248,6 +248,20 @@ class Ranks:
             assert process.stdin is not None, "a pipe"
             process.stdin.close()
 
+    def leading(self, runner: ModelRunner) -> "LeadingRunner":
+        """`runner`, of the leader, with all ranks behind it."""
+        return LeadingRunner(runner, self)
+
+    def end(self, error: BaseException) -> None:
+        """As `close`, behind an error of the leader's.  Raises PacelineError in its place where a
+        rank has ended, with that rank's message."""
+        try:
+            self.require_running()
+        except PacelineError as found:
+            raise found from error
+        finally:
+            self.close()
+
     def _write(self, frame: bytes) -> None:
         self.require_running()
         self._writer.write(frame)
@@ -298,20 +312,6 @@ class Ranks:
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
-
-    def leading(self, runner: ModelRunner) -> "LeadingRunner":
-        """`runner`, of the leader, with all ranks behind it."""
-        return LeadingRunner(runner, self)
-
-    def end(self, error: BaseException) -> None:
-        """As `close`, behind an error of the leader's.  Raises PacelineError in its place where a
-        rank has ended, with that rank's message."""
-        try:
-            self.require_running()
-        except PacelineError as found:
-            raise found from error
-        finally:
-            self.close()
 
 
 def start_ranks(
