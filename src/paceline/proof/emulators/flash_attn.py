@@ -41,6 +41,7 @@ def flash_attn_varlen_func(
 
     Both sides of the window are inclusive; None is open.  lse is natural and counts the sink.
     """
+    _require_matching(q, k, v)
     _require_head_dims(q, v)
     return _attend_paged(
         q,
@@ -77,8 +78,7 @@ def _attend_paged(
     num_splits: int = 1,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Heads of any width, as both libraries check and run them."""
-    _require_matching(q, k, v)
+    """Heads of any width, which match, as both libraries check and run them."""
     _require_lists(q, cu_seqlens_q, seqused_k, page_table)
     _require(num_splits == 1, "num_splits", "1 on CUDA arch 9", num_splits)
     for side in window_size:
@@ -134,11 +134,13 @@ def flash_attn_with_kvcache(
         _require(side >= -1, "window_size", "-1 or at least 0", window_size)
     left, right = (None if side == -1 else side for side in window_size)
     if qv is None:
+        _require_matching(q, k_cache, v_cache)
         _require_head_dims(q, v_cache)
     else:
         _require_latents(q, qv, k_cache, v_cache)
         softmax_scale = softmax_scale or (q.shape[-1] + qv.shape[-1]) ** -0.5
         q, k_cache = torch.cat((qv, q), -1), torch.cat((v_cache, k_cache), -1)
+        _require_matching(q, k_cache, v_cache)
     out, lse = _attend_paged(
         q,
         k_cache,
