@@ -87,6 +87,10 @@ def test_a_group_of_an_encoders_rows_says_how_many_there_may_be() -> None:
         "ENCODER group, and None in others, got 0; say in max_encoder_len",
     ):
         cache_group_specs(cross, 4)
+    with pytest.raises(ConfigError, match=r"window of .* must be None: .* got 8"):
+        cache_group_specs(
+            replace(cross, layers=(replace(cross.layers[0], window=8),), max_encoder_len=3), 4
+        )
     (full,) = cache_group_specs(plain, 4)
     with pytest.raises(ConfigError, match=r"encoder_len of .* 'full' must be .* got 30"):
         replace(full, encoder_len=30)

@@ -126,7 +126,7 @@ class Limits:
     # max_pages and windows
     max_reqs: int  # padded requests of a step
     max_tokens: int  # padded tokens of a step
-    max_pages: tuple[int, ...]  # [num_groups] page-table width: what kv_len_bound takes
+    max_pages: tuple[int, ...]  # [num_groups] page-table width
     windows: tuple[int | None, ...]  # [num_groups] keys visible, itself included; None = all
     page_size: int  # 0 where no layer attends
     share_prefixes: bool = False  # decodes whose view says so read what rows share once

@@ -36,7 +36,10 @@ class StateCapabilities:
 
     device_types: frozenset[str]  # "cpu", "cuda"
     dtypes: frozenset[torch.dtype]  # of activations
-    masks: frozenset[MaskKind]  # CAUSAL: steps and chains; TREE: rounds of trees
+    masks: frozenset[
+        MaskKind
+    ]  # CAUSAL: steps and chains; TREE: rounds of trees; never BLOCK, which
+    # may lie across a length at which states are kept
     graph: GraphSupport
 
 
@@ -53,8 +56,9 @@ def unsupported_reasons(
         reasons.append(f"device {device_type}, of {', '.join(sorted(capabilities.device_types))}")
     if dtype not in capabilities.dtypes:
         reasons.append(f"dtype {dtype}, of {', '.join(sorted(map(str, capabilities.dtypes)))}")
-    names = sorted(known.value for known in capabilities.masks)
-    for mask in sorted(masks - capabilities.masks, key=lambda mask: mask.value):
+    known = capabilities.masks - {MaskKind.BLOCK}
+    names = sorted(mask.value for mask in known)
+    for mask in sorted(masks - known, key=lambda mask: mask.value):
         reasons.append(f"mask {mask.value}, of {', '.join(names)}")
     return reasons
 

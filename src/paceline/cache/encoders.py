@@ -1,7 +1,7 @@
 """EncoderGroup: the pages that hold the rows of requests' encoders.
 
 A request brings what its encoder reads, and the rows made of it neither grow nor change: pages for
-all of them are taken when it is admitted, its first step writes them, and they come back when it
+all of them are taken when it is admitted, written before its first step, and come back when it
 leaves.  Each request has its own: the prefix tree finds none.  Page size 4, an encoder of 6 rows:
 
     admitted    pages [3, 4], of which 8 rows are 6

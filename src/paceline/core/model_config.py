@@ -343,6 +343,13 @@ class CacheGroupSpec:
                 got=self.state_every,
                 remedy="the prefix tree finds states at the ends of its pages",
             )
+        if self.kind is CacheKind.ENCODER and self.window is not None:
+            raise ConfigError.about(
+                f"window of cache group '{self.name}'",
+                expected="None: every token sees all rows of its encoder",
+                got=self.window,
+                remedy="leave the window out of layers that read an encoder",
+            )
         if (self.kind is CacheKind.ENCODER) != bool(self.encoder_len):
             raise ConfigError.about(
                 f"encoder_len of cache group '{self.name}'",

@@ -62,7 +62,7 @@ class Parallel:
                 name,
                 expected=f"a divisor of {self.size}, or divisible by it",
                 got=total,
-                remedy="choose a parallel size that one divides the other",
+                remedy="choose a parallel size that divides it, or that is a multiple of it",
             )
         return Span(self.rank * total // self.size, 1, total)
 

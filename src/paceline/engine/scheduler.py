@@ -96,10 +96,11 @@ class Scheduler:
             )
         if request.input_rows:
             self._require_slots(request)
-        if request.encoder_len > self._cache.max_encoder_len:
+        most = self._cache.max_encoder_len
+        if request.encoder is not None and not (most and 0 <= request.encoder_len <= most):
             raise RequestError.about(
                 f"rows of an encoder that request '{request.request_id}' brings",
-                expected=f"at most {self._cache.max_encoder_len}, the model's max_encoder_len",
+                expected=f"at most {most}, the model's max_encoder_len",
                 got=request.encoder_len,
                 remedy="bring less for it to read; nothing where the model has no encoder",
             )

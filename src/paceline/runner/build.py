@@ -139,6 +139,7 @@ def build_parts(
         KVPool(group, num_pages, kv=kv, device=device)
         for group, num_pages in zip(paged, limits.num_pages[:num_paged], strict=True)
     ]
+    counts = limits.num_pages[num_paged : num_paged + num_recurrent]
     state_mixers = [
         _mixer(
             StatePool(group, num_slots, dtype=kv.dtype, device=device),
@@ -149,7 +150,7 @@ def build_parts(
             dtype=dtype,
         )
         for index, (group, num_slots) in enumerate(
-            zip(recurrent, limits.num_pages[num_paged:], strict=False), start=num_paged
+            zip(recurrent, counts, strict=True), start=num_paged
         )
     ]
     specs = [*groups, *(pool.spec for pool in proposer.pools)]
@@ -264,7 +265,8 @@ def _max_pages(spec: CacheGroupSpec, kv_len_bound: int) -> int:
     """Width of a group's page table."""
     if spec.kind is CacheKind.STATE:
         return NUM_SLOT_COLUMNS
-    return -(-(spec.encoder_len or kv_len_bound) // spec.page_size)
+    length = kv_len_bound if spec.encoder_len is None else spec.encoder_len + 1
+    return -(-length // spec.page_size)
 
 
 def _encoder(
@@ -282,7 +284,7 @@ def _encoder(
     if not own:
         return None
     specs = tuple(groups[index] for index in own)
-    length = config.max_encoder_len
+    length = config.max_encoder_len + 1  # a decode's token lies behind the rows, and is not read
     bounds = _backend_limits(
         config, specs, limits, length=length, device=device, dtype=dtype, kv=kv
     )
@@ -384,7 +386,7 @@ def _request_table(
         plug_ins=limits.logits_processors,
         overlay=overlay,
         rope_axes=config.rope_axes,
-        has_encoder=config.max_encoder_len > 0,
+        has_encoder=any(layer.reads_encoder for layer in config.layers),
         block_ends=block_ends,
     )
 

@@ -21,6 +21,8 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits
 from paceline.cache.pool import KVPool
+from paceline.core.errors import IntegrityError
+from paceline.core.input_rows import EncoderInput
 from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import StepView
@@ -46,6 +48,7 @@ class Encoder:
 
     groups: tuple[int, ...]  # [num_encoder_groups] of the step's view, one behind the other
     pools: tuple[KVPool, ...]  # [num_encoder_groups]
+    most_rows: int  # of a request
     layers: Mapping[int, LayerCache]  # by layer id of the model; spec.group counts ENCODER groups
     backend: AttentionBackend
     backend_buffers: Any
@@ -65,6 +68,7 @@ class Encoder:
         return cls(
             groups=groups,
             pools=tuple(pools),
+            most_rows=config.max_encoder_len,
             layers={cache.spec.layer_id: cache for cache in caches if cache is not None},
             backend=backend,
             backend_buffers=backend.make_buffers(replace(bounds, prefix_alone=True)),
@@ -75,7 +79,12 @@ class Encoder:
         them."""
         own = view.of(view.groups[self.groups[0] : self.groups[-1] + 1])
         own = replace(
-            own, mask=MaskKind.CAUSAL, tree_mask=None, visible_end=None, shares_prefix=False
+            own,
+            mask=MaskKind.CAUSAL,
+            tree_mask=None,
+            visible_end=None,
+            shares_prefix=False,
+            kv_len_bound=self.most_rows + view.max_extend_len,
         )
         return EncoderPlan(
             backend=self.backend,
@@ -83,20 +92,32 @@ class Encoder:
             plan=self.backend.plan(own, self.backend_buffers),
         )
 
-    def write(self, model: CausalLM, data: Tensor, table: RequestTable, row: int) -> None:
+    def write(self, model: CausalLM, given: EncoderInput, table: RequestTable, row: int) -> None:
         """Write the K and V that the model's layers make of what a request brings, once, before
         its first step.
 
-        data: on the host, as the model's encoder_kv takes it on the device; row: the request's, of
-        `table`, which has its pages.  Mutates the pools.
+        row: the request's, of `table`, which has its pages.  Mutates the pools.  Raises
+        IntegrityError where the model makes other rows, or of other layers, than were declared.
         """
-        device = table.token_ids.device
+        device, data = table.token_ids.device, given.data
         if device.type == "cuda":
             data = data.pin_memory()  # torch keeps it until the copy is done
-        for layer_id, k, v in model.encoder_kv(data.to(device, non_blocking=True)):
+        made = {
+            layer_id: (k, v)
+            for layer_id, k, v in model.encoder_kv(data.to(device, non_blocking=True))
+        }
+        lengths = {layer_id: (len(k), len(v)) for layer_id, (k, v) in made.items()}
+        if lengths != dict.fromkeys(self.layers, (given.num_rows, given.num_rows)):
+            raise IntegrityError.about(
+                f"rows of K and V that the model makes of encoder input {given.media_hash}",
+                expected=f"{given.num_rows} of each of the layers {sorted(self.layers)}",
+                got=lengths,
+                remedy="declare in num_rows what encoder_kv makes, for all layers that read it",
+            )
+        rows = torch.arange(given.num_rows, device=device)
+        for layer_id, (k, v) in made.items():
             layer = self.layers[layer_id]
             page_size = layer.k_cache.shape[1]
-            rows = torch.arange(k.shape[0], device=device)
             page_table = table.page_tables[self.groups[layer.spec.group]][row]
             pages = page_table.index_select(0, rows // page_size)
             slots = pages.long() * page_size + rows % page_size

@@ -142,7 +142,7 @@ class ModelRunner:
         parts = self._parts
         assert parts.encoder is not None, "the scheduler refuses rows where there is no encoder"
         with torch.inference_mode():
-            parts.encoder.write(parts.model, given.data, parts.table, row)
+            parts.encoder.write(parts.model, given, parts.table, row)
 
     def _receive(self, step: Step, size: PaddedSize, kind: RunKind) -> LaunchedStep:
         slot = self._outputs.slot(step.epoch)

@@ -47,7 +47,7 @@ class Parts:
     pools: tuple[KVPool, ...]  # [target's groups of tokens]; behind them stand its STATE and
     # ENCODER groups, and the drafter's groups
     committers: tuple[Committer, ...]  # of the target's groups of tokens, and of states
-    page_sizes: tuple[int, ...]  # [num_groups] tokens
+    page_sizes: tuple[int, ...]  # [num_groups] tokens; 0: its rows are not the step's tokens
     table: RequestTable
     buffers: StepBuffers
     taps: tuple[str, ...]

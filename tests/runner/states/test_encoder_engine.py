@@ -8,9 +8,9 @@ import torch
 from tiny_drafters import CHAIN, TREE, ngram, standalone
 from tiny_encoders import MOST_ROWS, EncoderEngine, rows_of, said_of
 from tiny_runner import random_prompts
-from tiny_states import output
+from tiny_states import StateEngine, output
 
-from paceline.core.errors import RequestError, SanitizerError
+from paceline.core.errors import IntegrityError, RequestError, SanitizerError
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN
 from paceline.core.step import JoinDelta, RunKind
@@ -94,7 +94,7 @@ def test_who_is_preempted_brings_its_rows_again(tiny, capture):
 
 
 def test_sixteen_ragged_requests_wait_for_pages_of_rows(tiny):
-    engine = EncoderEngine(tiny, num_encoded=8, chunk=11, budget=29)
+    engine = EncoderEngine(tiny, num_encoded=4, chunk=11, budget=29)
     rng = random.Random(5)
     for seed, prompt in enumerate(random_prompts([rng.randrange(1, 40) for _ in range(16)])):
         given = rows_of(seed, rng.randrange(MOST_ROWS + 1)) if seed % 4 else None
@@ -123,6 +123,25 @@ def test_rounds_read_the_rows_in_every_branch(tiny, shape, drafter, capture):
     engine.run()
     check(engine, tiny)
     assert any(step.is_round for step in engine.steps)
+
+
+@pytest.mark.parametrize("given", [rows_of(1, 0), rows_of(1, 2)], ids=["no rows", "rows"])
+def test_a_model_without_an_encoder_takes_no_input_for_one(tiny, given):
+    engine = StateEngine(tiny)
+    with pytest.raises(RequestError, match="must be at most 0, the model's max_encoder_len, got"):
+        engine.add(random_prompts([4])[0], 6, given)
+
+
+def test_a_model_that_makes_other_rows_than_were_declared_is_named(tiny):
+    engine = EncoderEngine(tiny)
+    given = rows_of(1, 3)
+    engine.add(random_prompts([4])[0], 6, replace(given, num_rows=2))
+    with pytest.raises(
+        IntegrityError,
+        match=r"rows of K and V that the model makes of encoder input 1 must be 2 of each of the "
+        r"layers \[4, 5\], got {4: \(3, 3\), 5: \(3, 3\)}; declare in num_rows",
+    ):
+        engine.run()
 
 
 def test_what_is_recorded_over_padding_reads_rows(tiny):
@@ -180,8 +199,8 @@ def test_more_rows_than_the_model_has_are_refused_and_others_go_on(tiny):
     engine.add(prompt, 6, rows_of(1, 2))
     with pytest.raises(
         RequestError,
-        match="rows of an encoder that request 'r1' brings must be at most 9, the model's "
-        "max_encoder_len, got 10; bring less for it to read",
+        match="rows of an encoder that request 'r1' brings must be at most 8, the model's "
+        "max_encoder_len, got 9; bring less for it to read",
     ):
         engine.add(prompt, 6, rows_of(2, MOST_ROWS + 1))
     engine.requests.pop()
