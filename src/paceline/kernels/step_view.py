@@ -80,6 +80,15 @@ class StepView:
         assert all(group.kv_lens is kv_lens for group in groups), "one plan has one length of a row"
         return replace(self, groups=groups, prefix_lens=groups[0].prefix_lens, kv_lens=kv_lens)
 
+    def at_tokens(self, table: Tensor) -> Tensor:
+        """[padded_tokens] what a table of the requests' tokens, [rows, max_tokens], has of each.
+
+        Device-only, static shapes.
+        """
+        rows = self.row_ids.index_select(0, self.req_ids)
+        places = rows * table.shape[1] + self.positions
+        return table.view(-1).index_select(0, places)
+
     @property
     def padded_reqs(self) -> int:
         return self.row_ids.shape[0]

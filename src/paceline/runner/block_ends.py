@@ -49,7 +49,5 @@ def derive_blocks(blocks: BlockEnds, view: StepView) -> None:
     Device-only, static shapes.
     """
     assert view.visible_end is not None, "the view is of a step that sees ahead"
-    rows = view.row_ids.index_select(0, view.req_ids)
-    places = rows * blocks.ends.shape[1] + view.positions
-    ends = blocks.ends.view(-1).index_select(0, places)
+    ends = view.at_tokens(blocks.ends)
     view.visible_end.copy_(torch.maximum(ends, view.positions + 1))

@@ -68,9 +68,7 @@ class Overlay:
 def derive_overlay(overlay: Overlay, view: StepView) -> None:
     """Fill view.overlay_slot: of each token the slot of its row.  Device-only, static shapes."""
     assert view.overlay_slot is not None, "the view is of a step that reads the overlay"
-    rows = view.row_ids.index_select(0, view.req_ids)
-    index = rows * overlay.slots.shape[1] + view.positions
-    view.overlay_slot.copy_(overlay.slots.view(-1).index_select(0, index))
+    view.overlay_slot.copy_(view.at_tokens(overlay.slots))
 
 
 def _runs(slots: Sequence[int]) -> Iterator[tuple[int, int]]:
