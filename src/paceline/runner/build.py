@@ -265,8 +265,12 @@ def _max_pages(spec: CacheGroupSpec, kv_len_bound: int) -> int:
     """Width of a group's page table."""
     if spec.kind is CacheKind.STATE:
         return NUM_SLOT_COLUMNS
-    length = kv_len_bound if spec.encoder_len is None else spec.encoder_len + 1
-    return -(-length // spec.page_size)
+    return -(-_rows_of_request(spec, kv_len_bound) // spec.page_size)
+
+
+def _rows_of_request(spec: CacheGroupSpec, kv_len_bound: int) -> int:
+    """What a row of its page table covers; behind an encoder's rows a decode counts its token."""
+    return kv_len_bound if spec.encoder_len is None else spec.encoder_len + 1
 
 
 def _encoder(
@@ -284,7 +288,7 @@ def _encoder(
     if not own:
         return None
     specs = tuple(groups[index] for index in own)
-    length = config.max_encoder_len + 1  # a decode's token lies behind the rows, and is not read
+    length = _rows_of_request(specs[0], limits.kv_len_bound)
     bounds = _backend_limits(
         config, specs, limits, length=length, device=device, dtype=dtype, kv=kv
     )
