@@ -135,14 +135,15 @@ class FlashInferMLABackend(AttentionBackend[FlashInferMLABuffers, FlashInferMLAP
         schedules, rings = {}, {}
         for spec in distinct_constants(limits.layers):
             for part in (Part.ALL, Part.PREFIX):
-                schedules[_key(part, spec)] = _bytes(schedule_bytes, device)
-                rings[_key(part, spec)] = LatentRing(
+                key = _key(part, spec)
+                schedules[key] = _bytes(schedule_bytes, device)
+                rings[key] = LatentRing(
                     library,
                     limits,
                     spec=spec,
                     part=part,
                     workspace=workspace,
-                    schedule=schedules[_key(part, spec)],
+                    schedule=schedules[key],
                     kv_indices=csrs[part].kv_indices[spec.group],
                 )
         return FlashInferMLABuffers(
@@ -165,15 +166,15 @@ class FlashInferMLABackend(AttentionBackend[FlashInferMLABuffers, FlashInferMLAP
         for part in limits.parts(step.mask):
             csr = buffers.csr(part)
             kv_lens = step.prefix_lens_bound if part is Part.PREFIX else step.kv_lens_bound
-            lens = csr_lens(kv_lens, limits.page_size)
+            lens, host_lens = (
+                csr_lens(kv_lens, limits.page_size),
+                torch.tensor(kv_lens, dtype=torch.int32),
+            )
             csr.kv_indptr[: layout.num_reqs + 1].copy_(lens.kv_indptr, non_blocking=True)
             csr.last_page_len[: layout.num_reqs].copy_(lens.last_page_len, non_blocking=True)
             shape = StepShape(part, step.mask, layout.num_reqs, layout.num_tokens)
             for spec in distinct_constants(limits.layers):
-                ring = buffers.rings[_key(part, spec)]
-                ring.plan(
-                    step.epoch, shape, qo_indptr, torch.tensor(kv_lens, dtype=torch.int32), lens
-                )
+                buffers.rings[_key(part, spec)].plan(step.epoch, shape, qo_indptr, host_lens, lens)
 
     def plan(self, view: StepView, buffers: FlashInferMLABuffers) -> FlashInferMLAPlan:
         """The page ids of every part that was planned for this step."""
@@ -182,9 +183,10 @@ class FlashInferMLABackend(AttentionBackend[FlashInferMLABuffers, FlashInferMLAP
         for part in buffers.limits.parts(view.mask):
             shape = StepShape(part, view.mask, view.padded_reqs, view.padded_tokens)
             for spec in distinct_constants(buffers.limits.layers):
-                ring = buffers.rings[_key(part, spec)]
-                if ring.planned is not None and ring.planned[0] == shape:
-                    wrappers[_key(part, spec)] = ring.planned[1]
+                key = _key(part, spec)
+                planned = buffers.rings[key].planned
+                if planned is not None and planned[0] == shape:
+                    wrappers[key] = planned[1]
             lists += derive_lists(view, buffers.csr(part), is_prefix=part is Part.PREFIX)
         return FlashInferMLAPlan(wrappers=wrappers, lists=tuple(lists))
 
