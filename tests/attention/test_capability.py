@@ -96,6 +96,14 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def test_kernels_of_one_generation_refuse_those_behind_it() -> None:
+    hopper = replace(NARROW, max_cuda_arch=(9, 9))
+    assert capability_reasons(hopper, FITS) == []
+    assert capability_reasons(hopper, replace(FITS, cuda_arch=(10, 0))) == [
+        "CUDA arch must be at most (9, 9), got (10, 0)"
+    ]
+
+
 def test_a_plan_on_the_host_does_not_know_the_lengths_of_encoders() -> None:
     planned = replace(NARROW, returns_lse=True, host_plan=True)
     assert capability_reasons(planned, FITS) == []

@@ -21,9 +21,11 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
         " or ".join(sorted(can.device_types)),
         want.device_type,
     )
-    if want.device_type == "cuda" and can.min_cuda_arch is not None:
-        arch = want.cuda_arch or (0, 0)
-        need(arch >= can.min_cuda_arch, "CUDA arch", f"at least {can.min_cuda_arch}", arch)
+    arch, least, most = want.cuda_arch or (0, 0), can.min_cuda_arch, can.max_cuda_arch
+    if want.device_type == "cuda" and least is not None:
+        need(arch >= least, "CUDA arch", f"at least {least}", arch)
+    if most is not None:
+        need(arch <= most, "CUDA arch", f"at most {most}", arch)
     need(want.dtype in can.dtypes, "dtype", sorted(map(str, can.dtypes)), want.dtype)
     kv_dtypes = can.kv_dtypes  # float8 beside a dtype that is refused would be no advice
     if want.dtype in can.dtypes:

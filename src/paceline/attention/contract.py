@@ -72,6 +72,9 @@ class Capabilities:
     # False claims that it never does, and is held to it by NaN in every dead slot
     tree_windows: bool = True  # masks windows in a tree too, where they follow the branch
     shares_prefixes: bool = False  # reads what many rows of a decode share once for several of them
+    max_cuda_arch: tuple[int, int] | None = (
+        None  # compute capability, of kernels for one generation
+    )
     latent_dims: frozenset[tuple[int, int]] | None = None  # where V lies in K: columns that both
     # have, and those of K alone.  None: head_dims says it all
 

@@ -138,9 +138,11 @@ def _common(prefill: Capabilities, decode: Capabilities) -> Capabilities:
     """What both can do.  Blocks are asked of `prefill` alone, other masks than the causal one of
     `decode`."""
     arches = [arch for arch in (prefill.min_cuda_arch, decode.min_cuda_arch) if arch is not None]
+    last = [arch for arch in (prefill.max_cuda_arch, decode.max_cuda_arch) if arch is not None]
     return Capabilities(
         device_types=prefill.device_types & decode.device_types,
         min_cuda_arch=max(arches, default=None),
+        max_cuda_arch=min(last, default=None),
         dtypes=prefill.dtypes & decode.dtypes,
         kv_dtypes=prefill.kv_dtypes & decode.kv_dtypes,
         page_sizes=_both(prefill.page_sizes, decode.page_sizes),

@@ -1,11 +1,21 @@
-"""Classes a user names as `package.module:Class`."""
+"""Modules and classes that may not be here: a library's, or those a user names as
+`package.module:Class`."""
 
 import importlib
+import importlib.util
 from typing import TypeVar
 
 from paceline.core.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def can_find(module: str) -> bool:
+    """Whether the import system knows the module; its own code is not run."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False  # the package in front of the dot
 
 
 def load_class(what: str, target: str, base: type[T]) -> type[T]:

@@ -5,7 +5,6 @@ Q and K the columns behind them: q.k + qv.v is the score.
 """
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -21,13 +20,13 @@ from paceline.attention.contract import (
 from paceline.attention.flash_attention import FlashAttentionBackend, VisibleKeys
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
+from paceline.core.plugins import can_find
 
 MODULES = (  # in this order
     "flash_attn_interface",
     "flash_attn_3.flash_attn_interface",
     "sgl_kernel.flash_attn",  # of the package sglang-kernel
 )
-LAST_ARCH = (9, 9)
 
 
 class FlashAttention3Library(Protocol):
@@ -61,6 +60,7 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
     capabilities = Capabilities(
         device_types=frozenset({"cuda"}),
         min_cuda_arch=(9, 0),
+        max_cuda_arch=(9, 9),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
         page_sizes=None,
@@ -80,14 +80,11 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether a build can be found."""
         reasons = super().unsupported_reasons(config)
-        arch = config.cuda_arch or (0, 0)
-        if arch > LAST_ARCH:
-            reasons.append(f"CUDA arch must be at most {LAST_ARCH}, got {arch}")
         if any(heads.v_in_k for heads in config.heads):
             for wanted, name in ((config.window, "sliding window"), (config.soft_cap, "soft cap")):
                 if wanted:
                     reasons.append(f"{name} must be absent with latents, got present")
-        if torch.cuda.is_available() and not any(map(_can_find, MODULES)):
+        if torch.cuda.is_available() and not any(map(can_find, MODULES)):
             reasons.append(f"one of {', '.join(MODULES)} must be importable, got none of them")
         return reasons
 
@@ -132,11 +129,3 @@ class FlashAttention3Backend(FlashAttentionBackend[FlashAttention3Library]):
         if isinstance(result, Tensor):
             return result, None
         return result[0], result[1]
-
-
-def _can_find(module: str) -> bool:
-    """Whether the import system knows the module; its own code is not run."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False  # the package in front of the dot

@@ -6,7 +6,6 @@ request by itself, with the pages of its request and the keys up to its own.
 """
 
 import importlib
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -26,13 +25,13 @@ from paceline.attention.held import OPAQUE
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
+from paceline.core.plugins import can_find
 from paceline.kernels.stand_in import multiprocessors
 from paceline.kernels.step_view import StepView
 
 MODULE = "sgl_kernel.flash_mla"  # of the package sglang-kernel
 PAGE_SIZE = 64
 TILE = 64  # query rows, heads counted
-LAST_ARCH = (9, 9)
 MOST_QUERIES = 16  # of a request in one call
 TOKENS_AT_ONCE = 1024  # of one call, which allocates float32 sums for each
 
@@ -103,6 +102,7 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
     capabilities = Capabilities(
         device_types=frozenset({"cuda"}),
         min_cuda_arch=(9, 0),
+        max_cuda_arch=(9, 9),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         kv_dtypes=frozenset({torch.bfloat16, torch.float16}),
         page_sizes=frozenset({PAGE_SIZE}),
@@ -122,10 +122,7 @@ class FlashMLABackend(AttentionBackend[FlashMLABuffers, FlashMLAPlan]):
     def unsupported_reasons(self, config: AttentionConfig) -> list[str]:
         """Capabilities, and whether the library is there when planning for this machine."""
         reasons = super().unsupported_reasons(config)
-        arch = config.cuda_arch or (0, 0)
-        if arch > LAST_ARCH:
-            reasons.append(f"CUDA arch must be at most {LAST_ARCH}, got {arch}")
-        if torch.cuda.is_available() and not _is_installed():
+        if torch.cuda.is_available() and not can_find(MODULE):
             reasons.append(f"{MODULE} must be importable, got no such module")
         return reasons
 
@@ -220,13 +217,6 @@ def _calls(
             )
         )
     return calls
-
-
-def _is_installed() -> bool:
-    try:
-        return importlib.util.find_spec(MODULE) is not None
-    except ModuleNotFoundError:
-        return False  # the package in front of the dot
 
 
 def _import_library() -> FlashMLALibrary:

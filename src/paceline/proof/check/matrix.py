@@ -7,10 +7,10 @@ workers do, after their environment is set.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 from paceline.attention.names import parse, singles
 from paceline.core.errors import ConfigError
+from paceline.core.plugins import can_find
 from paceline.proof.check.cell import CellResult, RunnerKind, Status
 from paceline.proof.check.filters import Filter
 from paceline.proof.check.workers import LastResult, Lost, Task, Workers
@@ -212,7 +212,7 @@ def absence(cell: Cell, device_type: str) -> str | None:
     """
     for name in singles(parse(cell.backend)):
         modules = LIBRARIES.get(name, ())
-        if device_type == "cuda" and modules and not any(map(_is_installed, modules)):
+        if device_type == "cuda" and modules and not any(map(can_find, modules)):
             return f"{name} needs the module {' or '.join(modules)}, which is not installed"
         if device_type == "cpu" and name == "triton" and not cell.case.is_interpreted:
             return "too large for Triton's interpreter; run it on a GPU"
@@ -237,13 +237,6 @@ def execute(cell: Cell, device_type: str) -> CellResult:
 
 
 HARNESS = Harness(prepare=prepare, resolve=resolve, execute=execute)
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # a package that should hold it
-        return False
 
 
 def _require_sound_device(result: CellResult) -> None:
