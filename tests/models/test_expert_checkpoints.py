@@ -111,24 +111,6 @@ def test_sinks_are_given_to_the_backend_in_float32(tmp_path: Path) -> None:
     assert torch.equal(sinks[2], theirs.model.layers[2].self_attn.sinks)
 
 
-def test_mxfp4_is_refused_with_what_to_do() -> None:
-    """The field as openai/gpt-oss-20b has it."""
-    quantization = {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"}
-    with pytest.raises(ModelError) as caught:
-        parse_config(GPT_OSS_CONFIG | {"quantization_config": quantization})
-    assert str(caught.value) == (
-        "config.json: quantization_config must be absent: MXFP4 weights are not supported, got "
-        "'mxfp4'; use a bfloat16 copy: load it in transformers with "
-        "quantization_config=Mxfp4Config(dequantize=True) and save_pretrained it"
-    )
-    assert "dequantize" in vars(transformers.Mxfp4Config())
-
-
-def test_another_quantisation_is_refused_as_everywhere() -> None:
-    with pytest.raises(ModelError, match=r"quantization_config must be absent, got .*'fp8'"):
-        parse_config(QWEN_CONFIG | {"quantization_config": {"quant_method": "fp8"}})
-
-
 def test_which_layers_have_experts_is_as_in_transformers() -> None:
     for sparse in (
         {},

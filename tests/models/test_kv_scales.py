@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.core.errors import ModelError, WeightsError
+from paceline.core.errors import WeightsError
 from paceline.core.parallel import Parallel
 from paceline.models.config import parse_config
 from paceline.models.kv_scales import has_kv_scales, kv_scale_name, read_kv_scales
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
+from paceline.models.quantized.config import read_quantization
 
 BLOCK = "model.layers.{}.self_attn."
 
@@ -37,6 +38,9 @@ def folder(tmp_path: Path) -> Path:
         ("model.layers.12.self_attn.v_scale", (12, "v")),
         ("model.layers.0.self_attn.k_proj.k_scale", (0, "k")),
         ("model.language_model.layers.1.self_attn.v_proj.v_scale", (1, "v")),
+        ("model.layers.2.self_attn.qkv_proj.v_scale", (2, "v")),
+        ("model.layers.2.self_attn.kv_scale", (2, "kv")),
+        ("model.layers.2.self_attn.k_proj.output_scale", (2, "k")),
         ("model.layers.0.self_attn.k_proj.v_scale", None),
         ("model.layers.0.self_attn.k_proj.weight_scale", None),
         ("model.layers.0.self_attn.q_scale", None),
@@ -58,6 +62,11 @@ def test_both_spellings_are_read(folder: Path) -> None:
     )
     assert has_kv_scales(folder)
     assert read_kv_scales(folder) == {(0, "k"): 0.5, (1, "v"): 0.25}
+
+
+def test_one_scale_may_be_of_both_sides(folder: Path) -> None:
+    add(folder, {BLOCK.format(1) + "kv_scale": torch.tensor(0.5)})
+    assert read_kv_scales(folder) == {(1, "k"): 0.5, (1, "v"): 0.5}
 
 
 @pytest.mark.parametrize("wrong", [[0.5, 0.5], [0.0], [-1.0], [float("nan")], [float("inf")]])
@@ -82,7 +91,8 @@ def test_a_checkpoint_with_scales_loads_the_same_weights(folder: Path) -> None:
         return list(model.parameters())
 
     before = weights()
-    add(folder, {BLOCK.format(1) + "k_scale": torch.tensor([0.5])})
+    unread = (f"{of}_scale" for of in ("q", "q_proj.q", "q_proj.output", "prob_output"))
+    add(folder, {BLOCK.format(1) + name: torch.tensor([0.5]) for name in ("k_scale", *unread)})
     after = weights()
     assert len(before) == len(after)
     assert all(map(torch.equal, before, after))
@@ -92,11 +102,7 @@ def test_a_config_that_quantises_the_cache_alone_is_read(folder: Path) -> None:
     config = locate(str(folder)).config
     cache = {"num_bits": 8, "type": "float", "strategy": "tensor"}
     quantised = {"quant_method": "compressed-tensors", "kv_cache_scheme": cache}
-    for same in (quantised, quantised | {"config_groups": {}}):
+    of_nothing = {"group_0": {"targets": ["Linear"], "weights": None}}
+    for same in (quantised, *(quantised | {"config_groups": own} for own in ({}, of_nothing))):
+        assert read_quantization({"quantization_config": same}) is None
         assert parse_config(config | {"quantization_config": same}) == parse_config(config)
-    for weights in (
-        quantised | {"config_groups": {"group_0": {"targets": ["Linear"]}}},
-        {"quant_method": "fp8"},
-    ):
-        with pytest.raises(ModelError, match="quantization_config must be absent"):
-            parse_config(config | {"quantization_config": weights})

@@ -344,8 +344,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "num_hidden_layers must be at most 10000, got 10*",
     ),
     "quantised": (
-        LLAMA | {"quantization_config": {"quant_method": "fp8"}},
-        "quantization_config must be absent, got .*fp8.*; use an unquantised checkpoint",
+        LLAMA | {"quantization_config": {"quant_method": "bitsandbytes"}},
+        "quantization_config.quant_method must be one of fp8, .*got 'bitsandbytes'",
     ),
     "activation": (
         LLAMA | {"hidden_act": "quick_gelu"},

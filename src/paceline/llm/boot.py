@@ -29,6 +29,7 @@ from paceline.llm.prepare import Prepared
 from paceline.models.causal_lm import CausalLM
 from paceline.models.kv_scales import kv_format
 from paceline.models.loader import load_model
+from paceline.models.quantized.config import read_quantization
 from paceline.models.size import weight_bytes
 from paceline.plan.assemble import Decided, assemble, decide, join_tokens
 from paceline.plan.budget_table import compare
@@ -196,6 +197,9 @@ def decide_parts(prepared: Prepared, knobs: Knobs) -> Decided:
     """What will be loaded and allocated.  Raises ModelError for scales that cannot be read."""
     options, source, notify = prepared.options, prepared.source, prepared.events
     _note_context(prepared.config, known(options.max_model_len), notify)
+    quantization = read_quantization(source.config)
+    if quantization is not None:
+        notify(Event("weights_dequantised", str(quantization)))
     decided = decide(
         prepared.config,
         options,

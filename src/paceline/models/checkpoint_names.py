@@ -4,7 +4,7 @@ import re
 
 from paceline.core.errors import WeightsError
 from paceline.models.architecture import Architecture
-from paceline.models.kv_scales import kv_scale_name
+from paceline.models.kv_scales import is_cache_scale
 
 _BODY = ("embed_tokens.", "layers.", "norm.")  # of checkpoints of the model without its head
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
@@ -35,7 +35,7 @@ def canonical_names(stored: list[str], file: Architecture, *, model: str) -> dic
 def canonical_name(name: str, file: Architecture) -> str | None:
     """None for a tensor that `file` ignores, and for the scales of an 8-bit KV cache, which
     `models.kv_scales` reads.  The language part of a multimodal model is below `language_model`."""
-    if kv_scale_name(name) is not None:
+    if is_cache_scale(name):
         return None
     if any(re.search(pattern, name) is not None for pattern in file.ignored):
         return None

@@ -12,6 +12,7 @@ from paceline.core.model_config import ModelConfig, RopeKind
 from paceline.core.options import DTYPES
 from paceline.models.config_layers import with_layers
 from paceline.models.fields import Fields
+from paceline.models.quantized.config import read_quantization
 from paceline.models.registry import ARCHITECTURES
 
 # model_type -> that of its text_config
@@ -28,9 +29,7 @@ def parse_config(
     """
     text = _text_config(config)
     fields = Fields(text)
-    _refuse_mxfp4(fields)
-    if not _quantizes_cache_only(fields.get("quantization_config")):
-        fields.refuse("quantization_config", "use an unquantised checkpoint")
+    read_quantization(config)
     fields.refuse("draft_vocab_size", "pass a draft head with --speculative-draft-model-path")
     fields.refuse("use_bidirectional_attention", "only causal language models are supported")
     model_type = text.get("model_type")
@@ -56,34 +55,13 @@ def parse_config(
     return _checked(ModelConfig(**common, **with_layers(parsed)), fields)
 
 
-def _refuse_mxfp4(fields: Fields) -> None:
-    """Raise ModelError for gpt-oss as released: 4-bit experts with shared exponents."""
-    quantization: dict[str, Any] = fields.nested("quantization_config")
-    if quantization.get("quant_method") == "mxfp4":
-        fields.fail(
-            "quantization_config",
-            "absent: MXFP4 weights are not supported",
-            "mxfp4",
-            remedy="use a bfloat16 copy: load it in transformers with "
-            "quantization_config=Mxfp4Config(dequantize=True) and save_pretrained it",
-        )
-
-
-def _quantizes_cache_only(quantization: object) -> bool:
-    """Whether a quantization_config leaves weights and activations alone: compressed-tensors with
-    a kv_cache_scheme and no group of layers."""
-    if not isinstance(quantization, Mapping):
-        return False
-    return bool(quantization.get("kv_cache_scheme")) and not quantization.get("config_groups")
-
-
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The language model's part; outer fields of a multimodal file count where it is silent."""
     outer_type = config.get("model_type")
     if not isinstance(outer_type, str) or outer_type not in _MULTIMODAL:
         return config
     inner = Fields(config).nested("text_config")
-    shared = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype", "quantization_config")
+    shared = ("eos_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
     outer = {name: config[name] for name in shared if config.get(name) is not None}
     model_type = _MULTIMODAL[outer_type]
     if inner.get("model_type", model_type) != model_type:

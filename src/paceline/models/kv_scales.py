@@ -12,21 +12,32 @@ from paceline.core.events import Event, Notify
 from paceline.core.options import FP8
 from paceline.models.checkpoint import Checkpoint, open_checkpoint
 
-# compressed-tensors and its forerunners: beside the attention block, or below its projections.
-_NAME = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj\.k|v_proj\.v|k|v)_scale$")
+# compressed-tensors, its forerunners and ModelOpt: beside the attention block, below its
+# projections, or, in older files, one for both sides, or what a projection's output was scaled by.
+_NAME = re.compile(
+    r"layers\.(\d+)\.self_attn\.(?:(?:k_proj\.|qkv_proj\.)?(k)_scale|(?:v_proj\.|qkv_proj\.)?(v)_scale"
+    r"|(kv)_scale|([kv])_proj\.output_scale)$"
+)
+# Of queries and of attention's weights, which stay in the model's dtype.
+_UNREAD = re.compile(r"self_attn\.((q_proj\.)?q_scale|q_proj\.output_scale|prob_output_scale)$")
 
 
 class ScaleName(NamedTuple):
     """What a tensor's name says."""
 
     layer: int
-    side: str  # "k" or "v"
+    sides: str  # "k", "v" or, of one scale for both, "kv"
 
 
 def kv_scale_name(name: str) -> ScaleName | None:
-    """The layer and side whose scale tensor `name` is; None when it is another tensor."""
+    """The layer and sides whose scale tensor `name` is; None when it is another tensor."""
     found = _NAME.search(name)
-    return None if found is None else ScaleName(int(found[1]), name[-len("k_scale")])
+    return None if found is None else ScaleName(int(found[1]), found[found.lastindex or 1])
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether tensor `name` is a scale of keys, values or queries, and no weight's."""
+    return kv_scale_name(name) is not None or _UNREAD.search(name) is not None
 
 
 def has_kv_scales(folder: Path) -> bool:
@@ -36,13 +47,19 @@ def has_kv_scales(folder: Path) -> bool:
 
 
 def read_kv_scales(folder: Path) -> dict[ScaleName, float]:
-    """Every scale in the checkpoint at `folder`: true value = stored value * scale.
+    """Every scale in the checkpoint at `folder`, by layer and one side: true value = stored value *
+    scale.
 
     Raises WeightsError for one that is not a single positive number.
     """
     with open_checkpoint(folder) as checkpoint:
         named = {name: kv_scale_name(name) for name in checkpoint.names}
-        return {at: _scale(checkpoint, name) for name, at in named.items() if at is not None}
+        return {
+            ScaleName(at.layer, side): _scale(checkpoint, name)
+            for name, at in named.items()
+            if at is not None
+            for side in at.sides
+        }
 
 
 def kv_format(name: str, weights: Path | None, *, num_layers: int, notify: Notify) -> KVFormat:

@@ -23,6 +23,8 @@ from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, ope
 from paceline.models.checkpoint_names import canonical_names, without_layers_behind
 from paceline.models.coverage import require_filled_once
 from paceline.models.locate import ModelSource
+from paceline.models.quantized.config import read_quantization
+from paceline.models.quantized.stored import Dequantised
 from paceline.models.registry import architecture
 from paceline.models.stacked_experts import UnstackedExperts
 
@@ -68,8 +70,11 @@ def load_model(
         return model
     with open_checkpoint(weights_folder(source)) as stored:
         checkpoint: StoredTensors = stored
+        quantization = read_quantization(source.config)
+        if quantization is not None:
+            checkpoint = Dequantised(stored, quantization, model=source.name)
         if file.names_experts:
-            checkpoint = UnstackedExperts(stored)
+            checkpoint = UnstackedExperts(checkpoint)
         rows = config.stored_vocab_size
         if rows is not None:
             checkpoint = PaddedTables(checkpoint, stored=rows, rows=config.vocab_size)

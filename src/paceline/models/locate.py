@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.near import did_you_mean
+from paceline.models.quantized.config import KEY, SIDE_FILES, from_side_file
 from paceline.models.weight_files import gguf_refusal
 
 _HERE = Path(__file__).parent
@@ -22,6 +23,7 @@ _SMALL_FILES = [
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    *SIDE_FILES,
 ]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
 _HUB_PAGE = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)(?=/|$)/*")
@@ -163,10 +165,21 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
         name=name,
         kind=kind,
         folder=folder,
-        config=_read_json(config_path),
+        config=_with_side_file(folder, _read_json(config_path)),
         generation_config=_read_json(generation) if generation.is_file() else {},
         tokenizer=tokenizer if tokenizer.is_file() else None,
     )
+
+
+def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Older files say beside config.json how weights are quantised."""
+    if config.get(KEY):
+        return config
+    for name in SIDE_FILES:
+        path = folder / name
+        if path.is_file():
+            return {**config, KEY: from_side_file(name, _read_json(path))}
+    return config
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.models.checkpoint import Checkpoint
+from paceline.models.checkpoint import StoredTensors
 
 _GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
 
@@ -27,7 +27,7 @@ class _Part:
 class UnstackedExperts:
     """A checkpoint in which stacked experts have names of their own; other tensors as they are."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: StoredTensors) -> None:
         self._checkpoint = checkpoint
         self._parts: dict[str, _Part | str] = {}
         for name in checkpoint.names:

@@ -13,6 +13,7 @@ from paceline.core.model_config import SOFTMAX, ModelConfig
 from paceline.core.options import EngineOptions, engine_options, named
 from paceline.core.parallel import Parallel
 from paceline.models.locate import ModelSource
+from paceline.models.quantized.scheme import Quantization
 from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
 from paceline.plan.budget_table import table
 from paceline.plan.contradictions import refuse_ranks
@@ -71,6 +72,7 @@ class Explanation:
 
     model: str
     config: ModelConfig
+    quantization: Quantization | None
     device: DeviceFacts
     speculation: Speculation | None
     resolution: Resolution
@@ -93,6 +95,7 @@ class Explanation:
         return {
             "model": self.model,
             "model_type": self.config.model_type,
+            "quantization": self.quantization and self.quantization.method,
             "device": {
                 "name": self.device.name,
                 "type": self.device.device_type,
@@ -141,6 +144,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
     return Explanation(
         model=target.source.name,
         config=config,
+        quantization=target.quantization,
         device=device,
         speculation=speculation,
         resolution=resolution,
@@ -183,6 +187,7 @@ def show(plan: Explanation) -> str:
     rows = [
         f"{plan.model}: {config.model_type}, {config.num_layers} layers, {' and '.join(mixers)}, "
         f"weights {gib(plan.fit.weights_bytes)}",
+        *([f"weights: {plan.quantization}"] if plan.quantization else []),
         str(plan.text),
         *([f"drafts: {plan.speculation}"] if plan.speculation else []),
         *([_PASSED] if plan.speculation and config.has_states else []),

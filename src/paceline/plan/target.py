@@ -10,6 +10,8 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions
 from paceline.models.config import parse_config
 from paceline.models.locate import ModelSource, locate
+from paceline.models.quantized.config import read_quantization
+from paceline.models.quantized.scheme import Quantization
 from paceline.plan.machine import local_device
 
 
@@ -18,6 +20,7 @@ class Target:
     source: ModelSource
     config: ModelConfig
     device: DeviceFacts
+    quantization: Quantization | None  # of the stored weights; None: they are plain numbers
 
 
 def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None) -> Target:
@@ -28,4 +31,5 @@ def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None
     source = locate(options.model, options.revision, weights=weights)
     config = parse_config(source.config, source.generation_config)
     device = local_device(options.device) if gpu is None else gpu_by_name(gpu)
-    return Target(source=source, config=config, device=device)
+    quantization = read_quantization(source.config)
+    return Target(source=source, config=config, device=device, quantization=quantization)

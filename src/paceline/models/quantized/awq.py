@@ -1,0 +1,64 @@
+"""AWQ, of the layout `gemm`: weights stored transposed, eight 4-bit codes in each word.
+
+qweight [K, N / 8] int32, qzeros [G, N / 8] int32, scales [G, N] float16
+W[n, k] = (code - zero) * scale
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.models.fields import Fields
+from paceline.models.quantized.scheme import (
+    Quantization,
+    Stored,
+    Weight,
+    refuse_settings,
+    refuse_weight,
+    require_shape,
+)
+
+PARTS = ("qweight", "qzeros", "scales")
+
+
+@dataclass(frozen=True, slots=True)
+class Awq(Quantization):
+    """All of it is told by the shapes."""
+
+    def weights(self, module: str, stored: Mapping[str, Stored]) -> list[Weight]:
+        from paceline.models.quantized.codes import awq
+
+        if not set(PARTS) & stored.keys():
+            return []
+        require_words(module, stored)
+        (columns, words), (rows_of_scales, rows) = stored["qweight"].shape, stored["scales"].shape
+        require_shape(module, "qweight", stored["qweight"], (columns, rows // 8))
+        require_shape(module, "qzeros", stored["qzeros"], (rows_of_scales, words))
+        group = group_of(module, columns, rows_of_scales)
+        return [Weight("weight", (rows, columns), PARTS, partial(awq, group=group))]
+
+
+def read_awq(fields: Fields) -> Awq:
+    """Raises ModelError."""
+    version = str(fields.get("version") or "gemm").lower()
+    fields = Fields({"version": version, "bits": fields.get("bits") or fields.get("w_bit")})
+    remedy = "use a checkpoint of 4 bits in AWQ's gemm layout"
+    refuse_settings(fields, {"version": ("gemm",), "bits": (4, None)}, remedy)
+    return Awq("awq")
+
+
+def require_words(module: str, stored: Mapping[str, Stored]) -> None:
+    """Raise WeightsError unless packed codes, packed zero points and scales are there."""
+    missing = [name for name in PARTS if name not in stored]
+    if missing:
+        refuse_weight(module, f"{', '.join(PARTS)}", f"no {', '.join(missing)}")
+    for name, dtypes in zip(PARTS, (("I32",), ("I32",), ("F16", "BF16", "F32")), strict=True):
+        if stored[name].dtype not in dtypes or len(stored[name].shape) != 2:
+            refuse_weight(module, f"'{name}' a matrix of {' or '.join(dtypes)}", stored[name])
+
+
+def group_of(module: str, columns: int, num_groups: int) -> int:
+    """Columns that share a scale."""
+    if columns % num_groups:
+        refuse_weight(module, f"'scales' for groups of one size of {columns} columns", num_groups)
+    return columns // num_groups

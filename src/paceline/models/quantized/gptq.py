@@ -1,0 +1,68 @@
+"""GPTQ: weights stored transposed, codes packed along the inputs, zero points along the outputs.
+
+qweight [K * bits / 32, N] int32, qzeros [G, N * bits / 32] int32, scales [G, N] float16,
+g_idx [K] int32: the group of each column
+W[n, k] = (code - zero) * scale
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.models.fields import Fields
+from paceline.models.quantized.awq import PARTS, group_of, require_words
+from paceline.models.quantized.scheme import (
+    Quantization,
+    Stored,
+    Weight,
+    refuse_settings,
+    refuse_weight,
+    require_shape,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq(Quantization):
+    bits: int
+    is_v2: bool  # what the file is called: where zero points are all alike, they tell
+
+    def weights(self, module: str, stored: Mapping[str, Stored]) -> list[Weight]:
+        from paceline.models.quantized.codes import gptq
+
+        if not set(PARTS) & stored.keys():
+            return []
+        require_words(module, stored)
+        (words, rows), (num_groups, rows_of_scales) = (
+            stored["qweight"].shape,
+            stored["scales"].shape,
+        )
+        columns = words * 32 // self.bits
+        if rows != rows_of_scales:
+            expected = f"'qweight' [inputs * {self.bits} / 32, {rows_of_scales}], as of GPTQ"
+            refuse_weight(module, expected, list(stored["qweight"].shape))
+        require_shape(module, "qzeros", stored["qzeros"], (num_groups, rows * self.bits // 32))
+        parts: tuple[str, ...] = PARTS
+        if "g_idx" in stored:
+            require_shape(module, "g_idx", stored["g_idx"], (columns,))
+            parts += ("g_idx",)
+        group = group_of(module, columns, num_groups)
+        make = partial(gptq, bits=self.bits, group=group, is_v2=self.is_v2)
+        return [Weight("weight", (rows, columns), parts, make)]
+
+
+def read_gptq(fields: Fields) -> Gptq:
+    """Raises ModelError."""
+    named = fields.get("checkpoint_format") or fields.get("format") or "gptq"
+    remedy = "use a checkpoint of 4 or 8 bits in the layout gptq or gptq_v2, without desc_act"
+    shown = Fields(
+        {
+            "bits": fields.get("bits"),
+            "checkpoint_format": named,
+            "dynamic": fields.get("dynamic") or None,
+            "desc_act": bool(fields.get("desc_act")) and not bool(fields.get("static_groups")),
+        },
+        "config.json: quantization_config",
+    )
+    served = {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2"), "dynamic": (None,)}
+    refuse_settings(shown, {**served, "desc_act": (False,)}, remedy)
+    return Gptq("gptq", shown.integer("bits"), named == "gptq_v2")

@@ -1,0 +1,98 @@
+"""Dequantised: a checkpoint of codes and scales, seen as one of plain numbers."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.core.errors import WeightsError
+from paceline.models.checkpoint import StoredTensors
+from paceline.models.quantized.scheme import Quantization, Stored, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    module: str
+    weight: Weight
+
+
+class Dequantised:
+    """Weights have the names that a plain checkpoint gives them; other tensors are as they are."""
+
+    def __init__(self, checkpoint: StoredTensors, quantization: Quantization, *, model: str):
+        """model: the name errors speak of.  Raises WeightsError for a weight that is incomplete,
+        and for a checkpoint that has none."""
+        self._checkpoint = checkpoint
+        self._made: dict[str, _Made] = {}
+        self._names: list[str] = []
+        for module, stored in _by_module(checkpoint).items():
+            weights = quantization.weights(module, stored)
+            used = {part for weight in weights for part in weight.parts}
+            if weights:
+                used |= quantization.unread(module, stored)
+            for weight in weights:
+                name = _joined(module, weight.name)
+                self._made[name] = _Made(module, weight)
+                self._names.append(name)
+            self._names += [_joined(module, name) for name in stored if name not in used]
+        if not self._made:
+            raise WeightsError.about(
+                f"weights of '{model}'",
+                expected=f"quantised by {quantization.method}, as config.json says",
+                got="no tensor of codes with scales",
+                remedy="take quantization_config out of config.json if the weights are plain",
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+        return self._names
+
+    @property
+    def num_made(self) -> int:
+        """Weights that are stored as codes."""
+        return len(self._made)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As of a plain checkpoint; reads no data."""
+        made = self._made.get(name)
+        return self._checkpoint.shape(name) if made is None else made.weight.shape
+
+    def dtype(self, name: str) -> str:
+        """As files spell it; what is made is float32."""
+        return self._checkpoint.dtype(name) if name not in self._made else "F32"
+
+    def tensor(self, name: str) -> Tensor:
+        """On the CPU.  Raises WeightsError for codes or scales that are no numbers."""
+        made = self._made.get(name)
+        if made is None:
+            return self._checkpoint.tensor(name)
+        parts = [_joined(made.module, part) for part in made.weight.parts]
+        try:
+            numbers: Tensor = made.weight.make(*map(self._checkpoint.tensor, parts))
+        except ValueError as error:
+            raise _broken(name, parts, str(error)) from error
+        if not bool(numbers.isfinite().all()):
+            raise _broken(name, parts, "a code or an exponent that stands for no number")
+        return numbers
+
+
+def _by_module(checkpoint: StoredTensors) -> dict[str, dict[str, Stored]]:
+    found: dict[str, dict[str, Stored]] = {}
+    for name in checkpoint.names:
+        module, _, last = name.rpartition(".")
+        stored = Stored(tuple(checkpoint.shape(name)), checkpoint.dtype(name))
+        found.setdefault(module, {})[last] = stored
+    return found
+
+
+def _joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+def _broken(name: str, parts: list[str], got: str) -> WeightsError:
+    return WeightsError.about(
+        f"the quantised weight '{name}'",
+        expected=f"finite numbers, and scales above 0, in {', '.join(parts)}",
+        got=got,
+        remedy="download it again, or ask for the file to be mended where it comes from",
+    )
