@@ -84,6 +84,12 @@ class EngineOptions:
         "--load-format",
         choices=LOAD_FORMATS,
     )
+    quantization: str | None = _of_model(
+        None,
+        str,
+        "How the checkpoint must store its weights (fp8, awq, gptq, ...; none: as plain numbers).",
+        "--quantization",
+    )
     max_model_len: int | None = _of_memory(
         None,
         int,

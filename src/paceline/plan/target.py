@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 
+from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts, gpu_by_name
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions
@@ -32,4 +33,17 @@ def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None
     config = parse_config(source.config, source.generation_config)
     device = local_device(options.device) if gpu is None else gpu_by_name(gpu)
     quantization = read_quantization(source.config)
+    _require_method(options, quantization)
     return Target(source=source, config=config, device=device, quantization=quantization)
+
+
+def _require_method(options: EngineOptions, found: Quantization | None) -> None:
+    method = "none" if found is None else found.method
+    if options.quantization not in (None, method):
+        raise ConfigError.about(
+            "quantization",
+            expected=f"{method!r}, as the config.json of '{options.model}' says",
+            got=repr(options.quantization),
+            remedy="leave --quantization out, or name a checkpoint that is stored so: none is "
+            "quantised when it is read",
+        )

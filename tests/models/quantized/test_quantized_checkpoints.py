@@ -15,6 +15,7 @@ from fake_context import FakeContext
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.core.errors import ConfigError
 from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
@@ -150,6 +151,10 @@ def test_an_engine_generates_with_it_and_says_how_it_is_stored(
     plan = explain_model({"model": str(quantised)}, gpu="h200")
     assert f"weights: {method}; codes become plain numbers" in show(plan)
     assert plan.to_json()["quantization"] == method
+    assert explain_model({"model": str(quantised), "quantization": method}, gpu="h200")
+    for model, asked, stored in ((quantised, "none", method), (folders[1], method, "none")):
+        with pytest.raises(ConfigError, match=f"quantization must be '{stored}', as .* '{asked}'"):
+            explain_model({"model": str(model), "quantization": asked}, gpu="h200")
     dense = transformers.AutoModelForCausalLM.from_pretrained(folders[1])
     dense.load_state_dict(by_definition(*folders))
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
