@@ -64,6 +64,22 @@ def test_every_rank_has_the_sum_in_order_whoever_is_late(size: int, dtype: torch
         assert ((result.double() - exact).abs() <= half_ulp * 1.01).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_float32_passes_an_exchange_of_any_dtype_unrounded(dtype: torch.dtype) -> None:
+    parts = torch.randn(2, 3, 2)
+    between = parts.to(dtype)  # turns of the box's own dtype, before and behind
+
+    def work(way: Exchange) -> Tensor:
+        own = between[way.rank]
+        sums = [all_reduce(each, way) for each in (own, parts[way.rank], own)]
+        assert [each.dtype for each in sums] == [dtype, torch.float32, dtype]
+        assert torch.equal(sums[0], sums[2])
+        return sums[1]
+
+    for found in on_ranks(2, work, dtype, capacity=12):
+        assert torch.equal(found, parts[0] + parts[1])
+
+
 def test_the_order_of_the_sum_is_that_of_the_ranks() -> None:
     parts = torch.tensor([[1e8], [1.0], [-1e8]])
     assert all_reduce_reference(parts).item() == 0.0
@@ -167,7 +183,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(op: Callable[[Tensor, Exchange]
 )
 def test_what_the_box_does_not_hold_is_refused(x: Tensor) -> None:
     [way, _] = open_exchange(2, 8, dtype=torch.float32, device=CPU)
-    with pytest.raises(KernelArgumentError, match=r"x must be torch\.float32 .* at most 8 on cpu"):
+    with pytest.raises(KernelArgumentError, match=r"x must be torch\.float32 .* at most 32 bytes on cpu"):
         all_reduce(x, way)
     with pytest.raises(KernelArgumentError, match="open the exchange for the largest step"):
         all_gather(x, 8, way)

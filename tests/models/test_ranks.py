@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError
 from paceline.core.model_config import LayerSpec, ModelConfig, RowPart, cache_group_specs
-from paceline.core.parallel import Parallel, Span, of_rank, rank_reasons, rank_sizes
+from paceline.core.parallel import Parallel, Span, of_rank, rank_sizes
 from paceline.kernels.all_reduce import open_exchange
 from paceline.kernels.custom_op import DispatchMode
 from paceline.layers.rank_sum import RankSum
@@ -29,7 +29,6 @@ CPU = torch.device("cpu")
 TOKENS = 24
 TOLERANCE = 1e-5  # of the largest logit: sums of float32 in another order
 EVEN = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # in place of odd ones
-ROW_NORMS = "olmo2-norms-behind"
 
 
 def config_of(case: str) -> ModelConfig:
@@ -101,11 +100,11 @@ def require_equal(ranks: list[Tensor], alone: Tensor) -> None:
     assert torch.equal(ranks[0].argmax(-1), alone.argmax(-1))
 
 
-CASES = sorted(tiny_checkpoints.CASES.keys() - {ROW_NORMS})
+CASES = sorted(tiny_checkpoints.CASES)
 
 
-def test_every_architecture_is_among_the_cases_but_the_refused_one() -> None:
-    assert {config_of(case).model_type for case in CASES} == ARCHITECTURES.keys() - {"olmo2"}
+def test_every_architecture_is_among_the_cases() -> None:
+    assert {config_of(case).model_type for case in CASES} == ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -267,12 +266,6 @@ def test_sizes_that_cannot_share_a_model_are_refused_with_every_reason() -> None
         "heads; choose one of these"
     )
     assert rank_sizes(config, 8) == [1, 2]
-
-
-def test_norms_over_all_heads_are_refused_not_computed_from_a_part() -> None:
-    config = config_of(ROW_NORMS)
-    assert rank_reasons(config, 2) == ["norms of Q and K are over all heads"]
-    assert rank_reasons(config, 1) == []
 
 
 def test_kv_heads_and_ranks_that_do_not_divide_each_other_are_refused() -> None:

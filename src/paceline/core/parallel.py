@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import SOFTMAX, LayerSpec, ModelConfig, QKNorm, RowPart
+from paceline.core.model_config import SOFTMAX, LayerSpec, ModelConfig, RowPart
 
 MOST_RANKS = 64  # words of shared memory, see runner/shared_memory.py
 
@@ -113,8 +113,6 @@ def rank_reasons(config: ModelConfig, size: int) -> list[str]:
             reasons.append(f"there are {q} heads")
         if not heads.v_in_k and kv % size and size % kv:
             reasons.append(f"there are {kv} KV heads")
-    if size > 1 and config.qk_norm is QKNorm.ROW:
-        reasons.append("norms of Q and K are over all heads")
     return reasons
 
 

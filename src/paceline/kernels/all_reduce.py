@@ -30,7 +30,8 @@ class Exchange:
     """One rank's way to the others."""
 
     rank: int
-    box: Tensor  # [2, ranks, capacity]  the activations' dtype; memory that all ranks see
+    box: Tensor  # [2, ranks, capacity]  the activations' dtype; memory that all ranks see; of an
+    # even capacity, so that float32 lies in it too
     sent: Tensor  # [ranks]  int64  messages that each rank has sent, or GONE; likewise
 
     @property
@@ -69,9 +70,9 @@ def _all_gather_cpu(x: Tensor, rank: int, box: Tensor, sent: Tensor, out: Tensor
 
 
 def _exchanged(x: Tensor, rank: int, box: Tensor, sent: Tensor) -> Tensor:
-    """[ranks, capacity] the messages of this turn, x among them."""
+    """[ranks, capacity, in x's dtype] the messages of this turn, x among them."""
     turn = int(sent[rank])
-    side = box[turn % 2]
+    side = box[turn % 2].view(x.dtype)
     side[rank, : x.numel()].copy_(x.reshape(-1))
     sent[rank] = turn + 1
     deadline = time.monotonic() + WAIT_S
@@ -115,7 +116,7 @@ _ALL_GATHER = define_op(
 def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
     """The sum of every rank's x, in a new tensor of its shape and dtype.
 
-    x: [tokens, hidden], the box's dtype.  Mutates the exchange.  Recordable: each run sends anew.
+    x: [tokens, hidden], the box's dtype or float32.  Mutates the exchange.  Recordable: each run sends anew.
     Raises KernelArgumentError, TimeoutError where a rank sends nothing, PacelineError where one has
     ended.
     """
@@ -138,10 +139,12 @@ def all_gather(x: Tensor, columns: int, exchange: Exchange) -> Tensor:
 
 def _check(x: Tensor, exchange: Exchange) -> None:
     box = exchange.box
-    if x.dim() != 2 or x.dtype != box.dtype or x.device != box.device or x.numel() > box.shape[2]:
+    is_kind = x.dtype in (box.dtype, torch.float32) and x.device == box.device
+    if x.dim() != 2 or not is_kind or x.nbytes > box.shape[2] * box.itemsize:
         reject(
             "x",
-            expected=f"{box.dtype} [rows, columns] of at most {box.shape[2]} on {box.device}",
+            expected=f"{box.dtype} or float32 [rows, columns] of at most "
+            f"{box.shape[2] * box.itemsize} bytes on {box.device}",
             got=x,
             remedy="open the exchange for the largest step",
         )

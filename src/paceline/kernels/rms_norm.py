@@ -16,11 +16,22 @@ from paceline.kernels.custom_op import Run, define_op
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False, wide: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    unit_offset: bool = False,
+    wide: bool = False,
+    mean_square: Tensor | None = None,
 ) -> Tensor:
-    """The definition.  x: [..., dim]; weight: [dim]; returns [..., dim] in x's dtype."""
+    """The definition.  x: [..., dim]; weight: [dim]; returns [..., dim] in x's dtype.
+
+    mean_square: [..., 1] float32, of rows of which x has a part; None: x has them whole.
+    """
     row = x.float()
-    normed = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + eps)
+    if mean_square is None:
+        mean_square = row.pow(2).mean(-1, keepdim=True)
+    normed = row * torch.rsqrt(mean_square + eps)
     if unit_offset:
         return (normed * (1.0 + weight.float())).to(x.dtype)
     if wide:

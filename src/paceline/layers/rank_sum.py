@@ -1,10 +1,13 @@
-"""RankSum: a block of which each rank computes a part, and the sum of the parts.
+"""RankSum: a block of which each rank computes a part, and the sum of the parts; `mean_squares`, of
+rows of which each holds a part.
 
 One process computes the whole, and has no RankSum: it runs no operation of it, and asks nothing.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
@@ -23,6 +26,15 @@ class RankSum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """As of `part`; x is the same on every rank, or its share of columns."""
         return all_reduce(self.part(x), self.exchange)
+
+
+def mean_squares(parts: Sequence[Tensor], exchange: Exchange) -> Sequence[Tensor]:
+    """[tokens, 1] float32 of each part [tokens, columns of this rank]: over the columns of all
+    ranks, of which each has as many.  Columns that several have count as often in the sum as in
+    their number."""
+    squares = [part.float().square().sum(1, keepdim=True) / part.shape[1] for part in parts]
+    total = all_reduce(torch.cat(squares, dim=1), exchange)
+    return total.div_(exchange.ranks).split(1, dim=1)
 
 
 def summed(part: nn.Module, parallel: Parallel, placement: Placement) -> Any:

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig, NormKind
-from paceline.kernels.rms_norm import add_rms_norm, rms_norm
+from paceline.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 from paceline.layers.parameter import Placement, empty_parameter
 
 
@@ -26,6 +26,19 @@ class RMSNorm(nn.Module):
     def in_place_(self, x: Tensor) -> None:
         """Normalise x [tokens, size], whose rows may be strided."""
         rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset, wide=self.wide, out=x)
+
+    def part_in_place_(self, x: Tensor, mean_square: Tensor) -> None:
+        """Normalise x [tokens, size], of rows of which other ranks hold the other parts.
+
+        mean_square: [tokens, 1] float32, of the whole rows.
+        """
+        offset, wide = self.unit_offset, self.wide
+        weight, eps = self.weight, self.eps
+        x.copy_(
+            rms_norm_reference(
+                x, weight, eps, unit_offset=offset, wide=wide, mean_square=mean_square
+            )
+        )
 
     def add(self, delta: Tensor, residual: Tensor) -> Tensor:
         """residual += delta, in place; returns the norm of the sum.  Both [tokens, size]."""

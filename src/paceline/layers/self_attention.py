@@ -7,13 +7,13 @@ then calls the backend.
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
-from paceline.core.parallel import Parallel, whole
+from paceline.core.parallel import Parallel, Span, whole
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear, QKVLinear
 from paceline.layers.parameter import Placement, empty_parameter
-from paceline.layers.rank_sum import summed
+from paceline.layers.rank_sum import mean_squares, summed
 from paceline.layers.rms_norm import RMSNorm
 
 
@@ -46,7 +46,10 @@ class SelfAttention(nn.Module):
             parallel=parallel,
             placement=placement,
         )
+        self.head_dim = dim
         self.heads = parallel.share(heads.num_heads, "num_heads")
+        self.kv_heads = parallel.share_kv(heads.num_kv_heads, "num_kv_heads")
+        self.exchange = placement.exchange
         out = Linear(
             self.heads.times(dim),
             whole(config.hidden_size),
@@ -73,6 +76,10 @@ class SelfAttention(nn.Module):
         )
         return out
 
+    def norm_rows(self) -> tuple[Span, Span]:
+        """Of the stored norms of Q and K, what is held: all, which is one head's."""
+        return whole(self.head_dim), whole(self.head_dim)
+
     def project(self, x: Tensor) -> list[Tensor]:
         """x [tokens, in_features] -> q, k, v, each [tokens, its heads, head_dim]."""
         return self.qkv(x)
@@ -86,16 +93,27 @@ class SelfAttention(nn.Module):
 
 
 class RowNormedAttention(SelfAttention):
-    """One layer whose norms of Q and K are each over all heads of a token."""
+    """One layer whose norms of Q and K are each over all heads of a token.  Ranks, which hold some
+    of them, add up their squares."""
 
     def project(self, x: Tensor) -> list[Tensor]:
         """As of `SelfAttention`, with q and k normalised."""
         q, k, v = self.qkv(x)
         assert self.q_norm is not None, "it has norms"
         assert self.k_norm is not None, "it has norms"
-        self.q_norm.in_place_(q.flatten(1))
-        self.k_norm.in_place_(k.flatten(1))
+        rows = q.flatten(1), k.flatten(1)
+        if self.exchange is None:
+            self.q_norm.in_place_(rows[0])
+            self.k_norm.in_place_(rows[1])
+        else:
+            of_q, of_k = mean_squares(rows, self.exchange)
+            self.q_norm.part_in_place_(rows[0], of_q)
+            self.k_norm.part_in_place_(rows[1], of_k)
         return [q, k, v]
 
     def head_norms(self) -> None:
         """None: `project` has applied them."""
+
+    def norm_rows(self) -> tuple[Span, Span]:
+        """Of all heads, those held."""
+        return self.heads.times(self.head_dim), self.kv_heads.times(self.head_dim)

@@ -33,6 +33,7 @@ import torch
 from msgspec import Struct
 
 from paceline.core.errors import ConfigError, PacelineError, message
+from paceline.core.frames import receive, send
 from paceline.core.options import EngineOptions
 from paceline.core.step import Step
 from paceline.kernels.all_reduce import GONE, Exchange
@@ -46,8 +47,6 @@ from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.shared_memory import BoxShape, FrameWriter, SharedMemory
 from paceline.runner.step_frames import LAYOUT, encode_step
-
-_HEAD_BYTES = 8  # of a told frame: its length
 
 
 class Setup(Struct, frozen=True, kw_only=True):
@@ -104,18 +103,12 @@ _T = TypeVar("_T", Started, Planned, Ready)
 
 def tell(file: IO[bytes], told: Told) -> None:
     """From a rank to its leader."""
-    frame = msgspec.msgpack.encode(told)
-    file.write(len(frame).to_bytes(_HEAD_BYTES, "little") + frame)
-    file.flush()
+    send(file, msgspec.msgpack.encode(told))
 
 
 def hear(file: IO[bytes]) -> Iterator[Told]:
     """What a rank tells, to its end."""
-    while len(head := file.read(_HEAD_BYTES)) == _HEAD_BYTES:
-        length = int.from_bytes(head, "little")
-        frame = file.read(length)
-        if len(frame) < length:  # it ended there
-            return
+    while (frame := receive(file)) is not None:
         told: Told = msgspec.msgpack.decode(frame, type=Told)
         yield told
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig, QKNorm
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import Parallel, Span
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.dense import DENSE
 from paceline.layers.embedding import Embedding
@@ -63,14 +63,16 @@ def _layers(
     by_row = config.qk_norm is QKNorm.ROW
     attention_type = RowNormedAttention if by_row else SelfAttention
 
-    def norm(count: int, head_dim: int) -> RMSNorm:
-        size = count * head_dim if by_row else head_dim
+    def norm(held: Span, head_dim: int) -> RMSNorm:
+        size = held.size * head_dim if by_row else head_dim
         return RMSNorm(size, config.rms_norm_eps, kind=config.norm, placement=placement)
 
     def make_layer(layer_id: int) -> nn.Module:
         heads = config.layers[layer_id].heads
         dim = heads.head_dim
-        norms = norm(heads.num_heads, dim), norm(heads.num_kv_heads, dim)
+        q = parallel.share(heads.num_heads, "num_heads")
+        kv = parallel.share_kv(heads.num_kv_heads, "num_kv_heads")
+        norms = norm(q, dim), norm(kv, dim)
         attention = attention_type(
             config,
             layer_id,

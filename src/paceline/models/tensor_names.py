@@ -32,8 +32,9 @@ def name_attention(layer: SelfAttention, prefix: str) -> Named:
     named = name_rows(layer.qkv, ("q_proj", "k_proj", "v_proj"), prefix)
     named |= name_linear(part_of(layer.out), f"{prefix}.o_proj")
     if layer.q_norm is not None and layer.k_norm is not None:
-        named[f"{prefix}.q_norm.weight"] = wholly(layer.q_norm.weight)
-        named[f"{prefix}.k_norm.weight"] = wholly(layer.k_norm.weight)
+        q_rows, k_rows = layer.norm_rows()
+        named[f"{prefix}.q_norm.weight"] = partly(layer.q_norm.weight, q_rows)
+        named[f"{prefix}.k_norm.weight"] = partly(layer.k_norm.weight, k_rows)
     if layer.sinks is not None:
         named[f"{prefix}.sinks"] = partly(layer.sinks, layer.heads)
     return named

@@ -118,13 +118,14 @@ def decide(
 
 
 def exchange_capacity(decided: Decided) -> int:
-    """Numbers of the largest message of a rank: rows of a step, or its columns of logits."""
+    """Numbers of the largest message of a rank: rows of a step, or its columns of logits; even."""
     config, limits, ranks = decided.config, decided.limits, decided.parallel.size
     draft = limits.draft
     scored = min(limits.max_tokens, max(1, PROMPT_BLOCK_ENTRIES // config.vocab_size))
     sampled = limits.padded_reqs * max(draft.num_draft_tokens, draft.reach)
     columns = -(-config.vocab_size // ranks)
-    return max(limits.max_tokens * config.hidden_size, max(scored, sampled) * columns)
+    most = max(limits.max_tokens * config.hidden_size, max(scored, sampled) * columns)
+    return most + most % 2
 
 
 def join_tokens(options: EngineOptions) -> int:
