@@ -143,6 +143,11 @@ class Admission:
             min_tokens=params.min_tokens,
         )
 
+    def prepare_structures(self) -> None:
+        """Make what no request should wait for (text/structured.py)."""
+        if self.structures is not None:
+            self.structures.prepare()
+
     def require_tokenizer(self) -> Tokenizer:
         """Raises ModelError for a model that brought none."""
         if self.tokenizer is None:

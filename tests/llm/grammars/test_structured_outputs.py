@@ -45,12 +45,17 @@ def test_there_are_sixty_schemas_that_jsonschema_takes_for_such() -> None:
 def test_hot_answers_are_valid_json_of_their_schema(
     answers: dict[str, list[CompletionOutput]], name: str
 ) -> None:
-    whole = [each for each in answers[name] if each.finish_reason is FinishReason.STOP]
-    assert whole, [each.text for each in answers[name]]
-    for answer in whole:
-        jsonschema.validate(json.loads(answer.text), SCHEMAS[name])
+    texts = [each.text for each in answers[name] if is_whole(each)]
+    assert texts, [each.text for each in answers[name]]
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMAS[name])
     for answer in answers[name]:
         assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), answer.error
+
+
+def is_whole(answer: CompletionOutput) -> bool:
+    """A number of many digits is one wherever max_tokens cut it."""
+    return answer.finish_reason is FinishReason.STOP or answer.text[-1:].isdigit()
 
 
 @pytest.mark.parametrize("name", REFUSED)
