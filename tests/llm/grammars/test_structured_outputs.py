@@ -14,7 +14,7 @@ from paceline.engine.outputs import CompletionOutput
 from paceline.engine.request import FinishReason
 from paceline.llm.llm import LLM
 
-HOT = SamplingParams(temperature=2.0, n=2, max_tokens=160)
+HOT = SamplingParams(temperature=2.0, n=2, max_tokens=120)
 PROMPT = "def answer():\n    return "
 
 
