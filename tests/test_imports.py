@@ -38,6 +38,7 @@ OPTIONAL = (
     "fastapi",
     "huggingface_hub",
     "jinja2",
+    "llguidance",
     "msgspec",
     "prometheus_client",
     "psutil",

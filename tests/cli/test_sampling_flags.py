@@ -9,6 +9,7 @@ from fake_engine import FakeEngine
 from paceline.cli.app import app
 from paceline.cli.sampling_flags import SAMPLING
 from paceline.core.sampling_params import SamplingParams
+from paceline.core.structured import StructuredOutputs, StructureKind
 
 
 def params_of(*words, verb=("generate", "--prompt", "x"), stdin=None):
@@ -44,6 +45,10 @@ TYPED = {
     "extra_args": ('--extra-args {"bias":2}', (("bias", 2),)),
     "seed": ("--seed 9", 9),
     "speculative": ("--speculative off", False),
+    "structured_outputs": (
+        '--structured-outputs {"regex":"a+"}',
+        StructuredOutputs(kind=StructureKind.REGEX, text="a+"),
+    ),
 }
 
 
@@ -73,3 +78,35 @@ def test_chat_takes_the_same_but_what_it_could_not_show():
         done = CliRunner().invoke(app, ["chat", flag, "1"], obj=FakeEngine(), input="a\n")
         assert done.exit_code == 2
         assert "No such option" in done.stderr
+
+
+def test_the_form_of_an_answer_is_typed_in_five_ways(tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "object"}\n')
+    grammar.write_text('start: "a"')
+    for words, value in {
+        ("--json-schema", str(schema)): ("json", '{"type": "object"}'),
+        ("--json-object",): ("json_object", ""),
+        ("--regex", "[0-9]+"): ("regex", "[0-9]+"),
+        ("--choice", "yes", "--choice", "no"): ("choice", '["yes", "no"]'),
+        ("--grammar", str(grammar)): ("grammar", 'start: "a"'),
+    }.items():
+        asked = params_of(*words).structured_outputs
+        assert (asked.kind, asked.text) == value
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--regex a --choice b", "structured_outputs must be one of json, json_object, regex"),
+        (
+            '--regex a --structured-outputs {"regex":"b"}',
+            "an answer has one form, got --structured",
+        ),
+    ],
+)
+def test_two_forms_at_once_are_refused(words, text):
+    verb = ["generate", "--prompt", "x", *words.split()]
+    done = CliRunner().invoke(app, verb, obj=FakeEngine())
+    assert done.exit_code != 0
+    assert text in done.output

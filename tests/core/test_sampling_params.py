@@ -5,6 +5,7 @@ import math
 import pickle
 from dataclasses import fields
 
+import msgspec
 import pytest
 
 from paceline.core.errors import RequestError
@@ -18,6 +19,19 @@ from paceline.core.sampling_params import (
 NESTED = functools.reduce(lambda inner, _: [inner], range(2000), [])
 
 WRONG_VALUES = [
+    ("structured_outputs", "a", "structured_outputs must be a mapping with one of json, json_obj"),
+    ("structured_outputs", {}, "structured_outputs must be one of json, json_object, regex, choi"),
+    ("structured_outputs", {"regex": "a", "choice": ["b"]}, "structured_outputs must be one of j"),
+    ("structured_outputs", {"regx": "a"}, "a key of structured_outputs must be one of json, jso"),
+    ("structured_outputs", {"regex": 3}, "structured_outputs.regex must be a text, got 3"),
+    ("structured_outputs", {"regex": ""}, "structured_outputs.regex must be not empty, got an "),
+    ("structured_outputs", {"json": 3}, "structured_outputs.json must be a schema or its text, g"),
+    ("structured_outputs", {"json": {"a": {3}}}, "structured_outputs.json must be a schema that "),
+    ("structured_outputs", {"json_object": 1}, "structured_outputs.json_object must be True, got"),
+    ("structured_outputs", {"choice": []}, "structured_outputs.choice must be a list of 1 to 40"),
+    ("structured_outputs", {"choice": "a"}, "structured_outputs.choice must be a list of 1 to 40"),
+    ("structured_outputs", {"choice": [""]}, "structured_outputs.choice must be of texts that ar"),
+    ("structured_outputs", {"grammar": "a" * (1 << 18)}, "structured_outputs.grammar must be at "),
     ("n", 0, "n must be an integer in 1..128, got 0"),
     ("n", 129, "n must be an integer in 1..128, got 129"),
     ("n", None, "n must be an integer in 1..128, got None"),
@@ -107,6 +121,27 @@ def test_params_are_hashable_and_picklable_and_normalised():
     assert isinstance(params.temperature, float)
     assert hash(params) == hash(pickle.loads(pickle.dumps(params)))
     assert SamplingParams(logit_bias=params.logit_bias).logit_bias == params.logit_bias
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        ({"json": {"type": "object"}}, "json", '{"type": "object"}'),
+        ({"json": " {} ", "regex": None}, "json", " {} "),
+        ({"json": False}, "json", "false"),
+        ({"json_object": True}, "json_object", ""),
+        ({"json_object": False, "regex": "a"}, "regex", "a"),
+        ({"choice": ("a", "b")}, "choice", '["a", "b"]'),
+        ({"choice": '["a"]'}, "choice", '["a"]'),
+        ({"grammar": "start: /a/"}, "grammar", "start: /a/"),
+    ],
+)
+def test_the_form_of_an_answer_is_kept_as_plain_text(value, kind, text):
+    params = SamplingParams(structured_outputs=value)
+    assert (params.structured_outputs.kind, params.structured_outputs.text) == (kind, text)
+    assert SamplingParams.from_dict({"structured_outputs": params.structured_outputs}) == params
+    packed = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(packed, type=SamplingParams) == params
 
 
 def test_extra_args_are_kept_hashable_by_name_at_any_depth():

@@ -3,6 +3,7 @@
 import json
 import re
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -89,9 +90,49 @@ def test_every_field_the_openai_client_knows_is_served_or_refused_by_name(theirs
         ({"top_logprobs": 21}, "top_logprobs must be an integer of at most 20, got 21", None),
         ({"max_token": 3}, "max_token must be a field of this endpoint, got an unknown one", None),
         (
-            {"response_format": {"type": "json_object"}},
-            'response_format must be null or {"type": "text"}, got {"type": "json_object"}; the',
+            {"response_format": {"type": "json"}},
+            "response_format.type must be one of 'json_object', 'json_schema' or 'text'",
             None,
+        ),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "json_schema must be there with type json_schema, and with no other, got nothing; send",
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"name": "a"}}},
+            "json_schema must be there with type json_schema, and with no other, got type json_obj",
+            "response_format.json_schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "schema must be present, got nothing; add it",
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"guided_regex": "a", "response_format": {"type": "json_object"}},
+            "response_format and guided_regex are two forms of one answer; send one of them",
+            "guided_regex",
+        ),
+        (
+            {"guided_json": {}, "guided_choice": ["a"]},
+            "guided_json and guided_choice are two forms of one answer; send one of them",
+            "guided_choice",
+        ),
+        (
+            {"prompt_logprobs": 1},
+            "prompt_logprobs must be null, got 1; ask /v1/completions for them",
+            "prompt_logprobs",
+        ),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "continuous_usage_stats needs include_usage to be true; set it, or leave continuous_",
+            "stream_options.continuous_usage_stats",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "", "thinking_blocks": [1]}]},
+            "thinking_blocks must be of an assistant's message, got one of role user; remove it",
+            "messages[0].thinking_blocks",
         ),
         ({"store": True}, "store must be null or false, got true; nothing is stored here", None),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls must be null or true or false", None),
@@ -141,7 +182,8 @@ def test_null_is_the_same_as_absent(kind, body):
 
 
 def served(request):
-    names = set(request.__struct_fields__) - set(refusals_of(type(request))) - {"extra_args"}
+    as_sent = {"extra_args", "guided_json", *refusals_of(type(request))}
+    names = set(request.__struct_fields__) - as_sent
     return {name: getattr(request, name) for name in names}
 
 
@@ -184,6 +226,9 @@ def test_sampling_fields_arrive_as_they_are():
         "stop": ["a"],
         "stop_token_ids": [7],
         "ignore_eos": True,
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "prompt_logprobs": 3,
         "seed": 5,
         "logit_bias": {"9": 1.5},
         "extra_args": {"length_decay": [20, 1.05]},
@@ -191,6 +236,91 @@ def test_sampling_fields_arrive_as_they_are():
     }
     body = read(CompletionRequest, COMPLETION | asked)
     assert sampling_of(body) == SamplingParams.from_dict(asked)
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {}},
+                }
+            },
+            {"json": "{}"},
+        ),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, {"regex": "a"}),
+        ({"structured_outputs": {"json": {"type": "null"}}}, {"json": '{"type": "null"}'}),
+        ({"structured_outputs": {"json": '{"a": "\\u00e9"}'}}, {"json": '{"a": "\\u00e9"}'}),
+        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, {"grammar": "start: /a/"}),
+        ({"guided_json": True}, {"json": "true"}),
+        ({"guided_json": "{}"}, {"json": "{}"}),
+        ({"guided_choice": ["a"]}, {"choice": ["a"]}),
+        ({"guided_grammar": "start: /a/"}, {"grammar": "start: /a/"}),
+    ],
+)
+def test_the_form_of_an_answer_may_be_asked_for_in_three_languages(kind, asked, meant):
+    body = read(kind, (CHAT if kind is ChatRequest else COMPLETION) | asked)
+    assert sampling_of(body) == replace(DEFAULTS[kind], structured_outputs=meant)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs must be one of json, json_object, regex,"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs must be one of json, json_object, regex, choice, grammar, got c",
+        ),
+        ({"guided_regex": ""}, "structured_outputs.regex must be not empty, got an empty text; l"),
+    ],
+)
+def test_a_form_that_says_nothing_or_two_things_is_refused(asked, text):
+    with pytest.raises(RequestError, match=re.escape(text)):
+        sampling_of(read(ChatRequest, CHAT | asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (
+            {"best_of": 2},
+            "best_of must be n (1), got 2; ask for n completions and choose among them",
+        ),
+        ({"best_of": 2, "n": 3}, "best_of must be n (3), got 2; ask for n completions and choose"),
+        (
+            {"echo": True, "logprobs": 1, "prompt_logprobs": 2},
+            "prompt_logprobs must be logprobs (1) where echo shows both, got 2; leave one of them",
+        ),
+        (
+            {"stream": True, "prompt_logprobs": 2},
+            "stream and prompt_logprobs exclude each other: a prompt's scores come in one piece;",
+        ),
+    ],
+)
+def test_numbers_that_must_agree_are_held_against_each_other(asked, text):
+    assert str(fault(CompletionRequest, COMPLETION | asked)).startswith(text)
+
+
+def test_best_of_n_is_n_and_no_token_is_shown_behind_an_echo_of_none():
+    assert sampling_of(read(CompletionRequest, COMPLETION | {"best_of": 3, "n": 3})).n == 3
+    body = read(CompletionRequest, COMPLETION | {"echo": True, "max_tokens": 0})
+    assert body.echoes_alone
+    assert sampling_of(body).max_tokens == 1
+    with pytest.raises(RequestError, match="max_tokens must be an integer of at least 1"):
+        sampling_of(read(CompletionRequest, COMPLETION | {"max_tokens": 0}))
+
+
+@pytest.mark.parametrize("value", [-1, 0])
+def test_top_k_of_none_keeps_every_token(value):
+    assert sampling_of(read(ChatRequest, CHAT | {"top_k": value})) == DEFAULTS[ChatRequest]
 
 
 def test_text_parts_are_joined_by_line_ends():

@@ -12,6 +12,7 @@ from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_
 from paceline.cli.interrupts import interrupts, until_stopped
 from paceline.cli.prompts import prompt_flags, read_prompts
 from paceline.cli.sampling_flags import GREEDY, sampling_flags, sampling_params
+from paceline.cli.structure_flags import asked_structure, structure_flags
 from paceline.cli.verb import Verb, examples
 from paceline.core.progress import INTERRUPTED, Progress
 
@@ -24,10 +25,12 @@ from paceline.core.progress import INTERRUPTED, Progress
         "paceline generate --model Qwen/Qwen3-8B --chat --prompt 'Why is the sky blue?'",
         "echo 'class Stack:' | paceline generate --prompt - --temperature 0.7 --seed 1 --n 3",
         "paceline generate --prompt-file start.py --max-model-len 2k --quiet",
+        "paceline generate --prompt 'x = ' --regex '[0-9]+'",
     ),
 )
 @prompt_flags
 @sampling_flags(max_tokens=(128, "a first look wants some lines"), temperature=GREEDY)
+@structure_flags
 @click.option(
     "--show-draft",
     is_flag=True,
@@ -50,7 +53,8 @@ def generate(ctx: click.Context, /, **values: Any) -> None:
     _refuse_unseen(values)
     # A seed that is typed is the request's own, as in the API.
     seed = {} if values["seed"] is None else {"seed": values["seed"]}
-    params, prompts = sampling_params(values, **seed), read_prompts(values)
+    params = sampling_params(values, **seed, **asked_structure(values))
+    prompts = read_prompts(values)
     requests = _conversations(prompts) if values["as_chat"] else prompts
     llm = start_engine(
         ctx,

@@ -40,14 +40,15 @@ def read_prompts(values: Mapping[str, Any]) -> list[str]:
     if typed.count(STDIN) > 1:
         raise click.UsageError("--prompt - reads stdin to its end: give it once")
     texts = [_from_stdin() if text == STDIN else text for text in typed]
-    return [*texts, *(_from_file(path) for path in files)]
+    return [*texts, *map(read_text, files)]
 
 
 def _from_stdin() -> str:
     return _decoded(sys.stdin.buffer.read(), "stdin")
 
 
-def _from_file(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A file less the newline at its end.  Raises UsageError for what is not UTF-8."""
     return _decoded(path.read_bytes(), str(path))
 
 

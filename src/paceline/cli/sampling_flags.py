@@ -97,6 +97,12 @@ SAMPLING = {
     "extra_args": _flag(
         "--extra-args", kind=Json(), help="Arguments of logits processors, as one JSON object."
     ),
+    "structured_outputs": _flag(
+        "--structured-outputs",
+        kind=Json(),
+        help='Form of the answer: \'{"json": {"type": "object"}}\'; or json_object, regex, choice, '
+        "grammar.",
+    ),
     "speculative": _flag(
         "--speculative", kind=click.Choice(("on", "off")), help="off: take no drafts."
     ),

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 from paceline.core.errors import RequestError
 from paceline.core.extra_args import ExtraArgs, extra_args
 from paceline.core.near import did_you_mean
+from paceline.core.structured import StructuredOutputs, structured_outputs
 
 MAX_COMPLETIONS = 128  # the OpenAI API's limit for n
 MAX_LOGPROBS = 20  # the OpenAI API's limit for top_logprobs
@@ -74,6 +75,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     speculative: bool = True  # False: take no drafts; the text is the same
+    structured_outputs: StructuredOutputs | None = None  # the form of the answer; {kind: text}
 
     def __post_init__(self) -> None:
         _check_integer("n", self.n, low=1, high=MAX_COMPLETIONS)
@@ -94,6 +96,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _bias_pairs(self.logit_bias))
         object.__setattr__(self, "extra_args", extra_args(self.extra_args))
+        wanted = structured_outputs(self.structured_outputs)
+        object.__setattr__(self, "structured_outputs", wanted)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error(
                 "min_tokens",

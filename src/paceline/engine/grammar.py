@@ -131,6 +131,8 @@ class Constraint:
         """What the caller's object raises ends its own request."""
         try:
             yield
+        except RequestError:  # it says itself what is wrong
+            raise
         except Exception as error:
             raise RequestError.about(
                 "grammar",

@@ -127,7 +127,7 @@ class Request:
         with requests of the same alone.
         """
         if constraint is not None:  # who masks its drafts would have to know them
-            params = replace(params, speculative=False)
+            params = replace(params, speculative=False, structured_outputs=None)
         num_prompt = len(prompt_ids)
         if positions is not None:
             keys = replace(keys, salt=(keys.salt, positions))

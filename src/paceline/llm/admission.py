@@ -15,7 +15,7 @@ from paceline.core.events import Event, Notify
 from paceline.core.input_rows import InputRows
 from paceline.core.model_config import ModelConfig
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.grammar import Constraint
+from paceline.engine.grammar import Constraint, Grammar
 from paceline.engine.request import ALIKE, Share
 from paceline.llm.embeds import read_embeds
 from paceline.llm.inputs import (
@@ -29,6 +29,7 @@ from paceline.llm.inputs import (
     spread_grammars,
 )
 from paceline.plan.processors import Processors, check_extra_args
+from paceline.text.structured import StructureCompiler
 from paceline.text.tokenizer import Tokenizer
 
 MAX_TOKENS_CUT = "max_tokens_cut"  # reason code
@@ -60,6 +61,7 @@ class Admission:
     has_blocks: bool = False  # prompts may bring blocks
     notify: Notify
     tokenizer_fault: str | None = None  # why there is none, where the model brings one
+    structures: StructureCompiler | None = None  # None: without a tokenizer
 
     def admit(
         self, prompts: object, params: object = None, grammar: object = None
@@ -120,7 +122,18 @@ class Admission:
         blocks.require(prompt_len=prompt_len)
 
     def _constraint(self, params: SamplingParams, grammar: object) -> Constraint | None:
-        found = as_grammar(grammar)
+        found: Grammar | None = as_grammar(grammar)
+        if params.structured_outputs is not None:
+            if found is not None:
+                raise RequestError.about(
+                    "grammar",
+                    expected="left out beside structured_outputs",
+                    got="both",
+                    remedy="pass one of them",
+                )
+            self.require_tokenizer()
+            assert self.structures is not None, "made with the tokenizer"
+            found = self.structures.grammar(params.structured_outputs)
         if found is None:
             return None
         return Constraint(
@@ -129,6 +142,11 @@ class Admission:
             stop_ids=params.all_stop_ids(self.config.eos_token_ids),
             min_tokens=params.min_tokens,
         )
+
+    def prepare_structures(self) -> None:
+        """Make what no request should wait for (text/structured.py)."""
+        if self.structures is not None:
+            self.structures.prepare()
 
     def require_tokenizer(self) -> Tokenizer:
         """Raises ModelError for a model that brought none."""

@@ -50,6 +50,7 @@ class AsyncEngine:
 
     def __init__(self, llm: LLM, *, max_queued: int = MAX_QUEUED) -> None:
         self._llm = llm
+        llm.admission.prepare_structures()  # now, while no other thread has to wait for it
         self._max_open = known(llm.prepared.options.max_num_seqs) + max_queued
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paceline-engine")

@@ -25,6 +25,7 @@ from paceline.plan.resolution import Resolution
 from paceline.plan.resolve import resolve
 from paceline.plan.speculation import Speculation, all_groups, plan_speculation
 from paceline.plan.target import find_target
+from paceline.text.structured import StructureCompiler
 from paceline.text.tokenizer import find_tokenizer, missing_tokenizer
 
 _LOG = logging.getLogger("paceline")
@@ -94,15 +95,21 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
     short = nearest_if_short(asked, resolution, fit, demands)
     require_fit(fit, None if short is None else short.advice())
     events = EventLog()
+    tokenizer = find_tokenizer(target.source.tokenizer, events)
     admission = Admission(
         config=config,
-        tokenizer=find_tokenizer(target.source.tokenizer, events),
+        tokenizer=tokenizer,
         processors=load_processors(resolution.options.logits_processors),
         context_len=known(resolution.options.max_model_len),
         dtype=getattr(torch, known(resolution.options.dtype)),
         has_blocks=resolution.options.prompt_blocks,
         notify=events,
         tokenizer_fault=missing_tokenizer(target.source.folder),
+        structures=None
+        if tokenizer is None
+        else StructureCompiler(
+            tokenizer, vocab_size=config.vocab_size, end_ids=config.eos_token_ids
+        ),
     )
     phases = phase_choices(demands.rank_config, resolution.options, facts, speculation)
     attention = one_backend(phases)

@@ -30,6 +30,7 @@ class Writer(ABC):
     id_prefix: str
     kind: str  # the `object` of an answer
     chunk_kind: str  # the `object` of a piece of a stream
+    counts_answer = True  # False: what was generated is not part of it
 
     @abstractmethod
     def opening(self, index: int) -> list[Document]:
@@ -55,6 +56,7 @@ class Job:
     stream: bool
     include_usage: bool
     writer: Writer
+    continuous_usage: bool = False  # in every chunk
     share: Share = ALIKE  # how it takes turns with others
     deadline: float | None = None  # by the loop's clock
 
@@ -67,6 +69,7 @@ class Job:
             stream=asked.stream,
             include_usage=asked.include_usage,
             writer=writer,
+            continuous_usage=asked.continuous_usage,
         )
 
 
@@ -75,22 +78,26 @@ class Usage:
     """Counts tokens as they come, and tells the meters of what has ended."""
 
     meters: Meters
+    counts_answer: bool = True
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def add(self, growth: RequestOutput) -> None:
-        self.completion_tokens += sum(len(each.token_ids) for each in growth.outputs)
+        if self.counts_answer:
+            self.completion_tokens += sum(len(each.token_ids) for each in growth.outputs)
         if growth.metrics is not None:
             self.prompt_tokens += growth.metrics.prompt_tokens
             self.cached_tokens += growth.metrics.cached_tokens
             self.meters.finished(growth.metrics)
 
-    def document(self) -> Document:
+    def document(self, prompt_tokens: int | None = None) -> Document:
+        """prompt_tokens: of what has not ended, too; they are counted when it has."""
+        asked = self.prompt_tokens if prompt_tokens is None else prompt_tokens
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": asked,
             "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "total_tokens": asked + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
@@ -101,7 +108,7 @@ async def answer(service: Service, job: Job, request: Request) -> Response:
         document = await unless_gone(request.receive, _whole(service, job))
         return Response(encoded(document), media_type="application/json")
     ticket = await _start(service, job)
-    usage = Usage(meters=service.meters)
+    usage = Usage(meters=service.meters, counts_answer=job.writer.counts_answer)
     return EventStream(_events(ticket, job, _envelope(service, job), usage))
 
 
@@ -135,7 +142,7 @@ async def _whole(service: Service, job: Job) -> Document:
         answers = sorted([each async for each in ticket], key=_by_index)
     finally:
         ticket.close()
-    usage = Usage(meters=service.meters)
+    usage = Usage(meters=service.meters, counts_answer=job.writer.counts_answer)
     choices: list[Document] = []
     for _, growth in answers:
         usage.add(growth)
@@ -152,15 +159,14 @@ def _by_index(news: tuple[int, RequestOutput]) -> int:
 async def _events(
     ticket: Ticket, job: Job, envelope: Document, usage: Usage
 ) -> AsyncGenerator[bytes, None]:
-    no_usage = {"usage": None} if job.include_usage else {}
     try:
         for index in range(len(job.prompts) * job.params.n):
             for choice in job.writer.opening(index):
-                yield event(encoded(envelope | {"choices": [choice]} | no_usage))
+                yield event(encoded(envelope | {"choices": [choice]} | _usage_so_far(job, usage)))
         async for at, growth in ticket:
             usage.add(growth)
             for choice in _pieces(job, at, growth):
-                yield event(encoded(envelope | {"choices": [choice]} | no_usage))
+                yield event(encoded(envelope | {"choices": [choice]} | _usage_so_far(job, usage)))
         if job.include_usage:
             yield event(encoded(envelope | {"choices": [], "usage": usage.document()}))
         yield event(b"[DONE]")
@@ -170,6 +176,13 @@ async def _events(
         yield event(encoded(as_api_error(error).document()))
     finally:
         ticket.close()
+
+
+def _usage_so_far(job: Job, usage: Usage) -> Document:
+    """What a chunk says of it."""
+    if job.continuous_usage:
+        return {"usage": usage.document(prompt_tokens=sum(map(len, job.prompts)))}
+    return {"usage": None} if job.include_usage else {}
 
 
 def _pieces(job: Job, at: int, growth: RequestOutput) -> Iterator[Document]:

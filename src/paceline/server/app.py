@@ -19,6 +19,7 @@ from paceline.server.errors import ApiError, add_error_handlers
 from paceline.server.life import Doorkeeper
 from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
 from paceline.server.meters import CONTENT_TYPE
+from paceline.server.parameters.ignored import HEADER
 from paceline.server.reader import CHAT, COMPLETIONS, Reading
 from paceline.server.request_id import RequestIds
 from paceline.server.service import Service
@@ -134,9 +135,12 @@ async def _answer(
         deadline=None if asked.deadline_s is None else began + asked.deadline_s,
     )
     try:
-        return await answer(service, job, request)
+        response = await answer(service, job, request)
     except ClientGone:
         return Response(status_code=_GONE)
+    if asked.ignored:
+        response.headers[HEADER] = ", ".join(asked.ignored)
+    return response
 
 
 class KeyGuard:

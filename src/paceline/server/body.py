@@ -12,7 +12,7 @@ from fastapi import Request
 from paceline.server.counts import Room, counted
 from paceline.server.errors import ApiError
 from paceline.server.faults import REMEDY, fault_of, not_json
-from paceline.server.wire import Wire
+from paceline.server.refusals import Wire
 
 LARGE = 1 << 16  # bytes: what a longer body holds is counted before it is built
 W = TypeVar("W", bound=Wire)

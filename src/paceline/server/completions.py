@@ -1,11 +1,13 @@
 """/v1/completions: prompts as text or token ids, answers as text."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.engine.request import FinishReason
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.answer import Document, Job, Writer
-from paceline.server.logprobs import completion_logprobs
+from paceline.server.logprobs import completion_logprobs, prompt_scores
 from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
@@ -15,18 +17,23 @@ def completion_job(service: Service, asked: Reading) -> Job:
     """What the engine is to do for prompts."""
     num_each = asked.sampling.get("n", 1)
     echoed = [text for text in asked.echoed for _ in range(num_each)]
-    return Job.of(asked, CompletionWriter(service.names, echoed))
+    kind = EchoWriter if asked.echoes_alone else CompletionWriter
+    return Job.of(asked, kind(service.names, echoed, tells_scores=asked.tells_scores))
 
 
 class CompletionWriter(Writer):
-    """Choices with `text`.  echoed: what comes before the answer of each choice, or nothing."""
+    """Choices with `text`.  echoed: what comes before the answer of each choice, or nothing.
+    tells_scores: of the prompt's tokens, in a field of their own."""
 
     id_prefix = "cmpl-"
     kind = chunk_kind = "text_completion"
 
-    def __init__(self, names: TokenNames, echoed: Sequence[str]) -> None:
+    def __init__(
+        self, names: TokenNames, echoed: Sequence[str], *, tells_scores: bool = False
+    ) -> None:
         self._names = names
         self._echoed = echoed
+        self._tells_scores = tells_scores
 
     def opening(self, index: int) -> list[Document]:
         return []
@@ -41,12 +48,15 @@ class CompletionWriter(Writer):
 
     def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
         is_first = completion.num_tokens_before == 0
-        return {
+        document = {
             "index": index,
             "text": self._echo(index) + completion.text if is_first else completion.text,
             "logprobs": self._logprobs(index, growth, completion),
             "finish_reason": completion.finish_reason,
         }
+        if self._tells_scores:
+            document["prompt_logprobs"] = prompt_scores(self._names, growth.prompt_logprobs or ())
+        return document
 
     def _echo(self, index: int) -> str:
         return self._echoed[index] if self._echoed else ""
@@ -65,3 +75,17 @@ class CompletionWriter(Writer):
             rows = [*growth.prompt_logprobs, *rows]
             offset = 0
         return completion_logprobs(self._names, tokens, rows, offset=offset)
+
+
+class EchoWriter(CompletionWriter):
+    """Choices that are their prompt: the one token that is made behind it is not shown."""
+
+    counts_answer = False
+
+    def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
+        scored = None if completion.logprobs is None else ()
+        made = replace(completion, text="", token_ids=(), logprobs=scored)
+        is_over = completion.finish_reason is not None
+        return super().whole(index, growth, made) | {
+            "finish_reason": FinishReason.LENGTH if is_over else None
+        }

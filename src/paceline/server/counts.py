@@ -14,8 +14,8 @@ from msgspec import UNSET, Raw
 
 from paceline.core.options import require_possible
 from paceline.server.errors import ApiError
-from paceline.server.refusals import refusals_of
-from paceline.server.wire import Wire, mixed_prompts
+from paceline.server.refusals import Wire, refusals_of
+from paceline.server.wire import mixed_prompts
 
 _MOST_BYTES = 1 << 19  # of a field that is no prompt; 32 stop strings of 1,024 characters fit
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)

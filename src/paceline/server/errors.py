@@ -128,5 +128,5 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 def _named_by(text: str) -> str | None:
     """The field an error of `core.errors.message` is about: its first word, when it is a name."""
-    name = text.partition(" must be ")[0].partition("[")[0]
+    name = text.partition(" must be ")[0].partition("[")[0].partition(".")[0]
     return name if name.isidentifier() else None

@@ -57,6 +57,26 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+def prompt_scores(
+    names: TokenNames, rows: Sequence[TokenLogprobs | None]
+) -> list[dict[str, Any] | None]:
+    """As vLLM writes prompt_logprobs: of each token {id: {logprob, rank, decoded_token}}, the
+    prompt's own first; null for the first token, which follows nothing."""
+    return [
+        None
+        if row is None
+        else {
+            str(token): {
+                "logprob": _finite(entry.logprob),
+                "rank": entry.rank,
+                "decoded_token": names.text(token),
+            }
+            for token, entry in row.items()
+        }
+        for row in rows
+    ]
+
+
 def _entry(names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
     name, utf8 = names.name(token_id), names.utf8(token_id)
     return {"token": name, "logprob": _finite(logprob), "bytes": utf8}

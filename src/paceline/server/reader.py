@@ -15,6 +15,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.server.body import decoded
 from paceline.server.counts import Room
 from paceline.server.errors import ApiError
+from paceline.server.parameters.ignored import sent_and_ignored
 from paceline.server.places import shortened
 from paceline.server.wire import ChatRequest, CompletionRequest, GenerationRequest
 from paceline.text.tokenizer import Tokenizer
@@ -32,6 +33,10 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     priority: int
     deadline_s: float | None
     echoed: list[str] = []  # the text of each prompt, where an answer begins with it
+    echoes_alone: bool = False  # and ends with it
+    tells_scores: bool = False  # prompt_logprobs are a field of the answer
+    continuous_usage: bool = False  # every chunk of a stream tells it
+    ignored: list[str] = []  # names of fields that were sent and not read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,12 +73,13 @@ class Reader:
         sampling = asked.sampling()
         SamplingParams.from_dict(sampling)  # raises for values out of range
         how = _how(asked)
+        ignored = [f"messages[].{name}" for name in sorted(sent_and_ignored(asked.messages))]
         messages = [message.for_template() for message in asked.messages]
         del asked  # which holds every text once more
         text = self._require_tokenizer().render_chat(messages)
         # The template alone decides on special tokens.
         ids = self._encode(text, sampling.get("max_tokens"), "messages", add_special_tokens=False)
-        return Reading(prompts=[ids], sampling=sampling, **how)
+        return Reading(prompts=[ids], sampling=sampling, ignored=ignored, **how)
 
     def _completions(self, body: bytes) -> Reading:
         asked = decoded(CompletionRequest, body, self.room)
@@ -93,6 +99,8 @@ class Reader:
             sampling=sampling,
             **_how(asked),
             echoed=[self._text(prompt) for prompt in asked.prompts] if asked.echo else [],
+            echoes_alone=asked.echoes_alone,
+            tells_scores=asked.prompt_logprobs is not None,
         )
 
     def _text(self, prompt: str | Sequence[int]) -> str:
@@ -139,6 +147,7 @@ def _how(asked: GenerationRequest) -> dict[str, Any]:
     return {
         "stream": bool(asked.stream),
         "include_usage": asked.include_usage,
+        "continuous_usage": asked.continuous_usage,
         "priority": asked.priority or 0,
         "deadline_s": asked.deadline_s,
     }

@@ -1,7 +1,7 @@
-"""Fields of the OpenAI API this server knows and does not serve.
+"""Objects that clients send, and the fields of the OpenAI API that this server does not serve.
 
-Each may be sent with null or with the value that asks for nothing; any other value is refused by
-name, never ignored.  Such a field is annotated with its Refusal and kept as the bytes that came:
+Each such field may be sent with null or with the value that asks for nothing; any other value is
+refused by name, never ignored.  It is annotated with its Refusal and kept as the bytes that came:
 nothing is built from them.
 """
 
@@ -52,6 +52,14 @@ def check_refusals(body: msgspec.Struct, place: Place) -> None:
                 param=written((*place, name)),
                 code="unsupported_parameter",
             )
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An object a client sends."""
+
+    def check(self, place: Place) -> None:
+        """Raise ApiError, 400, for what its types do not say.  place: of this object."""
+        check_refusals(self, place)
 
 
 def _is_one_of(sent: msgspec.Raw, allowed: tuple[object, ...]) -> bool:

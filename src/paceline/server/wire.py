@@ -11,12 +11,15 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.server.errors import ApiError
+from paceline.server.parameters.ignored import FromAnswers
+from paceline.server.parameters.rules import check_rules
+from paceline.server.parameters.structured import StructuredRequest
 from paceline.server.places import Place, written
-from paceline.server.refusals import Refusal, Unserved, as_sent, check_refusals
+from paceline.server.refusals import Refusal, Unserved, Wire, as_sent
 
 MAX_MESSAGES = 2048  # the OpenAI API's limit; of the parts of a message, too
 MAX_METADATA = 16  # the OpenAI API's limit
@@ -32,23 +35,16 @@ _OBJECT = {"type": ["object", "null"], "description": "of the server's logits pr
 TokenIds = Annotated[list[int], Meta(min_length=1)]
 
 
-class Wire(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An object a client sends."""
-
-    def check(self, place: Place) -> None:
-        """Raise ApiError, 400, for what its types do not say.  place: of this object."""
-        check_refusals(self, place)
-
-
 class StreamOptions(Wire, frozen=True, kw_only=True):
     """How a stream ends."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # in every chunk, of what has come
 
     include_obfuscation: Annotated[Unserved, Refusal((False,), "chunks are not padded")] = UNSET
 
 
-class GenerationRequest(Wire, frozen=True, kw_only=True, dict=True):
+class GenerationRequest(StructuredRequest, frozen=True, kw_only=True, dict=True):
     """What both endpoints take."""
 
     model: str
@@ -72,6 +68,8 @@ class GenerationRequest(Wire, frozen=True, kw_only=True, dict=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     extra_args: Annotated[Raw | UnsetType, Meta(extra_json_schema=_OBJECT)] = UNSET
     speculative: bool | str | None = None  # "on", "off" or a bool
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
@@ -81,9 +79,10 @@ class GenerationRequest(Wire, frozen=True, kw_only=True, dict=True):
         Wire.check(self, place)
         if self.stream_options is not None:
             self.stream_options.check((*place, "stream_options"))
-            if not self.stream:
-                text = "stream_options needs stream to be true; set it, or leave stream_options out"
-                raise ApiError(400, text, param="stream_options")
+            check_rules(self.stream_options, "stream_options.")
+        if self.response_format is not None:
+            self.response_format.check((*place, "response_format"))
+        check_rules(self)
         _ = self._own_args
 
     @cached_property
@@ -105,9 +104,14 @@ class GenerationRequest(Wire, frozen=True, kw_only=True, dict=True):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and bool(self.stream_options.continuous_usage_stats)  # type: ignore[union-attr]
+
     def _sampling(self, **own: int | None) -> dict[str, Any]:
         """What was not left out.  own: what the endpoints name each in its way."""
-        asked = {name: getattr(self, name) for name in _SAMPLING} | {"extra_args": self._own_args}
+        asked = {name: getattr(self, name) for name in _SAMPLING}
+        asked |= {"extra_args": self._own_args, "structured_outputs": self.form}
         return {name: value for name, value in asked.items() if value is not None} | own
 
 
@@ -123,10 +127,9 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]  # of one type
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    best_of: int | None = None  # as many as n
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    best_of: Annotated[Unserved, Refusal((1,), "ask for n completions and choose among them")] = (
-        UNSET
-    )
     suffix: Annotated[Unserved, Refusal(("",), "this server continues a text, it fills no gap")] = (
         UNSET
     )
@@ -140,15 +143,45 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     def sampling(self) -> dict[str, Any]:
         """For SamplingParams.from_dict, which checks them."""
         echoed = self.logprobs if self.echo else None
-        return self._sampling(logprobs=self.logprobs, prompt_logprobs=echoed)
+        scored = self.prompt_logprobs if echoed is None else echoed
+        alone = {"max_tokens": 1} if self.echoes_alone else {}
+        return self._sampling(logprobs=self.logprobs, prompt_logprobs=scored, **alone)
+
+    @property
+    def echoes_alone(self) -> bool:
+        """Whether the prompt itself is the answer: a token is made, and not shown."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def check(self, place: Place) -> None:
         GenerationRequest.check(self, place)
+        self._check_numbers()
         if isinstance(self.prompt, str) or len(set(map(type, self.prompt))) == 1:
             return
         first = type(self.prompt[0])
         index = next(at for at, each in enumerate(self.prompt) if type(each) is not first)
         raise mixed_prompts(index)
+
+    def _check_numbers(self) -> None:
+        """Of two fields that must say the same.  Raises ApiError."""
+        wanted = self.n or 1
+        if self.best_of not in (None, wanted):
+            raise ApiError.about(
+                "best_of",
+                expected=f"n ({wanted})",
+                got=self.best_of,
+                remedy="ask for n completions and choose among them",
+                param="best_of",
+                code="unsupported_parameter",
+            )
+        scored = self.logprobs if self.echo else None
+        if scored is not None and self.prompt_logprobs not in (None, scored):
+            raise ApiError.about(
+                "prompt_logprobs",
+                expected=f"logprobs ({scored}) where echo shows both",
+                got=self.prompt_logprobs,
+                remedy="leave one of them out",
+                param="prompt_logprobs",
+            )
 
 
 def mixed_prompts(index: int) -> ApiError:
@@ -167,7 +200,7 @@ class TextPart(Wire, frozen=True, kw_only=True):
     text: str
 
 
-class Message(Wire, frozen=True, kw_only=True):
+class Message(FromAnswers, frozen=True, kw_only=True):
     """One turn of a conversation; its content is a text, or a list of text parts, joined by line
     ends.
     """
@@ -219,9 +252,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         Unserved, Refusal(("in_memory",), "prefixes are kept in memory")
     ] = UNSET
     reasoning_effort: Annotated[Unserved, Refusal(("none",), "ask for it in a message")] = UNSET
-    response_format: Annotated[
-        Unserved, Refusal(({"type": "text"},), "the answer is free text")
-    ] = UNSET
+    prompt_logprobs: Annotated[Unserved, Refusal((), "ask /v1/completions for them")] = UNSET
     service_tier: Annotated[Unserved, Refusal(("auto", "default"), "there is one tier")] = UNSET
     store: Annotated[Unserved, Refusal((False,), "nothing is stored here")] = UNSET
     tool_choice: Annotated[Unserved, Refusal(("none", "auto"), _NO_TOOLS)] = UNSET
@@ -233,13 +264,6 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         GenerationRequest.check(self, place)
         for index, each in enumerate(self.messages):
             each.check((*place, "messages", index))
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            both = "max_tokens and max_completion_tokens"
-            text = f"{both} are two names of one limit; send one of them"
-            raise ApiError(400, text, param="max_completion_tokens")
-        if self.top_logprobs is not None and not self.logprobs:
-            text = "top_logprobs needs logprobs to be true; set it, or leave top_logprobs out"
-            raise ApiError(400, text, param="top_logprobs")
 
     def sampling(self) -> dict[str, Any]:
         """For SamplingParams.from_dict, which checks them; without a limit to the rest of the

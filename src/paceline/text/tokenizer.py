@@ -87,6 +87,10 @@ class Tokenizer:
         """What each id stands for."""
         return {index: token for token, index in self._core.get_vocab(True).items()}
 
+    def to_json(self) -> str:
+        """The content of a tokenizer.json that makes the same tokens."""
+        return self._core.to_str()
+
     @property
     def bos_token_id(self) -> int | None:
         return self._special_id("bos_token")

@@ -1,0 +1,1 @@
+"""What a request may ask for: rules between its fields, and the table of all of them."""

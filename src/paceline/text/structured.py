@@ -1,0 +1,158 @@
+"""StructureCompiler: grammars of the forms that answers must have, by llguidance.
+
+A grammar of a text is made once, and requests have forks of it.  What llguidance does not know of
+a JSON schema is refused by its name, never left out.  Making one gives the interpreter's lock free,
+so that other threads run meanwhile; the tokenizer's own form, made once, does not (`prepare`).
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.errors import RequestError
+from paceline.core.structured import StructuredOutputs, StructureKind
+from paceline.text.tokenizer import Tokenizer
+
+_MOST_KEPT = 32  # grammars
+_MAX_TOLD = 300  # characters of what llguidance says
+_ANY_OBJECT = '{"type": "object"}'
+# Between the parts of a JSON text: no model can say blanks for ever.  A schema's own "x-guidance"
+# does not count.
+_JSON_OPTIONS: Any = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+# A mask is made between two steps: what would take tens of milliseconds ends its request instead.
+_LIMITS: dict[str, Any] = {
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+class StructureCompiler:
+    """Owns the grammars of one model's tokenizer, the last that were asked for.  Thread-safe.
+
+    vocab_size: tokens the model's masks have, at most; end_ids: what ends an answer, allowed where
+    its form is whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = max(vocab_size, tokenizer.vocab_size)
+        self._end_ids = [token for token in end_ids if token < self._vocab_size]
+        self._made: OrderedDict[StructuredOutputs, StructuredGrammar] = OrderedDict()
+        self._lock = Lock()  # of the two above
+
+    def prepare(self) -> None:
+        """Make the tokenizer's form now: seconds of a large vocabulary, in which no other thread
+        runs."""
+        with self._lock:
+            _ = self._core
+
+    def grammar(self, wanted: StructuredOutputs) -> "StructuredGrammar":
+        """Raises RequestError for a text that is no grammar, or one of parts that are not known."""
+        self.prepare()
+        with self._lock:
+            found = self._made.get(wanted)
+            if found is not None:
+                self._made.move_to_end(wanted)
+                return found
+        made = self._make(wanted)
+        with self._lock:
+            self._made[wanted] = made
+            while len(self._made) > _MOST_KEPT:
+                self._made.popitem(last=False)
+        return made
+
+    @cached_property
+    def _core(self) -> Any:
+        import llguidance
+
+        end_ids = self._end_ids or [self._tokenizer.eos_token_id or 0]
+        return llguidance.LLTokenizer(
+            self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=end_ids
+        )
+
+    def _make(self, wanted: StructuredOutputs) -> "StructuredGrammar":
+        import llguidance
+
+        try:
+            told = _told(wanted)
+        except (ValueError, RecursionError) as error:
+            raise _error(wanted.kind, str(error)) from error
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        matcher = llguidance.LLMatcher(self._core, told, log_level=0, limits=limits)
+        fault = matcher.get_error() or " ".join(matcher.get_grammar_warnings())
+        if fault:
+            raise _error(wanted.kind, fault)
+        return StructuredGrammar(matcher, wanted.kind)
+
+
+class StructuredGrammar:
+    """One grammar where it stands: engine/grammar.py says what its methods are for."""
+
+    def __init__(self, matcher: Any, kind: StructureKind) -> None:
+        self._matcher = matcher
+        self._kind = kind
+
+    def fork(self) -> "StructuredGrammar":
+        return StructuredGrammar(self._matcher.deep_copy(), self._kind)
+
+    def fill(self, words: NDArray[np.int32]) -> None:
+        """words: [ceil(vocab / 32)] of the model, whose vocabulary may be the smaller one."""
+        told = self._matcher.compute_bitmask()
+        self._require_sound()
+        words[:] = np.frombuffer(told, dtype="<i4")[: len(words)]
+
+    def accept(self, token: int) -> None:
+        self._matcher.consume_token(token)
+        self._require_sound()
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def _require_sound(self) -> None:
+        if self._matcher.is_error():
+            raise _error(self._kind, self._matcher.get_error())
+
+
+def _told(wanted: StructuredOutputs) -> str:
+    """In llguidance's words.  Raises ValueError, RecursionError."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    kind, text = wanted.kind, wanted.text
+    told: str
+    if kind is StructureKind.REGEX:
+        told = LLMatcher.grammar_from_regex(text)
+    elif kind is StructureKind.CHOICE:
+        words = " | ".join(map(json.dumps, json.loads(text)))
+        told = LLMatcher.grammar_from_lark(f"start: {words}")
+    elif kind is StructureKind.GRAMMAR:
+        try:
+            told = LLMatcher.grammar_from_lark(any_to_lark(text))
+        except GbnfToLarkError as error:
+            raise ValueError(str(error)) from error
+    else:
+        schema = json.loads(_ANY_OBJECT if kind is StructureKind.JSON_OBJECT else text)
+        # The two schemas that are no objects: everything, and nothing.
+        schema = {} if schema is True else {"enum": []} if schema is False else schema
+        told = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+    return told
+
+
+def _error(kind: StructureKind, fault: str) -> RequestError:
+    told = " ".join(fault.split())
+    return RequestError.about(
+        f"structured_outputs.{kind}",
+        expected="a form that can be followed token by token",
+        got=f"{told:.{_MAX_TOLD}}",
+        remedy="leave that part out or write it in another way",
+    )

@@ -1,0 +1,168 @@
+"""Grammars of the forms of answers: masks are llguidance's own decision for every token."""
+
+import random
+
+import llguidance
+import llguidance.hf
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Core
+from transformers import PreTrainedTokenizerFast
+
+from paceline.core.errors import RequestError
+from paceline.core.structured import StructureKind, structured_outputs
+from paceline.engine.grammar import Grammar
+from paceline.models.locate import BUNDLED_FOLDER as BUNDLED
+from paceline.text.structured import StructureCompiler
+from paceline.text.tokenizer import Tokenizer
+
+END, VOCAB = 0, 4096
+PERSON = '{"type":"object","properties":{"name":{"type":"string"}},"required":["name"]}'
+FORMS = {
+    "regex": r"[0-9]{2,3}-(ab|ä)+",
+    "choice": ["yes", "yes, sir", 'no "never"\n', "ähm"],
+    "grammar": 'start: "a" b\nb: /x+/ | "y"',
+}
+# The same in the words of llguidance.
+THEIRS = {
+    "regex": llguidance.LLMatcher.grammar_from_regex(FORMS["regex"]),
+    "choice": llguidance.LLMatcher.grammar_from_regex('(yes|yes, sir|no "never"\\n|ähm)'),
+    "grammar": llguidance.LLMatcher.grammar_from_lark(FORMS["grammar"]),
+    "json": llguidance.LLMatcher.grammar_from_json_schema(
+        PERSON, overrides={"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+    ),
+    "json_object": llguidance.LLMatcher.grammar_from_json_schema(
+        '{"type": "object"}', overrides={"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_folder(BUNDLED)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer):
+    return StructureCompiler(tokenizer, vocab_size=VOCAB, end_ids=[END])
+
+
+def form_of(kind, said=None):
+    wanted = {"json": PERSON, "json_object": True, **FORMS}[kind] if said is None else said
+    return structured_outputs({kind: wanted})
+
+
+def allowed_by(grammar, vocab=VOCAB):
+    words = np.zeros(-(-vocab // 32), dtype=np.int32)
+    grammar.fill(words)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return set(bits[:vocab].nonzero()[0].tolist())
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_masks_are_what_llguidance_says_of_each_token(compiler, kind):
+    """Theirs is asked token by token, over the tokenizer as transformers has it."""
+    core = Core.from_file(str(BUNDLED / "tokenizer.json"))
+    theirs = llguidance.hf.from_tokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=core), n_vocab=VOCAB, eos_token=END
+    )
+    matcher = llguidance.LLMatcher(theirs, THEIRS[kind], log_level=0)
+    ours, choose = compiler.grammar(form_of(kind)).fork(), random.Random(kind)
+    for _ in range(12):
+        allowed = allowed_by(ours)
+        single = {token for token in range(VOCAB) if matcher.validate_tokens([token]) == 1}
+        is_forced = bool(matcher.compute_ff_tokens())  # a text may have several spellings: one is
+        assert allowed - {END} <= single if is_forced else allowed - {END} == single - {END}
+        assert (END in allowed) == matcher.is_accepting()
+        token = choose.choice(sorted(allowed - {END}))
+        ours.accept(token)
+        assert matcher.consume_token(token)
+        assert ours.is_done == matcher.is_stopped()
+        if ours.is_done:
+            break
+
+
+def test_what_is_made_is_what_the_engine_calls_a_grammar(compiler):
+    assert isinstance(compiler.grammar(form_of("regex")), Grammar)
+
+
+def test_a_fork_goes_on_by_itself(compiler, tokenizer):
+    made = compiler.grammar(form_of("choice"))
+    one, other = made.fork(), made.fork()
+    before = allowed_by(made)
+    one.accept(tokenizer.encode("no")[0])
+    assert allowed_by(one) != allowed_by(other) == before == allowed_by(made)
+
+
+@pytest.mark.parametrize("vocab", [VOCAB + 100, VOCAB - 100])
+def test_a_vocabulary_may_be_padded_or_cut(tokenizer, vocab):
+    whole = StructureCompiler(tokenizer, vocab_size=VOCAB, end_ids=[END])
+    other = StructureCompiler(tokenizer, vocab_size=vocab, end_ids=[END])
+    found = allowed_by(other.grammar(form_of("json")), vocab)
+    assert found == {t for t in allowed_by(whole.grammar(form_of("json"))) if t < vocab}
+
+
+def test_several_end_tokens_are_allowed_where_the_form_is_whole(tokenizer):
+    compiler = StructureCompiler(tokenizer, vocab_size=VOCAB, end_ids=[END, 7])
+    grammar = compiler.grammar(form_of("regex", "a*")).fork()
+    assert {END, 7} <= allowed_by(grammar)
+    assert not {END, 7} & allowed_by(compiler.grammar(form_of("regex", "a+")))
+
+
+def test_a_text_is_compiled_once_and_the_last_ones_are_kept(compiler):
+    first = compiler.grammar(form_of("regex", "a"))
+    assert compiler.grammar(form_of("regex", "a")) is first
+    for number in range(32):
+        compiler.grammar(form_of("regex", f"b{number}"))
+    assert compiler.grammar(form_of("regex", "a")) is not first
+    assert len(compiler._made) == 32
+
+
+def test_gbnf_is_read_too(compiler, tokenizer):
+    grammar = compiler.grammar(form_of("grammar", 'root ::= "a" ("b" | "c")')).fork()
+    grammar.accept(tokenizer.encode("a")[0])
+    assert {tokenizer.token(token)[0] for token in allowed_by(grammar)} == {"b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "told"),
+    [
+        ("regex", "(", "unclosed group"),
+        ("regex", "a(?=b)", "look-around, including look-ahead and look-behind, is not supported"),
+        ("grammar", "start: b", "b"),
+        ("grammar", "nothing of it", "Expected ::="),
+        ("json", "{", "line 1 column 2"),
+        ("json", '{"type": "text"}', "Invalid type: text"),
+        ("json", "[" * 5000, "recursion"),
+        ("choice", ["\ud800"], "escape"),
+    ],
+)
+def test_a_fault_is_told_by_its_part(compiler, kind, said, told):
+    with pytest.raises(RequestError) as caught:
+        compiler.grammar(form_of(kind, said))
+    text = str(caught.value)
+    assert text.startswith(f"structured_outputs.{kind} must be a form that can be followed token")
+    assert told in text
+    assert len(text) < 600
+
+
+def test_a_form_that_needs_too_much_ends_where_it_does(compiler):
+    """Between two steps there is no time for it."""
+    grammar = compiler.grammar(form_of("regex", "(a?){5000}a{5000}x")).fork()
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex must be a form that can"):
+        walk(grammar, 3)
+
+
+def walk(grammar, num_tokens):
+    for _ in range(num_tokens):
+        grammar.accept(min(allowed_by(grammar)))
+
+
+def test_kinds_are_the_keys_of_a_request():
+    assert [each.value for each in StructureKind] == [
+        "json",
+        "json_object",
+        "regex",
+        "choice",
+        "grammar",
+    ]
