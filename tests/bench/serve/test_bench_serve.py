@@ -221,9 +221,13 @@ def test_ctrl_c_leaves_what_was_answered():
         document = bench(fake)
     assert document["interrupted"]
     assert 0 < document["requests"]["answered"] < 10
-    with fake_server(status=lambda n, b: signal.pthread_kill(main, signal.SIGINT) or 200) as fake:
-        with pytest.raises(KeyboardInterrupt):
-            bench(fake)
+
+    def at_once(number, body):
+        signal.pthread_kill(main, signal.SIGINT)
+        return 200
+
+    with fake_server(status=at_once) as fake, pytest.raises(KeyboardInterrupt):
+        bench(fake)
 
 
 def answered(due=0.0, first=0.1, last=0.5, tokens=5, **more):
