@@ -235,13 +235,13 @@ def test_a_bench_needs_click_alone():
     code = """
     from importlib import import_module
     from paceline.cli.app import app
-    for bench in ("attention", "latency", "speculative", "throughput"):
+    for bench in ("attention", "latency", "serve", "speculative", "throughput"):
         import_module(f"paceline.bench.{bench}")
         app(["bench", bench, "--help"], standalone_mode=False)
     """
     done = python(BLOCKED.replace("'click', ", "") + code)
     assert done.returncode == 0, done.stderr
-    for bench in ("attention", "latency", "speculative", "throughput"):
+    for bench in ("attention", "latency", "serve", "speculative", "throughput"):
         assert f" bench {bench} [OPTIONS]" in done.stdout
 
 

@@ -14,10 +14,11 @@ from llm_cases import Checkpoint, text_of
 from paceline.bench import throughput as bench_module
 from paceline.bench.page import page
 from paceline.bench.throughput import bench_throughput
-from paceline.bench.throughput_report import Steady, over_passes, percentile, time_by_kind
+from paceline.bench.throughput_report import Steady, over_passes, time_by_kind
 from paceline.bench.traffic.one_pass import TrafficPass, run_pass
 from paceline.bench.traffic.plan import plan_traffic
 from paceline.bench.traffic.shape import USUAL_OUTPUT, Lengths, TrafficShape
+from paceline.bench.traffic.waits import percentile
 from paceline.bench.turn_log import StepFacts, StepKind, TimedTurn, TurnLog
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError, IntegrityError, RequestError

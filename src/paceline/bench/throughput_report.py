@@ -1,45 +1,20 @@
 """What passes of traffic come to: rates, percentiles, the excess of turns, time by kind of step."""
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.bench.traffic.one_pass import TrafficPass
+from paceline.bench.traffic.waits import Percentiles, quantiles_ms
 from paceline.bench.turn_log import StepFacts, StepKind, TimedTurn
 from paceline.core.step import RunKind
 
 NUM_LONGEST = 10  # turns told one by one
 NUM_SLICES = 40  # of a pass's time line
-QUANTILES = [index / 20 for index in range(21)]  # of a distribution that is drawn
 PARTS = ("schedule", "launch", "wait", "process", "text")  # of a turn
 IDLE = "idle"  # the kind of a turn that had no step
-
-
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """The least of ascending values that is no smaller than `share` of them."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Percentiles:
-    """Of waits, in ms."""
-
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, seconds: Iterable[float]) -> "Percentiles | None":
-        """None of nothing."""
-        ordered = sorted(seconds)
-        if not ordered:
-            return None
-        p50, p90, p99, most = (1e3 * percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0))
-        return cls(p50=p50, p90=p90, p99=p99, max=most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,8 +173,8 @@ class Details:
                 for index in told[:NUM_LONGEST]
             ),
             timeline=Timeline.of(done),
-            ttft_ms=_quantiles_ms(done.ttft_s),
-            inter_token_ms=_quantiles_ms(done.gaps_s),
+            ttft_ms=quantiles_ms(done.ttft_s),
+            inter_token_ms=quantiles_ms(done.gaps_s),
         )
 
 
@@ -319,9 +294,3 @@ def _step(step: StepFacts | None) -> dict[str, Any] | None:
     if step is None:
         return None
     return {**step._asdict(), "kind": step.kind.value, "run": step.run.value}
-
-
-def _quantiles_ms(seconds: Iterable[float]) -> tuple[float, ...]:
-    """Of QUANTILES; empty of nothing."""
-    ordered = sorted(seconds)
-    return tuple(1e3 * percentile(ordered, share) for share in QUANTILES) if ordered else ()

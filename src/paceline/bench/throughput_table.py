@@ -14,7 +14,6 @@ from paceline.bench.subject import (
 )
 from paceline.bench.throughput_report import (
     PARTS,
-    QUANTILES,
     KindTime,
     LongTurn,
     Spread,
@@ -24,6 +23,7 @@ from paceline.bench.throughput_report import (
     over_passes,
 )
 from paceline.bench.traffic.plan import Traffic
+from paceline.bench.traffic.waits import by_share
 from paceline.bench.turn_log import StepFacts
 from paceline.llm.prepare import Prepared
 
@@ -133,13 +133,11 @@ class ThroughputReport:
             ),
             Curves(
                 title="Time to first token [ms] by share of all [%]",
-                curves=[(name, _by_share(within.ttft_ms)) for name, within in passes.items()],
+                curves=[(name, by_share(within.ttft_ms)) for name, within in passes.items()],
             ),
             Curves(
                 title="Time between tokens of a request [ms] by share of all [%]",
-                curves=[
-                    (name, _by_share(within.inter_token_ms)) for name, within in passes.items()
-                ],
+                curves=[(name, by_share(within.inter_token_ms)) for name, within in passes.items()],
             ),
         ]
         for name, within in passes.items():
@@ -268,7 +266,3 @@ def _number(value: float | None) -> str:
 def _over_time(line: Timeline) -> list[tuple[float, float]]:
     """Each slice at its middle."""
     return [((index + 0.5) * line.slice_s, rate) for index, rate in enumerate(line.output_tok_s)]
-
-
-def _by_share(quantiles: Sequence[float]) -> list[tuple[float, float]]:
-    return [(100 * share, value) for share, value in zip(QUANTILES, quantiles, strict=False)]

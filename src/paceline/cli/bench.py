@@ -10,6 +10,8 @@ from paceline.bench.attention_shape import FLAGS as ATTENTION_FLAGS
 from paceline.bench.latency_shape import FLAGS as LATENCY_FLAGS
 from paceline.bench.latency_shape import LatencyShape
 from paceline.bench.page import Report, page
+from paceline.bench.serve.shape import FLAGS as SERVE_FLAGS
+from paceline.bench.serve.shape import LoadShape
 from paceline.bench.speculative_shape import FLAGS as SPECULATIVE_FLAGS
 from paceline.bench.speculative_shape import SpeculativeShape
 from paceline.bench.traffic.shape import FLAGS as TRAFFIC_FLAGS
@@ -42,11 +44,14 @@ def _show(
     ctx: click.Context,
     report: Report,
     values: Mapping[str, Any],
+    *,
+    where: Callable[[Mapping[str, Any]], str] = lambda document: document["device"]["name"],
 ) -> None:
-    """Print what was found, draw it where that was asked, and end."""
+    """Print what was found, draw it where that was asked, and end.  where: it was found, read from
+    the document."""
     document = report.to_json()
     if values["page_file"] is not None:
-        title = f"paceline bench {ctx.info_name} on {document['device']['name']}"
+        title = f"paceline bench {ctx.info_name} on {where(document)}"
         values["page_file"].write(page(title, document, report.drawings()))
     if not values["as_json"]:
         click.echo(report.table())
@@ -143,3 +148,70 @@ def attention(ctx: click.Context, /, **values: Any) -> None:
     from paceline.bench.attention import bench_values
 
     _show(ctx, bench_values(values), values)
+
+
+@bench.command(
+    epilog="""\b
+Examples:
+  paceline bench serve                              a server of the bundled model, started for it
+  paceline bench serve --num-requests 200 -- Qwen/Qwen3-8B --max-num-seqs 64
+  paceline bench serve --base-url http://127.0.0.1:8000/v1 --request-rate 4 --html page.html
+  paceline bench serve --base-url https://host/v1 --endpoint chat --concurrency 32 --natural-end
+  paceline bench serve --dataset sharegpt.json --slo-ttft 500 --slo-inter-token 50
+
+\b
+Which loop:
+  --request-rate R  open: requests come whether or not earlier ones have ended, as users do; when
+                    the server is too slow the queue grows and waits tell it
+  --concurrency N   closed: N clients, each with one request at a time; shows what a server can
+                    give, and hides waits: a slow server is asked less
+
+\b
+What is told:
+  ttft         from when a request was due (not: sent) to the first event with text
+  inter-token  (last event - first) / (output tokens - 1), of each request
+  gap          between two events of a stream; one may bring several tokens
+  queue        from arrival to the first step, where the server says so
+  late         how late the client itself sent: if it is not near 0, the client is the limit
+  goodput      answers per second that keep every --slo-...; failed ones keep none
+"""
+)
+@click.argument("words", metavar="[-- SERVE_ARGS]...", nargs=-1)
+@click.option(
+    "--base-url",
+    default=None,
+    help="Server to ask, any that speaks the OpenAI API, up to /v1.  [default: `paceline serve "
+    "SERVE_ARGS` is started, and ended behind]",
+)
+@click.option(
+    "--model", default=None, help="Name to ask for.  [default: the first of the server's list]"
+)
+@click.option(
+    "--api-key",
+    default=None,
+    envvar="PACELINE_API_KEY",
+    show_envvar=True,
+    help="Bearer token that requests bring.",
+)
+@data_flags(SERVE_FLAGS)
+@output_flags
+@log_flags
+@click.pass_context
+def serve(ctx: click.Context, /, **values: Any) -> None:
+    """A server under load: waits, rates and goodput as a client sees them.
+
+    First the same prompts are sent twice at temperature 0, and their texts must be equal.  Tokens
+    are the server's own counts (usage); texts have about the asked lengths.  Ctrl-C shows what
+    there is by then.
+    """
+    from paceline.bench.serve.bench import bench_serve
+
+    log_to_stderr(values)
+    report = bench_serve(
+        LoadShape.of(values),
+        base_url=values["base_url"],
+        model=values["model"],
+        api_key=values["api_key"],
+        words=values["words"],
+    )
+    _show(ctx, report, values, where=lambda document: document["server"]["base_url"])

@@ -1,1 +1,1 @@
-"""Traffic of `paceline bench throughput`: its shape, its requests and their times, and one pass."""
+"""Traffic of benches: its shape, its requests and their times, one pass, its waits."""

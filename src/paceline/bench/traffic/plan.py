@@ -6,20 +6,12 @@ they cannot be (a file's) a pass has a cache salt of its own: none finds in the 
 earlier one left, but for a shared prefix.
 """
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 
-from paceline.bench.traffic.shape import (
-    USUAL_INPUT,
-    USUAL_OUTPUT,
-    Lengths,
-    TrafficShape,
-    refused,
-)
+from paceline.bench.traffic.shape import TrafficShape, read_turns, refused
 from paceline.core.sampling_params import SEED_LIMIT, SamplingParams
 from paceline.llm.prepare import Prepared
 
@@ -112,7 +104,7 @@ def plan_traffic(shape: TrafficShape, prepared: Prepared) -> Traffic:
         prompts = tuple(ids for ids, _ in pairs)
         input_lens, output_lens = [len(ids) for ids in prompts], [count for _, count in pairs]
     else:
-        inputs, outputs, scale = _lengths(shape, context_len)
+        inputs, outputs, scale = shape.lengths(context_len)
         input_lens = inputs.draw(shape.num_requests, source)
         output_lens = outputs.draw(shape.num_requests, source)
     count, rate = len(input_lens), shape.request_rate
@@ -129,36 +121,13 @@ def plan_traffic(shape: TrafficShape, prepared: Prepared) -> Traffic:
     )
 
 
-def _lengths(shape: TrafficShape, context_len: int) -> tuple[Lengths, Lengths, float | None]:
-    """(inputs, outputs, by what those nobody asked for were scaled to fit the context)."""
-    inputs, outputs = shape.input_len or USUAL_INPUT, shape.output_len or USUAL_OUTPUT
-    needed = shape.shared_prefix_len + inputs.most + outputs.most
-    if needed <= context_len:
-        return inputs, outputs, None
-    usual = [each for each in (inputs, outputs) if each in (USUAL_INPUT, USUAL_OUTPUT)]
-    ours = sum(each.most for each in usual)
-    factor = (context_len - (needed - ours)) / ours if ours else 0.0
-    if factor * min((each.most for each in usual), default=0) < 1:
-        raise refused(
-            "input_len, output_len and shared_prefix_len",
-            f"at most {context_len} tokens together, the context",
-            needed,
-            "lower one, or raise --max-model-len if the model allows it",
-        )
-    if shape.input_len is None:
-        inputs = inputs.scaled(factor)
-    if shape.output_len is None:
-        outputs = outputs.scaled(factor)
-    return inputs, outputs, factor
-
-
 def _conversations(
     shape: TrafficShape, prepared: Prepared, source: random.Random
 ) -> list[tuple[tuple[int, ...], int]]:
     """[num_requests] (prompt, output length): first turns that fit the context, in random order."""
     assert shape.dataset is not None
     tokenizer = prepared.admission.require_tokenizer()
-    turns = _read_turns(shape.dataset)
+    turns = read_turns(shape.dataset)
     source.shuffle(turns)
     found: list[tuple[tuple[int, ...], int]] = []
     for question, answer in turns:
@@ -176,23 +145,6 @@ def _conversations(
             "lower --num-requests",
         )
     return found
-
-
-def _read_turns(path: Path) -> list[tuple[str, str]]:
-    """[conversations of two turns or more] (first, second).  Raises ConfigError."""
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        talks = [row["conversations"] for row in rows if len(row["conversations"]) >= 2]
-        turns = [(talk[0]["value"], talk[1]["value"]) for talk in talks]
-        if all(isinstance(text, str) for turn in turns for text in turn):
-            return turns
-        got = "turns whose value is no string"
-    except (OSError, ValueError) as error:  # no such file; no UTF-8, no JSON
-        got = f"none ({error})"
-    except (KeyError, TypeError) as error:
-        got = f"another form ({type(error).__name__}: {error})"
-    expected = 'a JSON list of {"conversations": [{"value": text}, {"value": text}, ...]}'
-    raise refused(f"dataset {str(path)!r}", expected, got, "convert it, or leave --dataset out")
 
 
 def _told(lens: Sequence[int]) -> dict[str, float]:

@@ -1,5 +1,6 @@
-"""The shapes `paceline bench throughput` sends, and its flags.  No torch."""
+"""Shapes of traffic and their flags; conversations of a file.  No torch."""
 
+import json
 import math
 import random
 from collections.abc import Mapping
@@ -163,6 +164,48 @@ class TrafficShape:
             ignore_eos=True,
             seed=seed,
         )
+
+    def lengths(self, context_len: int) -> tuple[Lengths, Lengths, float | None]:
+        """(inputs, outputs, by what those nobody asked for were scaled to fit the context).
+
+        Raises ConfigError for asked ones that do not fit.
+        """
+        inputs, outputs = self.input_len or USUAL_INPUT, self.output_len or USUAL_OUTPUT
+        needed = self.shared_prefix_len + inputs.most + outputs.most
+        if needed <= context_len:
+            return inputs, outputs, None
+        usual = [each for each in (inputs, outputs) if each in (USUAL_INPUT, USUAL_OUTPUT)]
+        ours = sum(each.most for each in usual)
+        factor = (context_len - (needed - ours)) / ours if ours else 0.0
+        if factor * min((each.most for each in usual), default=0) < 1:
+            raise refused(
+                "input_len, output_len and shared_prefix_len",
+                f"at most {context_len} tokens together, the context",
+                needed,
+                "lower one, or raise --max-model-len if the model allows it",
+            )
+        if self.input_len is None:
+            inputs = inputs.scaled(factor)
+        if self.output_len is None:
+            outputs = outputs.scaled(factor)
+        return inputs, outputs, factor
+
+
+def read_turns(path: Path) -> list[tuple[str, str]]:
+    """[conversations of two turns or more] (first, second).  Raises ConfigError."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        talks = [row["conversations"] for row in rows if len(row["conversations"]) >= 2]
+        turns = [(talk[0]["value"], talk[1]["value"]) for talk in talks]
+        if all(isinstance(text, str) for turn in turns for text in turn):
+            return turns
+        got = "turns whose value is no string"
+    except (OSError, ValueError) as error:  # no such file; no UTF-8, no JSON
+        got = f"none ({error})"
+    except (KeyError, TypeError) as error:
+        got = f"another form ({type(error).__name__}: {error})"
+    expected = 'a JSON list of {"conversations": [{"value": text}, {"value": text}, ...]}'
+    raise refused(f"dataset {str(path)!r}", expected, got, "convert it, or leave --dataset out")
 
 
 def refused(name: str, expected: str, got: object, remedy: str) -> ConfigError:

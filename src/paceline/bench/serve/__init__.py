@@ -1,0 +1,1 @@
+"""Load of `paceline bench serve`: what is sent, how, and what came of it.  No torch."""
