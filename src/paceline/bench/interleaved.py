@@ -69,8 +69,8 @@ def _graph_sampler(run: Run, layers: int) -> Callable[[], float]:
             run(layer)
 
     def replayed(times: int) -> float:
-        start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        start: Any = torch.cuda.Event(enable_timing=True)
+        end: Any = torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(times):
             graph.replay()

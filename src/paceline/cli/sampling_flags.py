@@ -15,7 +15,7 @@ GREEDY = (0.0, "a command typed twice answers the same")  # the usual temperatur
 Command = TypeVar("Command", bound=Callable[..., object])
 
 
-class Json(click.ParamType):
+class Json(click.ParamType):  # type: ignore[type-arg]
     """A word of JSON; what it holds is checked with the parameters."""
 
     name = "json"

@@ -15,7 +15,7 @@ from paceline.core.options import MAX_QUEUED
 COUNT, SECONDS = click.IntRange(min=1), click.FloatRange(min=0.0)
 
 
-class Weight(click.ParamType):
+class Weight(click.ParamType):  # type: ignore[type-arg]
     """CLIENT=WEIGHT"""
 
     name = "weight"
@@ -34,7 +34,7 @@ class Weight(click.ParamType):
 
 
 def limit(
-    flag: str, kind: click.ParamType, default: float, text: str
+    flag: str, kind: "click.ParamType[Any]", default: float, text: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """An option that bounds what the server takes; a test holds its default to ServerLimits."""
     return click.option(flag, type=kind, default=default, show_default=True, help=text)

@@ -57,8 +57,11 @@ def define_op(
     return operator
 
 
-class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DispatchMode(TorchDispatchMode):
     """Sees every operator; what subclasses say in `__torch_dispatch__` runs as they wrote it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -77,7 +80,7 @@ def host_array(x: Tensor) -> NDArray[Any]:
     if not x.numel():
         return np.empty(tuple(x.shape), dtype)
     memory = (c_byte * (last + x.element_size())).from_address(x.data_ptr())
-    return np.ndarray(tuple(x.shape), dtype, buffer=memory, strides=strides)
+    return np.ndarray(tuple(x.shape), dtype, buffer=memoryview(memory), strides=strides)
 
 
 def _nothing(*_: Any) -> None:

@@ -116,8 +116,8 @@ def _bind_draw(logits: Tensor, *fields: Tensor | None) -> Run:
             elif len(ns):
                 for n in ns.tolist():
                     row = host_at.rows[n]
-                    of_row = (column[row].item() for column in host_laws)
-                    law = RowLaw(*of_row, int(host_at.positions[n]))
+                    of_row = [column[row].item() for column in host_laws]
+                    law = RowLaw._make([*of_row, int(host_at.positions[n])])
                     chosen[n] = draw_row(values[n], int(chosen[n]), law)
         chosen[~is_finite] = 0
 

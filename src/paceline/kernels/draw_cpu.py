@@ -144,8 +144,9 @@ class _Row:
         """(logits - their maximum) * (1 / temperature) of `ids`; None: of all."""
         logits = self._logits if ids is None else self._logits[ids]
         with np.errstate(over="ignore"):
-            scaled = logits - self._highest
-            return np.multiply(scaled, self._inverse, out=scaled)
+            scaled: NDArray[np.float32] = logits - self._highest
+            scaled *= self._inverse
+            return scaled
 
     def winner(self, ids: Ids | None) -> int:
         """The best of `ids`, ascending, the most likely token among them; None: of all."""
@@ -189,7 +190,8 @@ class _Row:
         return self.scaled(ids) + near_noise(self._noise_bits(ids))
 
     def _scores(self, ids: Ids) -> NDArray[np.float32]:
-        return self.scaled(ids) + noise_of(torch.from_numpy(self._noise_bits(ids))).numpy()
+        noise: NDArray[np.float32] = noise_of(torch.from_numpy(self._noise_bits(ids))).numpy()
+        return self.scaled(ids) + noise
 
     def _logit_of(self, scaled: float) -> np.float32:
         """A logit below all whose `scaled` is at least this."""
@@ -220,7 +222,8 @@ def near_noise(bits: NDArray[np.int64]) -> NDArray[np.float64]:
     """`noise_of` but for the rounding of its logarithms."""
     uniform = (bits.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-40)
     uniform = np.minimum(uniform, np.float32(1.0 - 2.0**-24)).astype(np.float64)
-    return -np.log(-np.log1p(-uniform))
+    noise: NDArray[np.float64] = -np.log(-np.log1p(-uniform))
+    return noise
 
 
 @cache

@@ -82,7 +82,8 @@ class HostRows(NamedTuple):
     @staticmethod
     def over(at: SampledRows) -> "HostRows":
         drafts = None if at.drafts is None else host_array(at.drafts)
-        return HostRows(*map(host_array, at[:3]), drafts)
+        rows, positions, token_ids = map(host_array, at[:3])
+        return HostRows(rows, positions, token_ids, drafts)
 
 
 class Undo(NamedTuple):
@@ -157,7 +158,8 @@ def _penalised(
     repetition = host.repetition[row]
     values = np.where(values < 0, values * repetition, values / repetition)
     presence = host.presence[row] * (num_output > 0).astype(np.float32)
-    return values - presence - host.frequency[row] * num_output
+    edited: NDArray[np.float32] = values - presence - host.frequency[row] * num_output
+    return edited
 
 
 def _bind_edit_logits(logits: Tensor, *fields: Tensor | None) -> Run:

@@ -6,7 +6,7 @@ dtype as if it ran alone, so the fused result is their composition.
 """
 
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,10 +49,12 @@ def rope_write_kv_reference(
     norms: HeadNorms | None,
 ) -> None:
     """The definition; shapes and mutation as `rope_write_kv`."""
-    for x, weight in () if norms is None else ((q, norms.q), (k, norms.k)):
-        x.copy_(rms_norm_reference(x, weight, norms.eps, unit_offset=norms.unit_offset))
-    for x in () if rope is None else (q, k):
-        x.copy_(rope_reference(x, *rope))
+    if norms is not None:
+        for x, weight in ((q, norms.q), (k, norms.k)):
+            x.copy_(rms_norm_reference(x, weight, norms.eps, unit_offset=norms.unit_offset))
+    if rope is not None:
+        for x in (q, k):
+            x.copy_(rope_reference(x, *rope))
     write_kv_reference(k, into.k_cache, into.loc, into.k_scale)
     if v is not None and into.v_cache is not None:
         write_kv_reference(v, into.v_cache, into.loc, into.v_scale)
@@ -95,7 +97,7 @@ def _bind_rope_write_kv(
     return run
 
 
-def _rope_write_kv_cuda(*arguments: object) -> None:
+def _rope_write_kv_cuda(*arguments: Any) -> None:
     from paceline.kernels._triton.rope_write_kv import launch_rope_write_kv
 
     launch_rope_write_kv(*arguments)

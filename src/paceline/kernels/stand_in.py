@@ -24,7 +24,7 @@ class StandIn(DispatchMode):
     """
 
     def __init__(self, device_type: str, multiprocessors: int | None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device_type = device_type
         self.multiprocessors = multiprocessors
 

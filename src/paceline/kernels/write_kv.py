@@ -6,6 +6,7 @@ stays NaN.  `rope_write_kv` is the operation that runs it.
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ def bind_write_kv(x: Tensor, cache: Tensor, out_cache_loc: Tensor, scale: Tensor
     if cache.stride(0) != page_size * cache.stride(1):
         return partial(_scatter, x, cache, out_cache_loc, scale)
     if scale is None:
-        return partial(cache.view(-1, *cache.shape[2:]).index_copy_, 0, out_cache_loc, x)
+        put: Any = cache.view(-1, *cache.shape[2:]).index_copy_
+        return partial(put, 0, out_cache_loc, x)
     slots = cache.view(torch.uint8).view(-1, *cache.shape[2:])
 
     def run() -> None:  # torch copies float8 by index only as bytes

@@ -78,7 +78,7 @@ class LatentAttention(nn.Module):
         if self.q_a is not None and self.q_norm is not None:
             x = self.q_norm(self.q_a(x))
         latent = self.latent
-        q = self.q(x).view(x.shape[0], self.heads, -1)
+        q: Tensor = self.q(x).view(x.shape[0], self.heads, -1)
         nope, turning = q.split((latent.nope_dim, latent.rope_dim), dim=2)
         made = q.new_empty(*q.shape[:2], latent.rank + latent.rope_dim)
         absorbed = self.held.format.apply_keys(nope.transpose(0, 1), self.held.weight)
@@ -89,7 +89,7 @@ class LatentAttention(nn.Module):
     def _rows(self, x: Tensor) -> Tensor:
         """[tokens, 1, rank + rope_dim] what is cached, not turned yet"""
         latent = self.latent
-        row = self.kv_a(x)
+        row: Tensor = self.kv_a(x)
         made = row.new_empty(row.shape[0], 1, row.shape[1])
         compressed, turning = row.split((latent.rank, latent.rope_dim), dim=1)
         self.kv_norm.in_place_(compressed)

@@ -34,4 +34,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
-        return self.down(self.gate_up(x))
+        out: Tensor = self.down(self.gate_up(x))
+        return out

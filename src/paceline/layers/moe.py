@@ -116,4 +116,5 @@ def feed_forward(
             parallel=parallel,
             placement=placement,
         )
-    return summed(block, parallel, placement)
+    made: GatedMLP | SparseMLP | RankSum = summed(block, parallel, placement)
+    return made

@@ -36,4 +36,5 @@ class PostNormLayer(nn.Module):
         if delta is not None:
             residual.add_(delta)
         residual.add_(self.attention_norm(self.attention(residual, positions, ctx)))
-        return self.output_norm(self.mlp(residual))
+        out: Tensor = self.output_norm(self.mlp(residual))
+        return out

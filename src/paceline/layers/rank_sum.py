@@ -34,7 +34,8 @@ def mean_squares(parts: Sequence[Tensor], exchange: Exchange) -> Sequence[Tensor
     their number."""
     squares = [part.float().square().sum(1, keepdim=True) / part.shape[1] for part in parts]
     total = all_reduce(torch.cat(squares, dim=1), exchange)
-    return total.div_(exchange.ranks).split(1, dim=1)
+    means: Sequence[Tensor] = total.div_(exchange.ranks).split(1, dim=1)
+    return means
 
 
 def summed(part: nn.Module, parallel: Parallel, placement: Placement) -> Any:

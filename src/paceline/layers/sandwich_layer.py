@@ -51,4 +51,5 @@ class SandwichLayer(nn.Module):
         norm = self.input_norm
         x = norm(residual) if delta is None else norm.add(delta, residual)
         x = self.attention_norm(self.attention(x, positions, ctx))
-        return self.output_norm(self.mlp(self.mlp_norm.add(x, residual)))
+        out: Tensor = self.output_norm(self.mlp(self.mlp_norm.add(x, residual)))
+        return out

@@ -82,7 +82,8 @@ class SelfAttention(nn.Module):
 
     def project(self, x: Tensor) -> list[Tensor]:
         """x [tokens, in_features] -> q, k, v, each [tokens, its heads, head_dim]."""
-        return self.qkv(x)
+        projected: list[Tensor] = self.qkv(x)
+        return projected
 
     def head_norms(self) -> HeadNorms | None:
         """Norms that are left to where K and V are written."""

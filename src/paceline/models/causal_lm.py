@@ -46,11 +46,13 @@ class CausalLM(nn.Module):
 
         Raises ModelError for an unknown tap.
         """
-        return self.decoder(input_ids, positions, ctx, taps, overlaid)
+        result: Hidden = self.decoder(input_ids, positions, ctx, taps, overlaid)
+        return result
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] in hidden's dtype, float32 where capped."""
-        return self.head(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
 
     def attention_sinks(self) -> tuple[Tensor | None, ...]:
         """[num_layers] of [num_heads] float32, or None where a layer has no sinks."""

@@ -47,7 +47,7 @@ def parse_config(
     if isinstance(layers, int) and layers > MOST_LAYERS:
         fields.fail("num_hidden_layers", f"at most {MOST_LAYERS}", layers)
     parsed = file.read(fields)
-    common = {
+    common: dict[str, Any] = {
         "model_type": model_type,
         "eos_token_ids": _eos_token_ids(text, generation_config or {}),
         "dtype": _dtype(fields),

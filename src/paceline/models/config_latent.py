@@ -19,14 +19,15 @@ from paceline.models.config_windows import uniform_windows
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from paceline.layers.prenorm_layer import PreNormLayer
+    from paceline.layers.weight_format import Named
 
 
-def _name_layer(layer: "PreNormLayer", prefix: str) -> "dict[str, Tensor]":
+def _name_layer(layer: "PreNormLayer", prefix: str) -> "Named":
+    from paceline.layers.latent_attention import LatentAttention
     from paceline.models.tensor_names import name_feed_forward, name_latent, name_prenorms
 
+    assert isinstance(layer.attention, LatentAttention)
     return {
         **name_latent(layer.attention, f"{prefix}.self_attn"),
         **name_feed_forward(layer.mlp, f"{prefix}.mlp"),

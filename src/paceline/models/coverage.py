@@ -67,4 +67,4 @@ def _runs(view: Tensor) -> _Runs:
     while dims and dims[0][0] == length:
         length *= dims.pop(0)[1]
     sizes = tuple(size for _, size in dims)
-    return _Runs(view.storage_offset(), length, sizes, tuple(stride for stride, _ in dims))
+    return _Runs(int(view.storage_offset()), length, sizes, tuple(stride for stride, _ in dims))

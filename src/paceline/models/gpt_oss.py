@@ -53,9 +53,11 @@ def _read(fields: Fields) -> dict[str, Any]:
 def _stacked(layer: "PreNormLayer", prefix: str) -> "Named":
     """One tensor for all experts."""
     from paceline.layers.rank_sum import part_of
+    from paceline.layers.self_attention import SelfAttention
     from paceline.models.tensor_names import name_attention, name_linear, name_prenorms
 
     mlp, experts = part_of(layer.mlp), f"{prefix}.mlp.experts"
+    assert isinstance(layer.attention, SelfAttention)
     return {
         **name_attention(layer.attention, f"{prefix}.self_attn"),
         **name_linear(mlp.router, f"{prefix}.mlp.router"),

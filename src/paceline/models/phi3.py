@@ -26,12 +26,14 @@ def _read(fields: Fields) -> dict[str, Any]:
 def _fused(layer: "PreNormLayer", prefix: str) -> "Named":
     """One tensor where we have one: rows of Q, K, V, and rows of gate, up, in our order."""
     from paceline.layers.rank_sum import part_of
+    from paceline.layers.self_attention import SelfAttention
     from paceline.models.tensor_names import name_linear, name_prenorms
 
-    mlp = part_of(layer.mlp)
+    mlp, attention = part_of(layer.mlp), layer.attention
+    assert isinstance(attention, SelfAttention)
     return {
-        **layer.attention.qkv.held.fill(f"{prefix}.self_attn.qkv_proj"),
-        **name_linear(part_of(layer.attention.out), f"{prefix}.self_attn.o_proj"),
+        **attention.qkv.held.fill(f"{prefix}.self_attn.qkv_proj"),
+        **name_linear(part_of(attention.out), f"{prefix}.self_attn.o_proj"),
         **mlp.gate_up.held.fill(f"{prefix}.mlp.gate_up_proj"),
         **name_linear(mlp.down, f"{prefix}.mlp.down_proj"),
         **name_prenorms(layer, prefix),

@@ -120,5 +120,6 @@ def name_sandwich(layer: SandwichLayer, prefix: str) -> Named:
 
 def _name_blocks(layer: PreNormLayer | PostNormLayer | SandwichLayer, prefix: str) -> Named:
     """Attention and feed-forward of a decoder layer."""
+    assert isinstance(layer.attention, SelfAttention)
     named = name_attention(layer.attention, f"{prefix}.self_attn")
     return named | name_feed_forward(layer.mlp, f"{prefix}.mlp")

@@ -37,7 +37,7 @@ LIBRARY_SCRATCH = {"aten::sort": 16}
 _UNITS = {"cpu": 64, "cuda": MIN_BLOCK}  # bytes: an allocator gives whole units
 
 
-class Allocations(StandIn):  # type: ignore[no-untyped-call]
+class Allocations(StandIn):
     """Bytes of the storages that operators return within the block: alive now and at most, and in
     all.
 

@@ -16,7 +16,7 @@ class Arena:
 
     def __init__(self, *, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self._storage = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        self._storage = torch.UntypedStorage(0)
 
     @property
     def nbytes(self) -> int:

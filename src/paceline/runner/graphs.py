@@ -133,7 +133,7 @@ class CudaGraphFactory:
 
         Not the difference of what the allocator holds: a capture gives other memory back.
         """
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == self._pool)
 
 

@@ -108,7 +108,7 @@ class _OperatorNet(DispatchMode):
     """Refuses dispatched operators; runs everything else, and reports each call to `record`."""
 
     def __init__(self, record: Record) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._record = record
 
     def __torch_dispatch__(

@@ -87,7 +87,7 @@ class DeferredStream(Stream):
 
 class _CudaEvent(StreamEvent):
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event()
         self._event.record(stream)
 
     def wait(self) -> None:
@@ -98,7 +98,7 @@ class CudaStream(Stream):
     """A CUDA stream; `run` launches asynchronously."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def run(self, work: Work) -> None:
         with torch.cuda.stream(self._stream):

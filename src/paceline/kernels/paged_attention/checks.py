@@ -102,7 +102,7 @@ def _check_outputs(call: PagedCall) -> None:
             remedy="allocate it per step or in the backend's buffers",
         )
     is_lse = lse is not None and lse.shape == (tokens, heads) and lse.dtype == torch.float32
-    if not is_lse or not lse.is_contiguous():
+    if lse is None or not is_lse or not lse.is_contiguous():
         reject(
             "lse",
             expected=f"contiguous float32 [{tokens}, {heads}]",

@@ -70,7 +70,7 @@ def _lines(entries: Sequence[Entry]) -> list[str]:
     return lines[:_LINES] + more
 
 
-class _Listener(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Listener(TorchDispatchMode):
     """Runs every operator and notes it."""
 
     def __init__(self, backend: type) -> None:
