@@ -44,6 +44,7 @@ TYPED = {
     "extra_args": ('--extra-args {"bias":2}', (("bias", 2),)),
     "seed": ("--seed 9", 9),
     "speculative": ("--speculative off", False),
+    "receipt": ("--receipt", True),
 }
 
 

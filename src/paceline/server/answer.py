@@ -5,7 +5,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -78,6 +78,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    receipts: list[Document] = field(default_factory=list)  # of prompts that asked, as they ended
 
     def add(self, growth: RequestOutput) -> None:
         self.completion_tokens += sum(len(each.token_ids) for each in growth.outputs)
@@ -85,6 +86,9 @@ class Usage:
             self.prompt_tokens += growth.metrics.prompt_tokens
             self.cached_tokens += growth.metrics.cached_tokens
             self.meters.finished(growth.metrics)
+            receipt = growth.metrics.receipt_document()
+            if receipt is not None:
+                self.receipts.append(receipt)
 
     def document(self) -> Document:
         return {
@@ -93,6 +97,10 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+    def receipt(self) -> Document:
+        """What the last document of an answer says beside it."""
+        return {"receipt": self.receipts} if self.receipts else {}
 
 
 async def answer(service: Service, job: Job, request: Request) -> Response:
@@ -142,7 +150,8 @@ async def _whole(service: Service, job: Job) -> Document:
         for completion in growth.outputs:
             _require_answer(completion)
             choices.append(job.writer.whole(len(choices), growth, completion))
-    return _envelope(service, job) | {"choices": choices, "usage": usage.document()}
+    told = {"choices": choices, "usage": usage.document()}
+    return _envelope(service, job) | told | usage.receipt()
 
 
 def _by_index(news: tuple[int, RequestOutput]) -> int:
@@ -161,8 +170,9 @@ async def _events(
             usage.add(growth)
             for choice in _pieces(job, at, growth):
                 yield event(encoded(envelope | {"choices": [choice]} | no_usage))
-        if job.include_usage:
-            yield event(encoded(envelope | {"choices": [], "usage": usage.document()}))
+        if job.include_usage or usage.receipts:
+            last = {"choices": [], "usage": usage.document()} | usage.receipt()
+            yield event(encoded(envelope | last))
         yield event(b"[DONE]")
     except ApiError as error:
         yield event(encoded(error.document()))
