@@ -49,6 +49,7 @@ TYPED = {
         '--structured-outputs {"regex":"a+"}',
         StructuredOutputs(kind=StructureKind.REGEX, text="a+"),
     ),
+    "receipt": ("--receipt", True),
 }
 
 

@@ -106,6 +106,7 @@ SAMPLING = {
     "speculative": _flag(
         "--speculative", kind=click.Choice(("on", "off")), help="off: take no drafts."
     ),
+    "receipt": _flag("--receipt", kind=bool, help="With --json: how it was computed."),
 }
 
 

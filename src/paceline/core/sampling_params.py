@@ -76,6 +76,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     speculative: bool = True  # False: take no drafts; the text is the same
     structured_outputs: StructuredOutputs | None = None  # the form of the answer; {kind: text}
+    receipt: bool = False  # say with the metrics how it was computed
 
     def __post_init__(self) -> None:
         _check_integer("n", self.n, low=1, high=MAX_COMPLETIONS)
@@ -188,7 +189,13 @@ class SamplingParams:
                 raise _error(name, expected, outside, "use ids of this model's tokenizer")
 
 
-_BOOLS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculative")
+_BOOLS = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "speculative",
+    "receipt",
+)
 _SWITCH = {"on": True, "off": False}
 _NUMBERS: dict[str, tuple[float, float, str]] = {
     "temperature": (0.0, MAX_TEMPERATURE, "use 0 for greedy"),

@@ -1,6 +1,7 @@
 """Engine: requests in, snapshots out; owns the loop's state between turns."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 
 from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.blocks import Blocks
@@ -10,6 +11,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import PromptPositions
 from paceline.engine.grammar import Constraint
 from paceline.engine.loop import Launched, Runner, TurnFunction
+from paceline.engine.receipt import ReceiptLog
 from paceline.engine.request import ALIKE, FinishReason, Request, Share
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.tracker import Tracker
@@ -23,6 +25,7 @@ class Engine:
     sanitize: whenever nothing is left to do, see that rows, pages and the prefix tree agree; it
         looks at every page.
     rope_axes: of the model, which positions of a prompt must have.
+    facts: what receipts say of every request.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Engine:
         context_len: int,
         sanitize: bool = False,
         rope_axes: int = 1,
+        facts: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
@@ -43,7 +47,9 @@ class Engine:
         self._context_len = context_len
         self._sanitize = sanitize
         self._rope_axes = rope_axes
+        self._facts = facts
         self._trackers: dict[str, Tracker] = {}
+        self._noted: set[Tracker] = set()  # of these, those with a receipt
         self._in_flight: Launched | None = None
         self._failure: BaseException | None = None  # what ended a turn half-way
         self._epoch = 0
@@ -94,8 +100,11 @@ class Engine:
         )
         requests = [first, *(first.sibling(index) for index in range(1, params.n))]
         self._queue(requests)
-        tracker = Tracker(requests, prompt=prompt, tokenizer=self._tokenizer)
+        receipt = ReceiptLog(self._facts) if params.receipt else None
+        tracker = Tracker(requests, prompt=prompt, tokenizer=self._tokenizer, receipt=receipt)
         self._trackers[request_id] = tracker
+        if receipt is not None:
+            self._noted.add(tracker)
         return tracker
 
     def abort(self, request_id: str) -> bool:
@@ -103,6 +112,7 @@ class Engine:
         tracker = self._trackers.pop(request_id, None)
         if tracker is None:
             return False
+        self._noted.discard(tracker)
         for request in tracker.requests:
             self.scheduler.abort(request.request_id)
         tracker.finish(FinishReason.ABORT)
@@ -122,6 +132,8 @@ class Engine:
             self._failure = error
             raise
         self._in_flight = turn.in_flight
+        if self._noted and turn.in_flight is not None:
+            self._note(turn.in_flight)
         touched: dict[Tracker, None] = {}
         for update in turn.updates:
             tracker = self._trackers.get(update.request.parent_id)
@@ -133,6 +145,7 @@ class Engine:
             has_ended = update.finish is not None or keep_tokens is not None
             if has_ended and tracker.is_finished:
                 del self._trackers[update.request.parent_id]
+                self._noted.discard(tracker)
             touched[tracker] = None
         if self._sanitize and not self.has_work:
             self.scheduler.check_integrity()
@@ -144,6 +157,16 @@ class Engine:
             self.abort(request_id)
         while self.has_work and self._failure is None:
             self.step()
+
+    def _note(self, launched: Launched) -> None:
+        """For those who want a receipt, what was launched with rows of theirs."""
+        step, run = launched.step, launched.run
+        places = {row: index for index, row in enumerate(step.layout.rows)}
+        for tracker in self._noted:
+            assert tracker.receipt is not None, "it is noted"
+            for request in tracker.requests:
+                if request.row in places:  # it keeps its row until what is in flight has landed
+                    tracker.receipt.note(request, places[request.row], step, run)
 
     def _queue(self, requests: Sequence[Request]) -> None:
         """All or none."""

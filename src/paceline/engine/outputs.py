@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paceline.engine.acceptance import Acceptance
+from paceline.engine.receipt import Receipt
 from paceline.engine.request import FinishReason
 from paceline.engine.token_logprobs import TokenLogprobs
 
@@ -79,6 +80,7 @@ class RequestMetrics:
     accepted_by_position: tuple[int, ...] = ()  # [num_steps] rounds that took i + 1 drafts
     tokens_per_round: float | None = None  # bonus tokens included, the first token (prefill's) not
     fallbacks: tuple[str, ...] = ()  # why steps waited for the host: HostNeed, "host_plan_sync"
+    receipt: Receipt | None = None  # where the request asked for it
 
     @classmethod
     def from_times(
@@ -92,6 +94,7 @@ class RequestMetrics:
         output_tokens: int,
         preemptions: int,
         acceptance: Acceptance,
+        receipt: Receipt | None = None,
     ) -> "RequestMetrics":
         """Metrics from readings of one clock."""
         decode_s = 0.0
@@ -110,7 +113,25 @@ class RequestMetrics:
             accepted_by_position=tuple(acceptance.accepted),
             tokens_per_round=acceptance.mean_tokens_per_round,
             fallbacks=tuple(sorted(acceptance.fallbacks)),
+            receipt=receipt,
         )
+
+    def as_document(self) -> dict[str, Any]:
+        """{field: value}; `receipt` where there is one."""
+        document = asdict(self)
+        if self.receipt is None:
+            del document["receipt"]
+        return document
+
+    def receipt_document(self) -> dict[str, Any] | None:
+        """The receipt and the counts that belong to it; None where it was not asked for."""
+        if self.receipt is None:
+            return None
+        counted = ("cached_tokens", "preemptions", "rounds", "drafted_tokens")
+        told = {name: getattr(self, name) for name in counted}
+        lists = {name: list(getattr(self, name)) for name in ("accepted_by_position", "fallbacks")}
+        found = asdict(self.receipt)
+        return {**found.pop("facts"), **found, **told, **lists}
 
     @property
     def acceptance(self) -> Acceptance:
@@ -161,7 +182,7 @@ class RequestOutput:
         An error adds `error`; several completions add `completions`, all of them; log-probabilities
         of the prompt add `prompt_logprobs`.
         """
-        metrics = None if self.metrics is None else asdict(self.metrics)
+        metrics = None if self.metrics is None else self.metrics.as_document()
         document = {**self.outputs[0].as_document(), "metrics": metrics}
         if len(self.outputs) > 1:
             document["completions"] = [each.as_document() for each in self.outputs]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.completion import Completion
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.receipt import ReceiptLog
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 from paceline.engine.token_logprobs import TokenLogprobs
@@ -15,16 +16,23 @@ from paceline.text.tokenizer import Tokenizer
 class Tracker:
     """Owns the completions of one request, and its times.
 
-    requests: one per completion, in order; they share their prompt.
+    requests: one per completion, in order; they share their prompt.  receipt: what is noted of
+    them, where that was asked for.
     """
 
     def __init__(
-        self, requests: Sequence[Request], *, prompt: str | None, tokenizer: Tokenizer | None
+        self,
+        requests: Sequence[Request],
+        *,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        receipt: ReceiptLog | None = None,
     ) -> None:
         self.request = requests[0]  # the first completion's; its id is the caller's
         self._completions = [Completion(each, tokenizer=tokenizer) for each in requests]
         self._prompt = prompt
         self._tokenizer = tokenizer
+        self.receipt = receipt
         self._prompt_ids = self.request.prompt_ids
         self._prompt_logprobs: list[TokenLogprobs | None] = [None]  # the first token has none
         self._arrival_s = time.perf_counter()
@@ -99,4 +107,5 @@ class Tracker:
             output_tokens=self.num_tokens,
             preemptions=sum(each.request.num_preemptions for each in self._completions),
             acceptance=Acceptance.total(each.request.acceptance for each in self._completions),
+            receipt=None if self.receipt is None else self.receipt.receipt(),
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from paceline.attention.names import Pair, parse
 from paceline.attention.registry import load_backend
 from paceline.cache.manager import CacheManager
 from paceline.cache.overlay_slots import OverlaySlots
@@ -33,6 +34,7 @@ from paceline.models.quantized.config import read_quantization
 from paceline.models.size import weight_bytes
 from paceline.plan.assemble import Decided, assemble, decide, join_tokens
 from paceline.plan.budget_table import compare
+from paceline.plan.machine import versions
 from paceline.plan.speculation import shape_of
 from paceline.runner.build import RunnerConfig, wire_runner
 from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
@@ -161,6 +163,7 @@ def _boot(
         context_len=known(options.max_model_len),
         sanitize=options.sanitize,
         rope_axes=prepared.config.rope_axes,
+        facts=_facts(prepared),
     )
     if ranks is not None:
         ranks.wait_until_ready()
@@ -168,6 +171,20 @@ def _boot(
     boot_s = prepared.prepare_s + time.perf_counter() - began
     _LOG.info("%s; ready in %.1f s", prepared.resolution.line(), boot_s)
     return Booted(prepared=prepared, engine=engine, runner=runner, boot_s=boot_s, ranks=ranks)
+
+
+def _facts(prepared: Prepared) -> dict[str, object]:
+    """What receipts say of every request."""
+    name, plan = parse(prepared.attention.name), prepared.speculation
+    prefill, decode = (name.prefill, name.decode) if isinstance(name, Pair) else (name, name)
+    return {
+        "model": prepared.options.model,
+        "device": prepared.device.name,
+        "dtype": prepared.options.dtype,
+        "attention": {"prefill": str(prefill), "decode": str(decode)},
+        "drafter": None if plan is None else plan.drafter.algorithm,
+        "versions": {name: found for name, found in versions().items() if found is not None},
+    }
 
 
 def _test_drafter(

@@ -5,7 +5,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -82,6 +82,7 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    receipts: list[Document] = field(default_factory=list)  # of prompts that asked, as they ended
 
     def add(self, growth: RequestOutput) -> None:
         if self.counts_answer:
@@ -90,6 +91,9 @@ class Usage:
             self.prompt_tokens += growth.metrics.prompt_tokens
             self.cached_tokens += growth.metrics.cached_tokens
             self.meters.finished(growth.metrics)
+            receipt = growth.metrics.receipt_document()
+            if receipt is not None:
+                self.receipts.append(receipt)
 
     def document(self, prompt_tokens: int | None = None) -> Document:
         """prompt_tokens: of what has not ended, too; they are counted when it has."""
@@ -100,6 +104,10 @@ class Usage:
             "total_tokens": asked + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+    def receipt(self) -> Document:
+        """What the last document of an answer says beside it."""
+        return {"receipt": self.receipts} if self.receipts else {}
 
 
 async def answer(service: Service, job: Job, request: Request) -> Response:
@@ -149,7 +157,8 @@ async def _whole(service: Service, job: Job) -> Document:
         for completion in growth.outputs:
             _require_answer(completion)
             choices.append(job.writer.whole(len(choices), growth, completion))
-    return _envelope(service, job) | {"choices": choices, "usage": usage.document()}
+    told = {"choices": choices, "usage": usage.document()}
+    return _envelope(service, job) | told | usage.receipt()
 
 
 def _by_index(news: tuple[int, RequestOutput]) -> int:
@@ -167,8 +176,9 @@ async def _events(
             usage.add(growth)
             for choice in _pieces(job, at, growth):
                 yield event(encoded(envelope | {"choices": [choice]} | _usage_so_far(job, usage)))
-        if job.include_usage:
-            yield event(encoded(envelope | {"choices": [], "usage": usage.document()}))
+        if job.include_usage or usage.receipts:
+            last = {"choices": [], "usage": usage.document()} | usage.receipt()
+            yield event(encoded(envelope | last))
         yield event(b"[DONE]")
     except ApiError as error:
         yield event(encoded(error.document()))

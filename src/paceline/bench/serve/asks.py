@@ -91,7 +91,8 @@ class Bodies:
     def streamed(self, ask: Ask, number: int) -> Document:
         """That of a request of the load."""
         body = self.of(ask.text, ask.output_len, number=number)
-        return body | {"stream": True, "stream_options": {"include_usage": True}}
+        own = {"receipt": True} if self.target.is_ours else {}  # which tells the time in the queue
+        return body | {"stream": True, "stream_options": {"include_usage": True}} | own
 
 
 async def find_target(client: Client, base_url: str, model: str | None) -> Target:

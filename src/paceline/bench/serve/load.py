@@ -166,7 +166,7 @@ class LoadRun:
     async def _answer(self, client: Client, bodies: Bodies, ask: Ask, number: int) -> Answer:
         began, came = self._began, []
         usage: dict[str, Any] = {}
-        receipt: dict[str, Any] = {}
+        receipts: list[dict[str, Any]] = []
         sent = time.perf_counter()
         kind, details = None, ""
         try:
@@ -176,7 +176,7 @@ class LoadRun:
                         came.append(now - began)
                     if event.get("usage"):
                         usage = usage_of(event)
-                    receipt = event.get("receipt") or receipt
+                    receipts += event.get("receipt") or []
             ended = time.perf_counter()
             usage = usage_of({"usage": usage})
         except AnswerError as error:
@@ -197,7 +197,7 @@ class LoadRun:
             prompt_tokens=usage.get("prompt_tokens", 0),
             cached_tokens=details_of_prompt.get("cached_tokens") or 0,
             output_tokens=output,
-            queue_s=receipt.get("queue_s"),
+            queue_s=receipts[0].get("queue_s") if receipts else None,
             error=kind,
             details=details,
         )
