@@ -43,6 +43,11 @@ class Judgement:
     def is_right(self) -> bool:
         return self.error <= self.tolerance
 
+    def said(self, what: str, likely: list[str]) -> str:
+        """In words, with the mistakes that give nearly the same."""
+        sizes = f"{what} {self.error:.3g} where {self.tolerance:.3g} is allowed, at {self.where}"
+        return f"{sizes} (looks like: {', or '.join(likely)})" if likely else sizes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Expectation:

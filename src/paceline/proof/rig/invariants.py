@@ -43,16 +43,26 @@ def broken_invariants(
     faults = list(_lens(wanted, view))
     if faults:
         return faults  # what follows is derived from the lengths
-    faults = [*_tokens(wanted, view), *_slots(case, wanted, view), *_tree(wanted, view)]
-    faults += _ends("visible_end", wanted, view.visible_end)
-    given = positions[: view.padded_tokens]
-    faults += differences("positions the model was given", given, wanted.positions)
+    faults = [*_behind_lens(wanted, view, positions), *_slots(case, wanted, view)]
     for name, layout in _layouts("plan", plan):
         if isinstance(layout, PageTablePlan):
             faults += _page_table(name, case, wanted, layout)
         else:
             faults += _csr(name, case, wanted, layout)
     return faults
+
+
+def broken_step(wanted: Wanted, view: StepView, positions: Tensor) -> list[str]:
+    """Likewise, of all that does not depend on a cache."""
+    return list(_lens(wanted, view)) or [*_behind_lens(wanted, view, positions)]
+
+
+def _behind_lens(wanted: Wanted, view: StepView, positions: Tensor) -> Iterator[str]:
+    yield from _tokens(wanted, view)
+    yield from _tree(wanted, view)
+    yield from _ends("visible_end", wanted, view.visible_end)
+    given = positions[: view.padded_tokens]
+    yield from differences("positions the model was given", given, wanted.positions)
 
 
 def differences(name: str, got: Tensor | list[int], wanted: list[int]) -> Iterator[str]:
