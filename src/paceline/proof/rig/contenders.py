@@ -96,6 +96,7 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
         sinks=case.sinks,
         masks=_masks(case),
         needs_lse=case.prefix_only,
+        encoder=case.reads_encoder,
         graph=graph,
     )
     composed = for_case(who, case)

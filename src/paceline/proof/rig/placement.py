@@ -105,9 +105,9 @@ def _state_slots(case: Case, index: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _spans(case: Case, batch: Batch, window: int | None) -> list[tuple[int, int]]:
-    """[num_reqs] (first page held, pages of kv_len): the step's first query sees nothing before."""
+    """[num_reqs] (first page held, pages of all rows): the step's first query sees none before."""
     spans = []
-    for prefix, kv_len in zip(batch.prefix_lens, batch.kv_lens, strict=True):
+    for prefix, kv_len in zip(batch.prefix_lens, batch.key_lens, strict=True):
         first_key = 0 if window is None else max(0, prefix - window + 1)
         spans.append((first_key // case.page_size, -(-kv_len // case.page_size)))
     return spans

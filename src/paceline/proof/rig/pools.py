@@ -82,7 +82,7 @@ class Pools:
         """[width of the probe's table] float64  what padded and frozen rows compute with."""
         case = self._prepared.case
         queries = torch.zeros(case.num_heads * case.head_dim, dtype=torch.float64)
-        baits = [data.bait(part.name)[layer] for part in case.parts if part.of is None]
+        baits = [data.bait(part)[layer] for part in case.brought]
         row = torch.cat((queries, *(_FACTOR * bait.flatten() for bait in baits)))
         return row if self._loads_dead else torch.full_like(row, float("nan"))
 
@@ -126,10 +126,12 @@ class Pools:
         for request, prefix in enumerate(batch.prefix_lens):
             if request in batch.frozen:
                 continue
-            loc = torch.tensor(slots(placement, layer.group, request))
+            if batch.encoder_lens is not None:
+                prefix = 0  # its rows are written when it joins
+            loc = torch.tensor(slots(placement, layer.group, request), dtype=torch.int64)
             positions = torch.arange(len(loc))
             chosen = (positions < prefix) == is_prefix
-            chosen &= (positions < batch.kv_lens[request]) & (loc >= 0)
+            chosen &= (positions < batch.key_lens[request]) & (loc >= 0)
             taken = positions[chosen]
             rows = {
                 part: layer.quantised(part, data.rows(part, request)[layer.number][taken])

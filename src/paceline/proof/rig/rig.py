@@ -7,6 +7,7 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat, Scales
+from paceline.core.input_rows import EncoderInput
 from paceline.core.padding import PAD_ROW
 from paceline.proof.check.cell import RunnerKind
 from paceline.proof.oracle.batch_data import BatchData
@@ -45,7 +46,7 @@ class Rig:
             sinks=None if sinks is None else sinks.float().to(device),
             device=device,
         )
-        self._watched = watch(backend, prefix_alone=case.prefix_only)
+        self._watched = watch(backend, prefix_alone=case.prefix_only or case.reads_encoder)
         scale = self._data[0].scale
         self._world = World(
             case,
@@ -58,9 +59,10 @@ class Rig:
             device=device,
         )
         self._runner = self._world.runner
+        parts = self._runner.parts
         self._pools = Pools(
             prepared,
-            self._runner.parts.pools,
+            parts.pools if parts.encoder is None else parts.encoder.pools,
             loads_dead=self._watched.capabilities.loads_dead_slots,
         )
 
@@ -116,7 +118,7 @@ class Rig:
         self._tokens = batch.num_tokens
         unused = min({*range(1, placement.num_rows)} - {*placement.rows})
         row_ids = self._runner.parts.buffers.row_ids.fill_(unused)  # until the step derives
-        step = self._world.step(index, ids)
+        step = self._world.step(index, ids, self._encoders(index))
         try:
             poisoned = self._world.run(step)
         except Exception as error:
@@ -156,6 +158,16 @@ class Rig:
         """Whether the last plan is of every step's view; eager steps have views of their own."""
         return self._is_graph and self._watched.planned is not None
 
+    def _encoders(self, index: int) -> list[EncoderInput | None]:
+        """[num_reqs] what a batch's requests bring for the layers that read an encoder's rows."""
+        data, dtype = self._data[index], getattr(torch, self._case.dtype)
+        found: list[EncoderInput | None] = []
+        for request, rows in enumerate(self._case.batches[index].encoder_lens or ()):
+            both = torch.cat((data.keys[request], data.values[request]), 3).to(dtype)
+            given = EncoderInput(num_rows=rows, media_hash=f"{index} {request}", data=both)
+            found.append(given if rows else None)
+        return found
+
     def _fill_table(self, index: int) -> list[list[int]]:
         """Write the step's queries, keys and values; returns each request's token ids."""
         batch, data = self._case.batches[index], self._data[index]
@@ -168,11 +180,8 @@ class Rig:
             zip(batch.prefix_lens, batch.extend_lens, strict=True)
         ):
             taken, new = new[:extend], new[extend:]
-            own = [
-                data.computed(data.rows(part.name, request)[:, prefix:])
-                for part in self._case.parts
-                if part.of is None
-            ]
+            brought = self._case.brought
+            own = [data.computed(data.rows(part, request)[:, prefix:]) for part in brought]
             rows = torch.cat([each.flatten(2) for each in (data.queries[request], *own)], dim=2)
             table[:, taken] = rows.to(table)
             ids.append([POISON_ID] * prefix + taken)

@@ -146,6 +146,7 @@ class World:
             deltas += [
                 PageDelta(row=row, group=group, start=0, page_ids=pages[request])
                 for group, pages in enumerate(placement.pages)
+                if pages[request]
             ]
         return Step(
             epoch=self._epoch,
@@ -170,13 +171,15 @@ class World:
     ) -> JoinDelta:
         prefix = batch.prefix_lens[request]
         known = tuple(ids[: prefix + 1]) if self._is_round else tuple(ids)
+        positions = None if batch.rope is None else batch.rope[request]
         return JoinDelta(
             row=row,
             token_ids=known,
-            prompt_len=len(known),
+            prompt_len=len(known) if positions is None else len(positions.axes[0]),
             prefix_len=prefix,
             max_len=self._case.max_kv_len + _SLACK,
             params=_PARAMS,
+            positions=positions,
             encoder=given,
             blocks=_blocks_of(batch, request),
         )
