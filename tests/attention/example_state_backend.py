@@ -50,7 +50,7 @@ class SumBackend(StateBackend[SumBuffers, SumPlan, Tensor]):
         graph=GraphSupport.ALWAYS,
     )
 
-    def __init__(self, decay: float) -> None:
+    def __init__(self, decay: float = 0.875) -> None:
         self._decay = decay
 
     def make_buffers(self, limits: StateLimits) -> SumBuffers:

@@ -15,7 +15,7 @@ BACKENDS = ("triton", "triton+flashinfer", "flashinfer", "fa4")
 
 def test_the_list_names_cells_of_every_mode_backend_and_runner():
     named = read_cells(LIST)
-    values = dict.fromkeys(("backend", "method", "mode", "filter"))
+    values = dict.fromkeys(("backend", "state_backend", "method", "mode", "filter"))
     values |= {"cells": str(LIST), "quick": False, "full": False}
     cells = cells_of(selection_of(values, "cuda"), cases())
     assert {cell.id for cell in cells} == named

@@ -84,4 +84,4 @@ def execute(cell: Cell, device_type):
     raise AssertionError(cell.id)
 
 
-HARNESS = Harness(prepare=prepare, resolve=resolve, execute=execute)
+HARNESS = Harness(prepare=prepare, resolve=resolve, resolve_states=resolve, execute=execute)

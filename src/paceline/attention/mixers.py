@@ -7,10 +7,10 @@ and a chooser (attention/registry.py); a backend of any other kind is a `StateBa
 from collections.abc import Iterable, Mapping
 
 from paceline.attention.registry import BACKENDS
-from paceline.attention.states import StateBackend
+from paceline.attention.states import StateBackend, StateCapabilities
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.model_config import SOFTMAX, LayerSpec
-from paceline.core.plugins import load_class
+from paceline.core.plugins import load_class, missing_of
 
 # Kind -> the registry of its backends: short name -> "module:Class", imported when asked for.  Of a
 # kind beside softmax attention the first serves.
@@ -26,6 +26,31 @@ def load_mixers(layers: Iterable[LayerSpec]) -> dict[str, StateBackend]:
     for index, layer in enumerate(layers):
         first.setdefault(layer.mixer, index)
     return {kind: _load(kind, index) for kind, index in first.items() if kind != SOFTMAX}
+
+
+def load_state_backend(name: str) -> StateBackend:
+    """The one of a short name in any registry, or of a class `package.module:Class`.
+
+    Raises ConfigError.
+    """
+    known = {
+        short: target
+        for kind, targets in REGISTRIES.items()
+        if kind != SOFTMAX
+        for short, target in targets.items()
+    }
+    found = load_class("state backend", known.get(name, name), StateBackend)  # type: ignore[type-abstract]
+    wanted = {"kind": str, "name": str, "capabilities": StateCapabilities}
+    missing = missing_of(found, wanted)
+    if missing:
+        raise ConfigError.about(
+            f"state backend {name}",
+            expected="complete",
+            got=f"no {', no '.join(missing)}",
+            remedy="define what is missing; docs/architecture.md, 'The state contract', has a "
+            "whole one",
+        )
+    return found()
 
 
 def _load(kind: str, layer_id: int) -> StateBackend:

@@ -3,7 +3,6 @@
 import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
 
 from paceline.attention.cascade import cascade, needs_cascade
 from paceline.attention.contract import AttentionBackend, AttentionConfig, Capabilities
@@ -14,7 +13,7 @@ from paceline.attention.preference import prefer
 from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.near import did_you_mean
-from paceline.core.plugins import load_class
+from paceline.core.plugins import load_class, missing_of
 
 # Short name -> "module:Class", imported when asked for.
 BACKENDS: dict[str, str] = {
@@ -90,20 +89,11 @@ def _load_single(name: str) -> AttentionBackend:
 
 def _require_complete(target: str, backend: type[AttentionBackend]) -> None:
     """Raises ConfigError with everything that a class has yet to define."""
-    kinds = {"name": str, "capabilities": Capabilities}
-    missing = [
-        f"{name} of type {kind.__name__}"
-        for name, kind in kinds.items()
-        if not isinstance(getattr(backend, name, None), kind)
-    ]
-    missing += sorted(getattr(backend, "__abstractmethods__", ()))
+    missing = missing_of(backend, {"name": str, "capabilities": Capabilities})
     can = getattr(backend, "capabilities", None)
     is_planned = isinstance(can, Capabilities) and can.host_plan
     if is_planned and backend.host_plan is AttentionBackend.host_plan:
         missing.append("host_plan, which its capabilities declare")
-    given = [p for p in signature(backend).parameters.values() if p.default is p.empty]
-    needed = [p.name for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    missing += [f"default for its constructor's {name}" for name in needed]
     if missing:
         raise ConfigError.about(
             f"attention backend {target}",

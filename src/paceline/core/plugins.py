@@ -3,6 +3,8 @@
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
+from inspect import signature
 from typing import TypeVar
 
 from paceline.core.errors import ConfigError
@@ -41,3 +43,17 @@ def load_class(what: str, target: str, base: type[T]) -> type[T]:
             remedy=f"derive it from {base.__module__}.{base.__name__}",
         )
     return found
+
+
+def missing_of(found: type, attributes: Mapping[str, type]) -> list[str]:
+    """What a class has yet to define before it can be made without arguments: attributes of these
+    types, abstract methods, defaults of its constructor."""
+    missing = [
+        f"{name} of type {kind.__name__}"
+        for name, kind in attributes.items()
+        if not isinstance(getattr(found, name, None), kind)
+    ]
+    missing += sorted(getattr(found, "__abstractmethods__", ()))
+    given = [p for p in signature(found).parameters.values() if p.default is p.empty]
+    needed = [p.name for p in given if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return missing + [f"default for its constructor's {name}" for name in needed]

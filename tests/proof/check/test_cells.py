@@ -36,6 +36,7 @@ def traits(case: Case) -> set[tuple[str, object]]:
         ("dtype", case.kv_dtype or case.dtype),
         ("score", (case.soft_cap is not None, case.sinks)),
         ("frozen", any(batch.frozen for batch in case.batches)),
+        ("encoder", case.reads_encoder),
     }
 
 

@@ -124,7 +124,7 @@ def test_bad_arguments_are_code_2(words, text):
 
 def test_help_shows_every_flag_and_the_examples():
     text = run("--help").stdout
-    assert {flag.flag for flag in FLAGS} <= set(re.findall(r"--[a-z]+", text))
+    assert {flag.flag for flag in FLAGS} <= set(re.findall(r"--[a-z-]+", text))
     assert check.epilog
     examples = re.findall(r"^  paceline check(.+)$", check.epilog, re.MULTILINE)
     assert len(examples) > 1

@@ -10,7 +10,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.core.step import FinishCode
 from paceline.layers import attention as attention_layer
 from paceline.proof.check.cell import Status
-from paceline.proof.rig import rig as rig_module
+from paceline.proof.rig import world
 from paceline.proof.rig.prepared import prepare_case
 from paceline.runner.buffers import PaddedSize
 
@@ -96,13 +96,13 @@ def test_steps_that_miss_the_graph_are_no_proof(monkeypatch):
     def exact(self, num_reqs, extend_len):
         return PaddedSize.uniform(num_reqs, extend_len)
 
-    monkeypatch.setattr(rig_module.OneSize, "pad", exact)
+    monkeypatch.setattr(world.OneSize, "pad", exact)
     reason = cell(TorchBackend).reason
     assert reason.startswith("the batches must share one graph, got ")
 
 
 def test_steps_that_are_never_captured_are_no_proof(monkeypatch):
-    monkeypatch.setattr(rig_module.OneSize, "pad", lambda self, num_reqs, extend_len: None)
+    monkeypatch.setattr(world.OneSize, "pad", lambda self, num_reqs, extend_len: None)
     assert "must share one graph, got 0" in cell(TorchBackend).reason
 
 
@@ -145,7 +145,7 @@ def test_a_frozen_row_is_finished_in_the_table_and_padding_in_the_step(runner):
 
 
 def test_a_step_that_carries_on_a_frozen_row_is_seen(monkeypatch):
-    monkeypatch.setattr(rig_module.Rig, "_freeze", lambda self, rows: None)
+    monkeypatch.setattr(world.World, "freeze", lambda self, index: None)
     reason = cell(TorchBackend, TREE).reason
     assert reason.startswith("batch 1: row_ids must be [0, ")
 

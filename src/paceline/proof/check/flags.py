@@ -18,7 +18,18 @@ FLAGS = (
         "May be repeated; without it all that the device can have.",
     ),
     Flag(
-        name="method", metavar="NAME", is_repeated=True, help="dense, swa or mla.  May be repeated."
+        name="state_backend",
+        metavar="NAME",
+        is_repeated=True,
+        help="A backend of layers that keep states, package.module:Class, for the cells of its "
+        "kind.  May be repeated; attention cells then need --backend.",
+    ),
+    Flag(
+        name="method",
+        metavar="NAME",
+        is_repeated=True,
+        help="dense, swa or mla, or a kind of layers that keep states, such as sum.  May be "
+        "repeated.",
     ),
     Flag(
         name="mode",

@@ -73,6 +73,7 @@ class Selection:
 
     device_type: str  # "cpu" or "cuda"
     backends: tuple[str, ...]
+    state_backends: tuple[str, ...] = ()  # of cases whose layers keep states
     methods: tuple[str, ...] = ()  # empty: all
     modes: tuple[str, ...] = ()  # empty: all
     wanted: Filter | None = None
@@ -86,6 +87,7 @@ class Harness:
 
     prepare: Callable[[], None]
     resolve: Callable[[str, str], None]  # backend, device type; raises what is wrong with the name
+    resolve_states: Callable[[str, str], None]  # the same of a state backend
     execute: Callable[[Cell, str], CellResult]  # cell, device type
 
 
@@ -97,7 +99,7 @@ def cells_of(selection: Selection, cases: Iterable[Case]) -> list[Cell]:
     cells = [
         Cell(case=case, backend=backend, runner=runner)
         for case in listed
-        for backend in selection.backends
+        for backend in _contenders(selection, case)
         for runner in RUNNERS[selection.device_type]
         if (selection.is_full or selection.names is not None or case.is_quick)
         and case.method in (selection.methods or (case.method,))
@@ -115,6 +117,10 @@ def cells_of(selection: Selection, cases: Iterable[Case]) -> list[Cell]:
             remedy="change --filter, --method or --mode, or use --full",
         )
     return chosen
+
+
+def _contenders(selection: Selection, case: Case) -> tuple[str, ...]:
+    return selection.backends if case.state_every is None else selection.state_backends
 
 
 def run_cells(
@@ -204,12 +210,21 @@ def resolve(backend: str, device_type: str) -> None:
     contender(backend, device_type)
 
 
+def resolve_states(backend: str, device_type: str) -> None:
+    """The same of a state backend."""
+    from paceline.proof.rig.contenders import state_contender
+
+    state_contender(backend)
+
+
 def absence(cell: Cell, device_type: str) -> str | None:
     """Why nothing here can run the cell, whatever its backend would say; None when it can be run.
 
     On a GPU a vendor's library has no stand-in; on a CPU Triton's interpreter takes hours for
     what is not made for it.
     """
+    if cell.case.state_every is not None:
+        return None
     for name in singles(parse(cell.backend)):
         modules = LIBRARIES.get(name, ())
         if device_type == "cuda" and modules and not any(map(can_find, modules)):
@@ -226,17 +241,19 @@ def execute(cell: Cell, device_type: str) -> CellResult:
         return cell.result(Status.NOT_RUN, absent)
     import torch
 
-    from paceline.proof.rig.contenders import contender
+    from paceline.proof.rig.contenders import contender, state_contender
     from paceline.proof.rig.harness import run_cell
 
-    found = contender(cell.backend, device_type)
+    is_of_states = cell.case.state_every is not None
+    name = cell.backend
+    found = state_contender(name) if is_of_states else contender(name, device_type)
     result = run_cell(cell.case, found, cell.runner, torch.device(device_type))
     if result.status is Status.FAILING and device_type == "cuda":
         _require_sound_device(result)
     return result
 
 
-HARNESS = Harness(prepare=prepare, resolve=resolve, execute=execute)
+HARNESS = Harness(prepare=prepare, resolve=resolve, resolve_states=resolve_states, execute=execute)
 
 
 def _require_sound_device(result: CellResult) -> None:
@@ -266,14 +283,19 @@ def _require_resolved(
     device_type: str,
     harness: Harness,
 ) -> None:
-    names = list(dict.fromkeys(cell.backend for cell in cells))
-    jobs = [Task(index, harness.resolve, (name, device_type)) for index, name in enumerate(names)]
+    pairs = ((cell.case.state_every is not None, cell.backend) for cell in cells)
+    names = list(dict.fromkeys(pairs))
+    jobs = [
+        Task(index, harness.resolve_states if of_states else harness.resolve, (name, device_type))
+        for index, (of_states, name) in enumerate(names)
+    ]
     for index, outcome in pool.run(jobs):  # type: ignore[arg-type]
         if isinstance(outcome, Lost):
+            of_states, name = names[index]
             raise ConfigError.about(
-                "--backend",
+                "--state-backend" if of_states else "--backend",
                 expected="a backend that can be loaded",
-                got=f"{names[index]!r} ({outcome.reason})",
+                got=f"{name!r} ({outcome.reason})",
                 remedy="mend that, or check the spelling and PYTHONPATH",
             )
 

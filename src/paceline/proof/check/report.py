@@ -16,6 +16,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.plan.machine import versions
 from paceline.proof.check.cell import CellResult, Status
+from paceline.proof.suite.states import STATE_METHODS
 
 VENDORS = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn")
 ORDER = (
@@ -135,7 +136,8 @@ def said(status: Status) -> str:
 def rerun_command(cell_id: str, backend: str) -> str:
     """The command that runs one cell again, for a shell."""
     pattern = re.sub(r"[()]", "?", cell_id)  # brackets belong to the language of --filter
-    words = ["paceline", "check", "--full", "--backend", backend, "--filter", pattern]
+    flag = "--state-backend" if cell_id.partition("/")[0] in STATE_METHODS else "--backend"
+    words = ["paceline", "check", "--full", flag, backend, "--filter", pattern]
     return " ".join(map(shlex.quote, words))
 
 

@@ -89,9 +89,12 @@ def selection_of(values: Mapping[str, Any], device_type: str) -> Selection:
             got="both",
             remedy="drop one of the two; --full holds the quick cases too",
         )
+    of_states = tuple(dict.fromkeys(values["state_backend"] or ()))
+    usual = () if of_states else BACKENDS[device_type]
     return Selection(
         device_type=device_type,
-        backends=tuple(dict.fromkeys(values["backend"] or BACKENDS[device_type])),
+        backends=tuple(dict.fromkeys(values["backend"] or usual)),
+        state_backends=of_states,
         methods=tuple(values["method"] or ()),
         modes=tuple(values["mode"] or ()),
         wanted=None if values["filter"] is None else parse_filter(values["filter"]),
@@ -168,5 +171,6 @@ def _telling(results: Iterable[CellResult], err: TextIO) -> Iterator[CellResult]
 
 def _suite() -> Iterable[Case]:
     from paceline.proof.suite.cases import cases
+    from paceline.proof.suite.states import state_cases
 
-    return cases()
+    return (*cases(), *state_cases())

@@ -26,6 +26,14 @@ class BatchData:
     v_scales: Tensor | None  # [layers]  float64, likewise, and other than k_scales
     scale: float  # multiplies q.k
 
+    def rows(self, part: str, request: int) -> Tensor:
+        """[layers, keys, heads, dim] what a part of the cache holds of a request's tokens."""
+        return {"k": self.keys, "v": self.values}[part][request]
+
+    def bait(self, part: str) -> Tensor:
+        """[layers, kv_heads, dim]"""
+        return {"k": self.bait_keys, "v": self.bait_values}[part]
+
     def computed(self, stored: Tensor) -> Tensor:
         """What a step computes where the cache shall hold `stored`; an fp8 cache rounds it."""
         return stored if self.k_scales is None else stored * UNROUNDED

@@ -66,15 +66,15 @@ def make_inputs(case: Case, index: int) -> BatchData:
         else:
             values = _make_values(case, batch, v_factor, generator)
         layers.append((queries, keys, values))
-    kv_lens = batch.kv_lens
+    key_lens = batch.key_lens
     bases = layers[0][1].starts
     return BatchData(
         queries=_by_request([queries for queries, _, _ in layers], batch.extend_lens),
         keys=tuple(
-            torch.stack([keys.table[base : base + kv_len] for _, keys, _ in layers])
-            for base, kv_len in zip(bases, kv_lens, strict=True)
+            torch.stack([keys.table[base : base + key_len] for _, keys, _ in layers])
+            for base, key_len in zip(bases, key_lens, strict=True)
         ),
-        values=_by_request([values[:-1] for _, _, values in layers], kv_lens),
+        values=_by_request([values[:-1] for _, _, values in layers], key_lens),
         bait_keys=torch.stack([keys.table[keys.bait] for _, keys, _ in layers]),
         bait_values=torch.stack([values[-1] for _, _, values in layers]),
         sinks=_make_sinks(case) if case.sinks else None,
@@ -110,8 +110,8 @@ def _make_sinks(case: Case) -> Tensor:
 
 
 def _make_values(case: Case, batch: Batch, factor: float, generator: torch.Generator) -> Tensor:
-    """[sum of kv_lens + 1, kv_heads, v_head_dim] normal, the bait last; a request's own."""
-    count = sum(batch.kv_lens) + 1
+    """[sum of key_lens + 1, kv_heads, v_head_dim] normal, the bait last; a request's own."""
+    count = sum(batch.key_lens) + 1
     made = torch.randn(
         count, case.num_kv_heads, case.v_head_dim, generator=generator, dtype=torch.float64
     )
@@ -129,8 +129,8 @@ def _make_keys(
 
     factor: of stored keys, with an fp8 cache.
     """
-    starts = tuple(sum(batch.kv_lens[:request]) for request in range(batch.num_reqs))
-    total = sum(batch.kv_lens)
+    starts = tuple(sum(batch.key_lens[:request]) for request in range(batch.num_reqs))
+    total = sum(batch.key_lens)
     shape = (total + CODES + 1, case.num_kv_heads, case.head_dim)
     made = torch.randn(shape, generator=generator, dtype=torch.float64)
     if case.inputs is Inputs.RANDOM:
@@ -165,9 +165,9 @@ def _share_prefix(case: Case, batch: Batch, table: Tensor) -> Tensor:
     """Gives every request the first one's prefix, as far as they share pages; in place."""
     shared = shared_pages(case, batch) * case.page_size
     start = 0
-    for kv_len in batch.kv_lens:
+    for key_len in batch.key_lens:
         table[start : start + shared] = table[:shared].clone()
-        start += kv_len
+        start += key_len
     return table
 
 
@@ -248,17 +248,19 @@ def _near_by_chance(
     count = max(1, table.shape[1] // 8)
     found = torch.full((*queries.shape[:2], count), -1, dtype=torch.int64)
     token = 0
-    for start, extend, kv_len in zip(starts, batch.extend_lens, batch.kv_lens, strict=True):
+    for start, extend, key_len in zip(starts, batch.extend_lens, batch.key_lens, strict=True):
         rows = slice(token, token + extend)
-        products = queries[:, rows] @ table[start : start + kv_len].T  # [heads, extend, kv_len]
+        token += extend
+        if not key_len:
+            continue
+        products = queries[:, rows] @ table[start : start + key_len].T  # [heads, extend, key_len]
         local = index[:, rows] - start
-        is_own = (local >= 0) & (local < kv_len)
+        is_own = (local >= 0) & (local < key_len)
         bounds = torch.where(is_own, -torch.inf, torch.inf).double()
-        products.scatter_reduce_(2, local.clamp(0, kv_len - 1), bounds, "amin")
-        top = products.topk(min(count, kv_len), 2)
+        products.scatter_reduce_(2, local.clamp(0, key_len - 1), bounds, "amin")
+        top = products.topk(min(count, key_len), 2)
         near = torch.where(top.values > limit, top.indices + start, -1)
         found[:, rows, : near.shape[2]] = near
-        token += extend
     return found
 
 

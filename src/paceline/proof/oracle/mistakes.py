@@ -127,7 +127,7 @@ def _column_mistakes(case: Case, data: BatchData) -> list[_Found]:
 
 def _page_mistakes(case: Case, batch: Batch, data: BatchData, layer: int) -> list[_Found]:
     """A page of the longest request is another request's, or a dead one."""
-    request = max(range(batch.num_reqs), key=lambda r: batch.kv_lens[r])
+    request = max(range(batch.num_reqs), key=lambda r: batch.key_lens[r])
     other = (request + 1) % batch.num_reqs
     seen = visible_keys(case, batch, layer, request, batch.extend_lens[request] - 1)
     if not seen:
@@ -136,7 +136,7 @@ def _page_mistakes(case: Case, batch: Batch, data: BatchData, layer: int) -> lis
     pages = {index // case.page_size * case.page_size: name for name, index in ends.items()}
     found: list[_Found] = []
     for start, name in pages.items():
-        page = range(start, min(start + case.page_size, batch.kv_lens[request]))
+        page = range(start, min(start + case.page_size, batch.key_lens[request]))
         changed = _with_page(data, request, page, other)
         is_other = not torch.equal(changed.values[request][layer], data.values[request][layer])
         if is_other:
@@ -173,7 +173,7 @@ def _end_mistakes(case: Case, batch: Batch, data: BatchData) -> list[_Found]:
 
     def keys(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
         seen = visible_keys(case, batch, layer, request, row)
-        return [*seen, batch.kv_lens[request]]
+        return [*seen, batch.key_lens[request]]
 
     behind = replace(
         data,

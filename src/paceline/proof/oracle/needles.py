@@ -84,7 +84,7 @@ def _row_wishes(
     rows of a long step do, a query wants less, so that it does not find by chance what it does not
     want.
     """
-    many = batch.kv_lens if case.inputs is Inputs.RANDOM else batch.extend_lens
+    many = batch.key_lens if case.inputs is Inputs.RANDOM else batch.extend_lens
     is_crowded = many[request] > case.head_dim // 4
     most_winners = 3 if is_crowded else max(3, min(6, case.head_dim // 10))
     most_forbidden = max(2, min(4, case.head_dim // 16))
@@ -129,7 +129,8 @@ def _wanted(batch: Batch, request: int, row: int, seen: list[int]) -> list[int]:
 
 def _forbidden(case: Case, batch: Batch, request: int, row: int, seen: list[int]) -> list[Key]:
     """Keys that a bug would show, the likeliest first."""
-    prefix, kv_len = batch.prefix_lens[request], batch.kv_lens[request]
+    prefix, key_lens = batch.prefix_lens[request], batch.key_lens
+    kv_len = key_lens[request]
     visible = set(seen)
     first = seen[0] if seen else prefix
     near = [first - 1, prefix + row + 1, prefix + row, kv_len - 1]
@@ -143,10 +144,10 @@ def _forbidden(case: Case, batch: Batch, request: int, row: int, seen: list[int]
     near = [index for index in near if 0 <= index < kv_len and index not in visible]
     keys = [Key(request, index) for index in dict.fromkeys(near)][:5]
     other = (request + 1) % batch.num_reqs
-    if other != request:
-        there = min(max(prefix - 1, 0), batch.kv_lens[other] - 1)
+    if other != request and key_lens[other]:
+        there = min(max(prefix - 1, 0), key_lens[other] - 1)
         shared = shared_pages(case, batch) * case.page_size
-        keys.insert(1, Key(other, there if there >= shared else batch.kv_lens[other] - 1))
+        keys.insert(1, Key(other, there if there >= shared else key_lens[other] - 1))
     return keys
 
 

@@ -48,9 +48,12 @@ def visible_keys(case: Case, batch: Batch, layer: int, request: int, row: int) -
     prefix + j.
 
     Every key of the prefix, and of the step what the mask allows; of these a window of w shows
-    those whose position is more than the row's minus w.
+    those whose position is more than the row's minus w.  Of an encoder's rows every one, and none
+    of the request's own.
     """
     prefix = batch.prefix_lens[request]
+    if batch.encoder_lens is not None:
+        return list(range(batch.encoder_lens[request]))
     if case.prefix_only:
         rows: list[int] = []
     elif case.mask(batch) is MaskKind.TREE:

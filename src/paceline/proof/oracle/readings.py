@@ -22,6 +22,11 @@ def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
     found: dict[str, VisibleKeys] = {
         "first key dropped": lambda *at: visible_keys(*at)[1:],
         "last key dropped": lambda *at: visible_keys(*at)[:-1],
+    }
+    if batch.encoder_lens is not None:
+        found["the step's prefix for the encoder's rows"] = _as_many_as_the_prefix
+        return found
+    found |= {
         "window one wider": with_window(lambda window: window and window + 1),
         "window one narrower": with_window(lambda window: window and window - 1),
         "no window": with_window(lambda window: None),
@@ -48,6 +53,12 @@ def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
         found["window by row of keys and depth of queries"] = _window_by(position, _row_of)
         found["window by depth of keys and row of queries"] = _window_by(_row_of, position)
     return found
+
+
+def _as_many_as_the_prefix(
+    case: Case, batch: Batch, layer: int, request: int, row: int
+) -> list[int]:
+    return visible_keys(case, batch, layer, request, row)[: batch.prefix_lens[request]]
 
 
 def _unless_prefix_only(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:

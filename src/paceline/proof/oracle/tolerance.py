@@ -43,6 +43,11 @@ class Judgement:
     def is_right(self) -> bool:
         return self.error <= self.tolerance
 
+    def said(self, what: str, likely: list[str]) -> str:
+        """In words, with the mistakes that give nearly the same."""
+        sizes = f"{what} {self.error:.3g} where {self.tolerance:.3g} is allowed, at {self.where}"
+        return f"{sizes} (looks like: {', or '.join(likely)})" if likely else sizes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Expectation:
@@ -171,6 +176,10 @@ def _low_rows(
     case: Case, data: BatchData, layer: int, request: int, rows: list[int], hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
     dtype: torch.dtype = getattr(torch, case.dtype)
+    if not hidden.shape[1]:  # of an encoder without rows
+        shape = (len(rows), case.num_heads, case.v_head_dim)
+        nothing = torch.zeros(shape, dtype=torch.float64)
+        return nothing, torch.full(shape[:2], TINY, dtype=torch.float64)
     group = case.num_heads // case.num_kv_heads
     query = data.queries[request][layer, rows].float().transpose(0, 1)  # [heads, rows, head_dim]
     key = data.keys[request][layer].float().transpose(0, 1).repeat_interleave(group, 0)

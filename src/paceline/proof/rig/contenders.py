@@ -16,8 +16,10 @@ from paceline.attention.contract import (
     needed_support,
 )
 from paceline.attention.flash_attention import FlashAttentionBackend
+from paceline.attention.mixers import load_state_backend
 from paceline.attention.names import parse, singles
 from paceline.attention.registry import compose, load_backend
+from paceline.attention.states import StateBackend, unsupported_reasons
 from paceline.core.modes import MaskKind
 from paceline.proof.check.cell import RunnerKind
 from paceline.proof.suite.case import Case
@@ -39,7 +41,7 @@ class Contender:
     """One backend of the matrix."""
 
     name: str
-    backend: AttentionBackend
+    backend: AttentionBackend | StateBackend
     is_emulated: bool
 
 
@@ -55,16 +57,25 @@ def contender(name: str, device_type: str) -> Contender:
     return Contender(name=name, backend=compose(parsed, _on_a_cpu), is_emulated=is_emulated)
 
 
-def for_case(who: Contender, case: Case) -> AttentionBackend:
+def state_contender(name: str) -> Contender:
+    """The state backend of a class `package.module:Class`.  Raises ConfigError."""
+    return Contender(name=name, backend=load_state_backend(name), is_emulated=False)
+
+
+def for_case(who: Contender, case: Case) -> AttentionBackend | StateBackend:
     """What runs a case: by cascade where a tree is more than the backend can mask."""
-    can = who.backend.capabilities
-    if needs_cascade(can, _masks(case), window=_has_window(case)):
-        return cascade(who.backend)
-    return who.backend
+    backend = who.backend
+    if isinstance(backend, StateBackend):
+        return backend
+    if needs_cascade(backend.capabilities, _masks(case), window=_has_window(case)):
+        return cascade(backend)
+    return backend
 
 
 def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.device) -> list[str]:
     """Every reason why a contender cannot run a case; empty when it can."""
+    if isinstance(who.backend, StateBackend):
+        return _state_refusals(case, who.backend, runner, device)
     is_local = not who.is_emulated
     arch = _EMULATED_ARCH
     if is_local and device.type == "cuda":
@@ -85,11 +96,33 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
         sinks=case.sinks,
         masks=_masks(case),
         needs_lse=case.prefix_only,
+        encoder=case.reads_encoder,
         graph=graph,
     )
-    reasons: object = for_case(who, case).unsupported_reasons(config)
+    composed = for_case(who, case)
+    assert isinstance(composed, AttentionBackend)
+    reasons: object = composed.unsupported_reasons(config)
     if not isinstance(reasons, list):
         raise TypeError(f"unsupported_reasons must return a list of texts, got {reasons!r}")
+    return reasons
+
+
+def _state_refusals(
+    case: Case, backend: StateBackend, runner: RunnerKind, device: torch.device
+) -> list[str]:
+    if backend.kind != case.method:
+        return [f"kind of layers {case.method}, of {backend.kind}"]
+    can = backend.capabilities
+    reasons = unsupported_reasons(
+        can,
+        device_type=device.type,
+        dtype=getattr(torch, case.dtype),
+        masks=_masks(case),
+    )
+    if runner is not RunnerKind.EAGER:
+        needed = needed_support(None if case.is_ragged else case.max_extend_len)
+        if can.graph < needed:
+            reasons.append(f"graphs of {needed.name.lower()} steps, of {can.graph.name.lower()}")
     return reasons
 
 

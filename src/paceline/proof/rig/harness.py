@@ -13,12 +13,18 @@ from functools import partial
 
 import torch
 
+from paceline.attention.contract import AttentionBackend
+from paceline.attention.states import StateBackend
 from paceline.proof.check.cell import CellResult, RunnerKind, Status
-from paceline.proof.oracle.likeness import likely_lse_mistakes, likely_mistakes
-from paceline.proof.oracle.tolerance import Expectation, Judgement
 from paceline.proof.rig.contenders import Contender, for_case, refusals
-from paceline.proof.rig.prepared import PreparedCase, prepare_case
+from paceline.proof.rig.prepared import (
+    PreparedCase,
+    PreparedStates,
+    prepare_case,
+    prepare_states,
+)
 from paceline.proof.rig.rig import Rig
+from paceline.proof.rig.state_rig import StateRig
 from paceline.proof.suite.case import Case
 
 _LONGEST_REASON = 2000  # characters
@@ -44,7 +50,7 @@ def run_cell(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
         reasons = refusals(case, who, runner, device)
         if reasons:
             return told(Status.REFUSED, "; ".join(reasons), ran_as=ran_as)
-        finding = examine(prepare_case(case), who, runner, device)
+        finding = examine(prepare(case), who, runner, device)
     except Exception as error:  # noqa: BLE001  a backend may raise anything; the run goes on
         reason = f"raised {type(error).__name__}: {error}"
         return told(Status.FAILING, reason, ran_as=ran_as)
@@ -53,18 +59,32 @@ def run_cell(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
     return told(status, finding.fault, ran_as=ran_as, finding=finding)
 
 
+def prepare(case: Case) -> PreparedCase | PreparedStates:
+    """The numbers and the right answers of a case, by what its layers do."""
+    return prepare_case(case) if case.state_every is None else prepare_states(case)
+
+
 def examine(
-    prepared: PreparedCase, who: Contender, runner: RunnerKind, device: torch.device
+    prepared: PreparedCase | PreparedStates,
+    who: Contender,
+    runner: RunnerKind,
+    device: torch.device,
 ) -> Finding:
     """Launch every batch and judge every layer; stops at the first fault."""
     worst = Finding(0.0, 1.0, None)
     if prepared.blind:
         return replace(worst, fault=f"the comparison would accept {', '.join(prepared.blind)}")
-    case = prepared.case
-    rig = Rig(prepared, for_case(who, case), runner, device)
+    case, backend = prepared.case, for_case(who, prepared.case)
+    rig: Rig | StateRig
+    if isinstance(prepared, PreparedStates):
+        assert isinstance(backend, StateBackend), "others are refused"
+        rig = StateRig(prepared, backend, runner, device)
+    else:
+        assert isinstance(backend, AttentionBackend), "others are refused"
+        rig = Rig(prepared, backend, runner, device)
     for index, repeat in _launches(case, runner):
         faults = rig.launch(index)
-        found = _judge(prepared.expectations[index], rig)
+        found = Finding(*rig.judge(index))
         faults += [] if found.fault is None else [found.fault]
         if faults:
             again = " again" if repeat else ""
@@ -81,33 +101,6 @@ def _launches(case: Case, runner: RunnerKind) -> Iterator[tuple[int, bool]]:
         yield 0, True
     for index in range(1, len(case.batches)):
         yield index, False
-
-
-def _judge(expectation: Expectation, rig: Rig) -> Finding:
-    """The worst layer, or the first wrong one."""
-    worst = Finding(0.0, 1.0, None)
-    for layer in range(len(expectation.case.layers)):
-        out = rig.answer(layer)
-        judged = expectation.judge(layer, out)
-        found = Finding(judged.error, judged.tolerance, None)
-        lse = rig.lse(layer)
-        judged_lse = None if lse is None else expectation.judge_lse(layer, lse)
-        faults = []
-        if not judged.is_right:
-            faults.append(_off("error", judged, likely_mistakes(expectation, layer, out)))
-        if lse is not None and judged_lse is not None and not judged_lse.is_right:
-            # Wrong scores make a wrong lse, which says nothing of its own.
-            likely = likely_lse_mistakes(expectation, layer, lse) if judged.is_right else []
-            faults.append(_off("lse", judged_lse, likely))
-        if faults:
-            return replace(found, fault=f"layer {layer}: {' and '.join(faults)}")
-        worst = max(worst, found, key=lambda finding: finding.error / finding.tolerance)
-    return worst
-
-
-def _off(what: str, judged: Judgement, likely: list[str]) -> str:
-    sizes = f"{what} {judged.error:.3g} where {judged.tolerance:.3g} is allowed, at {judged.where}"
-    return f"{sizes} (looks like: {', or '.join(likely)})" if likely else sizes
 
 
 def _cut(reason: str | None) -> str | None:

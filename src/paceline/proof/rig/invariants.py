@@ -6,6 +6,7 @@ integers (proof/rig/wanted.py).
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -40,19 +41,23 @@ def broken_invariants(
     assert watched.planned is not None, "no step was planned"
     view, plan = watched.planned
     wanted = wanted_step(batch, placement, ids, view)
-    faults = list(_lens(wanted, view))
+    held = wanted.of_encoder if case.reads_encoder else wanted
+    faults = list(_lens(held, view))
     if faults:
         return faults  # what follows is derived from the lengths
-    faults = [*_tokens(wanted, view), *_slots(case, wanted, view), *_tree(wanted, view)]
-    faults += _ends("visible_end", wanted, view.visible_end)
-    given = positions[: view.padded_tokens]
-    faults += differences("positions the model was given", given, wanted.positions)
+    faults = [*_tokens(wanted, view, positions), *_masks(held, view), *_slots(case, held, view)]
     for name, layout in _layouts("plan", plan):
         if isinstance(layout, PageTablePlan):
-            faults += _page_table(name, case, wanted, layout)
+            faults += _page_table(name, case, held, layout)
         else:
-            faults += _csr(name, case, wanted, layout)
+            faults += _csr(name, case, held, layout)
     return faults
+
+
+def broken_step(wanted: Wanted, view: StepView, positions: Tensor) -> list[str]:
+    """Likewise, of all that does not depend on a cache."""
+    behind = _tokens(wanted, view, positions), _masks(wanted, view)
+    return list(_lens(wanted, view)) or [*chain.from_iterable(behind)]
 
 
 def differences(name: str, got: Tensor | list[int], wanted: list[int]) -> Iterator[str]:
@@ -94,17 +99,32 @@ def _covers(name: str, bound: int, lens: list[int]) -> Iterator[str]:
         yield f"{name} must be at least {max(lens)}, got {bound}"
 
 
-def _tokens(wanted: Wanted, view: StepView) -> Iterator[str]:
+def _tokens(wanted: Wanted, view: StepView, given: Tensor) -> Iterator[str]:
     requests = [r for r, extend in enumerate(wanted.extend_lens) for _ in range(extend)]
     yield from differences("req_ids", view.req_ids, requests)
     yield from differences("positions", view.positions, wanted.positions)
     yield from differences("input_ids", view.input_ids, wanted.input_ids)
     yield from differences("logits_loc", view.logits_loc, [end - 1 for end in wanted.offsets[1:]])
+    given = given[..., : view.padded_tokens]
+    if given.dim() == 1:
+        yield from differences("positions the model was given", given, wanted.positions)
+        return
+    for axis, got in enumerate(given):
+        name = f"positions the model was given on axis {axis}"
+        yield from differences(name, got, wanted.rope_positions(axis))
+
+
+def _masks(wanted: Wanted, view: StepView) -> Iterator[str]:
+    yield from _tree(wanted, view)
+    yield from _ends("visible_end", wanted, view.visible_end)
 
 
 def _slots(case: Case, wanted: Wanted, view: StepView) -> Iterator[str]:
     """Where each new token is written; live rows never share a slot."""
     for number, group in enumerate(view.groups):
+        if case.reads_encoder:  # a step writes none of its rows
+            yield from _pages(f"of group {number}", case, wanted, number, group.page_table)
+            continue
         slots = wanted.slots(number, case.page_size)
         live = [slot for slot in slots if slot is not None]
         assert len(live) == len(set(live)), "the case itself writes a slot twice"
@@ -116,7 +136,8 @@ def _slots(case: Case, wanted: Wanted, view: StepView) -> Iterator[str]:
 def _pages(name: str, case: Case, wanted: Wanted, group: int, table: Tensor) -> Iterator[str]:
     """The entries of a page table up to each request's length; all of a padded row's are 0."""
     width = table.shape[1]
-    for request, (row, kv_len) in enumerate(zip(wanted.rows, wanted.kv_lens, strict=True)):
+    lens = wanted.prefix_lens if case.reads_encoder else wanted.kv_lens
+    for request, (row, kv_len) in enumerate(zip(wanted.rows, lens, strict=True)):
         pages = wanted.pages[group][request]
         used = width if row == PAD_ROW else -(-kv_len // case.page_size)
         if used > width:

@@ -7,6 +7,7 @@ that shall not be contiguous is asserted not to be.  Imports torch nowhere.
 from dataclasses import dataclass
 from random import Random
 
+from paceline.core.model_config import NUM_SLOT_COLUMNS
 from paceline.core.padding import PAD_PAGE
 from paceline.proof.suite.case import Batch, Case, PageLayout
 
@@ -23,7 +24,8 @@ class BatchPlacement:
     page_size: int
     rows: tuple[int, ...]  # [num_reqs] rows of the request table, distinct, never 0
     num_rows: int  # rows of the table with row 0, the same for every batch of the case
-    # [num_groups][num_reqs][pages of kv_len] page ids; PAD_PAGE: behind the window, returned
+    # [num_groups][num_reqs][pages of kv_len] page ids; PAD_PAGE: behind the window, returned.  Of
+    # layers that keep states: slots, in the order of a STATE group's page table
     pages: tuple[tuple[tuple[int, ...], ...], ...]
     pool_pages: tuple[int, ...]  # [num_groups] with page 0, the same for every batch of the case
 
@@ -42,15 +44,20 @@ def place(case: Case, index: int) -> BatchPlacement:
         first -= 1
     random = Random(f"{case.name} {case.seed} {first} rows")
     num_rows = 1 + SPARE_ROWS + max(case.captured_reqs, *(b.num_reqs for b in case.batches))
-    windows = groups(case)
+    if case.state_every is None:
+        windows = groups(case)
+        pages = tuple(
+            _group_pages(case, index, number, window) for number, window in enumerate(windows)
+        )
+        pool_pages = tuple(_pool_pages(case, window) for window in windows)
+    else:
+        pages, pool_pages = (_state_slots(case, index),), (_num_slots(case),)
     return BatchPlacement(
         page_size=case.page_size,
         rows=tuple(random.sample(range(1, num_rows), batch.num_reqs)),
         num_rows=num_rows,
-        pages=tuple(
-            _group_pages(case, index, number, window) for number, window in enumerate(windows)
-        ),
-        pool_pages=tuple(_pool_pages(case, window) for window in windows),
+        pages=pages,
+        pool_pages=pool_pages,
     )
 
 
@@ -71,10 +78,36 @@ def shared_pages(case: Case, batch: Batch) -> int:
     return min(batch.prefix_lens) // case.page_size
 
 
+def _num_slots(case: Case) -> int:
+    return 1 + NUM_SLOT_COLUMNS * max(batch.num_reqs for batch in case.batches) + SPARE_PAGES
+
+
+def _state_slots(case: Case, index: int) -> tuple[tuple[int, ...], ...]:
+    """[num_reqs] slots that a request reads, writes and may keep a state in, one group's.
+
+    Every other request goes on in the slot that it reads; nothing is read where nothing is before
+    the step.
+    """
+    batch = case.batches[index]
+    num = NUM_SLOT_COLUMNS * batch.num_reqs
+    ids = list(range(1 + index % SPARE_PAGES, num + 1 + index % SPARE_PAGES))
+    if case.layout is not PageLayout.CONTIGUOUS:
+        ids = Random(f"{case.name} {case.seed} {index} slots").sample(
+            range(1, _num_slots(case)), num
+        )
+    found = []
+    for request, prefix in enumerate(batch.prefix_lens):
+        read, write, checkpoint = ids[NUM_SLOT_COLUMNS * request :][:NUM_SLOT_COLUMNS]
+        if (request + index) % 2:
+            read = write
+        found.append((read if prefix else PAD_PAGE, write, checkpoint))
+    return tuple(found)
+
+
 def _spans(case: Case, batch: Batch, window: int | None) -> list[tuple[int, int]]:
-    """[num_reqs] (first page held, pages of kv_len): the step's first query sees nothing before."""
+    """[num_reqs] (first page held, pages of all rows): the step's first query sees none before."""
     spans = []
-    for prefix, kv_len in zip(batch.prefix_lens, batch.kv_lens, strict=True):
+    for prefix, kv_len in zip(batch.prefix_lens, batch.key_lens, strict=True):
         first_key = 0 if window is None else max(0, prefix - window + 1)
         spans.append((first_key // case.page_size, -(-kv_len // case.page_size)))
     return spans

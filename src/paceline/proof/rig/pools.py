@@ -1,15 +1,17 @@
-"""The KV pools of a rig: what they hold before a step, and what they must hold after it.
+"""The pools of a rig: what they hold before a step, and what they must hold after it.
 
 Every slot but those of the live prefixes holds poison, and padded tokens bring another poison, so
-that a stray write is seen wherever it goes.
+that a stray write is seen wherever it goes.  Which parts a group has, its spec says; a part that is
+of another has no slots of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.attention.contract import LayerCache
+from paceline.cache.pool import KVPool
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.rig.placement import slots
 from paceline.proof.rig.prepared import PreparedCase
@@ -20,6 +22,23 @@ _ODD_NAN = {1: 0xFF, 2: 0xFFE5 - (1 << 16), 4: 0xFFE5A5A5 - (1 << 32)}
 _FACTOR = 8.0  # of a padded token's bait on the pools': exact in every format, and no cache's scale
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layer:
+    """One layer's share of its group's pool."""
+
+    number: int  # of the layer
+    group: int  # of the step's view
+    parts: Mapping[str, Tensor]  # of [num_pages, page_size, *part.shape]
+    stored: tuple[str, ...]  # those with memory of their own
+    scales: Mapping[str, Tensor]  # of [1]  float32; none unless stored as float8
+
+    def quantised(self, part: str, values: Tensor) -> Tensor:
+        """`values` as the cache holds them."""
+        cache, scale = self.parts[part], self.scales.get(part)
+        divided = values if scale is None else values / scale.double().cpu()
+        return divided.to(cache.device).to(cache.dtype)
+
+
 class Pools:
     """Fills and audits the caches of every layer; slot 0, which padded rows write, aside.
 
@@ -27,95 +46,98 @@ class Pools:
     """
 
     def __init__(
-        self, prepared: PreparedCase, layers: Sequence[LayerCache], *, loads_dead: bool
+        self, prepared: PreparedCase, pools: Sequence[KVPool], *, loads_dead: bool
     ) -> None:
+        """pools: [num_groups]"""
         self._prepared = prepared
-        self._layers = layers
+        layers = [
+            _Layer(
+                number,
+                group,
+                (pages := pool.layer(number)).parts,
+                tuple(part.name for part in pool.spec.stored),
+                pages.scales,
+            )
+            for group, pool in enumerate(pools)
+            for number in pool.spec.layer_ids
+        ]
+        self._layers = sorted(layers, key=lambda layer: layer.number)
         self._loads_dead = loads_dead
 
     def fill(self, index: int) -> None:
-        """Poison every slot, then write the keys and values of each live prefix of a batch."""
+        """Poison every slot, then write what each live prefix of a batch has there."""
         data = self._prepared.data[index]
         for layer in self._layers:
-            number = layer.spec.layer_id
-            for cache, scale, bait in (
-                (layer.k_cache, layer.k_scale, data.bait_keys[number]),
-                (layer.v_cache, layer.v_scale, data.bait_values[number]),
-            ):
+            for part in layer.stored:
+                cache = layer.parts[part]
                 if self._loads_dead:
-                    cache.copy_(_quantised(bait, cache, scale))
+                    cache.copy_(layer.quantised(part, data.bait(part)[layer.number]))
                 else:
                     bits_of(cache).fill_(_ODD_NAN[cache.element_size()])
-            for loc, keys, values in self._stored(index, layer, is_prefix=True):
-                layer.k_cache.flatten(0, 1)[loc] = keys
-                layer.v_cache.flatten(0, 1)[loc] = values
+            for loc, rows in self._rows(index, layer, is_prefix=True):
+                for part in layer.stored:
+                    layer.parts[part].flatten(0, 1)[loc] = rows[part]
 
     def dead_token(self, data: BatchData, layer: int) -> Tensor:
         """[width of the probe's table] float64  what padded and frozen rows compute with."""
         case = self._prepared.case
         queries = torch.zeros(case.num_heads * case.head_dim, dtype=torch.float64)
-        baits = (data.bait_keys, data.bait_values)[: 1 if case.v_in_k else 2]
-        row = torch.cat((queries, *(_FACTOR * bait[layer].flatten() for bait in baits)))
+        baits = [data.bait(part)[layer] for part in case.brought]
+        row = torch.cat((queries, *(_FACTOR * bait.flatten() for bait in baits)))
         return row if self._loads_dead else torch.full_like(row, float("nan"))
 
-    def snapshot(self) -> list[tuple[Tensor, Tensor]]:
-        """[num_layers] copies of both caches."""
-        return [(layer.k_cache.clone(), layer.v_cache.clone()) for layer in self._layers]
+    def snapshot(self) -> list[dict[str, Tensor]]:
+        """[num_layers] copies of what is stored, by part."""
+        return [{part: each.parts[part].clone() for part in each.stored} for each in self._layers]
 
-    def wrong_writes(self, index: int, before: Sequence[tuple[Tensor, Tensor]]) -> list[str]:
+    def wrong_writes(self, index: int, before: Sequence[Mapping[str, Tensor]]) -> list[str]:
         """What differs from `before` with the batch's own new tokens written.  Mutates `before`."""
         faults = []
-        for layer, (k, v) in zip(self._layers, before, strict=True):
+        for layer, wanted in zip(self._layers, before, strict=True):
             if not self._prepared.case.prefix_only:
-                for loc, keys, values in self._stored(index, layer, is_prefix=False):
-                    k.flatten(0, 1)[loc] = keys
-                    v.flatten(0, 1)[loc] = values
-            for name, wanted, cache in (("K", k, layer.k_cache), ("V", v, layer.v_cache)):
-                changed = _differing_slots(wanted, cache)
+                for loc, rows in self._rows(index, layer, is_prefix=False):
+                    for part, held in wanted.items():
+                        held.flatten(0, 1)[loc] = rows[part]
+            for part, held in wanted.items():
+                changed = _differing_slots(held, layer.parts[part])
                 if changed:
                     faults.append(
-                        f"{name} of layer {layer.spec.layer_id}: slots {changed[:4]} do not hold "
+                        f"{part.upper()} of layer {layer.number}: slots {changed[:4]} do not hold "
                         "what the step was to leave there"
                     )
         return faults
 
     def written(self, index: int) -> Iterator[Tensor]:
-        """[new tokens, num_kv_heads, head_dim] each: what the caches hold where a batch's live
-        requests have their new tokens."""
+        """[new tokens, *part.shape] each: what the caches hold where a batch's live requests have
+        their new tokens, under every name."""
         for layer in self._layers:
-            for loc, _, _ in self._stored(index, layer, is_prefix=False):
-                yield layer.k_cache.flatten(0, 1)[loc]
-                yield layer.v_cache.flatten(0, 1)[loc]
+            for loc, _ in self._rows(index, layer, is_prefix=False):
+                for cache in layer.parts.values():
+                    yield cache.flatten(0, 1)[loc]
 
-    def _stored(
-        self, index: int, layer: LayerCache, *, is_prefix: bool
-    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(slots, keys, values as the cache holds them) of each live request's prefix or new
+    def _rows(
+        self, index: int, layer: _Layer, *, is_prefix: bool
+    ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """(slots, what the cache holds there, by stored part) of each live request's prefix or new
         tokens; of a frozen one the pages may be anybody's."""
         batch, data = self._prepared.case.batches[index], self._prepared.data[index]
         placement = self._prepared.places[index]
-        device = layer.k_cache.device
+        device = layer.parts[layer.stored[0]].device
         for request, prefix in enumerate(batch.prefix_lens):
             if request in batch.frozen:
                 continue
-            loc = torch.tensor(slots(placement, layer.spec.group, request))
+            if batch.encoder_lens is not None:
+                prefix = 0  # its rows are written when it joins
+            loc = torch.tensor(slots(placement, layer.group, request), dtype=torch.int64)
             positions = torch.arange(len(loc))
             chosen = (positions < prefix) == is_prefix
-            chosen &= (positions < batch.kv_lens[request]) & (loc >= 0)
+            chosen &= (positions < batch.key_lens[request]) & (loc >= 0)
             taken = positions[chosen]
-            keys = data.keys[request][layer.spec.layer_id][taken]
-            values = data.values[request][layer.spec.layer_id][taken]
-            yield (
-                loc[chosen].to(device),
-                _quantised(keys, layer.k_cache, layer.k_scale),
-                _quantised(values, layer.v_cache, layer.v_scale),
-            )
-
-
-def _quantised(values: Tensor, cache: Tensor, scale: Tensor | None) -> Tensor:
-    """`values` as the cache holds them."""
-    divided = values if scale is None else values / scale.double().cpu()
-    return divided.to(cache.device).to(cache.dtype)
+            rows = {
+                part: layer.quantised(part, data.rows(part, request)[layer.number][taken])
+                for part in layer.stored
+            }
+            yield loc[chosen].to(device), rows
 
 
 def _differing_slots(wanted: Tensor, cache: Tensor) -> list[int]:

@@ -4,11 +4,13 @@ It looks up each token's row by its id, so wrong input ids show as wrong answers
 every layer's attention returned at fixed addresses, where a replayed graph leaves it too.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from paceline.attention.contract import Part
-from paceline.core.model_config import LayerSpec, ModelConfig
+from paceline.core.model_config import LayerSpec, ModelConfig, RopeConfig
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import OverlaidRows
 from paceline.models.decoder import Hidden
@@ -21,9 +23,10 @@ _LOGITS = 8  # the vocabulary that is sampled from; the table's has an id per to
 class ProbeModel(nn.Module):
     """Stands where a CausalLM stands.
 
-    table: [num_layers, ids, q + k + v of all heads]  in the case's dtype; no v where it is in k
+    table: [num_layers, ids, q + k + v of all heads]  in the case's dtype; no v where it is in k,
+    and neither where they are of an encoder's rows
     outs: [num_layers, max_tokens, num_heads, v_head_dim]  in the case's dtype
-    positions: [max_tokens]  int64  as derived
+    positions: [max_tokens] or [axes, max_tokens]  int64  as derived
     """
 
     def __init__(
@@ -34,16 +37,16 @@ class ProbeModel(nn.Module):
         layers, heads = len(case.layers), case.num_heads
         self._case = case
         self._sinks = sinks  # [num_layers, num_heads]  float32
-        self._widths = [
-            heads * case.head_dim,
-            case.num_kv_heads * case.head_dim,
-            0 if case.v_in_k else case.num_kv_heads * case.v_head_dim,
+        dims = {"k": case.head_dim, "v": case.v_head_dim}
+        self._widths = [heads * case.head_dim] + [
+            case.num_kv_heads * dim if part in case.brought else 0 for part, dim in dims.items()
         ]
         ids = max_tokens + 1
         self.table = torch.zeros(layers, ids, sum(self._widths), dtype=dtype, device=device)
         shape = (layers, max_tokens, heads, case.v_head_dim)
         self.outs = torch.zeros(shape, dtype=dtype, device=device)
-        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+        axes = () if case.rope_axes == 1 else (case.rope_axes,)
+        self.positions = torch.zeros(*axes, max_tokens, dtype=torch.int64, device=device)
 
     def forward(
         self,
@@ -56,11 +59,14 @@ class ProbeModel(nn.Module):
         """input_ids, positions [tokens] int64; the hidden state is the first layer's answer."""
         assert overlaid is None, "no cell brings input rows"
         tokens, case = input_ids.shape[0], self._case
-        self.positions[:tokens].copy_(positions)
+        self.positions[..., :tokens].copy_(positions)
         for index in range(len(case.layers)):
             fused = self.table[index].index_select(0, input_ids)
             q, k, v = fused.split_with_sizes(self._widths, dim=1)
             q = q.view(tokens, case.num_heads, case.head_dim)
+            if case.reads_encoder:
+                self.outs[index, :tokens].copy_(ctx.attend_encoder(index, q))
+                continue
             k = k.view(tokens, case.num_kv_heads, case.head_dim)
             own = None if case.v_in_k else v.view(tokens, case.num_kv_heads, case.v_head_dim)
             if case.prefix_only:
@@ -76,15 +82,24 @@ class ProbeModel(nn.Module):
         """hidden [rows, 8] -> the same: what is sampled does not matter here."""
         return hidden
 
+    def encoder_kv(self, given: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """given: [num_layers, rows, num_kv_heads, head_dim + v_head_dim] K and V as they are."""
+        for index, rows in enumerate(given):
+            k, v = rows.split_with_sizes([self._case.head_dim, self._case.v_head_dim], dim=2)
+            yield index, k.contiguous(), v.contiguous()
+
     def attention_sinks(self) -> tuple[Tensor | None, ...]:
-        """[num_layers] of [num_heads] float32, or None."""
+        """[num_layers] of [num_heads] float32, or None; none of layers that read an encoder."""
+        if self._case.reads_encoder:
+            return ()
         if self._sinks is None:
             return (None,) * len(self._case.layers)
         return tuple(self._sinks.unbind())
 
 
 def probe_config(case: Case, scale: float, *, max_position: int) -> ModelConfig:
-    """The model shape of a case."""
+    """The model shape of a case.  The probe rotates nothing: of rope it has the positions."""
+    rope = RopeConfig(sections=(1,) * case.rope_axes) if case.rope_axes > 1 else None
     return ModelConfig(
         model_type="probe",
         vocab_size=_LOGITS,
@@ -99,9 +114,13 @@ def probe_config(case: Case, scale: float, *, max_position: int) -> ModelConfig:
                 window=layer.window,
                 soft_cap=case.soft_cap,
                 sinks=case.sinks,
+                rope=rope,
+                rotary_dim=2 * case.rope_axes if rope else 0,
+                reads_encoder=case.reads_encoder,
             )
             for layer in case.layers
         ),
+        max_encoder_len=max(max(batch.encoder_lens or (0,)) for batch in case.batches),
         hidden_act="silu",
         tie_word_embeddings=False,
         eos_token_ids=(),

@@ -4,9 +4,10 @@ Nothing of the runner, the kernels or the layouts computes anything here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
+from paceline.core.step import PromptPositions
 from paceline.kernels.step_view import StepView
 from paceline.proof.rig.placement import BatchPlacement
 from paceline.proof.suite.case import Batch, Spans
@@ -28,6 +29,15 @@ class Wanted:
     blocks: list[Spans] | None  # [padded_reqs] of the live ones
     input_ids: list[int]  # [padded_tokens]
     pages: list[list[list[int]]]  # [num_groups][padded_reqs] page ids of kv_len
+    encoder_lens: list[int] | None  # [padded_reqs]
+    rope: list[PromptPositions | None]  # [padded_reqs]
+
+    @property
+    def of_encoder(self) -> "Wanted":
+        """What a plan is made from whose layers read an encoder's rows: these for the prefix, and
+        nothing of a tree."""
+        assert self.encoder_lens is not None, "its tokens see one another"
+        return replace(self, prefix_lens=self.encoder_lens, parents=None)
 
     @property
     def kv_lens(self) -> list[int]:
@@ -55,6 +65,20 @@ class Wanted:
             for request, prefix in enumerate(self.prefix_lens)
             for step in self._depths(request)
         ]
+
+    def rope_positions(self, axis: int) -> list[int]:
+        """[padded_tokens] where each token stands: as its request brought, or behind that."""
+        found = []
+        for token, position in enumerate(self.positions):
+            request = next(r for r, end in enumerate(self.offsets[1:]) if token < end)
+            given = self.rope[request]
+            if given is None:
+                found.append(position)
+            elif position < len(given.axes[axis]):
+                found.append(given.axes[axis][position])
+            else:
+                found.append(position + given.delta)
+        return found
 
     @property
     def visible_end(self) -> list[int]:
@@ -112,6 +136,12 @@ def wanted_step(batch: Batch, placement: BatchPlacement, ids: Ids, view: StepVie
     if batch.blocks is not None:
         pairs = zip(batch.blocks, is_live, strict=True)
         blocks = [spans if live else () for spans, live in pairs] + [()] * num_pad
+    encoder_lens = None
+    if batch.encoder_lens is not None:
+        lens = zip(batch.encoder_lens, is_live, strict=True)
+        encoder_lens = [rows if live else PAD_PREFIX_LEN for rows, live in lens]
+        encoder_lens += [PAD_PREFIX_LEN] * num_pad
+    rope = batch.rope or (None,) * batch.num_reqs
     prefixes = zip(batch.prefix_lens, is_live, strict=True)
     return Wanted(
         rows=[row if live else PAD_ROW for row, live in zip(placement.rows, is_live, strict=True)]
@@ -128,6 +158,9 @@ def wanted_step(batch: Batch, placement: BatchPlacement, ids: Ids, view: StepVie
             + [[] for _ in range(num_pad)]
             for pages in placement.pages
         ],
+        encoder_lens=encoder_lens,
+        rope=[each if live else None for each, live in zip(rope, is_live, strict=True)]
+        + [None] * num_pad,
     )
 
 

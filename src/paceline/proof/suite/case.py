@@ -7,8 +7,9 @@ first ones is replayed with other data, fewer rows and shorter or longer request
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.core.model_config import Heads
+from paceline.core.model_config import Heads, RowPart, kv_parts
 from paceline.core.modes import MaskKind
+from paceline.core.step import PromptPositions
 from paceline.proof.suite.modes import ExtendShape, ForwardMode
 
 
@@ -47,6 +48,12 @@ class Batch:
     goes_on: bool = False  # in the rows of the batch before, with as many requests
     blocks: tuple[Spans, ...] | None = None  # [num_reqs] within the step's tokens, which see one
     # another there.  None: nobody sees ahead
+    encoder_lens: tuple[int, ...] | None = None  # [num_reqs] rows of each request's encoder, which
+    # every token sees; 0: it brings none.  None: its tokens see one another
+    rope: tuple[PromptPositions | None, ...] | None = None  # [num_reqs] where its tokens stand for
+    # a rope of several axes; None: at their index
+    accepted: tuple[tuple[int, ...], ...] | None = None  # [num_reqs][num_kept] rows of a round that
+    # last, the root first.  None: no round, all rows last
 
     @property
     def num_reqs(self) -> int:
@@ -60,6 +67,19 @@ class Batch:
     def kv_lens(self) -> tuple[int, ...]:
         """[num_reqs] prefix + extend, always."""
         return tuple(p + e for p, e in zip(self.prefix_lens, self.extend_lens, strict=True))
+
+    @property
+    def key_lens(self) -> tuple[int, ...]:
+        """[num_reqs] rows that the caches of its layers hold of it."""
+        return self.kv_lens if self.encoder_lens is None else self.encoder_lens
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """[num_reqs] tokens behind the step: the prefix and the rows that last."""
+        if self.accepted is None:
+            return self.kv_lens
+        pairs = zip(self.prefix_lens, self.accepted, strict=True)
+        return tuple(prefix + len(rows) for prefix, rows in pairs)
 
     @property
     def is_dropped(self) -> tuple[bool, ...]:
@@ -86,7 +106,8 @@ class Case:
     """
 
     name: str  # the variant
-    method: str  # "dense"; "swa" when a layer has a window; "mla" where V is in K
+    method: str  # "dense"; "swa" when a layer has a window; "mla" where V is in K; "cross" where
+    # an encoder's rows are read; of layers that keep states, the kind of mixer
     mode: ForwardMode
     batches: tuple[Batch, ...]  # at least one
     captured_reqs: int  # rows every step of the case is padded to; 0: no padding
@@ -105,6 +126,9 @@ class Case:
     layout: PageLayout = PageLayout.SHUFFLED
     inputs: Inputs = Inputs.NEEDLE
     prefix_only: bool = False  # Part.PREFIX: the prefix alone, non-causal, nothing is written
+    rope_axes: int = 1  # numbers that say where a token stands
+    state_every: int | None = None  # tokens between states that are kept: its layers keep a state
+    # of each request, and no rows.  None: its layers attend
     is_quick: bool = True  # in `paceline check --quick`
     is_interpreted: bool = False  # small enough for Triton's interpreter on a CPU
     seed: int = 0
@@ -128,6 +152,22 @@ class Case:
         """Of each layer."""
         dims = self.head_dim, self.v_head_dim
         return Heads(self.num_heads, self.num_kv_heads, *dims, self.v_in_k)
+
+    @property
+    def parts(self) -> tuple[RowPart, ...]:
+        """What is cached of a token in each layer that attends."""
+        dims = self.head_dim, self.v_head_dim
+        return kv_parts(self.num_kv_heads, *dims, v_in_k=self.v_in_k)
+
+    @property
+    def reads_encoder(self) -> bool:
+        """Whether its layers attend to the rows of an encoder, in every batch."""
+        return self.batches[0].encoder_lens is not None
+
+    @property
+    def brought(self) -> tuple[str, ...]:
+        """The parts of which a token of a step brings a row."""
+        return () if self.reads_encoder else tuple(p.name for p in self.parts if p.of is None)
 
     @property
     def is_ragged(self) -> bool:

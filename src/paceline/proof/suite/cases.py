@@ -5,9 +5,11 @@ from paceline.proof.suite.case import Case
 from paceline.proof.suite.cross import cross_cases
 from paceline.proof.suite.decode import decode_cases
 from paceline.proof.suite.dims import dim_cases
+from paceline.proof.suite.encoders import encoder_cases
 from paceline.proof.suite.extend import extend_cases, mixed_cases
 from paceline.proof.suite.latent import latent_cases
 from paceline.proof.suite.long import long_cases
+from paceline.proof.suite.rope import rope_cases
 from paceline.proof.suite.speculate import (
     draft_decode_cases,
     draft_extend_cases,
@@ -32,5 +34,7 @@ def cases() -> tuple[Case, ...]:
         *dim_cases(),
         *latent_cases(),
         *block_cases(),
+        *encoder_cases(),
+        *rope_cases(),
         *long_cases(),
     )

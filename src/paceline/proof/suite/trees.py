@@ -60,6 +60,14 @@ def depths(parents: Parents) -> tuple[int, ...]:
     return tuple(found)
 
 
+def path_to(parents: Parents, row: int) -> tuple[int, ...]:
+    """The rows from the one that hangs on the prefix down to `row`."""
+    path: tuple[int, ...] = ()
+    while row >= 0:
+        path, row = (row, *path), parents[row]
+    return path
+
+
 def draft_step(parents: Parents, index: int) -> Parents:
     """The tree of draft step `index` that leads to the verify tree `parents`.
 

@@ -1,0 +1,133 @@
+"""A model that is nothing but layers with states, and the watcher of the backend that runs them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.attention.states import StateBackend, StateLayer, StateLimits
+from paceline.core.errors import KernelArgumentError
+from paceline.core.model_config import LayerSpec, ModelConfig
+from paceline.kernels.step_view import GroupView, StepView
+from paceline.layers.attention import StepContext
+from paceline.layers.embedding import OverlaidRows
+from paceline.models.decoder import Hidden
+from paceline.proof.oracle.states import RECURRENCES
+from paceline.proof.suite.case import Case
+
+
+class StateProbe(nn.Module):
+    """Stands where a CausalLM stands; what a token brings, and what follows it, its id says.
+
+    table: [num_layers, ids, width]  in the case's dtype
+    next_ids: [ids]  int64  the token that is sampled behind each
+    outs: [num_layers, max_tokens, *out_shape]  in the case's dtype
+    positions: [max_tokens]  int64  as derived
+    """
+
+    def __init__(self, case: Case, *, max_tokens: int, device: torch.device) -> None:
+        super().__init__()
+        self._method = method = RECURRENCES[case.method]
+        dtype: torch.dtype = getattr(torch, case.dtype)
+        layers, ids = len(case.layers), num_ids(max_tokens)
+        self.table = torch.zeros(layers, ids, method.width, dtype=dtype, device=device)
+        self.next_ids = torch.zeros(ids, dtype=torch.int64, device=device)
+        shape = (layers, max_tokens, *method.out_shape)
+        self.outs = torch.zeros(shape, dtype=dtype, device=device)
+        self.positions = torch.zeros(max_tokens, dtype=torch.int64, device=device)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        ctx: StepContext,
+        taps: tuple[str, ...] = (),
+        overlaid: OverlaidRows | None = None,
+    ) -> Hidden:
+        """input_ids, positions [tokens] int64; the hidden state is the id that follows."""
+        assert overlaid is None, "no cell brings input rows"
+        tokens = input_ids.shape[0]
+        self.positions[:tokens].copy_(positions)
+        for index in range(self.table.shape[0]):
+            rows = self.table[index].index_select(0, input_ids)
+            self.outs[index, :tokens].copy_(ctx.mix(index, self._method.given(rows)))
+        return Hidden(self.next_ids.index_select(0, input_ids).unsqueeze(1), {})
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, 1] int64 -> [rows, ids] float32: the one that follows."""
+        ids = torch.arange(self.next_ids.shape[0], device=hidden.device)
+        return (hidden == ids).float()
+
+    def attention_sinks(self) -> tuple[Tensor | None, ...]:
+        """No layer attends."""
+        return ()
+
+
+def num_ids(max_tokens: int) -> int:
+    """Of a vocabulary with one for each token of a step, and one for none and one for the end."""
+    return max_tokens + 2
+
+
+def state_config(case: Case, *, max_tokens: int, max_position: int) -> ModelConfig:
+    """The model shape of a case."""
+    method = RECURRENCES[case.method]
+    layer = LayerSpec(mixer=method.kind, state=method.parts)
+    return ModelConfig(
+        model_type="probe",
+        vocab_size=num_ids(max_tokens),
+        hidden_size=1,
+        intermediate_size=1,
+        max_position=max_position,
+        rms_norm_eps=1e-6,
+        layers=(layer,) * len(case.layers),
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        eos_token_ids=(),
+        dtype=case.dtype,
+    )
+
+
+class WatchedStates(StateBackend[Any, Any, Any]):
+    """Forwards to `inner`; remembers the view planned last, refuses what extend may not return."""
+
+    def __init__(self, inner: StateBackend, out_shape: tuple[int, ...]) -> None:
+        self._inner = inner
+        self._out_shape = out_shape
+        self.kind, self.name = inner.kind, inner.name
+        self.capabilities = inner.capabilities
+        self.kept_fields = inner.kept_fields
+        self.planned: StepView | None = None  # of the last call
+
+    def make_buffers(self, limits: StateLimits) -> Any:
+        return self._inner.make_buffers(limits)
+
+    def plan(self, view: StepView, group: GroupView, buffers: Any, *, is_round: bool) -> Any:
+        plan = self._inner.plan(view, group, buffers, is_round=is_round)
+        self.planned = view
+        return plan
+
+    def extend(self, inputs: Any, layer: StateLayer, plan: Any) -> Tensor:
+        """Raises KernelArgumentError for another form than the contract's."""
+        assert self.planned is not None, "a step plans before its layers run"
+        out = self._inner.extend(inputs, layer, plan)
+        shape = (self.planned.padded_tokens, *self._out_shape)
+        if not isinstance(out, Tensor) or tuple(out.shape) != shape:
+            raise KernelArgumentError.about(
+                "out of extend",
+                expected=list(shape),
+                got=list(out.shape) if isinstance(out, Tensor) else type(out).__name__,
+                remedy="return a row for each token of the padded step",
+            )
+        return out
+
+    def commit(
+        self,
+        view: StepView,
+        group: GroupView,
+        layer: StateLayer,
+        buffers: Any,
+        *,
+        path: Tensor,
+        num_kept: Tensor,
+    ) -> None:
+        self._inner.commit(view, group, layer, buffers, path=path, num_kept=num_kept)
