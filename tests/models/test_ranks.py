@@ -22,7 +22,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.coverage import require_filled_once
 from paceline.models.loader import load_model
-from paceline.models.locate import locate
+from paceline.models.locate import ModelSource, SourceKind, locate
 from paceline.models.registry import ARCHITECTURES, architecture
 
 CPU = torch.device("cpu")
@@ -135,6 +135,28 @@ def test_what_ranks_read_is_every_number_of_the_checkpoint(case: str, size: int)
         )
         if name.endswith(("o_proj.bias", "down_proj.bias", "down_proj_bias")):
             assert counts.max() == 1, f"{name} is added once"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_dummy_weights_are_one_model_for_any_number_of_ranks(case: str, size: int) -> None:
+    config = replace(config_of(case), vocab_size=157)
+    source = ModelSource(
+        name="a shape",
+        kind=SourceKind.SHAPE,
+        folder=None,
+        config={},
+        generation_config={},
+        tokenizer=None,
+    )
+    how = {"device": CPU, "dtype": torch.float32, "load_format": "dummy", "seed": 3}
+    alone = load_model(source, config, parallel=Parallel(), **how)
+    ways = open_exchange(size, TOKENS * 512, dtype=torch.float32, device=CPU)
+    ranks = [
+        load_model(source, config, parallel=Parallel(rank, size), exchange=way, **how)
+        for rank, way in enumerate(ways)
+    ]
+    require_equal(together(ranks, config), logits(alone, config))
 
 
 @pytest.mark.parametrize(

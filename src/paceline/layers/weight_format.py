@@ -37,6 +37,11 @@ class Block(NamedTuple):
     into: Tensor
     cut: tuple[Span, ...]  # [dims of the stored tensor]
 
+    @property
+    def place(self) -> tuple[slice, ...]:
+        """As an index of the stored tensor."""
+        return tuple(slice(span.first, span.end) for span in self.cut)
+
 
 class Target(NamedTuple):
     """What one stored tensor fills: of one process a whole view; of a rank its part, or nothing."""
@@ -48,7 +53,7 @@ class Target(NamedTuple):
     def copy_(self, stored: Tensor) -> None:
         """Fill it."""
         for block in self.blocks:
-            block.into.copy_(stored[tuple(slice(span.first, span.end) for span in block.cut)])
+            block.into.copy_(stored[block.place])
 
 
 Named = dict[str, Target]  # by checkpoint tensor name

@@ -4,8 +4,10 @@ The module is built first, uninitialised and on the device; each checkpoint tens
 from the mapped file straight into the (fused) parameter that holds it.  Nothing is built twice.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from paceline.core.errors import WeightsError
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import LOAD_FORMATS
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import ALONE, Parallel
 from paceline.core.progress import Progress
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.rms_norm import RMSNorm
@@ -66,7 +68,11 @@ def load_model(
     )
     if load_format == "dummy":
         model = build()
-        fill_dummy(model, seed=seed)
+        if parallel.size == 1:
+            fill_dummy(model, seed=seed)
+        else:
+            whole = build(parallel=ALONE, device=torch.device("meta"), exchange=None)
+            fill_dummy_part(model, whole, device=device, seed=seed)
         return model
     with open_checkpoint(weights_folder(source)) as stored:
         checkpoint: StoredTensors = stored
@@ -157,16 +163,56 @@ def _equal(table: Tensor, head: Tensor) -> bool:
 def fill_dummy(model: nn.Module, *, seed: int) -> None:
     """Deterministic noise in every parameter, on its own device; norms are the identity.  Formats
     finish what they derive."""
-    norms = [module for module in model.modules() if isinstance(module, RMSNorm)]
-    skipped = {id(norm.weight) for norm in norms}
-    for norm in norms:
-        norm.neutral_()
-    generator: torch.Generator | None = None
+    device = next(model.parameters()).device
+    for parameter, noise in _noise(model, device, seed):
+        if noise is not parameter:
+            parameter.copy_(noise)
+    _finish_dummy(model)
+
+
+@torch.no_grad()
+def fill_dummy_part(model: CausalLM, whole: CausalLM, *, device: torch.device, seed: int) -> None:
+    """A rank's part of what `fill_dummy` would write into `whole`, one process's model on the meta
+    device.  No more of it is ever in memory than one parameter."""
+    ours = model.destinations()
+    filling: dict[int, Named] = {}  # by parameter of `whole`
+    for name, target in whole.destinations().items():
+        [owner] = {id(_owner(block.into)) for block in target.blocks}
+        filling.setdefault(owner, {})[name] = target
+    for parameter, noise in _noise(whole, device, seed):
+        held = torch.empty_like(parameter, device=device).copy_(noise)
+        for name, target in filling[id(parameter)].items():
+            stored = torch.empty(target.shape, dtype=target.dtype, device=device)
+            for view, place in [(block.into, block.place) for block in target.blocks]:
+                stored[place] = held.as_strided(view.shape, view.stride(), view.storage_offset())
+            ours[name].copy_(stored)
+    _finish_dummy(model)
+
+
+def _owner(view: Tensor) -> Tensor:
+    """The parameter that it is, or is a view of."""
+    return view if view._base is None else view._base
+
+
+def _noise(
+    model: nn.Module, device: torch.device, seed: int
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """What each parameter but norms' gets, in order; in its place where it lies row by row, so that
+    its layout says nothing of the numbers."""
+    norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
+    generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
-        if generator is None:
-            generator = torch.Generator(parameter.device).manual_seed(seed)
-        if id(parameter) not in skipped:
-            parameter.normal_(0.0, DUMMY_STD, generator=generator)
+        if id(parameter) in norms:
+            continue
+        is_in_place = parameter.device == device and parameter.is_contiguous()
+        like: dict[str, Any] = {"dtype": parameter.dtype, "device": device}
+        noise = parameter if is_in_place else torch.empty(parameter.shape, **like)
+        yield parameter, noise.normal_(0.0, DUMMY_STD, generator=generator)
+
+
+def _finish_dummy(model: nn.Module) -> None:
+    for norm in [module for module in model.modules() if isinstance(module, RMSNorm)]:
+        norm.neutral_()
     for held in held_by(model).values():
         held.format.finish(held.weight)
 
