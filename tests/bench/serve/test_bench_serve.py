@@ -365,6 +365,8 @@ def test_a_server_of_our_own_is_started_asked_and_ended():
     jsonschema.validate(document, SCHEMA)
     assert document["server"]["started_with"] == words
     assert document["requests"] == {"asked": 10, "answered": 10, "failed": 0}
+    waits = document["waits"]
+    assert 0 <= waits["queue_ms"]["p50"] < waits["ttft_ms"]["max"], "its receipts say"
     sizes = [answer.output_tokens for answer in report.load.answers]
     assert sorted(sizes) == sorted(answer.wanted for answer in report.load.answers)
     assert all(a <= b for answer in report.load.answers for a, b in pairwise(answer.came_s))
