@@ -92,6 +92,8 @@ class Tally:
         return found
 
     def to_json(self) -> dict[str, Any]:
+        size = len(self.rss_mib)
+        width = max(1, size // 10)
         return {
             "seconds": self.seconds,
             "sent": dict(sorted(self.sent.items())),
@@ -108,6 +110,7 @@ class Tally:
                 "most": max(self.rss_mib, default=None),
                 "last": self.rss_mib[-1] if self.rss_mib else None,
                 "growth": self.growth_mib,
+                "by_tenth": [median(self.rss_mib[at : at + width]) for at in range(0, size, width)],
             },
         }
 

@@ -28,6 +28,7 @@ class FakeServer:
     num_tokens: Callable[[Body], int] = lambda body: body["max_tokens"]
     has_usage: bool = True
     ends_early: bool = False  # streams, by closing the connection
+    says_done: bool = True  # at a stream's end
     error_event: bool = False
     is_dribbling: bool = False  # streams, byte by byte, with comments and CRLF
     closes: bool = False  # every connection behind its answer
@@ -109,7 +110,8 @@ class FakeServer:
             return
         if self.has_usage:
             await send(json.dumps({"choices": [], "usage": usage}).encode())
-        await send(b"[DONE]")
+        if self.says_done:
+            await send(b"[DONE]")
         writer.write(b"0\r\n\r\n")
 
 

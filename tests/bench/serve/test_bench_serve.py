@@ -156,11 +156,12 @@ def test_an_answer_of_another_length_is_an_error_unless_it_may_end_by_itself():
     [
         ({"has_usage": False}, "no usage: usage of an answer must be prompt_tokens"),
         ({"ends_early": True}, "RemoteProtocolError"),
+        ({"says_done": False}, "the stream ended without"),
         ({"error_event": True}, 'error event: {"message": "broken"}'),
         ({"status": lambda number, body: 500 if body.get("stream") else 200}, "got 500"),
         ({"status": lambda number, body: 404}, "got 404"),
     ],
-    ids=["usage", "early", "event", "500", "404"],
+    ids=["usage", "early", "done", "event", "500", "404"],
 )
 def test_a_server_that_cannot_be_measured_is_told_before_the_load(hooks, text):
     with fake_server(**hooks) as fake, pytest.raises(IntegrityError, match=text):
@@ -273,6 +274,7 @@ def test_goodput_counts_answers_that_keep_every_limit():
 def test_waits_are_of_good_answers_and_count_from_when_they_were_due():
     late = replace(answered(due=1.0, queue_s=0.05), sent_s=1.2)
     found = reported(answered(), late, answered(first=9.0, error="503")).to_json()["waits"]
+    assert found["ttft_ms"]["p50"] == pytest.approx(100.0)
     assert found["ttft_ms"]["max"] == pytest.approx(100.0)
     assert found["inter_token_ms"]["p50"] == pytest.approx(100.0)
     assert found["gap_ms"]["max"] == pytest.approx(400.0)
@@ -365,6 +367,8 @@ def test_a_server_of_our_own_is_started_asked_and_ended():
     jsonschema.validate(document, SCHEMA)
     assert document["server"]["started_with"] == words
     assert document["requests"] == {"asked": 10, "answered": 10, "failed": 0}
+    waits = document["waits"]
+    assert 0 <= waits["queue_ms"]["p50"] < waits["ttft_ms"]["max"], "its receipts say"
     sizes = [answer.output_tokens for answer in report.load.answers]
     assert sorted(sizes) == sorted(answer.wanted for answer in report.load.answers)
     assert all(a <= b for answer in report.load.answers for a, b in pairwise(answer.came_s))
