@@ -160,9 +160,12 @@ def find_queries(
     targets: [heads, tokens, chosen] float64.  start: [heads, tokens, head_dim] float64.
     """
     is_chosen = index >= 0
-    chosen = keys[index.clamp(min=0)] * is_chosen.unsqueeze(3)  # [heads, tokens, chosen, head_dim]
-    missing = targets / scale - (chosen @ start.unsqueeze(3)).squeeze(3)
-    gram = chosen @ chosen.transpose(2, 3)
+    used, place = index.clamp(min=0).unique(return_inverse=True)  # type: ignore[no-untyped-call]
+    table = keys[used]  # [used, head_dim] few: the queries share what they choose
+    missing = targets / scale - (start @ table.T).gather(2, place)
+    gram = (table @ table.T)[place.unsqueeze(3), place.unsqueeze(2)]
+    gram *= is_chosen.unsqueeze(3) & is_chosen.unsqueeze(2)
     gram.diagonal(dim1=2, dim2=3).add_(1e-4 * keys.shape[1])  # two chosen keys may be alike
-    weights: Tensor = torch.linalg.solve(gram, (missing * is_chosen).unsqueeze(3))
-    return torch.add(start, (chosen.transpose(2, 3) @ weights).squeeze(3))
+    weights: Tensor = torch.linalg.solve(gram, missing * is_chosen)
+    spread = start.new_zeros(*start.shape[:2], len(used)).scatter_add_(2, place, weights)
+    return torch.add(start, spread @ table)
