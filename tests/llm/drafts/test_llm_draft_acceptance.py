@@ -1,8 +1,10 @@
 """How many drafts are accepted: what a drafter knows may not depend on how the engine got there."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -200,7 +202,12 @@ class Drafted:
     truth: Truth
     drafter: str
     topk: int
+    engines: ExitStack
     known: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def shares_nothing(self) -> LLM:
+        return self.engines.enter_context(self.llm(enable_prefix_cache=False))
 
     def llm(self, **options: Any) -> LLM:
         drafts = self.truth.speculation(self.drafter, self.topk)
@@ -209,17 +216,18 @@ class Drafted:
     def cold(self, prompts: Sequence[Sequence[int]]) -> Depths:
         new = [prompt for prompt in prompts if tuple(prompt) not in self.known]
         if new:
-            with self.llm(enable_prefix_cache=False) as llm:
-                for prompt, found in zip(new, depths(llm.generate(new, GREEDY)), strict=True):
-                    self.known[tuple(prompt)] = found
+            answered = self.shares_nothing.generate(new, GREEDY)
+            for prompt, found in zip(new, depths(answered), strict=True):
+                self.known[tuple(prompt)] = found
         return [self.known[tuple(prompt)] for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def drafters(truth: Truth) -> dict[tuple[str, int], Drafted]:
+def drafters(truth: Truth) -> Iterator[dict[tuple[str, int], Drafted]]:
     """By name and width."""
     pairs = itertools.product(*DRAFTED.values())
-    return {(name, topk): Drafted(truth, name, topk) for name, topk in pairs}
+    with ExitStack() as engines:
+        yield {(name, topk): Drafted(truth, name, topk, engines) for name, topk in pairs}
 
 
 def each_drafter_once() -> list[Any]:
