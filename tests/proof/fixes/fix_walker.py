@@ -48,6 +48,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:  # transformers builds tables at its first
         tiny_checkpoints.save("llama-gqa2-untied", Path(folder))
     gc.freeze()  # pytest collects garbage twice in every child; theirs is theirs alone
+    gc.disable()  # nor does an import of many modules look for it: a child ends soon
     jobs = [(",".join(fixes), cases) for fixes, cases in json.load(sys.stdin)]
     running: set[int] = set()
     while jobs or running:
