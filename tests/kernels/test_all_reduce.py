@@ -183,9 +183,8 @@ def test_a_rank_that_has_ended_is_not_waited_for(op: Callable[[Tensor, Exchange]
 )
 def test_what_the_box_does_not_hold_is_refused(x: Tensor) -> None:
     [way, _] = open_exchange(2, 8, dtype=torch.float32, device=CPU)
-    with pytest.raises(
-        KernelArgumentError, match=r"x must be torch\.float32 .* at most 32 bytes on cpu"
-    ):
+    told = r"x must be torch\.float32 .* at most 32 bytes on cpu"
+    with pytest.raises(KernelArgumentError, match=told):
         all_reduce(x, way)
     with pytest.raises(KernelArgumentError, match="open the exchange for the largest step"):
         all_gather(x, 8, way)

@@ -24,6 +24,7 @@ from paceline.models.coverage import require_filled_once
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource, SourceKind, locate
 from paceline.models.registry import ARCHITECTURES, architecture
+from paceline.plan.exchanged import exchanged
 
 CPU = torch.device("cpu")
 TOKENS = 24
@@ -115,6 +116,10 @@ def test_ranks_compute_what_one_process_computes(case: str, size: int) -> None:
     stored = stored_for(alone)
     ranks = ranks_of(config, size, stored)
     require_equal(together(ranks, config), logits(fill(alone, stored), config))
+    planned = exchanged(config, size, torch.float32)
+    assert planned is not None
+    sums = [module for module in ranks[0].modules() if isinstance(module, RankSum)]
+    assert sums[0].exchange.sent.tolist() == [3 * planned.sums + 1] * size  # of three chunks
 
 
 @pytest.mark.parametrize("size", [2, 4])

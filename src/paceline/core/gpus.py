@@ -32,8 +32,8 @@ class DeviceFacts:
     source: str  # where the facts come from
 
     def of_each(self, processes: int) -> "DeviceFacts":
-        """What each of so many processes on it may take; all of it where there is one."""
-        if processes == 1:
+        """What each of so many processes may take: of a CPU its share, of GPUs each has its own."""
+        if processes == 1 or self.device_type != "cpu":
             return self
         return replace(
             self,

@@ -117,9 +117,8 @@ def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
     """The sum of every rank's x, in a new tensor of its shape and dtype.
 
     x: [tokens, hidden], the box's dtype or float32.  Mutates the exchange.  Recordable: each run
-    sends anew.
-    Raises KernelArgumentError, TimeoutError where a rank sends nothing, PacelineError where one has
-    ended.
+    sends anew.  Raises KernelArgumentError, TimeoutError where a rank sends nothing, PacelineError
+    where one has ended.
     """
     _check(x, exchange)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

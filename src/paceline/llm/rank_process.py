@@ -59,6 +59,7 @@ def main() -> None:
     file = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     setup = msgspec.json.decode(sys.argv[1], type=Setup)
+    sys.path[:] = setup.path
     try:
         with suppress(EOFError):
             run(setup, file)

@@ -53,6 +53,7 @@ class Setup(Struct, frozen=True, kw_only=True):
     """What a rank's process is started with."""
 
     rank: int
+    path: list[str]  # where the leader finds modules, plug-ins among them
     options: dict[str, Any]  # resolved by the leader, as far as they are not the usual
     memory: int  # file descriptor
     capacity: int  # of the exchange
@@ -131,9 +132,11 @@ def planned(prepared: Prepared, num_pages: tuple[int, ...]) -> Planned:
 
 
 def unusual(options: EngineOptions) -> dict[str, Any]:
-    """Options that are not what they are when nobody asks."""
+    """Options that are not what they are when nobody asks, as they are behind JSON."""
     usual = asdict(EngineOptions())
-    return {name: value for name, value in asdict(options).items() if value != usual[name]}
+    found = {name: value for name, value in asdict(options).items() if value != usual[name]}
+    behind: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
+    return behind
 
 
 def _fingerprint(sources: Sequence[ModelSource], *, stored: bool) -> str:
@@ -164,6 +167,7 @@ class Ranks:
                 _start(
                     Setup(
                         rank=rank,
+                        path=sys.path,
                         options=unusual(options),
                         memory=memory,
                         capacity=capacity,

@@ -7,17 +7,19 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from paceline.core.errors import ModelError
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import SOFTMAX, ModelConfig
-from paceline.core.options import EngineOptions, engine_options, named
-from paceline.core.parallel import Parallel
+from paceline.core.options import EngineOptions, engine_options, known, named
+from paceline.core.parallel import Parallel, of_rank
 from paceline.models.locate import ModelSource
 from paceline.models.quantized.scheme import Quantization
 from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
 from paceline.plan.budget_table import table
-from paceline.plan.contradictions import refuse_ranks
 from paceline.plan.demand import Demands
+from paceline.plan.exchanged import Exchanged, exchanged
 from paceline.plan.fit import Fit, require_fit
 from paceline.plan.nearest import nearest
 from paceline.plan.processors import load_processors
@@ -28,6 +30,7 @@ from paceline.plan.suggestion import Nearest
 from paceline.plan.target import find_target
 from paceline.text.tokenizer import find_tokenizer, missing_tokenizer
 
+_UNSERVED = "  several GPUs are planned for, and not served yet: run one process per GPU"
 _PASSED = (  # of drafts beside layers with states
     "  a round that passes a length at which states are kept, and ends behind it, keeps none: less "
     "of a text that was generated is found again"
@@ -80,6 +83,7 @@ class Explanation:
     phases: tuple[PhaseChoice, ...]
     nearest: Nearest | None  # None where it fits
     text: TextPlan
+    exchanged: Exchanged | None  # None: one process has the model
 
     def require(self) -> None:
         """Raise ConfigError when the model cannot run on the device, ModelError when a file of its
@@ -110,6 +114,7 @@ class Explanation:
             },
             "speculation": self.speculation and self.speculation.to_json(),
             "options": self.resolution.to_json(),
+            "ranks": self.exchanged and self.exchanged.to_json(),
             "fits": not self.fit.short_by_bytes,
             "fit": self.fit.to_json(),
             "nearest": self.nearest and self.nearest.to_json(),
@@ -134,13 +139,14 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
     given = engine_options(asked)
     target = find_target(given, weights=False, gpu=gpu)
     config = target.config
-    refuse_ranks(given, config, target.device.device_type)
     parallel = Parallel(0, given.tensor_parallel_size)
+    of_rank(config, parallel)
     device = target.device.of_each(parallel.size)
     speculation = plan_speculation(given, config, target.source, weights=False)
     demands = Demands(config, device, speculation, parallel)
     resolution, fit = resolve(asked, demands)
     load_processors(resolution.options.logits_processors)
+    dtype: torch.dtype = getattr(torch, known(resolution.options.dtype))
     return Explanation(
         model=target.source.name,
         config=config,
@@ -152,6 +158,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         phases=phase_choices(demands.rank_config, resolution.options, device, speculation),
         nearest=nearest_if_short(asked, resolution, fit, demands),
         text=TextPlan.of(target.source),
+        exchanged=exchanged(config, parallel.size, dtype),
     )
 
 
@@ -190,6 +197,8 @@ def show(plan: Explanation) -> str:
         *([f"weights: {plan.quantization}"] if plan.quantization else []),
         str(plan.text),
         *([f"drafts: {plan.speculation}"] if plan.speculation else []),
+        *([str(plan.exchanged)] if plan.exchanged else []),
+        *([_UNSERVED] if plan.exchanged and plan.device.device_type != "cpu" else []),
         *([_PASSED] if plan.speculation and config.has_states else []),
         plan.resolution.table(),
         table(plan.fit),

@@ -2,7 +2,9 @@
 or not, a model with experts, one of latents."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llm_cases import (
@@ -34,6 +36,7 @@ from children import PACELINE
 from covers import Cell, cell_name
 from paceline.core.errors import ConfigError
 from paceline.llm.boot import Knobs
+from paceline.llm.embeds import Embeds
 
 KINDS = ("greedy", "every-processor", "logprobs")
 CELLS: list[Cell] = [
@@ -44,6 +47,7 @@ CELLS: list[Cell] = [
 OTHERS = [
     ("qwen3_moe-window-every-second-layer", 2),
     ("deepseek_v3-bias-groups", 2),
+    ("olmo2-norms-behind", 2),
     (LLAMA, 4),
 ]
 
@@ -111,12 +115,17 @@ def test_ranks_have_their_share_and_pages_that_all_have(checkpoint: Checkpoint) 
             llm.teacher()
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_requests_that_leave_and_come_again(checkpoint: Checkpoint, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "backend"), [(True, "torch"), (False, "example_backend:DenseBackend")]
+)
+def test_requests_that_leave_and_come_again(
+    checkpoint: Checkpoint, overlap: bool, backend: str
+) -> None:
     prompts = random_prompts((40, 12, 9), seed=3)
     with make_llm(checkpoint) as llm:
         answers = tokens_of(llm.generate(prompts, GREEDY))
-    with make_llm(checkpoint, overlap=overlap, tensor_parallel_size=2, max_num_seqs=2) as llm:
+    options = {"overlap": overlap, "attention_backend": backend, "max_num_seqs": 2}
+    with make_llm(checkpoint, tensor_parallel_size=2, **options) as llm:
         for _ in range(2):
             stream = llm.generate(prompts, GREEDY, stream=True)
             for _, _ in zip(range(5), stream, strict=False):
@@ -126,6 +135,37 @@ def test_requests_that_leave_and_come_again(checkpoint: Checkpoint, overlap: boo
         found = tokens_of(llm.generate(prompts, GREEDY))
         for prompt, one, other in zip(prompts, answers, found, strict=True):
             assert_same_or_tie(one, other, checkpoint.gap(prompt))
+
+
+def test_what_requests_bring_reaches_every_rank(checkpoint: Checkpoint) -> None:
+    """Rows in place of embeddings, blocks, and arguments of a processor."""
+    table = checkpoint.theirs.get_input_embeddings().weight.detach()
+    prompts = random_prompts((20, 26, 23), seed=5)
+    brought: list[Any] = [
+        {
+            "prompt_token_ids": [0] * 9 + prompts[0][9:],
+            "prompt_embeds": Embeds(0, table[prompts[0][:9]].flip(0)),
+        },
+        {"prompt_token_ids": prompts[1], "prompt_blocks": [(3, 10), (18, 26)]},
+        prompts[2],
+    ]
+    short = replace(GREEDY, max_tokens=12)
+    decay = replace(short, ignore_eos=False, extra_args={"length_decay": [2, 1.5]})
+    params = [short, short, decay]
+    options: dict[str, Any] = {
+        "max_prompt_embeds": 32,
+        "prompt_blocks": True,
+        "logits_processors": ["example_processor:LengthDecay"],
+        "chunked_prefill_size": 16,
+        "page_size": 4,
+    }
+    with make_llm(checkpoint, **options) as llm:
+        answers = tokens_of(llm.generate(brought, params))
+        plain = tokens_of(llm.generate(prompts, short))
+    assert all(one != other for one, other in zip(answers, plain, strict=True)), "each matters"
+    with make_llm(checkpoint, sanitize=True, tensor_parallel_size=2, **options) as llm:
+        for _ in range(2):  # the second time behind prefix hits
+            assert tokens_of(llm.generate(brought, params)) == answers
 
 
 def test_the_command_line_gives_the_text_of_one_process(checkpoint: Checkpoint) -> None:

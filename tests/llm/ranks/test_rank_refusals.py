@@ -1,20 +1,24 @@
 """What several processes cannot serve is refused with what they can, before a weight is read; so
 are processes that are not alike."""
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from example_processor import LengthDecay
 from llm_cases import Checkpoint, make_checkpoint
 from msgspec import structs
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, PacelineError
 from paceline.llm import ranks as rank_module
 from paceline.llm.boot import Knobs, planned_pages
 from paceline.llm.llm import LLM
 from paceline.llm.prepare import prepare
 from paceline.llm.ranks import planned, require_alike, started
-from paceline.plan.explain import explain_model
+from paceline.plan.contradictions import refuse_ranks
+from paceline.plan.explain import explain_model, show
 
 
 @pytest.mark.parametrize(
@@ -30,15 +34,6 @@ from paceline.plan.explain import explain_model
             r"must be one of 1, 2, 4, got 5: intermediate_size is 72; there are 4 heads; ",
         ),
         ({"tp": 65}, r"tensor_parallel_size must be from 1 to 64 processes, got 65"),
-        (
-            {"tp": 2, "max_prompt_embeds": 4},
-            r"max_prompt_embeds must be left out with --tensor-parallel-size 2, got 4; it does not "
-            r"reach other processes yet: take one process",
-        ),
-        (
-            {"tp": 2, "logits_processors": ["a.b:C"]},
-            r"logits_processors must be left out with --te",
-        ),
     ],
 )
 def test_a_number_that_cannot_be_is_refused_before_weights_are_read(
@@ -54,10 +49,41 @@ def test_a_number_that_cannot_be_is_refused_before_weights_are_read(
         LLM(str(tmp_path), threads=1, **options)
 
 
-def test_several_gpus_are_not_served_yet() -> None:
-    told = "tensor_parallel_size must be 1 on a GPU, got 2; several GPUs for one model: not yet"
-    with pytest.raises(ConfigError, match=told):
-        explain_model({"model": "llama-3.1-8b", "tp": 2}, gpu="h200")
+def test_a_plug_in_that_a_rank_does_not_find_is_told(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("only_here")
+    module.LengthDecay = LengthDecay  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    told = r"^rank 1 of the model must be running, got ended: logits processor .*only_here"
+    with pytest.raises(PacelineError, match=told):
+        LLM(
+            str(checkpoint.folder),
+            threads=1,
+            tensor_parallel_size=2,
+            logits_processors=["only_here:LengthDecay"],
+        )
+
+
+def test_several_gpus_are_planned_and_not_served_yet() -> None:
+    model = {"model": "llama-3.1-8b", "max_num_seqs": 16, "max_model_len": 4096}
+    one, two, sixteen = (explain_model(model | {"tp": n}, gpu="h200") for n in (1, 2, 16))
+    assert two.fit.total_bytes == one.fit.total_bytes  # each has a GPU of its own
+    assert one.fit.weights_bytes / 2 < two.fit.weights_bytes < one.fit.weights_bytes
+    assert two.fit.groups[0].page_bytes * 2 == one.fit.groups[0].page_bytes
+    assert one.exchanged is None
+    assert two.exchanged is not None
+    assert sixteen.exchanged is not None
+    assert (two.exchanged.heads, two.exchanged.kv_heads) == (16, 4)
+    assert (sixteen.exchanged.heads, sixteen.exchanged.kv_heads) == (2, 1)
+    assert "KV heads that ranks side by side share" in sixteen.exchanged.whole
+    text = show(two)
+    assert "each holds 16 heads and 4 KV heads of a layer, and all of the embedding, norms" in text
+    assert "64 all-reduces, in which each sends 524288 bytes per token" in text  # 64 * 4096 * 2
+    assert "an all-gather of logits, 128256 bytes per row that is sampled" in text
+    assert "not served yet" in text
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1 on a GPU, got 2; sev"):
+        refuse_ranks(two.resolution.options, two.config, "cuda")
 
 
 def test_a_plan_for_a_cpu_is_that_of_one_of_the_processes(checkpoint: Checkpoint) -> None:

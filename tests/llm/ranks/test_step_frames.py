@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from grammar_turns import Turns
 from hypothesis import given
 from hypothesis import strategies as st
 from llm_cases import VOCAB, random_prompts, recorded_steps
 from speculative_cases import Truth, drafting_llm, llama_truth, serve
 
-from paceline.core.errors import RequestError
 from paceline.core.input_rows import EncoderInput, InputRows
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier, SamplingParams
@@ -119,27 +119,33 @@ def test_parameters_of_a_request_come_back(
     assert hash(found.deltas[0]) == hash(step.deltas[0])
 
 
-@pytest.mark.parametrize(
-    ("delta", "told"),
-    [
-        (
-            OverlayDelta(
-                row=1,
-                start=0,
-                slots=(1,),
-                source=InputRows(start=0, num_tokens=1, media_hash="x", rows=None),
-            ),
-            r"\(--max-prompt-embeds\) must be of numbers alone, got OverlayDelta with a tensor",
-        ),
-        (
-            replace(JOIN, encoder=EncoderInput(num_rows=1, media_hash="x", data=None)),
-            r"\(encoder's input\) must be of numbers alone, got JoinDelta with a tensor",
-        ),
-    ],
-)
-def test_what_holds_a_tensor_is_refused(delta: Any, told: str) -> None:
-    with pytest.raises(RequestError, match=told):
-        encode_step(replace(EVERYTHING, deltas=(delta,)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool], ids=str)
+def test_what_an_encoder_reads_comes_back(dtype: torch.dtype) -> None:
+    data = torch.randn(3, 2, 5).to(dtype)
+    given = EncoderInput(num_rows=6, media_hash="picture", data=data.transpose(0, 1))
+    step = replace(EVERYTHING, deltas=(replace(JOIN, encoder=given),))
+    [found] = decode_step(encode_step(step)).deltas
+    assert isinstance(found, JoinDelta)
+    assert found.encoder is not None
+    assert (found.encoder.num_rows, found.encoder.media_hash) == (6, "picture")
+    assert found.encoder.data.dtype == dtype
+    assert torch.equal(found.encoder.data, given.data)
+    assert replace(found, encoder=None) == JOIN
+
+
+def test_rows_behind_a_hit_are_all_that_travels() -> None:
+    rows = torch.randn(5, 4).bfloat16()
+    source = InputRows(start=2, num_tokens=5, media_hash="picture", rows=rows)
+    delta = OverlayDelta(row=3, start=4, slots=(7, 8, 1), source=source)
+    short, long = (
+        encode_step(replace(EVERYTHING, deltas=(replace(delta, start=start),))) for start in (4, 2)
+    )
+    assert len(long) - len(short) == 2 * 4 * rows.itemsize
+    [found] = decode_step(short).deltas
+    assert isinstance(found, OverlayDelta)
+    assert (found.row, found.start, found.slots) == (3, 4, (7, 8, 1))
+    assert (found.source.start, found.source.stop) == (4, 7)
+    assert torch.equal(found.source.rows, rows[2:])
 
 
 @pytest.mark.parametrize("frame", [b"", b"\x90", encode_step(EVERYTHING)[:-1], b"\x01"])

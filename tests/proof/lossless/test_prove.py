@@ -133,6 +133,7 @@ def test_a_draft_that_nobody_verified_is_a_bug_of_no_layer(model, monkeypatch):
     [
         ({"speculative_algorithm": "off"}, "what to compare must be a drafter or another"),
         ({"force_accept_len": 2.0, **CHAIN}, "--force-accept-len must be left out, got 2.0"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size must be 1: what parts .* got 2"),
         ({"speculative_acceptance": "rejection"}, "which alone promises equal text, got rejection"),
     ],
 )

@@ -22,9 +22,10 @@ def contenders_of(asked: Mapping[str, object], against: str | None) -> list[Cont
     """The drafter asked for, the backend `against`, and both at once where both are named.
 
     With neither, the drafter the engine would choose for the model, or prompt lookup.  Raises
-    ConfigError where nothing is left to compare, and for what changes the text by design.
+    ConfigError where nothing is left to compare, for what changes the text by design, and for
+    ranks, whose layers are not read.
     """
-    _refuse_other_text(asked)
+    _refuse_unread(asked)
     plain = without_speculation(asked)
     is_wanted = against is None or speculation_of(asked) is not None
     drafting = with_drafter(asked) if is_wanted else None
@@ -50,13 +51,17 @@ def _contender(label: str, options: dict[str, object]) -> Contestant:
     return Contestant(label=label, options=options, speculation=speculation_of(options))
 
 
-def _refuse_other_text(asked: Mapping[str, object]) -> None:
+def _refuse_unread(asked: Mapping[str, object]) -> None:
     options = engine_options(asked)
     changed = {
         "--force-accept-len": (options.force_accept_len is not None, "left out"),
         "--speculative-acceptance": (
             options.speculative_acceptance != SAMPLE_AND_MATCH,
             f"{SAMPLE_AND_MATCH}, which alone promises equal text",
+        ),
+        "--tensor-parallel-size": (
+            options.tensor_parallel_size != 1,
+            "1: what parts is read from the layers of one process",
         ),
     }
     for flag, (is_set, expected) in changed.items():
