@@ -7,7 +7,7 @@ import torch
 from oracle_cases import PLAIN, TREE, random_case
 
 from paceline.proof.oracle.inputs import make_inputs
-from paceline.proof.oracle.oracle import visible_keys
+from paceline.proof.oracle.methods.softmax import visible_keys
 from paceline.proof.suite.case import Batch, Case, Inputs, Layer, PageLayout
 
 FP8 = replace(PLAIN, dtype="bfloat16", kv_dtype="float8_e4m3fn", layers=(Layer(), Layer()))

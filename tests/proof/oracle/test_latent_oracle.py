@@ -8,7 +8,7 @@ from oracle_cases import PLAIN, TREE
 from torch.nn.functional import scaled_dot_product_attention
 
 from paceline.proof.oracle.inputs import make_inputs
-from paceline.proof.oracle.oracle import attend, visible_keys
+from paceline.proof.oracle.methods.softmax import attend, visible_keys
 from paceline.proof.suite.case import Case
 
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 32, 16, 24, 20

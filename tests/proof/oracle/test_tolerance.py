@@ -9,7 +9,7 @@ from oracle_cases import PLAIN, TREE, random_case
 from torch import Tensor
 
 from paceline.proof.oracle.inputs import make_inputs
-from paceline.proof.oracle.oracle import attend
+from paceline.proof.oracle.methods.softmax import attend
 from paceline.proof.oracle.tolerance import Expectation, expect
 from paceline.proof.oracle.wrong import wrong_answers
 from paceline.proof.suite.case import Batch, Case, Layer

@@ -23,7 +23,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import Part
 from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.oracle.inputs import make_inputs
-from paceline.proof.oracle.oracle import attend_both
+from paceline.proof.oracle.methods.softmax import attend_both
 from paceline.proof.oracle.tolerance import expect
 from paceline.proof.suite.case import Batch
 

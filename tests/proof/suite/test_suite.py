@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from paceline.core.modes import MaskKind
-from paceline.proof.oracle.oracle import visible_keys
+from paceline.proof.oracle.methods.softmax import visible_keys
 from paceline.proof.rig.placement import place
 from paceline.proof.suite.case import PageLayout
 from paceline.proof.suite.cases import cases

@@ -28,7 +28,7 @@ FLAGS = (
         name="method",
         metavar="NAME",
         is_repeated=True,
-        help="dense, swa or mla, or a kind of layers that keep states, such as sum.  May be "
+        help="dense, swa, mla or cross, or a kind of layers that keep states, such as sum.  May be "
         "repeated.",
     ),
     Flag(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.proof.oracle.batch_data import BatchData
-from paceline.proof.oracle.oracle import TRUE, Meaning, visible_keys
+from paceline.proof.oracle.methods.softmax import TRUE, Meaning, visible_keys
 from paceline.proof.oracle.readings import other_readings
 from paceline.proof.suite.case import Batch, Case
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from paceline.proof.oracle.oracle import ancestors, visible_keys
+from paceline.proof.oracle.methods.softmax import ancestors, visible_keys
 from paceline.proof.rig.placement import shared_pages
 from paceline.proof.suite.case import Batch, Case, Inputs
 

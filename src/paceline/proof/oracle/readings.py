@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.core.modes import MaskKind
-from paceline.proof.oracle.oracle import (
+from paceline.proof.oracle.methods.softmax import (
     VisibleKeys,
     ancestors,
     block_end,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.proof.oracle.batch_data import BatchData
+from paceline.proof.oracle.methods.softmax import attend_both
 from paceline.proof.oracle.mistakes import Mistake, mistakes
-from paceline.proof.oracle.oracle import attend_both
 from paceline.proof.oracle.wrong import hidden_keys, touched_answers
 from paceline.proof.suite.case import Case
 

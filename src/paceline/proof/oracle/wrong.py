@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from paceline.proof.oracle.batch_data import BatchData
+from paceline.proof.oracle.methods.softmax import TRUE, Meaning, VisibleKeys, visible_keys
 from paceline.proof.oracle.mistakes import Mistake, mistakes
-from paceline.proof.oracle.oracle import TRUE, Meaning, VisibleKeys, visible_keys
 from paceline.proof.suite.case import Batch, Case
 
 ROWS_AT_ONCE = 32

@@ -1,4 +1,5 @@
-"""The oracle: what attention means, in float64, one query token at a time over a list of keys.
+"""Softmax attention, in float64, one query token at a time over a list of keys: dense, windowed,
+over latents, of which V is a part, and over the rows of an encoder.
 
 It imports nothing of attention, kernels or runner, so that no mistake is shared.  Formulas:
 docs/layouts.md, "Masks", "Windows" and "Scores".
