@@ -6,6 +6,7 @@ import queue
 import re
 import signal
 import socket
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +15,7 @@ from subprocess import PIPE
 import httpx
 import pytest
 from click.testing import CliRunner
-from serving import FIRST_WORDS, Turns, small_llm
+from serving import FIRST_WORDS, Hosted, Turns, small_llm
 
 from children import PACELINE, child
 from paceline.cli.app import app
@@ -43,7 +44,7 @@ def served(llm, ask, tell, **limits):
     address = Address(host="127.0.0.1", port=0, model="tiny", limits=ServerLimits(**limits))
     with bind(address) as bound, ThreadPoolExecutor(1) as client:
         asked = client.submit(ask)
-        failure = serve(llm, bound, address, tell=tell)
+        failure = serve(Hosted(llm), bound, address, tell=tell)
         answer = asked.result()
     llm.close()
     return failure, answer
@@ -131,27 +132,17 @@ def test_a_server_that_cannot_end_is_left(monkeypatch):
     assert codes == [run.STUCK]
 
 
-def test_an_engine_that_fails_ends_the_server_with_an_error(monkeypatch):
-    llm = small_llm()
+def test_an_engine_that_fails_ends_the_server_with_an_error():
+    llm, told = small_llm(), queue.SimpleQueue()
     at_first_request(llm, lambda: 1 // 0)
-    asking = []
 
-    def ask(url):
-        answer = httpx.post(f"{url}/v1/completions", json=dict(BODY, model="bundled"), timeout=None)
-        return answer.text
+    def ask():
+        url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny")
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=None).text
 
-    def write(lines, text):
-        if "/v1, Ctrl-C stops" in text:
-            asking.append(clients.submit(ask, address_in([text.splitlines()[0]])))
-        said.append(text)
-
-    said = []
-    monkeypatch.setattr(Lines, "write", write)
-    with ThreadPoolExecutor(1) as clients:
-        done = CliRunner().invoke(app, ["serve", "--port", "0"], obj=lambda **asked: llm)
-    assert done.exit_code == 1
-    assert "ended by ZeroDivisionError" in asking[0].result()
-    assert said[-1].startswith("the engine must be running, got ended by ZeroDivisionError")
+    failure, answer = served(llm, ask, told.put)
+    assert "ended by ZeroDivisionError" in answer
+    assert failure.startswith("the engine must be running, got ended by ZeroDivisionError")
 
 
 def test_a_stderr_that_nobody_reads_does_not_stop_a_drain():
@@ -213,34 +204,16 @@ def test_a_second_ctrl_c_does_not_wait():
     assert "the server stops before this answer was whole; send it again" in last
 
 
-def test_a_port_in_use_is_one_line_before_anything_is_loaded():
-    def never(**asked):
-        raise AssertionError("loaded")
-
+def test_a_port_in_use_is_one_line_before_anything_is_loaded(monkeypatch):
+    monkeypatch.delattr(subprocess, "Popen")  # of an engine
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = CliRunner().invoke(app, ["serve", "--port", str(port)], obj=never)
+        done = CliRunner().invoke(app, ["serve", "--port", str(port)])
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("ConfigError: --host and --port must be an address that is free here")
     assert f"got 127.0.0.1:{port} ([Errno 98]" in line
     assert line.endswith("choose another port, or 0 for any that is free")
-
-
-def test_a_port_taken_while_the_model_loads_is_one_line():
-    """Two servers may bind one port as long as neither listens."""
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", 0))
-        port = other.getsockname()[1]
-
-        def load(**asked):
-            other.listen()
-            return small_llm()
-
-        done = CliRunner().invoke(app, ["serve", "--port", str(port)], obj=load)
-    assert done.exit_code == 2
-    assert done.stderr.splitlines()[-1].startswith("ConfigError: --host and --port must be an addr")
 
 
 @pytest.mark.parametrize("host", ["256.1.1.1", "no.such.host.invalid"])

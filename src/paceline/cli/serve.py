@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from paceline.cli.console import engine_factory
 from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_stderr
 from paceline.cli.lines import Lines
 from paceline.cli.verb import Verb
@@ -126,6 +125,7 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     engine has failed, 70: something hangs.
     """
     asked = asked_arguments(values)
+    from paceline.server.border.process import EngineProcess
     from paceline.server.limits import ServerLimits
     from paceline.server.run import Address, bind
     from paceline.server.run import serve as serve_until_stopped
@@ -149,13 +149,13 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
             drain_s=values["drain_seconds"],
         ),
     )
-    with closing(lines), bind(address) as bound:
-        llm = engine_factory(ctx)(**asked)
-        try:
-            failure = serve_until_stopped(
-                llm, bound, address, tell=lambda text: lines.write(f"{text}\n")
-            )
-        finally:
-            llm.close()
+    with (
+        closing(lines),
+        bind(address) as bound,
+        closing(EngineProcess(asked, stuck_s=address.limits.stuck_s)) as engine,
+    ):
+        failure = serve_until_stopped(
+            engine, bound, address, tell=lambda text: lines.write(f"{text}\n")
+        )
         lines.write("stopped\n" if failure is None else f"{failure}\n")
     ctx.exit(0 if failure is None else 1)

@@ -5,7 +5,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
@@ -14,7 +14,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import ALIKE, FinishReason, Share
-from paceline.engine.ticket import GROWTHS, Ticket
+from paceline.engine.ticket import Ticket
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.meters import Meters
 from paceline.server.reader import Reading
@@ -122,10 +122,8 @@ def _envelope(service: Service, job: Job) -> Document:
 
 
 async def _start(service: Service, job: Job) -> Ticket:
-    admitted = await service.admit(job.prompts, job.params)
-    shared = [replace(each, share=job.share) for each in admitted]
     return await service.engine.generate(
-        shared, telling=GROWTHS, stream=job.stream, deadline=job.deadline
+        job.prompts, job.params, share=job.share, stream=job.stream, deadline=job.deadline
     )
 
 
