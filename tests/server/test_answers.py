@@ -163,6 +163,9 @@ def job_of(writer, *, prompts=PROMPTS, n: int = 2, stream: bool = False) -> Job:
 class FakeRequest:
     """A client that stays."""
 
+    def __init__(self) -> None:
+        self.scope = {}
+
     async def receive(self):
         await asyncio.Event().wait()
 

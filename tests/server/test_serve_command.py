@@ -39,14 +39,16 @@ def address_in(lines):
     raise AssertionError("".join(read))
 
 
-def served(llm, ask, tell, **limits):
-    """(what `serve` returns, what `ask` does), which runs beside it and ends it."""
-    address = Address(host="127.0.0.1", port=0, model="tiny", limits=ServerLimits(**limits))
+def served(peer, ask, tell, *, log=None, **limits):
+    """(what `serve` returns, what `ask` does with its address), which runs beside and ends it."""
+    address = Address(
+        host="127.0.0.1", port=0, model="tiny", limits=ServerLimits(**limits), log=log
+    )
     with bind(address) as bound, ThreadPoolExecutor(1) as client:
-        asked = client.submit(ask)
-        failure = serve(Hosted(llm), bound, address, tell=tell)
+        asked = client.submit(ask, f"http://127.0.0.1:{bound.getsockname()[1]}")
+        failure = serve(peer, bound, address, tell=tell)
         answer = asked.result()
-    llm.close()
+    peer.host.llm.close()
     return failure, answer
 
 
@@ -75,7 +77,7 @@ def test_ctrl_c_lets_running_requests_end_and_says_so():
     turns = Turns(llm)
     turns.hold(after=FIRST_WORDS)
 
-    def ask():
+    def ask(_):
         url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny", max_tokens=20)
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as stream:
             lines = stream.iter_lines()
@@ -86,7 +88,7 @@ def test_ctrl_c_lets_running_requests_end_and_says_so():
             turns.go()
             return said, list(lines)
 
-    failure, (said, lines) = served(llm, ask, told.put)
+    failure, (said, lines) = served(Hosted(llm), ask, told.put)
     assert failure is None
     assert said == "finishing 1 request(s), at most 20 s; Ctrl-C: at once"
     assert '"finish_reason":"length"' in lines[-4]
@@ -98,7 +100,7 @@ def test_what_does_not_end_in_the_seconds_of_the_drain_is_ended():
     turns = Turns(llm)
     turns.hold(after=FIRST_WORDS)
 
-    def ask():
+    def ask(_):
         url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny", max_tokens=20)
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as stream:
             lines = stream.iter_lines()
@@ -108,7 +110,7 @@ def test_what_does_not_end_in_the_seconds_of_the_drain_is_ended():
             turns.go()
             return last
 
-    failure, last = served(llm, ask, told.put, drain_s=0.1)
+    failure, last = served(Hosted(llm), ask, told.put, drain_s=0.1)
     assert failure is None
     assert "the server stops before this answer was whole; send it again" in last
 
@@ -122,13 +124,13 @@ def test_a_server_that_cannot_end_is_left(monkeypatch):
     monkeypatch.setattr(run, "leave", lambda code: (codes.append(code), left.set()))
     at_first_request(llm, left.wait)
 
-    def ask():
+    def ask(_):
         url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny", max_tokens=20)
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None):
             stop()
             left.wait()
 
-    served(llm, ask, told.put, drain_s=0.1)
+    served(Hosted(llm), ask, told.put, drain_s=0.1)
     assert codes == [run.STUCK]
 
 
@@ -136,11 +138,11 @@ def test_an_engine_that_fails_ends_the_server_with_an_error():
     llm, told = small_llm(), queue.SimpleQueue()
     at_first_request(llm, lambda: 1 // 0)
 
-    def ask():
+    def ask(_):
         url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny")
         return httpx.post(f"{url}/v1/completions", json=body, timeout=None).text
 
-    failure, answer = served(llm, ask, told.put)
+    failure, answer = served(Hosted(llm), ask, told.put)
     assert "ended by ZeroDivisionError" in answer
     assert failure.startswith("the engine must be running, got ended by ZeroDivisionError")
 
@@ -159,11 +161,11 @@ def test_a_stderr_that_nobody_reads_does_not_stop_a_drain():
         lines.write("again and again\n")
     assert lines.num_dropped > 900
 
-    def ask():
+    def ask(_):
         address_in(iter(told.get, None))
         stop()
 
-    failure, _ = served(llm, ask, lambda text: (lines.write(text), told.put(text)))
+    failure, _ = served(Hosted(llm), ask, lambda text: (lines.write(text), told.put(text)))
     assert failure is None
     os.close(read_end)
     lines.close()

@@ -15,6 +15,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import ALIKE, FinishReason, Share
 from paceline.engine.ticket import Ticket
+from paceline.server.access_log import Entry
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.meters import Meters
 from paceline.server.reader import Reading
@@ -75,11 +76,13 @@ class Usage:
     """Counts tokens as they come, and tells the meters of what has ended."""
 
     meters: Meters
+    entry: Entry  # of the access log
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def add(self, growth: RequestOutput) -> None:
+        self.entry.add(growth)
         self.completion_tokens += sum(len(each.token_ids) for each in growth.outputs)
         if growth.metrics is not None:
             self.prompt_tokens += growth.metrics.prompt_tokens
@@ -97,11 +100,11 @@ class Usage:
 
 async def answer(service: Service, job: Job, request: Request) -> Response:
     """Run a job; a client that leaves cancels it.  Raises RequestError, ApiError, ClientGone."""
+    usage = Usage(meters=service.meters, entry=Entry.of(request))
     if not job.stream:
-        document = await unless_gone(request.receive, _whole(service, job))
+        document = await unless_gone(request.receive, _whole(service, job, usage))
         return Response(encoded(document), media_type="application/json")
     ticket = await _start(service, job)
-    usage = Usage(meters=service.meters)
     return EventStream(_events(ticket, job, _envelope(service, job), usage))
 
 
@@ -127,13 +130,12 @@ async def _start(service: Service, job: Job) -> Ticket:
     )
 
 
-async def _whole(service: Service, job: Job) -> Document:
+async def _whole(service: Service, job: Job, usage: Usage) -> Document:
     ticket = await _start(service, job)
     try:
         answers = sorted([each async for each in ticket], key=_by_index)
     finally:
         ticket.close()
-    usage = Usage(meters=service.meters)
     choices: list[Document] = []
     for _, growth in answers:
         usage.add(growth)

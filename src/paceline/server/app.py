@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.plan.machine import versions
+from paceline.server.access_log import AccessLog
 from paceline.server.answer import Job, answer
 from paceline.server.body import body_schema
 from paceline.server.border.remote import RemoteEngine
@@ -32,10 +33,14 @@ _GONE = 499  # what nginx logs for a client that left; nobody reads it
 
 
 def build_app(
-    service: Service, *, api_keys: Sequence[str] = (), limits: ServerLimits = LIMITS
+    service: Service,
+    *,
+    api_keys: Sequence[str] = (),
+    limits: ServerLimits = LIMITS,
+    log: Callable[[str], None] | None = None,
 ) -> FastAPI:
     """The application of a server that is ready.  With api_keys, all paths but those of probes ask
-    for one as a bearer token.
+    for one as a bearer token.  log: takes the lines of an access log.
     """
     app = _new_app()
     _add_generation(app, service)
@@ -45,11 +50,17 @@ def build_app(
     _add_metrics(app, service)
     app.add_middleware(Doorkeeper, life=service.life)
     app.add_middleware(BodyLimit, limits=limits)
-    _guard(app, api_keys)
+    _guard(app, api_keys, log)
     return app
 
 
-def build_loading_app(engine: RemoteEngine, life: Life, *, api_keys: Sequence[str] = ()) -> FastAPI:
+def build_loading_app(
+    engine: RemoteEngine,
+    life: Life,
+    *,
+    api_keys: Sequence[str] = (),
+    log: Callable[[str], None] | None = None,
+) -> FastAPI:
     """The application of a server whose engine loads: probes, and 503 for what else is asked."""
     app = _new_app()
     add_probes(app, engine, life, is_loading=True)
@@ -58,7 +69,7 @@ def build_loading_app(engine: RemoteEngine, life: Life, *, api_keys: Sequence[st
     async def later() -> Response:
         raise still_loading(engine)
 
-    _guard(app, api_keys)
+    _guard(app, api_keys, log)
     return app
 
 
@@ -68,10 +79,12 @@ def _new_app() -> FastAPI:
     return app
 
 
-def _guard(app: FastAPI, api_keys: Sequence[str]) -> None:
+def _guard(app: FastAPI, api_keys: Sequence[str], log: Callable[[str], None] | None) -> None:
     if api_keys:
         app.add_middleware(KeyGuard, api_keys=api_keys)
     app.add_middleware(Lengths)
+    if log is not None:
+        app.add_middleware(AccessLog, write=log)
     app.add_middleware(RequestIds)
 
 

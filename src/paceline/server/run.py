@@ -46,6 +46,7 @@ class Address:
     api_keys: tuple[str, ...] = ()
     weights: Mapping[str, float] = field(default_factory=dict)  # by client
     limits: ServerLimits = LIMITS
+    log: Callable[[str], None] | None = None  # takes the lines of an access log
 
 
 def bind(address: Address) -> socket.socket:
@@ -148,7 +149,7 @@ async def _serve(
     limits = address.limits
     engine = RemoteEngine(peer, max_queued=limits.max_queued, stuck_s=limits.stuck_s)
     await engine.connect()
-    front = Front(build_loading_app(engine, life, api_keys=address.api_keys))
+    front = Front(build_loading_app(engine, life, api_keys=address.api_keys, log=address.log))
     server = uvicorn.Server(http_config(front, limits))
     async with AsyncExitStack() as ends:
         ends.push_async_callback(engine.stop)
@@ -177,7 +178,9 @@ async def _open(
         Service.of, engine, served, model=address.model, life=life, weights=address.weights
     )
     ends.callback(service.worker.close)
-    front.app = build_app(service, api_keys=address.api_keys, limits=address.limits)
+    front.app = build_app(
+        service, api_keys=address.api_keys, limits=address.limits, log=address.log
+    )
     ends.callback(asyncio.ensure_future(engine.watch()).cancel)
     tell(banner(service.model, bound, needs_key=bool(address.api_keys)))
 

@@ -53,7 +53,7 @@ class Host:
     def __init__(self, llm: LLM, end: socket.socket, outbox: Outbox) -> None:
         self.followed = Followed(llm)
         self.turning_since: float | None = None  # by time.monotonic; None: between two turns
-        self._llm = llm
+        self.llm = llm
         self._end = end
         self._outbox = outbox
         self._commands = Frames(Command)
@@ -63,7 +63,7 @@ class Host:
 
     def run(self) -> bool:
         """Serve until the other end leaves; returns whether it did, and no turn failed."""
-        self._outbox.put(ready(self._llm))
+        self._outbox.put(ready(self.llm))
         try:
             self._serve()
             self._outbox.send_all()
@@ -109,7 +109,7 @@ class Host:
                 for key in [key for key in self._grown if key[0] == command.number]:
                     del self._grown[key]
             case Ask():
-                self._outbox.put(looked(self._llm, self._times))
+                self._outbox.put(looked(self.llm, self._times))
             case Abort():
                 self._note(self.followed.abort())
             case Leave():
@@ -118,7 +118,7 @@ class Host:
 
     def _submit(self, asked: Submit) -> None:
         try:
-            admitted = self._llm.admission.admit(asked.prompts, asked.params)
+            admitted = self.llm.admission.admit(asked.prompts, asked.params)
             shared = [replace(each, share=asked.share) for each in admitted]
             self.followed.submit(asked.number, shared, stream=asked.stream)
         except PacelineError as error:
@@ -127,7 +127,7 @@ class Host:
             self._outbox.put(Accepted(number=asked.number))
 
     def _turn(self) -> None:
-        step = self._llm.engine.in_flight
+        step = self.llm.engine.in_flight
         self.turning_since = began = time.monotonic()
         self._note(self.followed.turn())
         self.turning_since = None
