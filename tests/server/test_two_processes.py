@@ -6,7 +6,7 @@ import queue
 import signal
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from subprocess import PIPE, STDOUT
 
@@ -21,6 +21,20 @@ from paceline.server.border.engine_main import place_of, progress_to
 from paceline.server.border.messages import Failed, Frames, Loading, News, framed
 
 LONG = dict(BODY, max_tokens=2000)
+SHARED = {  # a model that two ranks can share
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+}
 
 
 @contextmanager
@@ -43,9 +57,9 @@ def is_gone(pid):
 
 
 @contextmanager
-def streaming(url):
+def streaming(url, **more):
     """The lines of a long answer that has begun."""
-    with httpx.stream("POST", f"{url}/v1/completions", json=LONG, timeout=None) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG | more, timeout=None) as answer:
         lines = answer.iter_lines()
         next(lines)
         yield lines
@@ -62,12 +76,18 @@ def test_an_engine_that_is_killed_ends_its_streams_and_the_server():
     assert process.returncode == 1
 
 
-def test_an_engine_and_its_ranks_end_with_http(capfd):
-    """On two ranks, whose answers cross like any others; nobody is left, nor memory with a name."""
+def test_an_engine_and_its_ranks_end_with_http(tmp_path):
+    """On two ranks, whose answers cross like any others (without a tokenizer they have no text);
+    nobody is left, nor memory with a name."""
     before = set(os.listdir("/dev/shm"))
-    with serve("--tensor-parallel-size", "2") as (process, url, others):
+    (tmp_path / "config.json").write_text(json.dumps(SHARED))
+    words = ("--served-model-name", "bundled", "--load-format", "dummy", "--max-num-seqs", "2")
+    with serve(str(tmp_path), "--tp", "2", *words) as (process, url, others):
         assert len(others) == 2
-        with streaming(url) as lines:
+        with (
+            suppress(httpx.RemoteProtocolError),
+            streaming(url, prompt=[5, 6, 7], max_tokens=16000, logprobs=0) as lines,
+        ):
             next(lines)
             process.kill()
             began = time.monotonic()

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -93,7 +93,10 @@ def serve(
         _signals(life),
         settled(),
     ):
-        return thread.submit(asyncio.run, _serve(peer, bound, address, life, tell)).result()
+        serving = thread.submit(asyncio.run, _serve(peer, bound, address, life, tell))
+        while not serving.done():  # a signal that another thread was given is noted here
+            wait([serving], timeout=_POLL_S)
+        return serving.result()
 
 
 def http_config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
