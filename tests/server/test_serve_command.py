@@ -130,8 +130,10 @@ def test_a_server_that_cannot_end_is_left(monkeypatch):
             stop()
             left.wait()
 
-    served(Hosted(llm), ask, told.put, drain_s=0.1)
+    peer = Hosted(llm)
+    served(peer, ask, told.put, drain_s=0.1)
     assert codes == [run.STUCK]
+    assert peer.num_kills == 1
 
 
 def test_an_engine_that_fails_ends_the_server_with_an_error():

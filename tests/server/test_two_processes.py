@@ -4,6 +4,8 @@ import json
 import os
 import queue
 import signal
+import socket
+import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -12,13 +14,14 @@ from subprocess import PIPE, STDOUT
 
 import httpx
 import pytest
-from serving import Hosted, small_llm, wait_until
+from serving import Hosted, serving, small_llm, wait_until
 from test_serve_command import BODY, COMMAND, address_in, served, stop
 
 from children import child
 from paceline.core.errors import CapacityError
+from paceline.server.border import engine_main
 from paceline.server.border.engine_main import place_of, progress_to
-from paceline.server.border.messages import Failed, Frames, Loading, News, framed
+from paceline.server.border.messages import Failed, Frames, Loading, News, Stuck, framed
 
 LONG = dict(BODY, max_tokens=2000)
 SHARED = {  # a model that two ranks can share
@@ -98,8 +101,9 @@ def test_an_engine_and_its_ranks_end_with_http(tmp_path):
 
 def test_a_stopped_engine_is_told_and_goes_on_where_it_was():
     """And signals for everybody in the group are not for it."""
-    with serve("--stuck-seconds", "1") as (process, url, (engine,)):
-        with streaming(url) as lines:
+    words = ("--stuck-seconds", "1", "--drain-seconds", "600")
+    with serve(*words) as (process, url, (engine,)):
+        with streaming(url, max_tokens=300) as lines:
             os.kill(engine, signal.SIGSTOP)
             wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
             probe = httpx.get(f"{url}/health").json()["error"]
@@ -169,7 +173,12 @@ def test_a_server_that_is_told_to_stop_while_it_loads_ends_its_engine():
     peer = Loads(small_llm())
     kill = peer.kill
     peer.kill = lambda: (kill(), peer.going.set())
-    failure, _ = served(peer, lambda url: stop(), lambda text: None)
+
+    def ask(url):
+        assert httpx.get(f"{url}/ready").status_code == 503  # it hears signals
+        stop()
+
+    failure, _ = served(peer, ask, lambda text: None)
     assert failure is None
     assert peer.num_kills >= 1
 
@@ -225,13 +234,47 @@ def test_progress_is_told_when_somebody_may_look():
     assert box[-1] == Loading(phase="recording graphs", done=0, total=9)
 
 
+def test_a_turn_that_does_not_end_is_told_until_it_does(monkeypatch):
+    ours, theirs = socket.socketpair()
+    left, told = threading.Event(), queue.SimpleQueue()
+    monkeypatch.setattr(engine_main, "leave", lambda code: left.set())
+    monkeypatch.setattr(engine_main, "_BEAT_MS", 5)
+
+    class Box:
+        put = staticmethod(told.put)
+
+        def send(self):
+            pass
+
+    watch = engine_main.Watch(theirs, Box(), 0.5)
+    began = time.monotonic() - 1.0
+    watch.turning_since = lambda: began
+    assert told.get().phase.startswith("a place")
+    watch.turning_since = lambda: None
+    assert told.get() == Stuck(phase=None)
+    assert not left.is_set()
+    ours.close()
+    left.wait()
+    theirs.close()
+
+
+def test_health_says_in_what_a_turn_hangs():
+    with serving(small_llm()) as server:
+        for phase, status in (("wait of paceline.runner.x", 503), (None, 200)):
+            server.host._outbox.put(Stuck(phase=phase))
+            server.host._outbox.send()
+            wait_until(lambda: httpx.get(f"{server.url}/health").status_code == status)  # noqa: B023
+            if phase:
+                error = httpx.get(f"{server.url}/ready").json()["error"]
+        assert error["code"] == "engine_stuck"
+        assert "in wait of paceline.runner.x; wait, or restart" in error["message"]
+
+
 def test_a_stuck_turn_is_named_by_the_innermost_function_of_ours():
     seen = []
 
     class Box(list):
         def put(self, message):
-            import sys
-
             seen.append(place_of(sys._getframe()))
 
         def send(self):

@@ -116,7 +116,7 @@ class RemoteEngine(asyncio.Protocol):
     async def ready(self) -> Ready:
         """Wait until it serves.  Raises what its start raised on purpose, or PacelineError for an
         end without a word."""
-        ready = await self._ready
+        ready = await asyncio.shield(self._ready)  # who waits may give up
         self._callers.max_open = ready.max_running + self._max_queued
         return ready
 
