@@ -8,7 +8,6 @@ import pytest
 
 from paceline.core.errors import BusyError, CapacityError, PacelineError, RequestError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.ticket import GROWTHS, SNAPSHOTS
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
@@ -34,7 +33,7 @@ def small_llm():
 
 def ask(engine, llm, prompts, params, *, stream=False):
     """Awaits the ticket of prompts that are admitted first."""
-    return engine.generate(llm.admission.admit(prompts, params), telling=GROWTHS, stream=stream)
+    return engine.generate(llm.admission.admit(prompts, params), stream=stream)
 
 
 def run(scene, *, llm=None, commands=None, **more):
@@ -72,7 +71,7 @@ def test_answers_are_those_of_generate():
     ]
 
 
-def test_growth_is_shown_only_to_those_who_want_it():
+def test_what_grows_is_shown_only_to_those_who_want_it():
     async def scene(engine, llm):
         counts = []
         for stream in (False, True):
@@ -90,9 +89,9 @@ def test_a_refused_request_leaves_no_trace_and_others_go_on():
         other = await ask(engine, llm, [[5, 6]], GREEDY)
         with pytest.raises(CapacityError, match=r"^prompt\[1\]: "):
             await ask(engine, llm, [[5], [5] * 50], GREEDY)
-        assert engine.num_tickets == 1
+        assert len(engine.callers) == 1
         assert [output.finished async for _, output in other] == [True]
-        assert engine.num_tickets == 0
+        assert len(engine.callers) == 0
 
     run(scene)
 
@@ -133,7 +132,7 @@ def test_cancelling_while_waiting_for_acceptance_leaves_nothing():
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while engine.num_tickets or llm.engine.has_work or engine._running:
+        while len(engine.callers) or llm.engine.has_work or len(engine._followed):
             await asyncio.sleep(0.01)
 
     run(scene)
@@ -142,7 +141,7 @@ def test_cancelling_while_waiting_for_acceptance_leaves_nothing():
 def test_snapshots_that_wait_for_a_reader_give_way_to_the_newest():
     async def scene(engine, llm):
         admitted = llm.admission.admit([[5, 6]], GREEDY)
-        ticket = await engine.generate(admitted, telling=SNAPSHOTS, stream=True)
+        ticket = await engine.generate(admitted, stream=True)
         while not ticket.is_complete:
             await asyncio.sleep(0.01)
         return [len(output.outputs[0].token_ids) async for _, output in ticket]

@@ -1,4 +1,5 @@
-"""A real server in this process: the bundled model, uvicorn on a free port, a thread for both.
+"""A real server in this process: the bundled model, uvicorn on a free port, a thread for HTTP and
+one for the engine, which stands in for a process; between them is the socket of two processes.
 
 Nothing here goes by the clock: tests hold an engine's turns while they look, and clients wait as
 long as it takes.
@@ -17,16 +18,42 @@ from typing import Any
 import uvicorn
 
 from paceline.engine.tracker import Tracker
-from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
 from paceline.server.app import build_app
+from paceline.server.border.host import Host
+from paceline.server.border.outbox import Outbox
+from paceline.server.border.remote import RemoteEngine
+from paceline.server.life import Life
 from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.run import http_config
 from paceline.server.service import Service
 from paceline.server.worker import BodyWorker
+from paceline.text.tokenizer import Tokenizer
 
 CONTEXT = 256
 FIRST_WORDS = 4  # turns in which every row that runs says something
+
+
+class Hosted:
+    """A thread that has an engine's end of the border; see border.remote.Peer."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.end, theirs = socket.socketpair()
+        self.host = Host(llm, theirs, Outbox(theirs))
+        self.num_kills = 0
+        self._thread = threading.Thread(target=self._run, args=(theirs,), daemon=True)
+        self._thread.start()
+
+    def kill(self) -> None:
+        self.num_kills += 1
+
+    def wait(self) -> str:
+        self._thread.join()
+        return "with exit code 0"
+
+    def _run(self, theirs: socket.socket) -> None:
+        with theirs:
+            self.host.run()
 
 
 @dataclass(frozen=True)
@@ -37,8 +64,10 @@ class Serving:
     llm: LLM
     connections: Set[object]
     worker: BodyWorker
+    tokenizer: Tokenizer  # of HTTP
     turns: "Turns"
-    engine: AsyncEngine
+    engine: RemoteEngine
+    host: Host
     loop: asyncio.AbstractEventLoop
 
     def is_idle(self) -> bool:
@@ -46,8 +75,8 @@ class Serving:
         scheduler = self.llm.engine.scheduler
         pools = scheduler._cache.stats().groups
         return (
-            self.engine.num_tickets == 0
-            and not self.engine._running
+            len(self.engine.callers) == 0
+            and len(self.host.followed) == 0
             and not self.llm.engine.has_work
             and not self.llm.engine._trackers
             and all((pool.owned, pool.queued) == (0, 0) for pool in pools)
@@ -108,29 +137,38 @@ def serving(
     weights: Mapping[str, float] | None = None,
 ) -> Iterator[Serving]:
     """Serve `llm` as "tiny"; closes it behind."""
-    service = Service.of(llm, model="tiny", max_queued=limits.max_queued, weights=weights or {})
-    app = build_app(service, api_keys=api_keys, limits=limits)
-    server = uvicorn.Server(http_config(app, limits))
     bound = socket.create_server(("127.0.0.1", 0))
-    loops: list[asyncio.AbstractEventLoop] = []
+    peer, turns = Hosted(llm), Turns(llm)
+    started: list[tuple[uvicorn.Server, Service, asyncio.AbstractEventLoop]] = []
 
     async def serve() -> None:
-        loops.append(asyncio.get_running_loop())
+        engine = RemoteEngine(peer, max_queued=limits.max_queued, stuck_s=limits.stuck_s)
+        await engine.connect()
+        service = Service.of(
+            engine, await engine.ready(), model="tiny", life=Life(), weights=weights or {}
+        )
+        app = build_app(service, api_keys=api_keys, limits=limits)
+        server = uvicorn.Server(http_config(app, limits))
+        started.append((server, service, asyncio.get_running_loop()))
         await server.serve(sockets=[bound])
+        service.worker.close()
+        await engine.stop()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    wait_until(lambda: server.started)
-    url, turns = f"http://127.0.0.1:{bound.getsockname()[1]}", Turns(llm)
+    wait_until(lambda: bool(started) and started[0][0].started)
+    (server, service, loop), port = started[0], bound.getsockname()[1]
     try:
         yield Serving(
-            url,
+            f"http://127.0.0.1:{port}",
             llm,
             server.server_state.connections,
             service.worker,
+            service.reader.tokenizer,
             turns,
             service.engine,
-            loops[0],
+            peer.host,
+            loop,
         )
     finally:
         turns.go()

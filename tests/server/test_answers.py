@@ -11,10 +11,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
 from paceline.engine.request import FinishReason
 from paceline.engine.token_logprobs import TokenLogprobs
-from paceline.llm.admission import AdmittedPrompt
 from paceline.server.answer import Job, answer
 from paceline.server.chat import ChatWriter
 from paceline.server.completions import CompletionWriter, completion_job
@@ -127,16 +126,13 @@ class FakeService:
     def engine(self) -> "FakeService":
         return self
 
-    async def admit(self, prompts, params) -> list[AdmittedPrompt]:
-        return [AdmittedPrompt(prompt=None, token_ids=tuple(ids), params=params) for ids in prompts]
-
-    async def generate(self, admitted, *, telling, stream: bool, deadline=None) -> "FakeTicket":
+    async def generate(self, prompts, params, *, share, stream: bool, deadline) -> "FakeTicket":
         if stream:
             return FakeTicket(self, self.news)
         wholes = {}
         for index, growth in self.news:
             wholes.setdefault(index, []).append(growth)
-        return FakeTicket(self, [(index, telling.join(grown)) for index, grown in wholes.items()])
+        return FakeTicket(self, [(index, joined(grown)) for index, grown in wholes.items()])
 
 
 class FakeTicket:
@@ -166,6 +162,9 @@ def job_of(writer, *, prompts=PROMPTS, n: int = 2, stream: bool = False) -> Job:
 
 class FakeRequest:
     """A client that stays."""
+
+    def __init__(self) -> None:
+        self.scope = {}
 
     async def receive(self):
         await asyncio.Event().wait()

@@ -40,7 +40,7 @@ def trackers(server, monkeypatch):
 
 def go_on(server, *, callers=0):
     """Once the server has seen who left."""
-    wait_until(lambda: server.engine.num_tickets == callers)
+    wait_until(lambda: len(server.engine.callers) == callers)
     server.turns.go()
     wait_until(server.is_idle)
 

@@ -35,7 +35,7 @@ def server():
 def test_they_reach_the_processor_and_no_other_request(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
         plain = client.completions.create(**BODY)
-        token = server.llm.tokenizer.encode("x")[0]
+        token = server.tokenizer.encode("x")[0]
         changed = client.completions.create(**BODY, extra_body={"extra_args": {"always": token}})
         assert changed.choices[0].text == "xxxx"
         assert client.completions.create(**BODY).choices[0].text == plain.choices[0].text != "xxxx"

@@ -186,7 +186,7 @@ def test_logits_without_numbers_are_a_server_error(client, server, monkeypatch):
 def test_a_template_that_refuses_is_a_400_with_its_words(client, server, monkeypatch):
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}")
     with monkeypatch.context() as patch:
-        patch.setattr(server.llm.tokenizer, "_template", template)
+        patch.setattr(server.tokenizer, "_template", template)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
         error = refused(client.post("/v1/chat/completions", json=body), 400)
     assert error["param"] == "messages"
@@ -196,7 +196,7 @@ def test_a_template_that_refuses_is_a_400_with_its_words(client, server, monkeyp
 def test_a_template_that_does_not_end_is_a_400(client, server, monkeypatch):
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with monkeypatch.context() as patch:
-        patch.setattr(server.llm.tokenizer, "_template", ChatTemplate(endless))
+        patch.setattr(server.tokenizer, "_template", ChatTemplate(endless))
         error = refused(client.post("/v1/chat/completions", json=CHAT), 400)
     assert error["param"] == "messages"
     assert "got no end of it within 210562 steps; check roles" in error["message"]
@@ -214,7 +214,7 @@ def test_a_template_in_a_request_is_refused(client):
 
 def test_a_model_without_a_template_says_so(client, server, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(server.llm.tokenizer, "_template", None)
+        patch.setattr(server.tokenizer, "_template", None)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
         error = refused(client.post("/v1/chat/completions", json=body), 400)
     assert error["message"].startswith("chat must be sent to a model with a chat template")
@@ -232,7 +232,7 @@ def test_a_bug_is_a_server_error_and_others_go_on(client, server, monkeypatch):
         raise ZeroDivisionError("a bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(server.llm.tokenizer), "encode", broken)
+        patch.setattr(type(server.tokenizer), "encode", broken)
         error = refused(client.post("/v1/completions", json=GOOD), 500)
     assert error["message"] == "ZeroDivisionError: a bug; the server's log has more"
 

@@ -114,7 +114,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(client, server
         ("chat/completions", chat, "messages"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(server.llm.tokenizer, "encode", only_x)
+            patch.setattr(server.tokenizer, "encode", only_x)
             answer = client.post(f"/v1/{path}", json=body)
         found = message_of(answer, 400)
         assert found.startswith(f"{param} must be within the context of 256 tokens, got at least ")
@@ -126,7 +126,7 @@ def test_prompts_beyond_the_queue_are_refused_before_they_are_tokenized(
     client, server, monkeypatch
 ):
     with monkeypatch.context() as patch:
-        patch.delattr(type(server.llm.tokenizer), "encode")
+        patch.delattr(type(server.tokenizer), "encode")
         answer = client.post("/v1/completions", json=GOOD | {"prompt": ["x"] * 21})
     assert message_of(answer, 400).startswith("n must be at most 20 completions at once, of all")
 

@@ -1,14 +1,11 @@
 """What Prometheus reads of a server, read by Prometheus' own parser."""
 
-import asyncio
-
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import FIRST_WORDS, serving, small_llm, wait_until
 
-from paceline.llm.async_engine import AsyncEngine
-from paceline.server import service
+from paceline.server.border import remote
 
 BODY = {"model": "tiny", "prompt": "def f(x):", "max_tokens": 8, "ignore_eos": True}
 
@@ -41,7 +38,7 @@ def test_what_has_ended_is_counted_whole_and_streamed(server):
         assert found[f"{name}_seconds_count"] == 3
         assert found[f"{name}_seconds_sum"] > 0
     assert found["time_to_first_token_seconds_sum"] < found["e2e_request_latency_seconds_sum"]
-    prompt = len(server.llm.tokenizer.encode(BODY["prompt"]))
+    prompt = len(server.tokenizer.encode(BODY["prompt"]))
     assert found["prompt_tokens_total"] == 3 * prompt
     queried = found["prefix_cache_queried_tokens_total"]
     assert queried >= 3 * prompt
@@ -66,9 +63,6 @@ def test_what_runs_and_waits_is_shown(server):
 
 
 def test_an_engine_that_does_not_answer_is_shown_as_down(server, monkeypatch):
-    async def never(engine, question):
-        await asyncio.Event().wait()
-
-    monkeypatch.setattr(service, "_LOOK_S", 0.05)
-    monkeypatch.setattr(AsyncEngine, "ask", never)
+    monkeypatch.setattr(remote, "_LOOK_S", 0.05)
+    monkeypatch.setattr(server.engine, "_ask", lambda: server.loop.create_future())
     assert metrics(server)["engine_up"] == 0

@@ -6,6 +6,7 @@ import queue
 import re
 import signal
 import socket
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +15,7 @@ from subprocess import PIPE
 import httpx
 import pytest
 from click.testing import CliRunner
-from serving import FIRST_WORDS, Turns, small_llm
+from serving import FIRST_WORDS, Hosted, Turns, small_llm
 
 from children import PACELINE, child
 from paceline.cli.app import app
@@ -38,14 +39,16 @@ def address_in(lines):
     raise AssertionError("".join(read))
 
 
-def served(llm, ask, tell, **limits):
-    """(what `serve` returns, what `ask` does), which runs beside it and ends it."""
-    address = Address(host="127.0.0.1", port=0, model="tiny", limits=ServerLimits(**limits))
+def served(peer, ask, tell, *, log=None, **limits):
+    """(what `serve` returns, what `ask` does with its address), which runs beside and ends it."""
+    address = Address(
+        host="127.0.0.1", port=0, model="tiny", limits=ServerLimits(**limits), log=log
+    )
     with bind(address) as bound, ThreadPoolExecutor(1) as client:
-        asked = client.submit(ask)
-        failure = serve(llm, bound, address, tell=tell)
+        asked = client.submit(ask, f"http://127.0.0.1:{bound.getsockname()[1]}")
+        failure = serve(peer, bound, address, tell=tell)
         answer = asked.result()
-    llm.close()
+    peer.host.llm.close()
     return failure, answer
 
 
@@ -74,7 +77,7 @@ def test_ctrl_c_lets_running_requests_end_and_says_so():
     turns = Turns(llm)
     turns.hold(after=FIRST_WORDS)
 
-    def ask():
+    def ask(_):
         url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny", max_tokens=20)
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as stream:
             lines = stream.iter_lines()
@@ -85,7 +88,7 @@ def test_ctrl_c_lets_running_requests_end_and_says_so():
             turns.go()
             return said, list(lines)
 
-    failure, (said, lines) = served(llm, ask, told.put)
+    failure, (said, lines) = served(Hosted(llm), ask, told.put)
     assert failure is None
     assert said == "finishing 1 request(s), at most 20 s; Ctrl-C: at once"
     assert '"finish_reason":"length"' in lines[-4]
@@ -97,7 +100,7 @@ def test_what_does_not_end_in_the_seconds_of_the_drain_is_ended():
     turns = Turns(llm)
     turns.hold(after=FIRST_WORDS)
 
-    def ask():
+    def ask(_):
         url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny", max_tokens=20)
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None) as stream:
             lines = stream.iter_lines()
@@ -107,7 +110,7 @@ def test_what_does_not_end_in_the_seconds_of_the_drain_is_ended():
             turns.go()
             return last
 
-    failure, last = served(llm, ask, told.put, drain_s=0.1)
+    failure, last = served(Hosted(llm), ask, told.put, drain_s=0.1)
     assert failure is None
     assert "the server stops before this answer was whole; send it again" in last
 
@@ -121,37 +124,29 @@ def test_a_server_that_cannot_end_is_left(monkeypatch):
     monkeypatch.setattr(run, "leave", lambda code: (codes.append(code), left.set()))
     at_first_request(llm, left.wait)
 
-    def ask():
+    def ask(_):
         url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny", max_tokens=20)
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=None):
             stop()
             left.wait()
 
-    served(llm, ask, told.put, drain_s=0.1)
+    peer = Hosted(llm)
+    served(peer, ask, told.put, drain_s=0.1)
     assert codes == [run.STUCK]
+    assert peer.num_kills == 1
 
 
-def test_an_engine_that_fails_ends_the_server_with_an_error(monkeypatch):
-    llm = small_llm()
+def test_an_engine_that_fails_ends_the_server_with_an_error():
+    llm, told = small_llm(), queue.SimpleQueue()
     at_first_request(llm, lambda: 1 // 0)
-    asking = []
 
-    def ask(url):
-        answer = httpx.post(f"{url}/v1/completions", json=dict(BODY, model="bundled"), timeout=None)
-        return answer.text
+    def ask(_):
+        url, body = address_in(iter(told.get, None)), dict(BODY, model="tiny")
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=None).text
 
-    def write(lines, text):
-        if "/v1, Ctrl-C stops" in text:
-            asking.append(clients.submit(ask, address_in([text.splitlines()[0]])))
-        said.append(text)
-
-    said = []
-    monkeypatch.setattr(Lines, "write", write)
-    with ThreadPoolExecutor(1) as clients:
-        done = CliRunner().invoke(app, ["serve", "--port", "0"], obj=lambda **asked: llm)
-    assert done.exit_code == 1
-    assert "ended by ZeroDivisionError" in asking[0].result()
-    assert said[-1].startswith("the engine must be running, got ended by ZeroDivisionError")
+    failure, answer = served(Hosted(llm), ask, told.put)
+    assert "ended by ZeroDivisionError" in answer
+    assert failure.startswith("the engine must be running, got ended by ZeroDivisionError")
 
 
 def test_a_stderr_that_nobody_reads_does_not_stop_a_drain():
@@ -168,11 +163,11 @@ def test_a_stderr_that_nobody_reads_does_not_stop_a_drain():
         lines.write("again and again\n")
     assert lines.num_dropped > 900
 
-    def ask():
+    def ask(_):
         address_in(iter(told.get, None))
         stop()
 
-    failure, _ = served(llm, ask, lambda text: (lines.write(text), told.put(text)))
+    failure, _ = served(Hosted(llm), ask, lambda text: (lines.write(text), told.put(text)))
     assert failure is None
     os.close(read_end)
     lines.close()
@@ -213,34 +208,16 @@ def test_a_second_ctrl_c_does_not_wait():
     assert "the server stops before this answer was whole; send it again" in last
 
 
-def test_a_port_in_use_is_one_line_before_anything_is_loaded():
-    def never(**asked):
-        raise AssertionError("loaded")
-
+def test_a_port_in_use_is_one_line_before_anything_is_loaded(monkeypatch):
+    monkeypatch.delattr(subprocess, "Popen")  # of an engine
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = CliRunner().invoke(app, ["serve", "--port", str(port)], obj=never)
+        done = CliRunner().invoke(app, ["serve", "--port", str(port)])
     assert done.exit_code == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("ConfigError: --host and --port must be an address that is free here")
     assert f"got 127.0.0.1:{port} ([Errno 98]" in line
     assert line.endswith("choose another port, or 0 for any that is free")
-
-
-def test_a_port_taken_while_the_model_loads_is_one_line():
-    """Two servers may bind one port as long as neither listens."""
-    with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", 0))
-        port = other.getsockname()[1]
-
-        def load(**asked):
-            other.listen()
-            return small_llm()
-
-        done = CliRunner().invoke(app, ["serve", "--port", str(port)], obj=load)
-    assert done.exit_code == 2
-    assert done.stderr.splitlines()[-1].startswith("ConfigError: --host and --port must be an addr")
 
 
 @pytest.mark.parametrize("host", ["256.1.1.1", "no.such.host.invalid"])

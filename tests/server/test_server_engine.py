@@ -24,7 +24,7 @@ def test_a_failed_engine_answers_500_to_all_and_503_to_health(caplog):
             last = [line for line in lines if line][-1]
         assert "ended by RuntimeError('the device is gone')" in last
         assert '"type":"server_error"' in last
-        wait_until(lambda: server.engine.failure is not None)
+        wait_until(lambda: server.engine.callers.failure is not None)
         for stream in (False, True):
             answer = client.post("/v1/completions", json=dict(body, stream=stream))
             assert answer.status_code == 500

@@ -1,17 +1,19 @@
 """`paceline serve`: an OpenAI-compatible HTTP server."""
 
+import os
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 import click
 
-from paceline.cli.console import engine_factory
 from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_stderr
 from paceline.cli.lines import Lines
 from paceline.cli.verb import Verb
+from paceline.core.errors import ConfigError
 from paceline.core.options import MAX_QUEUED
 
+STDOUT = 1
 COUNT, SECONDS = click.IntRange(min=1), click.FloatRange(min=0.0)
 
 
@@ -38,6 +40,19 @@ def limit(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """An option that bounds what the server takes; a test holds its default to ServerLimits."""
     return click.option(flag, type=kind, default=default, show_default=True, help=text)
+
+
+def opened(path: str) -> int:
+    """A descriptor that appends to a file, or stdout's for "-".  Raises ConfigError."""
+    if path == "-":
+        return STDOUT
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError as error:
+        remedy = "choose a file in a folder that can be written, or - for stdout"
+        raise ConfigError.about(
+            "--access-log", expected="a file that can be written", got=str(error), remedy=remedy
+        ) from error
 
 
 @click.command(
@@ -113,24 +128,39 @@ From Python, with the openai package:
 @limit("--idle-timeout", SECONDS, 30.0, "How long an idle connection is kept.  [s]")
 @limit("--write-timeout", SECONDS, 60.0, "How long a client may leave its answer unread.  [s]")
 @limit("--drain-seconds", SECONDS, 20.0, "How long requests may go on once it shall stop.  [s]")
+@limit(
+    "--stuck-seconds",
+    click.FloatRange(min=1.0),
+    60.0,
+    "How long the engine may be silent, in a turn say, before /health answers 503.  [s]",
+)
+@click.option(
+    "--access-log",
+    type=click.Path(dir_okay=False, allow_dash=True),
+    default=None,
+    help="File that gets a line of JSON for every request; - for stdout.  [default: none]",
+)
 @log_flags
 @engine_flags
 @click.pass_context
 def serve(ctx: click.Context, /, **values: Any) -> None:
     """Serve a model over HTTP, as the OpenAI API.
 
-    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics.  Unknown
-    or unsupported fields of a request are refused with 400, never ignored.
+    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /progress, /metrics.
+    Unknown or unsupported fields of a request are refused with 400, never ignored.  HTTP is one
+    process, the engine another; the port answers while the model loads.
 
     Ctrl-C or SIGTERM: /ready answers 503, running requests end, then the process.  Exit code 1: the
     engine has failed, 70: something hangs.
     """
     asked = asked_arguments(values)
+    from paceline.server.border.process import EngineProcess
     from paceline.server.limits import ServerLimits
     from paceline.server.run import Address, bind
     from paceline.server.run import serve as serve_until_stopped
 
     lines = Lines()
+    log = None if values["access_log"] is None else Lines(opened(values["access_log"]))
     log_to_stderr(values, lines, others=("asyncio", "uvicorn"))
     address = Address(
         host=values["host"],
@@ -147,15 +177,18 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
             idle_s=values["idle_timeout"],
             write_s=values["write_timeout"],
             drain_s=values["drain_seconds"],
+            stuck_s=values["stuck_seconds"],
         ),
+        log=None if log is None else log.write,
     )
-    with closing(lines), bind(address) as bound:
-        llm = engine_factory(ctx)(**asked)
-        try:
-            failure = serve_until_stopped(
-                llm, bound, address, tell=lambda text: lines.write(f"{text}\n")
-            )
-        finally:
-            llm.close()
+    with (
+        closing(lines),
+        nullcontext() if log is None else closing(log),
+        bind(address) as bound,
+        closing(EngineProcess(asked, stuck_s=address.limits.stuck_s)) as engine,
+    ):
+        failure = serve_until_stopped(
+            engine, bound, address, tell=lambda text: lines.write(f"{text}\n")
+        )
         lines.write("stopped\n" if failure is None else f"{failure}\n")
     ctx.exit(0 if failure is None else 1)

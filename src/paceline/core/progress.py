@@ -2,12 +2,28 @@
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended: 128 and the number of SIGINT
 T = TypeVar("T")
+
+
+_watcher: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watched(watch: Callable[[str, int, int], None]) -> Iterator[None]:
+    """Within the block `watch` hears of every Progress of its thread, shown or not: (label, done,
+    total), when it begins and when it advances."""
+    token = _watcher.set(watch)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 class Progress:
@@ -18,6 +34,8 @@ class Progress:
     """
 
     def __init__(self, label: str, total: int, *, unit: str, shown: bool | None = None) -> None:
+        self._label, self._total, self._done = label, total, 0
+        self._watch = _watcher.get()
         self._bar: Any = None
         if _is_wanted() if shown is None else shown:
             try:
@@ -31,9 +49,13 @@ class Progress:
             )
 
     def __enter__(self) -> "Progress":
+        self.advance(0)
         return self
 
     def advance(self, count: int = 1) -> None:
+        self._done += count
+        if self._watch is not None:
+            self._watch(self._label, self._done, self._total)
         if self._bar is not None:
             self._bar.update(count)
 

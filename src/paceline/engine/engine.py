@@ -8,7 +8,7 @@ from paceline.core.blocks import Blocks
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.input_rows import InputRows
 from paceline.core.sampling_params import SamplingParams
-from paceline.core.step import PromptPositions
+from paceline.core.step import PromptPositions, Step
 from paceline.engine.grammar import Constraint
 from paceline.engine.loop import Launched, Runner, TurnFunction
 from paceline.engine.receipt import ReceiptLog
@@ -58,6 +58,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether a turn would do anything."""
         return self.scheduler.has_work or self._in_flight is not None
+
+    @property
+    def in_flight(self) -> Step | None:
+        """The step whose outputs the next turn brings."""
+        return None if self._in_flight is None else self._in_flight.step
 
     def add(
         self,

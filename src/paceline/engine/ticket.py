@@ -2,29 +2,29 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from typing import Any, Protocol
 
 from paceline.core.errors import PacelineError
-from paceline.engine.outputs import RequestOutput, joined
-from paceline.engine.tracker import Tracker
+from paceline.engine.outputs import RequestOutput
 
 
-@dataclass(frozen=True, slots=True)
-class Telling:
-    """In which form a caller hears of a request."""
+class News(Protocol):
+    """What is delivered, in whatever form `join` takes."""
 
-    read: Callable[[Tracker], RequestOutput]  # in the engine's thread, after a turn
-    join: Callable[[Sequence[RequestOutput]], RequestOutput]  # of consecutive ones, at least one
+    @property
+    def finished(self) -> bool:
+        """Whether it is the last of its prompt."""
 
 
-GROWTHS = Telling(Tracker.growth, joined)
-SNAPSHOTS = Telling(Tracker.snapshot, lambda snapshots: snapshots[-1])
+def newest(snapshots: Sequence[RequestOutput]) -> RequestOutput:
+    """Consecutive snapshots of one request, at least one, as one."""
+    return snapshots[-1]
 
 
 class Ticket(AsyncIterator[tuple[int, RequestOutput]]):
     """News of some prompts, as (index, news); those that wait for the reader are joined.
 
-    telling: their form; stream: whether news of unfinished requests are worth sending.
+    join: one of consecutive ones, at least one; on_close: called once.
     Ends after the last finished one.  Raises what `fail` was given.
     """
 
@@ -32,17 +32,13 @@ class Ticket(AsyncIterator[tuple[int, RequestOutput]]):
         self,
         num_prompts: int,
         *,
-        num_completions: int,
-        telling: Telling,
-        stream: bool,
-        on_close: Callable[["Ticket"], None],
+        join: Callable[[Sequence[Any]], RequestOutput],
+        on_close: Callable[[], None],
     ) -> None:
-        self.num_completions = num_completions
-        self.telling = telling
-        self.stream = stream
+        self._join = join
         self._num_left = num_prompts
         self._on_close = on_close
-        self._news: dict[int, list[RequestOutput]] = {}  # by index, the longest waiting first
+        self._news: dict[int, list[News]] = {}  # by index, the longest waiting first
         self._wake = asyncio.Event()
         self._is_accepted = False
         self._is_closed = False
@@ -58,7 +54,7 @@ class Ticket(AsyncIterator[tuple[int, RequestOutput]]):
         self._is_accepted = True
         self._wake.set()
 
-    def deliver(self, index: int, news: RequestOutput) -> None:
+    def deliver(self, index: int, news: News) -> None:
         """Something new of one prompt."""
         self._news.setdefault(index, []).append(news)
         self._num_left -= news.finished
@@ -74,7 +70,7 @@ class Ticket(AsyncIterator[tuple[int, RequestOutput]]):
         """Cancel what still runs; closing twice is harmless."""
         if not self._is_closed:
             self._is_closed = True
-            self._on_close(self)
+            self._on_close()
 
     async def accepted(self) -> None:
         """Wait until the engine has taken or refused it.  Raises what it refused it with."""
@@ -92,7 +88,7 @@ class Ticket(AsyncIterator[tuple[int, RequestOutput]]):
                 raise StopAsyncIteration
             await self._woken()
         index = next(iter(self._news))
-        return index, self.telling.join(self._news.pop(index))
+        return index, self._join(self._news.pop(index))
 
     async def _woken(self) -> None:
         self._wake.clear()

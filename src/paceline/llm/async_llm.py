@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError, PacelineError, RequestError
 from paceline.core.options import MAX_QUEUED
 from paceline.engine.grammar import Grammar
 from paceline.engine.outputs import RequestOutput
-from paceline.engine.ticket import SNAPSHOTS, Ticket
+from paceline.engine.ticket import Ticket
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.inputs import Params, Prompt, as_conversations
 from paceline.llm.llm import CHAT_DEFAULTS, LLM
@@ -147,7 +147,7 @@ class AsyncLLM:
         admission = self._prepared.admission
         admitted = await asyncio.to_thread(admission.admit, prompt, params, grammar)
         _require_one("prompt", admitted)
-        return await engine.generate(admitted, telling=SNAPSHOTS, stream=stream)
+        return await engine.generate(admitted, stream=stream)
 
     @property
     def _live(self) -> tuple[LLM, AsyncEngine]:

@@ -5,7 +5,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request, Response
@@ -14,7 +14,8 @@ from paceline.core.errors import PacelineError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import ALIKE, FinishReason, Share
-from paceline.engine.ticket import GROWTHS, Ticket
+from paceline.engine.ticket import Ticket
+from paceline.server.access_log import Entry
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.meters import Meters
 from paceline.server.reader import Reading
@@ -78,6 +79,7 @@ class Usage:
     """Counts tokens as they come, and tells the meters of what has ended."""
 
     meters: Meters
+    entry: Entry  # of the access log
     counts_answer: bool = True
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -85,6 +87,7 @@ class Usage:
     receipts: list[Document] = field(default_factory=list)  # of prompts that asked, as they ended
 
     def add(self, growth: RequestOutput) -> None:
+        self.entry.add(growth)
         if self.counts_answer:
             self.completion_tokens += sum(len(each.token_ids) for each in growth.outputs)
         if growth.metrics is not None:
@@ -112,11 +115,12 @@ class Usage:
 
 async def answer(service: Service, job: Job, request: Request) -> Response:
     """Run a job; a client that leaves cancels it.  Raises RequestError, ApiError, ClientGone."""
+    counts = job.writer.counts_answer
+    usage = Usage(meters=service.meters, entry=Entry.of(request), counts_answer=counts)
     if not job.stream:
-        document = await unless_gone(request.receive, _whole(service, job))
+        document = await unless_gone(request.receive, _whole(service, job, usage))
         return Response(encoded(document), media_type="application/json")
     ticket = await _start(service, job)
-    usage = Usage(meters=service.meters, counts_answer=job.writer.counts_answer)
     return EventStream(_events(ticket, job, _envelope(service, job), usage))
 
 
@@ -137,20 +141,17 @@ def _envelope(service: Service, job: Job) -> Document:
 
 
 async def _start(service: Service, job: Job) -> Ticket:
-    admitted = await service.admit(job.prompts, job.params)
-    shared = [replace(each, share=job.share) for each in admitted]
     return await service.engine.generate(
-        shared, telling=GROWTHS, stream=job.stream, deadline=job.deadline
+        job.prompts, job.params, share=job.share, stream=job.stream, deadline=job.deadline
     )
 
 
-async def _whole(service: Service, job: Job) -> Document:
+async def _whole(service: Service, job: Job, usage: Usage) -> Document:
     ticket = await _start(service, job)
     try:
         answers = sorted([each async for each in ticket], key=_by_index)
     finally:
         ticket.close()
-    usage = Usage(meters=service.meters, counts_answer=job.writer.counts_answer)
     choices: list[Document] = []
     for _, growth in answers:
         usage.add(growth)

@@ -1,9 +1,8 @@
-"""The ASGI application: paths, keys, and when the engine starts and stops."""
+"""The ASGI applications, of a server that loads and of one that is ready: paths and keys."""
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,16 +10,19 @@ from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.plan.machine import versions
+from paceline.server.access_log import AccessLog
 from paceline.server.answer import Job, answer
 from paceline.server.body import body_schema
+from paceline.server.border.remote import RemoteEngine
 from paceline.server.chat import chat_job
 from paceline.server.completions import completion_job
 from paceline.server.errors import ApiError, add_error_handlers
-from paceline.server.life import Doorkeeper
+from paceline.server.life import Doorkeeper, Life
 from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
 from paceline.server.meters import CONTENT_TYPE
 from paceline.server.parameters.ignored import HEADER
 from paceline.server.parameters.table import capabilities
+from paceline.server.probes import add_probes, still_loading
 from paceline.server.reader import CHAT, COMPLETIONS, Reading
 from paceline.server.request_id import RequestIds
 from paceline.server.service import Service
@@ -28,37 +30,64 @@ from paceline.server.stream import ClientGone
 from paceline.server.wire import ChatRequest, CompletionRequest
 
 _OPEN = {"/health", "/ready"}
+_METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 _GONE = 499  # what nginx logs for a client that left; nobody reads it
 
 
 def build_app(
-    service: Service, *, api_keys: Sequence[str] = (), limits: ServerLimits = LIMITS
+    service: Service,
+    *,
+    api_keys: Sequence[str] = (),
+    limits: ServerLimits = LIMITS,
+    log: Callable[[str], None] | None = None,
 ) -> FastAPI:
-    """The application.  With api_keys, all paths but those of probes ask for one as a bearer
-    token.
+    """The application of a server that is ready.  With api_keys, all paths but those of probes ask
+    for one as a bearer token.  log: takes the lines of an access log.
     """
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
-        yield
-        service.worker.close()
-        await service.engine.stop()
-
-    app = FastAPI(title="paceline", version=versions()["paceline"] or "source", lifespan=lifespan)
-    add_error_handlers(app)
+    app = _new_app()
     _add_generation(app, service)
     _add_models(app, service)
 
-    _add_probes(app, service)
+    add_probes(app, service.engine, service.life, is_loading=False)
     _add_metrics(app, service)
     app.add_middleware(Doorkeeper, life=service.life)
     app.add_middleware(BodyLimit, limits=limits)
+    _guard(app, api_keys, log)
+    return app
+
+
+def build_loading_app(
+    engine: RemoteEngine,
+    life: Life,
+    *,
+    api_keys: Sequence[str] = (),
+    log: Callable[[str], None] | None = None,
+) -> FastAPI:
+    """The application of a server whose engine loads: probes, and 503 for what else is asked."""
+    app = _new_app()
+    add_probes(app, engine, life, is_loading=True)
+
+    @app.api_route("/{path:path}", methods=_METHODS, include_in_schema=False)
+    async def later() -> Response:
+        raise still_loading(engine)
+
+    _guard(app, api_keys, log)
+    return app
+
+
+def _new_app() -> FastAPI:
+    app = FastAPI(title="paceline", version=versions()["paceline"] or "source")
+    add_error_handlers(app)
+    return app
+
+
+def _guard(app: FastAPI, api_keys: Sequence[str], log: Callable[[str], None] | None) -> None:
     if api_keys:
         app.add_middleware(KeyGuard, api_keys=api_keys)
     app.add_middleware(Lengths)
+    if log is not None:
+        app.add_middleware(AccessLog, write=log)
     app.add_middleware(RequestIds)
-    return app
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -71,27 +100,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         return await _answer(service, CHAT, chat_job, request)
 
 
-def _add_probes(app: FastAPI, service: Service) -> None:
-    """/health: whether to restart it; /ready: whether to send it requests."""
-
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health() -> Response:
-        if service.engine.failure is not None:
-            raise ApiError(503, service.engine.failure, code="engine_failed")
-        return Response('{"status":"ok"}', media_type="application/json")
-
-    @app.head("/ready", include_in_schema=False)
-    @app.get("/ready")
-    async def ready() -> Response:
-        service.life.require()
-        return await health()
-
-
 def _add_metrics(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.meters.page(await service.look()), media_type=CONTENT_TYPE)
+        return Response(service.meters.page(await service.engine.look()), media_type=CONTENT_TYPE)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

@@ -23,6 +23,7 @@ class ServerLimits:
     idle_s: float = 30.0  # between an answer and the next request
     write_s: float = 60.0  # in which a client reads nothing of what waits for it
     drain_s: float = 20.0  # in which running requests may end, once the server stops
+    stuck_s: float = 60.0  # that the engine may be silent before /health says so
 
 
 LIMITS = ServerLimits()

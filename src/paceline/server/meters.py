@@ -1,44 +1,23 @@
 """Meters: what a server has done and does, as Prometheus reads it.
 
 Names end in their unit, and times are of requests that ended by themselves; what the engine does
-now is asked of its thread for each page.
+now is asked of it for each page.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from paceline.engine.outputs import RequestMetrics
-from paceline.llm.llm import LLM
+from paceline.server.border.messages import STEP_SECONDS, Looked, Steps
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """The engine between two turns."""
-
-    running: int  # completions
-    waiting: int
-    kv_used: float  # of the pages of the fullest cache group, cached prefixes not counted
-    queried_tokens: int  # of prompts, since the start
-    hit_tokens: int  # of these found in the prefix cache
-
-    @classmethod
-    def at(cls, llm: LLM) -> "Look":
-        """For the thread that owns `llm`."""
-        scheduler = llm.engine.scheduler
-        stats = scheduler.cache.stats()
-        return cls(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            kv_used=max((group.owned / group.total for group in stats.groups), default=0.0),
-            queried_tokens=stats.queried_tokens,
-            hit_tokens=stats.hit_tokens,
-        )
 
 
 class Meters:
@@ -71,8 +50,10 @@ class Meters:
         self._running = gauge("requests_running", "Completions with a row.")
         self._waiting = gauge("requests_waiting", "Completions that wait for one.")
         self._kv = gauge("kv_cache_usage_ratio", "Pages of running requests in the fullest group.")
-        self._up = gauge("engine_up", "1 when its thread answered in time; else gauges are old.")
+        self._up = gauge("engine_up", "1 when it answered in time; else gauges are old.")
         self._seen = (0, 0)  # queried and hit tokens that are counted
+        self._steps = StepMeter()
+        registry.register(self._steps)
 
     def finished(self, request: RequestMetrics) -> None:
         """A request has ended by itself."""
@@ -87,7 +68,7 @@ class Meters:
         self._drafted.inc(request.drafted_tokens)
         self._accepted.inc(sum(request.accepted_by_position))
 
-    def page(self, look: Look | None) -> bytes:
+    def page(self, look: Looked | None) -> bytes:
         """What Prometheus reads.  look: None where the engine does not answer."""
         self._up.set(look is not None)
         if look is not None:
@@ -98,4 +79,22 @@ class Meters:
             self._queried.inc(look.queried_tokens - queried)
             self._hits.inc(look.hit_tokens - hits)
             self._seen = look.queried_tokens, look.hit_tokens
+            self._steps.seen = look.steps
         return generate_latest(self._registry)
+
+
+class StepMeter(Collector):
+    """Shows what the engine has counted of its steps."""
+
+    def __init__(self) -> None:
+        self.seen: Mapping[str, Steps] = {}  # by kind, when it was last asked
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """For the registry."""
+        text = "Of the turn that brought a step's outputs, by its kind."
+        family = HistogramMetricFamily("paceline_step_seconds", text, labels=["kind"])
+        bounds = [*map(str, STEP_SECONDS), "+Inf"]
+        for kind, steps in self.seen.items():
+            buckets = [*zip(bounds, accumulate(steps.counts), strict=True)]
+            family.add_metric([kind], buckets, steps.seconds)
+        yield family

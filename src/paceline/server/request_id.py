@@ -23,6 +23,7 @@ class RequestIds:
             return
         came = dict(scope["headers"]).get(_HEADER, b"")
         name = came if _PLAIN.fullmatch(came) else uuid.uuid4().hex.encode()
+        scope["request_id"] = name.decode()
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -8,20 +8,21 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigError
-from paceline.llm.llm import LLM
 from paceline.plan.machine import settled
-from paceline.server.app import build_app
+from paceline.server.app import build_app, build_loading_app
+from paceline.server.border.remote import Peer, RemoteEngine
 from paceline.server.life import Life
 from paceline.server.limits import LIMITS, ServerLimits
+from paceline.server.probes import Front
 from paceline.server.protocol import protocol_of
 from paceline.server.service import Service
 
@@ -45,10 +46,11 @@ class Address:
     api_keys: tuple[str, ...] = ()
     weights: Mapping[str, float] = field(default_factory=dict)  # by client
     limits: ServerLimits = LIMITS
+    log: Callable[[str], None] | None = None  # takes the lines of an access log
 
 
 def bind(address: Address) -> socket.socket:
-    """A bound socket that does not listen yet.  Raises ConfigError."""
+    """A socket that listens.  Raises ConfigError."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -57,56 +59,47 @@ def bind(address: Address) -> socket.socket:
             bound = undo.enter_context(socket.socket(family, kind, protocol))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(where)
+            bound.listen(_BACKLOG)
             undo.pop_all()
     except OSError as error:
-        raise _not_free(address, error) from error
+        raise ConfigError.about(
+            "--host and --port",
+            expected="an address that is free here",
+            got=f"{address.host}:{address.port} ({error})",
+            remedy="choose another port, or 0 for any that is free",
+        ) from error
     return bound
 
 
-def _not_free(address: Address, error: OSError) -> ConfigError:
-    return ConfigError.about(
-        "--host and --port",
-        expected="an address that is free here",
-        got=f"{address.host}:{address.port} ({error})",
-        remedy="choose another port, or 0 for any that is free",
-    )
-
-
 def serve(
-    llm: LLM, bound: socket.socket, address: Address, *, tell: Callable[[str], None]
+    peer: Peer, bound: socket.socket, address: Address, *, tell: Callable[[str], None]
 ) -> str | None:
-    """Serve until Ctrl-C or SIGTERM; the second one does not wait for running requests.
+    """Serve the engine of `peer`, which may still load, until Ctrl-C or SIGTERM; the second one
+    does not wait for running requests.
 
     Returns why the engine has ended, if it did so by itself.  Should the end not come within its
-    limits, because the engine or the loop hangs, the process is left at once, with STUCK.
+    limits, because the engine or the loop hangs, the process is left at once, with STUCK, and the
+    engine killed.
     tell: shows a line to whoever started the server; it neither waits nor raises.  For the main
-    thread.  Raises ConfigError when another server has begun to listen at the address meanwhile.
+    thread.  Raises what the engine's start raised on purpose.
     """
-    limits = address.limits
-    service = Service.of(
-        llm, model=address.model, max_queued=limits.max_queued, weights=address.weights
-    )
-    config = http_config(build_app(service, api_keys=address.api_keys, limits=limits), limits)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    server = uvicorn.Server(config)
-    try:
-        bound.listen(_BACKLOG)
-    except OSError as error:
-        raise _not_free(address, error) from error
+    life, limits = Life(), address.limits
     # In a thread of its own: in the main thread uvicorn would take the signals, and raise them once
     # more behind its end.
     with (
-        _last_resort(service.life, limits.drain_s + _FAREWELL_S + _GRACE_S),
+        _last_resort(life, peer, limits.drain_s + _FAREWELL_S + _GRACE_S),
         ThreadPoolExecutor(1, "paceline-http") as thread,
-        _signals(service.life),
+        _signals(life),
         settled(),
     ):
-        tell(banner(service, bound, needs_key=bool(address.api_keys)))
-        thread.submit(asyncio.run, _serve(server, bound, service, limits, tell)).result()
-    return None if service.engine.error is None else service.engine.failure
+        serving = thread.submit(asyncio.run, _serve(peer, bound, address, life, tell))
+        while not serving.done():  # a signal that another thread was given is noted here
+            wait([serving], timeout=_POLL_S)
+        return serving.result()
 
 
-def http_config(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
+def http_config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
     """How `app` is served: whoever serves it otherwise serves it without the limits."""
     return uvicorn.Config(
         app,
@@ -114,7 +107,7 @@ def http_config(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
         timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]
         log_config=None,
         access_log=False,
-        lifespan="on",
+        lifespan="off",
     )
 
 
@@ -134,7 +127,7 @@ def _signals(life: Life) -> Iterator[None]:
 
 
 @contextmanager
-def _last_resort(life: Life, limit_s: float) -> Iterator[None]:
+def _last_resort(life: Life, peer: Peer, limit_s: float) -> Iterator[None]:
     """Leave the process, once the server has stopped, unless the block ends in time."""
     has_ended = threading.Event()
 
@@ -143,6 +136,7 @@ def _last_resort(life: Life, limit_s: float) -> Iterator[None]:
             if has_ended.wait(_POLL_S):
                 return
         if not has_ended.wait(limit_s):
+            peer.kill()
             leave(STUCK)
 
     threading.Thread(target=watch, name="paceline-last-resort", daemon=True).start()
@@ -153,38 +147,73 @@ def _last_resort(life: Life, limit_s: float) -> Iterator[None]:
 
 
 async def _serve(
-    server: uvicorn.Server,
+    peer: Peer, bound: socket.socket, address: Address, life: Life, tell: Callable[[str], None]
+) -> str | None:
+    limits = address.limits
+    engine = RemoteEngine(peer, max_queued=limits.max_queued, stuck_s=limits.stuck_s)
+    await engine.connect()
+    front = Front(build_loading_app(engine, life, api_keys=address.api_keys, log=address.log))
+    server = uvicorn.Server(http_config(front, limits))
+    async with AsyncExitStack() as ends:
+        ends.push_async_callback(engine.stop)
+        opening = asyncio.ensure_future(_open(engine, front, bound, address, life, ends, tell))
+        draining = asyncio.ensure_future(_drain(server, engine, opening, life, limits, tell))
+        ends.callback(opening.cancel)
+        ends.callback(draining.cancel)
+        await server.serve(sockets=[bound])
+        if opening.done():
+            opening.result()
+    return engine.fault
+
+
+async def _open(
+    engine: RemoteEngine,
+    front: Front,
     bound: socket.socket,
-    service: Service,
-    limits: ServerLimits,
+    address: Address,
+    life: Life,
+    ends: AsyncExitStack,
     tell: Callable[[str], None],
 ) -> None:
-    draining = asyncio.ensure_future(_drain(server, service, limits, tell))
-    try:
-        await server.serve(sockets=[bound])
-    finally:
-        draining.cancel()
-        await service.engine.stop()
+    """Once the engine is ready, say so and let requests in."""
+    served = await engine.ready()
+    service = await asyncio.to_thread(
+        Service.of, engine, served, model=address.model, life=life, weights=address.weights
+    )
+    ends.callback(service.worker.close)
+    front.app = build_app(
+        service, api_keys=address.api_keys, limits=address.limits, log=address.log
+    )
+    ends.callback(asyncio.ensure_future(engine.watch()).cancel)
+    tell(banner(service.model, bound, needs_key=bool(address.api_keys)))
 
 
 async def _drain(
-    server: uvicorn.Server, service: Service, limits: ServerLimits, tell: Callable[[str], None]
+    server: uvicorn.Server,
+    engine: RemoteEngine,
+    opening: asyncio.Future[None],
+    life: Life,
+    limits: ServerLimits,
+    tell: Callable[[str], None],
 ) -> None:
     """Once the server is told to stop, or its engine has ended: wait a while, still listening, then
     end what still runs, so that streams end whole.
     """
-    life, engine = service.life, service.engine
-    await _until(lambda: life.is_stopping or engine.failure is not None)
-    if life.num_active and engine.failure is None:
+
+    def has_failed() -> bool:
+        is_closed = opening.done() and opening.exception() is not None
+        return is_closed or engine.callers.failure is not None
+
+    await _until(lambda: life.is_stopping or has_failed())
+    if life.num_active and not has_failed():
         count = f"finishing {life.num_active} request(s)"
         tell(f"{count}, at most {limits.drain_s:g} s; Ctrl-C: at once")
     await _until(
-        lambda: life.is_hurried or not life.num_active or engine.failure is not None,
-        timeout_s=limits.drain_s,
+        lambda: life.is_hurried or not life.num_active or has_failed(), timeout_s=limits.drain_s
     )
     if not life.is_stopping:
         life.stop()  # nobody else did
-    engine.abort_all()
+    engine.abort()
     server.should_exit = True
     await asyncio.sleep(_FAREWELL_S)
     server.force_exit = True
@@ -197,7 +226,7 @@ async def _until(condition: Callable[[], bool], *, timeout_s: float = math.inf) 
         await asyncio.sleep(_POLL_S)
 
 
-def banner(service: Service, bound: socket.socket, *, needs_key: bool) -> str:
+def banner(model: str, bound: socket.socket, *, needs_key: bool) -> str:
     """Where the server is and how to ask it something."""
     host, port = bound.getsockname()[:2]
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
@@ -205,8 +234,8 @@ def banner(service: Service, bound: socket.socket, *, needs_key: bool) -> str:
     )
     url = f"http://{reachable}:{port}"
     key = " -H 'Authorization: Bearer '$PACELINE_API_KEY" if needs_key else ""
-    body = f'{{"model": "{service.model}", "prompt": "def fibonacci(n):", "max_tokens": 48}}'
+    body = f'{{"model": "{model}", "prompt": "def fibonacci(n):", "max_tokens": 48}}'
     return (
-        f"serving {service.model} on {url}/v1, Ctrl-C stops\n"
+        f"serving {model} on {url}/v1, Ctrl-C stops\n"
         f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
     )

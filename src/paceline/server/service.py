@@ -1,40 +1,32 @@
 """Service: the one model a server serves, and what endpoints ask of it."""
 
 import asyncio
-import hashlib
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
 
-from paceline.core.sampling_params import SamplingParams
 from paceline.engine.request import Share
-from paceline.llm.admission import Admission, AdmittedPrompt
-from paceline.llm.async_engine import AsyncEngine
-from paceline.llm.llm import LLM
-from paceline.plan.machine import versions
-from paceline.plan.resolution import Resolution
 from paceline.server.body import LARGE, read_body
+from paceline.server.border.messages import Ready
+from paceline.server.border.remote import RemoteEngine
 from paceline.server.life import Life
-from paceline.server.limits import LIMITS
-from paceline.server.meters import Look, Meters
+from paceline.server.meters import Meters
 from paceline.server.reader import Reader, Reading
 from paceline.server.token_names import TokenNames
 from paceline.server.worker import BodyWorker, ReaderFacts
-
-_LOOK_S = 2.0  # longer than a turn
+from paceline.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Service:
     """Everything an endpoint needs.  Immutable; the engine has an owner of its own."""
 
-    engine: AsyncEngine
-    admission: Admission
+    engine: RemoteEngine
     reader: Reader
     worker: BodyWorker
     life: Life
@@ -47,32 +39,32 @@ class Service:
     @classmethod
     def of(
         cls,
-        llm: LLM,
+        engine: RemoteEngine,
+        served: Ready,
         *,
         model: str,
-        max_queued: int = LIMITS.max_queued,
+        life: Life,
         weights: Mapping[str, float] = MappingProxyType({}),
     ) -> "Service":
-        """Serve `llm` under a name.  max_queued: see ServerLimits; weights: by client."""
-        engine, admission = AsyncEngine(llm, max_queued=max_queued), llm.admission
-        folder = llm.prepared.source.tokenizer
+        """Serve `engine`, which is ready, under a name.  Reads its tokenizer.  weights: by client.
+        Raises ModelError."""
         facts = ReaderFacts(
             model=model,
-            context_len=admission.context_len,
-            max_open=engine.max_open,
-            vocab_size=admission.config.vocab_size,
-            folder=None if folder is None else str(folder.parent),
+            context_len=served.context_len,
+            max_open=engine.callers.max_open,
+            vocab_size=served.vocab_size,
+            folder=served.folder,
         )
+        tokenizer = None if served.folder is None else Tokenizer.from_folder(Path(served.folder))
         return cls(
             engine=engine,
-            admission=admission,
-            reader=facts.reader(admission.tokenizer),
+            reader=facts.reader(tokenizer),
             worker=BodyWorker(facts),
-            life=Life(),
+            life=life,
             meters=Meters(),
             weights=weights,
-            names=TokenNames(llm.admission.tokenizer),
-            fingerprint=_fingerprint(llm.prepared.resolution),
+            names=TokenNames(tokenizer),
+            fingerprint=served.fingerprint,
             created=int(time.time()),
         )
 
@@ -88,18 +80,8 @@ class Service:
             "object": "model",
             "created": self.created,
             "owned_by": "paceline",
-            "max_model_len": self.admission.context_len,
+            "max_model_len": self.reader.room.context_len,
         }
-
-    async def look(self) -> Look | None:
-        """What the engine does; None where it does not say so in time."""
-        if self.engine.failure is not None:
-            return None
-        try:
-            async with asyncio.timeout(_LOOK_S):
-                return await self.engine.ask(Look.at)
-        except TimeoutError:
-            return None
 
     def share(self, request: Request, priority: int) -> Share:
         """How a request takes turns: a client is a key where there are several, else an address."""
@@ -111,19 +93,8 @@ class Service:
 
         Raises ApiError, RequestError, ModelError, and BusyError before anything is read.
         """
-        self.engine.require_room(1)
+        self.engine.callers.require_room(1)
         parts = await read_body(request)
         if sum(map(len, parts)) > LARGE:
             return await self.worker.read(endpoint, parts)
         return await asyncio.to_thread(self.reader.read, endpoint, b"".join(parts))
-
-    async def admit(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams
-    ) -> list[AdmittedPrompt]:
-        """Prompts that share their parameters, checked.  Raises RequestError."""
-        return await asyncio.to_thread(self.admission.admit, prompts, params)
-
-
-def _fingerprint(resolution: Resolution) -> str:
-    facts = json.dumps([versions(), resolution.to_json()], sort_keys=True, default=str)
-    return f"fp_{hashlib.blake2b(facts.encode(), digest_size=6).hexdigest()}"

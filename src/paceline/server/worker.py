@@ -7,6 +7,7 @@ process ends when its input does.
 
 import asyncio
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -106,7 +107,7 @@ class BodyWorker:
             raise EOFError
         if self._process is None:
             command = [sys.executable, "-m", __name__, msgspec.json.encode(self._facts).decode()]
-            # In a session of its own: Ctrl-C is for us, and ends it when we have drained.
+            # In a session of its own: a terminal's end is for us.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
@@ -155,7 +156,9 @@ def _answered(reader: Reader, asked: IO[bytes]) -> _Answer:
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer until the input ends, whatever signals the whole group or unit is sent."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     facts = msgspec.json.decode(sys.argv[1], type=ReaderFacts)
     tokenizer = None if facts.folder is None else Tokenizer.from_folder(Path(facts.folder))
     reader = facts.reader(tokenizer)

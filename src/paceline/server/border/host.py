@@ -1,0 +1,202 @@
+"""Host: the engine's end of the border: an LLM, asked by whoever has the other end of a socket.
+
+One thread owns the LLM and the socket.  It looks for commands between two turns, sleeps while there
+is nothing to do, and never waits for its reader: what a socket does not take stays with the
+requests, whose growth is read when there is room, so a slow reader gets more at a time.
+"""
+
+import hashlib
+import json
+import logging
+import select
+import socket
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import replace
+
+from paceline.core.errors import PacelineError
+from paceline.core.options import known
+from paceline.core.step import Step
+from paceline.llm.followed import Followed, Following
+from paceline.llm.llm import LLM
+from paceline.plan.machine import versions
+from paceline.plan.resolution import Resolution
+from paceline.server.border.messages import (
+    STEP_SECONDS,
+    Abort,
+    Accepted,
+    Ask,
+    Broken,
+    Cancel,
+    Command,
+    Failed,
+    Frames,
+    Grown,
+    Leave,
+    Looked,
+    Message,
+    Ready,
+    Steps,
+    Submit,
+)
+from paceline.server.border.outbox import Outbox
+
+_READ_BYTES = 1 << 18
+_LOG = logging.getLogger("paceline")
+
+
+class Host:
+    """Owns the serving of `llm`, by the thread that calls `run`."""
+
+    def __init__(self, llm: LLM, end: socket.socket, outbox: Outbox) -> None:
+        self.followed = Followed(llm)
+        self.turning_since: float | None = None  # by time.monotonic; None: between two turns
+        self.llm = llm
+        self._end = end
+        self._outbox = outbox
+        self._commands = Frames(Command)
+        self._grown: dict[tuple[int, int], Following] = {}  # with news to tell, by ticket and index
+        self._times = StepTimes()
+        self._is_leaving = False
+
+    def run(self) -> bool:
+        """Serve until the other end leaves; returns whether it did, and no turn failed."""
+        self._outbox.put(ready(self.llm))
+        try:
+            self._serve()
+            self._outbox.send_all()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            return True  # it is gone
+        except Exception as error:  # noqa: BLE001  a turn may raise anything
+            _LOG.error("the engine has failed; it answers no more requests", exc_info=error)
+            self._outbox.put(Broken(cause=repr(error)))
+            with suppress(OSError):
+                self._outbox.send_all()
+            return False
+        return True
+
+    def _serve(self) -> None:
+        while self.followed.has_work or not self._is_leaving:
+            self._tell()
+            self._hear(wait=not self.followed.has_work)
+            if self.followed.has_work:
+                self._turn()
+        while self._grown:
+            self._tell()
+            self._outbox.send_all()
+
+    def _hear(self, *, wait: bool) -> None:
+        """Every command that has come; with `wait`, sleep until something can be done.  Raises
+        EOFError when nobody is there any more."""
+        if wait:
+            select.select([self._end], [] if self._outbox.has_room else [self._end], [])
+        with suppress(BlockingIOError):
+            while True:
+                data = self._end.recv(_READ_BYTES)
+                if not data:
+                    raise EOFError
+                for command in self._commands.feed(data):
+                    self._obey(command)
+
+    def _obey(self, command: Message) -> None:
+        match command:
+            case Submit():
+                self._submit(command)
+            case Cancel():
+                self.followed.cancel(command.number)
+                for key in [key for key in self._grown if key[0] == command.number]:
+                    del self._grown[key]
+            case Ask():
+                self._outbox.put(looked(self.llm, self._times))
+            case Abort():
+                self._note(self.followed.abort())
+            case Leave():
+                self._is_leaving = True
+                self._note(self.followed.abort())
+
+    def _submit(self, asked: Submit) -> None:
+        try:
+            admitted = self.llm.admission.admit(asked.prompts, asked.params)
+            shared = [replace(each, share=asked.share) for each in admitted]
+            self.followed.submit(asked.number, shared, stream=asked.stream)
+        except PacelineError as error:
+            self._outbox.put(Failed.of(error, asked.number))
+        else:
+            self._outbox.put(Accepted(number=asked.number))
+
+    def _turn(self) -> None:
+        step = self.llm.engine.in_flight
+        self.turning_since = began = time.monotonic()
+        self._note(self.followed.turn())
+        self.turning_since = None
+        if step is not None:
+            self._times.add(step, time.monotonic() - began)
+
+    def _note(self, followings: list[Following]) -> None:
+        for each in followings:
+            self._grown[each.number, each.index] = each
+
+    def _tell(self) -> None:
+        """Send what waits, and with it what has grown, if there is room."""
+        self._outbox.send()
+        if self._grown and self._outbox.has_room:
+            for each in self._grown.values():
+                self._outbox.put(Grown.of(each.number, each.index, each.tracker))
+            self._grown.clear()
+            self._outbox.send()
+
+
+class StepTimes:
+    """Owns the counts of steps by kind and by how long they took: from the beginning of the turn
+    that brought a step's outputs to its end."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = defaultdict(lambda: [0] * (len(STEP_SECONDS) + 1))
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def add(self, step: Step, seconds: float) -> None:
+        """A step has come back."""
+        kind = "prefill" if step.is_ragged or step.layout.extend_lens[0] > 1 else "decode"
+        kind = "round" if step.is_round else kind
+        self._counts[kind][bisect_left(STEP_SECONDS, seconds)] += 1
+        self._seconds[kind] += seconds
+
+    def told(self) -> dict[str, Steps]:
+        """By kind, as they stand."""
+        return {
+            kind: Steps(counts=tuple(counts), seconds=self._seconds[kind])
+            for kind, counts in self._counts.items()
+        }
+
+
+def looked(llm: LLM, times: StepTimes) -> Looked:
+    """What `llm` does, for the thread that owns it."""
+    scheduler = llm.engine.scheduler
+    stats = scheduler.cache.stats()
+    return Looked(
+        running=scheduler.num_running,
+        waiting=scheduler.num_waiting,
+        kv_used=max((group.owned / group.total for group in stats.groups), default=0.0),
+        queried_tokens=stats.queried_tokens,
+        hit_tokens=stats.hit_tokens,
+        steps=times.told(),
+    )
+
+
+def ready(llm: LLM) -> Ready:
+    """What HTTP must know of `llm`."""
+    admission, folder = llm.admission, llm.prepared.source.tokenizer
+    return Ready(
+        context_len=admission.context_len,
+        max_running=known(llm.prepared.options.max_num_seqs),
+        vocab_size=admission.config.vocab_size,
+        folder=None if folder is None or admission.tokenizer is None else str(folder.parent),
+        fingerprint=_fingerprint(llm.prepared.resolution),
+    )
+
+
+def _fingerprint(resolution: Resolution) -> str:
+    facts = json.dumps([versions(), resolution.to_json()], sort_keys=True, default=str)
+    return f"fp_{hashlib.blake2b(facts.encode(), digest_size=6).hexdigest()}"

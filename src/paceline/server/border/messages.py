@@ -1,0 +1,282 @@
+"""What crosses the border: commands one way, news the other; plain data, never a live object.
+
+A frame is a length and a list of messages in msgpack, each an array that begins with its number:
+one frame holds whatever there is to say at its time, so a turn takes one for all streams.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from paceline.core import errors
+from paceline.core.errors import PacelineError
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.request import FinishReason, Share
+from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.engine.tracker import Tracker
+
+_HEAD = struct.Struct("<Q")  # bytes of the messages
+_Row = tuple[int, float, tuple[int, ...], tuple[float, ...]]  # TokenLogprobs, in its order
+
+
+class Message(Struct, frozen=True, array_like=True, kw_only=True):
+    """One thing that is said."""
+
+
+# From HTTP to the engine.
+
+
+class Submit(Message, frozen=True, tag=0):
+    """Queue prompts, all or none; the answer is Accepted or Refused."""
+
+    number: int  # of the ticket
+    prompts: tuple[tuple[int, ...], ...]  # token ids of each
+    params: SamplingParams
+    share: Share
+    stream: bool  # tell of them while they run
+
+
+class Cancel(Message, frozen=True, tag=1):
+    """Nobody waits for a ticket any more."""
+
+    number: int
+
+
+class Abort(Message, frozen=True, tag=2):
+    """End every request; each has its last news."""
+
+
+class Ask(Message, frozen=True, tag=3):
+    """Say what the engine does: Looked."""
+
+
+class Leave(Message, frozen=True, tag=4):
+    """Abort, and end."""
+
+
+Command = Submit | Cancel | Abort | Ask | Leave
+
+
+# From the engine to HTTP.
+
+
+class Loading(Message, frozen=True, tag=10):
+    """How far the model is loaded."""
+
+    phase: str
+    done: int
+    total: int  # 0: nobody knows
+
+
+class Ready(Message, frozen=True, tag=11):
+    """The engine serves; what of it HTTP must know."""
+
+    context_len: int  # tokens of a prompt and its answer
+    max_running: int  # completions
+    vocab_size: int
+    folder: str | None  # of tokenizer.json
+    fingerprint: str  # the same for the same version and options
+
+
+class Failed(Message, frozen=True, tag=12):
+    """An error that was raised on purpose, by its class: of a ticket, or of the engine's start."""
+
+    number: int | None  # of the ticket; None: the engine
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, error: PacelineError, number: int | None = None) -> "Failed":
+        return cls(number=number, kind=type(error).__name__, text=str(error))
+
+    def error(self) -> PacelineError:
+        """As it was raised; one of a kind that takes more than a text as the nearest above it."""
+        kind = getattr(errors, self.kind, PacelineError)
+        while "__init__" in vars(kind) and kind is not PacelineError:
+            kind = kind.__base__
+        found: PacelineError = kind(self.text)
+        return found
+
+
+class Accepted(Message, frozen=True, tag=13):
+    """Every prompt of a ticket is queued."""
+
+    number: int
+
+
+class Piece(Message, frozen=True, tag=14):
+    """What came to one completion; CompletionOutput has the words."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    logprobs: tuple[_Row, ...] | None
+    error: str | None
+    is_drafted: tuple[bool, ...]
+    num_chars_before: int
+    num_tokens_before: int
+
+
+class Grown(Message, frozen=True, tag=15):
+    """What came to one prompt of a ticket since the last; RequestOutput has the words, and what of
+    it the asker knows is not said again."""
+
+    number: int  # of the ticket
+    index: int  # of the prompt in it
+    name: str  # of the request
+    pieces: tuple[Piece, ...]
+    finished: bool
+    metrics: RequestMetrics | None
+    prompt_logprobs: tuple[_Row | None, ...] | None
+
+    @classmethod
+    def of(cls, number: int, index: int, tracker: Tracker) -> "Grown":
+        """Reads the tracker's growth."""
+        growth = tracker.growth()
+        scored = growth.prompt_logprobs
+        return cls(
+            number=number,
+            index=index,
+            name=growth.request_id,
+            pieces=tuple([_piece(each) for each in growth.outputs]),
+            finished=growth.finished,
+            metrics=growth.metrics,
+            prompt_logprobs=None
+            if scored is None
+            else tuple([None if row is None else _row(row) for row in scored]),
+        )
+
+    def growth(self, prompt: Sequence[int]) -> RequestOutput:
+        """prompt: its token ids."""
+        scored = self.prompt_logprobs
+        return RequestOutput(
+            request_id=self.name,
+            prompt=None,
+            prompt_token_ids=tuple(prompt),
+            outputs=tuple([_output(each) for each in self.pieces]),
+            finished=self.finished,
+            metrics=self.metrics,
+            prompt_logprobs=None
+            if scored is None
+            else tuple([None if row is None else _logprobs(row) for row in scored]),
+        )
+
+
+class Steps(Message, frozen=True, tag=16):
+    """Steps of one kind since the start, and how long they took."""
+
+    counts: tuple[int, ...]  # [len(STEP_SECONDS) + 1] by the first bound that holds it, or none
+    seconds: float  # all together
+
+
+class Looked(Message, frozen=True, tag=17):
+    """The engine between two turns."""
+
+    running: int  # completions
+    waiting: int
+    kv_used: float  # of the pages of the fullest cache group, cached prefixes not counted
+    queried_tokens: int  # of prompts, since the start
+    hit_tokens: int  # of these found in the prefix cache
+    steps: dict[str, Steps]  # by kind
+
+
+class Said(Message, frozen=True, tag=18):
+    """A line of the engine's log."""
+
+    level: int
+    text: str
+
+
+class Stuck(Message, frozen=True, tag=19):
+    """A turn that does not end, or None: it has ended."""
+
+    phase: str | None
+
+
+class Broken(Message, frozen=True, tag=20):
+    """The engine ends by what a turn raised."""
+
+    cause: str
+
+
+News = Loading | Ready | Failed | Accepted | Grown | Looked | Said | Stuck | Broken
+STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+M = TypeVar("M", bound=Message)
+
+
+def framed(messages: Sequence[Message]) -> bytes:
+    """One frame.  Raises OverflowError for an integer beyond 64 bits."""
+    body = msgspec.msgpack.encode(messages)
+    return _HEAD.pack(len(body)) + body
+
+
+class Frames:
+    """Reads one end's bytes, in whatever pieces they come."""
+
+    def __init__(self, kind: object) -> None:
+        """kind: of the messages, Command or News."""
+        self._decoder = msgspec.msgpack.Decoder(list[kind])  # type: ignore[valid-type]
+        self._read = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages of every frame that is whole now."""
+        read = self._read
+        read += data
+        begin = 0
+        while len(read) >= begin + _HEAD.size:
+            (size,) = _HEAD.unpack_from(read, begin)
+            end = begin + _HEAD.size + size
+            if len(read) < end:
+                break
+            yield from self._decoder.decode(memoryview(read)[begin + _HEAD.size : end])
+            begin = end
+        del read[:begin]
+
+
+def _piece(output: CompletionOutput) -> Piece:
+    rows = output.logprobs
+    return Piece(
+        index=output.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        logprobs=None if rows is None else tuple([_row(row) for row in rows]),
+        error=output.error,
+        is_drafted=output.is_drafted,
+        num_chars_before=output.num_chars_before,
+        num_tokens_before=output.num_tokens_before,
+    )
+
+
+def _output(piece: Piece) -> CompletionOutput:
+    rows = piece.logprobs
+    return CompletionOutput(
+        index=piece.index,
+        text=piece.text,
+        token_ids=piece.token_ids,
+        finish_reason=piece.finish_reason,
+        stop_reason=piece.stop_reason,
+        logprobs=None if rows is None else tuple([_logprobs(row) for row in rows]),
+        error=piece.error,
+        is_drafted=piece.is_drafted,
+        num_chars_before=piece.num_chars_before,
+        num_tokens_before=piece.num_tokens_before,
+    )
+
+
+def _row(row: TokenLogprobs) -> _Row:
+    return row.token_id, row.chosen, row.top_ids, row.top_values
+
+
+def _logprobs(row: _Row) -> TokenLogprobs:
+    token_id, chosen, top_ids, top_values = row
+    return TokenLogprobs(
+        token_id=token_id, chosen=chosen, top_ids=top_ids, top_values=top_values, tokenizer=None
+    )
