@@ -1,24 +1,30 @@
 """Host: the engine's end of the border: an LLM, asked by whoever has the other end of a socket.
 
-One thread owns the LLM and the socket.  It looks for commands between two turns, sleeps while there
-is nothing to do, and never waits for its reader: what a socket does not take stays with the
+One thread owns the LLM and the socket; another makes grammars of the forms that answers must have,
+which may take longer than a turn.  The first looks for commands between two turns, sleeps while
+there is nothing to do, and never waits for its reader: what a socket does not take stays with the
 requests, whose growth is read when there is room, so a slow reader gets more at a time.
 """
 
 import hashlib
 import json
 import logging
+import os
 import select
 import socket
 import time
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import BusyError, PacelineError
 from paceline.core.options import known
 from paceline.core.step import Step
+from paceline.llm.admission import AdmittedPrompt
 from paceline.llm.followed import Followed, Following
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
@@ -44,6 +50,7 @@ from paceline.server.border.messages import (
 from paceline.server.border.outbox import Outbox
 
 _READ_BYTES = 1 << 18
+_STOPPING = "the server is stopping, and had not begun with this request; send it to another one"
 _LOG = logging.getLogger("paceline")
 
 
@@ -60,6 +67,9 @@ class Host:
         self._grown: dict[tuple[int, int], Following] = {}  # with news to tell, by ticket and index
         self._times = StepTimes()
         self._is_leaving = False
+        self._forming = ThreadPoolExecutor(1, thread_name_prefix="paceline-forms")
+        self._formed: dict[int, tuple[Submit, Future[list[AdmittedPrompt]]]] = {}  # by ticket
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK)  # written when one of these is done
 
     def run(self) -> bool:
         """Serve until the other end leaves; returns whether it did, and no turn failed."""
@@ -81,6 +91,7 @@ class Host:
         while self.followed.has_work or not self._is_leaving:
             self._tell()
             self._hear(wait=not self.followed.has_work)
+            self._take_formed()
             if self.followed.has_work:
                 self._turn()
         while self._grown:
@@ -91,7 +102,8 @@ class Host:
         """Every command that has come; with `wait`, sleep until something can be done.  Raises
         EOFError when nobody is there any more."""
         if wait:
-            select.select([self._end], [] if self._outbox.has_room else [self._end], [])
+            read: list[Any] = [self._end, self._wake]
+            select.select(read, [] if self._outbox.has_room else [self._end], [])
         with suppress(BlockingIOError):
             while True:
                 data = self._end.recv(_READ_BYTES)
@@ -102,24 +114,54 @@ class Host:
 
     def _obey(self, command: Message) -> None:
         match command:
+            case Submit() if command.params.structured_outputs is not None:
+                self._form(command)
             case Submit():
                 self._submit(command)
             case Cancel():
+                self._formed.pop(command.number, None)
                 self.followed.cancel(command.number)
                 for key in [key for key in self._grown if key[0] == command.number]:
                     del self._grown[key]
             case Ask():
                 self._outbox.put(looked(self.llm, self._times))
             case Abort():
-                self._note(self.followed.abort())
+                self._abort()
             case Leave():
                 self._is_leaving = True
-                self._note(self.followed.abort())
+                self._abort()
 
-    def _submit(self, asked: Submit) -> None:
+    def _abort(self) -> None:
+        self._note(self.followed.abort())
+        for number in self._formed:
+            self._outbox.put(Failed.of(BusyError(_STOPPING), number))
+        self._formed.clear()
+
+    def _form(self, asked: Submit) -> None:
+        """Have it admitted by the other thread."""
+        admitted = self._forming.submit(self._admitted, asked)
+        self._formed[asked.number] = asked, admitted
+        admitted.add_done_callback(lambda _: os.eventfd_write(self._wake, 1))
+
+    def _take_formed(self) -> None:
+        """Queue what has been admitted there."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        for number, (asked, admitted) in [*self._formed.items()]:
+            if admitted.done():
+                del self._formed[number]
+                self._submit(asked, admitted.result)
+
+    def _admitted(self, asked: Submit) -> list[AdmittedPrompt]:
+        """Raises RequestError."""
+        admitted = self.llm.admission.admit(asked.prompts, asked.params)
+        return [replace(each, share=asked.share) for each in admitted]
+
+    def _submit(
+        self, asked: Submit, admitted: Callable[[], list[AdmittedPrompt]] | None = None
+    ) -> None:
         try:
-            admitted = self.llm.admission.admit(asked.prompts, asked.params)
-            shared = [replace(each, share=asked.share) for each in admitted]
+            shared = self._admitted(asked) if admitted is None else admitted()
             self.followed.submit(asked.number, shared, stream=asked.stream)
         except PacelineError as error:
             self._outbox.put(Failed.of(error, asked.number))
