@@ -40,6 +40,12 @@ def limit(
     return click.option(flag, type=kind, default=default, show_default=True, help=text)
 
 
+def parser_flag(flag: str, name: str, text: str) -> Callable[..., Callable[..., Any]]:
+    """A format's name, which the server checks: its formats are not imported for a help text."""
+    text = f"{text}: auto, by the chat template; none; or a format's name."
+    return click.option(flag, name, default="auto", show_default=True, metavar="NAME", help=text)
+
+
 @click.command(
     cls=Verb,
     epilog="""\b
@@ -95,6 +101,8 @@ From Python, with the openai package:
     help="Tokens of a client for each of another, while both wait; CLIENT is an address, or key1 "
     "for the first of several keys.  [default: 1]",
 )
+@parser_flag("--tool-call-parser", "tool_parser", "How the model writes calls of tools")
+@parser_flag("--reasoning-parser", "reasoning_parser", "How the model writes its reasoning")
 @limit(
     "--max-queued-requests",
     click.IntRange(min=0),
@@ -129,6 +137,7 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     from paceline.server.limits import ServerLimits
     from paceline.server.run import Address, bind
     from paceline.server.run import serve as serve_until_stopped
+    from paceline.server.tools.formats import Parsers
 
     lines = Lines()
     log_to_stderr(values, lines, others=("asyncio", "uvicorn"))
@@ -138,6 +147,7 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
         model=values["served_model_name"] or str(asked.get("model", "bundled")),
         api_keys=values["api_keys"],
         weights=dict(values["weights"]),
+        parsers=Parsers(tools=values["tool_parser"], reasoning=values["reasoning_parser"]),
         limits=ServerLimits(
             max_queued=values["max_queued_requests"],
             max_body_mib=values["max_body_mib"],

@@ -17,6 +17,9 @@ from paceline.server.counts import Room
 from paceline.server.errors import ApiError
 from paceline.server.parameters.ignored import sent_and_ignored
 from paceline.server.places import shortened
+from paceline.server.tools.conversation import Conversation
+from paceline.server.tools.formats import UNKNOWN, Formats, shows_special_tokens
+from paceline.server.tools.forms import TEXT, Form
 from paceline.server.wire import ChatRequest, CompletionRequest, GenerationRequest
 from paceline.text.tokenizer import Tokenizer
 
@@ -37,6 +40,7 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     tells_scores: bool = False  # prompt_logprobs are a field of the answer
     continuous_usage: bool = False  # every chunk of a stream tells it
     ignored: list[str] = []  # names of fields that were sent and not read
+    form: Form = TEXT  # what is looked for in the answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,6 +51,7 @@ class Reader:
     room: Room
     vocab_size: int
     tokenizer: Tokenizer | None  # None: the model takes token ids
+    formats: Formats = UNKNOWN  # of calls and reasoning
 
     def read(self, endpoint: str, body: bytes) -> Reading:
         """Raises ApiError, RequestError, ModelError."""
@@ -74,12 +79,19 @@ class Reader:
         SamplingParams.from_dict(sampling)  # raises for values out of range
         how = _how(asked)
         ignored = [f"messages[].{name}" for name in sorted(sent_and_ignored(asked.messages))]
-        messages = [message.for_template() for message in asked.messages]
+        tokenizer = self._require_tokenizer()
+        said = Conversation.of(asked, self.formats, tokenizer.require_chat_template())
         del asked  # which holds every text once more
-        text = self._require_tokenizer().render_chat(messages)
+        prompt = said.prompt(tokenizer)
+        del said
         # The template alone decides on special tokens.
-        ids = self._encode(text, sampling.get("max_tokens"), "messages", add_special_tokens=False)
-        return Reading(prompts=[ids], sampling=sampling, ignored=ignored, **how)
+        answer = sampling.get("max_tokens")
+        ids = self._encode(prompt.text, answer, "messages", add_special_tokens=False)
+        if shows_special_tokens(prompt.form):
+            sampling["skip_special_tokens"] = False
+        if prompt.grammar is not None:
+            sampling["structured_outputs"] = {"grammar": prompt.grammar}
+        return Reading(prompts=[ids], sampling=sampling, ignored=ignored, form=prompt.form, **how)
 
     def _completions(self, body: bytes) -> Reading:
         asked = decoded(CompletionRequest, body, self.room)

@@ -24,6 +24,7 @@ from paceline.server.life import Life
 from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.protocol import protocol_of
 from paceline.server.service import Service
+from paceline.server.tools.formats import BY_TEMPLATE, Parsers
 
 STUCK = 70  # exit code of a server that could not end by itself; EX_SOFTWARE of sysexits.h
 _FAREWELL_S = 2.0  # how long clients may take to read their last event
@@ -45,6 +46,7 @@ class Address:
     api_keys: tuple[str, ...] = ()
     weights: Mapping[str, float] = field(default_factory=dict)  # by client
     limits: ServerLimits = LIMITS
+    parsers: Parsers = BY_TEMPLATE
 
 
 def bind(address: Address) -> socket.socket:
@@ -84,7 +86,11 @@ def serve(
     """
     limits = address.limits
     service = Service.of(
-        llm, model=address.model, max_queued=limits.max_queued, weights=address.weights
+        llm,
+        model=address.model,
+        max_queued=limits.max_queued,
+        weights=address.weights,
+        parsers=address.parsers,
     )
     config = http_config(build_app(service, api_keys=address.api_keys, limits=limits), limits)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -209,4 +215,5 @@ def banner(service: Service, bound: socket.socket, *, needs_key: bool) -> str:
     return (
         f"serving {service.model} on {url}/v1, Ctrl-C stops\n"
         f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+        f"{service.reader.formats.line()}"
     )

@@ -24,6 +24,7 @@ from paceline.server.limits import LIMITS
 from paceline.server.meters import Look, Meters
 from paceline.server.reader import Reader, Reading
 from paceline.server.token_names import TokenNames
+from paceline.server.tools.formats import BY_TEMPLATE, Parsers
 from paceline.server.worker import BodyWorker, ReaderFacts
 
 _LOOK_S = 2.0  # longer than a turn
@@ -52,8 +53,12 @@ class Service:
         model: str,
         max_queued: int = LIMITS.max_queued,
         weights: Mapping[str, float] = MappingProxyType({}),
+        parsers: Parsers = BY_TEMPLATE,
     ) -> "Service":
-        """Serve `llm` under a name.  max_queued: see ServerLimits; weights: by client."""
+        """Serve `llm` under a name.  max_queued: see ServerLimits; weights: by client.
+
+        Raises ConfigError for parsers that do not fit the model's chat template.
+        """
         engine, admission = AsyncEngine(llm, max_queued=max_queued), llm.admission
         folder = llm.prepared.source.tokenizer
         facts = ReaderFacts(
@@ -62,6 +67,7 @@ class Service:
             max_open=engine.max_open,
             vocab_size=admission.config.vocab_size,
             folder=None if folder is None else str(folder.parent),
+            formats=parsers.formats(admission.tokenizer),
         )
         return cls(
             engine=engine,
@@ -89,6 +95,7 @@ class Service:
             "created": self.created,
             "owned_by": "paceline",
             "max_model_len": self.admission.context_len,
+            **self.reader.formats.describe(),
         }
 
     async def look(self) -> Look | None:

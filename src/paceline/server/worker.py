@@ -23,6 +23,7 @@ from paceline.core.errors import PacelineError, message
 from paceline.server.counts import Room
 from paceline.server.errors import ApiError, as_api_error
 from paceline.server.reader import CHAT, COMPLETIONS, Reader, Reading
+from paceline.server.tools.formats import UNKNOWN, Formats
 from paceline.text.tokenizer import Tokenizer
 
 _ENDPOINTS = (COMPLETIONS, CHAT)
@@ -39,10 +40,17 @@ class ReaderFacts(Struct, frozen=True, kw_only=True):
     max_open: int
     vocab_size: int
     folder: str | None  # of tokenizer.json
+    formats: Formats = UNKNOWN  # of calls and reasoning
 
     def reader(self, tokenizer: Tokenizer | None) -> Reader:
         room = Room(context_len=self.context_len, max_open=self.max_open)
-        return Reader(model=self.model, room=room, vocab_size=self.vocab_size, tokenizer=tokenizer)
+        return Reader(
+            model=self.model,
+            room=room,
+            vocab_size=self.vocab_size,
+            tokenizer=tokenizer,
+            formats=self.formats,
+        )
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
