@@ -292,12 +292,12 @@ def test_a_form_that_says_nothing_or_two_things_is_refused(asked, text):
     [
         (
             {"best_of": 2},
-            "best_of must be n (1), got 2; ask for n completions and choose among them",
+            "best_of must be n, 1, got 2; ask for n completions and choose among them",
         ),
-        ({"best_of": 2, "n": 3}, "best_of must be n (3), got 2; ask for n completions and choose"),
+        ({"best_of": 2, "n": 3}, "best_of must be n, 3, got 2; ask for n completions and choose"),
         (
             {"echo": True, "logprobs": 1, "prompt_logprobs": 2},
-            "prompt_logprobs must be logprobs (1) where echo shows both, got 2; leave one of them",
+            "prompt_logprobs must be logprobs, 1, where there is echo, got 2; leave one of",
         ),
         (
             {"stream": True, "prompt_logprobs": 2},

@@ -20,6 +20,7 @@ from paceline.server.life import Doorkeeper
 from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
 from paceline.server.meters import CONTENT_TYPE
 from paceline.server.parameters.ignored import HEADER
+from paceline.server.parameters.table import capabilities
 from paceline.server.reader import CHAT, COMPLETIONS, Reading
 from paceline.server.request_id import RequestIds
 from paceline.server.service import Service
@@ -94,6 +95,10 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
+    @app.get("/capabilities")
+    async def what_is_taken() -> dict[str, Any]:
+        return capabilities()
+
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -161,34 +161,11 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     def check(self, place: Place) -> None:
         GenerationRequest.check(self, place)
-        self._check_numbers()
         if isinstance(self.prompt, str) or len(set(map(type, self.prompt))) == 1:
             return
         first = type(self.prompt[0])
         index = next(at for at, each in enumerate(self.prompt) if type(each) is not first)
         raise mixed_prompts(index)
-
-    def _check_numbers(self) -> None:
-        """Of two fields that must say the same.  Raises ApiError."""
-        wanted = self.n or 1
-        if self.best_of not in (None, wanted):
-            raise ApiError.about(
-                "best_of",
-                expected=f"n ({wanted})",
-                got=self.best_of,
-                remedy="ask for n completions and choose among them",
-                param="best_of",
-                code="unsupported_parameter",
-            )
-        scored = self.logprobs if self.echo else None
-        if scored is not None and self.prompt_logprobs not in (None, scored):
-            raise ApiError.about(
-                "prompt_logprobs",
-                expected=f"logprobs ({scored}) where echo shows both",
-                got=self.prompt_logprobs,
-                remedy="leave one of them out",
-                param="prompt_logprobs",
-            )
 
 
 def mixed_prompts(index: int) -> ApiError:
