@@ -46,6 +46,25 @@ class Writer(ABC):
     def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
         """A choice that came in one piece."""
 
+    # What stands around choices; other APIs than OpenAI's say it otherwise.
+
+    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
+        """A whole answer."""
+        return envelope | {"choices": choices, "usage": usage}
+
+    def chunk(self, envelope: Document, choice: Document, usage: Document) -> bytes:
+        """Of a stream, with what `opening` or `piece` says of a choice.  usage: what to add."""
+        return event(encoded(envelope | {"choices": [choice]} | usage))
+
+    def ending(self, envelope: Document, usage: Document | None) -> list[bytes]:
+        """The last events of a stream.  usage: if it was asked for."""
+        told = [] if usage is None else [encoded(envelope | {"choices": [], "usage": usage})]
+        return [event(each) for each in (*told, b"[DONE]")]
+
+    def fault(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return event(encoded(error.document()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
@@ -149,7 +168,7 @@ async def _whole(service: Service, job: Job) -> Document:
         for completion in growth.outputs:
             _require_answer(completion)
             choices.append(job.writer.whole(len(choices), growth, completion))
-    return _envelope(service, job) | {"choices": choices, "usage": usage.document()}
+    return job.writer.document(_envelope(service, job), choices, usage.document())
 
 
 def _by_index(news: tuple[int, RequestOutput]) -> int:
@@ -159,21 +178,21 @@ def _by_index(news: tuple[int, RequestOutput]) -> int:
 async def _events(
     ticket: Ticket, job: Job, envelope: Document, usage: Usage
 ) -> AsyncGenerator[bytes, None]:
+    writer = job.writer
     try:
         for index in range(len(job.prompts) * job.params.n):
-            for choice in job.writer.opening(index):
-                yield event(encoded(envelope | {"choices": [choice]} | _usage_so_far(job, usage)))
+            for choice in writer.opening(index):
+                yield writer.chunk(envelope, choice, _usage_so_far(job, usage))
         async for at, growth in ticket:
             usage.add(growth)
             for choice in _pieces(job, at, growth):
-                yield event(encoded(envelope | {"choices": [choice]} | _usage_so_far(job, usage)))
-        if job.include_usage:
-            yield event(encoded(envelope | {"choices": [], "usage": usage.document()}))
-        yield event(b"[DONE]")
+                yield writer.chunk(envelope, choice, _usage_so_far(job, usage))
+        for last in writer.ending(envelope, usage.document() if job.include_usage else None):
+            yield last
     except ApiError as error:
-        yield event(encoded(error.document()))
+        yield writer.fault(error)
     except PacelineError as error:
-        yield event(encoded(as_api_error(error).document()))
+        yield writer.fault(as_api_error(error))
     finally:
         ticket.close()
 

@@ -1,30 +1,29 @@
 """The ASGI application: paths, keys, and when the engine starts and stops."""
 
-import asyncio
 import hmac
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.plan.machine import versions
-from paceline.server.answer import Job, answer
+from paceline.server.asking import answered
 from paceline.server.body import body_schema
 from paceline.server.chat import chat_job
 from paceline.server.completions import completion_job
 from paceline.server.errors import ApiError, add_error_handlers
 from paceline.server.life import Doorkeeper
 from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
+from paceline.server.messages.routes import add_messages
 from paceline.server.meters import CONTENT_TYPE
-from paceline.server.parameters.ignored import HEADER
 from paceline.server.parameters.table import capabilities
-from paceline.server.reader import CHAT, COMPLETIONS, Reading
+from paceline.server.reader import CHAT, COMPLETIONS
 from paceline.server.request_id import RequestIds
+from paceline.server.responses.routes import add_responses
 from paceline.server.service import Service
-from paceline.server.stream import ClientGone
+from paceline.server.tokens.routes import add_tokens
 from paceline.server.wire import ChatRequest, CompletionRequest
 
 _OPEN = {"/health", "/ready"}
@@ -49,6 +48,9 @@ def build_app(
     add_error_handlers(app)
     _add_generation(app, service)
     _add_models(app, service)
+    add_tokens(app, service)
+    add_messages(app, service)
+    add_responses(app, service)
 
     _add_probes(app, service)
     _add_metrics(app, service)
@@ -64,11 +66,11 @@ def build_app(
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
-        return await _answer(service, COMPLETIONS, completion_job, request)
+        return await answered(service, COMPLETIONS, completion_job, request)
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        return await _answer(service, CHAT, chat_job, request)
+        return await answered(service, CHAT, chat_job, request)
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
@@ -113,39 +115,6 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def model(request: Request) -> dict[str, Any]:
         service.reader.check_model(request.path_params["name"])
         return service.describe()
-
-
-def check_query(request: Request) -> None:
-    """Raise 400 for fields in the address, which would be ignored there."""
-    for name in request.query_params:
-        raise ApiError.about(
-            name,
-            expected="in the body",
-            got="in the address",
-            remedy="move it",
-            param=name,
-            code="unknown_parameter",
-        )
-
-
-async def _answer(
-    service: Service, endpoint: str, make_job: Callable[[Service, Reading], Job], request: Request
-) -> Response:
-    check_query(request)
-    began = asyncio.get_running_loop().time()
-    asked = await service.read(endpoint, request)
-    job = replace(
-        make_job(service, asked),
-        share=service.share(request, asked.priority),
-        deadline=None if asked.deadline_s is None else began + asked.deadline_s,
-    )
-    try:
-        response = await answer(service, job, request)
-    except ClientGone:
-        return Response(status_code=_GONE)
-    if asked.ignored:
-        response.headers[HEADER] = ", ".join(asked.ignored)
-    return response
 
 
 class KeyGuard:

@@ -15,15 +15,20 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.server.body import decoded
 from paceline.server.counts import Room
 from paceline.server.errors import ApiError
+from paceline.server.messages.wire import CountRequest, MessagesRequest
 from paceline.server.parameters.ignored import sent_and_ignored
 from paceline.server.places import shortened
+from paceline.server.responses.wire import ResponsesRequest
+from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
 from paceline.server.tools.conversation import Conversation
 from paceline.server.tools.formats import UNKNOWN, Formats, shows_special_tokens
 from paceline.server.tools.forms import TEXT, Form
 from paceline.server.wire import ChatRequest, CompletionRequest, GenerationRequest
 from paceline.text.tokenizer import Tokenizer
 
-COMPLETIONS, CHAT = "completions", "chat"  # endpoints
+COMPLETIONS, CHAT, MESSAGES, RESPONSES = "completions", "chat", "messages", "responses"
+COUNT, TOKENIZE, DETOKENIZE = "count", "tokenize", "detokenize"
+ENDPOINTS = (COMPLETIONS, CHAT, MESSAGES, RESPONSES, COUNT, TOKENIZE, DETOKENIZE)
 
 
 class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
@@ -55,7 +60,21 @@ class Reader:
 
     def read(self, endpoint: str, body: bytes) -> Reading:
         """Raises ApiError, RequestError, ModelError."""
-        return self._chat(body) if endpoint == CHAT else self._completions(body)
+        if endpoint == COMPLETIONS:
+            return self._completions(body)
+        if endpoint == TOKENIZE:
+            return self._tokenize(body)
+        if endpoint == DETOKENIZE:
+            return self._detokenize(body)
+        if endpoint == CHAT:
+            asked = decoded(ChatRequest, body, self.room)
+        elif endpoint in (MESSAGES, COUNT):
+            kind = MessagesRequest if endpoint == MESSAGES else CountRequest
+            asked = decoded(kind, body, self.room).as_chat()
+        else:
+            asked = decoded(ResponsesRequest, body, self.room).as_chat()
+        del body
+        return self._chat(asked)
 
     def check_model(self, name: str) -> None:
         """Raise 404 for a model that is not served."""
@@ -71,9 +90,7 @@ class Reader:
                 status=404,
             )
 
-    def _chat(self, body: bytes) -> Reading:
-        asked = decoded(ChatRequest, body, self.room)
-        del body
+    def _chat(self, asked: ChatRequest) -> Reading:
         self.check_model(asked.model)
         sampling = asked.sampling()
         SamplingParams.from_dict(sampling)  # raises for values out of range
@@ -114,6 +131,33 @@ class Reader:
             echoes_alone=asked.echoes_alone,
             tells_scores=asked.prompt_logprobs is not None,
         )
+
+    def _tokenize(self, body: bytes) -> Reading:
+        asked = decoded(TokenizeRequest, body, self.room)
+        del body
+        self.check_model(asked.model or self.model)
+        tokenizer, text = self._require_tokenizer(), asked.prompt
+        if text is None:
+            said = Conversation.of(
+                asked.as_chat(self.model), self.formats, tokenizer.require_chat_template()
+            )
+            text = said.prompt(tokenizer).text
+        special = asked.prompt is not None and asked.add_special_tokens is not False
+        return _told([tokenizer.encode(text, add_special_tokens=special)])
+
+    def _detokenize(self, body: bytes) -> Reading:
+        asked = decoded(DetokenizeRequest, body, self.room)
+        del body
+        self.check_model(asked.model or self.model)
+        known = range(self.vocab_size)
+        for index, token in enumerate(asked.tokens):
+            if token not in known:
+                param, remedy = f"tokens[{index}]", "send ids of this model's tokenizer"
+                expected = f"below the vocabulary size {self.vocab_size}"
+                raise ApiError.about(
+                    param, expected=expected, got=token, remedy=remedy, param=param
+                )
+        return _told([asked.tokens], [self._text(asked.tokens)])
 
     def _text(self, prompt: str | Sequence[int]) -> str:
         """Special tokens included.  Ids that are none have no text; the engine refuses them when it
@@ -163,3 +207,16 @@ def _how(asked: GenerationRequest) -> dict[str, Any]:
         "priority": asked.priority or 0,
         "deadline_s": asked.deadline_s,
     }
+
+
+def _told(prompts: list[list[int]], echoed: Sequence[str] = ()) -> Reading:
+    """What is only told, and goes to no engine."""
+    return Reading(
+        prompts=prompts,
+        sampling={},
+        stream=False,
+        include_usage=False,
+        priority=0,
+        deadline_s=None,
+        echoed=list(echoed),
+    )
