@@ -19,6 +19,7 @@ import uvicorn
 from paceline.engine.tracker import Tracker
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.llm import LLM
+from paceline.server.access.access import Access
 from paceline.server.app import build_app
 from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.run import http_config
@@ -86,10 +87,10 @@ class Turns:
         return self._step()
 
 
-def small_llm(**more: Any) -> LLM:
+def small_llm(*, model: str = "bundled", **more: Any) -> LLM:
     """In float32, where greedy answers have no ties."""
     return LLM(
-        "bundled",
+        model,
         dtype="float32",
         threads=1,
         max_num_seqs=16,
@@ -109,7 +110,7 @@ def serving(
 ) -> Iterator[Serving]:
     """Serve `llm` as "tiny"; closes it behind."""
     service = Service.of(llm, model="tiny", max_queued=limits.max_queued, weights=weights or {})
-    app = build_app(service, api_keys=api_keys, limits=limits)
+    app = build_app(service, access=Access(api_keys=tuple(api_keys)), limits=limits)
     server = uvicorn.Server(http_config(app, limits))
     bound = socket.create_server(("127.0.0.1", 0))
     loops: list[asyncio.AbstractEventLoop] = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import click
@@ -51,7 +52,7 @@ def parser_flag(flag: str, name: str, text: str) -> Callable[..., Callable[..., 
     epilog="""\b
 Examples:
   paceline serve
-  PACELINE_API_KEY=secret paceline serve Qwen/Qwen3-8B --host 0.0.0.0
+  PACELINE_API_KEY=secret paceline serve Qwen/Qwen3-8B --host 0.0.0.0 --ssl-certfile server.pem
   paceline serve path/to/checkpoint --served-model-name mine --max-model-len 8192
 
 \b
@@ -92,6 +93,24 @@ From Python, with the openai package:
     help="Key that requests must bring, but for /health and /ready; of several, in the environment "
     "apart by blanks, each is a client.  [default: none is asked for]",
 )
+@click.option(
+    "--api-key-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with more of them, one a line.",
+)
+@click.option(
+    "--allow-no-key", is_flag=True, help="Listen where others reach it without asking for a key."
+)
+@click.option(
+    "--allowed-origins",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Origin of web pages that may ask, as https://example.org, or * for all; may be repeated. "
+    "[default: none]",
+)
+@click.option("--ssl-certfile", help="Certificate in PEM: TLS is spoken.  [default: none]")
+@click.option("--ssl-keyfile", help="Its key in PEM.  [default: in the same file]")
 @click.option(
     "--client-weight",
     "weights",
@@ -134,6 +153,7 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     engine has failed, 70: something hangs.
     """
     asked = asked_arguments(values)
+    from paceline.server.access.access import Access, read_keys
     from paceline.server.limits import ServerLimits
     from paceline.server.run import Address, bind
     from paceline.server.run import serve as serve_until_stopped
@@ -141,11 +161,20 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
 
     lines = Lines()
     log_to_stderr(values, lines, others=("asyncio", "uvicorn"))
+    files = () if values["api_key_file"] is None else read_keys(values["api_key_file"])
+    access = Access(
+        api_keys=(*values["api_keys"], *files),
+        origins=values["origins"],
+        certfile=values["ssl_certfile"],
+        keyfile=values["ssl_keyfile"],
+    )
+    access.require_safe(values["host"], allows_no_key=values["allow_no_key"])
+    access.require_tls()
     address = Address(
         host=values["host"],
         port=values["port"],
         model=values["served_model_name"] or str(asked.get("model", "bundled")),
-        api_keys=values["api_keys"],
+        access=access,
         weights=dict(values["weights"]),
         parsers=Parsers(tools=values["tool_parser"], reasoning=values["reasoning_parser"]),
         limits=ServerLimits(

@@ -1,14 +1,13 @@
 """The ASGI application: paths, keys, and when the engine starts and stops."""
 
-import hmac
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.plan.machine import versions
+from paceline.server.access.access import OPEN_ACCESS, Access
 from paceline.server.asking import answered
 from paceline.server.body import body_schema
 from paceline.server.chat import chat_job
@@ -26,16 +25,11 @@ from paceline.server.service import Service
 from paceline.server.tokens.routes import add_tokens
 from paceline.server.wire import ChatRequest, CompletionRequest
 
-_OPEN = {"/health", "/ready"}
-_GONE = 499  # what nginx logs for a client that left; nobody reads it
-
 
 def build_app(
-    service: Service, *, api_keys: Sequence[str] = (), limits: ServerLimits = LIMITS
+    service: Service, *, access: Access = OPEN_ACCESS, limits: ServerLimits = LIMITS
 ) -> FastAPI:
-    """The application.  With api_keys, all paths but those of probes ask for one as a bearer
-    token.
-    """
+    """The application.  With keys, all paths but those of probes ask for one."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -56,8 +50,7 @@ def build_app(
     _add_metrics(app, service)
     app.add_middleware(Doorkeeper, life=service.life)
     app.add_middleware(BodyLimit, limits=limits)
-    if api_keys:
-        app.add_middleware(KeyGuard, api_keys=api_keys)
+    access.guard(app)
     app.add_middleware(Lengths)
     app.add_middleware(RequestIds)
     return app
@@ -115,36 +108,3 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def model(request: Request) -> dict[str, Any]:
         service.reader.check_model(request.path_params["name"])
         return service.describe()
-
-
-class KeyGuard:
-    """ASGI middleware: refuses clients without a key before their body is read.
-
-    Probes bring none, so what they ask is open.  Of several keys each is a client: `key1`, ...
-    """
-
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
-        self._app = app
-        self._wanted = [key.encode() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN:
-            await self._app(scope, receive, send)
-            return
-        number = self._number(scope)
-        if number is None:
-            text = "Authorization must be 'Bearer <a key the server was started with>'"
-            headers = {"WWW-Authenticate": "Bearer"}
-            error = ApiError(401, text, code="invalid_api_key", headers=headers)
-            await error.response()(scope, receive, send)
-            return
-        if len(self._wanted) > 1:
-            scope["client"] = (f"key{number}", 0)
-        await self._app(scope, receive, send)
-
-    def _number(self, scope: Scope) -> int | None:
-        """Of the key that was brought, from 1; every key is compared, whichever it is."""
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        same = [hmac.compare_digest(key.lstrip(b" "), wanted) for wanted in self._wanted]
-        return same.index(True) + 1 if scheme.lower() == b"bearer" and any(same) else None

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from paceline.core.errors import ConfigError
 from paceline.llm.llm import LLM
 from paceline.plan.machine import settled
+from paceline.server.access.access import OPEN_ACCESS, Access
 from paceline.server.app import build_app
 from paceline.server.life import Life
 from paceline.server.limits import LIMITS, ServerLimits
@@ -43,7 +44,7 @@ class Address:
     host: str
     port: int  # 0: any that is free
     model: str  # the name clients ask for
-    api_keys: tuple[str, ...] = ()
+    access: Access = OPEN_ACCESS
     weights: Mapping[str, float] = field(default_factory=dict)  # by client
     limits: ServerLimits = LIMITS
     parsers: Parsers = BY_TEMPLATE
@@ -92,7 +93,8 @@ def serve(
         weights=address.weights,
         parsers=address.parsers,
     )
-    config = http_config(build_app(service, api_keys=address.api_keys, limits=limits), limits)
+    access = address.access
+    config = http_config(build_app(service, access=access, limits=limits), limits, access)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     server = uvicorn.Server(config)
     try:
@@ -107,12 +109,12 @@ def serve(
         _signals(service.life),
         settled(),
     ):
-        tell(banner(service, bound, needs_key=bool(address.api_keys)))
+        tell(banner(service, bound, access))
         thread.submit(asyncio.run, _serve(server, bound, service, limits, tell)).result()
     return None if service.engine.error is None else service.engine.failure
 
 
-def http_config(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
+def http_config(app: FastAPI, limits: ServerLimits, access: Access = OPEN_ACCESS) -> uvicorn.Config:
     """How `app` is served: whoever serves it otherwise serves it without the limits."""
     return uvicorn.Config(
         app,
@@ -121,6 +123,8 @@ def http_config(app: FastAPI, limits: ServerLimits) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         lifespan="on",
+        ssl_certfile=access.certfile,
+        ssl_keyfile=access.keyfile,
     )
 
 
@@ -203,14 +207,14 @@ async def _until(condition: Callable[[], bool], *, timeout_s: float = math.inf) 
         await asyncio.sleep(_POLL_S)
 
 
-def banner(service: Service, bound: socket.socket, *, needs_key: bool) -> str:
+def banner(service: Service, bound: socket.socket, access: Access = OPEN_ACCESS) -> str:
     """Where the server is and how to ask it something."""
     host, port = bound.getsockname()[:2]
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
         host, f"[{host}]" if ":" in host else host
     )
-    url = f"http://{reachable}:{port}"
-    key = " -H 'Authorization: Bearer '$PACELINE_API_KEY" if needs_key else ""
+    url = f"{'http' if access.certfile is None else 'https'}://{reachable}:{port}"
+    key = " -H 'Authorization: Bearer '$PACELINE_API_KEY" if access.api_keys else ""
     body = f'{{"model": "{service.model}", "prompt": "def fibonacci(n):", "max_tokens": 48}}'
     return (
         f"serving {service.model} on {url}/v1, Ctrl-C stops\n"

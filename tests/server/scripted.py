@@ -17,6 +17,7 @@ from paceline.engine.acceptance import Acceptance
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.llm.admission import AdmittedPrompt
+from paceline.server.access.access import OPEN_ACCESS, Access
 from paceline.server.app import build_app
 from paceline.server.counts import Room
 from paceline.server.life import Life
@@ -193,10 +194,10 @@ class _Admission:
 
 
 @contextmanager
-def scripted(format_name: str = "hermes", *, parsers: Parsers | None = None) -> Iterator[Scripted]:
+def scripted(format_name: str = "hermes", *, access: Access = OPEN_ACCESS) -> Iterator[Scripted]:
     """Serve as "tiny" with the template of a format."""
-    service = scripted_service(TEMPLATES[format_name], parsers=parsers)
-    server = uvicorn.Server(http_config(build_app(service), LIMITS))
+    service = scripted_service(TEMPLATES[format_name])
+    server = uvicorn.Server(http_config(build_app(service, access=access), LIMITS, access))
     bound = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[bound]),))
     thread.start()
