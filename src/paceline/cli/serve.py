@@ -146,8 +146,9 @@ From Python, with the openai package:
 def serve(ctx: click.Context, /, **values: Any) -> None:
     """Serve a model over HTTP, as the OpenAI API.
 
-    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /metrics.  Unknown
-    or unsupported fields of a request are refused with 400, never ignored.
+    Paths: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/models,
+    /tokenize, /detokenize, /health, /ready, /metrics.  Unknown or unsupported fields of a request
+    are refused with 400, never ignored.
 
     Ctrl-C or SIGTERM: /ready answers 503, running requests end, then the process.  Exit code 1: the
     engine has failed, 70: something hangs.
