@@ -29,10 +29,10 @@ THEIRS = {
     "choice": llguidance.LLMatcher.grammar_from_regex('(yes|yes, sir|no "never"\\n|ähm)'),
     "grammar": llguidance.LLMatcher.grammar_from_lark(FORMS["grammar"]),
     "json": llguidance.LLMatcher.grammar_from_json_schema(
-        PERSON, overrides={"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+        PERSON, overrides={"whitespace_pattern": r" |\n[ \t]{0,24}|\r\n[ \t]{0,24}"}
     ),
     "json_object": llguidance.LLMatcher.grammar_from_json_schema(
-        '{"type": "object"}', overrides={"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+        '{"type": "object"}', overrides={"whitespace_pattern": r" |\n[ \t]{0,24}|\r\n[ \t]{0,24}"}
     ),
 }
 

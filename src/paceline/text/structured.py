@@ -22,9 +22,9 @@ from paceline.text.tokenizer import Tokenizer
 _MOST_KEPT = 32  # grammars
 _MAX_TOLD = 300  # characters of what llguidance says
 _ANY_OBJECT = '{"type": "object"}'
-# Between the parts of a JSON text: no model can say blanks for ever.  A schema's own "x-guidance"
-# does not count.
-_JSON_OPTIONS: Any = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+# Between the parts of a JSON text stands a blank, or a line end and an indent: no model
+# can say blanks for ever.  A schema's own "x-guidance" does not count.
+_JSON_OPTIONS: Any = {"lenient": False, "whitespace_pattern": r"[ ]|\r?\n[ \t]{0,24}"}
 # A mask is made between two steps: what would take tens of milliseconds ends its request instead.
 _LIMITS: dict[str, Any] = {
     "step_lexer_fuel": 100_000,

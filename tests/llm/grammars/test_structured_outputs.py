@@ -8,20 +8,40 @@ import jsonschema
 import pytest
 from schemas import REFUSED, SCHEMAS
 
-from paceline.core.errors import RequestError
+from paceline.core.errors import ModelError, RequestError
 from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import CompletionOutput
+from paceline.core.structured import structured_outputs
+from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.llm.llm import LLM
 
-HOT = SamplingParams(temperature=2.0, n=2, max_tokens=120)
+FORM = structured_outputs({"regex": "[a-c]+"})
+HOT = SamplingParams(temperature=1.5, n=2, max_tokens=120)
+WORLD: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "max_num_seqs": 32,
+    "max_model_len": 256,
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "chain": {"speculative_algorithm": "NGRAM"},
+    "tree": {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 3},
+}
+FORMS: list[dict[str, Any] | None] = [
+    None,
+    {"json": SCHEMAS["all at once"]},
+    {"regex": "(ab|c){4,12}-[0-9]{2}"},
+    {"choice": ["yes", "no", "perhaps"]},
+    {"grammar": 'start: "x" | "(" start "," start ")"'},
+    {"json_object": True},
+]
 PROMPT = "def answer():\n    return "
 
 
 @pytest.fixture(scope="module")
 def llm() -> Any:
     """The bundled model, without drafts."""
-    with LLM("bundled", dtype="float32", threads=1, max_num_seqs=32, max_model_len=256) as made:
+    with LLM("bundled", **WORLD, speculative_algorithm="off") as made:
         yield made
 
 
@@ -55,7 +75,9 @@ def test_hot_answers_are_valid_json_of_their_schema(
 
 def is_whole(answer: CompletionOutput) -> bool:
     """A number of many digits is one wherever max_tokens cut it."""
-    return answer.finish_reason is FinishReason.STOP or answer.text[-1:].isdigit()
+    text = answer.text.removeprefix("-")
+    is_number = text[:1].isdigit() and text[-1:].isdigit()
+    return answer.finish_reason is FinishReason.STOP or is_number
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -65,3 +87,54 @@ def test_what_cannot_be_followed_is_refused_with_its_part(llm: LLM, name: str) -
         llm.generate(PROMPT, SamplingParams(structured_outputs={"json": schema}))
     assert str(caught.value).startswith("structured_outputs.json must be a form that can be foll")
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_with_drafts_beside_it_an_answer_is_the_same(llm: LLM, drafter: str) -> None:
+    """Alone, where each step is a round, and beside one that drafts."""
+    wanted = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=24, structured_outputs=form)
+        for seed, form in enumerate(FORMS)
+        for temperature in (0.0, 1.2)
+    ]
+    plain = [tokens_of(output) for output in llm.generate([PROMPT] * len(wanted), wanted)]
+    options = WORLD | DRAFTERS[drafter] | {"speculative_max_batch": 32}
+    with LLM("bundled", **options) as drafting:
+        beside = drafting.generate([PROMPT] * len(wanted), wanted)
+        alone = [drafting.generate(PROMPT, params)[0] for params in wanted[2::3]]
+    assert beside[0].metrics.rounds > 0
+    assert [tokens_of(output) for output in beside] == plain
+    assert [tokens_of(output) for output in alone] == plain[2::3]
+    assert {output.metrics.fallbacks for output in alone} == {("grammar",)}
+
+
+def tokens_of(output: RequestOutput) -> tuple[int, ...]:
+    return output.outputs[0].token_ids
+
+
+def test_a_form_and_a_grammar_exclude_each_other(llm: LLM) -> None:
+    grammar = llm.admission.structures.grammar(FORM)
+    with pytest.raises(RequestError, match="grammar must be left out beside structured_outputs"):
+        llm.generate(PROMPT, SamplingParams(structured_outputs=FORM), grammar=grammar)
+
+
+def test_without_a_tokenizer_there_is_no_form(llm: LLM) -> None:
+    bare = replace(llm.admission, tokenizer=None, structures=None)
+    with pytest.raises(ModelError, match="tokenizer must be a model with"):
+        bare.admit([[1, 2]], SamplingParams(structured_outputs=FORM))
+
+
+def test_the_text_of_a_form_stays_behind_where_requests_are_queued(llm: LLM) -> None:
+    [tracker] = llm.submit(PROMPT, SamplingParams(structured_outputs=FORM))
+    assert tracker.request.constraint is not None
+    assert tracker.request.params.structured_outputs is None
+    llm.abort(tracker.request.request_id)
+
+
+def test_a_mask_that_takes_too_long_ends_its_request_alone(llm: LLM) -> None:
+    heavy = {"regex": "(a?){5000}a{5000}x"}
+    params = [SamplingParams(temperature=0.0, structured_outputs=form) for form in (heavy, None)]
+    bad, good = llm.generate([PROMPT] * 2, params)
+    assert bad.outputs[0].finish_reason is FinishReason.ERROR
+    assert str(bad.outputs[0].error).startswith("structured_outputs.regex must be a form that")
+    assert good.outputs[0].error is None
