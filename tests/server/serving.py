@@ -19,6 +19,7 @@ import uvicorn
 
 from paceline.engine.tracker import Tracker
 from paceline.llm.llm import LLM
+from paceline.server.access.access import Access
 from paceline.server.app import build_app
 from paceline.server.border.host import Host
 from paceline.server.border.outbox import Outbox
@@ -115,10 +116,10 @@ class Turns:
         return self._step()
 
 
-def small_llm(**more: Any) -> LLM:
+def small_llm(*, model: str = "bundled", **more: Any) -> LLM:
     """In float32, where greedy answers have no ties."""
     return LLM(
-        "bundled",
+        model,
         dtype="float32",
         threads=1,
         max_num_seqs=16,
@@ -147,7 +148,7 @@ def serving(
         service = Service.of(
             engine, await engine.ready(), model="tiny", life=Life(), weights=weights or {}
         )
-        app = build_app(service, api_keys=api_keys, limits=limits)
+        app = build_app(service, access=Access(api_keys=tuple(api_keys)), limits=limits)
         server = uvicorn.Server(http_config(app, limits))
         started.append((server, service, asyncio.get_running_loop()))
         await server.serve(sockets=[bound])

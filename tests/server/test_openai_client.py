@@ -11,6 +11,7 @@ from paceline.core.sampling_params import SamplingParams
 PROMPT = "def fibonacci(n):"
 PROMPTS = [f"def f{i}(x, y):\n    return x {op} y" for i in range(4) for op in "+-*/"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+TOOL = {"type": "function", "function": {"name": "f"}}
 MESSAGES = [{"role": "system", "content": "# python"}, {"role": "user", "content": PROMPT}]
 
 
@@ -273,7 +274,7 @@ def test_sixteen_streams_at_once_get_their_own_answers(world):
         (complete, {"stream_options": {}}, "stream_options", None),
         (chat, {"top_logprobs": 2}, "top_logprobs", None),
         (chat, {"max_completion_tokens": 3}, "max_completion_tokens", None),
-        (chat, {"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        (chat, {"tools": [TOOL]}, "tools", "unsupported_parameter"),
         (chat, {"extra_body": {"foo": 1}}, "foo", "unknown_parameter"),
         (chat, {"seed": 1, "temperature": "1"}, "temperature", None),
     ],

@@ -72,6 +72,7 @@ def test_a_rule_that_is_told_refuses_what_breaks_it_alone(kind, rule):
 def raw(kind, name):
     """A field that asks for something, of its type."""
     switches = {"stream", "echo", "include_usage", "continuous_usage_stats"}
+    switches |= {"add_generation_prompt", "continue_final_message"}
     if kind is ChatRequest:
         switches.add("logprobs")
     return {name: True if name in switches else ASKING.get(name, 3)}

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from pathlib import Path
 from typing import Any
 
 import click
@@ -55,12 +56,18 @@ def opened(path: str) -> int:
         ) from error
 
 
+def parser_flag(flag: str, name: str, text: str) -> Callable[..., Callable[..., Any]]:
+    """A format's name, which the server checks: its formats are not imported for a help text."""
+    text = f"{text}: auto, by the chat template; none; or a format's name."
+    return click.option(flag, name, default="auto", show_default=True, metavar="NAME", help=text)
+
+
 @click.command(
     cls=Verb,
     epilog="""\b
 Examples:
   paceline serve
-  PACELINE_API_KEY=secret paceline serve Qwen/Qwen3-8B --host 0.0.0.0
+  PACELINE_API_KEY=secret paceline serve Qwen/Qwen3-8B --host 0.0.0.0 --ssl-certfile server.pem
   paceline serve path/to/checkpoint --served-model-name mine --max-model-len 8192
 
 \b
@@ -102,6 +109,24 @@ From Python, with the openai package:
     "apart by blanks, each is a client.  [default: none is asked for]",
 )
 @click.option(
+    "--api-key-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with more of them, one a line.",
+)
+@click.option(
+    "--allow-no-key", is_flag=True, help="Listen where others reach it without asking for a key."
+)
+@click.option(
+    "--allowed-origins",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    help="Origin of web pages that may ask, as https://example.org, or * for all; may be repeated. "
+    "[default: none]",
+)
+@click.option("--ssl-certfile", help="Certificate in PEM: TLS is spoken.  [default: none]")
+@click.option("--ssl-keyfile", help="Its key in PEM.  [default: in the same file]")
+@click.option(
     "--client-weight",
     "weights",
     multiple=True,
@@ -110,6 +135,8 @@ From Python, with the openai package:
     help="Tokens of a client for each of another, while both wait; CLIENT is an address, or key1 "
     "for the first of several keys.  [default: 1]",
 )
+@parser_flag("--tool-call-parser", "tool_parser", "How the model writes calls of tools")
+@parser_flag("--reasoning-parser", "reasoning_parser", "How the model writes its reasoning")
 @limit(
     "--max-queued-requests",
     click.IntRange(min=0),
@@ -146,28 +173,41 @@ From Python, with the openai package:
 def serve(ctx: click.Context, /, **values: Any) -> None:
     """Serve a model over HTTP, as the OpenAI API.
 
-    Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /ready, /progress, /metrics.
-    Unknown or unsupported fields of a request are refused with 400, never ignored.  HTTP is one
-    process, the engine another; the port answers while the model loads.
+    Paths: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/models,
+    /tokenize, /detokenize, /health, /ready, /progress, /metrics.  Unknown or unsupported fields of
+    a request are refused with 400, never ignored.  HTTP is one process, the engine another; the
+    port answers while the model loads.
 
     Ctrl-C or SIGTERM: /ready answers 503, running requests end, then the process.  Exit code 1: the
     engine has failed, 70: something hangs.
     """
     asked = asked_arguments(values)
+    from paceline.server.access.access import Access, read_keys
     from paceline.server.border.process import EngineProcess
     from paceline.server.limits import ServerLimits
     from paceline.server.run import Address, bind
     from paceline.server.run import serve as serve_until_stopped
+    from paceline.server.tools.formats import Parsers
 
     lines = Lines()
     log = None if values["access_log"] is None else Lines(opened(values["access_log"]))
     log_to_stderr(values, lines, others=("asyncio", "uvicorn"))
+    files = () if values["api_key_file"] is None else read_keys(values["api_key_file"])
+    access = Access(
+        api_keys=(*values["api_keys"], *files),
+        origins=values["origins"],
+        certfile=values["ssl_certfile"],
+        keyfile=values["ssl_keyfile"],
+    )
+    access.require_safe(values["host"], allows_no_key=values["allow_no_key"])
+    access.require_tls()
     address = Address(
         host=values["host"],
         port=values["port"],
         model=values["served_model_name"] or str(asked.get("model", "bundled")),
-        api_keys=values["api_keys"],
+        access=access,
         weights=dict(values["weights"]),
+        parsers=Parsers(tools=values["tool_parser"], reasoning=values["reasoning_parser"]),
         limits=ServerLimits(
             max_queued=values["max_queued_requests"],
             max_body_mib=values["max_body_mib"],

@@ -47,6 +47,25 @@ class Writer(ABC):
     def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
         """A choice that came in one piece."""
 
+    # What stands around choices; other APIs than OpenAI's say it otherwise.
+
+    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
+        """A whole answer."""
+        return envelope | {"choices": choices, "usage": usage}
+
+    def chunk(self, envelope: Document, choice: Document, usage: Document) -> bytes:
+        """Of a stream, with what `opening` or `piece` says of a choice.  usage: what to add."""
+        return event(encoded(envelope | {"choices": [choice]} | usage))
+
+    def ending(self, envelope: Document, usage: Document | None) -> list[bytes]:
+        """The last events of a stream.  usage: if it was asked for."""
+        told = [] if usage is None else [encoded(envelope | {"choices": [], "usage": usage})]
+        return [event(each) for each in (*told, b"[DONE]")]
+
+    def fault(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        return event(encoded(error.document()))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
@@ -158,8 +177,8 @@ async def _whole(service: Service, job: Job, usage: Usage) -> Document:
         for completion in growth.outputs:
             _require_answer(completion)
             choices.append(job.writer.whole(len(choices), growth, completion))
-    told = {"choices": choices, "usage": usage.document()}
-    return _envelope(service, job) | told | usage.receipt()
+    told = job.writer.document(_envelope(service, job), choices, usage.document())
+    return told | usage.receipt()
 
 
 def _by_index(news: tuple[int, RequestOutput]) -> int:
@@ -169,22 +188,22 @@ def _by_index(news: tuple[int, RequestOutput]) -> int:
 async def _events(
     ticket: Ticket, job: Job, envelope: Document, usage: Usage
 ) -> AsyncGenerator[bytes, None]:
+    writer = job.writer
     try:
         for index in range(len(job.prompts) * job.params.n):
-            for choice in job.writer.opening(index):
-                yield event(encoded(envelope | {"choices": [choice]} | _usage_so_far(job, usage)))
+            for choice in writer.opening(index):
+                yield writer.chunk(envelope, choice, _usage_so_far(job, usage))
         async for at, growth in ticket:
             usage.add(growth)
             for choice in _pieces(job, at, growth):
-                yield event(encoded(envelope | {"choices": [choice]} | _usage_so_far(job, usage)))
-        if job.include_usage or usage.receipts:
-            last = {"choices": [], "usage": usage.document()} | usage.receipt()
-            yield event(encoded(envelope | last))
-        yield event(b"[DONE]")
+                yield writer.chunk(envelope, choice, _usage_so_far(job, usage))
+        told = usage.document() if job.include_usage or usage.receipts else None
+        for last in writer.ending(envelope | usage.receipt(), told):
+            yield last
     except ApiError as error:
-        yield event(encoded(error.document()))
+        yield writer.fault(error)
     except PacelineError as error:
-        yield event(encoded(as_api_error(error).document()))
+        yield writer.fault(as_api_error(error))
     finally:
         ticket.close()
 

@@ -1,58 +1,56 @@
 """The ASGI applications, of a server that loads and of one that is ready: paths and keys."""
 
-import asyncio
-import hmac
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.plan.machine import versions
+from paceline.server.access.access import OPEN_ACCESS, Access
 from paceline.server.access_log import AccessLog
-from paceline.server.answer import Job, answer
+from paceline.server.asking import answered
 from paceline.server.body import body_schema
 from paceline.server.border.remote import RemoteEngine
 from paceline.server.chat import chat_job
 from paceline.server.completions import completion_job
-from paceline.server.errors import ApiError, add_error_handlers
+from paceline.server.errors import add_error_handlers
 from paceline.server.life import Doorkeeper, Life
 from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
+from paceline.server.messages.routes import add_messages
 from paceline.server.meters import CONTENT_TYPE
-from paceline.server.parameters.ignored import HEADER
 from paceline.server.parameters.table import capabilities
 from paceline.server.probes import add_probes, still_loading
-from paceline.server.reader import CHAT, COMPLETIONS, Reading
+from paceline.server.reader import CHAT, COMPLETIONS
 from paceline.server.request_id import RequestIds
+from paceline.server.responses.routes import add_responses
 from paceline.server.service import Service
-from paceline.server.stream import ClientGone
+from paceline.server.tokens.routes import add_tokens
 from paceline.server.wire import ChatRequest, CompletionRequest
 
-_OPEN = {"/health", "/ready"}
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-_GONE = 499  # what nginx logs for a client that left; nobody reads it
 
 
 def build_app(
     service: Service,
     *,
-    api_keys: Sequence[str] = (),
+    access: Access = OPEN_ACCESS,
     limits: ServerLimits = LIMITS,
     log: Callable[[str], None] | None = None,
 ) -> FastAPI:
-    """The application of a server that is ready.  With api_keys, all paths but those of probes ask
-    for one as a bearer token.  log: takes the lines of an access log.
-    """
+    """The application of a server that is ready.  With keys, all paths but those of probes ask for
+    one.  log: takes the lines of an access log."""
     app = _new_app()
     _add_generation(app, service)
     _add_models(app, service)
+    add_tokens(app, service)
+    add_messages(app, service)
+    add_responses(app, service)
 
     add_probes(app, service.engine, service.life, is_loading=False)
     _add_metrics(app, service)
     app.add_middleware(Doorkeeper, life=service.life)
     app.add_middleware(BodyLimit, limits=limits)
-    _guard(app, api_keys, log)
+    _guard(app, access, log)
     return app
 
 
@@ -60,7 +58,7 @@ def build_loading_app(
     engine: RemoteEngine,
     life: Life,
     *,
-    api_keys: Sequence[str] = (),
+    access: Access = OPEN_ACCESS,
     log: Callable[[str], None] | None = None,
 ) -> FastAPI:
     """The application of a server whose engine loads: probes, and 503 for what else is asked."""
@@ -71,7 +69,7 @@ def build_loading_app(
     async def later() -> Response:
         raise still_loading(engine)
 
-    _guard(app, api_keys, log)
+    _guard(app, access, log)
     return app
 
 
@@ -81,9 +79,8 @@ def _new_app() -> FastAPI:
     return app
 
 
-def _guard(app: FastAPI, api_keys: Sequence[str], log: Callable[[str], None] | None) -> None:
-    if api_keys:
-        app.add_middleware(KeyGuard, api_keys=api_keys)
+def _guard(app: FastAPI, access: Access, log: Callable[[str], None] | None) -> None:
+    access.guard(app)
     app.add_middleware(Lengths)
     if log is not None:
         app.add_middleware(AccessLog, write=log)
@@ -93,11 +90,11 @@ def _guard(app: FastAPI, api_keys: Sequence[str], log: Callable[[str], None] | N
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
-        return await _answer(service, COMPLETIONS, completion_job, request)
+        return await answered(service, COMPLETIONS, completion_job, request)
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
-        return await _answer(service, CHAT, chat_job, request)
+        return await answered(service, CHAT, chat_job, request)
 
 
 def _add_metrics(app: FastAPI, service: Service) -> None:
@@ -125,69 +122,3 @@ def _add_models(app: FastAPI, service: Service) -> None:
     async def model(request: Request) -> dict[str, Any]:
         service.reader.check_model(request.path_params["name"])
         return service.describe()
-
-
-def check_query(request: Request) -> None:
-    """Raise 400 for fields in the address, which would be ignored there."""
-    for name in request.query_params:
-        raise ApiError.about(
-            name,
-            expected="in the body",
-            got="in the address",
-            remedy="move it",
-            param=name,
-            code="unknown_parameter",
-        )
-
-
-async def _answer(
-    service: Service, endpoint: str, make_job: Callable[[Service, Reading], Job], request: Request
-) -> Response:
-    check_query(request)
-    began = asyncio.get_running_loop().time()
-    asked = await service.read(endpoint, request)
-    job = replace(
-        make_job(service, asked),
-        share=service.share(request, asked.priority),
-        deadline=None if asked.deadline_s is None else began + asked.deadline_s,
-    )
-    try:
-        response = await answer(service, job, request)
-    except ClientGone:
-        return Response(status_code=_GONE)
-    if asked.ignored:
-        response.headers[HEADER] = ", ".join(asked.ignored)
-    return response
-
-
-class KeyGuard:
-    """ASGI middleware: refuses clients without a key before their body is read.
-
-    Probes bring none, so what they ask is open.  Of several keys each is a client: `key1`, ...
-    """
-
-    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
-        self._app = app
-        self._wanted = [key.encode() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in _OPEN:
-            await self._app(scope, receive, send)
-            return
-        number = self._number(scope)
-        if number is None:
-            text = "Authorization must be 'Bearer <a key the server was started with>'"
-            headers = {"WWW-Authenticate": "Bearer"}
-            error = ApiError(401, text, code="invalid_api_key", headers=headers)
-            await error.response()(scope, receive, send)
-            return
-        if len(self._wanted) > 1:
-            scope["client"] = (f"key{number}", 0)
-        await self._app(scope, receive, send)
-
-    def _number(self, scope: Scope) -> int | None:
-        """Of the key that was brought, from 1; every key is compared, whichever it is."""
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        same = [hmac.compare_digest(key.lstrip(b" "), wanted) for wanted in self._wanted]
-        return same.index(True) + 1 if scheme.lower() == b"bearer" and any(same) else None

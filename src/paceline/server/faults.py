@@ -106,8 +106,8 @@ def _choices(kind: type[msgspec.Struct], place: Place) -> tuple[object, ...]:
                 found = option.item_type
             elif isinstance(option, inspect.StructType):
                 found = next(field.type for field in option.fields if field.name == part)
-    assert isinstance(found, inspect.LiteralType), found
-    return found.values
+    options = found.types if isinstance(found, inspect.UnionType) else (found,)
+    return next(option.values for option in options if isinstance(option, inspect.LiteralType))
 
 
 def _place(path: str) -> Place:

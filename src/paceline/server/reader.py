@@ -15,12 +15,20 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.server.body import decoded
 from paceline.server.counts import Room
 from paceline.server.errors import ApiError
+from paceline.server.messages.wire import CountRequest, MessagesRequest
 from paceline.server.parameters.ignored import sent_and_ignored
 from paceline.server.places import shortened
+from paceline.server.responses.wire import ResponsesRequest
+from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
+from paceline.server.tools.conversation import Conversation
+from paceline.server.tools.formats import UNKNOWN, Formats, shows_special_tokens
+from paceline.server.tools.forms import TEXT, Form
 from paceline.server.wire import ChatRequest, CompletionRequest, GenerationRequest
 from paceline.text.tokenizer import Tokenizer
 
-COMPLETIONS, CHAT = "completions", "chat"  # endpoints
+COMPLETIONS, CHAT, MESSAGES, RESPONSES = "completions", "chat", "messages", "responses"
+COUNT, TOKENIZE, DETOKENIZE = "count", "tokenize", "detokenize"
+ENDPOINTS = (COMPLETIONS, CHAT, MESSAGES, RESPONSES, COUNT, TOKENIZE, DETOKENIZE)
 
 
 class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
@@ -37,6 +45,7 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     tells_scores: bool = False  # prompt_logprobs are a field of the answer
     continuous_usage: bool = False  # every chunk of a stream tells it
     ignored: list[str] = []  # names of fields that were sent and not read
+    form: Form = TEXT  # what is looked for in the answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -47,10 +56,25 @@ class Reader:
     room: Room
     vocab_size: int
     tokenizer: Tokenizer | None  # None: the model takes token ids
+    formats: Formats = UNKNOWN  # of calls and reasoning
 
     def read(self, endpoint: str, body: bytes) -> Reading:
         """Raises ApiError, RequestError, ModelError."""
-        return self._chat(body) if endpoint == CHAT else self._completions(body)
+        if endpoint == COMPLETIONS:
+            return self._completions(body)
+        if endpoint == TOKENIZE:
+            return self._tokenize(body)
+        if endpoint == DETOKENIZE:
+            return self._detokenize(body)
+        if endpoint == CHAT:
+            asked = decoded(ChatRequest, body, self.room)
+        elif endpoint in (MESSAGES, COUNT):
+            kind = MessagesRequest if endpoint == MESSAGES else CountRequest
+            asked = decoded(kind, body, self.room).as_chat()
+        else:
+            asked = decoded(ResponsesRequest, body, self.room).as_chat()
+        del body
+        return self._chat(asked)
 
     def check_model(self, name: str) -> None:
         """Raise 404 for a model that is not served."""
@@ -66,20 +90,25 @@ class Reader:
                 status=404,
             )
 
-    def _chat(self, body: bytes) -> Reading:
-        asked = decoded(ChatRequest, body, self.room)
-        del body
+    def _chat(self, asked: ChatRequest) -> Reading:
         self.check_model(asked.model)
         sampling = asked.sampling()
         SamplingParams.from_dict(sampling)  # raises for values out of range
         how = _how(asked)
         ignored = [f"messages[].{name}" for name in sorted(sent_and_ignored(asked.messages))]
-        messages = [message.for_template() for message in asked.messages]
+        tokenizer = self._require_tokenizer()
+        said = Conversation.of(asked, self.formats, tokenizer.require_chat_template())
         del asked  # which holds every text once more
-        text = self._require_tokenizer().render_chat(messages)
+        prompt = said.prompt(tokenizer)
+        del said
         # The template alone decides on special tokens.
-        ids = self._encode(text, sampling.get("max_tokens"), "messages", add_special_tokens=False)
-        return Reading(prompts=[ids], sampling=sampling, ignored=ignored, **how)
+        answer = sampling.get("max_tokens")
+        ids = self._encode(prompt.text, answer, "messages", add_special_tokens=False)
+        if shows_special_tokens(prompt.form):
+            sampling["skip_special_tokens"] = False
+        if prompt.grammar is not None:
+            sampling["structured_outputs"] = {"grammar": prompt.grammar}
+        return Reading(prompts=[ids], sampling=sampling, ignored=ignored, form=prompt.form, **how)
 
     def _completions(self, body: bytes) -> Reading:
         asked = decoded(CompletionRequest, body, self.room)
@@ -102,6 +131,33 @@ class Reader:
             echoes_alone=asked.echoes_alone,
             tells_scores=asked.prompt_logprobs is not None,
         )
+
+    def _tokenize(self, body: bytes) -> Reading:
+        asked = decoded(TokenizeRequest, body, self.room)
+        del body
+        self.check_model(asked.model or self.model)
+        tokenizer, text = self._require_tokenizer(), asked.prompt
+        if text is None:
+            said = Conversation.of(
+                asked.as_chat(self.model), self.formats, tokenizer.require_chat_template()
+            )
+            text = said.prompt(tokenizer).text
+        special = asked.prompt is not None and asked.add_special_tokens is not False
+        return _told([tokenizer.encode(text, add_special_tokens=special)])
+
+    def _detokenize(self, body: bytes) -> Reading:
+        asked = decoded(DetokenizeRequest, body, self.room)
+        del body
+        self.check_model(asked.model or self.model)
+        known = range(self.vocab_size)
+        for index, token in enumerate(asked.tokens):
+            if token not in known:
+                param, remedy = f"tokens[{index}]", "send ids of this model's tokenizer"
+                expected = f"below the vocabulary size {self.vocab_size}"
+                raise ApiError.about(
+                    param, expected=expected, got=token, remedy=remedy, param=param
+                )
+        return _told([asked.tokens], [self._text(asked.tokens)])
 
     def _text(self, prompt: str | Sequence[int]) -> str:
         """Special tokens included.  Ids that are none have no text; the engine refuses them when it
@@ -151,3 +207,16 @@ def _how(asked: GenerationRequest) -> dict[str, Any]:
         "priority": asked.priority or 0,
         "deadline_s": asked.deadline_s,
     }
+
+
+def _told(prompts: list[list[int]], echoed: Sequence[str] = ()) -> Reading:
+    """What is only told, and goes to no engine."""
+    return Reading(
+        prompts=prompts,
+        sampling={},
+        stream=False,
+        include_usage=False,
+        priority=0,
+        deadline_s=None,
+        echoed=list(echoed),
+    )

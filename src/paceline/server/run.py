@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from paceline.core.errors import ConfigError
 from paceline.plan.machine import settled
+from paceline.server.access.access import OPEN_ACCESS, Access
 from paceline.server.app import build_app, build_loading_app
 from paceline.server.border.remote import Peer, RemoteEngine
 from paceline.server.life import Life
@@ -25,6 +26,7 @@ from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.probes import Front
 from paceline.server.protocol import protocol_of
 from paceline.server.service import Service
+from paceline.server.tools.formats import BY_TEMPLATE, Parsers
 
 STUCK = 70  # exit code of a server that could not end by itself; EX_SOFTWARE of sysexits.h
 _FAREWELL_S = 2.0  # how long clients may take to read their last event
@@ -43,10 +45,11 @@ class Address:
     host: str
     port: int  # 0: any that is free
     model: str  # the name clients ask for
-    api_keys: tuple[str, ...] = ()
+    access: Access = OPEN_ACCESS
     weights: Mapping[str, float] = field(default_factory=dict)  # by client
     limits: ServerLimits = LIMITS
     log: Callable[[str], None] | None = None  # takes the lines of an access log
+    parsers: Parsers = BY_TEMPLATE
 
 
 def bind(address: Address) -> socket.socket:
@@ -99,7 +102,7 @@ def serve(
         return serving.result()
 
 
-def http_config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
+def http_config(app: ASGIApp, limits: ServerLimits, access: Access = OPEN_ACCESS) -> uvicorn.Config:
     """How `app` is served: whoever serves it otherwise serves it without the limits."""
     return uvicorn.Config(
         app,
@@ -108,6 +111,8 @@ def http_config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         lifespan="off",
+        ssl_certfile=access.certfile,
+        ssl_keyfile=access.keyfile,
     )
 
 
@@ -152,8 +157,9 @@ async def _serve(
     limits = address.limits
     engine = RemoteEngine(peer, max_queued=limits.max_queued, stuck_s=limits.stuck_s)
     await engine.connect()
-    front = Front(build_loading_app(engine, life, api_keys=address.api_keys, log=address.log))
-    server = uvicorn.Server(http_config(front, limits))
+    access = address.access
+    front = Front(build_loading_app(engine, life, access=access, log=address.log))
+    server = uvicorn.Server(http_config(front, limits, access))
     async with AsyncExitStack() as ends:
         ends.push_async_callback(engine.stop)
         opening = asyncio.ensure_future(_open(engine, front, bound, address, life, ends, tell))
@@ -178,14 +184,18 @@ async def _open(
     """Once the engine is ready, say so and let requests in."""
     served = await engine.ready()
     service = await asyncio.to_thread(
-        Service.of, engine, served, model=address.model, life=life, weights=address.weights
+        Service.of,
+        engine,
+        served,
+        model=address.model,
+        life=life,
+        weights=address.weights,
+        parsers=address.parsers,
     )
     ends.callback(service.worker.close)
-    front.app = build_app(
-        service, api_keys=address.api_keys, limits=address.limits, log=address.log
-    )
+    front.app = build_app(service, access=address.access, limits=address.limits, log=address.log)
     ends.callback(asyncio.ensure_future(engine.watch()).cancel)
-    tell(banner(service.model, bound, needs_key=bool(address.api_keys)))
+    tell(banner(service, bound, address.access))
 
 
 async def _drain(
@@ -226,16 +236,17 @@ async def _until(condition: Callable[[], bool], *, timeout_s: float = math.inf) 
         await asyncio.sleep(_POLL_S)
 
 
-def banner(model: str, bound: socket.socket, *, needs_key: bool) -> str:
+def banner(service: Service, bound: socket.socket, access: Access = OPEN_ACCESS) -> str:
     """Where the server is and how to ask it something."""
     host, port = bound.getsockname()[:2]
     reachable = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(
         host, f"[{host}]" if ":" in host else host
     )
-    url = f"http://{reachable}:{port}"
-    key = " -H 'Authorization: Bearer '$PACELINE_API_KEY" if needs_key else ""
-    body = f'{{"model": "{model}", "prompt": "def fibonacci(n):", "max_tokens": 48}}'
+    url = f"{'http' if access.certfile is None else 'https'}://{reachable}:{port}"
+    key = " -H 'Authorization: Bearer '$PACELINE_API_KEY" if access.api_keys else ""
+    body = f'{{"model": "{service.model}", "prompt": "def fibonacci(n):", "max_tokens": 48}}'
     return (
-        f"serving {model} on {url}/v1, Ctrl-C stops\n"
+        f"serving {service.model} on {url}/v1, Ctrl-C stops\n"
         f"  curl {url}/v1/completions{key} -H 'Content-Type: application/json' -d '{body}'"
+        f"{service.reader.formats.line()}"
     )

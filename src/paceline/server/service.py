@@ -18,6 +18,7 @@ from paceline.server.life import Life
 from paceline.server.meters import Meters
 from paceline.server.reader import Reader, Reading
 from paceline.server.token_names import TokenNames
+from paceline.server.tools.formats import BY_TEMPLATE, Parsers
 from paceline.server.worker import BodyWorker, ReaderFacts
 from paceline.text.tokenizer import Tokenizer
 
@@ -45,17 +46,21 @@ class Service:
         model: str,
         life: Life,
         weights: Mapping[str, float] = MappingProxyType({}),
+        parsers: Parsers = BY_TEMPLATE,
     ) -> "Service":
         """Serve `engine`, which is ready, under a name.  Reads its tokenizer.  weights: by client.
-        Raises ModelError."""
+
+        Raises ModelError, and ConfigError for parsers that do not fit the model's chat template.
+        """
+        tokenizer = None if served.folder is None else Tokenizer.from_folder(Path(served.folder))
         facts = ReaderFacts(
             model=model,
             context_len=served.context_len,
             max_open=engine.callers.max_open,
             vocab_size=served.vocab_size,
             folder=served.folder,
+            formats=parsers.formats(tokenizer),
         )
-        tokenizer = None if served.folder is None else Tokenizer.from_folder(Path(served.folder))
         return cls(
             engine=engine,
             reader=facts.reader(tokenizer),
@@ -81,6 +86,7 @@ class Service:
             "created": self.created,
             "owned_by": "paceline",
             "max_model_len": self.reader.room.context_len,
+            **self.reader.formats.describe(),
         }
 
     def share(self, request: Request, priority: int) -> Share:

@@ -63,6 +63,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b""})
 
 
-def event(data: bytes) -> bytes:
-    """One server-sent event; data holds no line end."""
-    return b"data: " + data + b"\n\n"
+def event(data: bytes, kind: str = "") -> bytes:
+    """One server-sent event, of a kind where the API names them; data holds no line end."""
+    named = f"event: {kind}\n".encode() if kind else b""
+    return named + b"data: " + data + b"\n\n"

@@ -15,18 +15,25 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from paceline.server.errors import ApiError
-from paceline.server.parameters.ignored import FromAnswers
 from paceline.server.parameters.rules import check_rules
 from paceline.server.parameters.structured import StructuredRequest
 from paceline.server.places import Place, written
 from paceline.server.refusals import Refusal, Unserved, Wire, as_sent
+from paceline.server.tools.wire import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Effort,
+    Message,
+    Tool,
+    ToolChoice,
+    check_tools,
+)
 
-MAX_MESSAGES = 2048  # the OpenAI API's limit; of the parts of a message, too
 MAX_METADATA = 16  # the OpenAI API's limit
 
 MAX_PRIORITY = 1000  # lower goes first, among the requests of its client
 
-_NO_TOOLS = "this server calls no tools; describe them in a message instead"
+_OLD_TOOLS = "it is the name of old; send tools, tool_choice and tool_calls"
 _TEXT_ONLY = "this server reads and writes text"
 
 _MAX_EXTRA_ARGS = 1 << 17  # bytes: the one field whose content is not known here, and built
@@ -171,37 +178,6 @@ def mixed_prompts(index: int) -> ApiError:
     )
 
 
-class TextPart(Wire, frozen=True, kw_only=True):
-    """A piece of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(FromAnswers, frozen=True, kw_only=True):
-    """One turn of a conversation; its content is a text, or a list of text parts, joined by line
-    ends.
-    """
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Meta(max_length=MAX_MESSAGES)]
-    name: str | None = None
-
-    annotations: Annotated[Unserved, Refusal(([],), _TEXT_ONLY)] = UNSET
-    audio: Annotated[Unserved, Refusal((), _TEXT_ONLY)] = UNSET
-    function_call: Annotated[Unserved, Refusal((), _NO_TOOLS)] = UNSET
-    refusal: Annotated[Unserved, Refusal(("",), "send it as content")] = UNSET
-    tool_call_id: Annotated[Unserved, Refusal((), _NO_TOOLS)] = UNSET
-    tool_calls: Annotated[Unserved, Refusal(([],), _NO_TOOLS)] = UNSET
-
-    def for_template(self) -> dict[str, str]:
-        """As chat templates read it."""
-        content = self.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": text, **named}
-
-
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -213,15 +189,22 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | Literal["none", "auto", "required"] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
     audio: Annotated[Unserved, Refusal((), _TEXT_ONLY)] = UNSET
     chat_template: Annotated[
         Unserved, Refusal((), "the template is the one in the model's folder; change it there")
     ] = UNSET
-    function_call: Annotated[Unserved, Refusal(("none",), _NO_TOOLS)] = UNSET
-    functions: Annotated[Unserved, Refusal(([],), _NO_TOOLS)] = UNSET
+    function_call: Annotated[Unserved, Refusal(("none",), _OLD_TOOLS)] = UNSET
+    functions: Annotated[Unserved, Refusal(([],), _OLD_TOOLS)] = UNSET
     modalities: Annotated[Unserved, Refusal((["text"],), _TEXT_ONLY)] = UNSET
     moderation: Annotated[Unserved, Refusal((), "nothing is moderated here")] = UNSET
-    parallel_tool_calls: Annotated[Unserved, Refusal((True, False), _NO_TOOLS)] = UNSET
     prediction: Annotated[Unserved, Refusal((), "leave it out; the answer is the same")] = UNSET
     prompt_cache_options: Annotated[
         Unserved, Refusal((), "prefixes are shared without being asked")
@@ -229,12 +212,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt_cache_retention: Annotated[
         Unserved, Refusal(("in_memory",), "prefixes are kept in memory")
     ] = UNSET
-    reasoning_effort: Annotated[Unserved, Refusal(("none",), "ask for it in a message")] = UNSET
     prompt_logprobs: Annotated[Unserved, Refusal((), "ask /v1/completions for them")] = UNSET
     service_tier: Annotated[Unserved, Refusal(("auto", "default"), "there is one tier")] = UNSET
     store: Annotated[Unserved, Refusal((False,), "nothing is stored here")] = UNSET
-    tool_choice: Annotated[Unserved, Refusal(("none", "auto"), _NO_TOOLS)] = UNSET
-    tools: Annotated[Unserved, Refusal(([],), _NO_TOOLS)] = UNSET
     verbosity: Annotated[Unserved, Refusal(("medium",), "ask for it in a message")] = UNSET
     web_search_options: Annotated[Unserved, Refusal((), "this server searches nothing")] = UNSET
 
@@ -242,6 +222,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         GenerationRequest.check(self, place)
         for index, each in enumerate(self.messages):
             each.check((*place, "messages", index))
+        check_tools(self.tools or (), self.tool_choice, place)
+        if self.tool_choice not in (None, "none", "auto") and self.form is not None:
+            text = "tool_choice and a form of the answer exclude each other; send one of them"
+            raise ApiError(400, text, param="tool_choice")
 
     def sampling(self) -> dict[str, Any]:
         """For SamplingParams.from_dict, which checks them; without a limit to the rest of the

@@ -23,10 +23,10 @@ from msgspec import Struct
 from paceline.core.errors import PacelineError, message
 from paceline.server.counts import Room
 from paceline.server.errors import ApiError, as_api_error
-from paceline.server.reader import CHAT, COMPLETIONS, Reader, Reading
+from paceline.server.reader import ENDPOINTS, Reader, Reading
+from paceline.server.tools.formats import UNKNOWN, Formats
 from paceline.text.tokenizer import Tokenizer
 
-_ENDPOINTS = (COMPLETIONS, CHAT)
 _ASKED = struct.Struct("<BQ")  # number of the endpoint, bytes of the body
 _TOLD = struct.Struct("<Q")  # bytes of the answer
 _NICER = 5  # than the engine, where cores are few
@@ -40,10 +40,17 @@ class ReaderFacts(Struct, frozen=True, kw_only=True):
     max_open: int
     vocab_size: int
     folder: str | None  # of tokenizer.json
+    formats: Formats = UNKNOWN  # of calls and reasoning
 
     def reader(self, tokenizer: Tokenizer | None) -> Reader:
         room = Room(context_len=self.context_len, max_open=self.max_open)
-        return Reader(model=self.model, room=room, vocab_size=self.vocab_size, tokenizer=tokenizer)
+        return Reader(
+            model=self.model,
+            room=room,
+            vocab_size=self.vocab_size,
+            tokenizer=tokenizer,
+            formats=self.formats,
+        )
 
 
 class Refused(Struct, frozen=True, kw_only=True, tag="refused"):
@@ -86,7 +93,7 @@ class BodyWorker:
 
     def _ask(self, endpoint: str, parts: Sequence[bytes]) -> _Answer:
         try:
-            told = self._told(_ENDPOINTS.index(endpoint), parts)
+            told = self._told(ENDPOINTS.index(endpoint), parts)
         except (OSError, EOFError):
             return self._ended()
         answer: _Answer = msgspec.msgpack.decode(told, type=_Answer)
@@ -147,7 +154,7 @@ def _read(file: IO[bytes], num_bytes: int) -> bytes:
 def _answered(reader: Reader, asked: IO[bytes]) -> _Answer:
     number, num_bytes = _ASKED.unpack(_read(asked, _ASKED.size))
     try:
-        return reader.read(_ENDPOINTS[number], _read(asked, num_bytes))
+        return reader.read(ENDPOINTS[number], _read(asked, num_bytes))
     except ApiError as error:
         refused = error
     except PacelineError as error:

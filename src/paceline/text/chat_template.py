@@ -30,6 +30,7 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         try:
             import jinja2
+            from jinja2 import meta
         except ImportError as error:
             raise ConfigError.about(
                 "chat template",
@@ -40,7 +41,11 @@ class ChatTemplate:
         from paceline.text.template_sandbox import sandbox
 
         try:
-            self._template = sandbox().from_string(source)
+            environment = sandbox()
+            self._template = environment.from_string(source)
+            self.source = source
+            # The variables it looks up.
+            self.reads = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise _unusable(f"line {error.lineno}: {error.message}") from error
         except (SyntaxError, *_FAULTS) as error:  # nested too deep, or a number too long

@@ -132,7 +132,7 @@ class StopMatcher:
         self._held += text
         found = _first_completed(self._held, old_length, self._strings) if enabled else None
         if found is None:
-            keep = _begun_length(self._held, self._strings)
+            keep = begun_length(self._held, self._strings)
             return self._take(len(self._held) - keep), None
         start, string = found
         shown = self._take(start + len(string) if self._include else start)
@@ -161,7 +161,7 @@ def _first_completed(
     return start, string
 
 
-def _begun_length(text: str, strings: tuple[str, ...]) -> int:
+def begun_length(text: str, strings: tuple[str, ...]) -> int:
     """Length of the longest suffix of text that is a proper prefix of a stop string."""
     longest = max((len(string) for string in strings), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):

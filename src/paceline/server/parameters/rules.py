@@ -68,6 +68,7 @@ RULES = (
     Rule("continuous_usage_stats", needs="include_usage"),
     Rule("top_logprobs", needs="logprobs"),
     Rule("max_completion_tokens", excludes="max_tokens", why=_TWO_NAMES),
+    Rule("continue_final_message", excludes="add_generation_prompt", why="exclude one another"),
     Rule("prompt_logprobs", excludes="stream", why=_IN_ONE_PIECE),
     Rule("prompt_logprobs", agrees="logprobs", when="echo", why="leave one of them out"),
     Rule("best_of", agrees="n", default=1, why="ask for n completions and choose among them"),

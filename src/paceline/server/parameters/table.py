@@ -14,7 +14,8 @@ import msgspec
 from paceline.server.parameters.ignored import HEADER, ignored_of
 from paceline.server.parameters.rules import rules_of
 from paceline.server.refusals import refusals_of
-from paceline.server.wire import ChatRequest, CompletionRequest, Message, StreamOptions
+from paceline.server.tools.wire import Message
+from paceline.server.wire import ChatRequest, CompletionRequest, StreamOptions
 
 SERVED, ABSENT = "served", "unknown: 400"
 ABOUT_THE_CALLER = {"metadata", "prompt_cache_key", "safety_identifier", "user"}

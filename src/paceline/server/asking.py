@@ -1,0 +1,49 @@
+"""From an HTTP request to the answer of its job: what all endpoints that generate do."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from fastapi import Request, Response
+
+from paceline.server.answer import Job, answer
+from paceline.server.errors import ApiError
+from paceline.server.parameters.ignored import HEADER
+from paceline.server.reader import Reading
+from paceline.server.service import Service
+from paceline.server.stream import ClientGone
+
+_GONE = 499  # what nginx logs for a client that left; nobody reads it
+
+
+def check_query(request: Request) -> None:
+    """Raise 400 for fields in the address, which would be ignored there."""
+    for name in request.query_params:
+        raise ApiError.about(
+            name,
+            expected="in the body",
+            got="in the address",
+            remedy="move it",
+            param=name,
+            code="unknown_parameter",
+        )
+
+
+async def answered(
+    service: Service, endpoint: str, make_job: Callable[[Service, Reading], Job], request: Request
+) -> Response:
+    check_query(request)
+    began = asyncio.get_running_loop().time()
+    asked = await service.read(endpoint, request)
+    job = replace(
+        make_job(service, asked),
+        share=service.share(request, asked.priority),
+        deadline=None if asked.deadline_s is None else began + asked.deadline_s,
+    )
+    try:
+        response = await answer(service, job, request)
+    except ClientGone:
+        return Response(status_code=_GONE)
+    if asked.ignored:
+        response.headers[HEADER] = ", ".join(asked.ignored)
+    return response

@@ -1,0 +1,1 @@
+"""/v1/messages: the Anthropic API, as another form of a chat."""

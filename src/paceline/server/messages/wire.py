@@ -1,0 +1,222 @@
+"""What clients of the Anthropic API send, and the chat that it is."""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta
+
+from paceline.server.errors import ApiError
+from paceline.server.parameters.ignored import Ignored
+from paceline.server.places import Place, written
+from paceline.server.refusals import Refusal, Unserved, Wire
+from paceline.server.tools.wire import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Called,
+    Function,
+    FunctionName,
+    Message,
+    Named,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
+from paceline.server.wire import ChatRequest, StreamOptions
+
+_Cached = Annotated[Unserved, Ignored("prefixes are shared without being asked")]
+_NOT_CITED = "nothing is cited here"
+
+
+class Text(Wire, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """A block of text."""
+
+    text: str
+    cache_control: _Cached = UNSET
+    citations: Annotated[Unserved, Refusal(([],), _NOT_CITED)] = UNSET
+
+
+class Thinking(Wire, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
+    """Reasoning of an earlier answer."""
+
+    thinking: str
+    signature: Annotated[Unserved, Ignored("reasoning is not signed here")] = UNSET
+
+
+class ToolUse(Wire, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
+    """A call of an earlier answer."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: _Cached = UNSET
+
+
+class ToolResult(Wire, frozen=True, kw_only=True, tag_field="type", tag="tool_result"):
+    """What a call brought."""
+
+    tool_use_id: str
+    content: str | Annotated[list[Text], Meta(max_length=MAX_MESSAGES)] | None = None
+    is_error: Annotated[Unserved, Ignored("the content says it")] = UNSET
+    cache_control: _Cached = UNSET
+
+
+Block = Text | Thinking | ToolUse | ToolResult
+
+
+class Turn(Wire, frozen=True, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Meta(max_length=MAX_MESSAGES)]
+
+    def check(self, place: Place) -> None:
+        for index, block in enumerate(() if isinstance(self.content, str) else self.content):
+            here = (*place, "content", index)
+            block.check(here)
+            of = "user" if isinstance(block, ToolResult) else "assistant"
+            if not isinstance(block, Text) and self.role != of:
+                param, remedy = written((*here, "type")), "send it in another turn"
+                expected, got = f"of a turn of the {of}", f"one of the {self.role}"
+                raise ApiError.about(param, expected=expected, got=got, remedy=remedy, param=param)
+
+    def messages(self) -> Iterator[Message]:
+        """The same of a chat: results of calls are messages of their own."""
+        if isinstance(self.content, str):
+            yield Message(role=self.role, content=self.content)
+            return
+        for block in self.content:
+            if isinstance(block, ToolResult):
+                said = _text(block.content)
+                yield Message(role="tool", tool_call_id=block.tool_use_id, content=said)
+        text = "\n".join(block.text for block in self.content if isinstance(block, Text))
+        thought = "\n".join(b.thinking for b in self.content if isinstance(b, Thinking))
+        calls = [
+            ToolCall(id=b.id, function=Called(name=b.name, arguments=json.dumps(b.input)))
+            for b in self.content
+            if isinstance(b, ToolUse)
+        ]
+        has_text = any(isinstance(block, Text) for block in self.content)
+        if has_text or calls or thought or not self.content:
+            yield Message(
+                role=self.role,
+                content=None if calls and not text else text,
+                tool_calls=calls or None,
+                reasoning_content=thought or None,
+            )
+
+
+class OwnTool(Wire, frozen=True, kw_only=True):
+    """What the model may call; input_schema: a JSON schema of an object."""
+
+    name: FunctionName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    type: Literal["custom"] | None = None
+    cache_control: _Cached = UNSET
+
+
+class Choice(Wire, frozen=True, kw_only=True):
+    """Which tools are to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Reasoning(Wire, frozen=True, kw_only=True):
+    """Whether the model reasons; how long, its template does not say."""
+
+    type: Literal["disabled"]
+
+
+class CountRequest(Wire, frozen=True, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Annotated[list[Text], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[OwnTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choice | None = None
+    thinking: Reasoning | None = None
+
+    def check(self, place: Place) -> None:
+        Wire.check(self, place)
+        for index, turn in enumerate(self.messages):
+            turn.check((*place, "messages", index))
+        choice = self.tool_choice
+        if choice is not None and (choice.type == "tool") != (choice.name is not None):
+            raise ApiError.about(
+                "tool_choice.name",
+                expected="sent with the type 'tool', and with no other",
+                got=repr(choice.name),
+                remedy="name the tool that is to be called",
+                param="tool_choice.name",
+            )
+
+    def chat(self) -> dict[str, Any]:
+        """Fields of a ChatRequest."""
+        system = [] if self.system is None else [Message(role="system", content=_text(self.system))]
+        choice = self.tool_choice or Choice(type="auto")
+        kinds = {"auto": "auto", "any": "required", "none": "none"}
+        named = ToolChoice(type="function", function=Named(name=choice.name or ""))
+        # What an assistant's last turn says goes on.
+        goes_on = self.messages[-1].role == "assistant"
+        return {
+            "model": self.model,
+            "messages": [*system, *(said for turn in self.messages for said in turn.messages())],
+            "tools": [_tool(tool) for tool in self.tools or ()] or None,
+            "tool_choice": named if choice.type == "tool" else kinds[choice.type],
+            "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
+            "reasoning_effort": None if self.thinking is None else "none",
+            "continue_final_message": True if goes_on else None,
+        }
+
+    def as_chat(self) -> ChatRequest:
+        """Raises ApiError for what no chat takes."""
+        return _checked(ChatRequest(**self.chat()))
+
+
+class MessagesRequest(CountRequest, frozen=True, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    metadata: dict[str, str | None] | None = None
+
+    service_tier: Annotated[Unserved, Refusal(("auto", "standard_only"), "there is one tier")] = (
+        UNSET
+    )
+    container: Annotated[Unserved, Refusal((), "nothing is run here")] = UNSET
+    mcp_servers: Annotated[Unserved, Refusal(([],), "nothing is run here")] = UNSET
+
+    def as_chat(self) -> ChatRequest:
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        return _checked(
+            ChatRequest(
+                **self.chat(),
+                **{name: getattr(self, name) for name in names},
+                stop=self.stop_sequences,
+                stream_options=StreamOptions(include_usage=True) if self.stream else None,
+            )
+        )
+
+
+def _checked(chat: ChatRequest) -> ChatRequest:
+    chat.check(())
+    return chat
+
+
+def _tool(tool: OwnTool) -> Tool:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool(type="function", function=function)
+
+
+def _text(content: str | list[Text] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(block.text for block in content)
+    return content or ""

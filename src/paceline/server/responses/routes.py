@@ -1,0 +1,23 @@
+"""The route of responses."""
+
+from fastapi import FastAPI, Request, Response
+
+from paceline.server.answer import Job
+from paceline.server.asking import answered
+from paceline.server.body import body_schema
+from paceline.server.reader import RESPONSES, Reading
+from paceline.server.responses.wire import ResponsesRequest
+from paceline.server.responses.writer import ResponsesWriter
+from paceline.server.service import Service
+
+
+def add_responses(app: FastAPI, service: Service) -> None:
+    """Add /v1/responses."""
+
+    @app.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        return await answered(service, RESPONSES, _job, request)
+
+
+def _job(service: Service, asked: Reading) -> Job:
+    return Job.of(asked, ResponsesWriter(asked.form))

@@ -1,0 +1,1 @@
+"""Texts as tokens and back: /tokenize, /detokenize, and /version."""

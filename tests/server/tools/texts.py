@@ -1,0 +1,206 @@
+"""What models write, recorded by format, with the message that it is.
+
+The texts are those that the models' published chat templates render for a call in the history; the
+templates here are short ones with the same marks.
+"""
+
+from typing import NamedTuple
+
+CITY = '{"city": "Paris"}'
+
+
+class Recorded(NamedTuple):
+    """A text, what it says, and how it is to be read."""
+
+    text: str
+    content: str | None
+    calls: list[tuple[str, str]] = []  # noqa: RUF012  (name, arguments)
+    reasoning: str = ""
+    tools: str | None = "hermes"
+    thinks: str | None = None
+    has_begun: bool = False
+
+
+HERMES = {
+    "one": Recorded(
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        None,
+        [("get_weather", CITY)],
+    ),
+    "words before two": Recorded(
+        'Let me look.\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "b", "arguments": {"x": {"y": ["}", "\\"{"]}}}\n</tool_call>',
+        "Let me look.",
+        [("a", "{}"), ("b", '{"x": {"y": ["}", "\\"{"]}}')],
+    ),
+    "the name behind": Recorded(
+        '<tool_call>\n{"arguments": {"city": "Paris"}, "name": "get_weather"}\n</tool_call>',
+        None,
+        [("get_weather", CITY)],
+    ),
+    "the last mark is missing": Recorded(
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}',
+        None,
+        [("get_weather", CITY)],
+    ),
+    "a mark within an argument": Recorded(
+        '<tool_call>{"name": "say", "arguments": {"text": "</tool_call> }"}}</tool_call>ok',
+        "ok",
+        [("say", '{"text": "</tool_call> }"}')],
+    ),
+    "no call at all": Recorded("a < b, and <tool is none\n", "a < b, and <tool is none\n", []),
+    "thought before": Recorded(
+        "<think>\nParis, then.\n</think>\n\n<tool_call>\n"
+        '{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>',
+        None,
+        [("get_weather", CITY)],
+        "Paris, then.",
+        thinks="think",
+    ),
+}
+THOUGHTS = {
+    "empty": Recorded("<think>\n\n</think>\n\nHi.", "Hi.", tools=None, thinks="think"),
+    "begun": Recorded(
+        "It is 4.\n</think>\n\nFour.", "Four.", [], "It is 4.", None, "think", has_begun=True
+    ),
+    "begun and cut": Recorded("It is", "", [], "It is", None, "think", has_begun=True),
+    "begun, and said again": Recorded(
+        "<think>It\n</think>Four.", "Four.", [], "It", None, "think", has_begun=True
+    ),
+    "none": Recorded("  Four <think>.", "  Four <think>.", tools=None, thinks="think"),
+}
+MALFORMED = {  # all of it is content
+    "no JSON": '<tool_call>\nget_weather("Paris")\n</tool_call>',
+    "no object": "<tool_call>[1, 2]</tool_call>",
+    "no name": '<tool_call>{"city": "Paris"}</tool_call>',
+    "cut in its head": 'So: <tool_call>\n{"name": "get_wea',
+    "cut in its arguments": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa',
+    "wrong arguments": '<tool_call>{"name": "f", "arguments": {"a": }}</tool_call> then',
+    "no arguments but a list": '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+    "more behind": '<tool_call>{"name": "f", "arguments": {}, "x": 1}</tool_call>',
+    "another mark behind": '<tool_call>{"name": "f", "arguments": {}}</tool>',
+    "a name of blanks": '<tool_call>{"name": "a b", "arguments": {}}</tool_call>',
+}
+LLAMA = {
+    "one": Recorded(
+        '{"name": "get_weather", "parameters": {"city": "Paris"}}', None, [("get_weather", CITY)]
+    ),
+    "behind its tag": Recorded(
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}',
+        None,
+        [("get_weather", CITY)],
+    ),
+    "two": Recorded(
+        '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {"x": 1}}',
+        None,
+        [("a", "{}"), ("b", '{"x": 1}')],
+    ),
+    "arguments as a text": Recorded(
+        '{"name": "a", "parameters": "{\\"x\\": 1}"}', None, [("a", '{"x": 1}')]
+    ),
+    "other JSON": Recorded('{"city": "Paris", "n": [1]}', '{"city": "Paris", "n": [1]}'),
+    "words before it": Recorded(
+        'So {"name": "a", "parameters": {}}', 'So {"name": "a", "parameters": {}}'
+    ),
+    "one and no second": Recorded('{"name": "a", "parameters": {}}; then', "; then", [("a", "{}")]),
+}
+MISTRAL = {
+    "one": Recorded(
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}]',
+        None,
+        [("get_weather", CITY)],
+    ),
+    "two with ids": Recorded(
+        '[TOOL_CALLS][{"name": "a", "arguments": {}, "id": "abcdefghi"}, '
+        '{"name": "b", "arguments": {"x": 1}, "id": "abcdefghj"}]',
+        None,
+        [("a", "{}"), ("b", '{"x": 1}')],
+    ),
+    "names outside": Recorded(
+        'Well.[TOOL_CALLS]a[ARGS]{"x": 1}[TOOL_CALLS]b[CALL_ID]abcdefghi[ARGS]{}',
+        "Well.",
+        [("a", '{"x": 1}'), ("b", "{}")],
+    ),
+    "malformed": Recorded("[TOOL_CALLS] get the weather", "[TOOL_CALLS] get the weather"),
+    "an empty list": Recorded("[TOOL_CALLS][]", "[TOOL_CALLS][]"),
+}
+DEEPSEEK = {
+    "V3": Recorded(
+        "I look.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n"
+        '```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>a\n```json\n{}\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "I look.",
+        [("get_weather", CITY), ("a", "{}")],
+    ),
+    "V3.1": Recorded(
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}'
+        "<｜tool▁call▁end｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        None,
+        [("get_weather", CITY), ("function", "{}")],
+    ),
+    "R1": Recorded(
+        "Paris, then.\n</think>\n\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function"
+        '<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        None,
+        [("get_weather", CITY)],
+        "Paris, then.",
+        thinks="think",
+        has_begun=True,
+    ),
+    "no call": Recorded(
+        "<｜tool▁calls▁begin｜>none<｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜>none<｜tool▁calls▁end｜>",
+    ),
+    "malformed": Recorded(
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f(1)<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f(1)<｜tool▁call▁end｜>",
+    ),
+}
+HARMONY = {
+    "thought and words": Recorded(
+        "<|channel|>analysis<|message|>2 + 2.<|end|><|start|>assistant<|channel|>final"
+        "<|message|>Four.",
+        "Four.",
+        [],
+        "2 + 2.",
+    ),
+    "thought and call": Recorded(
+        "<|channel|>analysis<|message|>Paris, then.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}',
+        None,
+        [("get_weather", CITY)],
+        "Paris, then.",
+    ),
+    "recipient first, and a preamble": Recorded(
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.get_weather"
+        '<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>',
+        "I look.",
+        [("get_weather", CITY)],
+    ),
+    "words alone": Recorded("Four.", "Four."),
+    "malformed": Recorded(
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>no",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>no",
+    ),
+}
+
+
+def _of(tools: str, texts: dict[str, Recorded], thinks: str | None = None) -> dict[str, Recorded]:
+    return {
+        f"{tools}, {name}": each._replace(tools=tools, thinks=thinks or each.thinks)
+        for name, each in texts.items()
+    }
+
+
+ALL = {
+    **_of("llama3_json", LLAMA),
+    **_of("mistral", MISTRAL),
+    **_of("deepseek", DEEPSEEK),
+    **_of("harmony", HARMONY, "harmony"),
+    **{f"hermes, {name}": each for name, each in HERMES.items()},
+    **{f"thought, {name}": each for name, each in THOUGHTS.items()},
+    **{f"malformed, {name}": Recorded(text, text) for name, text in MALFORMED.items()},
+}
