@@ -222,9 +222,15 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded(monkeypatch):
 
 @pytest.mark.parametrize("host", ["256.1.1.1", "no.such.host.invalid"])
 def test_a_host_that_is_none_is_one_line(host):
-    done = CliRunner().invoke(app, ["serve", "--host", host])
+    done = CliRunner().invoke(app, ["serve", "--host", host, "--api-key", "secret"])
     assert done.exit_code == 2
     assert f"got {host}:8000 (" in done.stderr
+
+
+def test_every_interface_asks_for_a_key():
+    done = CliRunner().invoke(app, ["serve", "--host", "0.0.0.0"])
+    assert done.exit_code == 2
+    assert "--host must be a loopback address while no key is asked for" in done.stderr
 
 
 def test_help_teaches_by_examples():

@@ -155,3 +155,11 @@ def test_what_never_becomes_a_call_is_not_held_for_ever(filler: str) -> None:
     assert len(speech._parser._feed.text) < 70_000 or filler.isspace()
     text = '<tool_call>{"arguments": ' + filler
     assert plain(message_of(said_of(Form(tools="hermes"), [text])))["content"] == text
+
+
+def test_a_call_that_is_too_long_before_its_name_is_none_however_it_comes() -> None:
+    text = '<tool_call>{"arguments": {"x": "' + "y" * 70_000 + '"}, "name": "f"}</tool_call>'
+    form = Form(tools="hermes")
+    one = plain(message_of(said_of(form, [text])))
+    assert one == {"content": text, "reasoning": "", "calls": []}
+    assert plain(message_of(said_of(form, cut(text, [1_000, 50_000, 69_000])))) == one

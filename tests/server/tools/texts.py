@@ -102,6 +102,7 @@ LLAMA = {
     "words before it": Recorded(
         'So {"name": "a", "parameters": {}}', 'So {"name": "a", "parameters": {}}'
     ),
+    "words behind it": Recorded('{"name": "a", "parameters": {}} So', "So", [("a", "{}")]),
     "one and no second": Recorded('{"name": "a", "parameters": {}}; then', "; then", [("a", "{}")]),
 }
 MISTRAL = {
@@ -179,6 +180,17 @@ HARMONY = {
         '<|channel|>commentary json<|message|>{"city": "Paris"}<|call|>',
         "I look.",
         [("get_weather", CITY)],
+    ),
+    "as openai-harmony renders it": Recorded(
+        "<|start|>assistant<|channel|>analysis<|message|>Paris, then.<|end|><|start|>assistant "
+        "to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>"
+        '{"city": "Paris"}<|call|>',
+        None,
+        [("get_weather", CITY)],
+        "Paris, then.",
+    ),
+    "no end before the next": Recorded(
+        "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Four.", "Four.", [], "Hm."
     ),
     "words alone": Recorded("Four.", "Four."),
     "malformed": Recorded(

@@ -75,7 +75,6 @@ def call(feed: Feed, shape: Shape, opened: str) -> CallReads:
             if end is not None and num_seen + end <= most:
                 return (yield from _whole_call(feed, num_seen + end, shape, opened))
             num_seen = len(feed.text)
-            most = most if end is None else 0
         if len(feed.text) > most or not (yield from feed.more()):
             yield Piece(Kind.CONTENT, opened)
             return False
