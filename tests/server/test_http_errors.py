@@ -260,6 +260,7 @@ def test_the_schema_lists_the_endpoints(client):
         "/v1/chat/completions",
         "/v1/models",
         "/v1/models/{name}",
+        "/capabilities",
         "/health",
         "/metrics",
         "/ready",
