@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +14,8 @@ from serving import wait_until
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
 from paceline.engine.request import FinishReason
-from paceline.llm.admission import AdmittedPrompt
 from paceline.server.access.access import OPEN_ACCESS, Access
 from paceline.server.app import build_app
 from paceline.server.counts import Room
@@ -72,25 +71,16 @@ class ScriptedEngine:
     finish: FinishReason = FinishReason.STOP
     prompts: list[tuple[int, ...]] = field(default_factory=list)  # what it was asked
     params: list[SamplingParams] = field(default_factory=list)
-    failure: str | None = None
-    error: BaseException | None = None
+    callers: "_Callers" = field(default_factory=lambda: _Callers())
+    stuck: str | None = None
 
-    def start(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    def require_room(self, count: int) -> None: ...
-
-    def admit(self, prompts, params) -> list[AdmittedPrompt]:
+    async def generate(self, prompts, params, *, share, stream, deadline=None):
+        self.prompts += [tuple(ids) for ids in prompts]
         self.params.append(params)
-        return [AdmittedPrompt(prompt=None, token_ids=tuple(ids), params=params) for ids in prompts]
-
-    async def generate(self, admitted: Sequence[AdmittedPrompt], *, telling, stream, deadline=None):
-        self.prompts += [each.token_ids for each in admitted]
         growths = []
-        for index in range(admitted[0].params.n):
-            growths += self._growths(index, len(admitted[0].token_ids))
-        return _Ticket(growths if stream else [telling.join(growths)])
+        for index in range(params.n):
+            growths += self._growths(index, len(prompts[0]))
+        return _Ticket(growths if stream else [joined(growths)])
 
     def _growths(self, index: int, num_prompt: int) -> list[RequestOutput]:
         text = self.texts[index % len(self.texts)]
@@ -127,6 +117,14 @@ class ScriptedEngine:
             finished=is_last,
             metrics=metrics if is_last else None,
         )
+
+
+class _Callers:
+    """There is room, and nothing fails."""
+
+    failure: str | None = None
+
+    def require_room(self, count: int) -> None: ...
 
 
 class _Ticket:
@@ -166,10 +164,8 @@ def scripted_service(template: str | None, *, parsers: Parsers | None = None) ->
     facts = ReaderFacts(
         model="tiny", context_len=CONTEXT, max_open=16, vocab_size=4096, folder=str(BUNDLED)
     )
-    admission = _Admission(engine, tokenizer)
     return Service(
         engine=engine,
-        admission=admission,
         reader=Reader(
             model="tiny", room=room, vocab_size=4096, tokenizer=tokenizer, formats=formats
         ),
@@ -181,16 +177,6 @@ def scripted_service(template: str | None, *, parsers: Parsers | None = None) ->
         fingerprint="fp_1",
         created=1,
     )
-
-
-@dataclass(frozen=True)
-class _Admission:
-    engine: ScriptedEngine
-    tokenizer: Tokenizer
-    context_len: int = CONTEXT
-
-    def admit(self, prompts, params) -> list[AdmittedPrompt]:
-        return self.engine.admit(prompts, params)
 
 
 @contextmanager

@@ -23,6 +23,20 @@ FORMS = {
     "choice": ["yes", "yes, sir", 'no "never"\n', "ähm"],
     "grammar": 'start: "a" b\nb: /x+/ | "y"',
 }
+
+
+def one_of(letter):
+    fields = {f"{letter}{i}": {"type": "string", "maxLength": i + 1} for i in range(20)}
+    return {
+        "anyOf": [
+            {"type": "object", "properties": {name: field}, "required": [name]}
+            for name, field in fields.items()
+        ]
+    }
+
+
+# More than llguidance holds, which it finds out late.
+LARGE = {"allOf": [one_of("a"), one_of("b"), one_of("c")]}
 # The same in the words of llguidance.
 THEIRS = {
     "regex": llguidance.LLMatcher.grammar_from_regex(FORMS["regex"]),
@@ -135,6 +149,7 @@ def test_gbnf_is_read_too(compiler, tokenizer):
         ("json", '{"type": "text"}', "Invalid type: text"),
         ("json", "[" * 5000, "recursion"),
         ("choice", ["\ud800"], "escape"),
+        ("json", LARGE, "got panic: assertion failed"),
     ],
 )
 def test_a_fault_is_told_by_its_part(compiler, kind, said, told):
@@ -143,6 +158,7 @@ def test_a_fault_is_told_by_its_part(compiler, kind, said, told):
     text = str(caught.value)
     assert text.startswith(f"structured_outputs.{kind} must be a form that can be followed token")
     assert told in text
+    assert "backtrace" not in text
     assert len(text) < 600
 
 

@@ -6,6 +6,7 @@ so that other threads run meanwhile; the tokenizer's own form, made once, does n
 """
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
@@ -21,6 +22,7 @@ from paceline.text.tokenizer import Tokenizer
 
 _MOST_KEPT = 32  # grammars
 _MAX_TOLD = 300  # characters of what llguidance says
+_INSIDE = re.compile("<state>|<backtrace>")  # behind it: of its own state
 _ANY_OBJECT = '{"type": "object"}'
 # Between the parts of a JSON text stands a blank, or a line end and an indent: no model
 # can say blanks for ever.  A schema's own "x-guidance" does not count.
@@ -149,7 +151,7 @@ def _told(wanted: StructuredOutputs) -> str:
 
 
 def _error(kind: StructureKind, fault: str) -> RequestError:
-    told = " ".join(fault.split())
+    told = " ".join(_INSIDE.split(fault)[0].split())
     return RequestError.about(
         f"structured_outputs.{kind}",
         expected="a form that can be followed token by token",
