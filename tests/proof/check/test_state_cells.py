@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 
+from paceline.attention import mixers
 from paceline.core.errors import ConfigError
 from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.check.flags import FLAGS
@@ -90,6 +91,25 @@ def test_a_checkpoint_at_another_length_is_seen(monkeypatch, every):
     assert result.status is Status.FAILING
     wanted = {4: "and now has 4, must be as it was", 16: "stands at 8 tokens, must be a copy of"}
     assert wanted[every] in result.reason
+
+
+def test_a_slot_that_says_another_length_is_seen(monkeypatch):
+    keep = committers.keep_states
+
+    def wrong(parts, lens, *arguments, **named):
+        keep(parts, lens, *arguments, **named)
+        lens.add_(1)
+
+    monkeypatch.setattr(committers, "keep_states", wrong)
+    reason = run(EXAMPLE, DECODE, RunnerKind.EAGER).reason
+    assert re.search(
+        r"slot \d+ of request 0, which stands at 8 tokens, must be noted so, got 9", reason
+    )
+
+
+def test_a_registry_gives_it_a_short_name(monkeypatch):
+    monkeypatch.setitem(mixers.REGISTRIES, "sum", {"ours": EXAMPLE})
+    assert state_contender("ours").backend.name == "sum-example"
 
 
 def test_what_it_cannot_do_is_refused_with_the_reason():
