@@ -93,6 +93,7 @@ def _attend_keys(
     k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, MASKED).to(q.dtype)
     if V_IN_K:
         rest = load_rows(k_head_ptr + DIM_K, k_offsets, live, DIM_REST, BLOCK_REST, MASKED)
+    # It always holds: Triton puts what stands under a condition behind the next tile's loads.
     if not LOADS_FIRST or start < end:
         if V_IN_K:
             products = latent_scores(q, q_rest, k, rest, scale, extend_len > 0, LOADS_FIRST, WIDEN)
