@@ -88,3 +88,25 @@ def test_many_rows_are_not_split(workspace: SplitWorkspace) -> None:
 def test_rows_are_spread_while_processors_idle(num_reqs: int, extend: int, rows: int) -> None:
     assert row_tile(num_reqs, KV_HEADS, extend * GROUP, dtype=BF16) == rows
     assert row_tile(num_reqs, KV_HEADS, extend * GROUP, dtype=torch.float32) == 16
+
+
+@pytest.mark.parametrize(
+    ("num_reqs", "heads", "wanted"),
+    [(1, 16, 64), (16, 16, 8), (63, 16, 2), (64, 16, 4), (64, 40, 1), (64, 128, 1), (8, 128, 4)],
+)
+def test_latents_have_a_program_for_each_multiprocessor_or_two(
+    num_reqs: int, heads: int, wanted: int
+) -> None:
+    """Two where programs of 16 rows are many; 64 requests of 40 heads have 192 of them."""
+    workspace = split_workspace(64, [(heads, 1)], v_head_dim=512, device=META)
+    found = extend_splits(
+        num_reqs,
+        num_reqs,
+        1,
+        max_rows=heads,
+        max_keys=1 << 17,
+        dtype=BF16,
+        workspace=workspace,
+        is_wide=True,
+    )
+    assert found == wanted

@@ -23,7 +23,13 @@ from paceline.kernels._triton.runtime import (
 from paceline.kernels._triton.split_merge import launch_merge, splits_per_load
 from paceline.kernels._triton.visible_keys import block_nodes
 from paceline.kernels.paged_attention.call import PagedCall
-from paceline.kernels.paged_attention.splits import FEW_ROWS, WIDE_ROWS, SplitWorkspace, row_tile
+from paceline.kernels.paged_attention.splits import (
+    FEW_ROWS,
+    WIDE_ROWS,
+    SplitWorkspace,
+    in_pairs,
+    row_tile,
+)
 
 _SHORT_ROWS = 16  # of a request among longer ones: one small tile, as of a decode
 _ALL_ROWS = 1 << 30
@@ -70,12 +76,13 @@ def extend_config(
     )
 
 
-def latent_config(block_rows: int) -> SplitConfig:
+def latent_config(block_rows: int, programs: int) -> SplitConfig:
     """The same where V lies in K: a tile of keys is read once and is wide."""
+    pairs = in_pairs(block_rows, programs)
     return SplitConfig(
         block_rows=block_rows,
-        block_keys=64,
-        num_warps=8,
+        block_keys=32 if pairs else 64,
+        num_warps=4 if pairs else 8,
         num_stages=2 if block_rows == WIDE_ROWS else 3,
         min_tiles=1,
     )
@@ -108,7 +115,7 @@ def launch_paged_extend(
     def tiles_of(rows: int, *, is_split: bool) -> SplitConfig:
         few = row_tile(num_reqs, kv_heads, rows, dtype=q.dtype, is_wide=v_in_k)
         if v_in_k:
-            return latent_config(few)
+            return latent_config(few, num_reqs * kv_heads * cdiv(rows, few))
         return extend_config(
             rows,
             head_dim,
@@ -203,6 +210,7 @@ def _start(
     merged = splits_per_load(
         config.block_rows, constants["BLOCK_DIM_V"], num_warps=config.num_warps
     )
+    loads_first = constants["V_IN_K"] and config.block_rows == WIDE_ROWS
     launch(
         paged_extend_kernel,
         grid,
@@ -214,6 +222,8 @@ def _start(
         BLOCK_KEYS=config.block_keys,
         MIN_TILES=config.min_tiles,
         MERGE_SPLITS=merged,
+        LOADS_FIRST=loads_first,
+        LOOP_STAGES=config.num_stages if loads_first else None,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **constants,

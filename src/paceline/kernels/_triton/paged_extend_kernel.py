@@ -19,6 +19,7 @@ the DIM_REST behind them scored alone, a tile of their own: 576 columns would be
 import triton
 import triton.language as tl
 
+from paceline.kernels._triton.latent_keys import latent_scores, latent_step
 from paceline.kernels._triton.launch import let_next_start, wait_for_inputs
 from paceline.kernels._triton.primitives import (
     apply_sinks,
@@ -58,7 +59,7 @@ def _attend_keys(
     prefix_len,
     extend_len,
     running_max,  # [rows] float32
-    running_sum,  # [rows] float32
+    running_sum,  # [rows] float32; of latents [rows, keys]
     acc,  # [rows, BLOCK_DIM_V] float32
     scale,
     MASK: tl.constexpr,
@@ -77,6 +78,7 @@ def _attend_keys(
     BLOCK_KEYS: tl.constexpr,
     SAME_STRIDES: tl.constexpr,
     WIDEN: tl.constexpr,
+    LOADS_FIRST: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """One tile of keys; without MASKED every row sees every key of it."""
@@ -89,22 +91,32 @@ def _attend_keys(
     else:
         v_offsets = page.to(tl.int64) * stride_v_page + slot * stride_v_slot
     k = load_rows(k_head_ptr, k_offsets, live, DIM_K, BLOCK_DIM_K, MASKED).to(q.dtype)
-    products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
-    if DIM_REST > 0:
-        rest = load_rows(k_head_ptr + DIM_K, k_offsets, live, DIM_REST, BLOCK_REST, MASKED)
-        products = dot(q_rest, tl.trans(rest.to(q.dtype)), products, WIDEN)
-    scores = scores_log2(products, scale, SOFT_CAP)
-    if MASKED:
-        visible = visible_keys(
-            keys, live, query_position, token, row_live, tree_bits, visible_end, tree_mask_ptr,
-            stride_tree_token, token_begin, prefix_len, extend_len, MASK, WINDOW, NODES,
-        )  # fmt: skip
-        scores = tl.where(visible, scores, float("-inf"))
     if V_IN_K:
-        v = k
-    else:
-        v = load_rows(v_head_ptr, v_offsets, live, DIM_V, BLOCK_DIM_V, MASKED).to(q.dtype)
-    return softmax_step(scores, v, running_max, running_sum, acc, WIDEN)
+        rest = load_rows(k_head_ptr + DIM_K, k_offsets, live, DIM_REST, BLOCK_REST, MASKED)
+    # It always holds: Triton puts what stands under a condition behind the next tile's loads.
+    if not LOADS_FIRST or start < end:
+        if V_IN_K:
+            products = latent_scores(q, q_rest, k, rest, scale, extend_len > 0, LOADS_FIRST, WIDEN)
+            scores = scores_log2(products, 1.0, SOFT_CAP)
+        else:
+            products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
+            scores = scores_log2(products, scale, SOFT_CAP)
+        if MASKED:
+            visible = visible_keys(
+                keys, live, query_position, token, row_live, tree_bits, visible_end, tree_mask_ptr,
+                stride_tree_token, token_begin, prefix_len, extend_len, MASK, WINDOW, NODES,
+            )  # fmt: skip
+            scores = tl.where(visible, scores, float("-inf"))
+        if V_IN_K:
+            running_max, running_sum, acc = latent_step(
+                scores, k, running_max, running_sum, acc, WIDEN
+            )
+        else:
+            v = load_rows(v_head_ptr, v_offsets, live, DIM_V, BLOCK_DIM_V, MASKED).to(q.dtype)
+            running_max, running_sum, acc = softmax_step(
+                scores, v, running_max, running_sum, acc, WIDEN
+            )
+    return running_max, running_sum, acc
 
 
 @triton.jit
@@ -216,6 +228,8 @@ def paged_extend_kernel(
     MERGES: tl.constexpr,  # the last split merges all; else a launch of its own does
     MIN_TILES: tl.constexpr,
     MERGE_SPLITS: tl.constexpr,
+    LOADS_FIRST: tl.constexpr,  # a tile's are started before the products of the one before
+    LOOP_STAGES: tl.constexpr,  # of a loop that LOADS_FIRST, else None
     WIDEN: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
@@ -312,10 +326,13 @@ def paged_extend_kernel(
     k_head_ptr = k_cache_ptr + kv_head * stride_k_head
     v_head_ptr = v_cache_ptr + kv_head * stride_v_head
     running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+    if V_IN_K:
+        running_sum = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32)
+    else:
+        running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
     if not ONE_LOOP:
-        for start in range(first, full_end, step):
+        for start in tl.range(first, full_end, step, num_stages=LOOP_STAGES):
             next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
             running_max, running_sum, acc = _attend_keys(
                 start, page, end, query_position, token, row_live, tree_bits, visible_end,
@@ -324,11 +341,11 @@ def paged_extend_kernel(
                 token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
                 MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
                 DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
-                MASKED=False,
+                LOADS_FIRST, MASKED=False,
             )  # fmt: skip
             page = next_page
         first = full_end
-    for start in range(first, end, step):
+    for start in tl.range(first, end, step, num_stages=LOOP_STAGES):
         next_page = lookup_pages(page_row_ptr, start + step + columns, max_pages, PAGE_SIZE)
         running_max, running_sum, acc = _attend_keys(
             start, page, end, query_position, token, row_live, tree_bits, visible_end,
@@ -337,11 +354,13 @@ def paged_extend_kernel(
             token_begin, prefix_len, extend_len, running_max, running_sum, acc, scale,
             MASK, WINDOW, NODES, SOFT_CAP, PAGE_SIZE, DIM_K, DIM_V, BLOCK_DIM_K, BLOCK_DIM_V,
             DIM_REST, BLOCK_REST, V_IN_K, BLOCK_ROWS, BLOCK_KEYS, SAME_STRIDES, WIDEN,
-            MASKED=True,
+            LOADS_FIRST, MASKED=True,
         )  # fmt: skip
         page = next_page
 
     let_next_start(OVERLAPPED)
+    if V_IN_K:
+        running_sum = tl.sum(running_sum, axis=1)
     out, lse = softmax_finish(running_max, running_sum, acc)
     if v_scale_ptr is not None:
         out *= tl.load(v_scale_ptr)

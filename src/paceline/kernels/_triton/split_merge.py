@@ -115,6 +115,7 @@ def _merge_kernel(
     DIM_V: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,  # BLOCK_SPLITS are all
     OVERLAPPED: tl.constexpr,
 ):
     """Some columns of one row: an online softmax over its splits."""
@@ -130,10 +131,13 @@ def _merge_kernel(
         split = first + tl.arange(0, BLOCK_SPLITS)
         row = (token * splits + split) * heads + head
         lse = tl.load(partial_lse_ptr + row, mask=split < splits, other=float("-inf"))
-        wanted = (lse > float("-inf"))[:, None] & is_col[None, :]
+        has_keys = (lse > float("-inf"))[:, None]
+        # Few splits are read at once with their sums, whoever has keys.
+        wanted = ((split < splits)[:, None] if AT_ONCE else has_keys) & is_col[None, :]
         partial = tl.load(
             partial_out_ptr + row[:, None] * DIM_V + cols[None, :], mask=wanted, other=0.0
         )
+        partial = tl.where(has_keys, partial, 0.0)
         new_max = tl.maximum(running_max, tl.max(lse, axis=0))
         finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.exp2(lse - finite_max)
@@ -151,7 +155,7 @@ def _merge_kernel(
         out.to(out_ptr.dtype.element_ty),
         mask=is_col[None, :],
     )
-    is_first = (one == 0) & (tl.program_id(2) == 0)
+    is_first = one == tl.program_id(2)
     tl.store(lse_ptr + token * heads + head + one, total * 0.6931471805599453, mask=is_first)
 
 
@@ -159,6 +163,7 @@ def launch_merge(call: PagedCall, workspace: SplitWorkspace, *, splits: int) -> 
     """Merge what the splits of every row left in the workspace into the outputs of `call`."""
     tokens, heads, v_head_dim = call.out.shape
     columns = _FEW_COLUMNS if tokens * heads <= _FEW_ROWS else block_dim(v_head_dim)
+    at_once = 16 if columns == _FEW_COLUMNS else 8
     launch(
         _merge_kernel,
         (tokens, heads, cdiv(v_head_dim, columns)),
@@ -172,7 +177,8 @@ def launch_merge(call: PagedCall, workspace: SplitWorkspace, *, splits: int) -> 
         splits,
         DIM_V=v_head_dim,
         BLOCK_COLUMNS=columns,
-        BLOCK_SPLITS=16 if columns == _FEW_COLUMNS else 8,
+        BLOCK_SPLITS=at_once,
+        AT_ONCE=splits <= at_once,
         num_warps=4,
         **overlap_options(call.q.device, _merge_kernel),
     )

@@ -27,6 +27,7 @@ _MOST_SPLIT_ROWS = 256  # an extend of more has work for every program without s
 _ROW_TILES = (16, 32)  # of them in one program
 WIDE_ROWS = 64  # of them where each is wide: a whole tile of the matrix units
 _FEW_PROGRAMS = 64  # so many leave processors idle
+_MANY_WIDE = 64  # programs of few wide rows: from here on they are dealt in pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -109,16 +110,16 @@ def extend_splits(
     """How many splits an extend uses: some where rows are few, 1 where they are many.
 
     `max_rows` is the query rows of a KV head: tokens of the longest request times the group.
-    is_wide: rows are so wide that a multiprocessor holds one program.
+    is_wide: rows are so wide that a multiprocessor holds one program, or two of few keys.
     """
     if max_rows > _MOST_SPLIT_ROWS:
         return 1
     rows = row_tile(num_reqs, num_kv_heads, max_rows, dtype=dtype, is_wide=is_wide)
     row_tiles = -(-max_rows // rows)
-    per_sm = 1 if is_wide else _PROGRAMS_PER_SM
-    most = per_sm * multiprocessors(workspace.partial_out.device)
-    splits = _shares(num_reqs * num_kv_heads * row_tiles, most)
-    has_counters = num_reqs * num_kv_heads * row_tiles <= workspace.finished.numel()
+    programs = num_reqs * num_kv_heads * row_tiles
+    per_sm = _PROGRAMS_PER_SM if not is_wide or in_pairs(rows, programs) else 1
+    splits = _shares(programs, per_sm * multiprocessors(workspace.partial_out.device))
+    has_counters = programs <= workspace.finished.numel()
     affordable = workspace.partial_lse.shape[0] // tokens if has_counters else 1
     return max(1, min(splits, _worthwhile(max_keys), affordable))
 
@@ -152,6 +153,12 @@ def row_tile(
         return small if max_rows < WIDE_ROWS or programs <= _FEW_PROGRAMS else WIDE_ROWS
     is_small = max_rows <= small or programs <= _FEW_PROGRAMS or dtype == torch.float32
     return small if is_small else large
+
+
+def in_pairs(rows: int, programs: int) -> bool:
+    """Whether a multiprocessor is to hold two of `programs` with so many wide rows each: few rows
+    of many programs.  Two wait for less than one that has as many keys in flight."""
+    return rows < WIDE_ROWS and programs >= _MANY_WIDE
 
 
 def most_keys(page_table: Tensor, k_cache: Tensor, window: int | None) -> int:

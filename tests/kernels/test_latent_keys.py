@@ -1,0 +1,90 @@
+"""paged_extend over latents, V the leading columns of K: every tile table, interpreted, against the
+definition; dead keys are NaN."""
+
+import pytest
+import torch
+
+from paceline.core.modes import MaskKind
+from paceline.kernels.paged_attention import (
+    PagedCache,
+    PagedCall,
+    PagedRows,
+    SplitWorkspace,
+    Weighing,
+)
+from paceline.proof.rig.paged import errors, permuted_pages
+
+pytest.importorskip("triton")
+
+RANK, ROPE, PAGE = 64, 16, 16
+CPU = torch.device("cpu")
+
+
+def latent_call(heads: int, prefix_lens: list[int], extend: int, mask: MaskKind) -> PagedCall:
+    """Requests with `extend` tokens behind each prefix; of a tree the second half are siblings."""
+    lens = [prefix + extend for prefix in prefix_lens]
+    generator = torch.Generator().manual_seed(7)
+    table, num_pages = permuted_pages(lens, PAGE, generator, spare=1)
+    rows = torch.randn(num_pages, PAGE, 1, RANK + ROPE, generator=generator).bfloat16()
+    for request, length in enumerate(lens):
+        if length % PAGE:
+            rows[table[request, length // PAGE], length % PAGE :] = float("nan")
+    tokens, tree = len(lens) * extend, None
+    if mask is MaskKind.TREE:
+        tree = torch.ones(extend, extend, dtype=torch.bool).tril()
+        tree[extend // 2 :, extend // 2 :] = torch.eye(extend - extend // 2, dtype=torch.bool)
+        tree = tree.repeat(len(lens), 1)
+    return PagedCall(
+        torch.randn(tokens, heads, RANK + ROPE, generator=generator).bfloat16(),
+        PagedCache(rows, rows[..., :RANK]),
+        PagedRows(
+            table,
+            torch.tensor(prefix_lens, dtype=torch.int32),
+            torch.tensor(lens, dtype=torch.int32),
+            torch.arange(len(lens) + 1, dtype=torch.int32) * extend,
+            extend,
+            tree,
+            mask,
+        ),
+        Weighing(0.1),
+        torch.full((tokens, heads, RANK), float("nan"), dtype=torch.bfloat16),
+        torch.full((tokens, heads), float("nan")),
+    )
+
+
+def nan_workspace(call: PagedCall, splits: int) -> SplitWorkspace:
+    tokens, heads, _ = call.q.shape
+    return SplitWorkspace(
+        partial_out=torch.full((tokens * splits, heads, RANK), float("nan")),
+        partial_lse=torch.full((tokens * splits, heads), float("nan")),
+        finished=torch.zeros((tokens, heads), dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("splits", [1, 3, 20])  # of 20 most have no keys, and not all fit one load
+@pytest.mark.parametrize(
+    ("rows", "programs"), [(16, 1), (16, 1000), (64, 1)], ids=["few", "pairs", "wide"]
+)
+@pytest.mark.parametrize(
+    ("extend", "mask"), [(1, MaskKind.CAUSAL), (5, MaskKind.CAUSAL), (6, MaskKind.TREE)]
+)
+def test_each_tile_table_meets_the_definition(
+    extend: int, mask: MaskKind, rows: int, programs: int, splits: int
+) -> None:
+    from paceline.kernels._triton.paged_extend import latent_config, launch_paged_extend
+
+    call = latent_call(16 if extend > 1 else 70, [200, 0, 63], extend, mask)
+    workspace = nan_workspace(call, splits) if splits > 1 else None
+    launch_paged_extend(call, workspace, splits=splits, config=latent_config(rows, programs))
+    found = errors(call.out, call.q, call.cache, call.rows, call.weighing)
+    assert float(found.max()) <= 1.0
+
+
+def test_many_programs_of_few_rows_have_a_neighbour_with_fewer_keys() -> None:
+    """Two of them, queries and three tiles each, fit the 227 KiB of a multiprocessor."""
+    from paceline.kernels._triton.paged_extend import latent_config
+
+    few, many, wide = latent_config(16, 63), latent_config(16, 64), latent_config(64, 1000)
+    assert (few.block_keys, many.block_keys, wide.block_keys) == (64, 32, 64)
+    tiles, queries = many.num_stages - 1, many.block_rows
+    assert 2 * 576 * 2 * (tiles * many.block_keys + queries) < 227 << 10
