@@ -190,7 +190,7 @@ def scripted(format_name: str = "hermes", *, access: Access = OPEN_ACCESS) -> It
     wait_until(lambda: server.started)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     try:
-        yield Scripted(url, service.engine, service.admission.tokenizer)
+        yield Scripted(url, service.engine, service.reader.tokenizer)
     finally:
         server.should_exit = True
         thread.join()
