@@ -68,12 +68,12 @@ class Tally:
 
     @property
     def growth_mib(self) -> float:
-        """From the end of the first third to the last tenth, by medians."""
+        """From the middle to the last tenth, by medians."""
         size = len(self.rss_mib)
         if size < 10:
             return 0.0
         width = max(1, size // 10)
-        begin = self.rss_mib[size // 3 : size // 3 + width]
+        begin = self.rss_mib[size // 2 : size // 2 + width]
         return median(self.rss_mib[-width:]) - median(begin)
 
     def faults(self, *, max_gap_s: float, max_growth_mib: float) -> list[str]:
