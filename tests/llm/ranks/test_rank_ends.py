@@ -18,6 +18,7 @@ from llm_cases import GREEDY, Checkpoint, make_checkpoint, make_llm, random_prom
 from children import child
 from paceline.core.errors import PacelineError
 from paceline.kernels import all_reduce
+from paceline.llm import rank_phases
 from paceline.llm.llm import LLM
 
 PROMPTS = random_prompts((9, 20))
@@ -127,10 +128,15 @@ def test_nothing_stays_of_an_engine_that_is(checkpoint: Checkpoint, how: str) ->
 
 
 PLANTED = """
-import os
+import os, signal, time
 phase = os.environ.get("PLANTED")
 if phase is not None:
     def fail(*args, **kwargs):
+        how = os.environ.get("PLANTED_HANG")
+        if how == "sleep":
+            time.sleep(600)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         raise ValueError(f"planted while it {phase}")
 
     import paceline.llm.boot, paceline.llm.prepare, paceline.runner.model_runner
@@ -143,14 +149,36 @@ if phase is not None:
 """
 
 
-@pytest.mark.parametrize("phase", ["plans", "loads", "runs"])
-def test_an_error_of_a_rank_is_everybodys(
-    checkpoint: Checkpoint, phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def plant(phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have ranks that are started run PLANTED."""
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
     paths = [str(tmp_path), str(Path(__file__).parents[3] / "src")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("PLANTED", phase)
+
+
+@pytest.mark.parametrize(("phase", "how"), [("plans", "sleep"), ("loads", "stop")])
+def test_a_rank_that_hangs_while_it_boots_is_named_with_its_phase(
+    checkpoint: Checkpoint,
+    phase: str,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    plant(phase, monkeypatch, tmp_path)
+    monkeypatch.setenv("PLANTED_HANG", how)
+    monkeypatch.setattr(rank_phases, "BOOT_WAIT_S", 2.0)
+    told = f"^rank 1 of the model must be ready, got nothing done for 2 s while it {phase}; look"
+    with pytest.raises(PacelineError, match=told):
+        make_llm(checkpoint, tensor_parallel_size=2)
+    assert not children()
+
+
+@pytest.mark.parametrize("phase", ["plans", "loads", "runs"])
+def test_an_error_of_a_rank_is_everybodys(
+    checkpoint: Checkpoint, phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(phase, monkeypatch, tmp_path)
     why = re.escape(f"ValueError('planted while it {phase}')")
     told = f"^rank 1 of the model must be running, got ended: {why}; load"
 
