@@ -186,8 +186,8 @@ def test_a_rank_that_hangs_while_it_boots_is_named_with_its_phase(
 ) -> None:
     plant(phase, monkeypatch, tmp_path)
     monkeypatch.setenv("PLANTED_HOW", how)
-    monkeypatch.setattr(rank_phases, "BOOT_WAIT_S", 2.0)
-    told = f"^rank 1 of the model must be ready, got nothing done for 2 s while it {phase}; look"
+    monkeypatch.setattr(rank_phases, "BOOT_WAIT_S", 8.0)
+    told = f"^rank 1 of the model must be ready, got nothing done for 8 s while it {phase}; look"
     with pytest.raises(PacelineError, match=told):
         make_llm(checkpoint, tensor_parallel_size=2)
     assert not children()
