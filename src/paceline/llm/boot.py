@@ -151,7 +151,8 @@ def _boot(
     prepared: Prepared, decided: Decided, knobs: Knobs, ranks: "Ranks | None", *, began: float
 ) -> Booted:
     options, notify = prepared.options, prepared.events
-    runner = load_runner(prepared, decided, knobs, None if ranks is None else ranks.exchange)
+    exchange, meet = (None, None) if ranks is None else (ranks.exchange, ranks.meet)
+    runner = load_runner(prepared, decided, knobs, exchange, meet)
     _LOG.debug("memory, planned and measured\n%s", compare(prepared.fit, measured_bytes(runner)))
     tokenizer = prepared.admission.tokenizer
     turn: TurnFunction = overlapped_turn if options.overlap else twin_turn
@@ -245,9 +246,14 @@ def decide_parts(prepared: Prepared, knobs: Knobs) -> Decided:
 
 
 def load_runner(
-    prepared: Prepared, decided: Decided, knobs: Knobs, exchange: Exchange | None
+    prepared: Prepared,
+    decided: Decided,
+    knobs: Knobs,
+    exchange: Exchange | None,
+    meet: Callable[[], None] | None,
 ) -> ModelRunner:
-    """Load, allocate, capture.  exchange: with the other ranks.  Raises ConfigError, ModelError."""
+    """Load, allocate, capture.  exchange: with the other ranks, and meet: returns when all have
+    loaded; None: there are none.  Raises ConfigError, ModelError."""
     device, notify, threads = prepared.torch_device, prepared.events, prepared.options.threads
     if threads is not None:
         torch.set_num_threads(threads)
@@ -257,6 +263,8 @@ def load_runner(
     parts = assemble(decided, StoredWeights(prepared, exchange), backend, device)
     stream = knobs.stream or make_stream(device)
     runner = wire_runner(parts, decided.limits, stream=stream, device=device, notify=notify)
+    if meet is not None:
+        meet()
     runner.boot()
     return runner
 

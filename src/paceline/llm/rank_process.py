@@ -16,7 +16,9 @@ import msgspec
 from paceline.core.errors import PacelineError
 from paceline.llm.boot import Knobs, decide_parts, load_runner, planned_pages
 from paceline.llm.prepare import prepare
-from paceline.llm.ranks import Agreed, Failed, Ready, Setup, planned, started, tell
+from paceline.llm.rank_phases import Phase
+from paceline.llm.rank_words import Agreed, Failed, Loaded, Ready, tell
+from paceline.llm.ranks import Setup, planned, started
 from paceline.runner.shared_memory import FrameReader
 from paceline.runner.step_frames import decode_step
 
@@ -26,8 +28,9 @@ _BELL = 0  # stdin
 def run(setup: Setup, file: IO[bytes]) -> None:
     """Boot and run steps until the leader goes.  file: to the leader."""
     tell(file, started())
-    prepared = prepare(setup.options, rank=setup.rank)
     memory = setup.map()
+    memory.phases[setup.rank] = Phase.PLANS
+    prepared = prepare(setup.options, rank=setup.rank)
     tell(file, planned(prepared, planned_pages(prepared, Knobs())))
     reader = FrameReader(memory, setup.rank, _BELL)
     agreed = msgspec.msgpack.decode(reader.read(), type=Agreed)
@@ -37,8 +40,16 @@ def run(setup: Setup, file: IO[bytes]) -> None:
         staging_depth=agreed.staging_depth,
         num_pages=agreed.num_pages,
     )
+    memory.phases[setup.rank] = Phase.LOADS
     decided = decide_parts(prepared, knobs)
-    runner = load_runner(prepared, decided, knobs, memory.exchange(setup.rank))
+
+    def meet() -> None:
+        memory.phases[setup.rank] = Phase.CAPTURES
+        tell(file, Loaded())
+        reader.read()
+
+    runner = load_runner(prepared, decided, knobs, memory.exchange(setup.rank), meet)
+    memory.phases[setup.rank] = Phase.RUNS
     tell(file, Ready())
     while True:
         runner.launch(decode_step(reader.read()))

@@ -8,7 +8,8 @@ in the exchange.
     leader                      rank
     starts it                   tells what it runs on            Started
                                 plans its part                   Planned
-    compares, agrees on pages   loads, captures                  Ready
+    compares, agrees on pages   loads                            Loaded
+    has loaded too              captures                         Ready
     writes each step            runs it
     closes its bell             ends
 
@@ -22,31 +23,34 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from threading import Lock, Thread
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 from msgspec import Struct
 
 from paceline.core.errors import ConfigError, PacelineError, message
-from paceline.core.frames import receive, send
 from paceline.core.options import EngineOptions
 from paceline.core.step import Step
 from paceline.kernels.all_reduce import GONE, Exchange
 from paceline.llm.boot import Knobs, planned_pages
 from paceline.llm.prepare import Prepared
+from paceline.llm.rank_phases import Patience
+from paceline.llm.rank_words import Agreed, Failed, Loaded, Planned, Ready, Started, Told, hear
 from paceline.models.locate import ModelSource
 from paceline.plan.assemble import Decided, exchange_capacity
 from paceline.plan.machine import versions
-from paceline.runner.graphs import CapturePolicy
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.shared_memory import BoxShape, FrameWriter, SharedMemory
 from paceline.runner.step_frames import LAYOUT, encode_step
+
+_T = TypeVar("_T", Started, Planned, Loaded, Ready)
+_LOOK_S = 0.1  # from look to look at a rank that is waited for
 
 
 class Setup(Struct, frozen=True, kw_only=True):
@@ -68,50 +72,6 @@ class Setup(Struct, frozen=True, kw_only=True):
         ranks: int = self.options["tensor_parallel_size"]
         dtype: torch.dtype = getattr(torch, self.dtype)
         return BoxShape(ranks=ranks, capacity=self.capacity, dtype=dtype)
-
-
-class Started(Struct, frozen=True, kw_only=True, tag=0):
-    versions: dict[str, str | None]
-    layout: int  # of steps
-
-
-class Planned(Struct, frozen=True, kw_only=True, tag=1):
-    options: dict[str, Any]
-    weights: str
-    num_pages: tuple[int, ...]
-
-
-class Ready(Struct, frozen=True, kw_only=True, tag=2):
-    pass
-
-
-class Failed(Struct, frozen=True, kw_only=True, tag=3):
-    text: str
-
-
-class Agreed(Struct, frozen=True, kw_only=True):
-    """The leader's first frame."""
-
-    num_pages: tuple[int, ...]  # [num_groups] the least of all ranks
-    capture: CapturePolicy | None
-    poison_graphs: bool
-    staging_depth: int
-
-
-Told = Started | Planned | Ready | Failed
-_T = TypeVar("_T", Started, Planned, Ready)
-
-
-def tell(file: IO[bytes], told: Told) -> None:
-    """From a rank to its leader."""
-    send(file, msgspec.msgpack.encode(told))
-
-
-def hear(file: IO[bytes]) -> Iterator[Told]:
-    """What a rank tells, to its end."""
-    while (frame := receive(file)) is not None:
-        told: Told = msgspec.msgpack.decode(frame, type=Told)
-        yield told
 
 
 def started() -> Started:
@@ -201,7 +161,7 @@ class Ranks:
         """[num_groups] the pages that every rank has, whose number all are told; they load then.
 
         Raises ConfigError for ranks that are not alike, with every reason; PacelineError for one
-        that has ended.
+        that has ended or hangs.
         """
         theirs = self._hear(Started)
         require_alike([_differences(_facts(started()), _facts(each)) for each in theirs])
@@ -219,8 +179,14 @@ class Ranks:
         self._write(msgspec.msgpack.encode(agreed))
         return num_pages
 
+    def meet(self) -> None:
+        """Wait until every rank has loaded: in a capture they wait for one another, and no longer
+        than a step may take.  Raises PacelineError for one that has ended or hangs."""
+        self._hear(Loaded)
+        self._write(b"")
+
     def wait_until_ready(self) -> None:
-        """Raises PacelineError for one that has ended."""
+        """Raises PacelineError for one that has ended or hangs."""
         self._hear(Ready)
 
     def launch(self, step: Step) -> None:
@@ -272,14 +238,22 @@ class Ranks:
                 os.write(process.stdin.fileno(), b"\0")
 
     def _hear(self, kind: type[_T]) -> list[_T]:
-        """What each rank tells next."""
+        """What each rank tells next.  Raises PacelineError for one that has ended or hangs."""
         found = []
-        for queue_ in self._told:
-            told = queue_.get()
+        for rank in range(1, self._memory.ranks):
+            told = self._next_of(rank)
             self.require_running()
             assert isinstance(told, kind), told
             found.append(told)
         return found
+
+    def _next_of(self, rank: int) -> Told | None:
+        """Raises PacelineError where the rank does nothing for long."""
+        patience = Patience(rank, self._processes[rank - 1].pid)
+        while True:
+            with suppress(queue.Empty):
+                return self._told[rank - 1].get(timeout=_LOOK_S)
+            patience.require(self._memory.phases[rank])
 
     def _watch(self, rank: int) -> None:
         """A thread's life: to the end of a rank, which is that of all."""

@@ -4,6 +4,7 @@ It has no name: it is a file of the leader, which hands it to the ranks it start
 with the last process that holds it, however that ends.
 
     words   [64]  int64   bytes of frames written, then those that each rank has taken
+    phases  [64]  int64   how far each rank is with its boot, see llm.rank_phases
     sent    [64]  int64   of the exchange
     ring    [RING_BYTES]  frames, one behind the other: their length, their bytes
     box     [2, ranks, capacity]  of the exchange
@@ -24,7 +25,7 @@ from paceline.kernels.all_reduce import WAIT_S, Exchange
 
 RING_BYTES = 1 << 20
 _WORDS = MOST_RANKS
-_RING = 2 * 8 * _WORDS
+_RING = 3 * 8 * _WORDS
 _BOX = _RING + RING_BYTES
 _LENGTH = struct.Struct("<Q")
 _PAUSE_S = 1e-4
@@ -52,9 +53,10 @@ class SharedMemory:
         self._map = mmap.mmap(fd, _BOX + shape.numel * shape.dtype.itemsize)
         view = memoryview(self._map)
         self.words = view[: 8 * _WORDS].cast("q")
+        self.phases = view[8 * _WORDS : 16 * _WORDS].cast("q")
         self.ring = view[_RING:_BOX]
         self.sent = torch.frombuffer(
-            self._map, dtype=torch.int64, count=shape.ranks, offset=8 * _WORDS
+            self._map, dtype=torch.int64, count=shape.ranks, offset=16 * _WORDS
         )
 
     @staticmethod

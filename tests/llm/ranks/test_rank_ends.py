@@ -18,6 +18,7 @@ from llm_cases import GREEDY, Checkpoint, make_checkpoint, make_llm, random_prom
 from children import child
 from paceline.core.errors import PacelineError
 from paceline.kernels import all_reduce
+from paceline.llm import rank_phases
 from paceline.llm.llm import LLM
 
 PROMPTS = random_prompts((9, 20))
@@ -88,6 +89,22 @@ def test_a_rank_that_is_killed_ends_all_with_its_name(llm: LLM, when: str) -> No
         llm.generate(PROMPTS, GREEDY)
 
 
+@pytest.mark.parametrize("when", ["prefill", "round", "drain"])
+def test_a_rank_that_is_killed_in_the_midst_ends_all(three_heads: Checkpoint, when: str) -> None:
+    drafts = {"speculative_algorithm": "NGRAM"} if when == "round" else {}
+    made = make_llm(three_heads, tensor_parallel_size=3, enforce_eager=True, **drafts)
+    pids = pids_of(made)
+    stream = made.generate([[5, 6, 7] * 5], GREEDY, stream=True)
+    if when != "prefill":
+        next(stream)
+    os.kill(pids[0], signal.SIGKILL)
+    if when != "drain":
+        with pytest.raises(PacelineError, match=r"^rank 1 of the model .* ended: by SIGKILL"):
+            list(stream)
+    made.close()
+    assert_gone(pids)
+
+
 def test_a_rank_that_hangs_is_waited_for_no_longer_than_stated(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,30 +144,71 @@ def test_nothing_stays_of_an_engine_that_is(checkpoint: Checkpoint, how: str) ->
 
 
 PLANTED = """
-import os
+import os, signal, time
 phase = os.environ.get("PLANTED")
 if phase is not None:
     def fail(*args, **kwargs):
+        how = os.environ.get("PLANTED_HOW")
+        if how == "sleep":
+            time.sleep(600)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         raise ValueError(f"planted while it {phase}")
 
     import paceline.llm.boot, paceline.llm.prepare, paceline.runner.model_runner
     owner, name = {
         "plans": (paceline.llm.prepare, "prepare"),
         "loads": (paceline.llm.boot, "load_model"),
+        "captures": (paceline.runner.model_runner.ModelRunner, "boot"),
         "runs": (paceline.runner.model_runner.ModelRunner, "launch"),
     }[phase]
     setattr(owner, name, fail)
 """
 
 
-@pytest.mark.parametrize("phase", ["plans", "loads", "runs"])
-def test_an_error_of_a_rank_is_everybodys(
-    checkpoint: Checkpoint, phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def plant(phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Have ranks that are started run PLANTED."""
     (tmp_path / "sitecustomize.py").write_text(PLANTED)
     paths = [str(tmp_path), str(Path(__file__).parents[3] / "src")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("PLANTED", phase)
+
+
+@pytest.mark.parametrize(("phase", "how"), [("plans", "sleep"), ("loads", "stop")])
+def test_a_rank_that_hangs_while_it_boots_is_named_with_its_phase(
+    checkpoint: Checkpoint,
+    phase: str,
+    how: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    plant(phase, monkeypatch, tmp_path)
+    monkeypatch.setenv("PLANTED_HOW", how)
+    monkeypatch.setattr(rank_phases, "BOOT_WAIT_S", 8.0)
+    told = f"^rank 1 of the model must be ready, got nothing done for 8 s while it {phase}; look"
+    with pytest.raises(PacelineError, match=told):
+        make_llm(checkpoint, tensor_parallel_size=2)
+    assert not children()
+
+
+@pytest.mark.parametrize("phase", ["plans", "loads", "captures"])
+def test_a_rank_that_is_killed_while_it_boots_ends_all(
+    checkpoint: Checkpoint, phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(phase, monkeypatch, tmp_path)
+    monkeypatch.setenv("PLANTED_HOW", "kill")
+    with pytest.raises(PacelineError, match=r"^rank 1 of the model .* ended: by SIGKILL; load"):
+        make_llm(checkpoint, tensor_parallel_size=2)
+    assert not children()
+
+
+@pytest.mark.parametrize("phase", ["plans", "loads", "captures", "runs"])
+def test_an_error_of_a_rank_is_everybodys(
+    checkpoint: Checkpoint, phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plant(phase, monkeypatch, tmp_path)
     why = re.escape(f"ValueError('planted while it {phase}')")
     told = f"^rank 1 of the model must be running, got ended: {why}; load"
 

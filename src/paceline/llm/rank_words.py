@@ -1,0 +1,57 @@
+"""What ranks and their leader tell each other beside steps; see `llm.ranks` for when."""
+
+from collections.abc import Iterator
+from typing import IO, Any
+
+import msgspec
+from msgspec import Struct
+
+from paceline.core.frames import receive, send
+from paceline.runner.graphs import CapturePolicy
+
+
+class Started(Struct, frozen=True, kw_only=True, tag=0):
+    versions: dict[str, str | None]
+    layout: int  # of steps
+
+
+class Planned(Struct, frozen=True, kw_only=True, tag=1):
+    options: dict[str, Any]
+    weights: str
+    num_pages: tuple[int, ...]
+
+
+class Loaded(Struct, frozen=True, kw_only=True, tag=4):
+    pass
+
+
+class Ready(Struct, frozen=True, kw_only=True, tag=2):
+    pass
+
+
+class Failed(Struct, frozen=True, kw_only=True, tag=3):
+    text: str
+
+
+class Agreed(Struct, frozen=True, kw_only=True):
+    """The leader's first frame."""
+
+    num_pages: tuple[int, ...]  # [num_groups] the least of all ranks
+    capture: CapturePolicy | None
+    poison_graphs: bool
+    staging_depth: int
+
+
+Told = Started | Planned | Loaded | Ready | Failed
+
+
+def tell(file: IO[bytes], told: Told) -> None:
+    """From a rank to its leader."""
+    send(file, msgspec.msgpack.encode(told))
+
+
+def hear(file: IO[bytes]) -> Iterator[Told]:
+    """What a rank tells, to its end."""
+    while (frame := receive(file)) is not None:
+        told: Told = msgspec.msgpack.decode(frame, type=Told)
+        yield told
