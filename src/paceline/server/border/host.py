@@ -81,6 +81,7 @@ class Host:
         while self.followed.has_work or not self._is_leaving:
             self._tell()
             self._hear(wait=not self.followed.has_work)
+            self._outbox.send()  # who was accepted need not wait for a turn
             if self.followed.has_work:
                 self._turn()
         while self._grown:
