@@ -262,5 +262,6 @@ def test_the_schema_lists_the_endpoints(client):
         "/v1/models/{name}",
         "/health",
         "/metrics",
+        "/progress",
         "/ready",
     }
