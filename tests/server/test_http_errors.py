@@ -269,5 +269,6 @@ def test_the_schema_lists_the_endpoints(client):
         "/capabilities",
         "/health",
         "/metrics",
+        "/progress",
         "/ready",
     }

@@ -46,6 +46,28 @@ def test_what_has_ended_is_counted_whole_and_streamed(server):
     assert (found["requests_running"], found["requests_waiting"], found["engine_up"]) == (0, 0, 1)
 
 
+def test_steps_are_timed_by_kind_and_never_taken_back(server):
+    found = []
+    for _ in range(2):
+        httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=None)
+        page = httpx.get(f"{server.url}/metrics", timeout=None).text
+        found.append(
+            {
+                (each.name, each.labels["kind"], each.labels.get("le")): each.value
+                for family in text_string_to_metric_families(page)
+                for each in family.samples
+                if family.name == "paceline_step_seconds"
+            }
+        )
+    before, after = found
+    assert before.keys() <= after.keys()
+    assert all(before[key] <= after[key] for key in before)
+    for kind in ("prefill", "round"):  # the bundled model drafts
+        count = after["paceline_step_seconds_count", kind, None]
+        assert count == after["paceline_step_seconds_bucket", kind, "+Inf"] > 0
+        assert after["paceline_step_seconds_sum", kind, None] > 0
+
+
 def test_what_runs_and_waits_is_shown(server):
     server.turns.hold(after=FIRST_WORDS)
     with httpx.stream(

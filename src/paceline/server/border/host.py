@@ -85,6 +85,9 @@ class Host:
             with suppress(OSError):
                 self._outbox.send_all()
             return False
+        finally:
+            self._forming.shutdown(cancel_futures=True)
+            os.close(self._wake)
         return True
 
     def _serve(self) -> None:
@@ -92,6 +95,7 @@ class Host:
             self._tell()
             self._hear(wait=not self.followed.has_work)
             self._take_formed()
+            self._outbox.send()  # who was accepted need not wait for a turn
             if self.followed.has_work:
                 self._turn()
         while self._grown:
