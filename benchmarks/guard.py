@@ -28,8 +28,8 @@ from paceline.core.step import JoinDelta, PageDelta, Step, StepLayout
 from paceline.models.loader import fill_dummy
 from paceline.models.registry import architecture
 from paceline.runner.build import RunnerConfig, build_runner
-from paceline.runner.graphs import GraphKey
 from paceline.runner.model_runner import ModelRunner
+from paceline.runner.recording.graphs import GraphKey
 from paceline.runner.streams import InlineStream
 
 CPU = torch.device("cpu")

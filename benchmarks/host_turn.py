@@ -78,7 +78,7 @@ class World:
         import torch
 
         from paceline import LLM, SamplingParams
-        from paceline.runner.graphs import CapturePolicy, GraphStore
+        from paceline.runner.recording.graphs import CapturePolicy, GraphStore
 
         self.clock = Clock()
         self.llm = LLM(

@@ -36,8 +36,8 @@ from paceline.plan.rehearsal import (
     largest_steps,
     rehearse,
 )
-from paceline.runner.graphs import AHEAD
 from paceline.runner.program import Parts
+from paceline.runner.recording.graphs import AHEAD
 
 MIB = 1 << 20
 EXACT = ("weights", "draft weights", "KV")

@@ -22,7 +22,7 @@ from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.kernels.draw import draw_reference
 from paceline.layers.sampling import SamplingTable, process_logits, sample
 from paceline.plan.machine import versions
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 HISTORY = 2048  # tokens of the request table
 KNOWN = 1500

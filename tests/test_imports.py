@@ -269,7 +269,7 @@ def test_recording_a_graph_imports_no_compiler():
     code = """
         import sys
         import torch
-        from paceline.runner.recorded import RecordedGraph
+        from paceline.runner.recording.recorded import RecordedGraph
         RecordedGraph(poison=False).capture(lambda: torch.ones(2).add_(1))
         assert "torch._dynamo" not in sys.modules
     """

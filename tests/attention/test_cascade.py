@@ -22,7 +22,7 @@ from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.kernels.paged_attention import paged_extend
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 TREE = Case(mask=MaskKind.TREE, extend_lens=(5, 5, 5))
 WANTED = AttentionConfig(

@@ -13,7 +13,7 @@ from paceline.attention.contract import Limits
 from paceline.attention.layouts.csr import CsrBuffers, csr_lens, derive_indices, make_csr_buffers
 from paceline.attention.layouts.page_table import page_table_plan
 from paceline.core.modes import MaskKind
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 MAX_REQS = 6
 

@@ -25,7 +25,7 @@ from paceline.core.errors import ConfigError, KernelArgumentError
 from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.proof.emulators import flash_attn
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 BOTH = [FlashAttention4Backend, FlashAttention3Backend]
 either = pytest.mark.parametrize("backend_class", BOTH, ids=["fa4", "fa3"])

@@ -36,7 +36,7 @@ from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.core.step import StepLayout
 from paceline.proof.emulators import flashinfer as emulator
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 AXES: dict[str, tuple[Any, ...]] = {
     "page_and_window": ((1, None), (3, 2), (3, 3), (16, 17), (16, None)),

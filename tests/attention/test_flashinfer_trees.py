@@ -22,7 +22,7 @@ from paceline.core.errors import KernelArgumentError
 from paceline.core.model_config import Heads
 from paceline.core.modes import MaskKind
 from paceline.proof.emulators import flashinfer as emulator
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 TREE = replace(CHAIN, mask=MaskKind.TREE, extend_lens=(5, 5, 5))
 CASES = {

@@ -9,7 +9,7 @@ from paceline.core.step import RunKind
 from paceline.engine import loop
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
-from paceline.runner.graphs import AHEAD
+from paceline.runner.recording.graphs import AHEAD
 
 PROMPTS = [[5] * 9, [6] * 30, [7] * 3]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=0)

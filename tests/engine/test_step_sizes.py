@@ -19,7 +19,7 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.engine.step_plan import left_over
-from paceline.runner.graph_sizes import GraphSizes
+from paceline.runner.recording.graph_sizes import GraphSizes
 
 SIZES = (16, 24, 32, 48, 64)
 

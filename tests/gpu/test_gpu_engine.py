@@ -6,7 +6,7 @@ import gpu_check
 from paceline.core.errors import GraphGuardError
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
-from paceline.runner.graphs import CudaGraph
+from paceline.runner.recording.graphs import CudaGraph
 
 # Warnings of drivers, and torch's about its own sync debug mode, are shown and fail nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

@@ -9,7 +9,7 @@ import torch
 from refused_cases import METHODS, OPERATORS, REMEDY
 
 from paceline.core.errors import HostReadError
-from paceline.runner.graphs import CudaGraphFactory, Graph
+from paceline.runner.recording.graphs import CudaGraphFactory, Graph
 from paceline.runner.streams import CudaStream
 
 # Warnings of drivers, and torch's about graphs that were refused half-way, fail nothing.

@@ -25,7 +25,7 @@ from paceline.kernels.all_reduce import (
     open_exchange,
 )
 from paceline.kernels.stand_in import StandIn
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

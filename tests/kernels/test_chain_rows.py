@@ -15,7 +15,7 @@ from paceline.kernels.chain_rows import (
     _chain_rows_cuda,
     chain_rows,
 )
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 Derive = Callable[..., None]
 RUNS = pytest.mark.parametrize("derive_rows", [chain_rows, launch_chain_rows], ids=["op", "triton"])

@@ -21,7 +21,7 @@ from paceline.core.errors import KernelArgumentError
 from paceline.core.step import FinishCode
 from paceline.kernels._triton.commit import launch_commit
 from paceline.kernels.commit import _COMMIT, _commit_cuda, commit, commit_reference
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 LETTERS = {letter: index for index, letter in enumerate("abcdxyz")}
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels._triton.compact_kv import launch_compact_kv
 from paceline.kernels.compact_kv import _COMPACT_KV, _compact_kv_cuda, compact_kv
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 Compact = Callable[[list[Tensor], Tensor, Tensor], None]
 RUNS = pytest.mark.parametrize("compact", [compact_kv, launch_compact_kv], ids=["op", "triton"])

@@ -10,8 +10,8 @@ from operators import Operators
 from torch import Tensor
 
 from paceline.kernels.custom_op import Run, bind_of, define_op, host_array
-from paceline.runner.arena import Arena
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.arena import Arena
+from paceline.runner.recording.recorded import RecordedGraph
 
 ELSEWHERE = torch.library.Library("paceline_elsewhere", "FRAGMENT")  # define_op knows nothing of it
 CALLS: list[float] = []  # the scale of each call of a kernel

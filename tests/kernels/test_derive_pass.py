@@ -23,7 +23,7 @@ from paceline.kernels.derive import (
 )
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 SHAPES = [
     PassShape(1, 1, is_tree=False),

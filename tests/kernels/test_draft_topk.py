@@ -11,7 +11,7 @@ from paceline.core.errors import KernelArgumentError
 from paceline.kernels._triton.draft_topk import launch_draft_topk
 from paceline.kernels.draft_topk import DraftNoise, TopDrafts, draft_topk
 from paceline.layers.sampling import gumbel
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 Run = Callable[..., TopDrafts]
 BLOCK = 64  # small vocabularies have several

@@ -21,7 +21,7 @@ from paceline.kernels.grow_tree import (
     pass_parents,
     select_tree,
 )
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 EXAMPLE = DraftShape(num_steps=3, topk=2, num_draft_tokens=6)
 LETTERS = {0: ["ab"], 1: ["cd", "ef"], 2: ["gh", "ij"]}

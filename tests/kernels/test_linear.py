@@ -8,7 +8,7 @@ from paceline.kernels.linear import linear, linear_reference
 from paceline.kernels.linear_cpu import is_by_columns, linear_cpu
 from paceline.layers.dense import DENSE
 from paceline.layers.parameter import Placement, empty_matrix
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 TOKENS = [0, 1, 2, 3, 4, 7, 16, 33, 64]
 IN, OUT = 72, 40

@@ -12,7 +12,7 @@ from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels._triton.ngram_lookup import Search, launch_ngram_lookup
 from paceline.kernels.ngram_lookup import NgramDrafts, ngram_lookup, num_branches
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 MAX_TOKENS = 40
 SHAPES = [

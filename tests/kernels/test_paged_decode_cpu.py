@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.core.errors import KernelArgumentError
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 SHAPES = {
     "mha-page1": Shape(num_heads=2, num_kv_heads=2, head_dim=16, v_head_dim=16, page_size=1),

@@ -24,7 +24,7 @@ from paceline.core.step import Step
 from paceline.engine.outputs import RequestOutput
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
-from paceline.runner.graphs import AHEAD
+from paceline.runner.recording.graphs import AHEAD
 from paceline.runner.streams import DeferredStream
 
 # And what tells them apart; a context with long factors must be asked for, see test_llm_longrope.

@@ -149,9 +149,9 @@ TARGETS = (
             ),
         ),
     ),
-    Target("runner/graph_sizes.py", (), Killers((), _SIZE_TESTS)),
+    Target("runner/recording/graph_sizes.py", (), Killers((), _SIZE_TESTS)),
     Target(
-        "runner/graphs.py",
+        "runner/recording/graphs.py",
         ("GraphKey",),
         Killers(
             (),
@@ -174,12 +174,12 @@ TARGETS = (
         ),
     ),
     Target(
-        "runner/graph_keys.py",
+        "runner/recording/graph_keys.py",
         ("GraphKeys", "empty_step"),
         Killers(_TORCH + _cells("flashinfer", *_STEP), _KEY_TESTS),
     ),
     Target("runner/program.py", (), Killers(_TORCH, _PROGRAM_TESTS)),
-    Target("runner/guard.py", ("Guard.check_shape",), Killers(_TORCH, _KEY_TESTS)),
+    Target("runner/recording/guard.py", ("Guard.check_shape",), Killers(_TORCH, _KEY_TESTS)),
     Target(
         "core/step.py",
         ("StepLayout", "Step", "padded_step", "padded_parents"),

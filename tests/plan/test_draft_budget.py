@@ -28,7 +28,7 @@ from paceline.plan.explain import explain_model, nearest_if_short, show
 from paceline.plan.footprint import request_pages, standing_pages
 from paceline.plan.resolve import resolve
 from paceline.plan.speculation import all_groups
-from paceline.runner.graphs import AHEAD
+from paceline.runner.recording.graphs import AHEAD
 
 EAGLE3 = {"path": "eagle3-llama-3.1-8b", "load_format": "dummy"}
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
-from paceline.runner.graphs import AHEAD
+from paceline.runner.recording.graphs import AHEAD
 
 GEMMA = {
     "model_type": "gemma3_text",

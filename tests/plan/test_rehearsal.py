@@ -29,7 +29,7 @@ from paceline.plan.rehearsal import (
 )
 from paceline.plan.speculation import Speculation
 from paceline.runner.build import RunnerConfig
-from paceline.runner.graphs import AHEAD
+from paceline.runner.recording.graphs import AHEAD
 
 LARGE_CPU = replace(CPU, total_bytes=256 * GIB, free_bytes=256 * GIB, native_bf16=True)
 DEVICES = {"gpu": (H200, "triton"), "cpu": (LARGE_CPU, "torch")}

@@ -9,7 +9,7 @@ from tiny_runner import TinyModel, make_tiny
 from paceline.runner import model_runner
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.model_runner import _execute
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 from paceline.runner.staging import StagingSlot
 
 

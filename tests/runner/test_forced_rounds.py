@@ -22,7 +22,7 @@ from paceline.core.modes import MaskKind
 from paceline.kernels.commit import commit
 from paceline.kernels.step_view import StepView
 from paceline.runner.draft_paths import _forced_depths, force_drafts
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 
 def ancestors(parents: Sequence[int]) -> list[list[bool]]:

@@ -9,11 +9,11 @@ from tiny_runner import GREEDY, Driver, TinyModel, random_prompts, with_logprobs
 
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import TokenMask
-from paceline.runner.graph_keys import GraphKeys, empty_step
-from paceline.runner.graph_sizes import GraphSizes
-from paceline.runner.graphs import GraphKey
 from paceline.runner.proposer import Nobody
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.graph_keys import GraphKeys, empty_step
+from paceline.runner.recording.graph_sizes import GraphSizes
+from paceline.runner.recording.graphs import GraphKey
+from paceline.runner.recording.recorded import RecordedGraph
 
 LENGTHS = (5, 11, 3)
 SAMPLED = SamplingParams(temperature=0.7, seed=1, max_tokens=None, ignore_eos=True)

@@ -17,9 +17,9 @@ from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import FinishCode, RowLogprobs
 from paceline.runner.buffers import PaddedSize
-from paceline.runner.graph_sizes import GraphSizes
-from paceline.runner.graphs import CapturePolicy, Graph, GraphKey, GraphStore
-from paceline.runner.guard import Guard
+from paceline.runner.recording.graph_sizes import GraphSizes
+from paceline.runner.recording.graphs import CapturePolicy, Graph, GraphKey, GraphStore
+from paceline.runner.recording.guard import Guard
 from paceline.runner.streams import DeferredStream
 
 LENGTHS = (5, 11, 3, 8, 17, 4, 9, 6)

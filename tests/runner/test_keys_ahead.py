@@ -11,10 +11,10 @@ from paceline.attention.contract import GraphSupport
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
-from paceline.runner.graph_keys import GraphKeys, empty_step
-from paceline.runner.graph_sizes import GraphSizes
-from paceline.runner.graphs import GraphKey
 from paceline.runner.program import Parts
+from paceline.runner.recording.graph_keys import GraphKeys, empty_step
+from paceline.runner.recording.graph_sizes import GraphSizes
+from paceline.runner.recording.graphs import GraphKey
 
 SIZES = GraphSizes(sizes=(1, 2, 3, 4, 6, 8), tokens=(16, 24, 32, 48))
 NO_RAGGED = GraphSizes(sizes=SIZES.sizes, tokens=())

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from paceline.core.errors import GraphError, HostReadError
 from paceline.kernels.paged_attention import PagedCache, PagedCall, PagedRows, Weighing
 from paceline.kernels.paged_attention_cpu import paged_attention_cpu
-from paceline.runner.arena import Arena
-from paceline.runner.host_reads import (
+from paceline.runner.recording.arena import Arena
+from paceline.runner.recording.host_reads import (
     INDEX_OPERATORS,
     REFUSED_METHODS,
     REFUSED_OPERATORS,
     check_operator,
 )
-from paceline.runner.recorded import GraphTooLarge, RecordedGraph
+from paceline.runner.recording.recorded import GraphTooLarge, RecordedGraph
 
 
 def held_bytes(graph: RecordedGraph) -> int:

@@ -20,7 +20,7 @@ from paceline.attention.contract import LayerCache
 from paceline.core.errors import SanitizerError
 from paceline.core.sampling_params import SamplingParams
 from paceline.runner import build
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 from paceline.runner.sanitizer.dead_slots import SlotUse, chosen_pages, slot_uses
 from paceline.runner.sanitizer.live_rows import LiveRow
 from paceline.runner.sanitizer.poison import LARGE, Piece, bits_of, float_bits, poison_bits

@@ -18,7 +18,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import FinishCode
 from paceline.runner import build
 from paceline.runner.buffers import PaddedSize
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 from paceline.runner.sanitizer.live_rows import live_rows
 
 ROWS = (2, 5, 7)

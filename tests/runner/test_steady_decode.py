@@ -11,8 +11,8 @@ from tiny_runner import Driver, TinyModel, random_prompts
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.runner.host_reads import REFUSED_OPERATORS
 from paceline.runner.model_runner import _execute
+from paceline.runner.recording.host_reads import REFUSED_OPERATORS
 from paceline.runner.streams import DeferredStream
 
 STEPS = 100

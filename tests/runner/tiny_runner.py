@@ -27,9 +27,9 @@ from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
 from paceline.runner.build import RunnerConfig, build_runner
-from paceline.runner.graphs import AHEAD, CapturePolicy
 from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.proposer import NOBODY, Proposer
+from paceline.runner.recording.graphs import AHEAD, CapturePolicy
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import InlineStream, Stream
 

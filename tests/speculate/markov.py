@@ -21,8 +21,8 @@ from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout, St
 from paceline.models.config import parse_config
 from paceline.models.decoder import Hidden
 from paceline.runner.build import RunnerConfig, build_runner
-from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.proposer import DraftTree, Proposer, RoundState
+from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.streams import InlineStream
 from paceline.speculate.drafting import DraftRun, propose
 

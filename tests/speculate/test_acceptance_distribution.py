@@ -14,7 +14,7 @@ from paceline.kernels.draft_topk import draft_topk
 from paceline.layers.sampling import rejection, sample
 from paceline.runner import program
 from paceline.runner.commit import commit
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 from paceline.speculate import drafting
 
 LENGTH, REQUESTS = 100, 512

@@ -37,8 +37,8 @@ from paceline.plan.budget_table import compare
 from paceline.plan.machine import versions
 from paceline.plan.speculation import shape_of
 from paceline.runner.build import RunnerConfig, wire_runner
-from paceline.runner.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.model_runner import ModelRunner
+from paceline.runner.recording.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import Stream, make_stream
 from paceline.speculate.drafter import Drafter, Loading

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.frames import receive, send
-from paceline.runner.graphs import CapturePolicy
+from paceline.runner.recording.graphs import CapturePolicy
 
 
 class Started(Struct, frozen=True, kw_only=True, tag=0):

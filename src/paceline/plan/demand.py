@@ -26,7 +26,7 @@ from paceline.plan.rehearsal import (
     steps_held,
 )
 from paceline.plan.speculation import Speculation, all_groups
-from paceline.runner.graphs import RESERVE_FACTOR
+from paceline.runner.recording.graphs import RESERVE_FACTOR
 
 CUDA_CONTEXT_BYTES = 640 << 20  # allowance: CUDA context, cuBLAS handles and workspaces
 GRAPH_NODE_BYTES = 1 << 20  # allowance: nodes of an instantiated graph, per layer that it runs

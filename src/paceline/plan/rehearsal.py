@@ -29,7 +29,7 @@ from paceline.plan.cuda_pool import MIN_BLOCK, Block, CudaPool
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import RunnerConfig
 from paceline.runner.program import Parts, StepProgram
-from paceline.runner.recorded import tensors_among
+from paceline.runner.recording.recorded import tensors_among
 from paceline.speculate.drafter import Drafter
 
 # Bytes for each entry of the operand that torch's own CUDA kernels take while they run.

@@ -22,8 +22,13 @@ from paceline.runner.block_ends import BlockEnds
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.committers import StateMixer, StateSlots, token_rows
 from paceline.runner.encoder import Encoder
-from paceline.runner.graph_sizes import GraphSizes
-from paceline.runner.graphs import (
+from paceline.runner.model_runner import ModelRunner
+from paceline.runner.outputs_ring import OutputsRing
+from paceline.runner.overlay import Overlay
+from paceline.runner.program import Parts
+from paceline.runner.proposer import NOBODY, Proposer
+from paceline.runner.recording.graph_sizes import GraphSizes
+from paceline.runner.recording.graphs import (
     AHEAD,
     RESERVE_FACTOR,
     CapturePolicy,
@@ -31,12 +36,7 @@ from paceline.runner.graphs import (
     GraphStore,
     RecordedGraphFactory,
 )
-from paceline.runner.guard import Guard
-from paceline.runner.model_runner import ModelRunner
-from paceline.runner.outputs_ring import OutputsRing
-from paceline.runner.overlay import Overlay
-from paceline.runner.program import Parts
-from paceline.runner.proposer import NOBODY, Proposer
+from paceline.runner.recording.guard import Guard
 from paceline.runner.request_table import RequestTable
 from paceline.runner.sanitizer.sanitizer import Sanitizer
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT, StagingRing

@@ -10,12 +10,12 @@ from paceline.core.progress import Progress
 from paceline.core.step import JoinDelta, RunKind, Step, StepRun, padded_step
 from paceline.kernels.compile_ahead import compile_ahead
 from paceline.runner.buffers import PaddedSize
-from paceline.runner.graph_keys import GraphKeys, empty_step
-from paceline.runner.graph_sizes import GraphSizes
-from paceline.runner.graphs import Graph, GraphKey, GraphStore
-from paceline.runner.guard import Guard
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
 from paceline.runner.program import Parts, StepProgram
+from paceline.runner.recording.graph_keys import GraphKeys, empty_step
+from paceline.runner.recording.graph_sizes import GraphSizes
+from paceline.runner.recording.graphs import Graph, GraphKey, GraphStore
+from paceline.runner.recording.guard import Guard
 from paceline.runner.sanitizer.poisoned_run import CheckedStep
 from paceline.runner.sanitizer.sanitizer import Sanitizer
 from paceline.runner.staging import Copy, StagingRing

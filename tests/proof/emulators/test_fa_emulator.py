@@ -13,7 +13,7 @@ from paceline.proof.emulators.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 8, 4, 9
 EXTENDS, KEYS = (2, 0, 3), (9, 1, 6)

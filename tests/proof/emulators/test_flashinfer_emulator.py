@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.core.errors import HostReadError, KernelArgumentError
 from paceline.proof.emulators.flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from paceline.proof.emulators.flashinfer_kernel import NO_KEY
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 64, 4, 9
 EXTENDS, KEYS = (2, 0, 3), (9, 1, 6)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.errors import HostReadError, KernelArgumentError
 from paceline.proof.emulators.flashinfer import BatchPrefillWithRaggedKVCacheWrapper
-from paceline.runner.recorded import RecordedGraph
+from paceline.runner.recording.recorded import RecordedGraph
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 SEEN = (  # of three requests: which key each query sees

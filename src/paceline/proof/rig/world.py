@@ -22,8 +22,8 @@ from paceline.proof.rig.placement import BatchPlacement
 from paceline.proof.suite.case import Batch, Case
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.build import NO_MIXERS, RunnerConfig, build_runner
-from paceline.runner.graph_sizes import GraphSizes
 from paceline.runner.proposer import NOBODY, Proposer
+from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.streams import make_stream
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, seed=0)

@@ -12,10 +12,10 @@ from paceline.core.events import Event, Notify
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import kind_of_step
-from paceline.runner.arena import Arena
 from paceline.runner.buffers import PaddedSize
-from paceline.runner.host_reads import refuse_host_reads
-from paceline.runner.recorded import GraphTooLarge, RecordedGraph
+from paceline.runner.recording.arena import Arena
+from paceline.runner.recording.host_reads import refuse_host_reads
+from paceline.runner.recording.recorded import GraphTooLarge, RecordedGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

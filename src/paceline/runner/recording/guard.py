@@ -7,8 +7,8 @@ from torch import Tensor
 from paceline.attention.held import Link, links
 from paceline.core.errors import GraphGuardError, IntegrityError
 from paceline.core.step import Step
-from paceline.runner.graphs import GraphKey
 from paceline.runner.program import Parts
+from paceline.runner.recording.graphs import GraphKey
 
 
 class Guard:

@@ -16,8 +16,8 @@ from torch import Tensor
 from paceline.core.errors import GraphError, message
 from paceline.kernels.compile_ahead import EMPTY_FACTORIES
 from paceline.kernels.custom_op import Bind, Run, bind_of
-from paceline.runner.arena import Arena
-from paceline.runner.host_reads import refuse_host_reads
+from paceline.runner.recording.arena import Arena
+from paceline.runner.recording.host_reads import refuse_host_reads
 
 _NATIVE = torch._C._VariableFunctions
 _CASTS = ("aten::_to_copy", "aten::to")  # a copy into a tensor casts and copies once

@@ -10,9 +10,9 @@ from paceline.core.sampling_params import SamplerTier
 from paceline.core.sharing import MIN_SHARERS
 from paceline.core.step import Step, StepLayout
 from paceline.runner.buffers import PaddedSize
-from paceline.runner.graph_sizes import GraphSizes
-from paceline.runner.graphs import GraphKey
 from paceline.runner.program import Parts
+from paceline.runner.recording.graph_sizes import GraphSizes
+from paceline.runner.recording.graphs import GraphKey
 
 
 class GraphKeys:
