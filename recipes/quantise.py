@@ -41,10 +41,8 @@ def main() -> None:
 def quantise(source: Path, format_: str, out: Path) -> int:
     """Copy `source` to `out` with its linear layers in `format_`; how many there are."""
     settings, encode = FORMATS[format_]
-    out.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.is_file() and path.suffix != ".safetensors":
-            shutil.copy(path, out / path.name)
+    if out.exists():
+        raise SystemExit(f"{out} must be a new folder, and is there; name another or remove it")
     stored: Parts = {}
     for path in sorted(source.glob("*.safetensors")):
         stored |= load_file(path)
@@ -54,11 +52,19 @@ def quantise(source: Path, format_: str, out: Path) -> int:
         if not is_quantised(name, tensor, stacked=format_ == "mxfp4"):
             written[name] = tensor
             continue
+        if tensor.shape[-1] % GROUP:
+            raise SystemExit(f"{name}: columns must come in {GROUP}s, got {list(tensor.shape)}")
         count += 1
         module, _, last = name.rpartition(".")
         prefix = module if last == "weight" else name
         for part, value in encode(tensor.float()).items():
             written[f"{prefix}{part if part.startswith('_') else '.' + part}"] = value.contiguous()
+    if not count:
+        raise SystemExit(f"{source} must have weights that {format_} takes, and has none")
+    out.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file() and path.suffix != ".safetensors":
+            shutil.copy(path, out / path.name)
     save_file(written, out / "model.safetensors", metadata={"format": "pt"})
     for index in out.glob("*.index.json"):
         index.unlink()

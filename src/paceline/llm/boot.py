@@ -216,7 +216,7 @@ def decide_parts(prepared: Prepared, knobs: Knobs) -> Decided:
     options, source, notify = prepared.options, prepared.source, prepared.events
     _note_context(prepared.config, known(options.max_model_len), notify)
     quantization = read_quantization(source.config)
-    if quantization is not None:
+    if quantization is not None and options.load_format != "dummy":
         notify(Event("weights_dequantised", str(quantization)))
     decided = decide(
         prepared.config,

@@ -74,11 +74,12 @@ def load_model(
             whole = build(parallel=ALONE, device=torch.device("meta"), exchange=None)
             fill_dummy_part(model, whole, device=device, seed=seed)
         return model
-    with open_checkpoint(weights_folder(source)) as stored:
-        checkpoint: StoredTensors = stored
+    with open_checkpoint(weights_folder(source)) as opened:
+        stored: StoredTensors = opened
         quantization = read_quantization(source.config)
         if quantization is not None:
-            checkpoint = Dequantised(stored, quantization, model=source.name)
+            stored = Dequantised(stored, quantization, model=source.name)
+        checkpoint = stored
         if file.names_experts:
             checkpoint = UnstackedExperts(checkpoint)
         rows = config.stored_vocab_size
@@ -90,10 +91,13 @@ def load_model(
             names = without_layers_behind(names, config.num_layers)
         if config.tie_word_embeddings:
             names = _tie(checkpoint, names)
+        destinations = model.destinations()
+        if isinstance(stored, Dequantised):
+            names = _without_idle(stored, names, destinations)
         copy_weights(
             checkpoint,
             names,
-            model.destinations(),
+            destinations,
             module=model,
             model=source.name,
             progress=progress,
@@ -134,6 +138,17 @@ def copy_weights(
     require_filled_once(module, destinations, model=model)
     _copy(checkpoint, names, destinations, progress)
     _finish(module, model)
+
+
+def _without_idle(
+    stored: Dequantised, names: dict[str, str], destinations: Named
+) -> dict[str, str]:
+    """`names` without biases of zeros that no layer takes."""
+    return {
+        canonical: name
+        for canonical, name in names.items()
+        if canonical in destinations or not stored.is_idle(name)
+    }
 
 
 def _tie(checkpoint: StoredTensors, names: dict[str, str]) -> dict[str, str]:

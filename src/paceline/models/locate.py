@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.near import did_you_mean
-from paceline.models.quantized.config import KEY, SIDE_FILES, from_side_file
+from paceline.models.quantized.config import KEY, SIDE_FILES, from_side_file, said_of
 from paceline.models.weight_files import gguf_refusal
 
 _HERE = Path(__file__).parent
@@ -173,7 +173,7 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
 
 def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Older files say beside config.json how weights are quantised."""
-    if config.get(KEY):
+    if said_of(config):
         return config
     for name in SIDE_FILES:
         path = folder / name

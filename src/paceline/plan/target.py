@@ -29,11 +29,13 @@ def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None
 
     weights=False does not download those of a hub model.  Raises ModelError, ConfigError.
     """
-    source = locate(options.model, options.revision, weights=weights)
+    source = locate(options.model, options.revision, weights=False)
     config = parse_config(source.config, source.generation_config)
     device = local_device(options.device) if gpu is None else gpu_by_name(gpu)
     quantization = read_quantization(source.config)
     _require_method(options, quantization)
+    if weights:  # which a model that is refused does not download
+        source = locate(options.model, options.revision)
     return Target(source=source, config=config, device=device, quantization=quantization)
 
 

@@ -1,5 +1,6 @@
 """Codes of the formats against golden words, and sizes that leave a remainder."""
 
+import definitions
 import pytest
 import torch
 from torch import Tensor
@@ -46,11 +47,32 @@ def test_e2m1_and_e8m0() -> None:
 
 
 @pytest.mark.parametrize("stored", [0x77777777, 0x88888888])
-@pytest.mark.parametrize("is_v2", [False, True])
-def test_zero_points_of_symmetric_gptq_tell_the_version(stored: int, is_v2: bool) -> None:
+def test_zero_points_of_symmetric_gptq_tell_the_version(stored: int) -> None:
     eights = words(0x88888888).expand(1, 8).contiguous()
-    got = gptq(eights, words(stored)[None], torch.ones(1, 8), bits=4, group=8, is_v2=is_v2)
+    got = gptq(eights, words(stored)[None], torch.ones(1, 8), bits=4, group=8, is_v2=None)
     assert not got.any()
+
+
+def test_symmetric_gptq_has_no_other_zero_points() -> None:
+    words_, stored = words(0x88888888).expand(1, 8).contiguous(), words(0x33333333)[None]
+    with pytest.raises(ValueError, match="not those of symmetric weights"):
+        gptq(words_, stored, torch.ones(1, 8), bits=4, group=8, is_v2=None)
+
+
+def test_the_last_group_may_be_partial() -> None:
+    """192 columns in groups of 128, as of widths that no power of two divides."""
+    torch.manual_seed(0)
+    parts = {
+        "qweight": torch.randint(-(2**31), 2**31, (24, 16)).int(),
+        "qzeros": torch.randint(-(2**31), 2**31, (2, 2)).int(),
+        "scales": torch.rand(2, 16).half(),
+    }
+    wanted = definitions.gptq(parts, 128, 4, plus_one=True)
+    got = gptq(*parts.values(), torch.arange(192) // 128, bits=4, group=128, is_v2=False)
+    assert torch.equal(got, wanted)
+    columns = torch.randint(-(2**31), 2**31, (192, 2)).int()
+    wanted = definitions.awq(parts | {"qweight": columns}, 128)
+    assert torch.equal(awq(columns, parts["qzeros"], parts["scales"], group=128), wanted)
 
 
 def test_other_zero_points_follow_the_label() -> None:

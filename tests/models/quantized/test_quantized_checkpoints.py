@@ -13,11 +13,13 @@ import torch
 import transformers
 from fake_context import FakeContext
 from safetensors.torch import load_file
+from test_ranks import TOKENS, logits, require_equal, together
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.core.parallel import Parallel
 from paceline.core.sampling_params import SamplingParams
+from paceline.kernels.all_reduce import open_exchange
 from paceline.llm.llm import LLM
 from paceline.models.checkpoint import open_checkpoint
 from paceline.models.config import parse_config
@@ -160,6 +162,26 @@ def test_an_engine_generates_with_it_and_says_how_it_is_stored(
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
     wanted = dense.generate(torch.tensor([[5, 6, 7]]), **how)
     assert tokens == [wanted[0, 3:].tolist()]
+
+
+@pytest.mark.parametrize("format_", ["awq", "fp8-block", "mxfp4"])
+def test_ranks_read_their_parts_of_it(format_: str, tmp_path: Path) -> None:
+    plain, quantised = tmp_path / "plain", tmp_path / "quantised"
+    if format_ == "mxfp4":
+        save(plain, "gpt-oss-sinks-alternating-windows", hidden_size=64, intermediate_size=96)
+    else:
+        save(plain, "llama-gqa2-untied", hidden_size=128, intermediate_size=160)
+    quantise(plain, format_, quantised)
+    source = locate(str(quantised))
+    config = parse_config(source.config, source.generation_config)
+    where = {"device": torch.device("cpu"), "dtype": torch.float32}
+    alone = load_model(source, config, parallel=Parallel(), **where)
+    capacity = TOKENS * max(config.hidden_size, config.vocab_size)
+    ranks = [
+        load_model(source, config, parallel=Parallel(rank, 2), exchange=way, **where)
+        for rank, way in enumerate(open_exchange(2, capacity, **where))
+    ]
+    require_equal(together(ranks, config), logits(alone, config))
 
 
 def test_nvfp4_is_what_its_library_says_in_bfloat16() -> None:

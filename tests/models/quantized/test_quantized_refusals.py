@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 from test_quantized_checkpoints import quantise, save
 from torch import Tensor
 
 from paceline.core.errors import ModelError, WeightsError
 from paceline.core.parallel import Parallel
+from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
+from paceline.models.quantized.compressed_tensors import _PRESETS
 from paceline.models.quantized.config import read_quantization
 
 CT: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -55,6 +58,10 @@ def ct(weights: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
             r"checkpoint_format must be 'gptq' or 'gptq_v2', got 'marlin'",
         ),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"quant_algo must be 'FP8'"),
+        ({"quant_method": ["fp8"]}, r"quant_method must be one of .*got \['fp8'\]"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, r"group_size must be an integer"),
+        (ct(ignore="lm_head"), r"ignore must be a list of module names and patterns"),
+        (ct(ignore=["re:("]), r"ignore must be regular expressions behind 're:'"),
         (ct(sparsity_config={"format": "sparse-24-bitmask"}), r"sparsity_config must be absent"),
         (ct(transform_config={"config_groups": {"u": {}}}), r"transform_config must be absent"),
         (ct({"num_bits": 3}), r"weights: num_bits must be 4 or 8, got 3"),
@@ -77,6 +84,30 @@ def test_settings_are_refused_by_name(settings: dict[str, Any], text: str) -> No
 def test_a_cache_with_scales_is_no_quantised_checkpoint() -> None:
     settings = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
     assert read_quantization({"quantization_config": settings}) is None
+
+
+def test_a_format_of_the_cache_alone_is_none_of_weights() -> None:
+    settings = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    assert read_quantization({"quantization_config": settings}) is None
+
+
+def test_older_names_of_the_field_and_of_the_method_are_read() -> None:
+    assert read_quantization({"compression_config": ct()}) == read_quantization(
+        {"quantization_config": ct()}
+    )
+    exported = {"producer": {"name": "modelopt"}, "quant_algo": "FP8"}
+    found = read_quantization({"quantization_config": exported})
+    assert found is not None
+    assert found.method == "modelopt"
+
+
+@pytest.mark.parametrize("name", sorted(_PRESETS))
+def test_presets_are_those_of_the_library(name: str) -> None:
+    theirs = preset_name_to_scheme(name, ["Linear"]).weights
+    assert theirs is not None
+    size = theirs.group_size if theirs.strategy != "block" else None
+    told = (theirs.num_bits, theirs.type, theirs.symmetric, theirs.strategy)
+    assert _PRESETS[name] == (*told, size)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +146,16 @@ def changed(plain: Path, out: Path, format_: str, change: Any) -> str:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(WeightsError) as error:
+        loaded(folder)
+    return str(error.value)
+
+
+def loaded(folder: Path) -> CausalLM:
     source = locate(str(folder))
     config = parse_config(source.config, source.generation_config)
     where = {"device": torch.device("cpu"), "dtype": torch.float32}
-    with pytest.raises(WeightsError) as error:
-        load_model(source, config, parallel=Parallel(), **where)
-    return str(error.value)
+    return load_model(source, config, parallel=Parallel(), **where)
 
 
 def without(name: str) -> Any:
@@ -134,6 +169,24 @@ def with_(name: str, make: Any) -> Any:
     return change
 
 
+def halved(tensors: dict[str, Tensor]) -> None:
+    """Two groups where there were three."""
+    for name in ("scales", "qzeros"):
+        tensors[Q + name] = tensors[Q + name][:2].contiguous()
+
+
+def test_biases_of_zeros_that_no_layer_has_are_passed_over(plain: Path, tmp_path: Path) -> None:
+    quantise(plain, "gptq", tmp_path / "gptq")
+    before = loaded(tmp_path / "gptq")
+    tensors = load_file(tmp_path / "gptq" / "model.safetensors")
+    for name in [*tensors]:
+        if name.endswith("qweight"):
+            tensors[name.replace("qweight", "bias")] = torch.zeros(tensors[name].shape[1])
+    save_file(tensors, tmp_path / "gptq" / "model.safetensors")
+    after = loaded(tmp_path / "gptq")
+    assert all(map(torch.equal, before.parameters(), after.parameters()))
+
+
 @pytest.mark.parametrize(
     ("format_", "change", "text"),
     [
@@ -141,6 +194,20 @@ def with_(name: str, make: Any) -> Any:
          "qweight, qzeros, scales, got no scales"),
         ("awq", with_(Q + "qzeros", lambda t: t[:, :-1].contiguous()), "'qzeros' of [3, 12]"),
         ("awq", with_(Q + "scales", lambda t: t[:2].contiguous()), "'qzeros' of [2, 12]"),
+        ("gptq-asym", halved, "'scales' for 3 groups, of 32 of 96 columns, got 2 groups"),
+        ("gptq", with_(Q + "qzeros", lambda t: t + 1), "not those of symmetric weights"),
+        ("fp8-block", with_(Q + "weight_scale_inv", lambda t: torch.full((1, 1), 127).byte()),
+         "'weight_scale_inv' of F32 or BF16 or F16 or F8_E8M0, got U8"),
+        ("mxfp4-linear", with_(Q + "weight_scale", lambda t: t.float()),
+         "'weight_scale' of U8 or F8_E8M0, got F32"),
+        ("mxfp4-linear", with_(Q + "weight_packed", lambda t: t[:, :-8].contiguous()),
+         "'weight_scale' of [96, 2]"),
+        ("nvfp4", with_(Q + "weight_global_scale", lambda t: torch.ones(2)),
+         "'weight_global_scale' of [] or [1]"),
+        ("modelopt-nvfp4", without(Q + "weight_scale_2"), "with 'weight_scale_2', as of NVFP4"),
+        ("modelopt-fp8", with_(Q + "weight_scale_2", lambda t: torch.ones(1)),
+         "without 'weight_scale_2', as of FP8"),
+        ("gptq", with_(Q + "bias", lambda t: torch.ones(96)), "1 unexpected"),
         ("awq", with_(Q + "scales", lambda t: -t), "a scale that is negative"),
         ("gptq", with_(Q + "qweight", lambda t: t[:, :-8].contiguous()),
          "'qweight' [inputs * 4 / 32, 96]"),

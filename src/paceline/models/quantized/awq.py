@@ -13,6 +13,7 @@ from paceline.models.quantized.scheme import (
     Quantization,
     Stored,
     Weight,
+    groups,
     refuse_settings,
     refuse_weight,
     require_shape,
@@ -23,7 +24,7 @@ PARTS = ("qweight", "qzeros", "scales")
 
 @dataclass(frozen=True, slots=True)
 class Awq(Quantization):
-    """All of it is told by the shapes."""
+    group_size: int | None  # columns that share a scale; None: all
 
     def weights(self, module: str, stored: Mapping[str, Stored]) -> list[Weight]:
         from paceline.models.quantized.codes import awq
@@ -34,17 +35,21 @@ class Awq(Quantization):
         (columns, words), (rows_of_scales, rows) = stored["qweight"].shape, stored["scales"].shape
         require_shape(module, "qweight", stored["qweight"], (columns, rows // 8))
         require_shape(module, "qzeros", stored["qzeros"], (rows_of_scales, words))
-        group = group_of(module, columns, rows_of_scales)
+        group = group_of(module, self.group_size, columns, rows_of_scales)
         return [Weight("weight", (rows, columns), PARTS, partial(awq, group=group))]
 
 
 def read_awq(fields: Fields) -> Awq:
     """Raises ModelError."""
-    version = str(fields.get("version") or "gemm").lower()
-    fields = Fields({"version": version, "bits": fields.get("bits") or fields.get("w_bit")})
+    said = {
+        "version": str(fields.get("version") or "gemm").lower(),
+        "bits": fields.get("bits") or fields.get("w_bit"),
+        "group_size": fields.get("group_size") or fields.get("q_group_size"),
+    }
+    shown = Fields(said, "config.json: quantization_config")
     remedy = "use a checkpoint of 4 bits in AWQ's gemm layout"
-    refuse_settings(fields, {"version": ("gemm",), "bits": (4, None)}, remedy)
-    return Awq("awq")
+    refuse_settings(shown, {"version": ("gemm",), "bits": (4, None)}, remedy)
+    return Awq("awq", read_group_size(shown))
 
 
 def require_words(module: str, stored: Mapping[str, Stored]) -> None:
@@ -57,8 +62,18 @@ def require_words(module: str, stored: Mapping[str, Stored]) -> None:
             refuse_weight(module, f"'{name}' a matrix of {' or '.join(dtypes)}", stored[name])
 
 
-def group_of(module: str, columns: int, num_groups: int) -> int:
-    """Columns that share a scale."""
-    if columns % num_groups:
-        refuse_weight(module, f"'scales' for groups of one size of {columns} columns", num_groups)
-    return columns // num_groups
+def read_group_size(fields: Fields) -> int | None:
+    """None where the file says -1: one group.  Raises ModelError."""
+    if fields.get("group_size") == -1:
+        return None
+    size: int = fields.integer("group_size", 128)
+    return size
+
+
+def group_of(module: str, size: int | None, columns: int, num_groups: int) -> int:
+    """Columns that share a scale; the last group may be partial.  Raises WeightsError."""
+    size = size or columns
+    if num_groups != groups(columns, size):
+        expected = f"'scales' for {groups(columns, size)} groups, of {size} of {columns} columns"
+        refuse_weight(module, expected, f"{num_groups} groups")
+    return size

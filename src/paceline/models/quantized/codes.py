@@ -64,7 +64,8 @@ def e2m1(packed: Tensor) -> Tensor:
 
 
 def e8m0(exponents: Tensor) -> Tensor:
-    """uint8 -> 2 ** (byte - 127), float32; NaN of 255."""
+    """Bytes, or float8_e8m0fnu, which are the same -> 2 ** (byte - 127), float32; NaN of 255."""
+    exponents = exponents.view(torch.uint8)
     powers = torch.exp2(exponents.float() - _E8M0_BIAS)
     return torch.where(exponents == 255, torch.nan, powers)
 
@@ -110,22 +111,25 @@ def gptq(
     *,
     bits: int,
     group: int,
-    is_v2: bool,
+    is_v2: bool | None,
 ) -> Tensor:
     """words [K * bits / 32, N] along K, zero_words [G, N * bits / 32] along N, scale [G, N], order
     [K]: the group of each column -> [N, K] float32.
 
-    Version 1 stores zero points less 1, in their own field each.  Files are mislabelled: where all
-    are those of symmetric weights, they tell the version themselves.  Raises ValueError where a
-    group is no run of columns (activation order).
+    Version 1 stores zero points less 1, in their own field each.  is_v2: None of symmetric weights,
+    whose zero points tell it themselves, since files are mislabelled.  Raises ValueError where they
+    do not, or where a group is no run of columns (activation order).
     """
     columns, rows = words.shape[0] * 32 // bits, words.shape[1]
     if order is not None and not torch.equal(order.long(), torch.arange(columns) // group):
         raise ValueError("columns in activation order (g_idx), which is not served")
     codes = bit_fields(words.T.contiguous(), bits, columns).T
     zero, half = bit_fields(zero_words, bits, rows), 1 << bits - 1
-    is_stored_whole = is_v2 and not bool((zero == half - 1).all())
-    if not is_stored_whole and not bool((zero == half).all()):
+    if is_v2 is None:
+        is_v2 = bool((zero == half).all())
+        if not is_v2 and not bool((zero == half - 1).all()):
+            raise ValueError("zero points that are not those of symmetric weights")
+    if not is_v2:
         zero = (zero + 1) & ((1 << bits) - 1)
     blocks = Blocks(group, 1, (scale.shape[0], scale.shape[1]))
     return scaled(codes, scale, zero, blocks=blocks).T.contiguous()
@@ -147,7 +151,7 @@ def nvfp4(packed: Tensor, scale: Tensor, whole: Tensor, *, divides: bool) -> Ten
     """packed [N, K / 2] uint8, scale [N, K / 16] e4m3, whole: one number -> [N, K] float32.
 
     divides: compressed-tensors stores 448 * 6 / amax, which divides; ModelOpt amax / (448 * 6)."""
-    factor = whole.float().reshape(1, 1)
+    factor = whole.float()
     if not bool((factor.isfinite() & (factor > 0)).all()):
         raise ValueError("a global scale that is no positive number")
     factors = scale.float() / factor if divides else scale.float() * factor

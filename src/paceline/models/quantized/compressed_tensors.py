@@ -19,6 +19,7 @@ from typing import Any
 from paceline.models.fields import Fields
 from paceline.models.quantized.fp8 import Block, read_block, scaled_weight
 from paceline.models.quantized.scheme import (
+    E8M0,
     FP8,
     Quantization,
     Stored,
@@ -26,6 +27,7 @@ from paceline.models.quantized.scheme import (
     groups,
     refuse_settings,
     refuse_weight,
+    require_dtype,
     require_shape,
 )
 
@@ -37,7 +39,7 @@ _STRATEGIES = (None, "tensor", "channel", "group", "block", "tensor_group")
 _REQUANTISE = "convert it with llm-compressor: W4A16, W8A16, W8A8, FP8, NVFP4 or MXFP4, without "
 # What a preset's name says of weights: bits, type, symmetric, strategy, group_size.
 _PRESETS: dict[str, tuple[int, str, bool, str, int | None]] = {
-    "W8A16": (8, "int", True, "channel", None),
+    "W8A16": (8, "int", True, "group", 128),
     "W4A16": (4, "int", True, "group", 128),
     "W4A16_ASYM": (4, "int", False, "group", 128),
     "W8A8": (8, "int", True, "channel", None),
@@ -104,6 +106,10 @@ def read_compressed_tensors(fields: Fields) -> CompressedTensors | None:
         if value and value.get("format") != "dense":
             fields.fail(name, "absent", value, remedy=_REQUANTISE + "sparsity and transforms")
     ignored = fields.get("ignore") or []
+    if not isinstance(ignored, list):
+        fields.fail("ignore", "a list of module names and patterns", ignored)
+    for entry in ignored:
+        _compiled(fields, "ignore", str(entry))
     read = [_group(fields, name, given) for name, given in fields.nested("config_groups").items()]
     found = tuple(group for group in read if group is not None)
     if not found:
@@ -144,6 +150,8 @@ def _group(fields: Fields, name: str, given: Any) -> Group | None:
     targets = group.get("targets")
     if not isinstance(targets, list) or not targets:
         group.fail("targets", "a list of module names or classes", targets)
+    for target in targets:
+        _compiled(group, "targets", str(target))
     size = weights.get("group_size")
     is_block = weights.get("strategy") == "block"
     return Group(
@@ -154,6 +162,15 @@ def _group(fields: Fields, name: str, given: Any) -> Group | None:
         group_size=size if isinstance(size, int) and size > 0 else None,
         block=(read_block(weights, "block_structure") or (128, 128)) if is_block else None,
     )
+
+
+def _compiled(fields: Fields, name: str, entry: str) -> None:
+    """Raise ModelError for a pattern that is none."""
+    if entry.startswith("re:"):
+        try:
+            re.compile(entry.removeprefix("re:"))
+        except re.error as error:
+            fields.fail(name, "regular expressions behind 're:'", f"{entry} ({error})")
 
 
 def _matches(entry: str, module: str) -> bool:
@@ -172,13 +189,15 @@ def _packed_integers(module: str, stored: Mapping[str, Stored], group: Group) ->
         refuse_weight(module, "no 'weight_g_idx' (activation order of groups)", sorted(stored))
     rows, columns = words.shape[0], words.shape[1] * 32 // group.bits
     size = group.group_size or columns
+    if scale.shape == (rows, 1):  # older tools took one group for some presets
+        size = columns
     blocks = Blocks(1, size, (rows, groups(columns, size)))
     require_shape(module, "weight_scale", scale, blocks.table)
     parts: tuple[str, ...] = ("weight_packed", "weight_scale")
-    if not group.symmetric:
-        zero = stored.get("weight_zero_point")
-        if zero is None:
-            refuse_weight(module, "'weight_zero_point': symmetric is false", sorted(stored))
+    zero = stored.get("weight_zero_point")
+    if zero is None and not group.symmetric:
+        refuse_weight(module, "'weight_zero_point': symmetric is false", sorted(stored))
+    if zero is not None:
         require_shape(
             module, "weight_zero_point", zero, (groups(rows * group.bits, 32), blocks.table[1])
         )
@@ -196,7 +215,11 @@ def _packed_floats(module: str, stored: Mapping[str, Stored]) -> Weight:
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     if "weight_global_scale" in stored:
         require_shape(module, "weight_scale", scale, (rows, columns // 16))
+        require_dtype(module, "weight_scale", scale, FP8)
+        whole = "weight_global_scale"
+        require_shape(module, whole, stored[whole], (), (1,))
         parts: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_global_scale")
         return Weight("weight", (rows, columns), parts, partial(nvfp4, divides=True))
     require_shape(module, "weight_scale", scale, (rows, columns // 32))
+    require_dtype(module, "weight_scale", scale, "U8", E8M0)
     return Weight("weight", (rows, columns), ("weight_packed", "weight_scale"), mxfp4)

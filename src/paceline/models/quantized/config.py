@@ -31,15 +31,15 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
 
     Raises ModelError for a method, or a setting of one, that is not served.
     """
-    given = config.get(KEY)
-    if given is None:
-        inner = config.get("text_config")
-        given = inner.get(KEY) if isinstance(inner, Mapping) else None
+    given = said_of(config)
     if not given:
         return None
     fields = Fields({KEY: given}).nested(KEY)
     method = fields.get("quant_method")
-    if method not in METHODS:
+    producer = fields.get("producer")
+    if method is None and isinstance(producer, Mapping):
+        method = producer.get("name")  # of ModelOpt's older exports
+    if not isinstance(method, str) or method not in METHODS:
         raise ModelError.about(
             f"config.json: {KEY}.quant_method",
             expected=f"one of {', '.join(METHODS)}",
@@ -47,6 +47,16 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
             remedy="use a checkpoint of one of these methods, or an unquantised one",
         )
     return METHODS[method](Fields(fields, f"config.json: {KEY}"))
+
+
+def said_of(config: Mapping[str, Any]) -> Any:
+    """The field, or None, as it stands or in older files stood."""
+    inner = config.get("text_config")
+    for file in (config, inner if isinstance(inner, Mapping) else {}):
+        for name in (KEY, "compression_config"):
+            if file.get(name) is not None:
+                return file[name]
+    return None
 
 
 def from_side_file(name: str, data: Mapping[str, Any]) -> dict[str, Any]:

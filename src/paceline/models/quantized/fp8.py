@@ -12,13 +12,16 @@ from functools import partial
 
 from paceline.models.fields import Fields
 from paceline.models.quantized.scheme import (
+    E8M0,
     FP8,
+    PLAIN,
     Quantization,
     Stored,
     Weight,
     groups,
     refuse_settings,
     refuse_weight,
+    require_dtype,
     require_shape,
 )
 
@@ -78,6 +81,7 @@ def scaled_weight(
         refuse_weight(module, f"a matrix and one of {' and '.join(_SCALES)}", sorted(stored))
     rows, columns = weight.shape
     shape = stored[scales[0]].shape
+    require_dtype(module, scales[0], stored[scales[0]], *PLAIN, E8M0)
     if shape in ((), (1,), (1, 1)):
         blocks = Blocks(rows, columns, (1, 1))
     elif shape in ((rows,), (rows, 1)):

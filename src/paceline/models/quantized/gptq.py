@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from paceline.models.fields import Fields
-from paceline.models.quantized.awq import PARTS, group_of, require_words
+from paceline.models.quantized.awq import PARTS, group_of, read_group_size, require_words
 from paceline.models.quantized.scheme import (
     Quantization,
     Stored,
@@ -24,7 +24,8 @@ from paceline.models.quantized.scheme import (
 @dataclass(frozen=True, slots=True)
 class Gptq(Quantization):
     bits: int
-    is_v2: bool  # what the file is called: where zero points are all alike, they tell
+    group_size: int | None  # columns that share a scale; None: all
+    is_v2: bool | None  # None: zero points are those of symmetric weights, and tell it
 
     def weights(self, module: str, stored: Mapping[str, Stored]) -> list[Weight]:
         from paceline.models.quantized.codes import gptq
@@ -45,7 +46,7 @@ class Gptq(Quantization):
         if "g_idx" in stored:
             require_shape(module, "g_idx", stored["g_idx"], (columns,))
             parts += ("g_idx",)
-        group = group_of(module, columns, num_groups)
+        group = group_of(module, self.group_size, columns, num_groups)
         make = partial(gptq, bits=self.bits, group=group, is_v2=self.is_v2)
         return [Weight("weight", (rows, columns), parts, make)]
 
@@ -57,6 +58,7 @@ def read_gptq(fields: Fields) -> Gptq:
     shown = Fields(
         {
             "bits": fields.get("bits"),
+            "group_size": fields.get("group_size"),
             "checkpoint_format": named,
             "dynamic": fields.get("dynamic") or None,
             "desc_act": bool(fields.get("desc_act")) and not bool(fields.get("static_groups")),
@@ -65,4 +67,5 @@ def read_gptq(fields: Fields) -> Gptq:
     )
     served = {"bits": (4, 8), "checkpoint_format": ("gptq", "gptq_v2"), "dynamic": (None,)}
     refuse_settings(shown, {**served, "desc_act": (False,)}, remedy)
-    return Gptq("gptq", shown.integer("bits"), named == "gptq_v2")
+    is_v2 = named == "gptq_v2" if fields.get("sym") is False else None
+    return Gptq("gptq", shown.integer("bits"), read_group_size(shown), is_v2)

@@ -18,6 +18,7 @@ from paceline.models.quantized.scheme import (
     Weight,
     refuse_settings,
     refuse_weight,
+    require_dtype,
     require_shape,
 )
 
@@ -29,11 +30,17 @@ _SERVED = (
 
 @dataclass(frozen=True, slots=True)
 class ModelOpt(Quantization):
+    algorithm: str  # of _SERVED
+
     def weights(self, module: str, stored: Mapping[str, Stored]) -> list[Weight]:
         from paceline.models.quantized.codes import nvfp4
 
         if "pre_quant_scale" in stored:
             refuse_weight(module, "no 'pre_quant_scale' (algorithms of AWQ)", sorted(stored))
+        is_fp4 = self.algorithm.endswith("NVFP4")
+        if is_fp4 != ("weight_scale_2" in stored) and "weight_scale" in stored:
+            wanted = "with" if is_fp4 else "without"
+            refuse_weight(module, f"{wanted} 'weight_scale_2', as of {self.algorithm}", [*stored])
         if "weight_scale_2" not in stored:
             return scaled_weight(module, stored, codes=FP8, block=(128, 128))
         parts = ("weight", "weight_scale", "weight_scale_2")
@@ -45,13 +52,17 @@ class ModelOpt(Quantization):
             refuse_weight(module, "uint8 'weight', a matrix", packed)
         rows, columns = packed.shape[0], 2 * packed.shape[1]
         require_shape(module, "weight_scale", stored["weight_scale"], (rows, columns // 16))
+        require_shape(module, parts[2], stored[parts[2]], (), (1,))
+        require_dtype(module, "weight_scale", stored["weight_scale"], FP8)
         return [Weight("weight", (rows, columns), parts, partial(nvfp4, divides=False))]
 
 
-def read_modelopt(fields: Fields) -> ModelOpt:
-    """Raises ModelError."""
+def read_modelopt(fields: Fields) -> ModelOpt | None:
+    """None where it is the cache alone that has a format.  Raises ModelError."""
+    if not fields.get("quant_algo") and fields.get("kv_cache_quant_algo"):
+        return None
     algorithm = str(fields.get("quant_algo") or "").upper()
     shown = Fields({"quant_algo": algorithm}, "config.json: quantization_config")
     remedy = f"use a checkpoint of {', '.join(_SERVED)}"
     refuse_settings(shown, {"quant_algo": _SERVED}, remedy)
-    return ModelOpt("modelopt")
+    return ModelOpt("modelopt", algorithm)

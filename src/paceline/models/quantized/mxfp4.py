@@ -9,10 +9,12 @@ from dataclasses import dataclass
 
 from paceline.models.fields import Fields
 from paceline.models.quantized.scheme import (
+    E8M0,
     Quantization,
     Stored,
     Weight,
     refuse_weight,
+    require_dtype,
     require_shape,
 )
 
@@ -33,6 +35,7 @@ class Mxfp4(Quantization):
             if len(blocks.shape) != 4 or blocks.shape[3] != 16 or blocks.dtype != "U8":
                 refuse_weight(f"{module}.{name}", "uint8 [experts, rows, blocks, 16]", blocks)
             require_shape(f"{module}.{name}", parts[1], stored[parts[1]], blocks.shape[:3])
+            require_dtype(f"{module}.{name}", parts[1], stored[parts[1]], "U8", E8M0)
             experts, rows, across, _ = blocks.shape
             found.append(Weight(name, (experts, 32 * across, rows), parts, mxfp4_stack))
         return found

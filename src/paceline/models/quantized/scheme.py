@@ -11,7 +11,8 @@ from paceline.models.fields import Fields
 if TYPE_CHECKING:
     from torch import Tensor
 
-FP8 = "F8_E4M3"  # as safetensors files spell it
+FP8, E8M0 = "F8_E4M3", "F8_E8M0"  # as safetensors files spell them
+PLAIN = ("F32", "BF16", "F16")  # scales that are numbers
 _UNREAD = {"input_scale", "input_zero_point", "input_global_scale", "activation_scale_ub"} | {
     "weight_shape"
 }
@@ -47,13 +48,8 @@ class Quantization(ABC):
         """What the tensors of `module` stand for; none where they are plain.
 
         stored: all tensors of the module, by their names below it.  A tensor that is in no weight,
-        and not in `unread`, is plain.  Raises WeightsError for one that is missing or misshapen.
+        and not `unread`, is plain.  Raises WeightsError for one that is missing or misshapen.
         """
-
-    def unread(self, module: str, stored: Mapping[str, Stored]) -> set[str]:
-        """Tensors of a quantised `module` that no number comes from: scales of activations, which
-        stay as they are, and shapes that headers state."""
-        return _UNREAD & stored.keys()
 
 
 Read = Callable[[Fields], Quantization | None]  # None: it quantises no weights
@@ -74,6 +70,18 @@ def require_shape(module: str, name: str, stored: Stored, *shapes: tuple[int, ..
     if stored.shape not in shapes:
         listed = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         refuse_weight(module, f"'{name}' of {listed}", f"{stored.dtype} {list(stored.shape)}")
+
+
+def require_dtype(module: str, name: str, stored: Stored, *dtypes: str) -> None:
+    """Raise WeightsError unless a tensor has one of `dtypes`."""
+    if stored.dtype not in dtypes:
+        refuse_weight(module, f"'{name}' of {' or '.join(dtypes)}", stored.dtype)
+
+
+def unread(stored: Mapping[str, Stored]) -> set[str]:
+    """Tensors of a quantised module that no number comes from: scales of activations, which stay as
+    they are, and shapes that headers state."""
+    return _UNREAD & stored.keys()
 
 
 def groups(columns: int, size: int) -> int:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from paceline.core.errors import WeightsError
 from paceline.models.checkpoint import StoredTensors
-from paceline.models.quantized.scheme import Quantization, Stored, Weight
+from paceline.models.quantized.scheme import Quantization, Stored, Weight, unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Dequantised:
             weights = quantization.weights(module, stored)
             used = {part for weight in weights for part in weight.parts}
             if weights:
-                used |= quantization.unread(module, stored)
+                used |= unread(stored)
             for weight in weights:
                 name = _joined(module, weight.name)
                 self._made[name] = _Made(module, weight)
@@ -47,10 +47,12 @@ class Dequantised:
         """Every tensor's name."""
         return self._names
 
-    @property
-    def num_made(self) -> int:
-        """Weights that are stored as codes."""
-        return len(self._made)
+    def is_idle(self, name: str) -> bool:
+        """Whether it is a bias of zeros beside codes, as GPTQ's tools write for layers without
+        one."""
+        module, _, last = name.rpartition(".")
+        of_codes = last == "bias" and _joined(module, "weight") in self._made
+        return of_codes and not bool(self._checkpoint.tensor(name).any())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As of a plain checkpoint; reads no data."""
@@ -92,7 +94,7 @@ def _joined(module: str, name: str) -> str:
 def _broken(name: str, parts: list[str], got: str) -> WeightsError:
     return WeightsError.about(
         f"the quantised weight '{name}'",
-        expected=f"finite numbers, and scales above 0, in {', '.join(parts)}",
+        expected=f"codes in order and scales that stand for numbers in {', '.join(parts)}",
         got=got,
-        remedy="download it again, or ask for the file to be mended where it comes from",
+        remedy="download it again, or take a checkpoint that was made otherwise",
     )
