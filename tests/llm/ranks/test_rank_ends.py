@@ -116,6 +116,26 @@ def test_a_rank_that_hangs_is_waited_for_no_longer_than_stated(
     assert_gone(pids)
 
 
+@pytest.mark.slow  # the short form is the test above
+@pytest.mark.parametrize("when", ["prefill", "decode", "round", "drain"])
+def test_a_rank_that_hangs_in_the_midst_ends_all(
+    three_heads: Checkpoint, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = {"speculative_algorithm": "NGRAM"} if when == "round" else {}
+    made = make_llm(three_heads, tensor_parallel_size=3, enforce_eager=True, **drafts)
+    pids = pids_of(made)
+    monkeypatch.setattr(all_reduce, "WAIT_S", 0.5)
+    stream = made.generate([[5, 6, 7] * 5], GREEDY, stream=True)
+    if when != "prefill":
+        next(stream)
+    os.kill(pids[0], signal.SIGSTOP)
+    if when != "drain":
+        with pytest.raises(TimeoutError, match=r"messages of each rank after 0\.5 s must be"):
+            list(stream)
+    made.close()
+    assert_gone(pids)
+
+
 def test_what_the_leader_raises_ends_the_ranks(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     pids = pids_of(llm)
 
@@ -147,7 +167,12 @@ PLANTED = """
 import os, signal, time
 phase = os.environ.get("PLANTED")
 if phase is not None:
+    after = int(os.environ.get("PLANTED_AFTER", "0"))
     def fail(*args, **kwargs):
+        global after
+        after -= 1
+        if after >= 0:
+            return whole(*args, **kwargs)
         how = os.environ.get("PLANTED_HOW")
         if how == "sleep":
             time.sleep(600)
@@ -164,6 +189,7 @@ if phase is not None:
         "captures": (paceline.runner.model_runner.ModelRunner, "boot"),
         "runs": (paceline.runner.model_runner.ModelRunner, "launch"),
     }[phase]
+    whole = getattr(owner, name)
     setattr(owner, name, fail)
 """
 
@@ -219,6 +245,27 @@ def test_an_error_of_a_rank_is_everybodys(
 
     with pytest.raises(PacelineError, match=told):
         run()
+    assert not children()
+
+
+@pytest.mark.slow  # the short form is the test above
+@pytest.mark.parametrize(
+    "drafts", [{}, {"speculative_algorithm": "NGRAM"}], ids=["decode", "round"]
+)
+def test_an_error_of_a_rank_behind_its_first_step_is_everybodys(
+    checkpoint: Checkpoint,
+    drafts: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    plant("runs", monkeypatch, tmp_path)
+    monkeypatch.setenv("PLANTED_AFTER", "3")
+    why = re.escape("ValueError('planted while it runs')")
+    with make_llm(checkpoint, tensor_parallel_size=2, enforce_eager=True, **drafts) as made:
+        stream = made.generate([[5, 6, 7] * 5], GREEDY, stream=True)
+        next(stream)
+        with pytest.raises(PacelineError, match=f"^rank 1 .* got ended: {why}; load"):
+            list(stream)
     assert not children()
 
 
