@@ -59,9 +59,26 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
 
 @pytest.mark.parametrize("cell", CELLS, ids=cell_name)
 def test_drafts_on_two_ranks_change_no_text(truth: Truth, cell: Cell) -> None:
+    check_drafts(truth, cell, size=2)
+
+
+EAGLE: Cell = {"drafter": "EAGLE", "topk": 2, "pool": "roomy", "enforce_eager": True}
+
+
+@pytest.mark.slow  # the short form is the test above
+@pytest.mark.parametrize(
+    ("cell", "size"),
+    [(EAGLE, 2), *((cell, 4) for cell in (*CELLS, EAGLE))],
+    ids=lambda value: value if isinstance(value, int) else cell_name(value),
+)
+def test_every_drafter_on_more_ranks_changes_no_text(truth: Truth, cell: Cell, size: int) -> None:
+    check_drafts(truth, cell, size=size)
+
+
+def check_drafts(truth: Truth, cell: Cell, *, size: int) -> None:
     kinds = KINDS[:1] if "sanitize" in cell else KINDS
-    with drafting_llm(truth, cell, tensor_parallel_size=2) as llm:
-        assert llm.prepared.parallel.size == 2
+    with drafting_llm(truth, cell, tensor_parallel_size=size) as llm:
+        assert llm.prepared.parallel.size == size
         for kind in kinds:
             served = serve(llm, truth.jobs[kind])
             check_served(truth, kind, served)
