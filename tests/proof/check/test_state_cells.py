@@ -245,7 +245,7 @@ def test_a_state_backend_that_cannot_be_loaded_ends_the_run_at_once(tmp_path):
 
 
 def test_every_kind_has_an_oracle():
-    assert set(STATE_METHODS) == set(RECURRENCES)
+    assert list(STATE_METHODS) == list(RECURRENCES)
     assert {case.method for case in CASES.values()} == set(STATE_METHODS)
 
 
