@@ -1,8 +1,10 @@
-"""The sanitizer over CUDA graphs: a right engine passes, and a reader of dead slots is named."""
+"""The sanitizer over CUDA graphs: a right engine passes, and a reader of dead slots is named; cells
+of what no shipped model has on a GPU."""
 
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from paceline.attention.backends.triton_backend import TritonBackend, TritonPlan
@@ -10,6 +12,12 @@ from paceline.attention.contract import LayerCache, Part
 from paceline.core.errors import SanitizerError
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
+from paceline.proof.check.cell import RunnerKind, Status
+from paceline.proof.rig.contenders import Contender, state_contender
+from paceline.proof.rig.harness import run_cell
+from paceline.proof.suite.case import Case
+from paceline.proof.suite.encoders import encoder_cases
+from paceline.proof.suite.states import state_cases
 
 # Warnings of drivers fail nothing.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -62,3 +70,22 @@ def test_an_engine_that_failed_to_boot_leaves_the_next_one_its_memory() -> None:
                 sanitize=True,
             )
     assert answers()
+
+
+CUDA = torch.device("cuda")
+ON_A_GPU = pytest.mark.parametrize("runner", [RunnerKind.EAGER, RunnerKind.CUDA_GRAPH])
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("case", state_cases(), ids=lambda case: f"{case.mode.value}/{case.name}")
+def test_states_equal_the_oracle(case: Case, runner: RunnerKind) -> None:
+    result = run_cell(case, state_contender("example_state_backend:SumBackend"), runner, CUDA)
+    assert result.status is Status.PROVEN, result.reason
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("case", encoder_cases(), ids=lambda case: f"{case.mode.value}/{case.name}")
+def test_rows_of_an_encoder_equal_the_oracle(case: Case, runner: RunnerKind) -> None:
+    who = Contender(name="triton", backend=TritonBackend(), is_emulated=False)
+    result = run_cell(case, who, runner, CUDA)
+    assert result.status is Status.PROVEN, result.reason

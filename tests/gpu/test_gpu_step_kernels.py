@@ -69,7 +69,7 @@ def test_keep_states_equals_its_reference(reqs: int, width: int) -> None:
     num_slots = 3 * reqs + 1
     slots = 1 + torch.randperm(3 * reqs, generator=generator).view(reqs, 3).int()
     slots[reqs // 2] = 0
-    num_kept = torch.randint(0, 4, (reqs,), generator=generator).int()
+    results = torch.randint(0, 4, (reqs, 5), generator=generator).int()  # of a round
     prefix_lens = torch.randint(0, 90, (reqs,), generator=generator).int()
     ends = []
     for run, device in ((keep_states_reference, "cpu"), (launch_keep_states, "cuda")):
@@ -77,8 +77,8 @@ def test_keep_states_equals_its_reference(reqs: int, width: int) -> None:
         parts = [numbers.remainder(200).to(dtype) for dtype in (torch.float32, torch.bfloat16)]
         lens = torch.full((num_slots,), 77, dtype=torch.int32, device=device)
         told = torch.zeros(reqs, dtype=torch.int32, device=device)
-        given = [each.to(device) for each in (prefix_lens, slots, num_kept)]
-        run(parts, lens, *given, 4, told)
+        given = [each.to(device) for each in (prefix_lens, slots, results)]
+        run(parts, lens, *given[:2], given[2][:, 0], 4, told)
         ends.append([each.cpu() for each in (*(part[:, 1:] for part in parts), lens, told)])
     for wanted, found in zip(*ends, strict=True):
         assert torch.equal(found, wanted)

@@ -37,7 +37,7 @@ def table(rows: list[tuple[int, int, int]]) -> GroupView:
 def keep(
     run: Run,
     prefix_lens: list[int],
-    kept: list[int],
+    kept: list[int] | Tensor,
     rows: list[tuple[int, int, int]],
     num_slots: int = 9,
 ) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -49,7 +49,7 @@ def keep(
         torch.arange(2 * num_slots, dtype=torch.bfloat16).view(2, num_slots),
     ]
     lens, told = torch.full((num_slots,), 77, dtype=torch.int32), view.kv_lens
-    num_kept = torch.tensor(kept, dtype=torch.int32)
+    num_kept = torch.as_tensor(kept, dtype=torch.int32)  # a tensor as it lies
     run(parts, lens, view, table(rows), num_kept, every=EVERY, state_lens=told)
     return parts, lens, told
 
@@ -78,6 +78,16 @@ def test_a_round_that_ends_beside_the_boundary_keeps_nothing(run: Run, kept: int
     parts, _, told = keep(run, [6 if kept else 8], [kept], [(5, 5, 7)])
     assert told.tolist() == [0]
     assert not torch.equal(parts[0][:, 7], parts[0][:, 5])
+
+
+@RUNS
+def test_a_column_of_a_rounds_results_says_what_it_kept(run: Run) -> None:
+    """As the engine gives it: num_kept of a round lies apart by the row of its results."""
+    results = torch.tensor([[2, 0, 31], [3, 0, 37], [1, 0, 41]], dtype=torch.int32)
+    rows = [(5, 5, 7), (6, 6, 8), (1, 1, 2)]
+    _, lens, told = keep(run, [6, 9, 2], results[:, 0], rows)
+    assert lens[[5, 6, 1]].tolist() == [8, 12, 3]
+    assert told.tolist() == [8, 12, 0]
 
 
 @pytest.mark.parametrize("width", [1, 5, 1500])

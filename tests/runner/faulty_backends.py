@@ -55,7 +55,7 @@ class WrappedBackend(AttentionBackend):
         if plan.view.max_extend_len > 1:  # prefill is right, so that decode can show the fault
             return out, lse
         extra = self.extra(layer, plan, out)
-        return (out if extra is None else out + extra), lse
+        return (out if extra is None else (out + extra).to(out.dtype)), lse
 
     def extra(self, layer: LayerCache, plan: WrappedPlan, out: Tensor) -> Tensor | None:
         return None

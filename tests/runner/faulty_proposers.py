@@ -21,7 +21,7 @@ class WrappedProposer(Proposer):
     def __init__(self, inner: EagleProposer) -> None:
         self.name, self.shape = inner.name, inner.shape
         self.pools, self.taps, self.model = inner.pools, inner.taps, inner.model
-        self.observes = inner.observes
+        self.observes, self.backend = inner.observes, inner.backend
         self.inner = inner
         self.features = inner.request_state()["draft.features"]
 

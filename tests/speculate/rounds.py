@@ -26,7 +26,7 @@ class Spy(Proposer):
     def __init__(self, inner: Proposer) -> None:
         self.name, self.shape = inner.name, inner.shape
         self.pools, self.taps, self.model = inner.pools, inner.taps, inner.model
-        self.observes = inner.observes
+        self.observes, self.backend = inner.observes, inner.backend
         self.inner = inner
         self.trees: list[DraftTree] = []
 

@@ -74,10 +74,10 @@ def keep_states(
     """Copy write slot -> checkpoint slot where a request's length is divisible by `every`.
 
     parts: of [layers, num_slots, *shape], contiguous, any dtype; lens: [num_slots] int32 tokens
-    that each slot stands for; num_kept: [padded_reqs] int32 rows of each request that last;
-    state_lens: [padded_reqs] int32 the lengths of the checkpoint slots it wrote, else 0.  Mutates
-    parts, lens and state_lens.  Graph-safe: shapes are static.  What slot 0 holds afterwards is
-    nobody's to read.
+    that each slot stands for; num_kept: [padded_reqs] int32 rows of each request that last, of a
+    round a column of its results; state_lens: [padded_reqs] int32 the lengths of the checkpoint
+    slots it wrote, else 0.  Mutates parts, lens and state_lens.  Graph-safe: shapes are static.
+    What slot 0 holds afterwards is nobody's to read.
     """
     arguments = (
         list(parts),

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVPool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.sampling_params import SamplerTier
@@ -78,6 +79,7 @@ class Proposer(ABC):
     name: str
     shape: DraftShape
     pools: tuple[KVPool, ...] = ()  # [num_draft_groups] of its cache groups
+    backend: AttentionBackend | None = None  # what runs its layers; None: none attends
     taps: tuple[str, ...] = ()  # hidden states of the target that `observe` wants
     model: nn.Module | None = None  # what it computes with; None: nothing is learnt
     observes: bool = False  # True: steps end with `observe`, else with their commit

@@ -10,6 +10,7 @@ import torch
 
 from paceline.attention import mixers
 from paceline.core.errors import ConfigError
+from paceline.core.padding import PAD_ROW
 from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.check.flags import FLAGS
 from paceline.proof.check.run import run_check
@@ -107,6 +108,79 @@ def test_a_slot_that_says_another_length_is_seen(monkeypatch):
     )
 
 
+def _others_too(parts, lens, view, group, num_kept, *, every, state_lens):
+    """Slots that requests read alone, and those of finished ones and of nobody."""
+    mine = group.page_table[:, 1:].flatten().long()
+    others = torch.ones_like(lens).index_fill_(0, mine, 0)
+    others[:1].zero_()
+    lens.add_(others)
+
+
+def _where_a_request_is_finished(parts, lens, view, *arguments, **named):
+    """The same in a step with rows of padding alone."""
+    before = lens.clone()
+    _others_too(parts, lens, view, *arguments, **named)
+    lens.copy_(torch.where((view.row_ids == PAD_ROW).any(), lens, before))
+
+
+def _kept_where_nothing_is_due(parts, lens, view, group, num_kept, *, every, state_lens):
+    """A checkpoint's length, of a state that was not copied."""
+    lens.index_copy_(0, group.checkpoint_slots.long(), view.prefix_lens + num_kept)
+    lens[:1].zero_()
+
+
+def _a_boundary_off(parts, lens, view, group, num_kept, *, every, state_lens):
+    state_lens.add_(every * (state_lens > 0))
+
+
+@pytest.mark.parametrize("runner", BOTH, ids=lambda r: r.value)
+@pytest.mark.parametrize(
+    ("fault", "case", "text"),
+    [
+        (
+            _others_too,
+            DECODE,
+            r"slot \d+, which request \d reads alone, must be noted as before, as \d+ tokens, got",
+        ),
+        (_others_too, CHAIN, r"slot \d+, of nobody in the step, must be noted as before"),
+        (
+            _kept_where_nothing_is_due,
+            DECODE,
+            r"slot \d+, where request 1 keeps states of multiples of 8 tokens and now has 9, "
+            "must be noted as before, as 0 tokens, got 9",
+        ),
+        (
+            _a_boundary_off,
+            DECODE,
+            "the host must be told 8 of request 0, which stands at 8 tokens, got 16",
+        ),
+    ],
+)
+def test_lengths_that_no_request_asked_for_are_seen(monkeypatch, fault, case, text, runner):
+    keep = committers.keep_states
+
+    def wrong(*arguments, **named):
+        keep(*arguments, **named)
+        fault(*arguments, **named)
+
+    monkeypatch.setattr(committers, "keep_states", wrong)
+    result = run(EXAMPLE, case, runner)
+    assert result.status is Status.FAILING
+    assert re.search(text, result.reason), result.reason
+
+
+def test_the_length_of_a_finished_request_is_seen(monkeypatch):
+    keep = committers.keep_states
+
+    def wrong(*arguments, **named):
+        keep(*arguments, **named)
+        _where_a_request_is_finished(*arguments, **named)
+
+    monkeypatch.setattr(committers, "keep_states", wrong)
+    reason = run(EXAMPLE, "decode/frozen-rows-shuffled", RunnerKind.EAGER).reason
+    assert re.search(r"slot \d+, of request 0, which is finished, must be noted as", reason), reason
+
+
 def test_a_registry_gives_it_a_short_name(monkeypatch):
     monkeypatch.setitem(mixers.REGISTRIES, "sum", {"ours": EXAMPLE})
     assert state_contender("ours").backend.name == "sum-example"
@@ -171,7 +245,7 @@ def test_a_state_backend_that_cannot_be_loaded_ends_the_run_at_once(tmp_path):
 
 
 def test_every_kind_has_an_oracle():
-    assert set(STATE_METHODS) == set(RECURRENCES)
+    assert list(STATE_METHODS) == list(RECURRENCES)
     assert {case.method for case in CASES.values()} == set(STATE_METHODS)
 
 

@@ -4,6 +4,7 @@ so."""
 from dataclasses import replace
 
 import pytest
+from faulty_backends import KeepsCounter, ReadsStaleScratch
 from rig_cases import BOTH, CASES, Exact, cell
 
 from paceline.attention.backends.torch_backend import TorchBackend
@@ -61,6 +62,17 @@ def test_rows_that_are_not_the_encoders_are_seen(backend, text, runner):
     result = cell(backend, DECODE, runner)
     assert result.status is Status.FAILING
     assert text in result.reason
+
+
+@pytest.mark.parametrize("name", ["frozen", "lengths", "tiny"])
+def test_a_buffer_that_its_backend_keeps_is_not_poisoned(name):
+    """Its layers are the only ones that attend: no other backend says what is kept."""
+    case = CASES[f"cross/decode/{name}"]
+    result = cell(KeepsCounter, case)
+    assert result.status is Status.PROVEN, result.reason
+    stale = cell(ReadsStaleScratch, case)
+    assert stale.status is Status.FAILING
+    assert "encoder.scratch: with poison there the step changes the logits" in stale.reason
 
 
 def test_lengths_of_the_capture_fail_in_its_replay():

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from example_state_backend import PART, SumBackend
+from faulty_backends import KeepsCounter, ReadsStaleScratch
 from sum_model import DECAY
 from tiny_drafters import CHAIN, standalone
 from tiny_runner import random_prompts
-from tiny_states import StateEngine
+from tiny_states import StateEngine, without_layers
 
 from paceline.core.errors import SanitizerError
 from paceline.runner.committers import StateSlots
@@ -85,6 +86,26 @@ def test_what_a_round_keeps_is_kept_in_that_round(tiny):
             draft=CHAIN,
             make_proposer=standalone(tiny, CHAIN),
         )
+
+
+def drafted(tiny, backend) -> None:
+    """Rounds of a model none of whose layers attend, by a drafter whose layers run on `backend`."""
+    engine = StateEngine(
+        without_layers(tiny),
+        num_slots=60,
+        capture=False,
+        draft=CHAIN,
+        make_proposer=standalone(tiny, CHAIN, backend=backend),
+    )
+    engine.add(random_prompts([19])[0], 6)
+    engine.run()
+    assert any(step.is_round for step in engine.steps)
+
+
+def test_what_the_drafters_backend_keeps_is_not_poisoned(tiny):
+    drafted(tiny, KeepsCounter())
+    with pytest.raises(SanitizerError, match=r"draft\.backend\.0\.scratch"):
+        drafted(tiny, ReadsStaleScratch())
 
 
 def test_a_state_that_stands_for_another_length_is_found_before_it_is_used(tiny, monkeypatch):

@@ -21,9 +21,10 @@ def _keep_states_kernel(
     lens_ptr,  # [num_slots] int32
     prefix_lens_ptr,  # [padded_reqs] int32
     slots_ptr,  # [padded_reqs, 3] int32  read, write, checkpoint
-    num_kept_ptr,  # [padded_reqs] int32
+    num_kept_ptr,  # [padded_reqs] int32, of a round a column of its results
     state_lens_ptr,  # [padded_reqs] int32
     stride_slots,
+    stride_num_kept,
     num_slots,
     width,
     every,
@@ -36,7 +37,7 @@ def _keep_states_kernel(
     req, layer, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     written = tl.load(slots_ptr + req * stride_slots + _WRITE).to(tl.int64)
     checkpoint = tl.load(slots_ptr + req * stride_slots + _CHECKPOINT).to(tl.int64)
-    num_kept = tl.load(num_kept_ptr + req)
+    num_kept = tl.load(num_kept_ptr + req * stride_num_kept)
     committed = tl.load(prefix_lens_ptr + req) + num_kept
     is_kept = (committed % every == 0) & (num_kept > 0) & (checkpoint != _PAD)
     if is_kept:
@@ -74,6 +75,7 @@ def launch_keep_states(
             num_kept,
             state_lens,
             slots.stride(0),
+            num_kept.stride(0),
             num_slots,
             width,
             every,

@@ -1,8 +1,8 @@
 """The rig of layers that keep states: one runner for one case, and one launch after another.
 
 Every slot but those that live requests read holds poison, slot 0 too.  Behind a step each request's
-slot is compared with the oracle; checkpoints with the slots they are copies of; all others with
-what they held.
+slot is compared with the oracle; checkpoints with the slots they are copies of; all others, and the
+length that each stands for, with what they held; what the host is told with what was committed.
 """
 
 import hashlib
@@ -168,17 +168,23 @@ class StateRig:
         """Slots that hold what no request was to leave there; those written aside."""
         batch, every = self._case.batches[index], self._case.state_every
         lens = self._pool.lens.tolist()
+        told = self._world.runner.parts.buffers.state_lens.tolist()
         assert every is not None, "a case of states says where they are kept"
-        asked = {PAD_PAGE}
+        asked, wanted = {PAD_PAGE}, before[f"kv.{self._pool.spec.name}.lens"].tolist()
         for request, _, write, checkpoint in self._live(index):
             length = batch.committed[request]
             who = f"request {request}, which stands at {length} tokens"
             asked.add(write)
+            wanted[write] = length
             if lens[write] != length:
                 yield f"slot {write} of {who}, must be noted so, got {lens[write]}"
-            if length % every:
+            kept = 0 if length % every else length
+            if told[request] != kept:
+                yield f"the host must be told {kept} of {who}, got {told[request]}"
+            if not kept:
                 continue
             asked.add(checkpoint)
+            wanted[checkpoint] = length
             if lens[checkpoint] != length:
                 yield f"checkpoint slot {checkpoint} of {who}, must be noted so, got " + str(
                     lens[checkpoint]
@@ -188,6 +194,18 @@ class StateRig:
                 for part in self._parts
             ):
                 yield f"checkpoint slot {checkpoint} of {who}, must be a copy of slot {write}"
+        for request in batch.frozen:
+            if told[request]:
+                yield (
+                    f"the host must be told 0 of request {request}, which is finished, got "
+                    + str(told[request])
+                )
+        for slot, (noted, length) in enumerate(zip(lens, wanted, strict=True)):
+            if slot not in asked and noted != length:
+                yield (
+                    f"slot {slot}, {self._owner(index, slot)}, must be noted as before, as "
+                    f"{length} tokens, got {noted}"
+                )
         for name, part in self._pool.parts.items():
             was = before[f"kv.{self._pool.spec.name}.{name}"]
             changed = (bits_of(part) != bits_of(was)).flatten(2).any(2).any(0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.attention.contract import AttentionBackend
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool
 from paceline.core.errors import PacelineError
@@ -55,6 +56,7 @@ class _Group:
     page_table: Tensor  # [max_reqs, max_pages]  int32  of the step
     live: tuple[LiveRow, ...]
     padding_reach: int  # slots of page 0 that padded rows read
+    backend: AttentionBackend  # what runs its layers
 
 
 class PoisonedRuns:
@@ -129,7 +131,6 @@ class PoisonedRuns:
 
     def _dead_slots(self) -> list[DeadSlots]:
         """[num_groups]"""
-        loads_dead = self._parts.backend.capabilities.loads_dead_slots  # the drafter's is like it
         return [
             DeadSlots(
                 group.name,
@@ -141,7 +142,7 @@ class PoisonedRuns:
                     window=group.pool.spec.window,
                     padding_reach=group.padding_reach,
                 ),
-                loads_dead=loads_dead,
+                loads_dead=group.backend.capabilities.loads_dead_slots,
             )
             for group in self._groups
         ]
@@ -173,22 +174,25 @@ class PoisonedRuns:
             has_overlay=step.has_overlay,
             sees_ahead=step.mask is MaskKind.BLOCK,
         )
-        named, kept = parts.table.named_tensors(), parts.backend.kept_fields
+        named, proposer = parts.table.named_tensors(), parts.proposer
         regions = step_regions(parts.buffers, use, step.layout)
-        regions += backend_regions(tensors_in("backend", parts.backend_buffers), kept)
+        of_target = tensors_in("backend", parts.backend_buffers)
+        regions += backend_regions(of_target, parts.backend.kept_fields)
         if parts.encoder is not None:
             of_encoder = tensors_in("encoder", parts.encoder.backend_buffers)
-            regions += backend_regions(of_encoder, kept)
+            regions += backend_regions(of_encoder, parts.encoder.backend.kept_fields)
         regions += table_regions(named, step.layout, live.target)
         overlay = parts.table.overlay
         if overlay is not None:
             regions += overlay_regions(overlay, live.target, has_overlay=step.has_overlay)
-        features, drafting = parts.proposer.request_state(), parts.proposer.named_tensors()
+        features, drafting = proposer.request_state(), proposer.named_tensors()
         for name, tensor in features.items():
             regions += feature_regions(name, tensor, live.draft, is_round=step.is_round)
-        constants = {name for name, extent in EXTENTS.items() if extent is Extent.CONSTANT}
+        kept = frozenset(name for name, extent in EXTENTS.items() if extent is Extent.CONSTANT)
+        if proposer.backend is not None:
+            kept |= proposer.backend.kept_fields
         own = {name: drafting[name] for name in drafting.keys() - features.keys()}
-        regions += backend_regions(dict(sorted(own.items())), kept | constants)
+        regions += backend_regions(dict(sorted(own.items())), kept)
         for mixer, states in zip(parts.mixers, self._states, strict=True):
             name, rows = mixer.pool.spec.name, {row.row for row in live.target}
             regions += backend_regions(tensors_in(name, mixer.buffers), mixer.backend.kept_fields)
@@ -215,19 +219,20 @@ def _groups(parts: Parts, live: LiveRows) -> list[_Group]:
     tables, num = parts.buffers.page_tables, len(parts.pools)
     unlike = {mixer.group for mixer in parts.mixers} | set(parts.buffers.encoder_groups)
     paged = [(index, table) for index, table in enumerate(tables) if index not in unlike]
+    own, drafts = parts.backend, parts.proposer.backend or parts.backend
     of_tokens = [
-        _Group(f"kv.{index}", index, pool, table, live.target, live.target_padding)
+        _Group(f"kv.{index}", index, pool, table, live.target, live.target_padding, own)
         if index < num
-        else _Group(f"draft.kv.{index}", index, pool, table, live.draft, live.draft_padding)
+        else _Group(f"draft.kv.{index}", index, pool, table, live.draft, live.draft_padding, drafts)
         for pool, (index, table) in zip(parts.all_pools, paged, strict=True)
     ]
     if parts.encoder is None:
         return of_tokens
     lens = parts.buffers.encoder_lens.tolist()
     read = tuple([read_alone(row, lens[row.index]) for row in live.target])
-    padding = PAD_PREFIX_LEN if live.target_padding else 0
+    padding, reads = PAD_PREFIX_LEN if live.target_padding else 0, parts.encoder.backend
     return of_tokens + [
-        _Group(f"encoder.kv.{index}", index, pool, tables[index], read, padding)
+        _Group(f"encoder.kv.{index}", index, pool, tables[index], read, padding, reads)
         for index, pool in zip(parts.encoder.groups, parts.encoder.pools, strict=True)
     ]
 

@@ -38,7 +38,7 @@ class EagleProposer(Proposer):
         self.name = name
         self.shape = shape
         self.taps = taps
-        self.pools = cache.pools
+        self.pools, self.backend = cache.pools, cache.backend
         self.model = head
         self._cache = cache
         self._passes = passes

@@ -29,7 +29,7 @@ class StandaloneProposer(Proposer):
         self, shape: DraftShape, model: CausalLM, *, cache: DraftCache, passes: DraftPasses
     ) -> None:
         self.shape = shape
-        self.pools = cache.pools
+        self.pools, self.backend = cache.pools, cache.backend
         self.model = model
         self._cache = cache
         self._passes = passes
