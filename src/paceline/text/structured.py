@@ -108,7 +108,7 @@ class StructureCompiler:
             told = _told(wanted)
             matcher = llguidance.LLMatcher(self._core, told, log_level=0, limits=limits)
             fault = matcher.get_error() or " ".join(matcher.get_grammar_warnings())
-        except Exception as error:  # noqa: BLE001  any_to_lark raises IndexError and Exception, too
+        except Exception as error:  # any_to_lark raises IndexError and plain ones, too
             raise _error(wanted.kind, str(error) or repr(error)) from error
         if fault:
             raise _error(wanted.kind, fault)
