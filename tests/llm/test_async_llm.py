@@ -3,11 +3,14 @@
 import asyncio
 import gc
 import itertools
+import threading
 
 import pytest
 
 from paceline import LLM, AsyncLLM, SamplingParams
 from paceline.core.errors import BusyError, ConfigError, PacelineError, RequestError
+from paceline.llm.admission import NO_FORMS
+from paceline.text.structured import StructureCompiler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
@@ -46,6 +49,29 @@ def test_tasks_get_the_answers_of_llm_as_one_batch(answers):
         return [output.outputs[0] for output in outputs]
 
     assert run(scene) == answers
+
+
+def test_forms_are_prepared_beside_the_loop_and_a_fault_of_them_is_an_event(monkeypatch):
+    """A tokenizer that llguidance cannot read is no reason not to start."""
+    threads = []
+
+    def prepare(self):
+        threads.append(threading.current_thread())
+        return "cannot be read"
+
+    monkeypatch.setattr(StructureCompiler, "prepare", prepare)
+
+    async def scene(llm):
+        with pytest.raises(RequestError, match=r"got regex \(cannot be read\)"):
+            await llm.complete(TEXTS[0], SamplingParams(structured_outputs={"regex": "a"}))
+        output = await llm.complete(TEXTS[0], GREEDY)
+        return output.finished, llm.report()["events"]
+
+    finished, events = run(scene)
+    assert finished
+    said = {event["reason"]: event["detail"] for event in events}
+    assert said[NO_FORMS] == "answers have no asked-for form: cannot be read"
+    assert threading.main_thread() not in threads
 
 
 def test_snapshots_grow_to_the_answer(answers):

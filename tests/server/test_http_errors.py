@@ -233,8 +233,9 @@ def test_a_bug_is_a_server_error_and_others_go_on(client, server, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(type(server.tokenizer), "encode", broken)
-        error = refused(client.post("/v1/completions", json=GOOD), 500)
-    assert error["message"] == "ZeroDivisionError: a bug; the server's log has more"
+        answer = client.post("/v1/completions", json=GOOD, headers={"X-Request-Id": "mine"})
+    assert refused(answer, 500)["message"] == "ZeroDivisionError: a bug; the server's log has more"
+    assert answer.headers.get_list("X-Request-Id") == ["mine"]
 
 
 def test_what_the_engine_refuses_otherwise_is_a_server_error_and_others_go_on(

@@ -220,6 +220,14 @@ def test_a_port_in_use_is_one_line_before_anything_is_loaded(monkeypatch):
     assert line.endswith("choose another port, or 0 for any that is free")
 
 
+@pytest.mark.parametrize("flag", ["--tool-call-parser", "--reasoning-parser"])
+def test_a_format_that_is_none_is_one_line_before_anything_is_loaded(monkeypatch, flag):
+    monkeypatch.delattr(subprocess, "Popen")
+    done = CliRunner().invoke(app, ["serve", "--port", "0", flag, "hermse"])
+    assert done.exit_code == 2
+    assert f"{flag} must be one of auto, none, " in done.stderr
+
+
 @pytest.mark.parametrize("host", ["256.1.1.1", "no.such.host.invalid"])
 def test_a_host_that_is_none_is_one_line(host):
     done = CliRunner().invoke(app, ["serve", "--host", host, "--api-key", "secret"])

@@ -22,6 +22,7 @@ from paceline.core.errors import CapacityError
 from paceline.server.border import engine_main
 from paceline.server.border.engine_main import place_of, progress_to
 from paceline.server.border.messages import Failed, Frames, Loading, News, Stuck, framed
+from paceline.server.border.remote import RemoteEngine
 
 LONG = dict(BODY, max_tokens=2000)
 SHARED = {  # a model that two ranks can share
@@ -183,7 +184,7 @@ def test_a_server_that_is_told_to_stop_while_it_loads_ends_its_engine():
     assert peer.num_kills >= 1
 
 
-def test_every_request_is_a_line_of_the_access_log():
+def test_every_request_is_a_line_of_the_access_log(monkeypatch):
     peer, told, lines = Hosted(small_llm()), queue.SimpleQueue(), []
 
     def ask(url):
@@ -193,10 +194,13 @@ def test_every_request_is_a_line_of_the_access_log():
             headers = {"X-Request-Id": f"mine{stream:d}"}
             httpx.post(f"{url}/v1/completions", json=body | {"stream": stream}, headers=headers)
         httpx.get(f"{url}/nowhere")
+        monkeypatch.setattr(RemoteEngine, "look", None)  # a bug
+        httpx.get(f"{url}/metrics", headers={"X-Request-Id": "bug"})
         stop()
 
     served(peer, ask, told.put, log=lines.append)
-    whole, streamed, nowhere = map(json.loads, lines)
+    whole, streamed, nowhere, bug = map(json.loads, lines)
+    assert (bug["status"], bug["id"]) == (500, "bug")
     for number, line in enumerate((whole, streamed)):
         assert (line["id"], line["client"], line["status"]) == (f"mine{number}", "127.0.0.1", 200)
         assert (line["method"], line["path"]) == ("POST", "/v1/completions")

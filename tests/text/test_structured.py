@@ -7,6 +7,7 @@ import llguidance.hf
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as Core
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from paceline.core.errors import RequestError
@@ -145,6 +146,8 @@ def test_gbnf_is_read_too(compiler, tokenizer):
         ("regex", "a(?=b)", "look-around, including look-ahead and look-behind, is not supported"),
         ("grammar", "start: b", "b"),
         ("grammar", "nothing of it", "Expected ::="),
+        ("grammar", "root ::= foo", "foo"),
+        ("grammar", 'root ::= "\\', "index out of range"),
         ("json", "{", "line 1 column 2"),
         ("json", '{"type": "text"}', "Invalid type: text"),
         ("json", "[" * 5000, "recursion"),
@@ -160,6 +163,25 @@ def test_a_fault_is_told_by_its_part(compiler, kind, said, told):
     assert told in text
     assert "backtrace" not in text
     assert len(text) < 600
+
+
+def test_a_tokenizer_that_cannot_be_read_refuses_forms_alone(tmp_path):
+    """Whoever asks for none does not notice."""
+    core = Core(WordLevel({"<end>": 0, "a": 1}, unk_token="<end>"))
+    core.save(str(tmp_path / "tokenizer.json"))
+    words = Tokenizer.from_folder(tmp_path)
+    compiler = StructureCompiler(words, vocab_size=2, end_ids=[END])
+    assert "decoder" in compiler.prepare()
+    assert compiler.prepare() == compiler.prepare()
+    expected = "structured_outputs must be left out, as llguidance cannot read this model's token"
+    with pytest.raises(RequestError, match=f"^{expected}.*decoder"):
+        compiler.grammar(form_of("regex"))
+
+
+def test_what_is_made_is_known(compiler):
+    assert not compiler.knows(form_of("regex", "known?"))
+    compiler.grammar(form_of("regex", "known?"))
+    assert compiler.knows(form_of("regex", "known?"))
 
 
 def test_a_form_that_needs_too_much_ends_where_it_does(compiler):

@@ -15,6 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.options import MAX_QUEUED
 
 STDOUT = 1
+API_KEY = "PACELINE_API_KEY"
 COUNT, SECONDS = click.IntRange(min=1), click.FloatRange(min=0.0)
 
 
@@ -103,7 +104,7 @@ From Python, with the openai package:
     "--api-key",
     "api_keys",
     multiple=True,
-    envvar="PACELINE_API_KEY",
+    envvar=API_KEY,
     show_envvar=True,
     help="Key that requests must bring, but for /health and /ready; of several, in the environment "
     "apart by blanks, each is a client.  [default: none is asked for]",
@@ -173,8 +174,9 @@ From Python, with the openai package:
 def serve(ctx: click.Context, /, **values: Any) -> None:
     """Serve a model over HTTP, as the OpenAI API.
 
-    Paths: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/models,
-    /tokenize, /detokenize, /health, /ready, /progress, /metrics.  Unknown or unsupported fields of
+    Paths: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages,
+    /v1/messages/count_tokens, /v1/models, /capabilities, /version, /tokenize, /detokenize, /health,
+    /ready, /progress, /metrics, /openapi.json.  Unknown or unsupported fields of
     a request are refused with 400, never ignored.  HTTP is one process, the engine another; the
     port answers while the model loads.
 
@@ -193,8 +195,9 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     log = None if values["access_log"] is None else Lines(opened(values["access_log"]))
     log_to_stderr(values, lines, others=("asyncio", "uvicorn"))
     files = () if values["api_key_file"] is None else read_keys(values["api_key_file"])
+    asks_blank = not values["api_keys"] and API_KEY in os.environ  # click takes it for none
     access = Access(
-        api_keys=(*values["api_keys"], *files),
+        api_keys=(*values["api_keys"], *((os.environ[API_KEY],) if asks_blank else ()), *files),
         origins=values["origins"],
         certfile=values["ssl_certfile"],
         keyfile=values["ssl_keyfile"],

@@ -32,7 +32,8 @@ from paceline.plan.processors import Processors, check_extra_args
 from paceline.text.structured import StructureCompiler
 from paceline.text.tokenizer import Tokenizer
 
-MAX_TOKENS_CUT = "max_tokens_cut"  # reason code
+MAX_TOKENS_CUT = "max_tokens_cut"  # reason codes
+NO_FORMS = "tokenizer_without_forms"
 _SHORTEN = "shorten the prompt, or raise --max-model-len if the model allows it"
 
 
@@ -145,8 +146,9 @@ class Admission:
 
     def prepare_structures(self) -> None:
         """Make what no request should wait for (text/structured.py)."""
-        if self.structures is not None:
-            self.structures.prepare()
+        fault = None if self.structures is None else self.structures.prepare()
+        if fault is not None:
+            self.notify(Event(NO_FORMS, f"answers have no asked-for form: {fault}"))
 
     def require_tokenizer(self) -> Tokenizer:
         """Raises ModelError for a model that brought none."""

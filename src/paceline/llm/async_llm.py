@@ -55,11 +55,10 @@ class AsyncLLM:
             )
         self._is_new = False
         try:
-            llm = await asyncio.to_thread(LLM, self._prepared)
+            llm, engine = await asyncio.to_thread(self._boot)
         except PacelineError:
             self._is_new = True
             raise
-        engine = AsyncEngine(llm, max_queued=self._max_queued)
         engine.start()
         self._started = llm, engine
 
@@ -139,6 +138,10 @@ class AsyncLLM:
     def report(self) -> dict[str, Any]:
         """As of LLM.report, once started."""
         return self._live[0].report()
+
+    def _boot(self) -> tuple[LLM, AsyncEngine]:
+        llm = LLM(self._prepared)
+        return llm, AsyncEngine(llm, max_queued=self._max_queued)
 
     async def _queue(
         self, prompt: Prompt, params: Params | None, grammar: Grammar | None, *, stream: bool

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from starlette.types import ASGIApp
 
 from paceline.plan.machine import versions
 from paceline.server.access.access import OPEN_ACCESS, Access
@@ -36,7 +37,7 @@ def build_app(
     access: Access = OPEN_ACCESS,
     limits: ServerLimits = LIMITS,
     log: Callable[[str], None] | None = None,
-) -> FastAPI:
+) -> ASGIApp:
     """The application of a server that is ready.  With keys, all paths but those of probes ask for
     one.  log: takes the lines of an access log."""
     app = _new_app()
@@ -50,8 +51,7 @@ def build_app(
     _add_metrics(app, service)
     app.add_middleware(Doorkeeper, life=service.life)
     app.add_middleware(BodyLimit, limits=limits)
-    _guard(app, access, log)
-    return app
+    return _guarded(app, access, log)
 
 
 def build_loading_app(
@@ -60,7 +60,7 @@ def build_loading_app(
     *,
     access: Access = OPEN_ACCESS,
     log: Callable[[str], None] | None = None,
-) -> FastAPI:
+) -> ASGIApp:
     """The application of a server whose engine loads: probes, and 503 for what else is asked."""
     app = _new_app()
     add_probes(app, engine, life, is_loading=True)
@@ -69,8 +69,7 @@ def build_loading_app(
     async def later() -> Response:
         raise still_loading(engine)
 
-    _guard(app, access, log)
-    return app
+    return _guarded(app, access, log)
 
 
 def _new_app() -> FastAPI:
@@ -79,12 +78,11 @@ def _new_app() -> FastAPI:
     return app
 
 
-def _guard(app: FastAPI, access: Access, log: Callable[[str], None] | None) -> None:
+def _guarded(app: FastAPI, access: Access, log: Callable[[str], None] | None) -> ASGIApp:
     access.guard(app)
     app.add_middleware(Lengths)
-    if log is not None:
-        app.add_middleware(AccessLog, write=log)
-    app.add_middleware(RequestIds)
+    # Around the whole application: its middleware is within what answers a bug with 500.
+    return RequestIds(app if log is None else AccessLog(app, write=log))
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

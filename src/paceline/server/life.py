@@ -5,7 +5,7 @@ A server that stops still listens: probes and clients hear that they are to go e
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paceline.core.errors import message
+from paceline.server.border.messages import STOPPING
 from paceline.server.errors import ApiError
 from paceline.server.limits import CLOSE
 
@@ -26,9 +26,7 @@ class Life:
     def require(self) -> None:
         """Raise ApiError, 503, once it stops."""
         if self.is_stopping:
-            remedy = "send it to another, or again later"
-            text = message("the server", expected="running", got="stopping", remedy=remedy)
-            raise ApiError(503, text, code="stopping", headers={"Retry-After": "1", **CLOSE})
+            raise ApiError(503, STOPPING, code="stopping", headers={"Retry-After": "1", **CLOSE})
 
 
 class Doorkeeper:

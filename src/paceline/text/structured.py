@@ -9,7 +9,6 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -49,22 +48,44 @@ class StructureCompiler:
         self._vocab_size = max(vocab_size, tokenizer.vocab_size)
         self._end_ids = [token for token in end_ids if token < self._vocab_size]
         self._made: OrderedDict[StructuredOutputs, StructuredGrammar] = OrderedDict()
-        self._lock = Lock()  # of the two above
+        self._core: Any = None  # the tokenizer's form
+        self._fault: str | None = None  # why there is none
+        self._lock = Lock()  # of the three above
 
-    def prepare(self) -> None:
+    def prepare(self) -> str | None:
         """Make the tokenizer's form now: seconds of a large vocabulary, in which no other thread
-        runs."""
+        runs.  Returns why it cannot be made, where it cannot."""
+        import llguidance
+
+        end_ids = self._end_ids or [self._tokenizer.eos_token_id or 0]
         with self._lock:
-            _ = self._core
+            if self._core is None and self._fault is None:
+                try:
+                    self._core = llguidance.LLTokenizer(
+                        self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=end_ids
+                    )
+                except Exception as error:  # noqa: BLE001  of another's reader; most ask for no form
+                    self._fault = _short(str(error) or repr(error))
+            return self._fault
+
+    def knows(self, wanted: StructuredOutputs) -> bool:
+        """Whether its grammar is made, and among the last that will be given up."""
+        return self._kept(wanted) is not None
 
     def grammar(self, wanted: StructuredOutputs) -> "StructuredGrammar":
-        """Raises RequestError for a text that is no grammar, or one of parts that are not known."""
-        self.prepare()
-        with self._lock:
-            found = self._made.get(wanted)
-            if found is not None:
-                self._made.move_to_end(wanted)
-                return found
+        """Raises RequestError for a text that is no grammar, or one of parts that are not known,
+        and for a tokenizer that llguidance cannot read."""
+        fault = self.prepare()
+        if fault is not None:
+            raise RequestError.about(
+                "structured_outputs",
+                expected="left out, as llguidance cannot read this model's tokenizer",
+                got=f"{wanted.kind} ({fault})",
+                remedy="ask for the form in the prompt, or another model",
+            )
+        found = self._kept(wanted)
+        if found is not None:
+            return found
         made = self._make(wanted)
         with self._lock:
             self._made[wanted] = made
@@ -72,25 +93,23 @@ class StructureCompiler:
                 self._made.popitem(last=False)
         return made
 
-    @cached_property
-    def _core(self) -> Any:
-        import llguidance
-
-        end_ids = self._end_ids or [self._tokenizer.eos_token_id or 0]
-        return llguidance.LLTokenizer(
-            self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=end_ids
-        )
+    def _kept(self, wanted: StructuredOutputs) -> "StructuredGrammar | None":
+        with self._lock:
+            found = self._made.get(wanted)
+            if found is not None:
+                self._made.move_to_end(wanted)
+            return found
 
     def _make(self, wanted: StructuredOutputs) -> "StructuredGrammar":
         import llguidance
 
+        limits = llguidance.LLParserLimits(**_LIMITS)
         try:
             told = _told(wanted)
-        except (ValueError, RecursionError) as error:
-            raise _error(wanted.kind, str(error)) from error
-        limits = llguidance.LLParserLimits(**_LIMITS)
-        matcher = llguidance.LLMatcher(self._core, told, log_level=0, limits=limits)
-        fault = matcher.get_error() or " ".join(matcher.get_grammar_warnings())
+            matcher = llguidance.LLMatcher(self._core, told, log_level=0, limits=limits)
+            fault = matcher.get_error() or " ".join(matcher.get_grammar_warnings())
+        except Exception as error:  # any_to_lark raises IndexError and plain ones, too
+            raise _error(wanted.kind, str(error) or repr(error)) from error
         if fault:
             raise _error(wanted.kind, fault)
         return StructuredGrammar(matcher, wanted.kind)
@@ -126,9 +145,9 @@ class StructuredGrammar:
 
 
 def _told(wanted: StructuredOutputs) -> str:
-    """In llguidance's words.  Raises ValueError, RecursionError."""
+    """In llguidance's words.  Raises whatever its readers do."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
 
     kind, text = wanted.kind, wanted.text
     told: str
@@ -138,10 +157,7 @@ def _told(wanted: StructuredOutputs) -> str:
         words = " | ".join(map(json.dumps, json.loads(text)))
         told = LLMatcher.grammar_from_lark(f"start: {words}")
     elif kind is StructureKind.GRAMMAR:
-        try:
-            told = LLMatcher.grammar_from_lark(any_to_lark(text))
-        except GbnfToLarkError as error:
-            raise ValueError(str(error)) from error
+        told = LLMatcher.grammar_from_lark(any_to_lark(text))
     else:
         schema = json.loads(_ANY_OBJECT if kind is StructureKind.JSON_OBJECT else text)
         # The two schemas that are no objects: everything, and nothing.
@@ -151,10 +167,15 @@ def _told(wanted: StructuredOutputs) -> str:
 
 
 def _error(kind: StructureKind, fault: str) -> RequestError:
-    told = " ".join(_INSIDE.split(fault)[0].split())
     return RequestError.about(
         f"structured_outputs.{kind}",
         expected="a form that can be followed token by token",
-        got=f"{told:.{_MAX_TOLD}}",
+        got=_short(fault),
         remedy="leave that part out or write it in another way",
     )
+
+
+def _short(fault: str) -> str:
+    """What llguidance says, without its own state."""
+    told = " ".join(_INSIDE.split(fault)[0].split())
+    return f"{told:.{_MAX_TOLD}}"

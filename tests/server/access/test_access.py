@@ -6,8 +6,10 @@ import subprocess
 
 import httpx
 import pytest
+from click.testing import CliRunner
 from scripted import scripted
 
+from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.server.access.access import Access, read_keys
 
@@ -47,6 +49,8 @@ def test_a_page_of_an_allowed_origin_may_ask(world) -> None:
     said = {"Origin": ORIGIN, "Authorization": "Bearer secret"}
     answer = httpx.get(f"{world.url}/v1/models", headers=said)
     assert answer.headers["access-control-allow-origin"] == ORIGIN
+    told = answer.headers["access-control-expose-headers"].split(", ")
+    assert told == ["X-Request-Id", "Retry-After", "X-Paceline-Ignored"]
 
 
 def test_without_origins_no_page_may_ask() -> None:
@@ -77,6 +81,21 @@ def test_keys_are_read_from_a_file(tmp_path) -> None:
         read_keys(path)
     with pytest.raises(ConfigError, match="No such file"):
         read_keys(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("keys", [("",), ("secret", " "), ("\t",)])
+def test_a_blank_key_is_none_that_could_be_asked_for(keys) -> None:
+    with pytest.raises(ConfigError, match=r"^--api-key must be a key that is not blank, got '"):
+        Access(api_keys=keys)
+
+
+@pytest.mark.parametrize(
+    ("words", "more"), [(("--api-key", ""), {}), ((), {"PACELINE_API_KEY": ""})]
+)
+def test_a_server_is_not_opened_by_a_blank_key(words, more) -> None:
+    done = CliRunner().invoke(app, ["serve", *words], env=more)
+    assert done.exit_code == 2
+    assert "--api-key must be a key that is not blank, got ''" in done.stderr
 
 
 def test_a_key_without_a_certificate_is_refused(tmp_path) -> None:

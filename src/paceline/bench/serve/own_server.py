@@ -6,32 +6,43 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
 from paceline.core.errors import ModelError
 
-_SERVING = re.compile(r"^serving \S+ on (http://\S+/v1)\b")
+_SERVING = re.compile(r"^serving .+ on (https?://\S+/v1), ")
 _PATIENCE_S = 60.0  # longer than a drain
+_FAREWELL_S = 2.0  # for the last lines of one that has ended
 _LAST_LINES = 5
 _log = logging.getLogger("paceline")
 
 
 @contextmanager
 def own_server(words: Sequence[str]) -> Iterator[str]:
-    """Run `paceline serve WORDS` on a free port; gives its base URL.  Raises ModelError."""
+    """Run `paceline serve WORDS` on a free port; gives its base URL.  Raises ModelError for one
+    that does not start, or ends before the block does."""
     command = [sys.executable, "-u", "-m", "paceline", "serve", "--port", "0", *words]
     # Ctrl-C is for us alone: in its own session it is not heard there.
+    said: deque[str] = deque(maxlen=_LAST_LINES)
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stderr is not None, "it is a pipe"
         try:
-            url = _address(process, process.stderr, words)
-            reader = threading.Thread(target=_forward, args=(process.stderr,), daemon=True)
+            url = _address(process.stderr, said)
+            if url is None:
+                raise _ended(words, "a server that starts", process.wait(), said)
+            reader = threading.Thread(target=_forward, args=(process.stderr, said), daemon=True)
             reader.start()
-            yield url
+            try:
+                yield url
+            finally:  # its end is the cause of whatever the block raised
+                if process.poll() is not None:
+                    reader.join(_FAREWELL_S)
+                    raise _ended(words, "a server that stays", process.returncode, said)
         finally:
             process.send_signal(signal.SIGINT)
             try:
@@ -40,22 +51,30 @@ def own_server(words: Sequence[str]) -> Iterator[str]:
                 process.kill()
 
 
-def _address(process: subprocess.Popen[str], lines: IO[str], words: Sequence[str]) -> str:
-    said: list[str] = []
+def _address(lines: IO[str], said: deque[str]) -> str | None:
+    """None where it ends without one."""
     for line in lines:
         found = _SERVING.match(line)
         if found:
             return found[1]
-        said.append(line.rstrip("\n"))
-        _log.info("%s", said[-1])
-    raise ModelError.about(
+        _note(line, said)
+    return None
+
+
+def _forward(lines: IO[str], said: deque[str]) -> None:
+    for line in lines:
+        _note(line, said)
+
+
+def _note(line: str, said: deque[str]) -> None:
+    said.append(line.rstrip("\n"))
+    _log.info("%s", said[-1])
+
+
+def _ended(words: Sequence[str], expected: str, code: int, said: Iterable[str]) -> ModelError:
+    return ModelError.about(
         f"paceline serve {' '.join(words)}".rstrip(),
-        expected="a server that starts",
-        got=f"exit code {process.wait()}: {' / '.join(said[-_LAST_LINES:])}",
+        expected=expected,
+        got=f"exit code {code}: {' / '.join(said)}",
         remedy="correct what stands behind --, or name a running server by --base-url",
     )
-
-
-def _forward(lines: IO[str]) -> None:
-    for line in lines:
-        _log.info("%s", line.rstrip("\n"))

@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from paceline.core.errors import ConfigError
 from paceline.server.access.keys import KeyGuard
+from paceline.server.parameters import ignored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,17 @@ class Access:
     origins: tuple[str, ...] = ()  # of web pages that may ask; "*" for all
     certfile: str | None = None  # PEM: TLS is spoken where there is one
     keyfile: str | None = None  # PEM; None: it is in certfile
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a key that anybody brings."""
+        for key in self.api_keys:
+            if not key.strip():
+                raise ConfigError.about(
+                    "--api-key",
+                    expected="a key that is not blank",
+                    got=repr(key),
+                    remedy="set one, in PACELINE_API_KEY too, or leave both out to ask for none",
+                )
 
     def require_safe(self, host: str, *, allows_no_key: bool) -> None:
         """Raise ConfigError for an address that others reach without a key."""
@@ -65,7 +77,7 @@ class Access:
                 allow_origins=list(self.origins),
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=["X-Request-Id"],
+                expose_headers=["X-Request-Id", "Retry-After", ignored.HEADER],
             )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from paceline.core.errors import BusyError, PacelineError
 from paceline.core.options import known
@@ -31,6 +31,7 @@ from paceline.plan.machine import versions
 from paceline.plan.resolution import Resolution
 from paceline.server.border.messages import (
     STEP_SECONDS,
+    STOPPING,
     Abort,
     Accepted,
     Ask,
@@ -50,7 +51,6 @@ from paceline.server.border.messages import (
 from paceline.server.border.outbox import Outbox
 
 _READ_BYTES = 1 << 18
-_STOPPING = "the server is stopping, and had not begun with this request; send it to another one"
 _LOG = logging.getLogger("paceline")
 
 
@@ -106,8 +106,12 @@ class Host:
         """Every command that has come; with `wait`, sleep until something can be done.  Raises
         EOFError when nobody is there any more."""
         if wait:
-            read: list[Any] = [self._end, self._wake]
-            select.select(read, [] if self._outbox.has_room else [self._end], [])
+            poll = select.poll()  # takes descriptors of any number
+            poll.register(
+                self._end, select.POLLIN | (0 if self._outbox.has_room else select.POLLOUT)
+            )
+            poll.register(self._wake, select.POLLIN)
+            poll.poll()
         with suppress(BlockingIOError):
             while True:
                 data = self._end.recv(_READ_BYTES)
@@ -118,17 +122,19 @@ class Host:
 
     def _obey(self, command: Message) -> None:
         match command:
-            case Submit() if command.params.structured_outputs is not None:
+            case Submit() if self._must_wait(command):
                 self._form(command)
             case Submit():
-                self._submit(command)
+                self._begin(command, partial(self._admitted, command))
             case Cancel():
-                self._formed.pop(command.number, None)
+                _, forming = self._formed.pop(command.number, (None, None))
+                if forming is not None:
+                    forming.cancel()  # if it has not begun
                 self.followed.cancel(command.number)
                 for key in [key for key in self._grown if key[0] == command.number]:
                     del self._grown[key]
             case Ask():
-                self._outbox.put(looked(self.llm, self._times))
+                self._outbox.put(looked(self.llm, self._times, forming=self._num_forming))
             case Abort():
                 self._abort()
             case Leave():
@@ -137,9 +143,20 @@ class Host:
 
     def _abort(self) -> None:
         self._note(self.followed.abort())
-        for number in self._formed:
-            self._outbox.put(Failed.of(BusyError(_STOPPING), number))
+        for number, (_, forming) in self._formed.items():
+            forming.cancel()
+            self._outbox.put(Failed.of(BusyError(STOPPING), number))
         self._formed.clear()
+
+    def _must_wait(self, asked: Submit) -> bool:
+        """Whether the form of its answer is to be made."""
+        form, structures = asked.params.structured_outputs, self.llm.admission.structures
+        return form is not None and structures is not None and not structures.knows(form)
+
+    @property
+    def _num_forming(self) -> int:
+        """Completions whose form is being made."""
+        return sum(len(asked.prompts) * asked.params.n for asked, _ in self._formed.values())
 
     def _form(self, asked: Submit) -> None:
         """Have it admitted by the other thread."""
@@ -154,19 +171,28 @@ class Host:
         for number, (asked, admitted) in [*self._formed.items()]:
             if admitted.done():
                 del self._formed[number]
-                self._submit(asked, admitted.result)
+                self._begin(asked, admitted.result)
 
     def _admitted(self, asked: Submit) -> list[AdmittedPrompt]:
         """Raises RequestError."""
         admitted = self.llm.admission.admit(asked.prompts, asked.params)
         return [replace(each, share=asked.share) for each in admitted]
 
-    def _submit(
-        self, asked: Submit, admitted: Callable[[], list[AdmittedPrompt]] | None = None
-    ) -> None:
+    def _begin(self, asked: Submit, admitted: Callable[[], list[AdmittedPrompt]]) -> None:
+        """Queue it, or tell why not: a fault of its admission ends it alone."""
         try:
-            shared = self._admitted(asked) if admitted is None else admitted()
-            self.followed.submit(asked.number, shared, stream=asked.stream)
+            prompts = admitted()
+        except PacelineError as error:
+            self._outbox.put(Failed.of(error, asked.number))
+        except BaseException as error:  # noqa: BLE001  a panic of pyo3 is no Exception
+            _LOG.error("a request could not be admitted", exc_info=error)
+            self._outbox.put(Failed.of(_not_admitted(error), asked.number))
+        else:
+            self._submit(asked, prompts)
+
+    def _submit(self, asked: Submit, admitted: list[AdmittedPrompt]) -> None:
+        try:
+            self.followed.submit(asked.number, admitted, stream=asked.stream)
         except PacelineError as error:
             self._outbox.put(Failed.of(error, asked.number))
         else:
@@ -217,13 +243,13 @@ class StepTimes:
         }
 
 
-def looked(llm: LLM, times: StepTimes) -> Looked:
-    """What `llm` does, for the thread that owns it."""
+def looked(llm: LLM, times: StepTimes, *, forming: int) -> Looked:
+    """What `llm` does, for the thread that owns it.  forming: completions that wait for a form."""
     scheduler = llm.engine.scheduler
     stats = scheduler.cache.stats()
     return Looked(
         running=scheduler.num_running,
-        waiting=scheduler.num_waiting,
+        waiting=scheduler.num_waiting + forming,
         kv_used=max((group.owned / group.total for group in stats.groups), default=0.0),
         queried_tokens=stats.queried_tokens,
         hit_tokens=stats.hit_tokens,
@@ -240,6 +266,15 @@ def ready(llm: LLM) -> Ready:
         vocab_size=admission.config.vocab_size,
         folder=None if folder is None or admission.tokenizer is None else str(folder.parent),
         fingerprint=_fingerprint(llm.prepared.resolution),
+    )
+
+
+def _not_admitted(error: BaseException) -> PacelineError:
+    return PacelineError.about(
+        "the request",
+        expected="one that can be admitted",
+        got=repr(error),
+        remedy="leave out what is unusual in it; the server's log has more",
     )
 
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core import errors
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, message
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason, Share
@@ -31,7 +31,7 @@ class Message(Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class Submit(Message, frozen=True, tag=0):
-    """Queue prompts, all or none; the answer is Accepted or Refused."""
+    """Queue prompts, all or none; the answer is Accepted or Failed."""
 
     number: int  # of the ticket
     prompts: tuple[tuple[int, ...], ...]  # token ids of each
@@ -179,7 +179,7 @@ class Looked(Message, frozen=True, tag=17):
     """The engine between two turns."""
 
     running: int  # completions
-    waiting: int
+    waiting: int  # those whose form is being made among them
     kv_used: float  # of the pages of the fullest cache group, cached prefixes not counted
     queried_tokens: int  # of prompts, since the start
     hit_tokens: int  # of these found in the prefix cache
@@ -206,6 +206,9 @@ class Broken(Message, frozen=True, tag=20):
 
 
 News = Loading | Ready | Failed | Accepted | Grown | Looked | Said | Stuck | Broken
+STOPPING = message(
+    "the server", expected="running", got="stopping", remedy="send it to another, or again later"
+)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 M = TypeVar("M", bound=Message)
 

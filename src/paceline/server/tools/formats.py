@@ -44,17 +44,29 @@ class Formats(Struct, frozen=True, kw_only=True):
 UNKNOWN = Formats()
 
 
+def _require_known(flag: str, name: str, known: tuple[str, ...]) -> None:
+    known = (AUTO, NONE, *known)
+    if name not in known:
+        expected = f"one of {', '.join(known)}"
+        remedy = "leave it out to go by the chat template"
+        raise ConfigError.about(flag, expected=expected, got=repr(name), remedy=remedy)
+
+
 class Parsers(Struct, frozen=True, kw_only=True):
     """What was asked for: a format's name, "auto" or "none"."""
 
     tools: str = AUTO
     reasoning: str = AUTO
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a name that is none."""
+        _require_known("--tool-call-parser", self.tools, tuple(TOOL_FORMATS))
+        _require_known("--reasoning-parser", self.reasoning, REASONING_FORMATS)
+
     def formats(self, tokenizer: Tokenizer | None) -> Formats:
         """Those asked for by name, else what the chat template asks of the model.
 
-        Raises ConfigError for a name that is none, and for calls of tools that the template shows
-        to nobody.
+        Raises ConfigError for calls of tools that the template shows to nobody.
         """
         template, reads = "", frozenset[str]()
         if tokenizer is not None and tokenizer.has_chat_template:
@@ -64,21 +76,17 @@ class Parsers(Struct, frozen=True, kw_only=True):
         if tools == AUTO:
             known = [each.name for each in TOOL_FORMATS.values() if each.is_of(template)]
             tools = known[0] if known and "tools" in reads else NONE
-        elif tools != NONE:
-            _require_known("--tool-call-parser", tools, tuple(TOOL_FORMATS))
-            if "tools" not in reads:
-                raise ConfigError.about(
-                    "--tool-call-parser",
-                    expected="given with a chat template that shows tools to the model",
-                    got=f"{tools!r} with one that does not" if template else f"{tools!r} without",
-                    remedy="leave it out, or change the template in the model's folder",
-                )
+        elif tools != NONE and "tools" not in reads:
+            raise ConfigError.about(
+                "--tool-call-parser",
+                expected="given with a chat template that shows tools to the model",
+                got=f"{tools!r} with one that does not" if template else f"{tools!r} without",
+                remedy="leave it out, or change the template in the model's folder",
+            )
         if HARMONY.name in (tools, reasoning) or (reasoning == AUTO and HARMONY.is_of(template)):
             reasoning = _harmony_too(reasoning, tools)
         elif reasoning == AUTO:
             reasoning = THINK if CLOSE in template else NONE
-        elif reasoning != NONE:
-            _require_known("--reasoning-parser", reasoning, REASONING_FORMATS)
         return Formats(
             tools=None if tools == NONE else tools,
             reasoning=None if reasoning == NONE else reasoning,
@@ -98,13 +106,6 @@ def _harmony_too(reasoning: str, tools: str) -> str:
             remedy="leave them out to go by the chat template",
         )
     return HARMONY.name
-
-
-def _require_known(flag: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        expected = f"one of {', '.join((AUTO, NONE, *known))}"
-        remedy = "leave it out to go by the chat template"
-        raise ConfigError.about(flag, expected=expected, got=repr(name), remedy=remedy)
 
 
 def parser_of(form: Form) -> Parser:

@@ -1,0 +1,125 @@
+"""A Host: what waits for a form of an answer, and what a request can end."""
+
+import asyncio
+import os
+import resource
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from serving import serving, small_llm, wait_until
+
+from paceline.core.errors import BusyError
+from paceline.core.sampling_params import SamplingParams
+from paceline.engine.request import Share
+from paceline.llm.admission import Admission
+from paceline.server.border.host import Host
+from paceline.server.border.messages import Leave, framed
+from paceline.server.border.outbox import Outbox
+from paceline.text.structured import StructureCompiler
+
+PLAIN = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+
+
+class Panic(BaseException):
+    """As pyo3 has it."""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving(small_llm()) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(server):
+    yield
+    wait_until(server.is_idle)
+    assert not server.host._formed
+
+
+def post(server, **more):
+    return httpx.post(f"{server.url}/v1/completions", json=PLAIN | more, timeout=None)
+
+
+def of_loop(server, coroutine):
+    return asyncio.run_coroutine_threadsafe(coroutine, server.loop)
+
+
+def ask(server, regex):
+    """The future of a ticket."""
+    params = SamplingParams(max_tokens=2, structured_outputs={"regex": regex})
+    return of_loop(server, server.engine.generate([[5]], params, share=Share(), stream=False))
+
+
+@pytest.mark.parametrize("fault", [IndexError, Panic])
+@pytest.mark.parametrize(
+    ("owner", "name", "asked"),
+    [(StructureCompiler, "grammar", {"guided_regex": "a"}), (Admission, "admit", {})],
+)
+def test_a_fault_of_admission_ends_its_request_alone(
+    server, monkeypatch, caplog, owner, name, asked, fault
+):
+    def broken(*values):
+        raise fault("of another")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, broken)
+        answer = post(server, **asked)
+    assert answer.status_code == 500
+    told = f"the request must be one that can be admitted, got {fault('of another')!r}; "
+    assert answer.json()["error"]["message"].startswith(told)
+    assert "a request could not be admitted" in caplog.text
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert post(server).status_code == 200
+
+
+def test_forms_are_made_one_by_one_and_what_needs_none_passes(server, monkeypatch):
+    going, begun, make = threading.Event(), [], StructureCompiler._make
+
+    def held(self, wanted):
+        begun.append(wanted.text)
+        if wanted.text == "slow":
+            going.wait()
+        return make(self, wanted)
+
+    def num_waiting():
+        return of_loop(server, server.engine.look()).result().waiting
+
+    monkeypatch.setattr(StructureCompiler, "_make", held)
+    assert post(server, guided_regex="known").status_code == 200
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(post, server, guided_regex="slow", n=3)
+        wait_until(lambda: "slow" in begun)
+        left, stopped = ask(server, "left"), ask(server, "stopped")
+        wait_until(lambda: num_waiting() == 5)
+        assert post(server, guided_regex="known").status_code == 200
+        left.cancel()
+        wait_until(lambda: num_waiting() == 4)
+        server.loop.call_soon_threadsafe(server.engine.abort)
+        with pytest.raises(BusyError, match="the server must be running, got stopping; send it to"):
+            stopped.result()
+        assert slow.result().status_code == 503
+        going.set()
+    assert post(server, guided_regex="next").status_code == 200
+    assert begun == ["known", "slow", "next"]
+
+
+def test_descriptors_may_have_large_numbers():
+    """Of a process with many files; select() takes them below 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("the limit of open files is too low")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    ours, theirs = socket.socketpair()
+    many = socket.socket(fileno=os.dup2(theirs.fileno(), 1500))
+    theirs.close()
+    try:
+        with small_llm() as llm, many, ours:
+            host = Host(llm, many, Outbox(many))
+            ours.sendall(framed([Leave()]))
+            assert host.run()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
