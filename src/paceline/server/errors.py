@@ -91,6 +91,11 @@ def as_api_error(error: PacelineError) -> ApiError:
     return ApiError(400, text, param=_named_by(text), code=code)
 
 
+def of_bug(error: Exception) -> ApiError:
+    """What nobody raised on purpose; whoever tells it raises it again, for the log."""
+    return ApiError(500, f"{type(error).__name__}: {error}; the server's log has more")
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Give every error of `app` the one shape."""
     app.add_exception_handler(ApiError, _on_api_error)
@@ -120,8 +125,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The server closes the connection behind a bug, so the client must not use it again."""
-    text = f"{type(error).__name__}: {error}; the server's log has more"
-    response = ApiError(500, text).response()
+    response = of_bug(error).response()
     response.headers["Connection"] = "close"
     return response
 

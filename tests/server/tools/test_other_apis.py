@@ -1,6 +1,7 @@
 """/v1/messages, /v1/responses and /tokenize say what a chat says, in their own forms."""
 
 import json
+from contextlib import suppress
 
 import httpx
 import openai
@@ -9,6 +10,7 @@ from scripted import scripted
 from texts import ALL
 
 from paceline.engine.request import FinishReason
+from paceline.server.messages.writer import MessagesWriter
 
 TEXT = "<think>Paris, then.</think>I look." + ALL["hermes, one"].text
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -261,3 +263,31 @@ def test_what_is_no_text_is_refused(world, path, body, text) -> None:
 
 def test_a_version_is_told(world) -> None:
     assert set(httpx.get(f"{world.url}/version").json()) == {"version"}
+
+
+@pytest.mark.parametrize("name", ["no number", "half a pair", "half a pair, the name behind"])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_no_text_of_a_model_breaks_a_message(world, name, is_stream) -> None:
+    world.say(ALL[f"malformed, {name}"].text)
+    answer = post(world, "/v1/messages", MESSAGES | {"stream": is_stream})
+    assert answer.status_code == 200
+    if is_stream:
+        assert events_of(answer)[-1][0] == "message_stop"
+    else:
+        assert [block["type"] for block in answer.json()["content"]] == ["text"]
+
+
+def test_a_stream_whose_writing_fails_ends_with_an_error(world, monkeypatch) -> None:
+    def fail(*_) -> None:
+        raise ValueError("wrong")
+
+    monkeypatch.setattr(MessagesWriter, "piece", fail)
+    world.say("Hi.")
+    events, asked = [], MESSAGES | {"stream": True}
+    with (
+        suppress(httpx.RemoteProtocolError),  # the connection is closed behind it
+        httpx.stream("POST", f"{world.url}/v1/messages", json=asked) as answer,
+    ):
+        for line in answer.iter_lines():
+            events.append(line)
+    assert any('"type":"error"' in each and "ValueError: wrong" in each for each in events)
