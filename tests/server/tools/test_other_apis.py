@@ -205,6 +205,24 @@ def test_items_go_back_as_history(world, client) -> None:
     assert "<tool>23 degrees" in shown
 
 
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_whole_output_goes_back_as_one_turn(world, client, calls) -> None:
+    world.say(TEXT if calls else "<think>Paris, then.</think>I look.")
+    user = {"role": "user", "content": "How is Paris?"}
+    found = client.responses.create(model="tiny", input=[user], tools=[TOOL])
+    world.say("Sunny.")
+    output = [item.model_dump(exclude_none=True) for item in found.output]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "23 degrees"}
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    again = [user, *output, *results, {"role": "user", "content": "And?"}]
+    assert client.responses.create(model="tiny", input=again).output_text == "Sunny."
+    ending = '<tool_call>{"name": "get_weather"' if calls else "<user>And?"
+    assert f"<assistant><think>Paris, then.</think>I look.{ending}" in world.asked()
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
