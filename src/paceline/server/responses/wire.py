@@ -150,6 +150,17 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
         if self.reasoning is not None:
             self.reasoning.check((*place, "reasoning"))
 
+    def told(self) -> dict[str, Any]:
+        """What the answer repeats, with what stands for the fields that were left out."""
+        parallel, choice = self.parallel_tool_calls, self.tool_choice
+        return {
+            "instructions": self.instructions,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": True if parallel is None else parallel,
+            "tool_choice": "auto" if choice is None else choice,
+            "tools": self.tools or [],
+        }
+
     def as_chat(self) -> ChatRequest:
         """Raises ApiError for what no chat takes."""
         said = self.input
