@@ -38,6 +38,10 @@ _CONVERSATIONS: Mapping[str, type[ChatRequest | CountRequest | ResponsesRequest]
 ENDPOINTS = (COMPLETIONS, CHAT, MESSAGES, RESPONSES, COUNT, TOKENIZE, DETOKENIZE)
 
 
+TOLD = (COUNT, TOKENIZE, DETOKENIZE)  # nothing of it goes to the engine
+_MOST_CONTEXTS = 16  # of tokens that /tokenize tells
+
+
 class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     """What a body asks for."""
 
@@ -147,8 +151,19 @@ class Reader:
                 asked.as_chat(self.model), self.formats, tokenizer.require_chat_template()
             )
             text = said.prompt(tokenizer).text
+        self._require_few(text, tokenizer, "messages" if asked.prompt is None else "prompt")
         special = asked.prompt is not None and asked.add_special_tokens is not False
-        return _told([tokenizer.encode(text, add_special_tokens=special)])
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        return msgspec.structs.replace(_told([ids]), ignored=sorted(set(ignored_in(asked))))
+
+    def _require_few(self, text: str, tokenizer: Tokenizer, param: str) -> None:
+        """Raise 400 for a text that is far too long, before it is read to its end."""
+        most = _MOST_CONTEXTS * self.room.context_len
+        fewest = tokenizer.fewest_tokens(text, most + 1)
+        if fewest > most:
+            expected, got = f"at most {most} tokens, {_MOST_CONTEXTS} contexts", f"{fewest} or more"
+            remedy = "send it in parts"
+            raise ApiError.about(param, expected=expected, got=got, remedy=remedy, param=param)
 
     def _detokenize(self, body: bytes) -> Reading:
         asked = decoded(DetokenizeRequest, body, self.room)

@@ -9,6 +9,7 @@ import pytest
 from scripted import scripted
 from texts import ALL
 
+from paceline.core.errors import BusyError
 from paceline.engine.request import FinishReason
 from paceline.server.access.access import Access
 from paceline.server.body import decoded
@@ -16,6 +17,7 @@ from paceline.server.counts import Room
 from paceline.server.errors import ApiError
 from paceline.server.messages.wire import MessagesRequest
 from paceline.server.messages.writer import MessagesWriter
+from paceline.server.reader import TOKENIZE, Reader
 from paceline.server.responses.wire import ResponsesRequest
 
 TEXT = "<think>Paris, then.</think>I look." + ALL["hermes, one"].text
@@ -429,3 +431,28 @@ def test_a_response_repeats_what_was_asked_and_counts_its_thought(client, world,
     assert {name: told[name] for name in asked} == asked
     thought = len(world.tokenizer.encode("Paris, then.", add_special_tokens=False))
     assert response.usage.output_tokens_details.reasoning_tokens == thought
+
+
+def test_a_text_that_is_far_too_long_is_no_tokens(world) -> None:
+    """A tokenizer that says how few tokens it can be is not asked for them."""
+
+    class Unread:
+        def fewest_tokens(self, text: str, enough: int) -> int:
+            return enough
+
+    reader = Reader(model="tiny", room=ROOM, vocab_size=4096, tokenizer=Unread())
+    with pytest.raises(ApiError, match="prompt must be at most 65536 tokens, 16 contexts") as got:
+        reader.read(TOKENIZE, b'{"prompt": "x"}')
+    assert got.value.param == "prompt"
+
+
+def test_what_is_only_told_waits_for_no_engine(world, monkeypatch) -> None:
+    def is_full(count: int) -> None:
+        raise BusyError("full")
+
+    monkeypatch.setattr(world.engine.callers, "require_room", is_full)
+    counted = {"model": "tiny", "messages": MESSAGES["messages"]}
+    assert post(world, "/v1/messages/count_tokens", counted).status_code == 200
+    assert post(world, "/tokenize", {"prompt": "x"}).status_code == 200
+    assert post(world, "/detokenize", {"tokens": [5]}).status_code == 200
+    assert post(world, "/v1/messages", MESSAGES).status_code == 503
