@@ -5,8 +5,10 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from scripted import scripted_service
 from serving import serving, small_llm
 
+from paceline.server.app import build_app
 from paceline.server.errors import ApiError
 from paceline.server.parameters.rules import RULES, check_rules, rules_of
 from paceline.server.parameters.table import ABOUT_THE_CALLER, KINDS, PARTS, capabilities, page
@@ -44,6 +46,12 @@ def test_every_field_is_in_the_table():
     for path, kind in KINDS.items():
         assert set(told["parameters"][path]) == set(kind.__struct_fields__)
     assert set(told["parts"]) == set(PARTS)
+    asked = {
+        path
+        for path, kinds in build_app(scripted_service(None)).openapi()["paths"].items()
+        if "requestBody" in kinds.get("post", {})
+    }
+    assert set(KINDS) == asked
     assert set().union(*told["parameters"].values()) >= ABOUT_THE_CALLER
 
 

@@ -16,7 +16,7 @@ from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import ALIKE, FinishReason, Share
 from paceline.engine.ticket import Ticket
 from paceline.server.access_log import Entry
-from paceline.server.errors import ApiError, as_api_error
+from paceline.server.errors import ApiError, as_api_error, of_bug
 from paceline.server.meters import Meters
 from paceline.server.reader import Reading
 from paceline.server.service import Service
@@ -204,6 +204,9 @@ async def _events(
         yield writer.fault(error)
     except PacelineError as error:
         yield writer.fault(as_api_error(error))
+    except Exception as error:
+        yield writer.fault(of_bug(error))
+        raise
     finally:
         ticket.close()
 

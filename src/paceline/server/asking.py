@@ -44,6 +44,11 @@ async def answered(
         response = await answer(service, job, request)
     except ClientGone:
         return Response(status_code=_GONE)
+    return with_ignored(response, asked)
+
+
+def with_ignored(response: Response, asked: Reading) -> Response:
+    """Say in a header what of the request was not read."""
     if asked.ignored:
         response.headers[HEADER] = ", ".join(asked.ignored)
     return response

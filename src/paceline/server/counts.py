@@ -18,6 +18,7 @@ from paceline.server.refusals import Wire, refusals_of
 from paceline.server.wire import mixed_prompts
 
 _MOST_BYTES = 1 << 19  # of a field that is no prompt; 32 stop strings of 1,024 characters fit
+_PROMPTS = {"input", "instructions", "messages", "prompt", "system"}  # as long as a body may be
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _FIRST = re.compile(rb"\[[ \t\n\r]*(.)")
 _BLANKS = b" \t\n\r"
@@ -56,7 +57,7 @@ def counted(kind: type[Wire], body: bytes, room: Room) -> bytes:
     fields = msgspec.json.decode(body, type=_as_bytes(kind))
     found = {name: getattr(fields, name) for name in fields.__struct_fields__}
     sent = {name: value for name, value in found.items() if value is not UNSET}
-    for name in sent.keys() - refusals_of(kind).keys() - {"messages", "prompt"}:
+    for name in sent.keys() - refusals_of(kind).keys() - _PROMPTS:
         _require_few_bytes(name, len(sent[name]))
     if "prompt" in sent:
         _count_prompts(bytes(sent["prompt"]), room)

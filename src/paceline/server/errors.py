@@ -1,4 +1,5 @@
-"""Errors as the OpenAI API shows them: {"error": {"message", "type", "param", "code"}}.
+"""Errors as the OpenAI API shows them: {"error": {"message", "type", "param", "code"}}; below
+/v1/messages as the Anthropic API does: {"type": "error", "error": {"type", "message"}}.
 
 Status codes: 400 for a wrong request, 401 for a wrong key, 404 for an unknown model or path, 405
 for a wrong method, 408 for what does not come in time, 413 for a body that is too long, 500 for
@@ -23,7 +24,15 @@ from paceline.core.errors import (
     message,
 )
 
+MESSAGES_PATH = "/v1/messages"  # of the Anthropic API
 _MAX_TEXT = 600  # characters of a refusal
+_TYPES = {  # of the Anthropic API
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -60,16 +69,19 @@ class ApiError(Exception):
         text = message(name, expected=expected, got=got, remedy=remedy)
         return cls(status, text, param=param, code=code)
 
-    def document(self) -> dict[str, Any]:
-        """The body."""
+    def document(self, path: str = "") -> dict[str, Any]:
+        """The body, as clients of that path read it."""
+        if f"{path}/".startswith(f"{MESSAGES_PATH}/"):
+            told = {"type": _TYPES.get(self.status, "api_error"), "message": str(self)}
+            return {"type": "error", "error": told}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> Response:
+    def response(self, path: str = "") -> Response:
         """ASCII JSON: what a client sent may hold what UTF-8 cannot."""
         return Response(
-            json.dumps(self.document()),
+            json.dumps(self.document(path)),
             self.status,
             headers=self.headers,
             media_type="application/json",
@@ -91,6 +103,11 @@ def as_api_error(error: PacelineError) -> ApiError:
     return ApiError(400, text, param=_named_by(text), code=code)
 
 
+def of_bug(error: Exception) -> ApiError:
+    """What nobody raised on purpose; whoever tells it raises it again, for the log."""
+    return ApiError(500, f"{type(error).__name__}: {error}; the server's log has more")
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Give every error of `app` the one shape."""
     app.add_exception_handler(ApiError, _on_api_error)
@@ -101,12 +118,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError), error
-    return error.response()
+    return error.response(request.url.path)
 
 
 async def _on_paceline_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PacelineError), error
-    return as_api_error(error).response()
+    return as_api_error(error).response(request.url.path)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -115,13 +132,12 @@ async def _on_http(request: Request, error: Exception) -> Response:
     if error.status_code in (404, 405):
         where = f"{request.method} {request.url.path}"
         text = f"{where}: {text}; the paths are listed in /openapi.json"
-    return ApiError(error.status_code, text, headers=error.headers).response()
+    return ApiError(error.status_code, text, headers=error.headers).response(request.url.path)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """The server closes the connection behind a bug, so the client must not use it again."""
-    text = f"{type(error).__name__}: {error}; the server's log has more"
-    response = ApiError(500, text).response()
+    response = of_bug(error).response(request.url.path)
     response.headers["Connection"] = "close"
     return response
 

@@ -43,7 +43,7 @@ class Doorkeeper:
         try:
             self._life.require()
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         self._life.num_active += 1
         try:

@@ -47,7 +47,8 @@ class Lengths:
                 got="Content-Length and Transfer-Encoding",
                 remedy="leave one out",
             )
-            await ApiError(400, text, headers=CLOSE).response()(scope, receive, send)
+            refused = ApiError(400, text, headers=CLOSE).response(scope["path"])
+            await refused(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -68,9 +69,8 @@ class BodyLimit:
             return
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if int(declared) > self._max_bytes:  # digits: the HTTP parser sees to it
-            await ApiError(413, self._text(f"{int(declared)} bytes")).response()(
-                scope, receive, send
-            )
+            error = ApiError(413, self._text(f"{int(declared)} bytes"))
+            await error.response(scope["path"])(scope, receive, send)
             return
         num_bytes, is_whole = 0, False
         latest = asyncio.get_running_loop().time() + self._limits.body_s

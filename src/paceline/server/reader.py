@@ -3,10 +3,11 @@
 It knows no engine and no torch: large bodies are read by one in a process of its own (worker.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from paceline.core.errors import ModelError
@@ -16,7 +17,7 @@ from paceline.server.body import decoded
 from paceline.server.counts import Room
 from paceline.server.errors import ApiError
 from paceline.server.messages.wire import CountRequest, MessagesRequest
-from paceline.server.parameters.ignored import sent_and_ignored
+from paceline.server.parameters.ignored import ignored_in
 from paceline.server.places import shortened
 from paceline.server.responses.wire import ResponsesRequest
 from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
@@ -28,7 +29,17 @@ from paceline.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT, MESSAGES, RESPONSES = "completions", "chat", "messages", "responses"
 COUNT, TOKENIZE, DETOKENIZE = "count", "tokenize", "detokenize"
+_CONVERSATIONS: Mapping[str, type[ChatRequest | CountRequest | ResponsesRequest]] = {
+    CHAT: ChatRequest,
+    MESSAGES: MessagesRequest,
+    COUNT: CountRequest,
+    RESPONSES: ResponsesRequest,
+}
 ENDPOINTS = (COMPLETIONS, CHAT, MESSAGES, RESPONSES, COUNT, TOKENIZE, DETOKENIZE)
+
+
+TOLD = (COUNT, TOKENIZE, DETOKENIZE)  # nothing of it goes to the engine
+_MOST_CONTEXTS = 16  # of tokens that /tokenize tells
 
 
 class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
@@ -45,6 +56,7 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     tells_scores: bool = False  # prompt_logprobs are a field of the answer
     continuous_usage: bool = False  # every chunk of a stream tells it
     ignored: list[str] = []  # names of fields that were sent and not read
+    told: bytes = b""  # JSON of what was asked, where the answer repeats it
     form: Form = TEXT  # what is looked for in the answers
 
 
@@ -66,15 +78,13 @@ class Reader:
             return self._tokenize(body)
         if endpoint == DETOKENIZE:
             return self._detokenize(body)
-        if endpoint == CHAT:
-            asked = decoded(ChatRequest, body, self.room)
-        elif endpoint in (MESSAGES, COUNT):
-            kind = MessagesRequest if endpoint == MESSAGES else CountRequest
-            asked = decoded(kind, body, self.room).as_chat()
-        else:
-            asked = decoded(ResponsesRequest, body, self.room).as_chat()
+        asked = decoded(_CONVERSATIONS[endpoint], body, self.room)
         del body
-        return self._chat(asked)
+        ignored = sorted(set(ignored_in(asked)))
+        told = msgspec.json.encode(asked.told()) if isinstance(asked, ResponsesRequest) else b""
+        if not isinstance(asked, ChatRequest):
+            asked = asked.as_chat()
+        return msgspec.structs.replace(self._chat(asked), ignored=ignored, told=told)
 
     def check_model(self, name: str) -> None:
         """Raise 404 for a model that is not served."""
@@ -95,8 +105,7 @@ class Reader:
         sampling = asked.sampling()
         SamplingParams.from_dict(sampling)  # raises for values out of range
         how = _how(asked)
-        ignored = [f"messages[].{name}" for name in sorted(sent_and_ignored(asked.messages))]
-        tokenizer = self._require_tokenizer()
+        tokenizer = self.require_tokenizer()
         said = Conversation.of(asked, self.formats, tokenizer.require_chat_template())
         del asked  # which holds every text once more
         prompt = said.prompt(tokenizer)
@@ -108,7 +117,7 @@ class Reader:
             sampling["skip_special_tokens"] = False
         if prompt.grammar is not None:
             sampling["structured_outputs"] = {"grammar": prompt.grammar}
-        return Reading(prompts=[ids], sampling=sampling, ignored=ignored, form=prompt.form, **how)
+        return Reading(prompts=[ids], sampling=sampling, form=prompt.form, **how)
 
     def _completions(self, body: bytes) -> Reading:
         asked = decoded(CompletionRequest, body, self.room)
@@ -136,14 +145,25 @@ class Reader:
         asked = decoded(TokenizeRequest, body, self.room)
         del body
         self.check_model(asked.model or self.model)
-        tokenizer, text = self._require_tokenizer(), asked.prompt
+        tokenizer, text = self.require_tokenizer(), asked.prompt
         if text is None:
             said = Conversation.of(
                 asked.as_chat(self.model), self.formats, tokenizer.require_chat_template()
             )
             text = said.prompt(tokenizer).text
+        self._require_few(text, tokenizer, "messages" if asked.prompt is None else "prompt")
         special = asked.prompt is not None and asked.add_special_tokens is not False
-        return _told([tokenizer.encode(text, add_special_tokens=special)])
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        return msgspec.structs.replace(_told([ids]), ignored=sorted(set(ignored_in(asked))))
+
+    def _require_few(self, text: str, tokenizer: Tokenizer, param: str) -> None:
+        """Raise 400 for a text that is far too long, before it is read to its end."""
+        most = _MOST_CONTEXTS * self.room.context_len
+        fewest = tokenizer.fewest_tokens(text, most + 1)
+        if fewest > most:
+            expected, got = f"at most {most} tokens, {_MOST_CONTEXTS} contexts", f"{fewest} or more"
+            remedy = "send it in parts"
+            raise ApiError.about(param, expected=expected, got=got, remedy=remedy, param=param)
 
     def _detokenize(self, body: bytes) -> Reading:
         asked = decoded(DetokenizeRequest, body, self.room)
@@ -165,13 +185,13 @@ class Reader:
         if isinstance(prompt, str):
             return prompt
         known = [token for token in prompt if 0 <= token < self.vocab_size]
-        return self._require_tokenizer().decode(known, skip_special_tokens=False)
+        return self.require_tokenizer().decode(known, skip_special_tokens=False)
 
     def _encode(
         self, text: str, answer: int | None, param: str, *, add_special_tokens: bool = True
     ) -> list[int]:
         """Its token ids; one that cannot fit is not read to its end.  answer: tokens asked for."""
-        tokenizer = self._require_tokenizer()
+        tokenizer = self.require_tokenizer()
         fewest = tokenizer.fewest_tokens(text, self.room.context_len)
         if fewest:
             self._require_room(fewest, answer, param, got=f"at least {fewest}")
@@ -190,7 +210,7 @@ class Reader:
             )
         self.room.require_tokens(num_tokens, param=param, answer=answer, got=got or str(num_tokens))
 
-    def _require_tokenizer(self) -> Tokenizer:
+    def require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             remedy = "send prompts as token ids to /v1/completions"
             expected = "sent to a model with tokenizer.json"

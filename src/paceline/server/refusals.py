@@ -62,6 +62,11 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         check_refusals(self, place)
 
 
+def is_sent(sent: Unserved) -> bool:
+    """Whether it holds more than null."""
+    return sent is not msgspec.UNSET and bytes(memoryview(sent)[:5]) != b"null"
+
+
 def _is_one_of(sent: msgspec.Raw, allowed: tuple[object, ...]) -> bool:
     """Equality that tells 1 from True."""
     if len(sent) > _MAX_BYTES:

@@ -16,7 +16,7 @@ from paceline.server.border.messages import Ready
 from paceline.server.border.remote import RemoteEngine
 from paceline.server.life import Life
 from paceline.server.meters import Meters
-from paceline.server.reader import Reader, Reading
+from paceline.server.reader import TOLD, Reader, Reading
 from paceline.server.token_names import TokenNames
 from paceline.server.tools.formats import BY_TEMPLATE, Parsers
 from paceline.server.worker import BodyWorker, ReaderFacts
@@ -97,9 +97,11 @@ class Service:
     async def read(self, endpoint: str, request: Request) -> Reading:
         """What a request's body asks for; a large one is read in a process of its own.
 
-        Raises ApiError, RequestError, ModelError, and BusyError before anything is read.
+        Raises ApiError, RequestError, ModelError, and BusyError before anything is read that the
+        engine would be asked for.
         """
-        self.engine.callers.require_room(1)
+        if endpoint not in TOLD:
+            self.engine.callers.require_room(1)
         parts = await read_body(request)
         if sum(map(len, parts)) > LARGE:
             return await self.worker.read(endpoint, parts)

@@ -1,6 +1,7 @@
 """/v1/messages, /v1/responses and /tokenize say what a chat says, in their own forms."""
 
 import json
+from contextlib import suppress
 
 import httpx
 import openai
@@ -8,10 +9,20 @@ import pytest
 from scripted import scripted
 from texts import ALL
 
+from paceline.core.errors import BusyError
 from paceline.engine.request import FinishReason
+from paceline.server.access.access import Access
+from paceline.server.body import decoded
+from paceline.server.counts import Room
+from paceline.server.errors import ApiError
+from paceline.server.messages.wire import MessagesRequest
+from paceline.server.messages.writer import MessagesWriter
+from paceline.server.reader import TOKENIZE, Reader
+from paceline.server.responses.wire import ResponsesRequest
 
 TEXT = "<think>Paris, then.</think>I look." + ALL["hermes, one"].text
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+ROOM = Room(context_len=4096, max_open=16)
 MESSAGES = {
     "model": "tiny",
     "max_tokens": 50,
@@ -203,6 +214,24 @@ def test_items_go_back_as_history(world, client) -> None:
     assert "<tool>23 degrees" in shown
 
 
+@pytest.mark.parametrize("calls", [True, False])
+def test_a_whole_output_goes_back_as_one_turn(world, client, calls) -> None:
+    world.say(TEXT if calls else "<think>Paris, then.</think>I look.")
+    user = {"role": "user", "content": "How is Paris?"}
+    found = client.responses.create(model="tiny", input=[user], tools=[TOOL])
+    world.say("Sunny.")
+    output = [item.model_dump(exclude_none=True) for item in found.output]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "23 degrees"}
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    again = [user, *output, *results, {"role": "user", "content": "And?"}]
+    assert client.responses.create(model="tiny", input=again).output_text == "Sunny."
+    ending = '<tool_call>{"name": "get_weather"' if calls else "<user>And?"
+    assert f"<assistant><think>Paris, then.</think>I look.{ending}" in world.asked()
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
@@ -261,3 +290,169 @@ def test_what_is_no_text_is_refused(world, path, body, text) -> None:
 
 def test_a_version_is_told(world) -> None:
     assert set(httpx.get(f"{world.url}/version").json()) == {"version"}
+
+
+@pytest.mark.parametrize("name", ["no number", "half a pair", "half a pair, the name behind"])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_no_text_of_a_model_breaks_a_message(world, name, is_stream) -> None:
+    world.say(ALL[f"malformed, {name}"].text)
+    answer = post(world, "/v1/messages", MESSAGES | {"stream": is_stream})
+    assert answer.status_code == 200
+    if is_stream:
+        assert events_of(answer)[-1][0] == "message_stop"
+    else:
+        assert [block["type"] for block in answer.json()["content"]] == ["text"]
+
+
+def test_a_stream_whose_writing_fails_ends_with_an_error(world, monkeypatch) -> None:
+    def fail(*_) -> None:
+        raise ValueError("wrong")
+
+    monkeypatch.setattr(MessagesWriter, "piece", fail)
+    world.say("Hi.")
+    events, asked = [], MESSAGES | {"stream": True}
+    with (
+        suppress(httpx.RemoteProtocolError),  # the connection is closed behind it
+        httpx.stream("POST", f"{world.url}/v1/messages", json=asked) as answer,
+    ):
+        for line in answer.iter_lines():
+            events.append(line)
+    assert any('"type":"error"' in each and "ValueError: wrong" in each for each in events)
+
+
+CACHED = {"cache_control": {"type": "ephemeral"}}
+SAID = [{"role": "user", "content": [{"type": "input_text", "text": "Hi", "annotations": []}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "ignored"),
+    [
+        (
+            "/v1/messages",
+            MESSAGES | {"system": [{"type": "text", "text": "Be brief."} | CACHED]},
+            "system[].cache_control",
+        ),
+        (
+            "/v1/messages/count_tokens",
+            {
+                "model": "tiny",
+                "messages": MESSAGES["messages"],
+                "tools": [{"name": "a", "input_schema": {}} | CACHED],
+            },
+            "tools[].cache_control",
+        ),
+        (
+            "/v1/responses",
+            {"model": "tiny", "input": [*SAID, {"type": "reasoning", "summary": []}]},
+            "input[].content[].annotations, input[].summary",
+        ),
+    ],
+)
+def test_what_is_not_read_is_listed(world, path, asked, ignored) -> None:
+    world.say("Hi.")
+    assert post(world, path, asked).headers["X-Paceline-Ignored"] == ignored
+
+
+CITED = [{"type": "text", "text": "a", "citations": [{"type": "x"}]}]
+RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": CITED}
+
+
+@pytest.mark.parametrize(
+    ("asked", "place"),
+    [
+        ({"system": CITED}, "system"),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0].content"),
+    ],
+)
+def test_what_is_not_served_is_refused_in_every_block(world, asked, place) -> None:
+    with pytest.raises(ApiError, match="nothing is cited here") as refused:
+        decoded(MessagesRequest, json.dumps(MESSAGES | asked).encode(), ROOM)
+    assert refused.value.param == f"{place}[0].citations"
+
+
+@pytest.mark.parametrize("name", ["system", "instructions", "input"])
+def test_a_prompt_may_be_longer_than_other_fields(name) -> None:
+    kind, asked = (
+        (MessagesRequest, MESSAGES)
+        if name == "system"
+        else (ResponsesRequest, {"model": "tiny", "input": "Hi"})
+    )
+    long = "x" * (1 << 20)
+    found = decoded(kind, json.dumps(asked | {name: long}).encode(), ROOM)
+    assert getattr(found, name) == long
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_whoever_refuses_a_message_does_it_as_that_api_does(world, method) -> None:
+    answer = httpx.request(method, f"{world.url}/v1/messages", content=b"{}")
+    assert answer.status_code == (400 if method == "POST" else 405)
+    assert (answer.json()["type"], set(answer.json()["error"])) == ("error", {"type", "message"})
+
+
+def test_a_message_without_a_key_is_refused_as_that_api_does() -> None:
+    with scripted(access=Access(api_keys=("secret",))) as server:
+        error = post(server, "/v1/messages", MESSAGES).json()["error"]
+        assert error["type"] == "authentication_error"
+        assert "code" in post(server, "/v1/messagesx", MESSAGES).json()["error"]
+
+
+@pytest.mark.parametrize("name", ["wrong arguments", "cut in its arguments"])
+def test_a_streamed_call_that_is_none_does_not_look_whole(world, client, name) -> None:
+    world.say(ALL[f"malformed, {name}"].text)
+    asked = {"model": "tiny", "input": "Hi", "tools": [TOOL]}
+    events = list(client.responses.create(**asked, stream=True))
+    names = [event.type for event in events]
+    assert "response.function_call_arguments.delta" in names
+    assert "response.function_call_arguments.done" not in names
+    assert events[-1].response.output[0].status == "incomplete"
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_response_that_was_cut_says_which_item_is(client, world, is_stream) -> None:
+    world.say("Hi", finish=FinishReason.LENGTH)
+    found = client.responses.create(model="tiny", input="Hi", stream=is_stream)
+    response = list(found)[-1].response if is_stream else found
+    assert [item.status for item in response.output] == ["incomplete"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_response_repeats_what_was_asked_and_counts_its_thought(client, world, is_stream) -> None:
+    asked = {
+        "instructions": "Be brief.",
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "tool_choice": "none",
+        "tools": [TOOL | {"strict": True}],
+    }
+    world.say(TEXT)
+    found = client.responses.create(model="tiny", input="Hi", stream=is_stream, **asked)
+    response = list(found)[-1].response if is_stream else found
+    told = response.model_dump(exclude_none=True)
+    assert {name: told[name] for name in asked} == asked
+    thought = len(world.tokenizer.encode("Paris, then.", add_special_tokens=False))
+    assert response.usage.output_tokens_details.reasoning_tokens == thought
+
+
+def test_a_text_that_is_far_too_long_is_no_tokens(world) -> None:
+    """A tokenizer that says how few tokens it can be is not asked for them."""
+
+    class Unread:
+        def fewest_tokens(self, text: str, enough: int) -> int:
+            return enough
+
+    reader = Reader(model="tiny", room=ROOM, vocab_size=4096, tokenizer=Unread())
+    with pytest.raises(ApiError, match="prompt must be at most 65536 tokens, 16 contexts") as got:
+        reader.read(TOKENIZE, b'{"prompt": "x"}')
+    assert got.value.param == "prompt"
+
+
+def test_what_is_only_told_waits_for_no_engine(world, monkeypatch) -> None:
+    def is_full(count: int) -> None:
+        raise BusyError("full")
+
+    monkeypatch.setattr(world.engine.callers, "require_room", is_full)
+    counted = {"model": "tiny", "messages": MESSAGES["messages"]}
+    assert post(world, "/v1/messages/count_tokens", counted).status_code == 200
+    assert post(world, "/tokenize", {"prompt": "x"}).status_code == 200
+    assert post(world, "/detokenize", {"tokens": [5]}).status_code == 200
+    assert post(world, "/v1/messages", MESSAGES).status_code == 503

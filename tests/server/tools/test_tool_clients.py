@@ -251,3 +251,17 @@ def test_parsers_asked_for_by_name_are_taken() -> None:
     }
     off = scripted_service(TEMPLATES["harmony"], parsers=Parsers(tools="none", reasoning="none"))
     assert off.reader.formats.describe() == {"tool_call_parser": None, "reasoning_parser": None}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_form_that_was_asked_for_is_content_where_the_prompt_begins_a_thought(is_stream) -> None:
+    with scripted("deepseek") as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+        server.say('{"a": 1}')
+        asked = {"model": "tiny", "messages": [USER], "response_format": {"type": "json_object"}}
+        if is_stream:
+            chunks = client.chat.completions.create(**asked, stream=True)
+            content = "".join(each.choices[0].delta.content or "" for each in chunks)
+        else:
+            content = client.chat.completions.create(**asked).choices[0].message.content
+        assert content == '{"a": 1}'

@@ -79,6 +79,12 @@ MALFORMED = {  # all of it is content
     "no arguments but a list": '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
     "more behind": '<tool_call>{"name": "f", "arguments": {}, "x": 1}</tool_call>',
     "another mark behind": '<tool_call>{"name": "f", "arguments": {}}</tool>',
+    "no number": '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+    "a number without end": '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>',
+    "half a pair": r'<tool_call>{"name": "f", "arguments": {"x": "\ud800"}}</tool_call>',
+    "half a pair, the name behind": (
+        r'<tool_call>{"arguments": {"x": "\ud800"}, "name": "f"}</tool_call>'
+    ),
     "a name of blanks": '<tool_call>{"name": "a b", "arguments": {}}</tool_call>',
 }
 LLAMA = {

@@ -32,7 +32,7 @@ class KeyGuard:
             )
             headers = {"WWW-Authenticate": "Bearer"}
             error = ApiError(401, text, code="invalid_api_key", headers=headers)
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         if len(self._wanted) > 1:
             scope["client"] = (f"key{number}", 0)

@@ -60,6 +60,10 @@ class ToolResult(Wire, frozen=True, kw_only=True, tag_field="type", tag="tool_re
     is_error: Annotated[Unserved, Ignored("the content says it")] = UNSET
     cache_control: _Cached = UNSET
 
+    def check(self, place: Place) -> None:
+        Wire.check(self, place)
+        _check_texts(self.content, (*place, "content"))
+
 
 Block = Text | Thinking | ToolUse | ToolResult
 
@@ -142,6 +146,7 @@ class CountRequest(Wire, frozen=True, kw_only=True):
 
     def check(self, place: Place) -> None:
         Wire.check(self, place)
+        _check_texts(self.system, (*place, "system"))
         for index, turn in enumerate(self.messages):
             turn.check((*place, "messages", index))
         choice = self.tool_choice
@@ -214,6 +219,11 @@ def _checked(chat: ChatRequest) -> ChatRequest:
 def _tool(tool: OwnTool) -> Tool:
     function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
     return Tool(type="function", function=function)
+
+
+def _check_texts(content: str | list[Text] | None, place: Place) -> None:
+    for index, block in enumerate(content if isinstance(content, list) else ()):
+        block.check((*place, index))
 
 
 def _text(content: str | list[Text] | None) -> str:

@@ -7,29 +7,16 @@ from dataclasses import dataclass
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.server.answer import Document, Writer, encoded
-from paceline.server.errors import ApiError
+from paceline.server.errors import MESSAGES_PATH, ApiError
 from paceline.server.stream import event
 from paceline.server.tools.feed import Kind
 from paceline.server.tools.forms import Form
 from paceline.server.tools.speech import Said, Speech, message_of
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
 _EMPTY: dict[Kind, Document] = {
     Kind.CONTENT: {"type": "text", "text": ""},
     Kind.REASONING: {"type": "thinking", "thinking": "", "signature": ""},
 }
-
-
-def fault_document(error: ApiError) -> Document:
-    """An error as the API says it."""
-    kind = _TYPES.get(error.status, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,7 +114,7 @@ class MessagesWriter(Writer):
         return [event(encoded(each), each["type"]) for each in (delta, {"type": "message_stop"})]
 
     def fault(self, error: ApiError) -> bytes:
-        return event(encoded(fault_document(error)), "error")
+        return event(encoded(error.document(MESSAGES_PATH)), "error")
 
 
 def _message(envelope: Document) -> Document:

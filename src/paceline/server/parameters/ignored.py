@@ -2,7 +2,7 @@
 a header of the answer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from paceline.server.errors import ApiError
 from paceline.server.places import Place, written
-from paceline.server.refusals import Unserved, Wire
+from paceline.server.refusals import Unserved, Wire, is_sent
 
 HEADER = "X-Paceline-Ignored"
 
@@ -35,7 +35,8 @@ class FromAnswers(Wire, frozen=True, kw_only=True):
     def check(self, place: Place) -> None:
         Wire.check(self, place)
         role: Any = getattr(self, "role", None)
-        for name in sent_and_ignored([self]) if role != "assistant" else ():
+        own = [name for name in ignored_of(type(self)) if is_sent(getattr(self, name))]
+        for name in own if role != "assistant" else ():
             raise ApiError.about(
                 name,
                 expected="of an assistant's message",
@@ -58,12 +59,16 @@ def ignored_of(kind: type[msgspec.Struct]) -> dict[str, Ignored]:
     }
 
 
-def sent_and_ignored(items: Iterable[msgspec.Struct]) -> set[str]:
-    """The names of such fields that hold something."""
-    return {
-        name
-        for item in items
-        for name in ignored_of(type(item))
-        if getattr(item, name) is not msgspec.UNSET
-        and bytes(memoryview(getattr(item, name))[:5]) != b"null"
-    }
+def ignored_in(sent: object, place: str = "") -> Iterator[str]:
+    """Where `sent`, and what lies in it, has such a field that holds something: messages[].name."""
+    if isinstance(sent, list):
+        for each in sent:
+            yield from ignored_in(each, f"{place}[]")
+    elif isinstance(sent, msgspec.Struct):
+        notes = ignored_of(type(sent))
+        for name in sent.__struct_fields__:
+            value, here = getattr(sent, name), f"{place}.{name}" if place else name
+            if name not in notes:
+                yield from ignored_in(value, here)
+            elif is_sent(value):
+                yield here

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from paceline.server.errors import ApiError
+from paceline.server.refusals import is_sent
 
 _NOTHING = (None, msgspec.UNSET, False)
 
@@ -99,7 +100,7 @@ def asks(request: msgspec.Struct, name: str) -> bool:
     """Whether a field holds more than nothing: null, false, or free text as a response_format."""
     value = getattr(request, name)
     if isinstance(value, msgspec.Raw):
-        return bytes(memoryview(value)[:4]) != b"null"
+        return is_sent(value)
     if any(value is each for each in _NOTHING):
         return False
     return not (name == "response_format" and value.type == "text")

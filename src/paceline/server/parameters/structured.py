@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from paceline.core.structured import StructureKind
 from paceline.server.errors import ApiError
 from paceline.server.places import Place, written
-from paceline.server.refusals import Wire
+from paceline.server.refusals import Wire, is_sent
 
 _SCHEMA = {"type": ["object", "boolean", "string", "null"], "description": "a JSON schema"}
 Schema = Annotated[Raw | UnsetType, Meta(extra_json_schema=_SCHEMA)]
@@ -43,7 +43,7 @@ class ResponseFormat(Wire, frozen=True, kw_only=True):
                 remedy='send {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}',
                 param=written((*place, "json_schema")),
             )
-        if given is not None and not _is_sent(given.schema):
+        if given is not None and not is_sent(given.schema):
             raise ApiError.about(
                 "schema",
                 expected="present",
@@ -74,7 +74,7 @@ class StructuredFields(Wire, frozen=True, kw_only=True):
     @property
     def form(self) -> Form:
         """What was sent, however many that is."""
-        asked: Form = {} if not _is_sent(self.json) else {StructureKind.JSON: json_text(self.json)}
+        asked: Form = {} if not is_sent(self.json) else {StructureKind.JSON: json_text(self.json)}
         for name in ("json_object", "regex", "choice", "grammar"):
             if getattr(self, name) is not None:
                 asked[name] = getattr(self, name)
@@ -98,7 +98,7 @@ class StructuredRequest(Wire, frozen=True, kw_only=True):
             return self.response_format.form
         if self.structured_outputs is not None:
             return self.structured_outputs.form
-        if _is_sent(self.guided_json):
+        if is_sent(self.guided_json):
             return {StructureKind.JSON: json_text(self.guided_json)}
         asked: Form = {
             StructureKind.REGEX: self.guided_regex,
@@ -106,10 +106,6 @@ class StructuredRequest(Wire, frozen=True, kw_only=True):
             StructureKind.GRAMMAR: self.guided_grammar,
         }
         return {kind: said for kind, said in asked.items() if said is not None} or None
-
-
-def _is_sent(raw: Raw | UnsetType) -> bool:
-    return raw is not UNSET and bytes(memoryview(raw)[:4]) != b"null"
 
 
 def json_text(raw: Any) -> str:

@@ -11,9 +11,20 @@ from typing import Any
 
 import msgspec
 
+from paceline.server.messages.wire import (
+    CountRequest,
+    MessagesRequest,
+    OwnTool,
+    Text,
+    Thinking,
+    ToolResult,
+    ToolUse,
+)
 from paceline.server.parameters.ignored import HEADER, ignored_of
 from paceline.server.parameters.rules import rules_of
 from paceline.server.refusals import refusals_of
+from paceline.server.responses.wire import Item, Part, Reasoning, ResponsesRequest
+from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
 from paceline.server.tools.wire import Message
 from paceline.server.wire import ChatRequest, CompletionRequest, StreamOptions
 
@@ -22,10 +33,23 @@ ABOUT_THE_CALLER = {"metadata", "prompt_cache_key", "safety_identifier", "user"}
 KINDS: Mapping[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/v1/responses": ResponsesRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
 }
 PARTS: Mapping[str, type[msgspec.Struct]] = {
     "stream_options": StreamOptions,
     "a message": Message,
+    "a text block of /v1/messages": Text,
+    "a thinking block of /v1/messages": Thinking,
+    "a tool_use block of /v1/messages": ToolUse,
+    "a tool_result block of /v1/messages": ToolResult,
+    "a tool of /v1/messages": OwnTool,
+    "an item of /v1/responses": Item,
+    "a part of an item of /v1/responses": Part,
+    "reasoning of /v1/responses": Reasoning,
 }
 
 

@@ -1,5 +1,7 @@
 """The route of responses."""
 
+import json
+
 from fastapi import FastAPI, Request, Response
 
 from paceline.server.answer import Job
@@ -20,4 +22,5 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
 
 def _job(service: Service, asked: Reading) -> Job:
-    return Job.of(asked, ResponsesWriter(asked.form))
+    tokenizer = service.reader.require_tokenizer()
+    return Job.of(asked, ResponsesWriter(asked.form, json.loads(asked.told), tokenizer))

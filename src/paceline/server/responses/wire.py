@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta
+from msgspec.structs import replace
 
 from paceline.server.errors import ApiError
 from paceline.server.parameters.ignored import Ignored
@@ -29,13 +30,15 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
     "function_call_output": ("call_id", "output"),
+    "reasoning": (),
 }
+_MAY: dict[str, tuple[str, ...]] = {"reasoning": ("content",)}
 
 
 class Part(Wire, frozen=True, kw_only=True):
     """A piece of a message."""
 
-    type: Literal["input_text", "output_text"]
+    type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
     annotations: Annotated[Unserved, Ignored(_NOT_READ)] = UNSET
     logprobs: Annotated[Unserved, Ignored(_NOT_READ)] = UNSET
@@ -45,9 +48,9 @@ _Content = str | Annotated[list[Part], Meta(max_length=MAX_MESSAGES)]
 
 
 class Item(Wire, frozen=True, kw_only=True):
-    """A message, a call that the model made, or what one brought."""
+    """A message, a thought, a call that the model made, or what one brought."""
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: _Content | None = None
     call_id: str | None = None
@@ -56,11 +59,15 @@ class Item(Wire, frozen=True, kw_only=True):
     output: _Content | None = None
     id: Annotated[Unserved, Ignored(_NOT_READ)] = UNSET
     status: Annotated[Unserved, Ignored(_NOT_READ)] = UNSET
+    summary: Annotated[Unserved, Ignored("the thought itself is read")] = UNSET
+    encrypted_content: Annotated[Unserved, Ignored("thoughts are not encrypted here")] = UNSET
 
     def check(self, place: Place) -> None:
         Wire.check(self, place)
         for name in ("role", "content", "call_id", "name", "arguments", "output"):
             is_needed = name in _NEEDS[self.type]
+            if name in _MAY.get(self.type, ()):
+                continue
             if is_needed != (getattr(self, name) is not None):
                 param = written((*place, name))
                 expected = f"{'present' if is_needed else 'left out'} in a {self.type}"
@@ -75,6 +82,8 @@ class Item(Wire, frozen=True, kw_only=True):
             return Message(role="assistant", tool_calls=[call])
         if self.type == "function_call_output":
             return Message(role="tool", tool_call_id=self.call_id, content=_text(self.output))
+        if self.type == "reasoning":
+            return Message(role="assistant", content="", reasoning_content=_text(self.content))
         return Message(role=self.role or "user", content=_text(self.content))
 
 
@@ -141,6 +150,17 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
         if self.reasoning is not None:
             self.reasoning.check((*place, "reasoning"))
 
+    def told(self) -> dict[str, Any]:
+        """What the answer repeats, with what stands for the fields that were left out."""
+        parallel, choice = self.parallel_tool_calls, self.tool_choice
+        return {
+            "instructions": self.instructions,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": True if parallel is None else parallel,
+            "tool_choice": "auto" if choice is None else choice,
+            "tools": self.tools or [],
+        }
+
     def as_chat(self) -> ChatRequest:
         """Raises ApiError for what no chat takes."""
         said = self.input
@@ -168,16 +188,24 @@ class ResponsesRequest(Wire, frozen=True, kw_only=True):
 
 
 def _joined(messages: list[Message]) -> list[Message]:
-    """Calls of one turn are one message of a chat, with the text before them."""
+    """A turn is one message of a chat: a thought, the text behind it, and then calls."""
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined else None
-        if message.tool_calls and last is not None and last.role == "assistant":
+        if last is None or {last.role, message.role} != {"assistant"}:
+            joined.append(message)
+        elif message.tool_calls:
             calls = [*(last.tool_calls or ()), *message.tool_calls]
-            joined[-1] = Message(role="assistant", content=last.content, tool_calls=calls)
+            joined[-1] = replace(last, tool_calls=calls)
+        elif _is_thought(last) and message.reasoning_content is None:
+            joined[-1] = replace(message, reasoning_content=last.reasoning_content)
         else:
             joined.append(message)
     return joined
+
+
+def _is_thought(message: Message) -> bool:
+    return message.reasoning_content is not None and not (message.content or message.tool_calls)
 
 
 def _choice(choice: Any) -> Any:

@@ -11,6 +11,7 @@ from paceline.server.stream import event
 from paceline.server.tools.feed import Kind
 from paceline.server.tools.forms import Form
 from paceline.server.tools.speech import Said, Speech
+from paceline.text.tokenizer import Tokenizer
 
 _CUT = {"reason": "max_output_tokens"}
 _IDS = {Kind.CONTENT: "msg", Kind.REASONING: "rs", Kind.NAME: "fc"}
@@ -23,10 +24,12 @@ class _Items:
     def __init__(self) -> None:
         self.items: list[Document] = []
         self._kind: Kind | None = None
+        self._is_broken = False  # the open one, a call
 
     def told(self, said: Sequence[Said]) -> Iterator[Document]:
         for piece in said:
             if piece.kind in (Kind.CALLED, Kind.BROKEN):
+                self._is_broken = piece.kind is Kind.BROKEN
                 continue
             if piece.kind is Kind.NAME or (
                 piece.kind is not Kind.ARGUMENTS and piece.kind is not self._kind
@@ -36,13 +39,16 @@ class _Items:
             if piece.kind is not Kind.NAME:
                 yield self._grown(piece)
 
-    def closed(self) -> Iterator[Document]:
-        """End the open item."""
+    def closed(self, *, is_cut: bool = False) -> Iterator[Document]:
+        """End the open item; of a call that is none no arguments are told as done."""
         kind, self._kind = self._kind, None
+        is_broken, self._is_broken = self._is_broken, False
         if kind is None:
             return
         item = self.items[-1]
-        if kind is Kind.NAME:
+        if is_broken:
+            is_cut = True
+        elif kind is Kind.NAME:
             done = {"name": item["name"], "arguments": item["arguments"]}
             yield self._event("response.function_call_arguments.done", done)
         else:
@@ -52,7 +58,7 @@ class _Items:
                 _AT | {"text": part["text"]} | ({"logprobs": []} if kind is Kind.CONTENT else {}),
             )
             yield self._event("response.content_part.done", _AT | {"part": dict(part)})
-        item["status"] = "completed"
+        item["status"] = "incomplete" if is_cut else "completed"
         yield {
             "type": "response.output_item.done",
             "output_index": len(self.items) - 1,
@@ -102,12 +108,14 @@ _AT: Document = {"content_index": 0}
 
 
 class ResponsesWriter(Writer):
-    """Of one answer."""
+    """Of one answer.  asked: what it repeats; tokenizer: counts those of reasoning."""
 
     id_prefix = "resp_"
     kind = chunk_kind = "response"
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: Form, asked: Document, tokenizer: Tokenizer) -> None:
+        self._asked = asked
+        self._tokenizer = tokenizer
         self._speech = Speech(form)
         self._items = _Items()
         self._finish: FinishReason | None = None
@@ -123,14 +131,14 @@ class ResponsesWriter(Writer):
         told = list(self._items.told(self._speech.push(completion.text, is_end=is_end)))
         if is_end:
             self._finish = completion.finish_reason
-            told += self._items.closed()
+            told += self._items.closed(is_cut=self._is_cut)
         return told
 
     def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
         said = self._speech.push(completion.text, is_end=True)
-        list(self._items.told(_mended(said)))
-        list(self._items.closed())
         self._finish = completion.finish_reason
+        list(self._items.told(_mended(said)))
+        list(self._items.closed(is_cut=self._is_cut))
         return {}
 
     def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
@@ -155,24 +163,28 @@ class ResponsesWriter(Writer):
 
     def _response(self, envelope: Document, usage: Document | None) -> Document:
         """usage: None while it goes on."""
-        is_cut = self._finish is FinishReason.LENGTH
-        status = "in_progress" if usage is None else "incomplete" if is_cut else "completed"
-        return {
+        status = "in_progress" if usage is None else "incomplete" if self._is_cut else "completed"
+        return self._asked | {
             "id": envelope["id"],
             "object": "response",
             "created_at": envelope["created"],
             "model": envelope["model"],
             "status": status,
             "error": None,
-            "incomplete_details": _CUT if is_cut else None,
-            "instructions": None,
-            "metadata": {},
+            "incomplete_details": _CUT if self._is_cut else None,
             "output": [] if usage is None else self._items.items,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": [],
-            "usage": None if usage is None else _usage(usage),
+            "usage": None if usage is None else _usage(usage, self._num_reasoning()),
         }
+
+    @property
+    def _is_cut(self) -> bool:
+        return self._finish is FinishReason.LENGTH
+
+    def _num_reasoning(self) -> int:
+        """Tokens of the text of what was reasoned."""
+        thoughts = [item for item in self._items.items if item["type"] == "reasoning"]
+        texts = [part["text"] for item in thoughts for part in item["content"]]
+        return sum(len(self._tokenizer.encode(each, add_special_tokens=False)) for each in texts)
 
 
 def _mended(said: Sequence[Said]) -> list[Said]:
@@ -186,11 +198,11 @@ def _mended(said: Sequence[Said]) -> list[Said]:
     return found
 
 
-def _usage(usage: Document) -> Document:
+def _usage(usage: Document, num_reasoning: int) -> Document:
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning},
         "total_tokens": usage["total_tokens"],
     }

@@ -135,8 +135,10 @@ def _whole_call(feed: Feed, length: int, shape: Shape, opened: str) -> CallReads
 
 
 def _as_object(text: str) -> dict[str, Any] | None:
+    """None, too, for what no answer can hold: NaN, a number without end, half a surrogate pair."""
     try:
         found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -40,6 +40,7 @@ class Conversation:
     continued: str | None  # the message that the answer goes on with
     form: Form
     forced: Sequence[Tool]  # of which one must be called
+    is_formed: bool  # the answer has a form that was asked for, with no room for a thought
 
     @classmethod
     def of(cls, asked: ChatRequest, formats: Formats, template: ChatTemplate) -> "Conversation":
@@ -72,6 +73,7 @@ class Conversation:
             continued=continued,
             form=form,
             forced=_forced(asked),
+            is_formed=asked.form is not None,
         )
 
     def prompt(self, tokenizer: Tokenizer) -> Prompt:
@@ -90,7 +92,7 @@ class Conversation:
                     param="continue_final_message",
                 )
         has_begun = end.rfind(OPEN) > end.rfind(CLOSE) if self.continued else end.endswith(OPEN)
-        form = msgspec.structs.replace(self.form, has_begun=has_begun)
+        form = msgspec.structs.replace(self.form, has_begun=has_begun and not self.is_formed)
         grammar = calls_grammar(self.forced, form) if self.forced else None
         return Prompt(text=text, form=form, grammar=grammar)
 
