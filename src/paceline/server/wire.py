@@ -22,6 +22,8 @@ from paceline.server.refusals import Refusal, Unserved, Wire, as_sent
 from paceline.server.tools.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    OLD_TOOLS,
+    TEXT_ONLY,
     Effort,
     Message,
     Tool,
@@ -32,9 +34,6 @@ from paceline.server.tools.wire import (
 MAX_METADATA = 16  # the OpenAI API's limit
 
 MAX_PRIORITY = 1000  # lower goes first, among the requests of its client
-
-_OLD_TOOLS = "it is the name of old; send tools, tool_choice and tool_calls"
-_TEXT_ONLY = "this server reads and writes text"
 
 _MAX_EXTRA_ARGS = 1 << 17  # bytes: the one field whose content is not known here, and built
 _OBJECT = {"type": ["object", "null"], "description": "of the server's logits processors"}
@@ -197,13 +196,13 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    audio: Annotated[Unserved, Refusal((), _TEXT_ONLY)] = UNSET
+    audio: Annotated[Unserved, Refusal((), TEXT_ONLY)] = UNSET
     chat_template: Annotated[
         Unserved, Refusal((), "the template is the one in the model's folder; change it there")
     ] = UNSET
-    function_call: Annotated[Unserved, Refusal(("none",), _OLD_TOOLS)] = UNSET
-    functions: Annotated[Unserved, Refusal(([],), _OLD_TOOLS)] = UNSET
-    modalities: Annotated[Unserved, Refusal((["text"],), _TEXT_ONLY)] = UNSET
+    function_call: Annotated[Unserved, Refusal(("none",), OLD_TOOLS)] = UNSET
+    functions: Annotated[Unserved, Refusal(([],), OLD_TOOLS)] = UNSET
+    modalities: Annotated[Unserved, Refusal((["text"],), TEXT_ONLY)] = UNSET
     moderation: Annotated[Unserved, Refusal((), "nothing is moderated here")] = UNSET
     prediction: Annotated[Unserved, Refusal((), "leave it out; the answer is the same")] = UNSET
     prompt_cache_options: Annotated[

@@ -21,6 +21,7 @@ from paceline.server.tools.wire import (
     Tool,
     ToolCall,
     ToolChoice,
+    text_of,
 )
 from paceline.server.wire import ChatRequest, StreamOptions
 
@@ -91,9 +92,9 @@ class Turn(Wire, frozen=True, kw_only=True):
             return
         for block in self.content:
             if isinstance(block, ToolResult):
-                said = _text(block.content)
+                said = text_of(block.content)
                 yield Message(role="tool", tool_call_id=block.tool_use_id, content=said)
-        text = "\n".join(block.text for block in self.content if isinstance(block, Text))
+        text = text_of([block for block in self.content if isinstance(block, Text)])
         thought = "\n".join(b.thinking for b in self.content if isinstance(b, Thinking))
         calls = [
             ToolCall(id=b.id, function=Called(name=b.name, arguments=json.dumps(b.input)))
@@ -161,7 +162,9 @@ class CountRequest(Wire, frozen=True, kw_only=True):
 
     def chat(self) -> dict[str, Any]:
         """Fields of a ChatRequest."""
-        system = [] if self.system is None else [Message(role="system", content=_text(self.system))]
+        system = (
+            [] if self.system is None else [Message(role="system", content=text_of(self.system))]
+        )
         choice = self.tool_choice or Choice(type="auto")
         kinds = {"auto": "auto", "any": "required", "none": "none"}
         named = ToolChoice(type="function", function=Named(name=choice.name or ""))
@@ -224,9 +227,3 @@ def _tool(tool: OwnTool) -> Tool:
 def _check_texts(content: str | list[Text] | None, place: Place) -> None:
     for index, block in enumerate(content if isinstance(content, list) else ()):
         block.check((*place, index))
-
-
-def _text(content: str | list[Text] | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(block.text for block in content)
-    return content or ""

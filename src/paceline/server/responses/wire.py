@@ -21,6 +21,7 @@ from paceline.server.tools.wire import (
     Tool,
     ToolCall,
     ToolChoice,
+    text_of,
 )
 from paceline.server.wire import MAX_METADATA, ChatRequest, StreamOptions
 
@@ -81,10 +82,10 @@ class Item(Wire, frozen=True, kw_only=True):
             call = ToolCall(id=self.call_id or "", function=called)
             return Message(role="assistant", tool_calls=[call])
         if self.type == "function_call_output":
-            return Message(role="tool", tool_call_id=self.call_id, content=_text(self.output))
+            return Message(role="tool", tool_call_id=self.call_id, content=text_of(self.output))
         if self.type == "reasoning":
-            return Message(role="assistant", content="", reasoning_content=_text(self.content))
-        return Message(role=self.role or "user", content=_text(self.content))
+            return Message(role="assistant", content="", reasoning_content=text_of(self.content))
+        return Message(role=self.role or "user", content=text_of(self.content))
 
 
 class OwnTool(Wire, frozen=True, kw_only=True):
@@ -222,9 +223,3 @@ def _tool(tool: OwnTool) -> Tool:
         strict=tool.strict,
     )
     return Tool(type="function", function=function)
-
-
-def _text(content: _Content | None) -> str:
-    if isinstance(content, list):
-        return "\n".join(part.text for part in content)
-    return content or ""

@@ -1,7 +1,7 @@
 """What clients send of conversations: messages, tools, and which of them are to be called."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import UNSET, Meta
 
@@ -13,8 +13,8 @@ from paceline.server.refusals import Refusal, Unserved, Wire
 MAX_MESSAGES = 2048  # the OpenAI API's limit; of the parts of a message, too
 MAX_TOOLS = 128  # the OpenAI API's limit; of the calls of a message, too
 
-_TEXT_ONLY = "this server reads and writes text"
-_OLD_TOOLS = "it is the name of old; send tool_calls"
+TEXT_ONLY = "this server reads and writes text"
+OLD_TOOLS = "it is the name of old; send tools, tool_choice and tool_calls"
 
 FunctionName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -94,6 +94,20 @@ def _refuse_choice(expected: str, got: object) -> None:
     raise ApiError.about(name, expected=expected, got=f"{got!r:.80}", remedy=remedy, param=name)
 
 
+class HasText(Protocol):
+    """A part of a message, in whatever API."""
+
+    @property
+    def text(self) -> str: ...
+
+
+def text_of(content: str | Sequence[HasText] | None) -> str:
+    """A content's parts, joined by line ends."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text for part in content)
+
+
 class TextPart(Wire, frozen=True, kw_only=True):
     """A piece of a message."""
 
@@ -129,9 +143,9 @@ class Message(FromAnswers, frozen=True, kw_only=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
-    annotations: Annotated[Unserved, Refusal(([],), _TEXT_ONLY)] = UNSET
-    audio: Annotated[Unserved, Refusal((), _TEXT_ONLY)] = UNSET
-    function_call: Annotated[Unserved, Refusal((), _OLD_TOOLS)] = UNSET
+    annotations: Annotated[Unserved, Refusal(([],), TEXT_ONLY)] = UNSET
+    audio: Annotated[Unserved, Refusal((), TEXT_ONLY)] = UNSET
+    function_call: Annotated[Unserved, Refusal((), OLD_TOOLS)] = UNSET
     refusal: Annotated[Unserved, Refusal(("",), "send it as content")] = UNSET
 
     def check(self, place: Place) -> None:
@@ -157,7 +171,4 @@ class Message(FromAnswers, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str | None:
-        content = self.content
-        if content is None or isinstance(content, str):
-            return content
-        return "\n".join(part.text for part in content)
+        return None if self.content is None else text_of(self.content)
