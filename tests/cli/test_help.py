@@ -79,7 +79,7 @@ def test_the_version_is_that_of_the_package():
         ("explain --gpu a100", "got a100; did you mean a100-40gb or a100-80gb?"),
         ("explain --dtype bfloat", "did you mean bfloat16?"),
         ("explain --attention-backend tritn", "got 'tritn'; did you mean triton?"),
-        ("explain --tp 2 --gpu h200", "must be one of 1, got 2: there are 3 heads; choose one of these"),
+        ("explain --tp 2 --gpu h200", "must be one of 1, got 2: there are 3 heads; choose one"),
         ("explain --max-model-len 4GiB", "must be a number of tokens such as 4096 or 32k"),
     ],
 )

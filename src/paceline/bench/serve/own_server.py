@@ -31,11 +31,11 @@ def own_server(words: Sequence[str]) -> Iterator[str]:
         command, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         assert process.stderr is not None, "it is a pipe"
+        reader = threading.Thread(target=_forward, args=(process.stderr, said), daemon=True)
         try:
             url = _address(process.stderr, said)
             if url is None:
                 raise _ended(words, "a server that starts", process.wait(), said)
-            reader = threading.Thread(target=_forward, args=(process.stderr, said), daemon=True)
             reader.start()
             try:
                 yield url
@@ -49,6 +49,8 @@ def own_server(words: Sequence[str]) -> Iterator[str]:
                 process.wait(_PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+            if reader.is_alive():  # it reads what is closed behind this block
+                reader.join(_FAREWELL_S)
 
 
 def _address(lines: IO[str], said: deque[str]) -> str | None:
