@@ -47,9 +47,9 @@ def test_every_field_is_in_the_table():
     for path, kind in KINDS.items():
         assert set(told["parameters"][path]) == set(kind.__struct_fields__)
     assert set(told["parts"]) == set(PARTS)
-    told = TestClient(build_app(scripted_service(None))).get("/openapi.json").json()
+    served = TestClient(build_app(scripted_service(None))).get("/openapi.json").json()
     asked = {
-        path for path, kinds in told["paths"].items() if "requestBody" in kinds.get("post", {})
+        path for path, kinds in served["paths"].items() if "requestBody" in kinds.get("post", {})
     }
     assert set(KINDS) == asked
     assert set().union(*told["parameters"].values()) >= ABOUT_THE_CALLER
