@@ -35,7 +35,6 @@ _CONVERSATIONS: Mapping[str, type[ChatRequest | CountRequest | ResponsesRequest]
     COUNT: CountRequest,
     RESPONSES: ResponsesRequest,
 }
-ENDPOINTS = (COMPLETIONS, CHAT, MESSAGES, RESPONSES, COUNT, TOKENIZE, DETOKENIZE)
 
 
 TOLD = (COUNT, TOKENIZE, DETOKENIZE)  # nothing of it goes to the engine

@@ -8,7 +8,6 @@ process ends when its input does.
 import asyncio
 import os
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,14 +20,13 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.errors import PacelineError, message
+from paceline.core.frames import receive, send
 from paceline.server.counts import Room
 from paceline.server.errors import ApiError, as_api_error
-from paceline.server.reader import ENDPOINTS, Reader, Reading
+from paceline.server.reader import Reader, Reading
 from paceline.server.tools.formats import UNKNOWN, Formats
 from paceline.text.tokenizer import Tokenizer
 
-_ASKED = struct.Struct("<BQ")  # number of the endpoint, bytes of the body
-_TOLD = struct.Struct("<Q")  # bytes of the answer
 _NICER = 5  # than the engine, where cores are few
 
 
@@ -93,21 +91,19 @@ class BodyWorker:
 
     def _ask(self, endpoint: str, parts: Sequence[bytes]) -> _Answer:
         try:
-            told = self._told(ENDPOINTS.index(endpoint), parts)
+            told = self._told(endpoint, parts)
         except (OSError, EOFError):
             return self._ended()
         answer: _Answer = msgspec.msgpack.decode(told, type=_Answer)
         return answer
 
-    def _told(self, number: int, parts: Sequence[bytes]) -> bytes:
+    def _told(self, endpoint: str, parts: Sequence[bytes]) -> bytes:
         process = self._running()
         assert process.stdin is not None, "a pipe"
         assert process.stdout is not None, "a pipe"
-        process.stdin.write(_ASKED.pack(number, sum(map(len, parts))))
-        for part in parts:
-            process.stdin.write(part)
-        process.stdin.flush()
-        return _read(process.stdout, *_TOLD.unpack(_read(process.stdout, _TOLD.size)))
+        send(process.stdin, endpoint.encode())
+        send(process.stdin, *parts)
+        return _next(process.stdout)
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._is_closed:
@@ -143,18 +139,18 @@ class BodyWorker:
         return process.wait()
 
 
-def _read(file: IO[bytes], num_bytes: int) -> bytes:
-    """Raises EOFError for fewer."""
-    found = file.read(num_bytes)
-    if len(found) < num_bytes:
+def _next(file: IO[bytes]) -> bytes:
+    """The next frame.  Raises EOFError where there is none."""
+    found = receive(file)
+    if found is None:
         raise EOFError
     return found
 
 
 def _answered(reader: Reader, asked: IO[bytes]) -> _Answer:
-    number, num_bytes = _ASKED.unpack(_read(asked, _ASKED.size))
+    endpoint = _next(asked).decode()
     try:
-        return reader.read(ENDPOINTS[number], _read(asked, num_bytes))
+        return reader.read(endpoint, _next(asked))
     except ApiError as error:
         refused = error
     except PacelineError as error:
@@ -172,10 +168,8 @@ def main() -> None:
     os.nice(_NICER)
     with suppress(EOFError, BrokenPipeError):
         while True:
-            told = msgspec.msgpack.encode(_answered(reader, sys.stdin.buffer))
-            sys.stdout.buffer.write(_TOLD.pack(len(told)))
-            sys.stdout.buffer.write(told)
-            sys.stdout.buffer.flush()
+            answer = _answered(reader, sys.stdin.buffer)
+            send(sys.stdout.buffer, msgspec.msgpack.encode(answer))
 
 
 if __name__ == "__main__":
