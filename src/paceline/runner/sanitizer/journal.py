@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.kernels.custom_op import DispatchMode
 
 _PACKAGE = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
@@ -70,11 +71,11 @@ def _lines(entries: Sequence[Entry]) -> list[str]:
     return lines[:_LINES] + more
 
 
-class _Listener(TorchDispatchMode):
+class _Listener(DispatchMode):
     """Runs every operator and notes it."""
 
     def __init__(self, backend: type) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.entries: list[Entry] = []
         modules = {part.__module__ for part in backend.__mro__ if part is not object}
         files = (getattr(sys.modules.get(name), "__file__", None) for name in modules)
