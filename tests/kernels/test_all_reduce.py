@@ -16,13 +16,18 @@ from torch import Tensor
 from children import child
 from paceline.core.errors import KernelArgumentError, PacelineError
 from paceline.kernels import all_reduce as exchanges
+from paceline.kernels._triton.all_reduce import launch_all_gather, launch_all_reduce
 from paceline.kernels.all_reduce import (
+    CHANNELS,
     GONE,
+    SLICE_BYTES,
     Exchange,
     all_gather,
     all_reduce,
     all_reduce_reference,
+    exchange_memory,
     open_exchange,
+    peer_table,
 )
 from paceline.kernels.stand_in import StandIn
 from paceline.runner.recording.recorded import RecordedGraph
@@ -112,7 +117,7 @@ def sums(folder: Path, rank: int) -> list[list[list[float]]]:
     """What a rank gets that reaches the other through files which both map."""
     box = torch.from_file(f"{folder}/box", shared=True, size=2 * 2 * 8).view(2, 2, 8)
     sent = torch.from_file(f"{folder}/sent", shared=True, size=2, dtype=torch.int64)
-    way = Exchange(rank, box, sent)
+    way = Exchange(rank, box, sent, torch.empty(0, 2, dtype=torch.int64))
     return [all_reduce(term(turn, rank), way).tolist() for turn in range(TURNS)]
 
 
@@ -176,6 +181,60 @@ def test_a_rank_that_has_ended_is_not_waited_for(op: Callable[[Tensor, Exchange]
     ways[0].sent[2] = GONE
     with pytest.raises(PacelineError, match=r"ranks of the model must be running, got \[2\] ended"):
         op(torch.ones(1, 4), ways[0])
+
+
+MESSAGES = [(3, 500), (1, 1), (2, 2, torch.float32), (9, 700), (1, 7)]  # of 3, 1, 1, 13, 1 channels
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_programs_of_a_gpu_push_slices_and_sum_them_in_order(size: int, dtype: torch.dtype) -> None:
+    """One rank behind the other, for the interpreter has one thread: the last gets what the others
+    pushed; to those the parts of ranks behind them are given, at the places that the page states.
+    """
+    made = [memory_of(size, dtype) for _ in range(size)]
+    peers = peer_table([(box.data_ptr(), sent.data_ptr()) for box, sent in made], CPU)
+    turns = torch.zeros(CHANNELS, dtype=torch.int64)
+    for rows, columns, *others in MESSAGES:
+        kind = others[0] if others else dtype
+        parts = torch.randn(size, rows, columns).to(kind)
+        flat = parts.view(size, -1)
+        pieces = flat.split(512, dim=1)
+        for rank, (box, sent) in enumerate(made):
+            for sender in range(rank + 1, size):
+                for channel, piece in enumerate(pieces):
+                    slices = box[turns[channel] % 2, sender].view(kind)
+                    first = channel * (SLICE_BYTES // kind.itemsize)
+                    slices[first : first + piece.shape[1]] = piece[sender]
+                    sent[channel, sender] = turns[channel] + 1
+            out = torch.full((rows, columns), float("nan"), dtype=kind)
+            launch_all_reduce(parts[rank], rank, box, sent, peers, out)
+            assert torch.equal(out, all_reduce_reference(parts))
+        turns[: len(pieces)] += 1
+        assert all(torch.equal(sent, turns[:, None].expand(-1, size)) for _, sent in made)
+
+
+@pytest.mark.parametrize("columns", [8, 5, 3])
+def test_programs_of_a_gpu_lay_columns_side_by_side(columns: int) -> None:
+    """The last rank alone: what the others pushed before it."""
+    size, whole = 4, torch.randn(3, columns)
+    made = [memory_of(size, torch.float32) for _ in range(size)]
+    peers = peer_table([(box.data_ptr(), sent.data_ptr()) for box, sent in made], CPU)
+    most = -(-columns // size)
+    out = torch.full_like(whole, float("nan"))
+    for rank, (box, sent) in enumerate(made):
+        sent[:, rank + 1 :] = 1  # whose part is not compared
+        own = whole[:, rank * most : (rank + 1) * most].contiguous()
+        launch_all_gather(own, rank, box, sent, peers, out)
+        sent[:, rank + 1 :] = 0
+    assert torch.equal(out, whole)
+
+
+def memory_of(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `exchange_memory` makes it on a GPU."""
+    with StandIn("cuda", None):
+        box, sent = exchange_memory(size, 0, dtype=dtype, device=torch.device("meta"))
+    return torch.zeros_like(box, device=CPU), torch.zeros_like(sent, device=CPU)
 
 
 @pytest.mark.parametrize(

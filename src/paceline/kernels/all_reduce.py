@@ -8,11 +8,16 @@ with the same shapes.
 On a CPU a rank writes its part into its place of the box, says that it has sent one more message,
 waits until all have sent as many, and reads all parts.  The box has two sides, used in turns: who
 sends message m + 2 has seen everybody send m + 1, and so has everybody read message m.
+
+On GPUs every rank has a box of its own, into which the others write (`_triton.all_reduce`).  There
+a message goes in slices through channels, each with turns of its own, so that any size passes.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -20,8 +25,11 @@ from torch import Tensor
 from paceline.core.errors import PacelineError, message
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.stand_in import device_type
 
 WAIT_S = 60.0  # for ranks that have not sent theirs, before a step fails
+CHANNELS = 128  # of a box on a GPU: programs that send side by side
+SLICE_BYTES = 16384  # of a message, that a channel takes in one turn
 GONE = -1  # in place of a rank's number of messages: it has ended, and nobody waits for it
 
 
@@ -30,23 +38,44 @@ class Exchange:
     """One rank's way to the others."""
 
     rank: int
-    box: Tensor  # [2, ranks, capacity]  the activations' dtype; memory that all ranks see; of an
-    # even capacity, so that float32 lies in it too
-    sent: Tensor  # [ranks]  int64  messages that each rank has sent, or GONE; likewise
+    # On a CPU box and sent are memory that all ranks see; on a GPU this rank's, which all write.
+    box: Tensor  # [2, ranks, capacity]  the activations' dtype; an even capacity, for float32 too
+    sent: Tensor  # int64 messages of each rank: on a CPU [ranks], or GONE; else [CHANNELS, ranks]
+    peers: Tensor  # [ranks, 2] int64 addresses of each rank's box and sent; on a CPU [0, 2]
 
     @property
     def ranks(self) -> int:
         return self.box.shape[1]
 
 
+def exchange_memory(
+    ranks: int, capacity: int, *, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A new (box, sent), of zeros.  capacity: numbers of one rank's largest message; a GPU's box is
+    as large for any."""
+    words: tuple[int, ...] = (ranks,)
+    if device_type(device) != "cpu":
+        capacity, words = CHANNELS * SLICE_BYTES // dtype.itemsize, (CHANNELS, ranks)
+    box = torch.zeros(2, ranks, capacity, dtype=dtype, device=device)
+    return box, torch.zeros(words, dtype=torch.int64, device=device)
+
+
+def peer_table(addresses: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """`Exchange.peers`.  addresses: [ranks] of each one's box and sent, as `device` sees them."""
+    return torch.tensor(addresses, dtype=torch.int64, device=device).view(-1, 2)
+
+
 def open_exchange(
     ranks: int, capacity: int, *, dtype: torch.dtype, device: torch.device
 ) -> tuple[Exchange, ...]:
-    """[ranks] ways through new memory of this process.  capacity: numbers of one rank's largest
-    message."""
-    box = torch.zeros(2, ranks, capacity, dtype=dtype, device=device)
-    sent = torch.zeros(ranks, dtype=torch.int64, device=device)
-    return tuple(Exchange(rank, box, sent) for rank in range(ranks))
+    """[ranks] ways through new memory of this process; see `exchange_memory`."""
+    new = partial(exchange_memory, ranks, capacity, dtype=dtype, device=device)
+    if device_type(device) == "cpu":
+        box, sent = new()
+        return tuple(Exchange(rank, box, sent, peer_table((), device)) for rank in range(ranks))
+    memories = [new() for _ in range(ranks)]
+    peers = peer_table([(box.data_ptr(), sent.data_ptr()) for box, sent in memories], device)
+    return tuple(Exchange(rank, *memory, peers) for rank, memory in enumerate(memories))
 
 
 def all_reduce_reference(parts: Tensor) -> Tensor:
@@ -57,12 +86,16 @@ def all_reduce_reference(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
-def _all_reduce_cpu(x: Tensor, rank: int, box: Tensor, sent: Tensor, out: Tensor) -> None:
+def _all_reduce_cpu(
+    x: Tensor, rank: int, box: Tensor, sent: Tensor, peers: Tensor, out: Tensor
+) -> None:
     parts = _exchanged(x, rank, box, sent)[:, : x.numel()]
     out.copy_(all_reduce_reference(parts).view(out.shape))
 
 
-def _all_gather_cpu(x: Tensor, rank: int, box: Tensor, sent: Tensor, out: Tensor) -> None:
+def _all_gather_cpu(
+    x: Tensor, rank: int, box: Tensor, sent: Tensor, peers: Tensor, out: Tensor
+) -> None:
     parts = _exchanged(x, rank, box, sent)
     most = -(-out.shape[1] // parts.shape[0])
     for part, columns in zip(parts, out.split(most, dim=1), strict=False):
@@ -103,14 +136,21 @@ def _miss(sent: Tensor, wanted: int) -> NoReturn:
     )
 
 
-_ALL_REDUCE = define_op(
-    "all_reduce(Tensor x, int rank, Tensor(b!) box, Tensor(c!) sent, Tensor(a!) out) -> ()",
-    cpu=_all_reduce_cpu,
-)
-_ALL_GATHER = define_op(
-    "all_gather(Tensor x, int rank, Tensor(b!) box, Tensor(c!) sent, Tensor(a!) out) -> ()",
-    cpu=_all_gather_cpu,
-)
+def _all_reduce_cuda(*arguments: Any) -> None:
+    from paceline.kernels._triton.all_reduce import launch_all_reduce
+
+    launch_all_reduce(*arguments)
+
+
+def _all_gather_cuda(*arguments: Any) -> None:
+    from paceline.kernels._triton.all_reduce import launch_all_gather
+
+    launch_all_gather(*arguments)
+
+
+_WAY = "Tensor x, int rank, Tensor(b!) box, Tensor(c!) sent, Tensor peers, Tensor(a!) out"
+_ALL_REDUCE = define_op(f"all_reduce({_WAY}) -> ()", cpu=_all_reduce_cpu, cuda=_all_reduce_cuda)
+_ALL_GATHER = define_op(f"all_gather({_WAY}) -> ()", cpu=_all_gather_cpu, cuda=_all_gather_cuda)
 
 
 def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
@@ -122,7 +162,7 @@ def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
     """
     _check(x, exchange)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _ALL_REDUCE(x, exchange.rank, exchange.box, exchange.sent, out)
+    _ALL_REDUCE(x, exchange.rank, exchange.box, exchange.sent, exchange.peers, out)
     return out
 
 
@@ -133,14 +173,15 @@ def all_gather(x: Tensor, columns: int, exchange: Exchange) -> Tensor:
     """
     _check(x, exchange)
     out = x.new_empty(x.shape[0], columns)
-    _ALL_GATHER(x, exchange.rank, exchange.box, exchange.sent, out)
+    _ALL_GATHER(x, exchange.rank, exchange.box, exchange.sent, exchange.peers, out)
     return out
 
 
 def _check(x: Tensor, exchange: Exchange) -> None:
     box = exchange.box
     is_kind = x.dtype in (box.dtype, torch.float32) and x.device == box.device
-    if x.dim() != 2 or not is_kind or x.nbytes > box.shape[2] * box.itemsize:
+    fits = device_type(box.device) != "cpu" or x.nbytes <= box.shape[2] * box.itemsize
+    if x.dim() != 2 or not is_kind or not fits:
         reject(
             "x",
             expected=f"{box.dtype} or float32 [rows, columns] of at most "

@@ -20,6 +20,7 @@ from paceline.plan.contradictions import refuse_ranks
 from paceline.plan.demand import Demands
 from paceline.plan.explain import nearest_if_short
 from paceline.plan.fit import Fit, require_fit
+from paceline.plan.machine import num_gpus_from_current
 from paceline.plan.processors import load_processors
 from paceline.plan.resolution import Resolution
 from paceline.plan.resolve import resolve
@@ -84,7 +85,8 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
     given = engine_options(asked)
     target = find_target(given, weights=given.load_format != "dummy")
     config = target.config
-    refuse_ranks(given, config, target.device.device_type)
+    on_gpus = target.device.device_type == "cuda"
+    refuse_ranks(given, config, num_gpus_from_current() if on_gpus else None)
     parallel = Parallel(rank, given.tensor_parallel_size)
     facts = target.device.of_each(parallel.size)
     speculation = plan_speculation(

@@ -30,8 +30,11 @@ def run(setup: Setup, file: IO[bytes]) -> None:
     tell(file, started())
     memory = setup.map()
     memory.phases[setup.rank] = Phase.PLANS
+    setup.take_gpu()
     prepared = prepare(setup.options, rank=setup.rank)
-    tell(file, planned(prepared, planned_pages(prepared, Knobs())))
+    num_pages = planned_pages(prepared, Knobs())
+    peers = setup.peer_memory()
+    tell(file, planned(prepared, num_pages, peers))
     reader = FrameReader(memory, setup.rank, _BELL)
     agreed = msgspec.msgpack.decode(reader.read(), type=Agreed)
     knobs = Knobs(
@@ -48,7 +51,8 @@ def run(setup: Setup, file: IO[bytes]) -> None:
         tell(file, Loaded())
         reader.read()
 
-    runner = load_runner(prepared, decided, knobs, memory.exchange(setup.rank), meet)
+    exchange = memory.exchange(setup.rank) if peers is None else peers.open(agreed.boxes)
+    runner = load_runner(prepared, decided, knobs, exchange, meet)
     memory.phases[setup.rank] = Phase.RUNS
     tell(file, Ready())
     while True:

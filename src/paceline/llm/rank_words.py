@@ -19,6 +19,7 @@ class Planned(Struct, frozen=True, kw_only=True, tag=1):
     options: dict[str, Any]
     weights: str
     num_pages: tuple[int, ...]
+    box: bytes  # how others reach its box on a GPU, see kernels.peer_memory; of a CPU none
 
 
 class Loaded(Struct, frozen=True, kw_only=True, tag=4):
@@ -37,6 +38,7 @@ class Agreed(Struct, frozen=True, kw_only=True):
     """The leader's first frame."""
 
     num_pages: tuple[int, ...]  # [num_groups] the least of all ranks
+    boxes: tuple[bytes, ...]  # [ranks] of each
     capture: CapturePolicy | None
     poison_graphs: bool
     staging_depth: int

@@ -35,8 +35,9 @@ from msgspec import Struct
 
 from paceline.core.errors import ConfigError, PacelineError, message
 from paceline.core.options import EngineOptions
-from paceline.core.step import Step
+from paceline.core.step import Step, StepOutputs, StepRun
 from paceline.kernels.all_reduce import GONE, Exchange
+from paceline.kernels.peer_memory import PeerMemory
 from paceline.llm.boot import Knobs, planned_pages
 from paceline.llm.prepare import Prepared
 from paceline.llm.rank_phases import Patience
@@ -60,12 +61,25 @@ class Setup(Struct, frozen=True, kw_only=True):
     path: list[str]  # where the leader finds modules, plug-ins among them
     options: dict[str, Any]  # resolved by the leader, as far as they are not the usual
     memory: int  # file descriptor
-    capacity: int  # of the exchange
-    dtype: str  # likewise
+    capacity: int  # of the exchange in that memory
+    dtype: str  # of the exchange
+    gpu: int | None  # index of its own; None: it runs on the CPU
 
     def map(self) -> SharedMemory:
         """This process's map of the memory."""
         return SharedMemory(self.memory, self.shape)
+
+    def take_gpu(self) -> None:
+        """Make it this process's, before anything is on one."""
+        if self.gpu is not None:
+            torch.cuda.set_device(self.gpu)
+
+    def peer_memory(self) -> PeerMemory | None:
+        """Of this process, new; None: all ranks are on the CPU."""
+        shape = self.shape
+        if self.gpu is None:
+            return None
+        return PeerMemory(self.rank, shape.ranks, dtype=shape.dtype)
 
     @property
     def shape(self) -> BoxShape:
@@ -79,7 +93,7 @@ def started() -> Started:
     return Started(versions=versions(), layout=LAYOUT)
 
 
-def planned(prepared: Prepared, num_pages: tuple[int, ...]) -> Planned:
+def planned(prepared: Prepared, num_pages: tuple[int, ...], peers: PeerMemory | None) -> Planned:
     """Of this process."""
     drafter = None if prepared.speculation is None else prepared.speculation.drafter.source
     stored = prepared.options.load_format != "dummy"
@@ -88,6 +102,7 @@ def planned(prepared: Prepared, num_pages: tuple[int, ...]) -> Planned:
         options=unusual(prepared.options),
         weights=_fingerprint(sources, stored=stored),
         num_pages=num_pages,
+        box=b"" if peers is None else peers.handle,
     )
 
 
@@ -115,7 +130,13 @@ class Ranks:
     def __init__(self, prepared: Prepared, capacity: int) -> None:
         """Starts them.  capacity: of the exchange."""
         options = prepared.options
-        shape = BoxShape(ranks=prepared.parallel.size, capacity=capacity, dtype=prepared.dtype)
+        first = torch.cuda.current_device() if prepared.device.device_type == "cuda" else None
+        ranks = prepared.parallel.size
+        self._peers = None if first is None else PeerMemory(0, ranks, dtype=prepared.dtype)
+        self._exchange: Exchange | None = None  # of the leader, once all have told their boxes
+        shape = BoxShape(
+            ranks=ranks, capacity=capacity if first is None else 0, dtype=prepared.dtype
+        )
         self._failure: str | None = None  # how the first of them ended
         self._is_closed = False
         self._lock = Lock()  # of these two
@@ -130,7 +151,8 @@ class Ranks:
                         path=sys.path,
                         options=unusual(options),
                         memory=memory,
-                        capacity=capacity,
+                        capacity=shape.capacity,
+                        gpu=None if first is None else first + rank,
                         dtype=str(prepared.dtype).removeprefix("torch."),
                     )
                 )
@@ -149,34 +171,41 @@ class Ranks:
 
     @property
     def exchange(self) -> Exchange:
-        """The leader's way to the others."""
-        return self._memory.exchange(0)
+        """The leader's way to the others, behind `agree`."""
+        assert self._exchange is not None, "agree comes first"
+        return self._exchange
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Of the ranks behind the leader."""
         return tuple(process.pid for process in self._processes)
 
-    def agree(self, ours: Planned, knobs: Knobs) -> tuple[int, ...]:
+    def agree(
+        self, prepared: Prepared, num_pages: tuple[int, ...], knobs: Knobs
+    ) -> tuple[int, ...]:
         """[num_groups] the pages that every rank has, whose number all are told; they load then.
+        num_pages: that the leader planned.
 
         Raises ConfigError for ranks that are not alike, with every reason; PacelineError for one
         that has ended or hangs.
         """
         theirs = self._hear(Started)
         require_alike([_differences(_facts(started()), _facts(each)) for each in theirs])
-        plans = self._hear(Planned)
-        facts = [{"weights": each.weights, **each.options} for each in (ours, *plans)]
+        plans = [planned(prepared, num_pages, self._peers), *self._hear(Planned)]
+        facts = [{"weights": each.weights, **each.options} for each in plans]
         require_alike([_differences(facts[0], each) for each in facts[1:]])
-        pages = zip(*(each.num_pages for each in (ours, *plans)), strict=True)
-        num_pages = tuple(min(each) for each in pages)
+        num_pages = tuple(map(min, *(each.num_pages for each in plans)))
+        boxes = tuple(each.box for each in plans)
         agreed = Agreed(
             num_pages=num_pages,
+            boxes=boxes,
             capture=knobs.capture,
             poison_graphs=knobs.poison_graphs,
             staging_depth=knobs.staging_depth,
         )
         self._write(msgspec.msgpack.encode(agreed))
+        peers = self._peers
+        self._exchange = self._memory.exchange(0) if peers is None else peers.open(boxes)
         return num_pages
 
     def meet(self) -> None:
@@ -205,6 +234,9 @@ class Ranks:
         with self._lock:
             self._is_closed = True
         self._kill()
+        if self._peers is not None:
+            self._peers.release()
+            self._peers.close()
         for thread in self._threads:
             thread.join()
         for process in self._processes:
@@ -276,6 +308,8 @@ class Ranks:
                     remedy="load the model again",
                 )
         self._memory.sent[rank] = GONE
+        if self._peers is not None:
+            self._peers.release()
         for queue_ in self._told:
             queue_.put(None)
         self._kill()
@@ -292,10 +326,9 @@ def start_ranks(
 
     Raises ConfigError for ranks that are not alike, PacelineError for one that has ended.
     """
-    ours = planned(prepared, planned_pages(prepared, knobs))
     ranks = Ranks(prepared, exchange_capacity(decided))
     try:
-        return ranks, ranks.agree(ours, knobs)
+        return ranks, ranks.agree(prepared, planned_pages(prepared, knobs), knobs)
     except BaseException as error:
         ranks.end(error)
         raise
@@ -309,14 +342,44 @@ class LeadingRunner:
         self._ranks = ranks
         weakref.finalize(self, ranks.close)
 
-    def launch(self, step: Step) -> LaunchedStep:
+    def launch(self, step: Step) -> "LeadingStep":
         """As ModelRunner.launch.  What it raises ends the ranks, whose message comes first."""
         try:
             self._ranks.launch(step)
-            return self._runner.launch(step)
+            return LeadingStep(self._runner.launch(step), self._ranks)
         except BaseException as error:
             self._ranks.end(error)
             raise
+
+
+class LeadingStep:
+    """A launched step that counts if all ranks have run it; see engine.loop.Launched."""
+
+    def __init__(self, launched: LaunchedStep, ranks: Ranks) -> None:
+        self._launched = launched
+        self._ranks = ranks
+
+    @property
+    def step(self) -> Step:
+        return self._launched.step
+
+    @property
+    def run(self) -> StepRun:
+        return self._launched.run
+
+    def synchronize(self) -> None:
+        self._launched.synchronize()
+
+    def wait(self) -> StepOutputs:
+        """As LaunchedStep.wait.  Raises PacelineError where a rank has ended meanwhile: a GPU waits
+        for it no longer, and sums without it."""
+        try:
+            outputs = self._launched.wait()
+            self._ranks.require_running()
+        except BaseException as error:
+            self._ranks.end(error)
+            raise
+        return outputs
 
 
 def _start(setup: Setup) -> "subprocess.Popen[bytes]":

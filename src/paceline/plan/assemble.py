@@ -118,7 +118,8 @@ def decide(
 
 
 def exchange_capacity(decided: Decided) -> int:
-    """Numbers of the largest message of a rank: rows of a step, or its columns of logits; even."""
+    """Numbers of the largest message of a rank on a CPU: rows of a step, or its columns of logits;
+    even."""
     config, limits, ranks = decided.config, decided.limits, decided.parallel.size
     draft = limits.draft
     scored = min(limits.max_tokens, max(1, PROMPT_BLOCK_ENTRIES // config.vocab_size))

@@ -42,20 +42,20 @@ def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFact
         )
 
 
-def refuse_ranks(options: EngineOptions, config: ModelConfig, device_type: str) -> None:
-    """Raise ConfigError for what several processes of one model cannot serve."""
+def refuse_ranks(options: EngineOptions, config: ModelConfig, num_gpus: int | None) -> None:
+    """Raise ConfigError for what several processes of one model cannot serve.  num_gpus: of this
+    machine; None: they run on its CPU."""
     size = options.tensor_parallel_size
     if size == 1:
         return
-    if device_type != "cpu":
+    of_rank(config, Parallel(0, size))
+    if num_gpus is not None and size > num_gpus:
         raise ConfigError.about(
             "tensor_parallel_size",
-            expected="1 on a GPU",
+            expected=f"at most {num_gpus}, the GPUs that torch can use here",
             got=size,
-            remedy="several GPUs for one model are planned by `paceline explain` and not served "
-            "yet: leave it out and choose a model that one GPU holds, or add --device cpu",
+            remedy="lower --tensor-parallel-size; `paceline explain --gpu` plans for more GPUs",
         )
-    of_rank(config, Parallel(0, size))
 
 
 def refuse_step(options: EngineOptions, drafts: DraftShape) -> None:

@@ -30,7 +30,6 @@ from paceline.plan.suggestion import Nearest
 from paceline.plan.target import find_target
 from paceline.text.tokenizer import find_tokenizer, missing_tokenizer
 
-_UNSERVED = "  several GPUs are planned for, and not served yet: run one process per GPU"
 _PASSED = (  # of drafts beside layers with states
     "  a round that passes a length at which states are kept, and ends behind it, keeps none: less "
     "of a text that was generated is found again"
@@ -198,7 +197,6 @@ def show(plan: Explanation) -> str:
         str(plan.text),
         *([f"drafts: {plan.speculation}"] if plan.speculation else []),
         *([str(plan.exchanged)] if plan.exchanged else []),
-        *([_UNSERVED] if plan.exchanged and plan.device.device_type != "cpu" else []),
         *([_PASSED] if plan.speculation and config.has_states else []),
         plan.resolution.table(),
         table(plan.fit),

@@ -45,7 +45,7 @@ def installed(packages: Sequence[str]) -> dict[str, str | None]:
 
 
 def local_device(device_type: str | None = None) -> DeviceFacts:
-    """The first GPU when there is one, otherwise the CPU; or the one asked for.
+    """The current GPU when there is one, otherwise the CPU; or the one asked for.
 
     Raises ConfigError when a GPU is asked for and none is usable.
     """
@@ -54,7 +54,7 @@ def local_device(device_type: str | None = None) -> DeviceFacts:
     import torch
 
     if torch.cuda.is_available():
-        return _gpu_facts(0)
+        return _gpu_facts(torch.cuda.current_device())
     if device_type == "cuda":
         raise ConfigError.about(
             "device",
@@ -72,6 +72,13 @@ def gpus() -> list[DeviceFacts]:
     if not torch.cuda.is_available():
         return []
     return [_gpu_facts(index) for index in range(torch.cuda.device_count())]
+
+
+def num_gpus_from_current() -> int:
+    """The current GPU and those behind it, which ranks take one by one."""
+    import torch
+
+    return torch.cuda.device_count() - torch.cuda.current_device()
 
 
 def cpu_facts() -> DeviceFacts:

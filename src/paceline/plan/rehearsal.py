@@ -19,7 +19,7 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
-from paceline.kernels.all_reduce import Exchange, open_exchange
+from paceline.kernels.all_reduce import Exchange, exchange_memory, peer_table
 from paceline.kernels.custom_op import scratch_sizes
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
@@ -163,9 +163,10 @@ def _exchange(decided: Decided) -> Exchange | None:
     parallel = decided.parallel
     if parallel.size == 1:
         return None
-    capacity = exchange_capacity(decided)
-    ways = open_exchange(parallel.size, capacity, dtype=decided.dtype, device=META)
-    return ways[parallel.rank]
+    memory = exchange_memory(
+        parallel.size, exchange_capacity(decided), dtype=decided.dtype, device=META
+    )
+    return Exchange(parallel.rank, *memory, peer_table((), META))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

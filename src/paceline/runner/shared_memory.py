@@ -7,7 +7,7 @@ with the last process that holds it, however that ends.
     phases  [64]  int64   how far each rank is with its boot, see llm.rank_phases
     sent    [64]  int64   of the exchange
     ring    [RING_BYTES]  frames, one behind the other: their length, their bytes
-    box     [2, ranks, capacity]  of the exchange
+    box     [2, ranks, capacity]  of the exchange on a CPU
 """
 
 import mmap
@@ -21,7 +21,7 @@ import torch
 
 from paceline.core.errors import message
 from paceline.core.parallel import MOST_RANKS
-from paceline.kernels.all_reduce import WAIT_S, Exchange
+from paceline.kernels.all_reduce import WAIT_S, Exchange, peer_table
 
 RING_BYTES = 1 << 20
 _WORDS = MOST_RANKS
@@ -36,7 +36,7 @@ class BoxShape:
     """Of an exchange."""
 
     ranks: int
-    capacity: int  # numbers of one rank's largest message
+    capacity: int  # numbers of one rank's largest message; 0: their boxes are elsewhere
     dtype: torch.dtype
 
     @property
@@ -70,7 +70,8 @@ class SharedMemory:
         """A rank's way through the box."""
         shape = self._shape
         box = torch.frombuffer(self._map, dtype=shape.dtype, count=shape.numel, offset=_BOX)
-        return Exchange(rank, box.view(2, shape.ranks, shape.capacity), self.sent)
+        box = box.view(2, shape.ranks, shape.capacity)
+        return Exchange(rank, box, self.sent, peer_table((), box.device))
 
     @property
     def ranks(self) -> int:

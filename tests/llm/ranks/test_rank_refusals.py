@@ -65,7 +65,7 @@ def test_a_plug_in_that_a_rank_does_not_find_is_told(
         )
 
 
-def test_several_gpus_are_planned_and_not_served_yet() -> None:
+def test_several_gpus_are_planned_and_no_more_are_taken_than_there_are() -> None:
     model = {"model": "llama-3.1-8b", "max_num_seqs": 16, "max_model_len": 4096}
     one, two, sixteen = (explain_model(model | {"tp": n}, gpu="h200") for n in (1, 2, 16))
     assert two.fit.total_bytes == one.fit.total_bytes  # each has a GPU of its own
@@ -81,9 +81,9 @@ def test_several_gpus_are_planned_and_not_served_yet() -> None:
     assert "each holds 16 heads and 4 KV heads of a layer, and all of the embedding, norms" in text
     assert "64 all-reduces, in which each sends 524288 bytes per token" in text  # 64 * 4096 * 2
     assert "an all-gather of logits, 128256 bytes per row that is sampled" in text
-    assert "not served yet" in text
-    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1 on a GPU, got 2; sev"):
-        refuse_ranks(two.resolution.options, two.config, "cuda")
+    refuse_ranks(two.resolution.options, two.config, 2)
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be at most 1, the GPUs that"):
+        refuse_ranks(two.resolution.options, two.config, 1)
 
 
 def test_a_plan_for_a_cpu_is_that_of_one_of_the_processes(checkpoint: Checkpoint) -> None:
@@ -100,12 +100,12 @@ def test_weights_of_other_files_are_other_weights(tmp_path: Path) -> None:
     checkpoint = make_checkpoint("llama-gqa2-untied", tmp_path)
     prepared = prepare({"model": str(checkpoint.folder)})
     pages = planned_pages(prepared, Knobs())
-    first = planned(prepared, pages)
-    assert first == planned(prepared, pages)
+    first = planned(prepared, pages, None)
+    assert first == planned(prepared, pages, None)
     shard = sorted(tmp_path.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes() + b"\0")
-    assert planned(prepared, pages).weights != first.weights
-    assert planned(prepared, pages).options == first.options
+    assert planned(prepared, pages, None).weights != first.weights
+    assert planned(prepared, pages, None).options == first.options
 
 
 def test_every_difference_of_every_rank_is_told() -> None:

@@ -1,0 +1,138 @@
+"""all_reduce of this engine beside NCCL's on the GPUs of this machine: right first, then time.
+
+    python benchmarks/all_reduce.py --ranks 2
+
+A process for each GPU.  Every size is summed with parts that change from call to call, an odd
+number of calls a graph, and compared bit by bit with the ordered sum in float32.  Then a graph of
+CALLS messages is replayed, and the slowest rank's time of one is told.  The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from paceline.kernels.all_reduce import Exchange, all_gather, all_reduce, all_reduce_reference
+from paceline.kernels.peer_memory import PeerMemory
+from paceline.plan.machine import versions
+
+CALLS = 101  # of a graph
+REPLAYS = 15
+HIDDEN = 4096
+ROWS = (1, 8, 64, 256, 1024, 8192)
+DTYPE = torch.bfloat16
+CHECKED = [
+    (1, 1, DTYPE),
+    (3, 4096, DTYPE),
+    (2, 2, torch.float32),
+    (700, 4096, DTYPE),
+    (5, 5120, torch.float32),
+    (8192, 4096, DTYPE),
+    (1, 4096, DTYPE),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    ranks = parser.parse_args().ranks
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29577")
+    mp.spawn(work, (ranks,), nprocs=ranks)  # type: ignore[no-untyped-call]
+
+
+def work(rank: int, ranks: int) -> None:
+    torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=ranks)
+    memory = PeerMemory(rank, ranks, dtype=DTYPE)
+    handles: list[Any] = [None] * ranks
+    dist.all_gather_object(handles, memory.handle)
+    way = memory.open(handles)
+    with torch.inference_mode():
+        check(way)
+        rows = [measure(rows, way) for rows in ROWS]
+    if rank == 0:
+        print(f"{'rows':>6}{'KiB':>9}{'ours us':>10}{'NCCL us':>10}")
+        for row in rows:
+            print(
+                f"{row['rows']:>6}{row['kib']:>9.0f}{row['ours_us']:>10.2f}{row['nccl_us']:>10.2f}"
+            )
+        gpu = torch.cuda.get_device_name()
+        print(json.dumps({"gpu": gpu, "ranks": ranks, "versions": versions(), "rows": rows}))
+    dist.barrier()
+    memory.close()
+    dist.destroy_process_group()
+
+
+def parts_of(rows: int, columns: int, ranks: int, seed: int, dtype: torch.dtype) -> Tensor:
+    """[ranks, rows, columns] the same on every rank."""
+    make = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(ranks, rows, columns, generator=make, device="cuda").to(dtype)
+
+
+def check(way: Exchange) -> None:
+    """Raises AssertionError where a sum or a row of columns is not the definition's."""
+    for seed, (rows, columns, dtype) in enumerate(CHECKED):
+        parts = parts_of(rows, columns, way.ranks, seed, dtype)
+        x = parts[way.rank].clone()
+        outs = [all_reduce(x, way)]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs += [all_reduce(x, way) for _ in range(3)]
+        for turn in range(1, 4):
+            x.copy_(parts[way.rank] * turn)
+            graph.replay()
+            wanted = all_reduce_reference(parts * turn)
+            assert all(torch.equal(out, wanted) for out in outs[1:]), (rows, columns, dtype, turn)
+        assert torch.equal(outs[0], all_reduce_reference(parts)), (rows, columns, dtype)
+    for rows, columns in ((1, 7), (64, 128256), (3, 32001)):
+        whole = parts_of(rows, columns, 1, rows, DTYPE)[0]
+        most = -(-columns // way.ranks)
+        own = whole[:, way.rank * most : (way.rank + 1) * most].contiguous()
+        assert torch.equal(all_gather(own, columns, way), whole), (rows, columns)
+
+
+def measure(rows: int, way: Exchange) -> dict[str, float]:
+    x = torch.randn(rows, HIDDEN, device="cuda").to(DTYPE)
+    few = CALLS if rows <= 1024 else 11
+    return {
+        "rows": rows,
+        "kib": x.nbytes / 1024,
+        "ours_us": timed(partial(all_reduce, x, way), few),
+        "nccl_us": timed(lambda: dist.all_reduce(x), few),
+    }
+
+
+def timed(call: Any, calls: int) -> float:
+    """Microseconds of a call, of the slowest rank: the median of replays."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    found = []
+    for _ in range(REPLAYS):
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1000 / calls)
+    slowest = torch.tensor(median(found[3:]))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+if __name__ == "__main__":
+    main()

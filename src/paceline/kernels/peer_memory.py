@@ -1,0 +1,109 @@
+"""PeerMemory: a rank's box on its GPU, and the boxes of the others as this process maps them.
+
+By handles of the CUDA driver (CUDA driver API, "Unified Addressing" and "Memory Management":
+cuIpcGetMemHandle, cuIpcOpenMemHandle), which are bytes that any channel carries.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigError
+from paceline.kernels.all_reduce import Exchange, exchange_memory, peer_table
+
+_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_RELEASED = 1 << 62  # messages, more than any rank sends
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle"""
+
+    _fields_ = [("reserved", ctypes.c_char * _HANDLE_BYTES)]
+
+
+class PeerMemory:
+    """Owns one rank's memory and its maps of the others'."""
+
+    def __init__(self, rank: int, ranks: int, *, dtype: torch.dtype) -> None:
+        """On the current GPU."""
+        self._rank = rank
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._box, self._sent = exchange_memory(ranks, 0, dtype=dtype, device=self._device)
+        self._aside = torch.cuda.Stream()
+        self._opened: list[int] = []
+
+    @property
+    def handle(self) -> bytes:
+        """For the others' `open`.  Raises ConfigError where the allocator's memory has none."""
+        torch.cuda.synchronize()
+        return b"".join(_share(tensor) for tensor in (self._box, self._sent))
+
+    def open(self, handles: Sequence[bytes]) -> Exchange:
+        """The way to all ranks, once.  handles: [ranks] of each.  Raises ConfigError for a GPU that
+        this one cannot reach."""
+        addresses = []
+        for rank, handle in enumerate(handles):
+            if rank == self._rank:
+                addresses.append((self._box.data_ptr(), self._sent.data_ptr()))
+                continue
+            half = len(handle) // 2
+            box, sent = (self._map(rank, part) for part in (handle[:half], handle[half:]))
+            addresses.append((box, sent))
+        peers = peer_table(addresses, self._device)
+        return Exchange(self._rank, self._box, self._sent, peers)
+
+    def release(self) -> None:
+        """Let this rank's kernels wait for nobody: what they sum from now on is nobody's to read.
+        For when a rank has ended; any thread may call it."""
+        with torch.cuda.stream(self._aside):
+            self._sent.fill_(_RELEASED)
+
+    def close(self) -> None:
+        """Unmap the others' memory, which their driver keeps until then; nothing may be in flight.
+        Closing twice is harmless."""
+        torch.cuda.synchronize(self._device)
+        while self._opened:
+            _call("cuIpcCloseMemHandle", ctypes.c_uint64(self._opened.pop()))
+
+    def _map(self, rank: int, handle: bytes) -> int:
+        """Address of what another rank shared."""
+        base = ctypes.c_uint64()
+        offset = int.from_bytes(handle[_HANDLE_BYTES:], "little")
+        opaque = _Handle.from_buffer_copy(handle[:_HANDLE_BYTES])
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), opaque, _LAZY_PEER_ACCESS)
+        self._opened.append(base.value)
+        return base.value + offset
+
+
+def _share(tensor: Tensor) -> bytes:
+    """A handle of the allocation that holds it, and its offset there."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    address = ctypes.c_uint64(tensor.data_ptr())
+    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+    handle = _Handle()
+    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    return bytes(handle) + (tensor.data_ptr() - base.value).to_bytes(8, "little")
+
+
+def _call(name: str, *arguments: Any) -> None:
+    code = getattr(_driver(), name)(*arguments)
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(text))
+        raise ConfigError.about(
+            "memory of GPUs that share a model",
+            expected="shared between processes",
+            got=f"{(text.value or b'an unknown error').decode()} of {name}",
+            remedy="they must reach each other (`nvidia-smi topo -p2p r`), and "
+            "PYTORCH_CUDA_ALLOC_CONF must not have expandable_segments",
+        )
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
