@@ -85,8 +85,8 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
     given = engine_options(asked)
     target = find_target(given, weights=given.load_format != "dummy")
     config = target.config
-    on_gpus = target.device.device_type == "cuda"
-    refuse_ranks(given, config, num_gpus_from_current() if on_gpus else None)
+    asks_gpus = rank == 0 and target.device.device_type == "cuda"
+    refuse_ranks(given, config, num_gpus_from_current() if asks_gpus else None)
     parallel = Parallel(rank, given.tensor_parallel_size)
     facts = target.device.of_each(parallel.size)
     speculation = plan_speculation(
