@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from paceline.core.errors import ConfigError
 from paceline.plan.machine import settled
 from paceline.server.access.access import OPEN_ACCESS, Access
-from paceline.server.app import build_app, build_loading_app
+from paceline.server.app import Trace, build_app, build_loading_app
 from paceline.server.border.remote import Peer, RemoteEngine
 from paceline.server.life import Life
 from paceline.server.limits import LIMITS, ServerLimits
@@ -49,6 +49,7 @@ class Address:
     weights: Mapping[str, float] = field(default_factory=dict)  # by client
     limits: ServerLimits = LIMITS
     log: Callable[[str], None] | None = None  # takes the lines of an access log
+    trace: Trace | None = None  # makes spans of requests
     parsers: Parsers = BY_TEMPLATE
 
 
@@ -193,7 +194,13 @@ async def _open(
         parsers=address.parsers,
     )
     ends.callback(service.worker.close)
-    front.app = build_app(service, access=address.access, limits=address.limits, log=address.log)
+    front.app = build_app(
+        service,
+        access=address.access,
+        limits=address.limits,
+        log=address.log,
+        trace=address.trace,
+    )
     ends.callback(asyncio.ensure_future(engine.watch()).cancel)
     tell(banner(service, bound, address.access))
 
