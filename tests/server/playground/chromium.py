@@ -92,10 +92,10 @@ class Page:
         how = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": mobile}
         self._ask("Emulation.setDeviceMetricsOverride", **how)
 
-    def shot(self, path: Path, *, quality: int = 80) -> None:
-        """A picture of what is seen, as WebP."""
-        found = self._ask("Page.captureScreenshot", format="webp", quality=quality)
-        path.write_bytes(base64.b64decode(found["data"]))
+    def shot(self, path: Path) -> None:
+        """A picture of what is seen, in the format of its name: png or webp."""
+        how = {"format": path.suffix[1:]} | ({} if path.suffix == ".png" else {"quality": 80})
+        path.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot", **how)["data"]))
 
     def said(self, method: str) -> list[dict[str, Any]]:
         """What the browser has said of one kind."""

@@ -2,9 +2,9 @@
 
 import { brief, el, svg } from "./dom.js";
 
-const WIDTH = 104;
+const WIDTH = 84;
 const HEIGHT = 24;
-const STEP_X = WIDTH + 26;
+const STEP_X = WIDTH + 20;
 const STEP_Y = HEIGHT + 8;
 const RANK = { bonus: 0, taken: 0, rejected: 1 }; // from above: the path, then what was not taken
 
@@ -70,7 +70,7 @@ function edge(from, to) {
 }
 
 function box(node) {
-  const text = svg("text", { x: node.x + 8, y: node.y + 16 }, brief(node.text, 12));
+  const text = svg("text", { x: node.x + 8, y: node.y + 16 }, brief(node.text, 9));
   const frame = svg("rect", { x: node.x, y: node.y, width: WIDTH, height: HEIGHT, rx: 5 });
   const title = svg("title", {}, `${JSON.stringify(node.text)}: ${node.kind}`);
   return svg("g", { class: node.kind }, title, frame, text);
