@@ -124,7 +124,8 @@ class Spans:
 
 def _asked(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """What the request said, not what is usual."""
-    told = {_ASKED[name]: value for name, value in sampling.items() if name in _ASKED}
+    given = {name: value for name, value in sampling.items() if value is not None}
+    told = {_ASKED[name]: value for name, value in given.items() if name in _ASKED}
     stop = sampling.get("stop")
     if stop:
         told["gen_ai.request.stop_sequences"] = [stop] if isinstance(stop, str) else list(stop)
