@@ -182,6 +182,12 @@ From Python, with the openai package:
     60.0,
     "How long the engine may be silent, in a turn say, before /health answers 503.  [s]",
 )
+@limit(
+    "--load-stuck-seconds",
+    click.FloatRange(min=1.0),
+    1800.0,
+    "How long a phase of the load may say nothing before /health answers 503.  [s]",
+)
 @click.option(
     "--access-log",
     type=click.Path(dir_okay=False, allow_dash=True),
@@ -250,6 +256,7 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
             write_s=values["write_timeout"],
             drain_s=values["drain_seconds"],
             stuck_s=values["stuck_seconds"],
+            load_stuck_s=values["load_stuck_seconds"],
         ),
         log=None if log is None else log.write,
         trace=None if spans is None else spans.around,
