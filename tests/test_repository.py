@@ -222,6 +222,8 @@ def test_every_extra_is_imported_somewhere():
     # Distributions that are named otherwise than their module; backends load these by name.
     modules = {
         "flash-attn-4": "flash_attn",
+        "langchain-openai": "langchain_openai",
+        "lm-eval": "lm_eval",
         "flashinfer-python": "flashinfer",
         "opentelemetry-sdk": "opentelemetry.sdk",
         "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
