@@ -126,8 +126,8 @@ From Python, with the openai package:
     multiple=True,
     envvar=API_KEY,
     show_envvar=True,
-    help="Key that requests must bring, but for /health and /ready; of several, in the environment "
-    "apart by blanks, each is a client.  [default: none is asked for]",
+    help="Key that requests must bring, but for /health, /ready and the files of the page at /; of "
+    "several, in the environment apart by blanks, each is a client.  [default: none is asked for]",
 )
 @click.option(
     "--api-key-file",
