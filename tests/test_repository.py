@@ -220,7 +220,14 @@ def test_every_extra_is_imported_somewhere():
     files = [p for room in ("src", "tests", "benchmarks") for p in (ROOT / room).rglob("*.py")]
     text = "\n".join(path.read_text() for path in files)
     # Distributions that are named otherwise than their module; backends load these by name.
-    modules = {"flash-attn-4": "flash_attn", "flashinfer-python": "flashinfer"}
+    modules = {
+        "flash-attn-4": "flash_attn",
+        "langchain-openai": "langchain_openai",
+        "lm-eval": "lm_eval",
+        "flashinfer-python": "flashinfer",
+        "opentelemetry-sdk": "opentelemetry.sdk",
+        "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
+    }
     assert wanted
     assert not [
         name

@@ -50,6 +50,7 @@ TYPED = {
         StructuredOutputs(kind=StructureKind.REGEX, text="a+"),
     ),
     "receipt": ("--receipt", True),
+    "trace_tokens": ("--trace-tokens", True),
 }
 
 

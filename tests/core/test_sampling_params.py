@@ -76,6 +76,7 @@ WRONG_VALUES = [
     ("skip_special_tokens", None, "skip_special_tokens must be True or False, got None"),
     ("speculative", "off", "speculative must be True or False, got 'off'"),
     ("receipt", 1, "receipt must be True or False, got 1"),
+    ("trace_tokens", 1, "trace_tokens must be True or False, got 1"),
     ("stop", "", "stop must be non-empty strings, got ''"),
     ("stop", ["a", 3], "stop must be non-empty strings, got ['a', 3]"),
     ("stop", None, "stop must be non-empty strings, got None"),

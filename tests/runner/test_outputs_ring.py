@@ -3,27 +3,38 @@
 import pytest
 import torch
 
+from paceline.core.draft_shape import DraftShape
 from paceline.core.sampling_params import SamplerTier
-from paceline.core.step import FinishCode, RunKind, Step, StepLayout, StepOutputs, StepRun
+from paceline.core.step import (
+    FinishCode,
+    RowDrafts,
+    RunKind,
+    Step,
+    StepLayout,
+    StepOutputs,
+    StepRun,
+)
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
 from paceline.runner.streams import InlineStream
 
 CPU = torch.device("cpu")
 MAX_REQS, MAX_PATH = 4, 3
+CHAIN = DraftShape(num_steps=2, topk=1, num_draft_tokens=MAX_PATH)
 
 
 ONE_EACH = [[1, 0, 70], [0, 3, 0], [1, 2, 72], [1, 1, 73]]
 PATHS = [[3, 0, 10, 11, 12], [0, 3, 0, 0, 0], [1, 1, 30, 0, 0], [2, 2, 40, 41, 0]]
 
 
-def buffers(results: list[list[int]], max_emitted: int) -> StepBuffers:
+def buffers(results: list[list[int]], max_emitted: int, tree_rows: int = 0) -> StepBuffers:
     """Every entry tells where it lies: results plainly, log-probabilities by their row."""
     made = StepBuffers(
         max_reqs=MAX_REQS,
         max_tokens=16,
         max_pages=(4,),
         max_path=MAX_PATH,
+        max_tree_rows=tree_rows,
         kv_len_bound=16,
         device=CPU,
     )
@@ -34,7 +45,15 @@ def buffers(results: list[list[int]], max_emitted: int) -> StepBuffers:
     return made
 
 
-def received(num_reqs: int, *, is_round: bool, logprobs: bool) -> StepOutputs:
+def received(
+    num_reqs: int,
+    *,
+    is_round: bool,
+    logprobs: bool,
+    source: StepBuffers | None = None,
+    draft: DraftShape = CHAIN,
+    tells: bool = False,
+) -> StepOutputs:
     most = MAX_PATH if is_round else 1
     step = Step(
         epoch=5,
@@ -49,11 +68,15 @@ def received(num_reqs: int, *, is_round: bool, logprobs: bool) -> StepOutputs:
         sampler=SamplerTier.GREEDY,
         logprobs=logprobs,
         deltas=(),
+        tells_drafts=tells,
     )
     stream = InlineStream()
-    slot = OutputsRing(MAX_REQS, 16, max_path=MAX_PATH, pinned=False).slot(step.epoch)
-    source = buffers(PATHS if is_round else ONE_EACH, most)
-    stream.run(lambda: slot.receive(source, num_reqs, max_emitted=most, logprobs=logprobs))
+    slot = OutputsRing(MAX_REQS, 16, draft=draft, pinned=False).slot(step.epoch)
+    source = source or buffers(PATHS if is_round else ONE_EACH, most)
+    rows = most if tells else 0
+    stream.run(
+        lambda: slot.receive(source, num_reqs, max_emitted=most, logprobs=logprobs, tree_rows=rows)
+    )
     run = StepRun(RunKind.EAGER, num_reqs, num_reqs * most)
     return LaunchedStep(step, run, stream.record(), slot, most).wait()
 
@@ -86,3 +109,21 @@ def test_log_probabilities_belong_to_the_tokens_emitted(
     assert outputs.logprobs is not None
     assert [[-each.chosen for each in request] for request in outputs.logprobs] == rows
     assert [[each.top_ids[0] for each in request] for request in outputs.logprobs] == rows
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_drafts_of_a_round_come_where_the_step_asks(topk: int) -> None:
+    shape = DraftShape(num_steps=2, topk=topk, num_draft_tokens=3)
+    source = buffers(PATHS, MAX_PATH, tree_rows=3 if topk > 1 else 0)
+    source.input_ids[:12].copy_(torch.arange(12))
+    if topk > 1:
+        source.parents.copy_(torch.tensor([-1, 0, 0] * 3 + [-1, -1, 0]))
+    told = received(4, is_round=True, logprobs=False, source=source, draft=shape, tells=True)
+    above = (-1, 0) if topk == 1 else (-1, -1)
+    assert told.drafts is not None
+    assert told.drafts[:3] == tuple(
+        RowDrafts(token_ids=(3 * row + 1, 3 * row + 2), parents=above) for row in range(3)
+    )
+    assert told.drafts[3].token_ids == ((10, 11) if topk == 1 else (11,))
+    silent = received(4, is_round=True, logprobs=False, source=source, draft=shape)
+    assert silent.drafts is None

@@ -1,6 +1,5 @@
 """A server whose model says what a test wrote: app and reader are real, the engine is not."""
 
-import asyncio
 import socket
 import threading
 from collections.abc import Iterator
@@ -20,10 +19,10 @@ from paceline.server.access.access import OPEN_ACCESS, Access
 from paceline.server.app import build_app
 from paceline.server.counts import Room
 from paceline.server.life import Life
-from paceline.server.limits import LIMITS
+from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.meters import Meters
 from paceline.server.reader import Reader
-from paceline.server.run import http_config
+from paceline.server.run import http_config, run_in_loop
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
 from paceline.server.tools.formats import Parsers
@@ -180,12 +179,16 @@ def scripted_service(template: str | None, *, parsers: Parsers | None = None) ->
 
 
 @contextmanager
-def scripted(format_name: str = "hermes", *, access: Access = OPEN_ACCESS) -> Iterator[Scripted]:
+def scripted(
+    format_name: str = "hermes", *, access: Access = OPEN_ACCESS, limits: ServerLimits = LIMITS
+) -> Iterator[Scripted]:
     """Serve as "tiny" with the template of a format."""
     service = scripted_service(TEMPLATES[format_name])
-    server = uvicorn.Server(http_config(build_app(service, access=access), LIMITS, access))
+    app = build_app(service, access=access, limits=limits)
+    server = uvicorn.Server(http_config(app, limits, access))
     bound = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[bound]),))
+    work = server.serve(sockets=[bound])
+    thread = threading.Thread(target=run_in_loop, args=(work, limits))
     thread.start()
     wait_until(lambda: server.started)
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"

@@ -170,6 +170,27 @@ def test_the_port_answers_while_the_model_loads(monkeypatch):
     assert found["/progress later"].json()["phase"] == "ready"
 
 
+def test_a_load_that_hangs_is_not_healthy_and_its_phase_is_named():
+    peer, told = Loads(small_llm()), queue.SimpleQueue()
+    found = []
+
+    def ask(url):
+        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        found.append(httpx.get(f"{url}/health").json()["error"])
+        peer.going.set()
+        address_in(iter(told.get, None))
+        found.append(httpx.get(f"{url}/health").json())
+        stop()
+
+    failure, _ = served(peer, ask, told.put, load_stuck_s=0.5)
+    assert failure is None
+    hung, ready = found
+    assert hung["code"] == "engine_stuck"
+    assert hung["message"].startswith("the load must be further within 0.5 s, got silent for ")
+    assert "in the phase 'loading weights'; restart the server, or raise" in hung["message"]
+    assert ready == {"status": "ok"}
+
+
 def test_a_server_that_is_told_to_stop_while_it_loads_ends_its_engine():
     peer = Loads(small_llm())
     kill = peer.kill

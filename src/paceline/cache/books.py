@@ -18,7 +18,8 @@ Held = Holding | StateHolding | EncoderHolding  # of one request in one group
 class CacheStats:
     """Totals since the start, and the books of every group now."""
 
-    groups: tuple[PoolCounts, ...]
+    names: tuple[str, ...]  # [num_groups]
+    groups: tuple[PoolCounts, ...]  # [num_groups]
     queried_tokens: int  # of admitted requests
     hit_tokens: int  # of these, found in the cache
     evicted_pages: int

@@ -289,6 +289,7 @@ class CacheManager:
     def stats(self) -> CacheStats:
         """Totals and books."""
         return CacheStats(
+            names=tuple(group.name for group in self._groups),
             groups=tuple(group.pool.counts() for group in self._groups),
             queried_tokens=self._queried_tokens,
             hit_tokens=self._hit_tokens,

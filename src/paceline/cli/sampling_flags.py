@@ -107,6 +107,9 @@ SAMPLING = {
         "--speculative", kind=click.Choice(("on", "off")), help="off: take no drafts."
     ),
     "receipt": _flag("--receipt", kind=bool, help="With --json: how it was computed."),
+    "trace_tokens": _flag(
+        "--trace-tokens", kind=bool, help="With --json: where tokens came from; drafts of rounds."
+    ),
 }
 
 

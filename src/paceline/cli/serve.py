@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,9 @@ from paceline.cli.lines import Lines
 from paceline.cli.verb import Verb
 from paceline.core.errors import ConfigError
 from paceline.core.options import MAX_QUEUED
+
+if TYPE_CHECKING:
+    from paceline.server.telemetry.spans import Exporter
 
 STDOUT = 1
 API_KEY = "PACELINE_API_KEY"
@@ -55,6 +58,23 @@ def opened(path: str) -> int:
         raise ConfigError.about(
             "--access-log", expected="a file that can be written", got=str(error), remedy=remedy
         ) from error
+
+
+def exporter(endpoint: str) -> "Exporter":
+    """What sends spans there.  Raises ConfigError where OpenTelemetry is not installed."""
+    try:
+        import opentelemetry.exporter.otlp.proto.http
+        import opentelemetry.sdk  # noqa: F401
+    except ImportError as error:
+        raise ConfigError.about(
+            "--otlp-endpoint",
+            expected="given where OpenTelemetry's SDK and exporter are installed",
+            got=str(error),
+            remedy="pip install 'paceline[otel]', or leave the flag out",
+        ) from error
+    from paceline.server.telemetry.spans import Exporter
+
+    return Exporter(endpoint)
 
 
 def parser_flag(flag: str, name: str, text: str) -> Callable[..., Callable[..., Any]]:
@@ -106,8 +126,8 @@ From Python, with the openai package:
     multiple=True,
     envvar=API_KEY,
     show_envvar=True,
-    help="Key that requests must bring, but for /health and /ready; of several, in the environment "
-    "apart by blanks, each is a client.  [default: none is asked for]",
+    help="Key that requests must bring, but for /health, /ready and the files of the page at /; of "
+    "several, in the environment apart by blanks, each is a client.  [default: none is asked for]",
 )
 @click.option(
     "--api-key-file",
@@ -162,11 +182,24 @@ From Python, with the openai package:
     60.0,
     "How long the engine may be silent, in a turn say, before /health answers 503.  [s]",
 )
+@limit(
+    "--load-stuck-seconds",
+    click.FloatRange(min=1.0),
+    1800.0,
+    "How long a phase of the load may say nothing before /health answers 503.  [s]",
+)
 @click.option(
     "--access-log",
     type=click.Path(dir_okay=False, allow_dash=True),
     default=None,
     help="File that gets a line of JSON for every request; - for stdout.  [default: none]",
+)
+@click.option(
+    "--otlp-endpoint",
+    metavar="URL",
+    default=None,
+    help="OpenTelemetry collector that gets a span of every request, by OTLP over HTTP, as "
+    "http://127.0.0.1:4318; needs paceline[otel].  [default: none]",
 )
 @log_flags
 @engine_flags
@@ -176,9 +209,9 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
 
     Paths: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages,
     /v1/messages/count_tokens, /v1/models, /capabilities, /version, /tokenize, /detokenize, /health,
-    /ready, /progress, /metrics, /openapi.json.  Unknown or unsupported fields of
-    a request are refused with 400, never ignored.  HTTP is one process, the engine another; the
-    port answers while the model loads.
+    /ready, /progress, /metrics, /openapi.json; / is a page to try it with.  Unknown or unsupported
+    fields of a request are refused with 400, never ignored.  HTTP is one process, the engine
+    another; the port answers while the model loads.
 
     Ctrl-C or SIGTERM: /ready answers 503, running requests end, then the process.  Exit code 1: the
     engine has failed, 70: something hangs.
@@ -193,7 +226,7 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
 
     lines = Lines()
     log = None if values["access_log"] is None else Lines(opened(values["access_log"]))
-    log_to_stderr(values, lines, others=("asyncio", "uvicorn"))
+    log_to_stderr(values, lines, others=("asyncio", "opentelemetry", "uvicorn"))
     files = () if values["api_key_file"] is None else read_keys(values["api_key_file"])
     asks_blank = not values["api_keys"] and API_KEY in os.environ  # click takes it for none
     access = Access(
@@ -204,6 +237,8 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     )
     access.require_safe(values["host"], allows_no_key=values["allow_no_key"])
     access.require_tls()
+    endpoint = values["otlp_endpoint"]
+    spans = None if endpoint is None else exporter(endpoint)
     address = Address(
         host=values["host"],
         port=values["port"],
@@ -221,12 +256,15 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
             write_s=values["write_timeout"],
             drain_s=values["drain_seconds"],
             stuck_s=values["stuck_seconds"],
+            load_stuck_s=values["load_stuck_seconds"],
         ),
         log=None if log is None else log.write,
+        trace=None if spans is None else spans.around,
     )
     with (
         closing(lines),
         nullcontext() if log is None else closing(log),
+        nullcontext() if spans is None else closing(spans),
         bind(address) as bound,
         closing(EngineProcess(asked, stuck_s=address.limits.stuck_s)) as engine,
     ):

@@ -77,6 +77,7 @@ class SamplingParams:
     speculative: bool = True  # False: take no drafts; the text is the same
     structured_outputs: StructuredOutputs | None = None  # the form of the answer; {kind: text}
     receipt: bool = False  # say with the metrics how it was computed
+    trace_tokens: bool = False  # say of tokens where they came from, of rounds what was drafted
 
     def __post_init__(self) -> None:
         _check_integer("n", self.n, low=1, high=MAX_COMPLETIONS)
@@ -195,6 +196,7 @@ _BOOLS = (
     "skip_special_tokens",
     "speculative",
     "receipt",
+    "trace_tokens",
 )
 _SWITCH = {"on": True, "off": False}
 _NUMBERS: dict[str, tuple[float, float, str]] = {

@@ -4,7 +4,7 @@ Everything else (lengths, positions, tables, offsets) is derived from a Step and
 on the device, by `runner.derive`.  Pure Python; imports no torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
@@ -167,6 +167,7 @@ class Step:
     deltas: tuple[Delta, ...]  # applied to the request table before this step, in order
     prompt_spans: tuple[PromptSpan, ...] = ()  # in the order of the rows, at most one each
     observed: bool = True  # by the drafter, where there is one; False: no row drafts again
+    tells_drafts: bool = False  # of a round: some row asked what was drafted for it
     shares_prefix: bool = False  # a decode in which many rows may read the same pages of a prefix
     # Of rows that may not take every token, in their order.  None: every row may, and the step's
     # program knows of no masks.
@@ -255,6 +256,44 @@ class RowLogprobs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowDrafts:
+    """What a round drafted for one request, in the order of its rows; none that hang nowhere."""
+
+    token_ids: tuple[int, ...]  # [num_drafts]
+    parents: tuple[int, ...]  # [num_drafts] the draft each hangs on, always an earlier one; -1: the
+    # root, the request's newest token
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], parents: Sequence[int] | None) -> "RowDrafts":
+        """Of the rows of a request, its root first.  parents: as in runner.proposer.DraftTree;
+        None: a chain."""
+        above = range(-1, len(tokens) - 1) if parents is None else parents
+        places = {0: -1}  # by row, of the drafts that hang somewhere
+        for row in range(1, len(tokens)):
+            if above[row] in places:
+                places[row] = len(places) - 1
+        rows = [row for row in places if row]
+        return cls(
+            token_ids=tuple([tokens[row] for row in rows]),
+            parents=tuple([places[above[row]] for row in rows]),
+        )
+
+    def taken(self, emitted: Sequence[int]) -> tuple[int, ...]:
+        """The drafts that a round took which emitted these tokens; siblings differ in token."""
+        path, at = [], -1
+        for token in emitted[:-1]:
+            at = next(
+                index
+                for index, (draft, parent) in enumerate(
+                    zip(self.token_ids, self.parents, strict=True)
+                )
+                if parent == at and draft == token
+            )
+            path.append(at)
+        return tuple(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutputs:
     """What a retired step produced, as host values, in the order of the step's rows."""
 
@@ -266,6 +305,7 @@ class StepOutputs:
     prompt_logprobs: Mapping[int, tuple[RowLogprobs, ...]] = field(
         default_factory=dict
     )  # row of the step -> [length of its span], when the step asked for them
+    drafts: tuple[RowDrafts, ...] | None = None  # [num_reqs] of a round, when the step asked
     # [num_reqs] tokens that the row's checkpoint slots stand for since this step; 0: it used none.
     # None: the model keeps no states
     state_lens: tuple[int, ...] | None = None

@@ -4,6 +4,7 @@ from paceline.engine.outputs import CompletionOutput
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.engine.trace import Round, Trace
 from paceline.text.detokenize import Detokenizer
 from paceline.text.tokenizer import Tokenizer
 
@@ -17,11 +18,13 @@ class Completion:
         self._tokenizer = tokenizer
         self._logprobs: list[TokenLogprobs] = []
         self._is_drafted: list[bool] = []
+        self._rounds: list[Round] = []  # where a trace was asked for
         self._finish: FinishReason | None = None
         self._stop_reason: int | str | None = None
         # What `growth` has told:
         self._num_chars_told = 0
         self._num_tokens_told = 0
+        self._num_rounds_told = 0
         self._is_end_told = False
         params = request.params
         self._detokenizer = (
@@ -82,16 +85,21 @@ class Completion:
         tells.
         """
         num_chars, num_tokens = self._num_chars_told, self._num_tokens_told
+        num_rounds = self._num_rounds_told
         if self._is_end_told or (num_tokens == self.num_tokens and not self.is_finished):
             return None
         text = "" if self._detokenizer is None else self._detokenizer.take()
         self._num_chars_told += len(text)
         self._num_tokens_told = self.num_tokens
+        self._num_rounds_told = len(self._rounds)
         self._is_end_told = self.is_finished
-        return self._output(text, num_chars=num_chars, num_tokens=num_tokens)
+        return self._output(text, num_chars=num_chars, num_tokens=num_tokens, num_rounds=num_rounds)
 
-    def _output(self, text: str, *, num_chars: int = 0, num_tokens: int = 0) -> CompletionOutput:
-        """Behind so many tokens, whose text has so many characters; text: what followed."""
+    def _output(
+        self, text: str, *, num_chars: int = 0, num_tokens: int = 0, num_rounds: int = 0
+    ) -> CompletionOutput:
+        """Behind so many tokens of so many rounds, whose text has so many characters; text: what
+        followed."""
         is_scored = self.request.params.logprobs is not None
         return CompletionOutput(
             index=self.request.index,
@@ -104,10 +112,18 @@ class Completion:
             is_drafted=tuple(self._is_drafted[num_tokens:]),
             num_chars_before=num_chars,
             num_tokens_before=num_tokens,
+            trace=self._trace(num_rounds) if self.request.params.trace_tokens else None,
         )
+
+    def _trace(self, num_rounds: int) -> Trace:
+        """Behind so many rounds."""
+        rounds = tuple(self._rounds[num_rounds:])
+        return Trace(cached_tokens=self.request.num_cached, rounds=rounds)
 
     def _note_tokens(self, update: RequestUpdate) -> None:
         tokens, drafted = update.new_token_ids, update.num_drafted
+        if update.drafts is not None and tokens and self.request.params.trace_tokens:
+            self._rounds.append(Round.of(update.drafts, tokens, at=self.num_tokens))
         self._token_ids += tokens
         self._is_drafted += (True,) * drafted + (False,) * (len(tokens) - drafted)
         if update.logprobs:

@@ -11,6 +11,7 @@ from paceline.engine.acceptance import Acceptance
 from paceline.engine.receipt import Receipt
 from paceline.engine.request import FinishReason
 from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.engine.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class CompletionOutput:
     is_drafted: tuple[bool, ...] = ()  # [num_output_tokens] whether a drafter proposed the token
     num_chars_before: int = 0  # of its text, told by earlier growths
     num_tokens_before: int = 0  # told likewise; 0: a snapshot or a first growth
+    trace: Trace | None = None  # where it was asked for
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -34,8 +36,8 @@ class CompletionOutput:
         return None if self.logprobs is None else math.fsum(row.chosen for row in self.logprobs)
 
     def as_document(self) -> dict[str, Any]:
-        """{text, token_ids, finish_reason}; an error adds `error`, and log-probabilities add
-        `logprobs` and `cumulative_logprob`.
+        """{text, token_ids, finish_reason}; an error adds `error`, log-probabilities add `logprobs`
+        and `cumulative_logprob`, and a trace `trace`, with `is_drafted` of each token.
         """
         document: dict[str, Any] = {
             "text": self.text,
@@ -47,6 +49,9 @@ class CompletionOutput:
         if self.logprobs is not None:
             document["logprobs"] = [row.as_document() for row in self.logprobs]
             document["cumulative_logprob"] = self.cumulative_logprob
+        if self.trace is not None:
+            is_drafted = list(self.is_drafted)
+            document["trace"] = self.trace.as_document() | {"is_drafted": is_drafted}
         return document
 
     def then(self, later: "CompletionOutput") -> "CompletionOutput":
@@ -60,6 +65,7 @@ class CompletionOutput:
             token_ids=self.token_ids + later.token_ids,
             logprobs=logprobs,
             is_drafted=self.is_drafted + later.is_drafted,
+            trace=None if self.trace is None else self.trace.then(later.trace),
         )
 
 

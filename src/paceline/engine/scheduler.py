@@ -19,7 +19,7 @@ from paceline.cache.overlay_slots import OverlaySlots
 from paceline.core.blocks import Blocks
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError, IntegrityError, RequestError
-from paceline.core.step import Delta, FinishCode, RowLogprobs, Step, StepOutputs
+from paceline.core.step import Delta, FinishCode, RowDrafts, RowLogprobs, Step, StepOutputs
 from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.roster import Roster
 from paceline.engine.scheduler_config import SchedulerConfig
@@ -49,6 +49,7 @@ class RequestUpdate(NamedTuple):
     finish: FinishReason | None
     prompt_logprobs: tuple[RowLogprobs, ...] = ()  # of the next prompt tokens, when asked for
     num_drafted: int = 0  # first tokens of new_token_ids that a drafter proposed
+    drafts: RowDrafts | None = None  # of the round that brought them, when the step asked
 
 
 class Scheduler:
@@ -416,7 +417,8 @@ class Scheduler:
         if tokens and request.params.logprobs is not None and outputs.logprobs is not None:
             logprobs = outputs.logprobs[index]
         drafted = max(0, len(tokens) - 1) if has_drafts else 0
-        return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs, drafted)
+        drafts = outputs.drafts[index] if has_drafts and outputs.drafts is not None else None
+        return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs, drafted, drafts)
 
     def _follow(self, request: Request, tokens: tuple[int, ...]) -> FinishReason | None:
         """A grammar hears what was said; why its request ends there, if it does."""

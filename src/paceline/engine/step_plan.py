@@ -211,6 +211,8 @@ class StepPlan:
             deltas=tuple([delta for row in rows for delta in row.deltas]),
             prompt_spans=tuple(self._prompt_spans()),
             observed=self.observed,
+            tells_drafts=draft.has_drafts
+            and any(request.params.trace_tokens for request in emitting),
             shares_prefix=is_crowded and is_decode and not draft.has_drafts,
             masks=None if self.is_free else self._masks(),
             has_overlay=has_prefill

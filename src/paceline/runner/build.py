@@ -244,7 +244,7 @@ def wire_runner(
         outputs=OutputsRing(
             limits.max_running,
             limits.max_tokens,
-            max_path=limits.draft.max_path,
+            draft=limits.draft,
             keeps_states=bool(parts.mixers),
             pinned=pinned,
         ),

@@ -148,8 +148,15 @@ class ModelRunner:
         slot = self._outputs.slot(step.epoch)
         buffers, num_reqs = self._parts.buffers, step.layout.num_reqs
         most = self._parts.max_emitted(is_round=step.is_round)
+        tree_rows = size.max_extend_len if step.tells_drafts else 0
         self._stream.run(
-            lambda: slot.receive(buffers, num_reqs, max_emitted=most, logprobs=step.logprobs)
+            lambda: slot.receive(
+                buffers,
+                num_reqs,
+                max_emitted=most,
+                logprobs=step.logprobs,
+                tree_rows=tree_rows,
+            )
         )
         run = StepRun(kind, size.reqs, size.tokens)
         return LaunchedStep(step, run, self._stream.record(), slot, most)

@@ -6,8 +6,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.sampling_params import MAX_LOGPROBS
-from paceline.core.step import FinishCode, RowLogprobs, Step, StepOutputs, StepRun
+from paceline.core.step import FinishCode, RowDrafts, RowLogprobs, Step, StepOutputs, StepRun
 from paceline.layers.sampling import SampledLogprobs
 from paceline.runner.buffers import StepBuffers, packed_results
 from paceline.runner.staging import RING_DEPTH
@@ -26,13 +27,22 @@ class OutputsSlot:
     top_ids: Tensor  # [max_reqs * max_path, MAX_LOGPROBS]  int64
     top_logprobs: Tensor  # [max_reqs * max_path, MAX_LOGPROBS]  float32
     prompt: SampledLogprobs  # [max_tokens] and [max_tokens, MAX_LOGPROBS], filled densely in order
+    draft_ids: Tensor  # [max_reqs * tree rows]  int64  of a round, roots included
+    draft_parents: Tensor  # [max_reqs * tree rows]  int32  zero-sized where drafts are chains
 
     def receive(
-        self, buffers: StepBuffers, num_reqs: int, *, max_emitted: int, logprobs: bool
+        self,
+        buffers: StepBuffers,
+        num_reqs: int,
+        *,
+        max_emitted: int,
+        logprobs: bool,
+        tree_rows: int = 0,
     ) -> None:
         """Copy a step's results here; call on the step's stream, after its commit.
 
-        max_emitted: tokens that a row of the step emits at most.
+        max_emitted: tokens that a row of the step emits at most.  tree_rows: of a round whose
+        drafts are told, rows of each request.
         """
         if self.state_lens.numel():
             self.state_lens[:num_reqs].copy_(buffers.state_lens[:num_reqs], non_blocking=True)
@@ -44,6 +54,11 @@ class OutputsSlot:
             )
             self.top_ids[:num_rows].copy_(buffers.top_ids[:num_rows], non_blocking=True)
             self.top_logprobs[:num_rows].copy_(buffers.top_logprobs[:num_rows], non_blocking=True)
+        if tree_rows:
+            num_rows = num_reqs * tree_rows
+            self.draft_ids[:num_rows].copy_(buffers.input_ids[:num_rows], non_blocking=True)
+            if self.draft_parents.numel():
+                self.draft_parents[:num_rows].copy_(buffers.parents[:num_rows], non_blocking=True)
 
     def receive_prompt(self, found: SampledLogprobs | None) -> None:
         """Copy the scores of a step's prompt tokens here; call on its stream, after forward."""
@@ -66,13 +81,15 @@ class OutputsRing:
         max_reqs: int,
         max_tokens: int,
         *,
-        max_path: int = 1,
+        draft: DraftShape = NO_DRAFTS,
         keeps_states: bool = False,
         pinned: bool,
         depth: int = RING_DEPTH,
     ) -> None:
-        """max_path: tokens that a row of a step emits at most."""
+        """draft: of rounds."""
+        max_path = draft.max_path
         emitted = max_reqs * max_path
+        tree_rows = max_reqs * draft.num_draft_tokens if draft.has_drafts else 0
 
         def host(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, pin_memory=pinned)
@@ -89,6 +106,8 @@ class OutputsRing:
                     top_ids=host(max_tokens, MAX_LOGPROBS, dtype=torch.int64),
                     top_values=host(max_tokens, MAX_LOGPROBS, dtype=torch.float32),
                 ),
+                draft_ids=host(tree_rows, dtype=torch.int64),
+                draft_parents=host(0 if draft.is_chain else tree_rows, dtype=torch.int32),
             )
             for _ in range(depth)
         ]
@@ -126,9 +145,19 @@ class LaunchedStep:
             token_ids=token_ids,
             finish=tuple([_FINISH_CODES[row[1]] for row in rows]),
             logprobs=self._logprobs(token_ids) if self.step.logprobs else None,
+            drafts=self._drafts() if self.step.tells_drafts else None,
             state_lens=self._state_lens(),
             prompt_logprobs=self._prompt_logprobs() if self.step.prompt_spans else {},
         )
+
+    def _drafts(self) -> tuple[RowDrafts, ...]:
+        """[num_reqs]"""
+        reqs, rows = self.step.layout.num_reqs, self.step.layout.extend_lens[0]
+        tokens = self._slot.draft_ids[: reqs * rows].view(reqs, rows).tolist()
+        if not self._slot.draft_parents.numel():
+            return tuple([RowDrafts.of(each, None) for each in tokens])
+        parents = self._slot.draft_parents[: reqs * rows].view(reqs, rows).tolist()
+        return tuple([RowDrafts.of(*each) for each in zip(tokens, parents, strict=True)])
 
     def _state_lens(self) -> tuple[int, ...] | None:
         """[num_reqs]"""

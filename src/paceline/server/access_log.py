@@ -6,8 +6,8 @@ cached_tokens, output_tokens, ttft_s, finish}; status is null where the client l
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Request
@@ -16,12 +16,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.engine.outputs import RequestOutput
 
 _KEY = "paceline.entry"
+_LOGGED = ("prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "finish")
 
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """What a request has been answered so far."""
+    """What a request has asked for and been answered so far."""
 
+    asked: Mapping[str, Any] | None = None  # sampling parameters; None: nothing was generated
+    is_stream: bool = False
+    response_id: str = ""
+    fault: str | None = None  # what ended a stream that had begun
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -31,8 +36,17 @@ class Entry:
     @classmethod
     def of(cls, request: Request) -> "Entry":
         """The one that is logged, where requests are."""
-        entry: Entry = request.scope.get(_KEY) or cls()
+        return cls.within(request.scope)
+
+    @classmethod
+    def within(cls, scope: Scope) -> "Entry":
+        """The same, made where there is none."""
+        entry: Entry = scope.setdefault(_KEY, cls())
         return entry
+
+    def generated(self) -> dict[str, Any]:
+        """What the log says of it."""
+        return {name: getattr(self, name) for name in _LOGGED}
 
     def add(self, growth: RequestOutput) -> None:
         """More of an answer."""
@@ -57,7 +71,7 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        entry = scope[_KEY] = Entry()
+        entry = Entry.within(scope)
         when, began = time.time(), time.perf_counter()
         status: int | None = None
 
@@ -79,4 +93,4 @@ class AccessLog:
                 "status": status,
                 "latency_s": round(time.perf_counter() - began, 6),
             }
-            self._write(json.dumps(line | asdict(entry)) + "\n")
+            self._write(json.dumps(line | entry.generated()) + "\n")

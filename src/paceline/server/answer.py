@@ -136,11 +136,13 @@ async def answer(service: Service, job: Job, request: Request) -> Response:
     """Run a job; a client that leaves cancels it.  Raises RequestError, ApiError, ClientGone."""
     counts = job.writer.counts_answer
     usage = Usage(meters=service.meters, entry=Entry.of(request), counts_answer=counts)
+    envelope = _envelope(service, job)
+    usage.entry.response_id = envelope["id"]
     if not job.stream:
-        document = await unless_gone(request.receive, _whole(service, job, usage))
+        document = await unless_gone(request.receive, _whole(service, job, envelope, usage))
         return Response(encoded(document), media_type="application/json")
     ticket = await _start(service, job)
-    return EventStream(_events(ticket, job, _envelope(service, job), usage))
+    return EventStream(_events(ticket, job, envelope, usage))
 
 
 def encoded(document: Document) -> bytes:
@@ -165,7 +167,7 @@ async def _start(service: Service, job: Job) -> Ticket:
     )
 
 
-async def _whole(service: Service, job: Job, usage: Usage) -> Document:
+async def _whole(service: Service, job: Job, envelope: Document, usage: Usage) -> Document:
     ticket = await _start(service, job)
     try:
         answers = sorted([each async for each in ticket], key=_by_index)
@@ -177,7 +179,7 @@ async def _whole(service: Service, job: Job, usage: Usage) -> Document:
         for completion in growth.outputs:
             _require_answer(completion)
             choices.append(job.writer.whole(len(choices), growth, completion))
-    told = job.writer.document(_envelope(service, job), choices, usage.document())
+    told = job.writer.document(envelope, choices, usage.document())
     return told | usage.receipt()
 
 
@@ -201,14 +203,19 @@ async def _events(
         for last in writer.ending(envelope | usage.receipt(), told):
             yield last
     except ApiError as error:
-        yield writer.fault(error)
+        yield _fault(writer, error, usage)
     except PacelineError as error:
-        yield writer.fault(as_api_error(error))
+        yield _fault(writer, as_api_error(error), usage)
     except Exception as error:
-        yield writer.fault(of_bug(error))
+        yield _fault(writer, of_bug(error), usage)
         raise
     finally:
         ticket.close()
+
+
+def _fault(writer: Writer, error: ApiError, usage: Usage) -> bytes:
+    usage.entry.fault = error.code or str(error.status)
+    return writer.fault(error)
 
 
 def _usage_so_far(job: Job, usage: Usage) -> Document:

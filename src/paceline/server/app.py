@@ -1,7 +1,8 @@
 """The ASGI applications, of a server that loads and of one that is ready: paths and keys."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from starlette.types import ASGIApp
@@ -20,6 +21,7 @@ from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
 from paceline.server.messages.routes import add_messages
 from paceline.server.meters import CONTENT_TYPE
 from paceline.server.parameters.table import capabilities
+from paceline.server.playground.page import add_page
 from paceline.server.probes import add_probes, still_loading
 from paceline.server.reader import CHAT, COMPLETIONS
 from paceline.server.request_id import RequestIds
@@ -27,6 +29,13 @@ from paceline.server.responses.routes import add_responses
 from paceline.server.service import Service
 from paceline.server.tokens.routes import add_tokens
 from paceline.server.wire import ChatRequest, CompletionRequest
+
+
+class Trace(Protocol):
+    """Puts spans around an application; server.telemetry has one, where a collector is named."""
+
+    def __call__(self, app: ASGIApp, *, model: str) -> ASGIApp: ...
+
 
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
@@ -37,10 +46,13 @@ def build_app(
     access: Access = OPEN_ACCESS,
     limits: ServerLimits = LIMITS,
     log: Callable[[str], None] | None = None,
+    trace: Trace | None = None,
 ) -> ASGIApp:
-    """The application of a server that is ready.  With keys, all paths but those of probes ask for
-    one.  log: takes the lines of an access log."""
+    """The application of a server that is ready.  With keys, all paths but those of probes and of
+    the page ask for one.  log: takes the lines of an access log.  trace: makes spans of requests
+    for the model of that name."""
     app = _new_app()
+    add_page(app)
     _add_generation(app, service)
     _add_models(app, service)
     add_tokens(app, service)
@@ -51,7 +63,8 @@ def build_app(
     _add_metrics(app, service)
     app.add_middleware(Doorkeeper, life=service.life)
     app.add_middleware(BodyLimit, limits=limits)
-    return _guarded(app, access, log)
+    traced = None if trace is None else partial(trace, model=service.model)
+    return _guarded(app, access, log, traced)
 
 
 def build_loading_app(
@@ -61,8 +74,10 @@ def build_loading_app(
     access: Access = OPEN_ACCESS,
     log: Callable[[str], None] | None = None,
 ) -> ASGIApp:
-    """The application of a server whose engine loads: probes, and 503 for what else is asked."""
+    """The application of a server whose engine loads: the page, probes, and 503 for what else is
+    asked."""
     app = _new_app()
+    add_page(app)
     add_probes(app, engine, life, is_loading=True)
 
     @app.api_route("/{path:path}", methods=_METHODS, include_in_schema=False)
@@ -78,11 +93,17 @@ def _new_app() -> FastAPI:
     return app
 
 
-def _guarded(app: FastAPI, access: Access, log: Callable[[str], None] | None) -> ASGIApp:
+def _guarded(
+    app: FastAPI,
+    access: Access,
+    log: Callable[[str], None] | None,
+    traced: Callable[[ASGIApp], ASGIApp] | None = None,
+) -> ASGIApp:
     access.guard(app)
     app.add_middleware(Lengths)
     # Around the whole application: its middleware is within what answers a bug with 500.
-    return RequestIds(app if log is None else AccessLog(app, write=log))
+    around = app if traced is None else traced(app)
+    return RequestIds(around if log is None else AccessLog(around, write=log))
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fastapi import Request, Response
 
+from paceline.server.access_log import Entry
 from paceline.server.answer import Job, answer
 from paceline.server.errors import ApiError
 from paceline.server.parameters.ignored import HEADER
@@ -35,6 +36,8 @@ async def answered(
     check_query(request)
     began = asyncio.get_running_loop().time()
     asked = await service.read(endpoint, request)
+    entry = Entry.of(request)
+    entry.asked, entry.is_stream = asked.sampling, asked.stream
     job = replace(
         make_job(service, asked),
         share=service.share(request, asked.priority),

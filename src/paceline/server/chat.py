@@ -7,6 +7,7 @@ from paceline.server.logprobs import chat_logprobs
 from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
+from paceline.server.tokens.trace import Traces
 from paceline.server.tools.forms import TEXT, Form
 from paceline.server.tools.speech import Speech, delta_of, message_of
 
@@ -27,6 +28,7 @@ class ChatWriter(Writer):
 
     def __init__(self, names: TokenNames, form: Form = TEXT) -> None:
         self._names = names
+        self._traces = Traces(names)
         self._form = form
         self._speeches: dict[int, Speech] = {}  # by index, of a stream
 
@@ -37,12 +39,13 @@ class ChatWriter(Writer):
         self, index: int, growth: RequestOutput, completion: CompletionOutput
     ) -> list[Document]:
         logprobs = self._logprobs(completion) if completion.token_ids else None
+        trace = self._traces.of(index, growth, completion) if completion.token_ids else {}
         deltas, finish = self._deltas(index, completion)
-        if logprobs is not None and not deltas:
+        if (logprobs is not None or trace) and not deltas:
             deltas = [{"content": ""}]
         choices = [_delta(index, delta) for delta in deltas]
         if choices:
-            choices[0]["logprobs"] = logprobs
+            choices[0] |= {"logprobs": logprobs, **trace}
         if finish is not None:
             choices.append(_delta(index, {}, finish))
         return choices
@@ -59,6 +62,7 @@ class ChatWriter(Writer):
             "message": {"role": "assistant", **message, "refusal": None},
             "logprobs": self._logprobs(completion),
             "finish_reason": finish,
+            **self._traces.of(index, growth, completion),
         }
 
     def _deltas(

@@ -11,6 +11,7 @@ from paceline.server.logprobs import completion_logprobs, prompt_scores
 from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
+from paceline.server.tokens.trace import Traces
 
 
 def completion_job(service: Service, asked: Reading) -> Job:
@@ -32,6 +33,7 @@ class CompletionWriter(Writer):
         self, names: TokenNames, echoed: Sequence[str], *, tells_scores: bool = False
     ) -> None:
         self._names = names
+        self._traces = Traces(names)
         self._echoed = echoed
         self._tells_scores = tells_scores
 
@@ -42,8 +44,8 @@ class CompletionWriter(Writer):
         self, index: int, growth: RequestOutput, completion: CompletionOutput
     ) -> list[Document]:
         has_echo = completion.num_tokens_before == 0 and self._echo(index)
-        is_scored = completion.logprobs is not None
-        says = has_echo or completion.text or completion.finish_reason or is_scored
+        is_told = completion.logprobs is not None or completion.trace is not None
+        says = has_echo or completion.text or completion.finish_reason or is_told
         return [self.whole(index, growth, completion)] if says else []
 
     def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
@@ -53,6 +55,7 @@ class CompletionWriter(Writer):
             "text": self._echo(index) + completion.text if is_first else completion.text,
             "logprobs": self._logprobs(index, growth, completion),
             "finish_reason": completion.finish_reason,
+            **self._traces.of(index, growth, completion),
         }
         if self._tells_scores:
             document["prompt_logprobs"] = prompt_scores(self._names, growth.prompt_logprobs or ())

@@ -8,6 +8,7 @@ engine that has ended, 504 for a request whose deadline has passed.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -68,6 +69,19 @@ class ApiError(Exception):
         """One whose text is `core.errors.message` of the first four; it is a 400 unless said."""
         text = message(name, expected=expected, got=got, remedy=remedy)
         return cls(status, text, param=param, code=code)
+
+    def called(self, names: Mapping[str, str]) -> Self:
+        """The same about a field as its client calls it.  names: a regular expression of a param to
+        what stands for it."""
+        param = self.param or ""
+        found = (each for each in names if re.fullmatch(each, param))
+        pattern = next(found, None)
+        if pattern is None:
+            return self
+        own = re.sub(f"^{pattern}$", names[pattern], param)
+        told = str(self)
+        text = own + told.removeprefix(param) if told.startswith(param) else told
+        return type(self)(self.status, text, param=own, code=self.code, headers=self.headers)
 
     def document(self, path: str = "") -> dict[str, Any]:
         """The body, as clients of that path read it."""

@@ -24,6 +24,7 @@ class ServerLimits:
     write_s: float = 60.0  # in which a client reads nothing of what waits for it
     drain_s: float = 20.0  # in which running requests may end, once the server stops
     stuck_s: float = 60.0  # that the engine may be silent before /health says so
+    load_stuck_s: float = 1800.0  # the same of a phase of its load
 
 
 LIMITS = ServerLimits()

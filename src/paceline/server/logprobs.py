@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.engine.token_logprobs import TokenLogprobs
-from paceline.server.token_names import TokenNames
+from paceline.server.token_names import TokenNames, TokenTexts
 
 UNLIKELY = -9999.0  # the OpenAI API's stand-in for minus infinity, which JSON lacks
-_CHARACTER_TOKENS = 4  # a UTF-8 character has at most four bytes, so at most four tokens
 
 
 def completion_logprobs(
@@ -35,14 +34,10 @@ def completion_logprobs(
 
 def _offsets(names: TokenNames, token_ids: Sequence[int], offset: int) -> Iterator[int]:
     """Where each token's text begins; the tokens of one character share its place."""
-    begun: list[int] = []  # tokens of a character that is not whole
+    texts = TokenTexts(names)
     for token in token_ids:
         yield offset
-        begun.append(token)
-        text = names.text(*begun)
-        offset += len(text)
-        if text or len(begun) == _CHARACTER_TOKENS:
-            begun.clear()
+        offset += len(texts.of(token))
 
 
 def chat_logprobs(

@@ -7,6 +7,7 @@ now is asked of it for each page.
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
+from msgspec.structs import asdict
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import HistogramMetricFamily
@@ -50,6 +51,12 @@ class Meters:
         self._running = gauge("requests_running", "Completions with a row.")
         self._waiting = gauge("requests_waiting", "Completions that wait for one.")
         self._kv = gauge("kv_cache_usage_ratio", "Pages of running requests in the fullest group.")
+        self._pages = Gauge(
+            "paceline_cache_pages",
+            "Of a cache group: used by requests, cached for prefixes, free.",
+            ["group", "state"],
+            registry=registry,
+        )
         self._up = gauge("engine_up", "1 when it answered in time; else gauges are old.")
         self._seen = (0, 0)  # queried and hit tokens that are counted
         self._steps = StepMeter()
@@ -75,6 +82,9 @@ class Meters:
             self._running.set(look.running)
             self._waiting.set(look.waiting)
             self._kv.set(look.kv_used)
+            for group, pages in look.pages.items():
+                for state, count in asdict(pages).items():
+                    self._pages.labels(group, state).set(count)
             queried, hits = self._seen
             self._queried.inc(look.queried_tokens - queried)
             self._hits.inc(look.hit_tokens - hits)

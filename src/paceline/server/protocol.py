@@ -26,6 +26,25 @@ def protocol_of(limits: ServerLimits) -> "partial[TimedProtocol]":
     return partial(TimedProtocol, limits=limits)
 
 
+def loop_of(limits: ServerLimits) -> "partial[TimedLoop]":
+    """For `asyncio.Runner(loop_factory=...)`."""
+    return partial(TimedLoop, limits=limits)
+
+
+class TimedLoop(asyncio.SelectorEventLoop):
+    """Ends a connection whose TLS does not begin in the time that the head of a request has: no
+    protocol hears of it before."""
+
+    def __init__(self, *, limits: ServerLimits) -> None:
+        super().__init__()
+        self._limits = limits
+
+    async def create_server(self, *values: Any, **more: Any) -> Any:
+        if more.get("ssl") is not None:
+            more["ssl_handshake_timeout"] = self._limits.header_s or None
+        return await super().create_server(*values, **more)
+
+
 class TimedProtocol(H11Protocol):
     """Ends a connection whose headers do not come in time, or whose client does not read what is
     sent; refuses one too many."""

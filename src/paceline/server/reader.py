@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from paceline.core.errors import ModelError
+from paceline.core.errors import ModelError, RequestError
 from paceline.core.options import require_possible
 from paceline.core.sampling_params import SamplingParams
 from paceline.server.body import decoded
 from paceline.server.counts import Room
-from paceline.server.errors import ApiError
+from paceline.server.errors import ApiError, as_api_error
 from paceline.server.messages.wire import CountRequest, MessagesRequest
 from paceline.server.parameters.ignored import ignored_in
 from paceline.server.places import shortened
@@ -81,9 +81,16 @@ class Reader:
         del body
         ignored = sorted(set(ignored_in(asked)))
         told = msgspec.json.encode(asked.told()) if isinstance(asked, ResponsesRequest) else b""
-        if not isinstance(asked, ChatRequest):
-            asked = asked.as_chat()
-        return msgspec.structs.replace(self._chat(asked), ignored=ignored, told=told)
+        if isinstance(asked, ChatRequest):
+            found = self._chat(asked)
+        else:
+            names = asked.NAMES
+            try:
+                found = self._chat(asked.as_chat())
+            except (ApiError, RequestError) as error:
+                fault = error if isinstance(error, ApiError) else as_api_error(error)
+                raise fault.called(names) from error
+        return msgspec.structs.replace(found, ignored=ignored, told=told)
 
     def check_model(self, name: str) -> None:
         """Raise 404 for a model that is not served."""

@@ -7,11 +7,12 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,12 +20,12 @@ from starlette.types import ASGIApp
 from paceline.core.errors import ConfigError
 from paceline.plan.machine import settled
 from paceline.server.access.access import OPEN_ACCESS, Access
-from paceline.server.app import build_app, build_loading_app
+from paceline.server.app import Trace, build_app, build_loading_app
 from paceline.server.border.remote import Peer, RemoteEngine
 from paceline.server.life import Life
 from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.probes import Front
-from paceline.server.protocol import protocol_of
+from paceline.server.protocol import loop_of, protocol_of
 from paceline.server.service import Service
 from paceline.server.tools.formats import BY_TEMPLATE, Parsers
 
@@ -36,6 +37,7 @@ _BACKLOG = 2048  # connections the kernel holds for us
 
 
 leave = os._exit  # without waiting for threads
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ class Address:
     weights: Mapping[str, float] = field(default_factory=dict)  # by client
     limits: ServerLimits = LIMITS
     log: Callable[[str], None] | None = None  # takes the lines of an access log
+    trace: Trace | None = None  # makes spans of requests
     parsers: Parsers = BY_TEMPLATE
 
 
@@ -96,10 +99,16 @@ def serve(
         _signals(life),
         settled(),
     ):
-        serving = thread.submit(asyncio.run, _serve(peer, bound, address, life, tell))
+        serving = thread.submit(run_in_loop, _serve(peer, bound, address, life, tell), limits)
         while not serving.done():  # a signal that another thread was given is noted here
             wait([serving], timeout=_POLL_S)
         return serving.result()
+
+
+def run_in_loop(work: Coroutine[Any, Any, T], limits: ServerLimits) -> T:
+    """The result of `work`, in a loop that gives TLS no longer than the head of a request."""
+    with asyncio.Runner(loop_factory=loop_of(limits)) as runner:
+        return runner.run(work)
 
 
 def http_config(app: ASGIApp, limits: ServerLimits, access: Access = OPEN_ACCESS) -> uvicorn.Config:
@@ -155,7 +164,12 @@ async def _serve(
     peer: Peer, bound: socket.socket, address: Address, life: Life, tell: Callable[[str], None]
 ) -> str | None:
     limits = address.limits
-    engine = RemoteEngine(peer, max_queued=limits.max_queued, stuck_s=limits.stuck_s)
+    engine = RemoteEngine(
+        peer,
+        max_queued=limits.max_queued,
+        stuck_s=limits.stuck_s,
+        load_stuck_s=limits.load_stuck_s,
+    )
     await engine.connect()
     access = address.access
     front = Front(build_loading_app(engine, life, access=access, log=address.log))
@@ -193,7 +207,13 @@ async def _open(
         parsers=address.parsers,
     )
     ends.callback(service.worker.close)
-    front.app = build_app(service, access=address.access, limits=address.limits, log=address.log)
+    front.app = build_app(
+        service,
+        access=address.access,
+        limits=address.limits,
+        log=address.log,
+        trace=address.trace,
+    )
     ends.callback(asyncio.ensure_future(engine.watch()).cancel)
     tell(banner(service, bound, address.access))
 

@@ -79,6 +79,7 @@ class GenerationRequest(StructuredRequest, frozen=True, kw_only=True, dict=True)
     extra_args: Annotated[Raw | UnsetType, Meta(extra_json_schema=_OBJECT)] = UNSET
     speculative: bool | str | None = None  # "on", "off" or a bool
     receipt: bool | None = None  # how it was computed, with the last usage
+    trace_tokens: bool | None = None  # where tokens came from and what was drafted, by choice
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     deadline_s: Annotated[float, Meta(ge=0.001)] | None = None  # for the whole answer
 

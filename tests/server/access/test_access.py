@@ -1,6 +1,7 @@
 """Keys, origins, TLS, and where a server may listen without asking for a key."""
 
 import shutil
+import socket
 import ssl
 import subprocess
 
@@ -12,6 +13,7 @@ from scripted import scripted
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError
 from paceline.server.access.access import Access, read_keys
+from paceline.server.limits import ServerLimits
 
 ORIGIN = "https://example.org"
 
@@ -116,7 +118,10 @@ def test_a_server_with_a_certificate_speaks_tls(tmp_path) -> None:
     )  # fmt: skip
     access = Access(certfile=str(certificate), keyfile=str(key))
     access.require_tls()
-    with scripted("hermes", access=access) as server:
+    with scripted("hermes", access=access, limits=ServerLimits(header_s=0.5)) as server:
+        port = int(server.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as silent:
+            assert silent.recv(1) == b"", "it says nothing for a minute of asyncio"
         server.say("Hi.")
         trusted = ssl.create_default_context(cafile=str(certificate))
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "stream": True}

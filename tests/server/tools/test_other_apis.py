@@ -30,6 +30,7 @@ MESSAGES = {
     "tools": [{"name": "get_weather", "input_schema": SCHEMA}],
 }
 TOOL = {"type": "function", "name": "get_weather", "parameters": SCHEMA}
+CALL = {"type": "function_call", "name": "a", "call_id": "c", "arguments": "{}"}
 BLOCKS = [
     {"type": "thinking", "thinking": "Paris, then.", "signature": ""},
     {"type": "text", "text": "I look."},
@@ -145,7 +146,12 @@ def test_a_conversation_with_calls_and_results_is_the_chat_it_is(world) -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
-        ({"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "parameters.type"),
+        (
+            {"tools": [{"name": "a", "input_schema": {"type": "array"}}]},
+            "tools[0].input_schema.type",
+        ),
+        ({"tools": [{"name": "a", "input_schema": {}}] * 2}, "tools[1].name"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
@@ -241,13 +247,19 @@ def test_a_whole_output_goes_back_as_one_turn(world, client, calls) -> None:
         ({"input": [{"role": "user", "content": "a", "output": "b"}]}, "input[0].output"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
-        ({"reasoning": {"effort": "low"}}, "reasoning_effort"),
+        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 5000}, "input"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [TOOL | {"parameters": {"type": "array"}}]}, "tools[0].parameters.type"),
+        ({"input": [CALL | {"arguments": "["}]}, "input"),
     ],
 )
 def test_a_wrong_response_is_refused_by_name(client, asked, param) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(**{"model": "tiny", "input": "Hi"} | asked)
     assert refused.value.param == param
+    assert param in refused.value.body["message"]
 
 
 def test_a_call_that_breaks_off_is_text_of_a_response(world, client) -> None:

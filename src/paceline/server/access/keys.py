@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.server.errors import ApiError
+from paceline.server.playground.page import FILES
 
-_OPEN = {"/health", "/ready"}
+_OPEN = {"/health", "/ready", *FILES}
 
 
 class KeyGuard:
     """ASGI middleware: refuses clients without a key before their body is read.
 
-    Probes bring none, so what they ask is open.  Of several keys each is a client: `key1`, ...
+    Probes and who opens a page bring none, so what they ask is open: the page's files say nothing
+    of this server.  Of several keys each is a client: `key1`, ...
     """
 
     def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:

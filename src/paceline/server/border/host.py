@@ -44,6 +44,7 @@ from paceline.server.border.messages import (
     Leave,
     Looked,
     Message,
+    Pages,
     Ready,
     Steps,
     Submit,
@@ -253,6 +254,10 @@ def looked(llm: LLM, times: StepTimes, *, forming: int) -> Looked:
         kv_used=max((group.owned / group.total for group in stats.groups), default=0.0),
         queried_tokens=stats.queried_tokens,
         hit_tokens=stats.hit_tokens,
+        pages={
+            name: Pages(used=group.owned + group.queued, cached=group.cached, free=group.free)
+            for name, group in zip(stats.names, stats.groups, strict=True)
+        },
         steps=times.told(),
     )
 

@@ -17,6 +17,7 @@ from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason, Share
 from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.engine.trace import Trace
 from paceline.engine.tracker import Tracker
 
 _HEAD = struct.Struct("<Q")  # bytes of the messages
@@ -121,6 +122,7 @@ class Piece(Message, frozen=True, tag=14):
     is_drafted: tuple[bool, ...]
     num_chars_before: int
     num_tokens_before: int
+    trace: Trace | None = None
 
 
 class Grown(Message, frozen=True, tag=15):
@@ -175,6 +177,14 @@ class Steps(Message, frozen=True, tag=16):
     seconds: float  # all together
 
 
+class Pages(Struct, frozen=True, array_like=True, kw_only=True):
+    """The pages of a cache group."""
+
+    used: int  # by requests; those that come back included
+    cached: int  # prefixes that nobody computes anew
+    free: int
+
+
 class Looked(Message, frozen=True, tag=17):
     """The engine between two turns."""
 
@@ -183,6 +193,7 @@ class Looked(Message, frozen=True, tag=17):
     kv_used: float  # of the pages of the fullest cache group, cached prefixes not counted
     queried_tokens: int  # of prompts, since the start
     hit_tokens: int  # of these found in the prefix cache
+    pages: dict[str, Pages]  # by cache group
     steps: dict[str, Steps]  # by kind
 
 
@@ -255,6 +266,7 @@ def _piece(output: CompletionOutput) -> Piece:
         is_drafted=output.is_drafted,
         num_chars_before=output.num_chars_before,
         num_tokens_before=output.num_tokens_before,
+        trace=output.trace,
     )
 
 
@@ -271,6 +283,7 @@ def _output(piece: Piece) -> CompletionOutput:
         is_drafted=piece.is_drafted,
         num_chars_before=piece.num_chars_before,
         num_tokens_before=piece.num_tokens_before,
+        trace=piece.trace,
     )
 
 

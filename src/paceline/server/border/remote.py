@@ -33,6 +33,7 @@ from paceline.server.border.messages import (
     Submit,
     framed,
 )
+from paceline.server.limits import LIMITS
 
 _BEAT_S = 1.0
 _LOOK_S = 2.0  # longer than a turn
@@ -57,13 +58,21 @@ class RemoteEngine(asyncio.Protocol):
     """Owns what is known of the engine, and who waits for it; of the loop that called `connect`.
 
     max_queued: completions that may wait beside those that run; stuck_s: seconds that it may take
-    to answer before it is called stuck.
+    to answer before it is called stuck; load_stuck_s: that a phase of its load may say nothing.
     """
 
-    def __init__(self, peer: Peer, *, max_queued: int, stuck_s: float) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        *,
+        max_queued: int,
+        stuck_s: float,
+        load_stuck_s: float = LIMITS.load_stuck_s,
+    ) -> None:
         self._peer = peer
         self._max_queued = max_queued
         self._stuck_s = stuck_s
+        self._load_stuck_s = load_stuck_s
         self._loop = asyncio.get_running_loop()
         self._frames = Frames(News)
         self._line: asyncio.Transport | None = None
@@ -75,7 +84,7 @@ class RemoteEngine(asyncio.Protocol):
         self._stuck_in: str | None = None  # what of a turn it says that hangs
         self._fault: str | None = None
         self._is_stopped = False
-        self._phase_began = self._loop.time()
+        self._phase_began = self._told_at = self._loop.time()
         self._loading = Loading(phase="starting", done=0, total=0)
 
     @property
@@ -91,6 +100,8 @@ class RemoteEngine(asyncio.Protocol):
     @property
     def stuck(self) -> str | None:
         """What it hangs in, as far as it says so; None while it answers."""
+        if not self._ready.done():
+            return self._stuck_load()
         silent_s = self._silent_s
         if self._stuck_in is None and silent_s < self._stuck_s:
             return None
@@ -98,6 +109,17 @@ class RemoteEngine(asyncio.Protocol):
         got = f"silent for {silent_s:.0f} s, in {self._stuck_in or 'an unknown phase'}"
         expected = f"answering within {self._stuck_s:g} s"
         return message("the engine", expected=expected, got=got, remedy=remedy)
+
+    def _stuck_load(self) -> str | None:
+        silent_s = self._loop.time() - self._told_at
+        if silent_s < self._load_stuck_s:
+            return None
+        return message(
+            "the load",
+            expected=f"further within {self._load_stuck_s:g} s",
+            got=f"silent for {silent_s:.0f} s, in the phase {self._loading.phase!r}",
+            remedy="restart the server, or raise --load-stuck-seconds",
+        )
 
     def progress(self) -> dict[str, Any]:
         """How far it is loaded: {phase, percent, eta_s}, the phase's; None where nobody knows."""
@@ -249,6 +271,7 @@ class RemoteEngine(asyncio.Protocol):
             case Stuck():
                 self._stuck_in = news.phase
             case Loading():
+                self._told_at = self._loop.time()
                 if news.phase != self._loading.phase:
                     self._phase_began = self._loop.time()
                 self._loading = news

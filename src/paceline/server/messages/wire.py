@@ -1,8 +1,8 @@
 """What clients of the Anthropic API send, and the chat that it is."""
 
 import json
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta
 
@@ -137,6 +137,15 @@ class Reasoning(Wire, frozen=True, kw_only=True):
 
 class CountRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/messages/count_tokens."""
+
+    # What its client calls a field of the chat that it is.
+    NAMES: ClassVar[Mapping[str, str]] = {
+        r"tools\[(\d+)\]\.function\.parameters(.*)": r"tools[\1].input_schema\2",
+        r"tools\[(\d+)\]\.function(.*)": r"tools[\1]\2",
+        r"stop": "stop_sequences",
+        r"reasoning_effort": "thinking",
+        r"messages.*|continue_final_message": "messages",
+    }
 
     model: str
     messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]

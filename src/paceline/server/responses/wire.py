@@ -1,6 +1,7 @@
 """What clients of the Responses API send, and the chat that it is."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta
 from msgspec.structs import replace
@@ -114,6 +115,14 @@ class Reasoning(Wire, frozen=True, kw_only=True):
 
 class ResponsesRequest(Wire, frozen=True, kw_only=True):
     """POST /v1/responses."""
+
+    # What its client calls a field of the chat that it is.
+    NAMES: ClassVar[Mapping[str, str]] = {
+        r"tools\[(\d+)\]\.function(.*)": r"tools[\1]\2",
+        r"max_tokens|max_completion_tokens": "max_output_tokens",
+        r"reasoning_effort": "reasoning.effort",
+        r"messages.*": "input",
+    }
 
     model: str
     input: str | Annotated[list[Item], Meta(min_length=1, max_length=MAX_MESSAGES)]

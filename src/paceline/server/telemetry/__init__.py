@@ -1,0 +1,1 @@
+"""Spans of requests, for an OpenTelemetry collector; imported where one is named."""
