@@ -22,8 +22,9 @@ BIN := $(VENV)/bin
 INPUTS := pyproject.toml constraints.txt
 # Workers and the processes they start would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
-# A file goes to one worker whole: what its tests share is made once.
-pytest = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile
+# A file goes to one worker whole: what its tests share is made once.  Files begin in the order of
+# tests/longest_first.py, and not by how many tests they have.
+pytest = $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 ifeq ($(UV),)
 create = $(PYTHON) -m venv $(VENV)

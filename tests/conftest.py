@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 import paceline  # noqa: F401  it says how long threads spin, before torch is imported
+from longest_first import longest_first
 from patched_once import patch_once
 
 gc.disable()  # until all tests are there: what their imports and their collection make stays
@@ -57,7 +58,8 @@ def kernels_are_interpreted_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked gpu where there is no CUDA device."""
+    """Long files first; skip tests marked gpu where there is no CUDA device."""
+    longest_first(items)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

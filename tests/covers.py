@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -57,9 +57,14 @@ def _cover(axes: Mapping[str, tuple[Any, ...]], rng: random.Random) -> list[Cell
 def all_with_a_cover(axes: Mapping[str, tuple[Any, ...]]) -> list[Any]:
     """The full product as parameters of a test; what is beyond a pairwise cover is slow."""
     cover = pairwise(axes)
+    return slow_unless(cover.__contains__, every_cell(axes))
+
+
+def slow_unless(is_quick: Callable[[Cell], bool], cells: Iterable[Cell]) -> list[Any]:
+    """Cells as parameters of a test."""
     return [
-        pytest.param(cell, id=cell_name(cell), marks=() if cell in cover else pytest.mark.slow)
-        for cell in every_cell(axes)
+        pytest.param(cell, id=cell_name(cell), marks=() if is_quick(cell) else pytest.mark.slow)
+        for cell in cells
     ]
 
 

@@ -7,9 +7,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
+
+from longest_first import LONGEST, longest_first
 
 ROOT = Path(__file__).parent.parent
 SCHEMAS = sorted((ROOT / "docs" / "schemas").glob("*.json"))
@@ -26,6 +29,23 @@ def test_tests_follow_the_rooms():
     assert {folder.relative_to(ROOT / "tests").parts[0] for folder in folders} <= rooms
     crowded = [path.name for path in folders if len(list(path.glob("test_*.py"))) > 20]
     assert crowded == ["kernels"]
+
+
+def test_the_longest_files_are_there():
+    assert all((ROOT / "tests" / name).exists() for name in LONGEST)
+    assert len(set(LONGEST)) == len(LONGEST)
+
+
+def test_long_files_begin_first_and_others_stay_as_they_were():
+    paths = ("b.py", LONGEST[1], "a.py", LONGEST[0])
+    items = [SimpleNamespace(path=ROOT / "tests" / path) for path in paths]
+    longest_first(items)
+    assert [item.path.name for item in items] == [
+        Path(LONGEST[0]).name,
+        Path(LONGEST[1]).name,
+        "b.py",
+        "a.py",
+    ]
 
 
 def test_readme_links_lead_somewhere():

@@ -25,7 +25,7 @@ from llm_cases import (
     tokens_of,
 )
 
-from covers import Cell, cell_name, every_cell, pairwise
+from covers import Cell, cell_name, every_cell, pairwise, slow_unless
 from paceline.core.model_config import cache_group_specs
 from paceline.core.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
@@ -98,7 +98,9 @@ def check_cell(truth: Truth, cell: Cell) -> None:
     assert (preemptions > 0) == (cell.get("pool") == "tight"), f"{preemptions} preemptions"
 
 
-@pytest.mark.parametrize("cell", pairwise(MODELS | AXES), ids=cell_name)
+@pytest.mark.parametrize(
+    "cell", slow_unless(lambda cell: cell["chunked_prefill_size"] != 16, pairwise(MODELS | AXES))
+)
 def test_greedy_tokens_are_transformers(cell: Cell, request: pytest.FixtureRequest) -> None:
     options = dict(cell)
     check_cell(request.getfixturevalue(options.pop("model")), options)
@@ -181,10 +183,17 @@ def script(llm: LLM, prompts: list[list[int]]) -> list[object]:
     return [(output.request_id, output.finished, output.outputs) for output in shown if output]
 
 
-@pytest.mark.parametrize("pool", ["roomy", "tight"])
-@pytest.mark.parametrize("chunk", [7, 1024])
+@pytest.mark.parametrize(
+    ("chunk", "pool"),
+    [
+        (7, "tight"),
+        (1024, "roomy"),
+        pytest.param(7, "roomy", marks=pytest.mark.slow),
+        pytest.param(1024, "tight", marks=pytest.mark.slow),
+    ],
+)
 def test_the_twin_takes_the_same_steps_and_shows_the_same(
-    llama: Truth, pool: str, chunk: int
+    llama: Truth, chunk: int, pool: str
 ) -> None:
     """Bit-equal tokens and log-probabilities, and equal Steps with their deltas."""
     seen = []

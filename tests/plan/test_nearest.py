@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from draft_models import demands_of
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigError
@@ -96,6 +96,21 @@ asks = st.fixed_dictionaries(
     model=st.sampled_from(["llama-3.1-8b", "llama-3.2-1b", "gemma-3-1b"]),
     gpu=st.sampled_from(["a10g", "l4", "rtx-5090", "a100-40gb", "h200"]),
     asked=asks,
+)
+@example(  # the asked cache must grow unless the number format is smaller, and then all is room
+    model="llama-3.1-8b",
+    gpu="a10g",
+    asked={
+        "max_num_seqs": 2505,
+        "max_num_batched_tokens": 4000,
+        "max_model_len": 4006,
+        "kv_cache_bytes": 63211271,
+        "gpu_memory_utilization": 0.3,
+        "dtype": "float32",
+        "chunked_prefill_size": 336,
+        "enforce_eager": True,
+        "page_size": 1,
+    },
 )
 def test_a_suggestion_fits_and_one_notch_closer_to_the_ask_does_not(model, gpu, asked):
     found, fits = search(*shallow(model, gpu), asked)

@@ -138,10 +138,12 @@ def lowered(asked: Asked, options: Sequence[Knob], fits: Fits) -> dict[str, obje
     if not turns or not fits(turned(turns)):
         return None
     first = bisect_left(range(1, len(turns)), True, key=lambda num: bool(fits(turned(turns[:num]))))
-    taken = turns[: first + 1]
-    for knob in options if len(options) > 1 else ():
-        rest = [turn for turn in taken if turn[0] is not knob]
-        taken = rest if rest != taken and fits(turned(rest)) else taken
+    taken, before = turns[: first + 1], None
+    while len(options) > 1 and taken != before:  # a larger cache, once undone, frees others
+        before = taken
+        for knob in options:
+            rest = [turn for turn in taken if turn[0] is not knob]
+            taken = rest if rest != taken and fits(turned(rest)) else taken
     return turned(taken)
 
 

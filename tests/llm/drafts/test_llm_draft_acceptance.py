@@ -26,7 +26,7 @@ from speculative_cases import (
     tight_pages,
 )
 
-from covers import Cell, all_with_a_cover, cell_name, every_cell
+from covers import Cell, all_with_a_cover, every_cell, slow_unless
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import Step
 from paceline.engine.outputs import RequestOutput
@@ -233,14 +233,7 @@ def drafters(truth: Truth) -> Iterator[dict[tuple[str, int], Drafted]]:
 def each_drafter_once() -> list[Any]:
     """Every cell of DRAFTED; quick are those of one width for each drafter, both widths in turn."""
     quick = dict(zip(MODEL_DRAFTERS, itertools.cycle(DRAFTED["topk"])))
-    return [
-        pytest.param(
-            cell,
-            id=cell_name(cell),
-            marks=() if quick[cell["drafter"]] == cell["topk"] else pytest.mark.slow,
-        )
-        for cell in every_cell(DRAFTED)
-    ]
+    return slow_unless(lambda cell: quick[cell["drafter"]] == cell["topk"], every_cell(DRAFTED))
 
 
 def of_cell(drafters: dict[tuple[str, int], Drafted], cell: Cell) -> Drafted:
@@ -263,7 +256,7 @@ FLOORS = {
 }
 
 
-@pytest.mark.parametrize("cell", every_cell(DRAFTED), ids=cell_name)
+@pytest.mark.parametrize("cell", each_drafter_once())
 def test_drafters_made_from_the_target_guess_well(
     drafters: dict[tuple[str, int], Drafted], cell: Cell
 ) -> None:

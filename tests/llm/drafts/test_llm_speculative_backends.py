@@ -19,7 +19,7 @@ from speculative_cases import (
     truth_of,
 )
 
-from covers import Cell, cell_name, every_cell, pairwise
+from covers import Cell, cell_name, every_cell, pairwise, slow_unless
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.proof.emulators import flashinfer, flashinfer_ragged
 
@@ -103,7 +103,7 @@ def some(truth: Truth, cell: Cell, names: Sequence[str], **options: Any) -> Serv
     return served
 
 
-@pytest.mark.parametrize("cell", pairwise(WINDOW_AXES), ids=cell_name)
+@pytest.mark.parametrize("cell", slow_unless(lambda cell: cell["topk"] != 8, pairwise(WINDOW_AXES)))
 def test_drafts_change_no_text_of_a_windowed_model(windowed: Truth, cell: Cell) -> None:
     groups = 4 if cell["drafter"] == "STANDALONE" else 2
     served = some(windowed, cell, WINDOWED_JOBS, num_groups=groups)
@@ -120,7 +120,7 @@ def test_drafts_change_no_text_of_a_windowed_model_in_the_full_cross(
     some(windowed, cell, WINDOWED_JOBS, num_groups=groups)
 
 
-@pytest.mark.parametrize("cell", INTERPRETED, ids=cell_name)
+@pytest.mark.parametrize("cell", slow_unless(lambda cell: cell["drafter"] == "EAGLE3", INTERPRETED))
 def test_drafts_change_no_text_on_the_triton_interpreter(wide: Truth, cell: Cell) -> None:
     """Two requests that share their rounds; the interpreter is slow."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 32, "cuda_graph_max_tokens": 16}
@@ -131,7 +131,9 @@ def test_drafts_change_no_text_on_the_triton_interpreter(wide: Truth, cell: Cell
     assert cell["drafter"] == "NGRAM" or accepted(served) > 0
 
 
-@pytest.mark.parametrize("cell", pairwise(PLANNED), ids=cell_name)
+@pytest.mark.parametrize(
+    "cell", slow_unless(lambda cell: cell["drafter"] != "EAGLE", pairwise(PLANNED))
+)
 def test_drafts_change_no_text_where_the_host_plans(
     wide: Truth, cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:

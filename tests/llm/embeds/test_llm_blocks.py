@@ -77,20 +77,28 @@ def with_blocks(prompt: Sequence[int], blocks: Spans) -> dict[str, Any]:
 BROUGHT = [with_blocks(p, b) for p, b in zip(PROMPTS, BLOCKS, strict=True)]
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "eager and sanitized": {"enforce_eager": True, "sanitize": True},
+    "graphs, odd chunks": {"sanitize": True, "chunked_prefill_size": 11},
+    "the twin loop": {"chunked_prefill_size": 13, "overlap": False},
+    "nothing shared": {"chunked_prefill_size": 12, "enable_prefix_cache": False},
+    "crowded steps": {"max_num_batched_tokens": 24, "max_num_seqs": 4, "kv_cache_bytes": 1 << 22},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("either", "options"),
     [
-        pytest.param({"enforce_eager": True, "sanitize": True}, id="eager and sanitized"),
-        pytest.param({"sanitize": True, "chunked_prefill_size": 11}, id="graphs, odd chunks"),
-        pytest.param({"chunked_prefill_size": 13, "overlap": False}, id="the twin loop"),
         pytest.param(
-            {"chunked_prefill_size": 12, "enable_prefix_cache": False}, id="nothing shared"
-        ),
-        pytest.param(
-            {"max_num_batched_tokens": 24, "max_num_seqs": 4, "kv_cache_bytes": 1 << 22},
-            id="crowded steps",
-        ),
+            model,
+            options,
+            id=f"{model}-{way}",  # what the loop does is the same for windows
+            marks=pytest.mark.slow if model == "gemma" and "sanitize" not in options else (),
+        )
+        for model in ("llama", "gemma")
+        for way, options in WAYS.items()
     ],
+    indirect=["either"],
 )
 def test_transformers_says_the_same(either: Checkpoint, options: dict[str, Any]) -> None:
     """Twice, the second time behind prefix hits, which end within no block; and beside the same

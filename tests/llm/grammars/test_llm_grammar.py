@@ -105,7 +105,13 @@ def answers(llm: LLM) -> dict[str, list[Tokens]]:
     return told
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "deferred-eager" else ())
+        for name in CELLS
+    ],
+)
 def test_others_say_what_they_say_alone_in_every_form_of_the_engine(
     checkpoint: Checkpoint, answers: dict[str, list[Tokens]], cell: str
 ) -> None:
@@ -252,8 +258,16 @@ FAULTS: dict[str, tuple[Turns, SamplingParams, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("fault", "overlap"),
+    [
+        pytest.param(
+            fault, overlap, marks=() if overlap == (fault != "raises") else pytest.mark.slow
+        )
+        for fault in FAULTS
+        for overlap in (True, False)
+    ],
+)
 def test_a_grammar_that_fails_ends_its_own_request_alone(
     checkpoint: Checkpoint, fault: str, overlap: bool
 ) -> None:

@@ -89,7 +89,12 @@ def test_a_rank_that_is_killed_ends_all_with_its_name(llm: LLM, when: str) -> No
         llm.generate(PROMPTS, GREEDY)
 
 
-@pytest.mark.parametrize("when", ["prefill", "round", "drain"])
+SLOW = pytest.mark.slow  # a neighbour ends by the same line
+
+
+@pytest.mark.parametrize(
+    "when", [pytest.param("prefill", marks=SLOW), pytest.param("round", marks=SLOW), "drain"]
+)
 def test_a_rank_that_is_killed_in_the_midst_ends_all(three_heads: Checkpoint, when: str) -> None:
     drafts = {"speculative_algorithm": "NGRAM"} if when == "round" else {}
     made = make_llm(three_heads, tensor_parallel_size=3, enforce_eager=True, **drafts)
@@ -219,7 +224,9 @@ def test_a_rank_that_hangs_while_it_boots_is_named_with_its_phase(
     assert not children()
 
 
-@pytest.mark.parametrize("phase", ["plans", "loads", "captures"])
+@pytest.mark.parametrize(
+    "phase", [pytest.param("plans", marks=SLOW), pytest.param("loads", marks=SLOW), "captures"]
+)
 def test_a_rank_that_is_killed_while_it_boots_ends_all(
     checkpoint: Checkpoint, phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -230,7 +237,10 @@ def test_a_rank_that_is_killed_while_it_boots_ends_all(
     assert not children()
 
 
-@pytest.mark.parametrize("phase", ["plans", "loads", "captures", "runs"])
+@pytest.mark.parametrize(
+    "phase",
+    ["plans", pytest.param("loads", marks=SLOW), pytest.param("captures", marks=SLOW), "runs"],
+)
 def test_an_error_of_a_rank_is_everybodys(
     checkpoint: Checkpoint, phase: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -297,8 +307,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("when", ["idle", "running"])
-@pytest.mark.parametrize("killed", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "term"])
+@pytest.mark.parametrize(
+    ("killed", "when"),
+    [
+        pytest.param(signal.SIGKILL, "idle", marks=SLOW),
+        (signal.SIGKILL, "running"),
+        (signal.SIGTERM, "idle"),
+        pytest.param(signal.SIGTERM, "running", marks=SLOW),
+    ],
+    ids=["kill-idle", "kill-running", "term-idle", "term-running"],
+)
 def test_ranks_do_not_outlive_their_leader(
     checkpoint: Checkpoint, when: str, killed: signal.Signals
 ) -> None:

@@ -17,14 +17,31 @@ PACKAGE = ROOT / "src" / "paceline"
 FIXES = {fix.id: fix for fix in all_fixes()}
 CELLS = [fix for fix in FIXES.values() if "::" not in fix.case]
 TESTS = [fix for fix in FIXES.values() if "::" in fix.case]
+# One of each module that a fix edits, and of each backend; the others apply and compile, and run
+# with the long products.
+QUICK = {fix.modules[0]: fix.id for fix in FIXES.values()}
+QUICK |= {fix.case.split("/")[1]: fix.id for fix in CELLS}
+
+
+def walked(fixes):
+    """Parameters of a test that walks a fix's case: a process for each."""
+    return [
+        pytest.param(fix.id, marks=() if fix.id in QUICK.values() else pytest.mark.slow)
+        for fix in fixes
+    ]
+
+
 PASSING = {"proven", "emulated"}
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    """(fixes, case) -> status and reason: of every case with its bug, of every cell without."""
-    wanted = sorted({fix.case for fix in CELLS})
-    jobs = [[[fix.id], [fix.case]] for fix in FIXES.values()]
+def outcomes(request):
+    """(fixes, case) -> status and reason: of every case that runs with its bug, of every cell
+    without."""
+    mine = [item for item in request.session.items if "outcomes" in item.fixturenames]
+    fixes = [FIXES[fix_id] for fix_id in sorted({item.callspec.params["fix_id"] for item in mine})]
+    wanted = sorted({fix.case for fix in fixes if fix in CELLS})
+    jobs = [[[fix.id], [fix.case]] for fix in fixes]
     jobs += [[[], wanted[half::2]] for half in range(2)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("PACELINE_REVERT_FIX", None)
@@ -41,7 +58,7 @@ def outcomes():
     return {(line["fixes"], line["case"]): line for line in lines}
 
 
-@pytest.mark.parametrize("fix_id", FIXES)
+@pytest.mark.parametrize("fix_id", walked(FIXES.values()))
 def test_a_reverted_fix_fails_its_case_with_its_symptom(fix_id, outcomes):
     fix = FIXES[fix_id]
     line = outcomes[fix_id, fix.case]
@@ -49,7 +66,7 @@ def test_a_reverted_fix_fails_its_case_with_its_symptom(fix_id, outcomes):
     assert fix.expect in line["reason"]
 
 
-@pytest.mark.parametrize("fix_id", [fix.id for fix in CELLS])
+@pytest.mark.parametrize("fix_id", walked(CELLS))
 def test_the_case_of_a_fix_passes_without_the_bug(fix_id, outcomes):
     """Of cells: a case that is a test is run as one, and fails there."""
     line = outcomes["", FIXES[fix_id].case]

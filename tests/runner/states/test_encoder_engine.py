@@ -113,8 +113,15 @@ def test_steps_that_wait_for_nobody(tiny):
     check(engine, tiny)
 
 
-@pytest.mark.parametrize("capture", [False, True])
-@pytest.mark.parametrize(("shape", "drafter"), [(TREE, "standalone"), (CHAIN, "ngram")])
+@pytest.mark.parametrize(
+    ("shape", "drafter", "capture"),
+    [
+        (TREE, "standalone", True),
+        (CHAIN, "ngram", False),
+        pytest.param(TREE, "standalone", False, marks=pytest.mark.slow),
+        pytest.param(CHAIN, "ngram", True, marks=pytest.mark.slow),
+    ],
+)
 def test_rounds_read_the_rows_in_every_branch(tiny, shape, drafter, capture):
     make = standalone(tiny, shape) if drafter == "standalone" else ngram(shape)
     engine = EncoderEngine(tiny, draft=shape, make_proposer=make, capture=capture, chunk=7)

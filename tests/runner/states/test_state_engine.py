@@ -102,10 +102,18 @@ def test_steps_that_wait_for_nobody(tiny):
     check(engine, tiny)
 
 
-@pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "drafter"),
-    [(CHAIN, "standalone"), (TREE, "standalone"), (TREE, "eagle3"), (CHAIN, "ngram")],
+    ("shape", "drafter", "capture"),
+    [
+        (CHAIN, "standalone", False),
+        (TREE, "standalone", True),
+        (TREE, "eagle3", False),
+        (CHAIN, "ngram", True),
+        pytest.param(CHAIN, "standalone", True, marks=pytest.mark.slow),
+        pytest.param(TREE, "standalone", False, marks=pytest.mark.slow),
+        pytest.param(TREE, "eagle3", True, marks=pytest.mark.slow),
+        pytest.param(CHAIN, "ngram", False, marks=pytest.mark.slow),
+    ],
 )
 def test_rounds_commit_the_state_behind_what_was_accepted(tiny, shape, drafter, capture):
     make = {
@@ -127,10 +135,16 @@ def test_rounds_commit_the_state_behind_what_was_accepted(tiny, shape, drafter, 
     assert sum(accepted) > 0 or drafter != "standalone"
 
 
-@pytest.mark.parametrize("capture", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "drafter", "page_size"),
-    [(NO_DRAFTS, "nobody", 8), (TREE, "ngram", 8), (CHAIN, "standalone", 4)],
+    ("shape", "drafter", "page_size", "capture"),
+    [
+        (NO_DRAFTS, "nobody", 8, False),
+        (TREE, "ngram", 8, True),
+        (CHAIN, "standalone", 4, False),
+        pytest.param(NO_DRAFTS, "nobody", 8, True, marks=pytest.mark.slow),
+        pytest.param(TREE, "ngram", 8, False, marks=pytest.mark.slow),
+        pytest.param(CHAIN, "standalone", 4, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_none_of_whose_layers_keeps_rows(tiny, shape, drafter, page_size, capture):
     """Alone, and beside a drafter that keeps some."""

@@ -160,6 +160,8 @@ def find_queries(
     keys: [num_keys, head_dim] float64.  index: [heads, tokens, chosen] int64, -1: none.
     targets: [heads, tokens, chosen] float64.  start: [heads, tokens, head_dim] float64.
     """
+    some = (index >= 0).flatten(0, 1).any(0)  # what nobody chose would be solved for as well
+    index, targets = index[:, :, some], targets[:, :, some]
     is_chosen = index >= 0
     used, place = index.clamp(min=0).unique(return_inverse=True)
     table = keys[used]  # [used, head_dim] few: the queries share what they choose
