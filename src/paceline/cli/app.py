@@ -15,7 +15,7 @@ VERBS = {
     "bench": ("paceline.cli.bench:bench", "Time this machine."),
     "chat": ("paceline.cli.chat:chat", "Talk with a model."),
     "check": ("paceline.cli.check:check", "Prove attention backends, cell by cell."),
-    "debug": ("paceline.cli.debug:debug", "List past bugs that can be switched back on."),
+    "debug": ("paceline.cli.debug:debug", "Run a failure again; list past bugs."),
     "env": ("paceline.cli.env:env", "Show this machine and which backends are live."),
     "explain": ("paceline.cli.explain:explain", "Plan a model on a device, before loading it."),
     "generate": ("paceline.cli.generate:generate", "Complete a prompt."),

@@ -99,3 +99,8 @@ class IntegrityError(PacelineError):
 def message(name: str, *, expected: object, got: object, remedy: str) -> str:
     """One error text in the house form: name, expected, got, remedy."""
     return f"{name} must be {expected}, got {got}; {remedy}"
+
+
+def told(error: BaseException) -> str:
+    """What was raised, with its notes."""
+    return "; ".join([repr(error), *getattr(error, "__notes__", ())])

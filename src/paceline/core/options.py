@@ -309,6 +309,14 @@ class EngineOptions:
         "when nothing runs; stop where that shows.  For debugging: tens of times slower.",
         "--sanitize",
     )
+    black_box_dir: str | None = _of_kernels(
+        None,
+        str,
+        "Folder that gets the last steps of an engine that fails, as a file that debug replay runs "
+        "again.  It has the token ids of prompts and answers: keep it as you keep those.",
+        "--black-box-dir",
+        left_out="none is written",
+    )
     seed: int = _of_model(
         0,
         int,

@@ -60,6 +60,11 @@ class Engine:
         return self.scheduler.has_work or self._in_flight is not None
 
     @property
+    def runner(self) -> Runner:
+        """What launches its steps, for tools that launch their own while nothing runs."""
+        return self._runner
+
+    @property
     def in_flight(self) -> Step | None:
         """The step whose outputs the next turn brings."""
         return None if self._in_flight is None else self._in_flight.step

@@ -259,3 +259,7 @@ class Request:
             got="NaN or infinity",
             remedy="check the model's weights and dtype",
         )
+
+    def add_note(self, note: str) -> None:
+        """Say more of why it has ended."""
+        self.error = f"{self.error}; {note}"

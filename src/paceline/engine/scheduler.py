@@ -80,6 +80,11 @@ class Scheduler:
         return len(self._roster.running)
 
     @property
+    def running(self) -> Sequence[Request]:
+        """By arrival; for who looks on."""
+        return self._roster.running
+
+    @property
     def cache(self) -> CacheManager:
         """Who holds which pages."""
         return self._cache

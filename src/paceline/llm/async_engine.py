@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from paceline.core.errors import PacelineError, message
+from paceline.core.errors import PacelineError, message, told
 from paceline.core.options import MAX_QUEUED, known
 from paceline.engine.outputs import RequestOutput
 from paceline.engine.ticket import Ticket, newest
@@ -124,8 +124,8 @@ class AsyncEngine:
     # Of the loop.
 
     def _deliver(self, news: Sequence[_News]) -> None:
-        for number, index, told in news:
-            self._callers.deliver(number, index, told)
+        for number, index, snapshot in news:
+            self._callers.deliver(number, index, snapshot)
 
     def _on_end(self, thread: asyncio.Future[None]) -> None:
         """Let nobody wait for a thread that has ended."""
@@ -133,5 +133,5 @@ class AsyncEngine:
         got, remedy = "stopped", "start it again"
         if error is not None:
             _LOG.error("the engine has failed; it answers no more requests", exc_info=error)
-            got, remedy = f"ended by {error!r}", "build a new AsyncLLM; the log holds the cause"
+            got, remedy = f"ended by {told(error)}", "build a new AsyncLLM; the log holds the cause"
         self._callers.fail(message("the engine", expected="running", got=got, remedy=remedy))

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,7 @@ from paceline.speculate.drafter import Drafter, Loading
 from paceline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from paceline.llm.box.black_box import BlackBox
     from paceline.llm.ranks import Ranks
 
 _LOG = logging.getLogger("paceline")
@@ -60,6 +62,7 @@ class Booted:
     runner: ModelRunner
     boot_s: float
     ranks: "Ranks | None"  # the other processes of the model; None: this is all
+    black_box: "BlackBox | None"  # where one was asked for
 
     @property
     def measured(self) -> Mapping[str, int]:
@@ -85,6 +88,7 @@ class Knobs:
     admission_margin: int | None = None  # tokens; None takes the scheduler's default
     num_pages: tuple[int, ...] | None = None  # [num_groups]; None takes the budget's
     around_turn: Callable[[TurnFunction], TurnFunction] | None = None  # TurnLog's, say
+    kept_steps: int | None = None  # of a black box; None takes the usual
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +159,13 @@ def _boot(
     runner = load_runner(prepared, decided, knobs, exchange, meet)
     _LOG.debug("memory, planned and measured\n%s", compare(prepared.fit, measured_bytes(runner)))
     tokenizer = prepared.admission.tokenizer
+    scheduler = _scheduler(prepared, knobs, notify, padded_tokens=runner.padded_tokens)
+    black_box = _black_box(prepared, knobs, scheduler)
     turn: TurnFunction = overlapped_turn if options.overlap else twin_turn
+    if black_box is not None:
+        turn = black_box.around(turn)
     engine = Engine(
-        _scheduler(prepared, knobs, notify, padded_tokens=runner.padded_tokens),
+        scheduler,
         runner if ranks is None else ranks.leading(runner),
         tokenizer,
         turn=turn if knobs.around_turn is None else knobs.around_turn(turn),
@@ -171,7 +179,27 @@ def _boot(
     _test_drafter(engine, tokenizer, prepared, notify)
     boot_s = prepared.prepare_s + time.perf_counter() - began
     _LOG.info("%s; ready in %.1f s", prepared.resolution.line(), boot_s)
-    return Booted(prepared=prepared, engine=engine, runner=runner, boot_s=boot_s, ranks=ranks)
+    return Booted(
+        prepared=prepared,
+        engine=engine,
+        runner=runner,
+        boot_s=boot_s,
+        ranks=ranks,
+        black_box=black_box,
+    )
+
+
+def _black_box(prepared: Prepared, knobs: Knobs, scheduler: Scheduler) -> "BlackBox | None":
+    """Raises ConfigError for a folder that cannot be written."""
+    folder = prepared.options.black_box_dir
+    if folder is None:
+        return None
+    from paceline.llm.box.black_box import KEPT_STEPS, BlackBox  # brings msgspec
+    from paceline.llm.box.record import made_by
+
+    made = made_by(prepared, planned_pages(prepared, knobs))
+    kept_steps = knobs.kept_steps or KEPT_STEPS
+    return BlackBox(Path(folder), scheduler, made, kept_steps=kept_steps)
 
 
 def _facts(prepared: Prepared) -> dict[str, object]:

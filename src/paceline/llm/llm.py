@@ -249,6 +249,12 @@ class LLM:
         """The engine below, for tools that drive single turns."""
         return self._live.engine
 
+    def keep_stuck(self, place: str) -> str | None:
+        """Write the last steps of a turn that hangs in `place`, from any other thread; returns what
+        to tell of the file.  None: no --black-box-dir, or no file, and the log says why."""
+        box = self._live.black_box
+        return None if box is None else box.write_stuck(place)
+
     def teacher(self) -> Teacher:
         """The target alone, for tools that compare engines.  Raises PacelineError when busy,
         ConfigError where several processes have the model."""

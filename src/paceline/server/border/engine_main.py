@@ -46,6 +46,7 @@ class Watch:
     def __init__(self, end: socket.socket, outbox: Outbox, stuck_s: float) -> None:
         """Starts it."""
         self.turning_since: Callable[[], float | None] = lambda: None
+        self.keep: Callable[[str], str | None] = lambda place: None  # writes what was run last
         self._end = end
         self._outbox = outbox
         self._stuck_s = stuck_s
@@ -60,11 +61,16 @@ class Watch:
             since = self.turning_since()
             is_stuck = since is not None and time.monotonic() - since > self._stuck_s
             if is_stuck != was_stuck:
-                place = place_of(sys._current_frames().get(self._main)) if is_stuck else None
-                self._outbox.put(Stuck(phase=place))
+                self._outbox.put(Stuck(phase=self._place() if is_stuck else None))
                 self._outbox.send()
             was_stuck = is_stuck
         leave(0)
+
+    def _place(self) -> str:
+        """What the turn is in, and where its last steps are."""
+        place = place_of(sys._current_frames().get(self._main))
+        kept = self.keep(place)
+        return place if kept is None else f"{place}; {kept}"
 
 
 def place_of(frame: FrameType | None) -> str:
@@ -105,6 +111,7 @@ def run(setup: Setup, end: socket.socket, outbox: Outbox) -> int:
         with watched(say), LLM(**setup.options) as llm:
             host = Host(llm, end, outbox)
             watch.turning_since = lambda: host.turning_since
+            watch.keep = llm.keep_stuck
             with settled():
                 return 0 if host.run() else 1
     except PacelineError as error:

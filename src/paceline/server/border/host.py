@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from paceline.core.errors import BusyError, PacelineError
+from paceline.core.errors import BusyError, PacelineError, told
 from paceline.core.options import known
 from paceline.core.step import Step
 from paceline.llm.admission import AdmittedPrompt
@@ -82,7 +82,7 @@ class Host:
             return True  # it is gone
         except Exception as error:  # noqa: BLE001  a turn may raise anything
             _LOG.error("the engine has failed; it answers no more requests", exc_info=error)
-            self._outbox.put(Broken(cause=repr(error)))
+            self._outbox.put(Broken(cause=told(error)))
             with suppress(OSError):
                 self._outbox.send_all()
             return False

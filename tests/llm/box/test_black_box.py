@@ -1,0 +1,174 @@
+"""What a black box keeps, and what it writes where."""
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from box_cases import boxed, trip_token, tripping, written
+from llm_cases import GREEDY, Checkpoint, make_llm, random_prompts
+
+from paceline.core.errors import ConfigError, IntegrityError
+from paceline.engine.loop import overlapped_turn
+from paceline.llm.box import black_box
+from paceline.llm.box.record import decode_record
+from paceline.llm.box.replay import replay
+
+PROMPTS = random_prompts((20, 9))
+
+
+def test_an_engine_without_one_has_the_turn_function_itself(checkpoint: Checkpoint) -> None:
+    with make_llm(checkpoint) as llm:
+        assert llm.engine._turn is overlapped_turn
+        assert llm.keep_stuck("nowhere") is None
+
+
+def test_as_many_steps_are_kept_as_were_asked_for(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    with boxed(checkpoint, tmp_path, kept_steps=5) as llm:
+        box = llm._live.black_box
+        assert box is not None
+        llm.generate(PROMPTS, GREEDY)
+        assert len(box._kept) == 5
+        llm.keep_stuck("nowhere")
+    [record] = written(tmp_path)
+    epochs = [step.epoch for step in record.steps]
+    assert epochs == list(range(epochs[-1] - 4, epochs[-1] + 1))
+
+
+def test_a_file_is_plain_json_for_its_owner(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "for it"
+    with boxed(checkpoint, folder) as llm:
+        llm.generate("aabbccdd", {"max_tokens": 5, "seed": 7, "ignore_eos": True})
+        llm.keep_stuck("nowhere")
+    [path] = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    found = json.loads(path.read_text())
+    assert found["made"]["options"]["model"] == str(checkpoint.folder)
+    assert found["made"]["versions"]["torch"]
+    assert len(found["made"]["config_sha256"]) == 64
+    [asked] = found["asked"]
+    assert (asked["request_id"], asked["row"], asked["arrival"]) == ("request-0", 1, 1)
+    [join, _] = found["steps"][0]["deltas"]
+    assert join["kind"] == "join"
+    assert (join["params"]["seed"], join["params"]["max_tokens"]) == (7, 5)
+    assert sum(len(row[0]) for row, _ in found["landed"]) == 5
+    assert "aabbccdd" not in path.read_text()
+
+
+def failing(checkpoint: Checkpoint, folder: Path) -> ZeroDivisionError:
+    """What an engine raises that fails, with a box in `folder`."""
+    with make_llm(checkpoint) as plain:
+        token = trip_token(plain, PROMPTS[0], at=4)
+    options = {"logits_processors": ["planted:Raises"], "enforce_eager": True}
+    with boxed(checkpoint, folder, **options) as llm, pytest.raises(ZeroDivisionError) as caught:
+        llm.generate(PROMPTS, tripping(token))
+    return caught.value
+
+
+def test_a_full_folder_gets_no_more_and_loses_none(
+    checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(black_box.MOST_FILES):
+        (tmp_path / f"{number}.box.json").touch()
+    error = failing(checkpoint, tmp_path)
+    assert not hasattr(error, "__notes__")
+    assert len(list(tmp_path.iterdir())) == black_box.MOST_FILES
+    assert f"no black box was written: {tmp_path} has 16 already" in caplog.text
+
+
+def test_the_log_has_the_file_and_how_to_run_it(
+    checkpoint: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing(checkpoint, tmp_path)
+    [path] = tmp_path.iterdir()
+    assert f"the last steps are in {path.name}; paceline debug replay {path}" in caplog.text
+
+
+def test_what_is_too_large_has_fewer_steps(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with boxed(checkpoint, tmp_path) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        llm.keep_stuck("nowhere")
+        [path] = tmp_path.iterdir()
+        monkeypatch.setattr(black_box, "MOST_BYTES", path.stat().st_size // 2)
+        llm.keep_stuck("nowhere")
+    whole, short = written(tmp_path)
+    assert 0 < len(short.steps) <= len(whole.steps) // 2 + 1
+    assert short.steps == whole.steps[-len(short.steps) :]
+    assert replay(short, {}).difference is None
+
+
+def test_what_cannot_be_written_hides_nothing(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(black_box, "MOST_BYTES", 10)
+    error = failing(checkpoint, tmp_path)
+    assert str(error) == "a planted fault"
+    assert not list(tmp_path.iterdir())
+    assert "the black box could not be written" in caplog.text
+    assert "a black box of the steps in flight must be at most 10 bytes, got" in caplog.text
+
+
+def test_ctrl_c_is_no_failure(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(step: object) -> None:
+        raise KeyboardInterrupt
+
+    with boxed(checkpoint, tmp_path) as llm:
+        monkeypatch.setattr(llm.engine._runner, "launch", launch)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_scheduler_raises_is_said_to_be_its_own(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with boxed(checkpoint, tmp_path) as llm:
+        scheduler = llm.engine.scheduler
+        stream = llm.generate(PROMPTS[0], GREEDY, stream=True)
+        next(stream)
+
+        def lost(*_: object) -> bool:
+            raise IntegrityError("a page is lost")
+
+        monkeypatch.setattr(scheduler._cache, "holds", lost)
+        with pytest.raises(IntegrityError, match="a page is lost"):
+            list(stream)
+    [record] = written(tmp_path)
+    assert record.failure.is_hosts
+    found = replay(record, {})
+    assert not found.is_reproduced
+    assert found.end.endswith("ended; it was raised by the scheduler, which a replay does without")
+
+
+@pytest.mark.parametrize("what", ["a file", "a folder that is locked"])
+def test_a_folder_that_cannot_be_written_is_refused(
+    checkpoint: Checkpoint, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "box"
+    if what == "a file":
+        folder.touch()
+    monkeypatch.setattr(black_box.os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="black_box_dir must be a folder that can be written"):
+        make_llm(checkpoint, black_box_dir=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"{", "black box file 'x' must be what a black box wrote, got Input data was truncated"),
+        (b'{"format": 0}', "must be of format 1, got format 0; give a file of --black-box-dir"),
+        (b'{"format": 1}', "Object missing required field"),
+    ],
+    ids=str,
+)
+def test_what_is_no_record_is_refused(data: bytes, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode_record("x", data)
+    assert text in str(caught.value)

@@ -1,0 +1,83 @@
+"""A request that fails with its engine, or by its logits, is told where the last steps are."""
+
+import math
+import queue
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from serving import Hosted, serving, small_llm
+from test_serve_command import BODY, address_in, served
+
+from paceline.server.border import engine_main
+from paceline.server.border.messages import Stuck
+
+ASK = dict(BODY, model="tiny", stream=False, max_tokens=8)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_names_its_file(tmp_path, monkeypatch, caplog, stream):
+    llm, told = small_llm(black_box_dir=str(tmp_path)), queue.SimpleQueue()
+    peer = Hosted(llm)
+    launch = llm.engine._runner.launch
+
+    def fail(step):
+        if step.layout.extend_lens == (1,):
+            raise RuntimeError("out of memory")
+        return launch(step)
+
+    monkeypatch.setattr(llm.engine._runner, "launch", fail)
+
+    def ask(_):
+        url = address_in(iter(told.get, None))
+        return httpx.post(f"{url}/v1/completions", json=ASK | {"stream": stream}, timeout=None)
+
+    failure, answer = served(peer, ask, told.put)
+    [path] = tmp_path.iterdir()
+    text = f"got ended by RuntimeError('out of memory'); its last steps are in {path.name}; restart"
+    assert text in failure
+    assert text in answer.text
+    assert answer.status_code == (200 if stream else 500)
+    assert f"the last steps are in {path.name}; paceline debug replay {path}" in caplog.text
+
+
+def test_a_request_whose_logits_are_not_finite_names_it_alone(tmp_path):
+    llm = small_llm(black_box_dir=str(tmp_path))
+    with serving(llm) as server:
+        llm._live.runner.parts.model.decoder.embedding.register_forward_hook(
+            lambda module, ids, rows: rows.index_fill_(0, (ids[0] == 77).nonzero()[:, 0], math.nan)
+        )
+        ask = ASK | {"logit_bias": {"77": 100}}
+        failed = httpx.post(f"{server.url}/v1/completions", json=ask, timeout=None)
+        whole = httpx.post(f"{server.url}/v1/completions", json=ASK, timeout=None)
+    [path] = tmp_path.iterdir()
+    error = failed.json()["error"]
+    assert (failed.status_code, error["code"]) == (500, "generation_failed")
+    assert error["message"].endswith(f"weights and dtype; its last steps are in {path.name}")
+    assert whole.status_code == 200
+
+
+def test_a_turn_that_hangs_names_it(monkeypatch):
+    ours, theirs = socket.socketpair()
+    left, told = threading.Event(), queue.SimpleQueue()
+    monkeypatch.setattr(engine_main, "leave", lambda code: left.set())
+    monkeypatch.setattr(engine_main, "_BEAT_MS", 5)
+
+    class Box:
+        put = staticmethod(told.put)
+
+        def send(self):
+            pass
+
+    watch = engine_main.Watch(theirs, Box(), 0.5)
+    watch.keep = lambda place: f"its last steps are in {place[:7]}.box.json"
+    began = time.monotonic() - 1.0
+    watch.turning_since = lambda: began
+    assert told.get() == Stuck(
+        phase="a place that is not known; its last steps are in a place.box.json"
+    )
+    ours.close()
+    left.wait()
+    theirs.close()
