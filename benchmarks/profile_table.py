@@ -33,6 +33,7 @@ NAMES = (
         "attention",
         r"_decode_kernel|_extend_kernel|_merge_partials|_merge_kernel|[Aa]ttention|flash|fmha",
     ),
+    ("latents", r"_head_products_kernel|_latent_rows_kernel"),
     ("norm", r"norm"),
     ("rope", r"rope|write_kv|rotary"),
     ("act", r"act_and_mul|silu|gelu"),
@@ -41,13 +42,15 @@ NAMES = (
 )
 ROLES = (
     *("qkv", "o", "gate_up", "down", "head", "router", "product", "experts", "route"),
-    *("attention", "norm", "rope", "act", "derive", "draft", "sample", "commit", "copy", "other"),
+    *("attention", "latents", "norm", "rope", "act", "derive", "draft", "sample", "commit"),
+    *("copy", "other"),
 )
 # A product right after or right before a known kernel; any other follows the one before it.
-FIRST_AFTER: dict[str | None, str] = {"attention": "o", "act": "down"}
+FIRST_AFTER: dict[str | None, str] = {"attention": "o", "latents": "o", "act": "down"}
 LAST_BEFORE = {
     "rope": "qkv",
     "attention": "qkv",
+    "latents": "qkv",
     "act": "gate_up",
     "route": "router",
 } | dict.fromkeys(("draft", "sample", "commit", None), "head")

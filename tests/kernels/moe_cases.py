@@ -23,6 +23,7 @@ class Case:
     routing: Routing
     weights: ExpertWeights
     gate: SwiGLU
+    plus: Tensor | None = None  # [tokens, hidden]
 
 
 def make_case(

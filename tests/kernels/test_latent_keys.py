@@ -63,7 +63,9 @@ def nan_workspace(call: PagedCall, splits: int) -> SplitWorkspace:
 
 @pytest.mark.parametrize("splits", [1, 3, 20])  # of 20 most have no keys, and not all fit one load
 @pytest.mark.parametrize(
-    ("rows", "programs"), [(16, 1), (16, 1000), (64, 1)], ids=["few", "pairs", "wide"]
+    ("rows", "programs"),
+    [(16, 1), (16, 64), (16, 1000), (64, 1)],
+    ids=["few", "many", "pairs", "wide"],
 )
 @pytest.mark.parametrize(
     ("extend", "mask"), [(1, MaskKind.CAUSAL), (5, MaskKind.CAUSAL), (6, MaskKind.TREE)]
@@ -84,7 +86,7 @@ def test_many_programs_of_few_rows_have_a_neighbour_with_fewer_keys() -> None:
     """Two of them, queries and three tiles each, fit the 227 KiB of a multiprocessor."""
     from paceline.kernels._triton.paged_extend import latent_config
 
-    few, many, wide = latent_config(16, 63), latent_config(16, 64), latent_config(64, 1000)
+    few, many, wide = latent_config(16, 64), latent_config(16, 65), latent_config(64, 1000)
     assert (few.block_keys, many.block_keys, wide.block_keys) == (64, 32, 64)
     tiles, queries = many.num_stages - 1, many.block_rows
     assert 2 * 576 * 2 * (tiles * many.block_keys + queries) < 227 << 10

@@ -17,7 +17,7 @@ Run = Callable[[Case], Tensor]
 
 
 def run_op(case: Case) -> Tensor:
-    return moe_experts(case.x, case.routing, case.weights, case.gate)
+    return moe_experts(case.x, case.routing, case.weights, case.gate, case.plus)
 
 
 def run_reference(case: Case) -> Tensor:
@@ -28,7 +28,7 @@ def run_triton(case: Case) -> Tensor:
     from paceline.kernels._triton.moe_experts import launch_moe_experts
 
     out = torch.full_like(case.x, float("nan"))
-    launch_moe_experts(case.x, case.routing, case.weights, gate=case.gate, out=out)
+    launch_moe_experts(case.x, case.routing, case.weights, gate=case.gate, plus=case.plus, out=out)
     return out
 
 
@@ -109,6 +109,30 @@ def test_tokens_may_lie_apart_and_there_may_be_none(run: Run) -> None:
     assert run(replace(case, x=case.x[:0], routing=none)).shape == (0, 32)
 
 
+@KERNELS
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_what_is_to_be_added_is_added_to_the_rounded_sum(run: Run, tokens: int) -> None:
+    case = make_case(tokens, 4, 3, hidden=40, inter=16, dtype=torch.bfloat16)
+    alone, plus = run(case), torch.randn(tokens, 40).bfloat16()
+    torch.testing.assert_close(
+        run(replace(case, plus=plus)), alone + plus, rtol=2.0**-7, atol=2.0**-7
+    )
+    exact = make_case(tokens, 4, 3, hidden=40, inter=16)
+    added = replace(exact, plus=plus.float())
+    assert torch.equal(run(added), run(exact) + plus.float())
+
+
+def test_a_token_too_wide_for_registers_takes_the_tiles_of_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from paceline.kernels._triton import moe_one_token
+
+    case = make_case(1, 4, 3, hidden=40, inter=24)
+    monkeypatch.setattr(moe_one_token, "_MOST_ELEMENTS", 4 * 32 - 1)
+    assert not moe_one_token.fits_one_token(case.x, case.routing, case.weights)
+    torch.testing.assert_close(run_triton(case), theirs(case), rtol=1e-5, atol=2e-6)
+
+
 def test_blocks_of_several_rows_and_a_last_partial_one_are_whole() -> None:
     """19 tokens of which each takes expert 0: blocks of 16 rows and of 3."""
     case = make_case(19, 3, 1, hidden=24, inter=16, live=1)
@@ -129,6 +153,8 @@ def test_bad_arguments_are_named_with_what_was_expected() -> None:
         (replace(case, routing=wide), "routing.expert_ids must be torch.int32 [3, experts_per"),
         (replace(case, weights=half), "weights.down must be torch.float32 [4, 8, 6] on cpu"),
         (replace(case, weights=short), "weights.gate_up must be torch.float32 [4, 12, 8] on"),
+        (replace(case, plus=case.x[:2]), "plus must be torch.float32 [3, 8] on cpu, contiguous"),
+        (replace(case, plus=case.x.half()), "plus must be torch.float32 [3, 8] on cpu, contig"),
         (replace(case, weights=bias), "weights.down_bias must be torch.float32 [4, 8] on cpu"),
     ):
         with pytest.raises(KernelArgumentError, match=re.escape(text)):

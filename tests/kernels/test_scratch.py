@@ -90,8 +90,8 @@ def of_moe_experts() -> tuple[Sizes, Launch]:
     gate_up, down = torch.randn(experts, 2 * inter, hidden), torch.randn(experts, hidden, inter)
     weights = moe_experts.ExpertWeights(gate_up, None, down, None)
     gate, out = moe_experts.SwiGLU(1.0, None, 0.0), torch.empty_like(x)
-    sizes = scratch_sizes(moe_experts._MOE_EXPERTS, (x, *routing, *weights, *gate, out))
-    return sizes, lambda: launch_moe_experts(x, routing, weights, gate=gate, out=out)
+    sizes = scratch_sizes(moe_experts._MOE_EXPERTS, (x, *routing, *weights, *gate, None, out))
+    return sizes, lambda: launch_moe_experts(x, routing, weights, gate=gate, plus=None, out=out)
 
 
 @pytest.mark.parametrize(

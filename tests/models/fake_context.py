@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.model_config import ModelConfig
+from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows_reference
 from paceline.kernels.rms_norm import rms_norm_reference
 from paceline.kernels.rope import Rope, rope_reference
 from paceline.kernels.rope_write_kv import HeadNorms
@@ -55,6 +56,24 @@ class FakeContext:
         scores = scores.masked_fill(~visible, float("-inf"))
         weights = _weights(scores.float(), self._sinks[layer_id]).to(q.dtype)
         return torch.einsum("hqk,khd->qhd", weights, values)
+
+    def attend_latents(
+        self,
+        layer_id: int,
+        queries: Tensor,
+        turning: Tensor,
+        row: Tensor,
+        *,
+        norm: LatentNorm,
+        rope: Rope,
+        pairs: bool,
+    ) -> Tensor:
+        """As of `StepContext`; the pool that is written is forgotten."""
+        into = LatentSlots(row.new_empty(len(row), 1, 1, row.shape[1]), torch.arange(len(row)))
+        rows = latent_rows_reference(
+            turning, row, queries, norm=norm, rope=rope, pairs=pairs, into=into
+        )
+        return self.attend(layer_id, queries, rows, None, rope=None)
 
 
 def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -81,6 +81,7 @@ def _moe_experts_cpu(
     alpha: float,
     limit: float | None,
     up_offset: float,
+    plus: Tensor | None,
     out: Tensor,
 ) -> None:
     """A loop over the experts that have tokens; it reads the routing itself, as a kernel does."""
@@ -102,6 +103,8 @@ def _moe_experts_cpu(
         results.index_copy_(0, pairs, linear(gated, down[expert], bias))
     parts = results.view(tokens, experts_per_token, x.shape[1])
     out.copy_((parts.float() * routing_weights.unsqueeze(2)).sum(1))
+    if plus is not None:
+        out.add_(plus)
 
 
 def _moe_experts_cuda(
@@ -115,6 +118,7 @@ def _moe_experts_cuda(
     alpha: float,
     limit: float | None,
     up_offset: float,
+    plus: Tensor | None,
     out: Tensor,
 ) -> None:
     from paceline.kernels._triton.moe_experts import launch_moe_experts
@@ -124,6 +128,7 @@ def _moe_experts_cuda(
         Routing(routing_weights, expert_ids),
         ExpertWeights(gate_up, gate_up_bias, down, down_bias),
         gate=SwiGLU(alpha, limit, up_offset),
+        plus=plus,
         out=out,
     )
 
@@ -142,27 +147,34 @@ def _scratch(
 _MOE_EXPERTS = define_op(
     "moe_experts(Tensor x, Tensor routing_weights, Tensor expert_ids, Tensor gate_up, "
     "Tensor? gate_up_bias, Tensor down, Tensor? down_bias, float alpha, float? limit, "
-    "float up_offset, Tensor(a!) out) -> ()",
+    "float up_offset, Tensor? plus, Tensor(a!) out) -> ()",
     cpu=_moe_experts_cpu,
     cuda=_moe_experts_cuda,
     scratch=_scratch,
 )
 
 
-def moe_experts(x: Tensor, routing: Routing, weights: ExpertWeights, gate: SwiGLU) -> Tensor:
+def moe_experts(
+    x: Tensor,
+    routing: Routing,
+    weights: ExpertWeights,
+    gate: SwiGLU,
+    plus: Tensor | None = None,
+) -> Tensor:
     """Every token through its experts, in a new tensor [tokens, hidden] of x's dtype.
 
     x: [tokens, hidden] with a contiguous last dimension; routing of as many tokens, its ids valid;
-    weights in x's dtype, on CUDA row by row.  Mutates nothing.  Graph-safe: grids depend on shapes
+    weights in x's dtype, on CUDA row by row; plus: contiguous, as the result, to which it is added
+    once that is rounded.  Mutates nothing.  Graph-safe: grids depend on shapes
     only.  Raises KernelArgumentError.
     """
-    _check(x, routing, weights)
+    _check(x, routing, weights, plus)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _MOE_EXPERTS(x, *routing, *weights, *gate, out)
+    _MOE_EXPERTS(x, *routing, *weights, *gate, plus, out)
     return out
 
 
-def _check(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
+def _check(x: Tensor, routing: Routing, weights: ExpertWeights, plus: Tensor | None) -> None:
     if x.dim() != 2 or x.stride(1) != 1:
         reject(
             "x",
@@ -182,6 +194,14 @@ def _check(x: Tensor, routing: Routing, weights: ExpertWeights) -> None:
                 got=tensor,
                 remedy="build it with moe_route",
             )
+    is_like_x = plus is None or (plus.shape == x.shape and plus.dtype == x.dtype)
+    if plus is not None and not (is_like_x and plus.is_contiguous() and plus.device == x.device):
+        reject(
+            "plus",
+            expected=f"{x.dtype} {list(x.shape)} on {x.device}, contiguous",
+            got=plus,
+            remedy="pass what the shared expert returned",
+        )
     experts, columns, inter = weights.down.shape
     wanted = {
         "gate_up": (experts, 2 * inter, x.shape[1]),

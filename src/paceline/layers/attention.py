@@ -18,6 +18,7 @@ from paceline.attention.contract import (
 from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
 from paceline.core.model_config import SOFTMAX, CacheGroupSpec, ModelConfig
+from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
 from paceline.kernels.step_view import StepView
@@ -60,14 +61,38 @@ class StepContext:
         Returns [padded_tokens, num_heads, v_head_dim].  Normalises and rotates q and k in place,
         where asked, and writes K and V to the layer's pool.
         """
-        layer = self.layers[layer_id]
-        assert layer is not None, f"layer {layer_id} does not attend"
+        layer = self._layer(layer_id)
         loc = self.view.groups[layer.spec.group].out_cache_loc
         v_cache = None if v is None else layer.v_cache
         into = KVSlots(layer.k_cache, v_cache, loc, layer.k_scale, layer.v_scale)
         values = k[..., : layer.spec.v_head_dim] if v is None else v
         rope_write_kv(q, k, v, into=into, rope=rope, norms=norms)
         out, _ = self.backend.forward(q, k, values, layer, self.plan, Part.ALL)
+        return out
+
+    def attend_latents(
+        self,
+        layer_id: int,
+        queries: Tensor,
+        turning: Tensor,
+        row: Tensor,
+        *,
+        norm: LatentNorm,
+        rope: Rope,
+        pairs: bool,
+    ) -> Tensor:
+        """Latent attention of one layer over its cache.
+
+        queries: [padded_tokens, num_heads, rank + rope_dim], of which `turning` [padded_tokens,
+        num_heads, rope_dim] becomes the last columns; row: [padded_tokens, rank + rope_dim] as
+        projected.  See `latent_rows`.  Returns [padded_tokens, num_heads, rank].  Mutates queries,
+        and writes rows to the layer's pool.
+        """
+        layer = self._layer(layer_id)
+        into = LatentSlots(layer.k_cache, self.view.groups[layer.spec.group].out_cache_loc)
+        rows = latent_rows(turning, row, queries, norm=norm, rope=rope, pairs=pairs, into=into)
+        values = rows[..., : layer.spec.v_head_dim]
+        out, _ = self.backend.forward(queries, rows, values, layer, self.plan, Part.ALL)
         return out
 
     def attend_encoder(self, layer_id: int, q: Tensor) -> Tensor:
@@ -81,6 +106,11 @@ class StepContext:
         layer, none = encoder.layers[layer_id], q[:0]  # the step has no keys of its own
         out, _ = encoder.backend.forward(q, none, none, layer, encoder.plan, Part.PREFIX)
         return out
+
+    def _layer(self, layer_id: int) -> LayerCache:
+        layer = self.layers[layer_id]
+        assert layer is not None, f"layer {layer_id} does not attend"
+        return layer
 
     def mix(self, layer_id: int, inputs: Any) -> Tensor:
         """A layer that keeps a state per request, over the step's rows.  inputs: as its backend

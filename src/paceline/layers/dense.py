@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from paceline.core.parallel import Span, whole
+from paceline.kernels.head_products import head_products
 from paceline.kernels.linear import gated_linear, linear
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU, moe_experts
 from paceline.kernels.moe_route import Routing
@@ -124,11 +125,11 @@ class DenseLatent(LatentFormat[DenseLatents]):
         view = weight.kv_b.flatten(0, 1)
         return {f"{name}.weight": partly(view, weight.heads.times(rows), whole(rank))}
 
-    def apply_keys(self, q: Tensor, weight: DenseLatents) -> Tensor:
-        return q.bmm(weight.keys)
+    def apply_keys(self, q: Tensor, weight: DenseLatents, out: Tensor) -> None:
+        head_products(q, weight.keys, out)
 
-    def apply_values(self, attended: Tensor, weight: DenseLatents) -> Tensor:
-        return attended.bmm(weight.values)
+    def apply_values(self, attended: Tensor, weight: DenseLatents, out: Tensor) -> None:
+        head_products(attended, weight.values, out)
 
 
 class DenseStack(NamedTuple):
@@ -186,8 +187,16 @@ class DenseExperts(ExpertsFormat[DenseStack]):
         return named
 
     def apply(self, x: Tensor, routing: Routing, weight: DenseStack, gate: SwiGLU) -> Tensor:
-        weights = ExpertWeights(weight.gate_up, weight.gate_up_bias, weight.down, weight.down_bias)
-        return moe_experts(x, routing, weights, gate)
+        return moe_experts(x, routing, _weights(weight), gate)
+
+    def apply_plus(
+        self, x: Tensor, routing: Routing, weight: DenseStack, gate: SwiGLU, plus: Tensor
+    ) -> Tensor:
+        return moe_experts(x, routing, _weights(weight), gate, plus)
+
+
+def _weights(weight: DenseStack) -> ExpertWeights:
+    return ExpertWeights(weight.gate_up, weight.gate_up_bias, weight.down, weight.down_bias)
 
 
 def _by_part(

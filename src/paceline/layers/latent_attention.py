@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel, Span, whole
+from paceline.kernels.latent_rows import LatentNorm
 from paceline.kernels.rope import Rope
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
@@ -67,41 +68,24 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """x [tokens, hidden], positions [tokens] int64 -> [tokens, hidden]."""
-        rope = Rope(self.cos_sin, positions, self.latent.rank)
-        out = ctx.attend(self.layer_id, self._queries(x), self._rows(x), None, rope=rope)
-        values = self.held.format.apply_values(out.transpose(0, 1), self.held.weight)
-        result: Tensor = self.out(values.transpose(0, 1).flatten(1))
-        return result
-
-    def _queries(self, x: Tensor) -> Tensor:
-        """[tokens, heads, rank + rope_dim]"""
+        latent, format_ = self.latent, self.held.format
+        row: Tensor = self.kv_a(x)  # before the queries, whose weight is read meanwhile
         if self.q_a is not None and self.q_norm is not None:
             x = self.q_norm(self.q_a(x))
-        latent = self.latent
         q: Tensor = self.q(x).view(x.shape[0], self.heads, -1)
         nope, turning = q.split((latent.nope_dim, latent.rope_dim), dim=2)
-        made = q.new_empty(*q.shape[:2], latent.rank + latent.rope_dim)
-        absorbed = self.held.format.apply_keys(nope.transpose(0, 1), self.held.weight)
-        made[..., : latent.rank].copy_(absorbed.transpose(0, 1))
-        self._lay_out(turning, made)
-        return made
-
-    def _rows(self, x: Tensor) -> Tensor:
-        """[tokens, 1, rank + rope_dim] what is cached, not turned yet"""
-        latent = self.latent
-        row: Tensor = self.kv_a(x)
-        made = row.new_empty(row.shape[0], 1, row.shape[1])
-        compressed, turning = row.split((latent.rank, latent.rope_dim), dim=1)
-        self.kv_norm.in_place_(compressed)
-        made[:, 0, : latent.rank].copy_(compressed)
-        self._lay_out(turning.unsqueeze(1), made)
-        return made
-
-    def _lay_out(self, turning: Tensor, made: Tensor) -> None:
-        """Put turning [tokens, heads, rope_dim] behind the latents of made: of pairs the first
-        numbers, then the second."""
-        out, half = made[..., self.latent.rank :], self.latent.rope_dim // 2
-        if self.latent.pairs:
-            out = out.unflatten(2, (2, half))
-            turning = turning.unflatten(2, (half, 2)).transpose(2, 3)
-        out.copy_(turning)
+        queries = q.new_empty(*q.shape[:2], latent.rank + latent.rope_dim)
+        format_.apply_keys(nope, self.held.weight, queries[..., : latent.rank])
+        attended = ctx.attend_latents(
+            self.layer_id,
+            queries,
+            turning,
+            row,
+            norm=LatentNorm(self.kv_norm.weight, self.kv_norm.eps),
+            rope=Rope(self.cos_sin, positions),
+            pairs=latent.pairs,
+        )
+        values = q.new_empty(*q.shape[:2], latent.v_dim)
+        format_.apply_values(attended, self.held.weight, values)
+        result: Tensor = self.out(values.flatten(1))
+        return result

@@ -84,8 +84,11 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, hidden]."""
         routing = self._route(self.router(x))
-        out = self.held.format.apply(x, routing, self.held.weight, self.gate)
-        return out if self.shared is None else out.add_(self.shared(x))
+        format_, weight = self.held.format, self.held.weight
+        if self.shared is None:
+            return format_.apply(x, routing, weight, self.gate)
+        # Ahead of the experts: its weight does not wait for the routing.
+        return format_.apply_plus(x, routing, weight, self.gate, self.shared(x))
 
     def _route(self, logits: Tensor) -> Routing:
         if self.choice is None:

@@ -145,12 +145,13 @@ class LatentFormat(WeightFormat[Weight]):
     ) -> Weight: ...
 
     @abstractmethod
-    def apply_keys(self, q: Tensor, weight: Weight) -> Tensor:
-        """q [heads, tokens, key_dim] -> [heads, tokens, rank]"""
+    def apply_keys(self, q: Tensor, weight: Weight, out: Tensor) -> None:
+        """q [tokens, heads, key_dim] into out [tokens, heads, rank], whose rows may lie apart;
+        recordable."""
 
     @abstractmethod
-    def apply_values(self, attended: Tensor, weight: Weight) -> Tensor:
-        """attended [heads, tokens, rank] -> [heads, tokens, value_dim]"""
+    def apply_values(self, attended: Tensor, weight: Weight, out: Tensor) -> None:
+        """attended [tokens, heads, rank] into out [tokens, heads, value_dim]; recordable."""
 
 
 class ExpertNames(NamedTuple):
@@ -178,6 +179,12 @@ class ExpertsFormat(WeightFormat[Weight]):
     @abstractmethod
     def apply(self, x: Tensor, routing: Routing, weight: Weight, gate: SwiGLU) -> Tensor:
         """x [tokens, hidden] -> a new tensor [tokens, hidden]; as `moe_experts`."""
+
+    def apply_plus(
+        self, x: Tensor, routing: Routing, weight: Weight, gate: SwiGLU, plus: Tensor
+    ) -> Tensor:
+        """What `apply` returns, rounded, plus `plus` [tokens, hidden]."""
+        return self.apply(x, routing, weight, gate).add_(plus)
 
 
 class WeightFormats(NamedTuple):

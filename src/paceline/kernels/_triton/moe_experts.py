@@ -1,7 +1,8 @@
 """Triton kernels of moe_experts; see kernels/moe_experts.py for the definition.
 
 Four launches: align the (token, expert) pairs by expert, gate and up with the activation in the
-epilogue, down times the routing weight, and the sum over each token's experts.
+epilogue, down times the routing weight, and the sum over each token's experts.  One token has
+kernels of its own (moe_one_token.py), which need no alignment.
 """
 
 from dataclasses import dataclass
@@ -11,8 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import launch
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.moe_align import launch_moe_align
+from paceline.kernels._triton.moe_one_token import fits_one_token, launch_one_token
+from paceline.kernels._triton.primitives import swiglu
 from paceline.kernels._triton.runtime import cdiv, interpreted, next_power_of_2
 from paceline.kernels.moe_align import Alignment
 from paceline.kernels.moe_experts import ExpertWeights, SwiGLU
@@ -88,22 +91,12 @@ def _product(
 
 
 @triton.jit
-def _block(blocks_ptr, block, ONE_TOKEN: tl.constexpr):
-    """Expert, begin and end of a block of pairs.  The experts of one token differ: each pair is a
-    block, and `blocks` are the expert ids."""
-    if ONE_TOKEN:
-        return tl.load(blocks_ptr + block).to(tl.int64), block, block + 1
-    expert = tl.load(blocks_ptr + block * 3).to(tl.int64)
-    return expert, tl.load(blocks_ptr + block * 3 + 1), tl.load(blocks_ptr + block * 3 + 2)
-
-
-@triton.jit
 def _gate_up_kernel(
     x_ptr,  # [tokens, HIDDEN]
     weight_ptr,  # [num_experts, 2 * INTER, HIDDEN] gate and up rows interleaved
     bias_ptr,  # [num_experts, 2 * INTER] or unused
     order_ptr,  # [num_pairs] int32
-    blocks_ptr,  # [max_blocks, 3] int32 expert, begin, end; see _block
+    blocks_ptr,  # [max_blocks, 3] int32 expert, begin, end
     out_ptr,  # [num_pairs, INTER] in the order of `order`
     stride_x_token,
     alpha,
@@ -116,20 +109,21 @@ def _gate_up_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    expert, begin, end = _block(blocks_ptr, tl.program_id(1), ONE_TOKEN)
+    wait_for_inputs(OVERLAPPED)
+    block_ptr = blocks_ptr + tl.program_id(1) * 3
+    expert = tl.load(block_ptr).to(tl.int64)
+    begin = tl.load(block_ptr + 1)
+    end = tl.load(block_ptr + 2)
     if begin >= end:
         return
     rows = begin + tl.arange(0, BLOCK_ROWS)
     live = rows < end
     cols = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    if ONE_TOKEN:
-        token = tl.zeros((BLOCK_ROWS,), tl.int64)
-    else:
-        pairs = tl.load(order_ptr + rows, mask=live, other=0)
-        token = (pairs // EXPERTS_PER_TOKEN).to(tl.int64)
+    pairs = tl.load(order_ptr + rows, mask=live, other=0)
+    token = (pairs // EXPERTS_PER_TOKEN).to(tl.int64)
     product = _product(
         x_ptr + token * stride_x_token,
         weight_ptr + expert * (2 * INTER * HIDDEN) + cols * HIDDEN,
@@ -142,15 +136,12 @@ def _gate_up_kernel(
         2 * INTER % BLOCK_COLS == 0,
         WIDEN,
     )
+    let_next_start(OVERLAPPED)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * (2 * INTER) + cols, mask=cols < 2 * INTER, other=0.0)
         product += bias.to(tl.float32)[None, :]
     gate, up = tl.split(tl.reshape(product, (BLOCK_ROWS, BLOCK_COLS // 2, 2)))
-    if LIMIT is not None:
-        # A comparison, not a minimum: a NaN stays one.
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    gated = gate * tl.sigmoid(alpha * gate) * (up + up_offset)
+    gated = swiglu(gate, up, alpha, up_offset, LIMIT)
     inter = tl.program_id(0) * (BLOCK_COLS // 2) + tl.arange(0, BLOCK_COLS // 2)
     tl.store(
         out_ptr + rows.to(tl.int64)[:, None] * INTER + inter[None, :],
@@ -166,7 +157,7 @@ def _down_kernel(
     bias_ptr,  # [num_experts, HIDDEN] or unused
     routing_weights_ptr,  # [num_pairs] float32
     order_ptr,  # [num_pairs] int32
-    blocks_ptr,  # [max_blocks, 3] int32 expert, begin, end; see _block
+    blocks_ptr,  # [max_blocks, 3] int32 expert, begin, end
     out_ptr,  # [num_pairs, HIDDEN] pair by pair
     HAS_BIAS: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -174,10 +165,14 @@ def _down_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
-    ONE_TOKEN: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
-    expert, begin, end = _block(blocks_ptr, tl.program_id(1), ONE_TOKEN)
+    wait_for_inputs(OVERLAPPED)
+    block_ptr = blocks_ptr + tl.program_id(1) * 3
+    expert = tl.load(block_ptr).to(tl.int64)
+    begin = tl.load(block_ptr + 1)
+    end = tl.load(block_ptr + 2)
     if begin >= end:
         return
     rows = begin + tl.arange(0, BLOCK_ROWS)
@@ -195,13 +190,11 @@ def _down_kernel(
         HIDDEN % BLOCK_COLS == 0,
         WIDEN,
     )
+    let_next_start(OVERLAPPED)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * HIDDEN + cols, mask=cols < HIDDEN, other=0.0)
         product += bias.to(tl.float32)[None, :]
-    if ONE_TOKEN:
-        pairs = rows.to(tl.int64)
-    else:
-        pairs = tl.load(order_ptr + rows, mask=live, other=0).to(tl.int64)
+    pairs = tl.load(order_ptr + rows, mask=live, other=0).to(tl.int64)
     share = tl.load(routing_weights_ptr + pairs, mask=live, other=0.0)
     tl.store(
         out_ptr + pairs[:, None] * HIDDEN + cols[None, :],
@@ -213,20 +206,29 @@ def _down_kernel(
 @triton.jit
 def _sum_kernel(
     parts_ptr,  # [tokens, EXPERTS_PER_TOKEN, HIDDEN]
+    plus_ptr,  # [tokens, HIDDEN] or None
     out_ptr,  # [tokens, HIDDEN]
     EXPERTS_PER_TOKEN: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < HIDDEN
     row_ptr = parts_ptr + token * (EXPERTS_PER_TOKEN * HIDDEN)
+    if plus_ptr is not None:
+        plus = tl.load(plus_ptr + token * HIDDEN + cols, mask=mask, other=0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(EXPERTS_PER_TOKEN):
         part = tl.load(row_ptr + slot * HIDDEN + cols, mask=mask, other=0.0)
         total += part.to(tl.float32)
-    tl.store(out_ptr + token * HIDDEN + cols, total.to(out_ptr.dtype.element_ty), mask=mask)
+    let_next_start(OVERLAPPED)
+    total = total.to(out_ptr.dtype.element_ty)
+    if plus_ptr is not None:
+        total = (total.to(tl.float32) + plus.to(tl.float32)).to(total.dtype)
+    tl.store(out_ptr + token * HIDDEN + cols, total, mask=mask)
 
 
 def launch_moe_experts(
@@ -235,19 +237,20 @@ def launch_moe_experts(
     weights: ExpertWeights,
     *,
     gate: SwiGLU,
+    plus: Tensor | None,
     out: Tensor,
     tiles: ExpertTiles | None = None,
 ) -> None:
     """Arguments as checked by kernels/moe_experts.py; `tiles` overrides the tile table."""
     if x.shape[0] == 0:
         return
+    if tiles is None and fits_one_token(x, routing, weights):
+        launch_one_token(x, routing, weights, gate=gate, plus=plus, out=out)
+        return
     num_pairs, num_experts = routing.expert_ids.numel(), weights.down.shape[0]
     if tiles is None:
         tiles = expert_tiles(num_pairs, num_experts, x.dtype)
-    if x.shape[0] == 1:
-        aligned = Alignment(routing.expert_ids[0], routing.expert_ids[0])  # see _block
-    else:
-        aligned = launch_moe_align(routing.expert_ids, num_experts, tiles.rows)
+    aligned = launch_moe_align(routing.expert_ids, num_experts, tiles.rows)
     gated = torch.empty(num_pairs, weights.down.shape[2], dtype=x.dtype, device=x.device)
     parts = torch.empty(num_pairs, x.shape[1], dtype=x.dtype, device=x.device)
     _launch_gate_up(x, weights, aligned, gate=gate, tiles=tiles, out=gated)
@@ -257,11 +260,13 @@ def launch_moe_experts(
         _sum_kernel,
         (x.shape[0], cdiv(x.shape[1], block)),
         parts,
+        plus,
         out,
         EXPERTS_PER_TOKEN=routing.expert_ids.shape[1],
         HIDDEN=x.shape[1],
         BLOCK=block,
         num_warps=4,
+        **overlap_options(x.device, _sum_kernel),
     )
 
 
@@ -295,10 +300,10 @@ def _launch_gate_up(
         BLOCK_ROWS=tiles.rows,
         BLOCK_COLS=tile.cols,
         BLOCK_INNER=tile.inner,
-        ONE_TOKEN=x.shape[0] == 1,
         WIDEN=x.dtype == torch.bfloat16 and interpreted(_gate_up_kernel),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **overlap_options(x.device, _gate_up_kernel),
     )
 
 
@@ -327,8 +332,8 @@ def _launch_down(
         BLOCK_ROWS=tiles.rows,
         BLOCK_COLS=tile.cols,
         BLOCK_INNER=tile.inner,
-        ONE_TOKEN=routing.weights.shape[0] == 1,
         WIDEN=gated.dtype == torch.bfloat16 and interpreted(_down_kernel),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **overlap_options(gated.device, _down_kernel),
     )

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.kernels._triton.launch import launch
+from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import next_power_of_2
 
 
@@ -19,7 +19,10 @@ def _moe_route_kernel(
     RENORMALIZE: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
 ):
+    let_next_start(OVERLAPPED)
+    wait_for_inputs(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK_EXPERTS)
     slots = tl.arange(0, BLOCK_SLOTS)
@@ -69,4 +72,5 @@ def launch_moe_route(
         BLOCK_EXPERTS=block_experts,
         BLOCK_SLOTS=next_power_of_2(weights.shape[1]),
         num_warps=max(1, min(4, block_experts // 128)),
+        **overlap_options(logits.device, _moe_route_kernel),
     )

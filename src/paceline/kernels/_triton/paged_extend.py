@@ -33,6 +33,9 @@ from paceline.kernels.paged_attention.splits import (
 
 _SHORT_ROWS = 16  # of a request among longer ones: one small tile, as of a decode
 _ALL_ROWS = 1 << 30
+_MANY_LATENT = (
+    16  # programs of few wide rows: each has many keys, and its warps wait for one another
+)
 _MANY_PROGRAMS = 128  # fewer run in the shade of the longer requests, and alone would wait for keys
 
 
@@ -79,10 +82,11 @@ def extend_config(
 def latent_config(block_rows: int, programs: int) -> SplitConfig:
     """The same where V lies in K: a tile of keys is read once and is wide."""
     pairs = in_pairs(block_rows, programs)
+    few_warps = pairs or (block_rows < WIDE_ROWS and programs >= _MANY_LATENT)
     return SplitConfig(
         block_rows=block_rows,
         block_keys=32 if pairs else 64,
-        num_warps=4 if pairs else 8,
+        num_warps=4 if few_warps else 8,
         num_stages=2 if block_rows == WIDE_ROWS else 3,
         min_tiles=1,
     )

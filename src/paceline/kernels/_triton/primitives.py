@@ -33,6 +33,22 @@ def gated_activation(
 
 
 @triton.jit
+def swiglu(
+    gate,  # float32
+    up,  # like gate
+    alpha,
+    up_offset,
+    LIMIT: tl.constexpr,
+):
+    """gate' sigmoid(alpha gate') (up' + up_offset); see kernels/moe_experts.py."""
+    if LIMIT is not None:
+        # A comparison, not a minimum: a NaN stays one.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return gate * tl.sigmoid(alpha * gate) * (up + up_offset)
+
+
+@triton.jit
 def narrow_query(
     q,  # [rows, dim] in the model's dtype
     scale,

@@ -13,12 +13,14 @@ import triton.language as tl
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import apply_sinks, softmax_finish
-from paceline.kernels._triton.runtime import block_dim, cdiv
+from paceline.kernels._triton.runtime import block_dim, cdiv, next_power_of_2
 from paceline.kernels.paged_attention.call import PagedCall
 from paceline.kernels.paged_attention.splits import SplitWorkspace
 
 _FEW_ROWS = 32  # so few leave processors idle, unless several share a row
-_FEW_COLUMNS = 128  # of one of them
+_FEW_COLUMNS = 32  # of one of them
+_FEW_SPLITS = 16  # are read with their sums, whoever has keys
+_MANY_ROWS_SPLITS = 8  # of a whole row, at a time
 
 
 @triton.jit
@@ -119,6 +121,7 @@ def _merge_kernel(
     OVERLAPPED: tl.constexpr,
 ):
     """Some columns of one row: an online softmax over its splits."""
+    let_next_start(OVERLAPPED)
     wait_for_inputs(OVERLAPPED)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -145,7 +148,6 @@ def _merge_kernel(
         running_sum = running_sum * decay + tl.sum(weights, axis=0)
         acc = acc * decay[:, None] + tl.sum(partial * weights[:, None], axis=0)[None, :]
         running_max = new_max
-    let_next_start(OVERLAPPED)
     out, total = softmax_finish(running_max, running_sum, acc)
     one = tl.arange(0, 1)
     if sinks_ptr is not None:
@@ -163,7 +165,9 @@ def launch_merge(call: PagedCall, workspace: SplitWorkspace, *, splits: int) -> 
     """Merge what the splits of every row left in the workspace into the outputs of `call`."""
     tokens, heads, v_head_dim = call.out.shape
     columns = _FEW_COLUMNS if tokens * heads <= _FEW_ROWS else block_dim(v_head_dim)
-    at_once = 16 if columns == _FEW_COLUMNS else 8
+    at_once = next_power_of_2(splits)
+    if columns > _FEW_COLUMNS:
+        at_once = min(at_once, _MANY_ROWS_SPLITS)
     launch(
         _merge_kernel,
         (tokens, heads, cdiv(v_head_dim, columns)),
@@ -178,7 +182,7 @@ def launch_merge(call: PagedCall, workspace: SplitWorkspace, *, splits: int) -> 
         DIM_V=v_head_dim,
         BLOCK_COLUMNS=columns,
         BLOCK_SPLITS=at_once,
-        AT_ONCE=splits <= at_once,
+        AT_ONCE=splits <= min(at_once, _FEW_SPLITS),
         num_warps=4,
         **overlap_options(call.q.device, _merge_kernel),
     )

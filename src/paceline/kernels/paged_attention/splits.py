@@ -27,7 +27,7 @@ _MOST_SPLIT_ROWS = 256  # an extend of more has work for every program without s
 _ROW_TILES = (16, 32)  # of them in one program
 WIDE_ROWS = 64  # of them where each is wide: a whole tile of the matrix units
 _FEW_PROGRAMS = 64  # so many leave processors idle
-_MANY_WIDE = 64  # programs of few wide rows: from here on they are dealt in pairs
+_MANY_WIDE = 65  # programs of few wide rows, too many to have splits of their own: dealt in pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
