@@ -37,9 +37,14 @@ def read_rope(fields: Fields, *, default_theta: float = 10000.0) -> RopeConfig:
     return _rope(fields, params, theta=theta, where="rope_parameters")
 
 
-def read_partial_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, int]:
-    """(the rope of all layers, how many leading dimensions of a head it turns)."""
-    return _partial(fields, _shared(fields), head_dim)
+def read_partial_rope(
+    fields: Fields, head_dim: int, *, share: float = 1.0
+) -> tuple[RopeConfig, int]:
+    """(the rope of all layers, how many leading dimensions of a head it turns).
+
+    share: of them, where the file is silent.
+    """
+    return _partial(fields.behind({_PARTIAL: share}), _shared(fields), head_dim)
 
 
 def read_phi3_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, int]:

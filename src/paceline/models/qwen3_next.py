@@ -2,6 +2,7 @@
 heads have gates; experts, of which every token takes one; norms around zero."""
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.attention.linear.shape import GDN, LinearShape
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _read(fields: Fields) -> dict[str, Any]:
-    shared = read_prenorm(fields, partial_rope=read_partial_rope)
+    shared = read_prenorm(fields, partial_rope=partial(read_partial_rope, share=0.25))
     experts = read_experts(fields)
     if experts is not None:
         size = fields.integer("shared_expert_intermediate_size")
@@ -67,7 +68,6 @@ ARCHITECTURE = Architecture(
         "max_position_embeddings": 32_768,
         "num_key_value_heads": 2,
         "head_dim": 256,
-        "partial_rotary_factor": 0.25,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
