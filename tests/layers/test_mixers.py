@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +11,17 @@ from tiny_runner import make_tiny
 
 from paceline.attention import mixers
 from paceline.attention.backends.torch_backend import TorchBackend
+from paceline.attention.contract import GraphSupport
+from paceline.attention.registry import Choice
+from paceline.attention.states import StateConfig, unsupported_reasons
 from paceline.cache.pool import KVFormat
-from paceline.core.errors import ConfigError, ModelError
+from paceline.core.errors import BackendUnsupported, ConfigError, ModelError
 from paceline.core.model_config import Heads, LayerSpec, RowPart
+from paceline.core.modes import MaskKind
 from paceline.speculate.draft_cache import DraftCache
 
 ATTENDS = LayerSpec(heads=Heads(2, 1, 8, 8))
-SUMS = LayerSpec(mixer="sum", state=(RowPart(PART, (3,)),))
+SUMS = LayerSpec(mixer="sum", state=(RowPart(PART, (3,), dtype="float32"),))
 
 
 class Halving(SumBackend):
@@ -28,24 +33,133 @@ class Strange(Halving):
     kind = "twist"
 
 
-def register(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
-    monkeypatch.setitem(mixers.REGISTRIES, "sum", {"ours": target})
+class HasNoTrees(Halving):
+    name = "no-trees"
+    capabilities = replace(SumBackend.capabilities, masks=frozenset({MaskKind.CAUSAL}))
+
+
+OURS, NO_TREES = f"{__name__}:Halving", f"{__name__}:HasNoTrees"
+
+
+def wanted(layer: LayerSpec) -> StateConfig:
+    """Rounds of trees in float32 on a CPU."""
+    return StateConfig(
+        device_type="cpu",
+        dtype=torch.float32,
+        masks=frozenset({MaskKind.TREE}),
+        parts=layer.state,
+        state_every=8,
+    )
+
+
+def register(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
+    monkeypatch.setitem(mixers.REGISTRIES, "sum", targets)
 
 
 def test_one_backend_runs_all_layers_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, f"{__name__}:Halving")
-    found = mixers.load_mixers([ATTENDS, SUMS, SUMS])
+    register(monkeypatch, ours=OURS)
+    chosen = mixers.choose_mixers([ATTENDS, SUMS, SUMS], None, wanted)
+    found = mixers.load_mixers(chosen)
     assert list(found) == ["sum"]
     assert type(found["sum"]).__name__ == "Halving"
 
 
 def test_a_model_that_attends_alone_has_none() -> None:
-    assert mixers.load_mixers([ATTENDS, ATTENDS]) == {}
+    assert mixers.choose_mixers([ATTENDS, ATTENDS], None, wanted) == {}
 
 
 def test_a_kind_without_a_backend_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"mixer of layer 1 must be one of softmax, got 'sum'; "):
-        mixers.load_mixers([ATTENDS, SUMS])
+    with pytest.raises(
+        ModelError, match=r"mixer of layer 1 must be one of softmax, gdn, mamba2, got 'sum'; "
+    ):
+        mixers.choose_mixers([ATTENDS, SUMS], "auto", wanted)
+
+
+def test_auto_takes_the_first_that_can_run_and_says_why_not_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register(monkeypatch, bare=NO_TREES, ours=OURS, spare=OURS)
+    found = mixers.choose_mixers([SUMS], "auto", wanted)["sum"]
+    assert found == Choice(
+        name="ours",
+        why="first of bare, ours, spare that can run on cpu",
+        rejected={"bare": ["mask tree, of causal"], "spare": ["auto prefers ours"]},
+    )
+
+
+def test_where_none_can_run_every_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, bare=NO_TREES)
+    with pytest.raises(BackendUnsupported) as caught:
+        mixers.choose_mixers([SUMS], None, wanted)
+    assert str(caught.value) == (
+        "linear attention backend 'auto' cannot run here:\n"
+        "  - bare: mask tree, of causal\n"
+        "name one that can with --linear-attention-backend, or change what is asked of it"
+    )
+
+
+@pytest.mark.parametrize("name", ["ours", OURS])
+def test_one_that_is_named_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, ours=OURS)
+    found = mixers.choose_mixers([SUMS], name, wanted)
+    assert found["sum"] == Choice(name=name, why="asked for", rejected={})
+    assert type(mixers.load_mixers(found)["sum"]).__name__ == "Halving"
+
+
+def test_one_that_is_named_and_cannot_run_is_refused() -> None:
+    with pytest.raises(BackendUnsupported) as caught:
+        mixers.choose_mixers([SUMS], NO_TREES, wanted)
+    assert caught.value.reasons == ["mask tree, of causal"]
+    assert "or 'auto' to let the engine choose" in str(caught.value)
+
+
+def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, ours=OURS)
+    with pytest.raises(ConfigError) as caught:
+        mixers.choose_mixers([SUMS], "our", wanted)
+    assert str(caught.value) == (
+        "linear attention backend of mixer sum must be ours, package.module:Class, got 'our'; "
+        "did you mean ours?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_types": frozenset({"cuda"})}, "device cpu, of cuda"),
+        ({"dtypes": frozenset({torch.float16})}, "dtype torch.float32, of torch.float16"),
+        ({"masks": frozenset({MaskKind.CAUSAL})}, "mask tree, of causal"),
+        ({"graph": GraphSupport.UNIFORM}, "graphs of always steps, of uniform"),
+        (
+            {"part_dtypes": frozenset({torch.bfloat16, torch.float16})},
+            "part 'state' of torch.float32, of torch.bfloat16, torch.float16",
+        ),
+        ({"max_conv_width": 4}, "convolution over 5 tokens, of up to 4"),
+        (
+            {"chunk": 64},
+            "states kept every 96 tokens, of multiples of its chunk of 64: set "
+            "--state-checkpoint-every to one",
+        ),
+    ],
+    ids=["device", "dtype", "mask", "graph", "state dtype", "convolution", "interval"],
+)
+def test_each_reason_against_a_backend(change: dict[str, Any], reason: str) -> None:
+    asked = StateConfig(
+        device_type="cpu",
+        dtype=torch.float32,
+        masks=frozenset({MaskKind.TREE}),
+        parts=(RowPart("conv", (6, 4)), RowPart("state", (2, 3, 4), dtype="float32")),
+        state_every=96,
+        graph=GraphSupport.ALWAYS,
+    )
+    can = replace(
+        SumBackend.capabilities,
+        part_dtypes=frozenset({torch.float32}),
+        max_conv_width=5,
+        chunk=32,
+    )
+    assert unsupported_reasons(can, asked) == []
+    assert unsupported_reasons(replace(can, **change), asked) == [reason]
 
 
 @pytest.mark.parametrize(
@@ -54,11 +168,11 @@ def test_a_kind_without_a_backend_is_refused() -> None:
         (
             f"{__name__}:Strange",
             f"backend ours of mixer sum must be of kind sum, got {__name__}:Strange of kind "
-            "twist; register it under its own kind",
+            "twist; name one of the kind of the model's layers, and register it under its own",
         ),
         (
             "paceline.attention.backends.torch_backend:TorchBackend",
-            "backend ours of mixer sum must be a subclass of StateBackend, got "
+            "state backend must be a subclass of StateBackend, got "
             "'paceline.attention.backends.torch_backend:TorchBackend', a ABCMeta; "
             "derive it from paceline.attention.states.StateBackend",
         ),
@@ -68,9 +182,9 @@ def test_a_kind_without_a_backend_is_refused() -> None:
 def test_a_backend_of_the_wrong_kind_is_refused(
     target: str, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    register(monkeypatch, target)
+    register(monkeypatch, ours=target)
     with pytest.raises(ConfigError) as caught:
-        mixers.load_mixers([SUMS])
+        mixers.choose_mixers([SUMS], None, wanted)
     assert str(caught.value) == text
 
 

@@ -77,6 +77,8 @@ def test_logprobs_of_a_prefill_and_64_greedy_tokens_equal_transformers(
     prompts = random_prompts(PROMPT_LENS, seed=2)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=TOP)
     options = {"chunked_prefill_size": chunk, "page_size": 4}
+    if "linear_attention" in (getattr(checkpoint.theirs.config, "layer_types", None) or ()):
+        options["state_checkpoint_every"] = 36
     with make_llm(checkpoint, **options) as llm:
         fresh = llm.generate(prompts, params)
         [cached] = llm.generate(prompts[0], replace(params, max_tokens=BEHIND_A_HIT))

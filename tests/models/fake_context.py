@@ -1,13 +1,19 @@
 """A stand-in for the engine's attention: one request, K and V kept in lists, explicit masks."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from paceline.core.model_config import ModelConfig
+from paceline.attention.mixers import load_state_backend
+from paceline.attention.states import StateLayer, StateLimits
+from paceline.core.model_config import SOFTMAX, ModelConfig
+from paceline.core.modes import MaskKind
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows_reference
 from paceline.kernels.rms_norm import rms_norm_reference
 from paceline.kernels.rope import Rope, rope_reference
 from paceline.kernels.rope_write_kv import HeadNorms
+from paceline.kernels.step_view import GroupView, StepView
 
 
 class FakeContext:
@@ -16,9 +22,12 @@ class FakeContext:
 
     def __init__(self, config: ModelConfig, sinks: tuple[Tensor | None, ...] | None = None) -> None:
         self._config = config
-        self._sinks = sinks or (None,) * config.num_layers  # [num_layers] of [num_heads]
+        attending = [at for at, layer in enumerate(config.layers) if layer.mixer == SOFTMAX]
+        given = sinks or (None,) * len(attending)
+        self._sinks = dict(zip(attending, given, strict=True))  # by layer, of [num_heads]
         self._keys: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
         self._values: list[list[Tensor]] = [[] for _ in range(config.num_layers)]
+        self._slots: dict[int, dict[str, Tensor]] = {}  # by layer: of two slots, parts by name
 
     def attend(
         self,
@@ -74,6 +83,66 @@ class FakeContext:
             turning, row, queries, norm=norm, rope=rope, pairs=pairs, into=into
         )
         return self.attend(layer_id, queries, rows, None, rope=None)
+
+    def mix(self, layer_id: int, inputs: Any) -> Tensor:
+        """A layer with states, by the backend `torch` of its kind; what comes goes on behind what
+        came."""
+        spec = self._config.layers[layer_id]
+        backend, rows = load_state_backend("torch", kind=spec.mixer), inputs[0]
+        slots = self._slots.get(layer_id)
+        group, view = _one_request(rows.shape[0], begins=slots is None)
+        if slots is None:
+            slots = {
+                part.name: torch.full(
+                    (2, *part.shape),
+                    float("nan"),
+                    dtype=rows.dtype if part.dtype is None else getattr(torch, part.dtype),
+                )
+                for part in spec.state
+            }
+            self._slots[layer_id] = slots
+        limits = StateLimits(
+            device=rows.device,
+            dtype=rows.dtype,
+            num_layers=1,
+            parts={part.name: part.shape for part in spec.state},
+            max_reqs=1,
+            max_tokens=rows.shape[0],
+            max_round_tokens=0,
+        )
+        plan = backend.plan(view, group, backend.make_buffers(limits), is_round=False)
+        return backend.extend(inputs, StateLayer(layer_id=layer_id, index=0, parts=slots), plan)
+
+
+def _one_request(tokens: int, *, begins: bool) -> tuple[GroupView, StepView]:
+    """A step of so many tokens of a request whose state is in slot 1."""
+    slots = torch.tensor([[0 if begins else 1, 1, 0]], dtype=torch.int32)
+    prefix, lens = torch.tensor([0], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    group = GroupView(
+        page_table=slots,
+        out_cache_loc=torch.empty(0, dtype=torch.int64),
+        prefix_lens=prefix,
+        kv_lens=lens,
+    )
+    positions = torch.arange(tokens)
+    view = StepView(
+        row_ids=torch.ones(1, dtype=torch.int64),
+        prefix_lens=prefix,
+        extend_lens=lens,
+        kv_lens=lens,
+        cu_seqlens_q=torch.tensor([0, tokens], dtype=torch.int32),
+        req_ids=torch.zeros(tokens, dtype=torch.int64),
+        positions=positions,
+        rope_positions=positions,
+        input_ids=positions,
+        logits_loc=torch.tensor([tokens - 1]),
+        groups=(group,),
+        mask=MaskKind.CAUSAL,
+        tree_mask=None,
+        max_extend_len=tokens,
+        kv_len_bound=tokens,
+    )
+    return group, view
 
 
 def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:

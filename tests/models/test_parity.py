@@ -12,7 +12,7 @@ from fake_context import FakeContext
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import ModelConfig, MoEConfig, RopeConfig, RopeKind
+from paceline.core.model_config import SOFTMAX, ModelConfig, MoEConfig, RopeConfig, RopeKind
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
@@ -150,13 +150,15 @@ def test_bfloat16_error_is_that_of_transformers(pair: Pair) -> None:
 def test_every_special_feature_matters(pair: Pair) -> None:
     """Without it the logits are off by far more than the tolerance: the parity tests are sharp."""
     changes: dict[str, dict[str, object]] = {}
-    layers, turned = pair.config.layers, pair.config.layers[0].rotary_dim
+    layers = pair.config.layers
+    attending = [layer for layer in layers if layer.mixer == SOFTMAX]
     windows = [layer.window for layer in layers]
     rotated = [layer for layer in layers if layer.rope is not None]
     rope = min(rotated, key=lambda layer: layer.window is not None).rope
 
     def each(**fields: object) -> dict[str, object]:
-        return {"layers": tuple(replace(layer, **fields) for layer in layers)}
+        changed = (replace(at, **fields) if at in attending else at for at in layers)
+        return {"layers": tuple(changed)}
 
     def windowed(windows: Iterable[int | None]) -> dict[str, object]:
         each = zip(layers, windows, strict=True)
@@ -177,18 +179,18 @@ def test_every_special_feature_matters(pair: Pair) -> None:
             changes["which layers"] = windowed(shifted)
     if pair.config.logit_soft_cap is not None:
         changes["cap"] = {"logit_soft_cap": None}
-    if layers[0].soft_cap is not None:
+    if attending[0].soft_cap is not None:
         changes["attention cap"] = each(soft_cap=None)
     if rope.kind is RopeKind.LONGROPE:
         swapped = {"short_factors": rope.long_factors, "long_factors": rope.short_factors}
         changes["factors"] = turning(replace(rope, **swapped))
         changes["attention factor"] = turning(replace(rope, attention_factor=1.0))
-    elif pair.config.latent is None and turned != layers[0].heads.head_dim:
-        changes["share of rope"] = each(rotary_dim=layers[0].heads.head_dim)
+    elif pair.config.latent is None and attending[0].rotary_dim != attending[0].heads.head_dim:
+        changes["share of rope"] = each(rotary_dim=attending[0].heads.head_dim)
     if pair.config.latent is not None:
         other = replace(pair.config.latent, pairs=not pair.config.latent.pairs)
         changes["pairs that turn"] = {"latent": other}
-    if any(layer.rope is None for layer in layers):
+    if any(layer.rope is None for layer in attending):
         changes["layers without rope"] = each(rope=rope)
     for name in ("embedding", "residual", "logit_divisor") if pair.config.multipliers else ():
         factor = 1.01 * getattr(pair.config.multipliers, name)
@@ -198,7 +200,7 @@ def test_every_special_feature_matters(pair: Pair) -> None:
         changes["activation"] = {"hidden_act": other}
     else:
         changes |= {name: {"moe": moe} for name, moe in other_experts(pair.config.moe).items()}
-    changes["scale"] = each(scale=layers[0].scale * 1.01)
+    changes["scale"] = each(scale=attending[0].scale * 1.01)
     exact = pair.theirs(pair.prompt[None]).logits[0]
     for name, change in changes.items():
         config = replace(pair.config, **change)
@@ -230,8 +232,9 @@ def other_experts(moe: MoEConfig) -> dict[str, MoEConfig]:
 
 
 def test_sinks_matter(pair: Pair) -> None:
-    if not pair.config.layers[0].sinks:
-        assert pair.ours.attention_sinks() == (None,) * pair.config.num_layers
+    attending = [layer for layer in pair.config.layers if layer.mixer == SOFTMAX]
+    if not attending[0].sinks:
+        assert pair.ours.attention_sinks() == (None,) * len(attending)
         return
     at = torch.arange(PROMPT_LEN)
     without = pair.ours(pair.prompt, at, FakeContext(pair.config)).hidden

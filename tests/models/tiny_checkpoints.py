@@ -217,6 +217,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"shared_expert_intermediate_size": 36, "mlp_only_layers": [1], "num_hidden_layers": 3}
         | {"use_sliding_window": True, "sliding_window": 11, "rope_parameters": _DEFAULT},
     ),
+    "qwen3_next-unlike-heads": (
+        "Qwen3Next",
+        _SIZES
+        | {"hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24}
+        | {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 12}
+        | {"linear_value_head_dim": 8, "num_experts": 6, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 28, "shared_expert_intermediate_size": 36}
+        | {"full_attention_interval": 2, "num_hidden_layers": 3, "mlp_only_layers": [0, 1]}
+        | {"rms_norm_eps": 1e-3}  # what states are read for is small at first: norms enlarge it
+        | {"rope_parameters": _DEFAULT | {"partial_rotary_factor": 0.5}},
+    ),
     "gemma-one-kv-head": (
         "Gemma",
         _SIZES

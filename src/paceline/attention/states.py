@@ -26,6 +26,7 @@ from typing_extensions import TypeVar
 
 from paceline.attention.contract import GraphSupport
 from paceline.core.errors import ConfigError
+from paceline.core.model_config import CacheGroupSpec, RowPart
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import GroupView, StepView
 
@@ -41,26 +42,54 @@ class StateCapabilities:
     ]  # CAUSAL: steps and chains; TREE: rounds of trees; never BLOCK, which
     # may lie across a length at which states are kept
     graph: GraphSupport
+    part_dtypes: frozenset[torch.dtype] | None = None  # of parts that name one; None: any
+    max_conv_width: int | None = None  # taps of a convolution, whose window is the part "conv"
+    chunk: int = 1  # tokens: states are kept at multiples of it
 
 
-def unsupported_reasons(
-    capabilities: StateCapabilities,
-    *,
-    device_type: str,
-    dtype: torch.dtype,
-    masks: frozenset[MaskKind],
-) -> list[str]:
-    """Every reason why it cannot run there; empty when it can.  masks: of its steps."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateConfig:
+    """What the layers of one kind ask of a state backend."""
+
+    device_type: str
+    dtype: torch.dtype  # of activations
+    masks: frozenset[MaskKind]  # of steps and rounds
+    parts: tuple[RowPart, ...]  # of each layer; their dtypes: None: that of activations
+    state_every: int  # tokens between states that are kept
+    graph: GraphSupport = GraphSupport.NEVER  # of every step that is a graph
+
+
+def unsupported_reasons(can: StateCapabilities, wanted: StateConfig) -> list[str]:
+    """Every reason why a backend cannot run there; empty when it can."""
     reasons = []
-    if device_type not in capabilities.device_types:
-        reasons.append(f"device {device_type}, of {', '.join(sorted(capabilities.device_types))}")
-    if dtype not in capabilities.dtypes:
-        reasons.append(f"dtype {dtype}, of {', '.join(sorted(map(str, capabilities.dtypes)))}")
-    known = capabilities.masks - {MaskKind.BLOCK}
+    if wanted.device_type not in can.device_types:
+        reasons.append(f"device {wanted.device_type}, of {', '.join(sorted(can.device_types))}")
+    if wanted.dtype not in can.dtypes:
+        reasons.append(f"dtype {wanted.dtype}, of {_listed(can.dtypes)}")
+    known = can.masks - {MaskKind.BLOCK}
     names = sorted(mask.value for mask in known)
-    for mask in sorted(masks - known, key=lambda mask: mask.value):
+    for mask in sorted(wanted.masks - known, key=lambda mask: mask.value):
         reasons.append(f"mask {mask.value}, of {', '.join(names)}")
+    if can.graph < wanted.graph:
+        asked, has = wanted.graph.name.lower(), can.graph.name.lower()
+        reasons.append(f"graphs of {asked} steps, of {has}")
+    for part in wanted.parts:
+        dtype = wanted.dtype if part.dtype is None else getattr(torch, part.dtype)
+        if part.dtype and can.part_dtypes is not None and dtype not in can.part_dtypes:
+            reasons.append(f"part '{part.name}' of {dtype}, of {_listed(can.part_dtypes)}")
+        width = part.shape[-1] + 1
+        if part.name == "conv" and can.max_conv_width is not None and width > can.max_conv_width:
+            reasons.append(f"convolution over {width} tokens, of up to {can.max_conv_width}")
+    if wanted.state_every % can.chunk:
+        reasons.append(
+            f"states kept every {wanted.state_every} tokens, of multiples of its chunk of "
+            f"{can.chunk}: set --state-checkpoint-every to one"
+        )
     return reasons
+
+
+def _listed(dtypes: frozenset[torch.dtype]) -> str:
+    return ", ".join(sorted(map(str, dtypes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,24 +175,20 @@ class StateGroupPlan:
     plan: Any
 
 
-def require_able(
-    backend: object, group: str, *, device_type: str, dtype: torch.dtype, masks: frozenset[MaskKind]
-) -> StateBackend:
-    """What runs the layers of cache group `group`; see `unsupported_reasons`.
+def require_able(backend: object, group: CacheGroupSpec, wanted: StateConfig) -> StateBackend:
+    """What runs the layers of a STATE group; see `unsupported_reasons`.
 
     Raises ConfigError where it is no state backend, or cannot run there.
     """
     if not isinstance(backend, StateBackend):
         name = getattr(backend, "name", type(backend).__name__)
         raise ConfigError.about(
-            f"backend of cache group '{group}', whose layers keep states,",
+            f"backend of cache group '{group.name}', whose layers keep states,",
             expected="a StateBackend",
             got="none" if backend is None else f"'{name}', of another kind",
             remedy="name one for the model's layers of this kind",
         )
-    reasons = unsupported_reasons(
-        backend.capabilities, device_type=device_type, dtype=dtype, masks=masks
-    )
+    reasons = unsupported_reasons(backend.capabilities, wanted)
     if reasons:
         raise ConfigError.about(
             f"state backend '{backend.name}'",

@@ -38,14 +38,15 @@ class ConfigError(PacelineError):
 class BackendUnsupported(ConfigError):
     """A chosen backend, or any that auto may choose, cannot run; `reasons` holds all of them."""
 
-    def __init__(self, backend: str, reasons: list[str]) -> None:
+    def __init__(self, backend: str, reasons: list[str], *, of: str = "attention") -> None:
         self.backend = backend
         self.reasons = list(reasons)
         listed = "".join(f"\n  - {reason}" for reason in reasons)
-        remedy = "choose another with --attention-backend, or 'auto' to let the engine choose"
+        flag = f"--{of.replace(' ', '-')}-backend"
+        remedy = f"choose another with {flag}, or 'auto' to let the engine choose"
         if backend == "auto":
-            remedy = "name one that can with --attention-backend, or change what is asked of it"
-        super().__init__(f"attention backend '{backend}' cannot run here:{listed}\n{remedy}")
+            remedy = f"name one that can with {flag}, or change what is asked of it"
+        super().__init__(f"{of} backend '{backend}' cannot run here:{listed}\n{remedy}")
 
 
 class ModelError(PacelineError):

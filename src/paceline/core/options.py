@@ -176,6 +176,13 @@ class EngineOptions:
         "Attention backend by name, prefill+decode, cascade(name), or pkg.mod:Class.",
         "--attention-backend",
     )
+    linear_attention_backend: str | None = _of_kernels(
+        None,
+        str,
+        "Backend of layers that keep a state of each request, by name or pkg.mod:Class.",
+        "--linear-attention-backend",
+        "--linear-attn-backend",
+    )
     logits_processors: tuple[str, ...] = _of_steps(
         (),
         tuple,

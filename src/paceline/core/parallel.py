@@ -113,6 +113,10 @@ def rank_reasons(config: ModelConfig, size: int) -> list[str]:
             reasons.append(f"there are {q} heads")
         if not heads.v_in_k and kv % size and size % kv:
             reasons.append(f"there are {kv} KV heads")
+    states = {part: None for layer in config.layers for part in layer.state if part.by_heads}
+    reasons += [
+        f"'{part.name}' of a state has {part.shape[0]}" for part in states if part.shape[0] % size
+    ]
     return reasons
 
 

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 from paceline.core.model_config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
+from paceline.layers.gated_delta import GatedDeltaNet
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
@@ -18,7 +19,7 @@ class PreNormLayer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        attention: SelfAttention | LatentAttention,
+        attention: SelfAttention | LatentAttention | GatedDeltaNet,
         *,
         parallel: Parallel,
         placement: Placement,

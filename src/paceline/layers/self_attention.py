@@ -21,6 +21,8 @@ class SelfAttention(nn.Module):
     """One layer.  `qk_norms` are the norms of Q and K, applied before rope to each head;
     `in_features` is the width of its input where that is not the hidden size."""
 
+    query_rows = 1  # that are projected of each head: its query, and what a subclass adds
+
     def __init__(
         self,
         config: ModelConfig,
@@ -39,7 +41,7 @@ class SelfAttention(nn.Module):
         self.layer_id = layer_id
         self.qkv = QKVLinear(
             config.hidden_size if in_features is None else in_features,
-            num_heads=heads.num_heads,
+            num_heads=heads.num_heads * self.query_rows,
             num_kv_heads=heads.num_kv_heads,
             head_dim=dim,
             bias=config.attention_bias,
@@ -69,12 +71,15 @@ class SelfAttention(nn.Module):
         """x [tokens, in_features], positions [tokens] or [axes, tokens] int64, of rope -> [tokens,
         hidden]."""
         q, k, v = self.project(x)
-        norms = self.head_norms()
-        rope = None if self.cos_sin is None else Rope(self.cos_sin, positions, 0, self.axis_columns)
-        out: Tensor = self.out(
-            ctx.attend(self.layer_id, q, k, v, rope=rope, norms=norms).flatten(1)
-        )
+        out: Tensor = self.out(self.attend(q, k, v, positions, ctx).flatten(1))
         return out
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ctx: StepContext
+    ) -> Tensor:
+        """q, k and v as of `project` -> [tokens, num_heads, head_dim]."""
+        rope = None if self.cos_sin is None else Rope(self.cos_sin, positions, 0, self.axis_columns)
+        return ctx.attend(self.layer_id, q, k, v, rope=rope, norms=self.head_norms())
 
     def norm_rows(self) -> tuple[Span, Span]:
         """Of the stored norms of Q and K, what is held: all, which is one head's."""
@@ -91,6 +96,21 @@ class SelfAttention(nn.Module):
             return None
         weights = self.q_norm.weight, self.k_norm.weight
         return HeadNorms(*weights, self.q_norm.eps, self.q_norm.unit_offset)
+
+
+class GatedAttention(SelfAttention):
+    """One layer whose heads weigh what they attended to by the sigmoid of a gate, of which each has
+    a row behind its query's."""
+
+    query_rows = 2
+
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+        """As of `SelfAttention`."""
+        rows, k, v = self.project(x)
+        q, gate = rows.unflatten(1, (-1, 2)).unbind(2)
+        attended = self.attend(q, k, v, positions, ctx)
+        out: Tensor = self.out((attended * gate.sigmoid()).flatten(1))
+        return out
 
 
 class RowNormedAttention(SelfAttention):

@@ -15,7 +15,7 @@ from paceline.core.options import EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel, of_rank
 from paceline.llm.admission import Admission
 from paceline.models.locate import ModelSource
-from paceline.plan.attention_choice import one_backend, phase_choices
+from paceline.plan.attention_choice import mixer_choices, one_backend, phase_choices
 from paceline.plan.contradictions import refuse_ranks
 from paceline.plan.demand import Demands
 from paceline.plan.explain import nearest_if_short
@@ -116,6 +116,10 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
     phases = phase_choices(demands.rank_config, resolution.options, facts, speculation)
     attention = one_backend(phases)
     resolution = resolution.choose("attention_backend", attention.name, attention.why)
+    mixers = mixer_choices(demands.rank_config, resolution.options, facts.device_type, speculation)
+    if len({choice.name for choice in mixers.values()}) == 1:
+        found = next(iter(mixers.values()))
+        resolution = resolution.choose("linear_attention_backend", found.name, found.why)
     _LOG.debug("%s", resolution.table())
     return Prepared(
         source=target.source,

@@ -55,7 +55,7 @@ class CausalLM(nn.Module):
         return logits
 
     def attention_sinks(self) -> tuple[Tensor | None, ...]:
-        """[num_layers] of [num_heads] float32, or None where a layer has no sinks."""
+        """[layers that attend] of [num_heads] float32, or None where a layer has no sinks."""
         kinds = (SelfAttention, LatentAttention)
         found = [module for module in self.decoder.modules() if isinstance(module, kinds)]
         found.sort(key=lambda attention: attention.layer_id)

@@ -1,9 +1,10 @@
 """What config.json files of the pre-norm models have in common."""
 
+from collections.abc import Callable
 from typing import Any
 
-from paceline.core.model_config import HIDDEN_ACTS
-from paceline.models.config_rope import context_limit, read_phi3_rope, read_rope
+from paceline.core.model_config import HIDDEN_ACTS, RopeConfig
+from paceline.models.config_rope import context_limit, read_rope
 from paceline.models.config_windows import read_windows
 from paceline.models.fields import Fields
 
@@ -23,15 +24,18 @@ def attention_biases(fields: Fields, *, default: bool = False) -> dict[str, bool
     return {"attention_bias": bias, "attention_out_bias": bias}
 
 
-def read_prenorm(fields: Fields, *, partial_rope: bool = False) -> dict[str, Any]:
-    """Fields that all of them spell alike."""
+def read_prenorm(
+    fields: Fields, *, partial_rope: Callable[[Fields, int], tuple[RopeConfig, int]] | None = None
+) -> dict[str, Any]:
+    """Fields that all of them spell alike.
+
+    partial_rope: of a head's dimensions, the rope and how many of them it turns; None: all.
+    """
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     if heads > hidden:
         fields.fail("num_attention_heads", f"at most hidden_size {hidden}", heads)
     dim = fields.integer("head_dim", hidden // heads)
-    rope, rotary_dim = (
-        read_phi3_rope(fields, head_dim=dim) if partial_rope else (read_rope(fields), dim)
-    )
+    rope, rotary_dim = partial_rope(fields, dim) if partial_rope else (read_rope(fields), dim)
     return {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,

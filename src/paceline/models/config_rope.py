@@ -37,17 +37,31 @@ def read_rope(fields: Fields, *, default_theta: float = 10000.0) -> RopeConfig:
     return _rope(fields, params, theta=theta, where="rope_parameters")
 
 
-def read_phi3_rope(fields: Fields, *, head_dim: int) -> tuple[RopeConfig, int]:
-    """(the rope of all layers, how many leading dimensions of a head it turns)."""
+def read_partial_rope(
+    fields: Fields, head_dim: int, *, share: float = 1.0
+) -> tuple[RopeConfig, int]:
+    """(the rope of all layers, how many leading dimensions of a head it turns).
+
+    share: of them, where the file is silent.
+    """
+    return _partial(fields.behind({_PARTIAL: share}), _shared(fields), head_dim)
+
+
+def read_phi3_rope(fields: Fields, head_dim: int) -> tuple[RopeConfig, int]:
+    """The same, with Phi-3's names of longrope."""
     params = _shared(fields)
+    for spelling in ("rope_type", "type"):
+        if params.get(spelling) in ("su", "yarn"):
+            params = {**params, spelling: "longrope"}
+    return _partial(fields, params, head_dim)
+
+
+def _partial(fields: Fields, params: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, int]:
     own = Fields(params, "config.json: rope_parameters")
     share = own.number(_PARTIAL, fields.number(_PARTIAL, 1.0))
     rotary_dim = int(head_dim * share)
     if share > 1.0 or rotary_dim < 2 or rotary_dim % 2:
         own.fail(_PARTIAL, f"an even number of the {head_dim} dimensions of a head", share)
-    for spelling in ("rope_type", "type"):
-        if params.get(spelling) in ("su", "yarn"):
-            params = {**params, spelling: "longrope"}
     theta = fields.number("rope_theta", 10000.0)
     return _rope(fields, params, theta=theta, where="rope_parameters"), rotary_dim
 

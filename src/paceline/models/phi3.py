@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.models.architecture import Architecture, prenorm
 from paceline.models.config_prenorm import read_prenorm
+from paceline.models.config_rope import read_phi3_rope
 from paceline.models.config_windows import uniform_windows
 from paceline.models.fields import Fields
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def _read(fields: Fields) -> dict[str, Any]:
     fields.refuse("layer_types", "phi3 has one kind of layer; use a model of another type")
-    shared = read_prenorm(fields, partial_rope=True)
+    shared = read_prenorm(fields, partial_rope=read_phi3_rope)
     window = fields.integer("sliding_window", None)
     return shared | {"layer_windows": uniform_windows(shared, window)}
 

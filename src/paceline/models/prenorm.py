@@ -1,11 +1,13 @@
 """The decoder that all but Gemma 2 and 3 are: pre-norm layers, or layers given in their place."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.core.model_config import ModelConfig, QKNorm
+from paceline.core.model_config import SOFTMAX, ModelConfig, QKNorm
 from paceline.core.parallel import Parallel, Span
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.dense import DENSE
@@ -20,6 +22,8 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, NameLayer, rope_tables
 from paceline.models.tensor_names import name_prenorm
 
+NO_MIXERS: Mapping[str, type[nn.Module]] = MappingProxyType({})
+
 
 def build_prenorm(
     config: ModelConfig,
@@ -31,13 +35,16 @@ def build_prenorm(
     formats: WeightFormats = DENSE,
     exchange: Exchange | None = None,
     layer: Callable[..., nn.Module] = PreNormLayer,
+    attention: type[SelfAttention] = SelfAttention,
+    mixers: Mapping[str, type[nn.Module]] = NO_MIXERS,
     named: NameLayer = name_prenorm,
     embedding_scale: float | None = None,
 ) -> CausalLM:
     """The model with uninitialised weights; `max_positions` as in `rope_tables`.
 
-    layer: another where a model adds otherwise to the stream; named: where checkpoints name a
-    layer's tensors otherwise.
+    layer: another where a model adds otherwise to the stream; attention: another than the usual;
+    mixers: by kind, the blocks of layers that mix otherwise than by attention; named: where
+    checkpoints name a layer's tensors otherwise.
     """
     placement = Placement(device, dtype, formats, exchange)
     tables = rope_tables(config, max_positions=max_positions, device=device)
@@ -47,7 +54,10 @@ def build_prenorm(
         scale=embedding_scale if config.multipliers is None else config.multipliers.embedding,
         placement=placement,
     )
-    layers = _layers(config, parallel, placement, tables=tables, layer=layer)
+    if config.qk_norm is QKNorm.ROW:
+        attention = RowNormedAttention
+    blocks = {SOFTMAX: attention if config.latent is None else LatentAttention, **mixers}
+    layers = _layers(config, parallel, placement, tables=tables, layer=layer, blocks=blocks)
     decoder = Decoder(embedding, layers, hidden_norm(config, placement), named=named)
     return CausalLM(config, decoder, parallel=parallel, placement=placement)
 
@@ -59,37 +69,32 @@ def _layers(
     *,
     tables: Sequence[Tensor | None],
     layer: Callable[..., nn.Module],
+    blocks: Mapping[str, type[nn.Module]],
 ) -> list[nn.Module]:
     by_row = config.qk_norm is QKNorm.ROW
-    attention_type = RowNormedAttention if by_row else SelfAttention
 
     def norm(held: Span, head_dim: int) -> RMSNorm:
         size = held.size * head_dim if by_row else head_dim
         return RMSNorm(size, config.rms_norm_eps, kind=config.norm, placement=placement)
 
-    def make_layer(layer_id: int) -> nn.Module:
-        heads = config.layers[layer_id].heads
-        dim = heads.head_dim
+    def own(layer_id: int) -> dict[str, Any]:
+        """What the block of a layer takes beside what all take."""
+        spec = config.layers[layer_id]
+        if spec.mixer != SOFTMAX:
+            return {}
+        if config.latent is not None:
+            assert tables[layer_id] is not None, "latents have dimensions that turn"
+            return {"cos_sin": tables[layer_id]}
+        heads, dim = spec.heads, spec.heads.head_dim
         q = parallel.share(heads.num_heads, "num_heads")
         kv = parallel.share_kv(heads.num_kv_heads, "num_kv_heads")
-        norms = norm(q, dim), norm(kv, dim)
-        attention = attention_type(
-            config,
-            layer_id,
-            cos_sin=tables[layer_id],
-            qk_norms=None if config.qk_norm is QKNorm.NONE else norms,
-            parallel=parallel,
-            placement=placement,
-        )
-        return layer(config, attention, parallel=parallel, placement=placement)
+        norms = None if config.qk_norm is QKNorm.NONE else (norm(q, dim), norm(kv, dim))
+        return {"cos_sin": tables[layer_id], "qk_norms": norms}
 
-    def make_latent(layer_id: int) -> nn.Module:
-        cos_sin = tables[layer_id]
-        assert cos_sin is not None, "latents have dimensions that turn"
-        attention = LatentAttention(
-            config, layer_id, cos_sin=cos_sin, parallel=parallel, placement=placement
+    def make(layer_id: int) -> nn.Module:
+        mixer = blocks[config.layers[layer_id].mixer](
+            config, layer_id, parallel=parallel, placement=placement, **own(layer_id)
         )
-        return layer(config, attention, parallel=parallel, placement=placement)
+        return layer(config, mixer, parallel=parallel, placement=placement)
 
-    make = make_layer if config.latent is None else make_latent
     return [make(index) for index in range(config.num_layers)]

@@ -5,6 +5,7 @@ adds what it calls its own tensors (`layers.weight_format`).  The loader copies 
 and nothing else.
 """
 
+from paceline.layers.gated_delta import GatedDeltaNet
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
@@ -50,6 +51,18 @@ def name_latent(layer: LatentAttention, prefix: str) -> Named:
     named[f"{prefix}.kv_a_layernorm.weight"] = wholly(layer.kv_norm.weight)
     named |= layer.held.fill(f"{prefix}.kv_b_proj")
     return named | name_linear(part_of(layer.out), f"{prefix}.o_proj")
+
+
+def name_gated_delta(layer: GatedDeltaNet, prefix: str) -> Named:
+    """Projections, convolution, decays and norm of a gated delta net."""
+    return {
+        **layer.held.fill(f"{prefix}.in_proj_qkvz", f"{prefix}.in_proj_ba"),
+        f"{prefix}.conv1d.weight": layer.conv_target(),
+        f"{prefix}.A_log": partly(layer.decay_log, layer.values),
+        f"{prefix}.dt_bias": partly(layer.decay_bias, layer.values),
+        f"{prefix}.norm.weight": wholly(layer.norm.weight),
+        **name_linear(part_of(layer.out), f"{prefix}.out_proj"),
+    }
 
 
 def name_mlp(layer: GatedMLP, prefix: str) -> Named:
@@ -119,7 +132,11 @@ def name_sandwich(layer: SandwichLayer, prefix: str) -> Named:
 
 
 def _name_blocks(layer: PreNormLayer | PostNormLayer | SandwichLayer, prefix: str) -> Named:
-    """Attention and feed-forward of a decoder layer."""
-    assert isinstance(layer.attention, SelfAttention)
-    named = name_attention(layer.attention, f"{prefix}.self_attn")
+    """Attention, or what stands in its place, and feed-forward of a decoder layer."""
+    block = layer.attention
+    if isinstance(block, GatedDeltaNet):
+        named = name_gated_delta(block, f"{prefix}.linear_attn")
+    else:
+        assert isinstance(block, SelfAttention)
+        named = name_attention(block, f"{prefix}.self_attn")
     return named | name_feed_forward(layer.mlp, f"{prefix}.mlp")

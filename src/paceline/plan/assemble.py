@@ -18,8 +18,10 @@ from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.core.options import REJECTION, EngineOptions, known
 from paceline.core.parallel import ALONE, Parallel, of_rank
 from paceline.core.sampling_params import PROMPT_BLOCK_ENTRIES
+from paceline.kernels.stand_in import device_type
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
+from paceline.plan.attention_choice import mixer_choices
 from paceline.plan.speculation import Speculation, shape_of, target_groups
 from paceline.runner.build import RunnerConfig, build_parts
 from paceline.runner.program import Parts
@@ -144,7 +146,8 @@ def assemble(
     """Make every tensor of an engine that stays, on `device`.  Raises what `weights` raises."""
     limits = decided.limits
     config = replace(decided.config, max_position=limits.context_len)
-    mixers = load_mixers(config.layers)  # or a refusal, before a weight is read
+    chosen = mixer_choices(config, decided.options, device_type(device), decided.speculation)
+    mixers = load_mixers(chosen)  # or a refusal, before a weight is read
     model = weights.target(config, max_positions=limits.kv_len_bound)
     return build_parts(
         model,

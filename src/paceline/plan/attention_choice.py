@@ -1,4 +1,5 @@
-"""Which attention backend serves each phase of a model, and which one engine therefore runs."""
+"""Which attention backend serves each phase of a model, and which one engine therefore runs; who
+runs its layers that mix otherwise."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,12 +10,14 @@ import torch
 
 from paceline.attention.contract import AttentionBackend, AttentionConfig, GraphSupport
 from paceline.attention.measurements import Phase
+from paceline.attention.mixers import choose_mixers
 from paceline.attention.names import NO_ATTENTION, Cascade, Pair
 from paceline.attention.registry import Choice, choose, load_backend
+from paceline.attention.states import StateConfig
 from paceline.cache.pool import torch_kv_dtype
 from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import DeviceFacts
-from paceline.core.model_config import ModelConfig
+from paceline.core.model_config import LayerSpec, ModelConfig, usual_state_every
 from paceline.core.modes import MaskKind
 from paceline.core.options import EngineOptions, known
 from paceline.plan.speculation import Speculation
@@ -138,6 +141,32 @@ def attention_config(
         graph=graph,
         encoder=any(layer.reads_encoder for layer in config.layers),
     )
+
+
+def mixer_choices(
+    config: ModelConfig,
+    options: EngineOptions,
+    device_type: str,
+    speculation: Speculation | None,
+) -> dict[str, Choice]:
+    """By kind of mixer, who runs the layers that keep states, under resolved `options`.
+
+    Raises BackendUnsupported, ConfigError, ModelError as `choose_mixers` does.
+    """
+    masks = {MaskKind.CAUSAL if speculation is None else speculation.shape.mask}
+    masks |= {MaskKind.BLOCK} if options.prompt_blocks else set()
+    every = options.state_checkpoint_every or usual_state_every(known(options.page_size))
+
+    def wanted(layer: LayerSpec) -> StateConfig:
+        return StateConfig(
+            device_type=device_type,
+            dtype=getattr(torch, known(options.dtype)),
+            masks=frozenset(masks),
+            parts=layer.state,
+            state_every=every,
+        )
+
+    return choose_mixers(config.layers, options.linear_attention_backend, wanted)
 
 
 def _nobody(phase: Phase, options: EngineOptions) -> PhaseChoice:

@@ -124,10 +124,17 @@ def refuse_pages(options: EngineOptions, config: ModelConfig, *, keeps_rows: boo
 
     keeps_rows: whether some layer, of the model or its drafter, keeps rows of tokens.
     """
-    every = options.state_checkpoint_every
+    every, named = options.state_checkpoint_every, options.linear_attention_backend
     lacks = None
     if not config.has_states:
         lacks = "a model whose layers keep no states"
+        if named not in (None, "auto"):
+            raise ConfigError.about(
+                "linear_attention_backend",
+                expected=f"left out with {lacks}",
+                got=repr(named),
+                remedy="remove --linear-attention-backend",
+            )
     elif not options.enable_prefix_cache:
         lacks = "--no-enable-prefix-caching: no states are kept for others"
     if every is not None and lacks is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.attention.registry import Choice
 from paceline.core.errors import ModelError
 from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import SOFTMAX, ModelConfig
@@ -16,7 +17,12 @@ from paceline.core.options import EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel, of_rank
 from paceline.models.locate import ModelSource
 from paceline.models.quantized.scheme import Quantization
-from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
+from paceline.plan.attention_choice import (
+    PhaseChoice,
+    mixer_choices,
+    one_backend,
+    phase_choices,
+)
 from paceline.plan.budget_table import table
 from paceline.plan.demand import Demands
 from paceline.plan.exchanged import Exchanged, exchanged
@@ -80,6 +86,7 @@ class Explanation:
     resolution: Resolution
     fit: Fit
     phases: tuple[PhaseChoice, ...]
+    mixers: Mapping[str, Choice]  # by kind, who runs the layers that keep states
     nearest: Nearest | None  # None where it fits
     text: TextPlan
     exchanged: Exchanged | None  # None: one process has the model
@@ -126,6 +133,15 @@ class Explanation:
                 }
                 for choice in self.phases
             ],
+            "linear_attention": [
+                {
+                    "mixer": kind,
+                    "backend": choice.name,
+                    "why": choice.why,
+                    "rejected": {name: list(why) for name, why in choice.rejected.items()},
+                }
+                for kind, choice in self.mixers.items()
+            ],
         }
 
 
@@ -155,6 +171,9 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         resolution=resolution,
         fit=fit,
         phases=phase_choices(demands.rank_config, resolution.options, device, speculation),
+        mixers=mixer_choices(
+            demands.rank_config, resolution.options, device.device_type, speculation
+        ),
         nearest=nearest_if_short(asked, resolution, fit, demands),
         text=TextPlan.of(target.source),
         exchanged=exchanged(config, parallel.size, dtype),
@@ -206,4 +225,8 @@ def show(plan: Explanation) -> str:
     for choice in plan.phases:
         rows.append(f"  {choice.phase:<8}{choice.backend or 'none'} ({choice.why})")
         rows += [f"    not {name}: {'; '.join(r)}" for name, r in choice.rejected.items()]
+    rows += ["linear attention"] if plan.mixers else []
+    for kind, chosen in plan.mixers.items():
+        rows.append(f"  {kind:<8}{chosen.name} ({chosen.why})")
+        rows += [f"    not {name}: {'; '.join(r)}" for name, r in chosen.rejected.items()]
     return "\n".join(rows)

@@ -8,7 +8,13 @@ import torch
 
 from paceline.attention.contract import AttentionBackend, Limits
 from paceline.attention.no_attention import NoAttention
-from paceline.attention.states import StateBackend, StateLayer, StateLimits, require_able
+from paceline.attention.states import (
+    StateBackend,
+    StateConfig,
+    StateLayer,
+    StateLimits,
+    require_able,
+)
 from paceline.cache.pool import KVFormat, KVPool, StatePool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Notify
@@ -335,12 +341,17 @@ def _mixer(
     spec, draft = pool.spec, limits.draft
     masks = {MaskKind.TREE if limits.tree_rows else MaskKind.CAUSAL}
     masks |= {MaskKind.BLOCK} if limits.has_blocks else set()
+    assert spec.state_every is not None, "a STATE group says where its states are kept"
     able = require_able(
         backend,
-        spec.name,
-        device_type=device_type(device),
-        dtype=dtype,
-        masks=frozenset(masks),
+        spec,
+        StateConfig(
+            device_type=device_type(device),
+            dtype=dtype,
+            masks=frozenset(masks),
+            parts=spec.stored,
+            state_every=spec.state_every,
+        ),
     )
     buffers = able.make_buffers(
         StateLimits(

@@ -21,8 +21,8 @@ FLAGS = (
         name="state_backend",
         metavar="NAME",
         is_repeated=True,
-        help="A backend of layers that keep states, package.module:Class, for the cells of its "
-        "kind.  May be repeated; attention cells then need --backend.",
+        help="A backend of layers that keep states, by name or package.module:Class, for the cells "
+        "of its kind.  May be repeated; attention cells then need --backend.",
     ),
     Flag(
         name="method",

@@ -246,7 +246,10 @@ def execute(cell: Cell, device_type: str) -> CellResult:
 
     is_of_states = cell.case.state_every is not None
     name = cell.backend
-    found = state_contender(name) if is_of_states else contender(name, device_type)
+    if is_of_states:
+        found = state_contender(name, cell.case.method)
+    else:
+        found = contender(name, device_type)
     result = run_cell(cell.case, found, cell.runner, torch.device(device_type))
     if result.status is Status.FAILING and device_type == "cuda":
         _require_sound_device(result)

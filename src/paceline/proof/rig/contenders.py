@@ -19,9 +19,11 @@ from paceline.attention.flash_attention import FlashAttentionBackend
 from paceline.attention.mixers import load_state_backend
 from paceline.attention.names import parse, singles
 from paceline.attention.registry import compose, load_backend
-from paceline.attention.states import StateBackend, unsupported_reasons
+from paceline.attention.states import StateBackend, StateConfig, unsupported_reasons
+from paceline.core.model_config import SOFTMAX
 from paceline.core.modes import MaskKind
 from paceline.proof.check.cell import RunnerKind
+from paceline.proof.oracle.states import RECURRENCES
 from paceline.proof.suite.case import Case
 
 # Vendor libraries by backend; on a CPU an emulator stands in.
@@ -57,9 +59,10 @@ def contender(name: str, device_type: str) -> Contender:
     return Contender(name=name, backend=compose(parsed, _on_a_cpu), is_emulated=is_emulated)
 
 
-def state_contender(name: str) -> Contender:
-    """The state backend of a class `package.module:Class`.  Raises ConfigError."""
-    return Contender(name=name, backend=load_state_backend(name), is_emulated=False)
+def state_contender(name: str, kind: str = SOFTMAX) -> Contender:
+    """The state backend of a short name, of `kind` where it has such, or of a class
+    `package.module:Class`.  Raises ConfigError."""
+    return Contender(name=name, backend=load_state_backend(name, kind=kind), is_emulated=False)
 
 
 def for_case(who: Contender, case: Case) -> AttentionBackend | StateBackend:
@@ -112,18 +115,19 @@ def _state_refusals(
 ) -> list[str]:
     if backend.kind != case.method:
         return [f"kind of layers {case.method}, of {backend.kind}"]
-    can = backend.capabilities
-    reasons = unsupported_reasons(
-        can,
+    graph = GraphSupport.NEVER
+    if runner is not RunnerKind.EAGER:
+        graph = needed_support(None if case.is_ragged else case.max_extend_len)
+    assert case.state_every is not None, "a case of states says where they are kept"
+    wanted = StateConfig(
         device_type=device.type,
         dtype=getattr(torch, case.dtype),
         masks=_masks(case),
+        parts=RECURRENCES[case.method].parts,
+        state_every=case.state_every,
+        graph=graph,
     )
-    if runner is not RunnerKind.EAGER:
-        needed = needed_support(None if case.is_ragged else case.max_extend_len)
-        if can.graph < needed:
-            reasons.append(f"graphs of {needed.name.lower()} steps, of {can.graph.name.lower()}")
-    return reasons
+    return unsupported_reasons(backend.capabilities, wanted)
 
 
 def _masks(case: Case) -> frozenset[MaskKind]:

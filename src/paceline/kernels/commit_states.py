@@ -1,0 +1,42 @@
+"""commit_states: the states of a round, once it is known which of its rows last.
+
+Of each row a round keeps the key, what it wrote of a value (u) and its summed decay G; see
+extend_states.  Behind the path of rows j to the last of them, m,
+
+    S = exp(G_m) S + sum_j exp(G_m - G_j) k_j u_j^T
+
+which is one product.  Where nothing lasts it is what was read.
+"""
+
+import torch
+from torch import Tensor
+
+
+def commit_states_reference(
+    states: Tensor, k: Tensor, u: Tensor, decay: Tensor, path: Tensor, num_kept: Tensor
+) -> Tensor:
+    """[reqs, value_heads, key_dim, value_dim] float32: the states behind the first `num_kept` rows
+    of `path`.  The definition, and the CPU's path.
+
+    states: likewise, before the round; k: [reqs, rows, key_heads, key_dim] float32; u: [reqs, rows,
+    value_heads, value_dim] float32; decay: [reqs, rows, value_heads] float32; path: [reqs, longest]
+    int64; num_kept: [reqs] int32.  Mutates nothing.
+    """
+    reqs, longest = path.shape
+    heads, per_key = k.shape[2], u.shape[2] // k.shape[2]
+
+    def along(each: Tensor) -> Tensor:
+        return each.gather(
+            1, path.view(reqs, longest, *(1,) * (each.dim() - 2)).expand(-1, -1, *each.shape[2:])
+        )
+
+    decays = along(decay)  # [reqs, longest, value_heads]
+    last = (num_kept.long() - 1).clamp(min=0).view(reqs, 1, 1).expand(-1, 1, decays.shape[2])
+    is_any = (num_kept > 0).view(reqs, 1, 1)
+    total = decays.gather(1, last).masked_fill(~is_any, 0.0)
+    is_kept = torch.arange(longest, device=path.device) < num_kept.unsqueeze(1)
+    weight = (total - decays).masked_fill(~is_kept.unsqueeze(2), -torch.inf).exp()
+    keys = along(k).unsqueeze(3) * weight.view(reqs, longest, heads, per_key, 1)
+    values = along(u).view(reqs, longest, heads, per_key, -1)
+    added = keys.permute(0, 2, 3, 4, 1) @ values.permute(0, 2, 3, 1, 4)
+    return total.exp().view(reqs, -1, 1, 1) * states + added.flatten(1, 2)

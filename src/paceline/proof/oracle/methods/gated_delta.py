@@ -1,0 +1,63 @@
+"""Gated delta net (arXiv:2412.06464), one token after another: convolution, unit queries and keys,
+decay, correction of what the state says of the key, reading."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.model_config import RowPart
+from paceline.proof.oracle.methods.recurrence import Recurrence, State
+
+_KEY_HEADS, _PER_KEY, _KEY_DIM, _VALUE_DIM, _TAPS = 2, 2, 8, 6, 4
+_HEADS = _KEY_HEADS * _PER_KEY
+_OF_HEAD = (_KEY_DIM, _KEY_DIM, _PER_KEY * _VALUE_DIM)  # query, key, values
+_CHANNELS = _KEY_HEADS * sum(_OF_HEAD)
+
+
+class GatedDelta(Recurrence):
+    """A token brings its channels, key head by key head, and of each value head a number for its
+    decay and one for its rate."""
+
+    kind = "gdn"
+    parts = (
+        RowPart("conv", (_CHANNELS, _TAPS - 1)),
+        RowPart("state", (_HEADS, _KEY_DIM, _VALUE_DIM), dtype="float32"),
+    )
+    width = _CHANNELS + 2 * _HEADS
+    out_shape = (_HEADS, _VALUE_DIM)
+
+    def given(self, rows: Tensor) -> Any:
+        from paceline.attention.linear.inputs import GdnInputs
+
+        qkv, decay, rate = rows.split((_CHANNELS, _HEADS, _HEADS), dim=1)
+        return GdnInputs(
+            qkv=qkv,
+            conv_weight=_taps(rows),
+            decay=-decay.float().abs(),
+            beta=rate.float().sigmoid(),
+        )
+
+    def step(self, state: State, row: Tensor) -> tuple[State, Tensor]:
+        raw, decay, rate = row.split((_CHANNELS, _HEADS, _HEADS))
+        seen = torch.cat((state["conv"], raw.unsqueeze(1)), 1)
+        total = (seen * _taps(row)).sum(1)
+        mixed = total / (1 + torch.exp(-total))
+        matrices, outs = [], []
+        for head in range(_HEADS):
+            of_key = mixed.view(_KEY_HEADS, -1)[head // _PER_KEY]
+            query, key, values = of_key.split(_OF_HEAD)
+            value = values.view(_PER_KEY, _VALUE_DIM)[head % _PER_KEY]
+            query, key = (x / torch.sqrt((x * x).sum() + 1e-6) for x in (query, key))
+            matrix = torch.exp(-decay[head].abs()) * state["state"][head]
+            wrong = value - matrix.T @ key
+            matrix = matrix + torch.outer(key, wrong / (1 + torch.exp(-rate[head])))
+            matrices.append(matrix)
+            outs.append(matrix.T @ query / _KEY_DIM**0.5)
+        return {"conv": seen[:, 1:], "state": torch.stack(matrices)}, torch.stack(outs)
+
+
+def _taps(like: Tensor) -> Tensor:
+    """[channels, taps] other numbers for each, exact in every format."""
+    at = torch.arange(_CHANNELS * _TAPS, dtype=torch.float64, device=like.device)
+    return (at.mul(1.3).sin() * 64).round().div(64).view(_CHANNELS, _TAPS).to(like.dtype)
