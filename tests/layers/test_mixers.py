@@ -192,7 +192,10 @@ def test_a_backend_of_the_wrong_kind_is_refused(
     ("layer", "got"),
     [
         (SUMS, "sum, whose cache group is of kind state"),
-        (LayerSpec(reads_encoder=True), "softmax, whose cache group is of kind encoder"),
+        (
+            LayerSpec(heads=Heads(1, 1, 8, 8), reads_encoder=True),
+            "softmax, whose cache group is of kind encoder",
+        ),
     ],
 )
 def test_a_drafter_with_such_a_layer_is_refused(layer: LayerSpec, got: str, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from paceline.core.step import Step
 from paceline.engine.outputs import RequestOutput
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
+from paceline.models.config import parse_config
 from paceline.runner.recording.graphs import AHEAD
 from paceline.runner.streams import DeferredStream
 
@@ -148,6 +149,15 @@ def make_llm(checkpoint: Checkpoint, *, knobs: Knobs | None = None, **options: A
     """A small engine on one thread, whose graphs are captured as on a GPU: answers are short."""
     knobs = replace(knobs or Knobs(), capture=AHEAD)
     return LLM(str(checkpoint.folder), knobs=knobs, **{"threads": 1, "max_num_seqs": 8} | options)
+
+
+def pages_of(checkpoint: Checkpoint, size: int, *, every: int | None = None) -> dict[str, Any]:
+    """Options of a cache with pages of `size` tokens, and states at each `every`, with room for
+    many; of a model that keeps nothing but states a page is what lies between."""
+    config = parse_config(checkpoint.theirs.config.to_dict() | {"dtype": "float32"})
+    kept = {"state_checkpoint_every": every, "max_num_seqs": 32}
+    states = kept if config.has_states and every else {}
+    return states | ({"page_size": size} if config.heads else {})
 
 
 def assert_idle(llm: LLM) -> None:

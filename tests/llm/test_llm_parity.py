@@ -16,6 +16,7 @@ from llm_cases import (
     assert_same_or_tie,
     make_checkpoint,
     make_llm,
+    pages_of,
     random_prompts,
 )
 
@@ -76,9 +77,7 @@ def test_logprobs_of_a_prefill_and_64_greedy_tokens_equal_transformers(
     """
     prompts = random_prompts(PROMPT_LENS, seed=2)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=TOP)
-    options = {"chunked_prefill_size": chunk, "page_size": 4}
-    if "linear_attention" in (getattr(checkpoint.theirs.config, "layer_types", None) or ()):
-        options["state_checkpoint_every"] = 36
+    options = {"chunked_prefill_size": chunk} | pages_of(checkpoint, 4, every=12)
     with make_llm(checkpoint, **options) as llm:
         fresh = llm.generate(prompts, params)
         [cached] = llm.generate(prompts[0], replace(params, max_tokens=BEHIND_A_HIT))
@@ -93,7 +92,7 @@ def test_prefill_logprobs_at_every_length_equal_transformers(checkpoint: Checkpo
     """One token behind each beginning of a prompt, page boundaries and windows included."""
     [prompt] = random_prompts([40], seed=3)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=TOP)
-    options = {"enable_prefix_cache": False, "page_size": 16, "max_num_seqs": 8}
+    options = {"enable_prefix_cache": False, "max_num_seqs": 8} | pages_of(checkpoint, 16)
     with make_llm(checkpoint, **options) as llm:
         outputs = llm.generate([prompt[:n] for n in range(1, len(prompt) + 1)], params)
     theirs = checkpoint.logits(prompt).log_softmax(-1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paceline.attention.mixers import load_state_backend
 from paceline.attention.states import StateLayer, StateLimits
-from paceline.core.model_config import SOFTMAX, ModelConfig
+from paceline.core.model_config import ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows_reference
 from paceline.kernels.rms_norm import rms_norm_reference
@@ -22,7 +22,7 @@ class FakeContext:
 
     def __init__(self, config: ModelConfig, sinks: tuple[Tensor | None, ...] | None = None) -> None:
         self._config = config
-        attending = [at for at, layer in enumerate(config.layers) if layer.mixer == SOFTMAX]
+        attending = [at for at, layer in enumerate(config.layers) if layer.attends]
         given = sinks or (None,) * len(attending)
         self._sinks = dict(zip(attending, given, strict=True))  # by layer, of [num_heads]
         self._keys: list[list[Tensor]] = [[] for _ in range(config.num_layers)]

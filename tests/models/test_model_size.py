@@ -15,11 +15,15 @@ from paceline.models.size import weights_bytes
 PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3-7-layers": 49_632_960_512 + 4 * 256,  # as below: the first 3, and 4 with experts
+    # rates, steps and skips of each head are float32 whatever the dtype, and count twice
+    "falcon-h1-7b": 7_585_513_568 + 44 * 3 * 24,
     "gemma-2-9b": 9_241_705_984,
     "gemma-3-1b": 999_885_952,
     "gpt-oss-20b": 20_914_757_184,
+    "granite-4.0-h-small": 32_207_337_984 + 36 * 3 * 128,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.2-1b": 1_235_814_400,
+    "mamba2-2.7b": 2_702_599_680 + 64 * 3 * 80,
     "mistral-7b": 7_241_732_096,
     "phi-4-mini": 3_836_021_760,
     "qwen2.5-7b": 7_615_616_512,

@@ -12,7 +12,7 @@ from fake_context import FakeContext
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import SOFTMAX, ModelConfig, MoEConfig, RopeConfig, RopeKind
+from paceline.core.model_config import GateOrder, ModelConfig, MoEConfig, RopeConfig, RopeKind
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
@@ -108,6 +108,9 @@ def test_taps_are_the_hidden_states_of_transformers(pair: Pair) -> None:
     ctx = FakeContext(pair.config, pair.ours.attention_sinks())
     result = pair.ours(pair.prompt, torch.arange(PROMPT_LEN), ctx, taps=names)
     states = pair.theirs(pair.prompt[None], output_hidden_states=True).hidden_states
+    if pair.config.model_type == "mamba2":  # the output of every layer, then the final norm's
+        embedded = pair.theirs.get_input_embeddings()(pair.prompt[None])
+        states = (embedded, *states[:-2], states[-1])
     # theirs: the input of every layer, then the final norm's output in place of the last stream
     assert_close(result.taps["embed"], states[0][0])
     for index in range(pair.config.num_layers - 1):
@@ -151,10 +154,10 @@ def test_every_special_feature_matters(pair: Pair) -> None:
     """Without it the logits are off by far more than the tolerance: the parity tests are sharp."""
     changes: dict[str, dict[str, object]] = {}
     layers = pair.config.layers
-    attending = [layer for layer in layers if layer.mixer == SOFTMAX]
+    attending = [layer for layer in layers if layer.attends]
     windows = [layer.window for layer in layers]
     rotated = [layer for layer in layers if layer.rope is not None]
-    rope = min(rotated, key=lambda layer: layer.window is not None).rope
+    rope = min(rotated, key=lambda layer: layer.window is not None).rope if rotated else None
 
     def each(**fields: object) -> dict[str, object]:
         changed = (replace(at, **fields) if at in attending else at for at in layers)
@@ -168,7 +171,7 @@ def test_every_special_feature_matters(pair: Pair) -> None:
         swapped = (replace(at, rope=other) if at.rope == rope else at for at in layers)
         return {"layers": tuple(swapped)}
 
-    if rope.kind.value != "default":
+    if rope is not None and rope.kind.value != "default":
         changes["rope"] = turning(RopeConfig(theta=rope.theta))
     if len(pair.config.ropes) > 1:
         changes["local rope"] = each(rope=rope)
@@ -179,34 +182,65 @@ def test_every_special_feature_matters(pair: Pair) -> None:
             changes["which layers"] = windowed(shifted)
     if pair.config.logit_soft_cap is not None:
         changes["cap"] = {"logit_soft_cap": None}
-    if attending[0].soft_cap is not None:
+    if attending and attending[0].soft_cap is not None:
         changes["attention cap"] = each(soft_cap=None)
-    if rope.kind is RopeKind.LONGROPE:
+    if rope is not None and rope.kind is RopeKind.LONGROPE:
         swapped = {"short_factors": rope.long_factors, "long_factors": rope.short_factors}
         changes["factors"] = turning(replace(rope, **swapped))
         changes["attention factor"] = turning(replace(rope, attention_factor=1.0))
-    elif pair.config.latent is None and attending[0].rotary_dim != attending[0].heads.head_dim:
+    elif (
+        rope is not None
+        and pair.config.latent is None
+        and attending[0].rotary_dim != attending[0].heads.head_dim
+    ):
         changes["share of rope"] = each(rotary_dim=attending[0].heads.head_dim)
     if pair.config.latent is not None:
         other = replace(pair.config.latent, pairs=not pair.config.latent.pairs)
         changes["pairs that turn"] = {"latent": other}
-    if any(layer.rope is None for layer in attending):
-        changes["layers without rope"] = each(rope=rope)
-    for name in ("embedding", "residual", "logit_divisor") if pair.config.multipliers else ():
+    unrotated = [layer for layer in attending if layer.rope is None]
+    if unrotated:
+        other = RopeConfig(theta=1000.0) if rope is None else rope
+        changes["layers without rope"] = each(rope=other, rotary_dim=unrotated[0].heads.head_dim)
+    factors = ["embedding", "residual", "logit_divisor"] if pair.config.multipliers else []
+    if pair.config.side_multipliers is not None:
+        factors.remove("residual")  # their layers multiply by others
+    for name in factors:
         factor = 1.01 * getattr(pair.config.multipliers, name)
         changes[name] = {"multipliers": replace(pair.config.multipliers, **{name: factor})}
-    if pair.config.moe is None:
+    if pair.config.mamba2 is not None:
+        changes |= other_states(pair.config)
+    if pair.config.moe is None and pair.config.intermediate_size:
         other = "silu" if pair.config.hidden_act == "relu" else "relu"
         changes["activation"] = {"hidden_act": other}
-    else:
+    elif pair.config.moe is not None:
         changes |= {name: {"moe": moe} for name, moe in other_experts(pair.config.moe).items()}
-    changes["scale"] = each(scale=attending[0].scale * 1.01)
+    if attending:
+        changes["scale"] = each(scale=attending[0].scale * 1.01)
     exact = pair.theirs(pair.prompt[None]).logits[0]
     for name, change in changes.items():
         config = replace(pair.config, **change)
         wrong, _ = run(load(pair.folder, config, torch.float32), config, pair.prompt, [PROMPT_LEN])
         error = (wrong - exact).abs().max() / exact.abs().max()
         assert error > 100 * TOLERANCE, f"{name} changes the logits by {error:.1e} only"
+
+
+def other_states(config: ModelConfig) -> dict[str, dict[str, object]]:
+    """Layers with states, with one thing changed that their checkpoint has no say in."""
+    own, changed = config.mamba2, {}
+    assert own is not None
+    orders = {GateOrder.GATE_NORM: GateOrder.NORM_GATE, GateOrder.NORM_GATE: GateOrder.GATE_NORM}
+    if own.order in orders:
+        changed["order of gate and norm"] = {"mamba2": replace(own, order=orders[own.order])}
+    steps = replace(own, step_limits=(0.0, 0.5))
+    changed["limits of time steps"] = {"mamba2": steps}
+    for at in range(5) if own.scales is not None else ():
+        scales = (*own.scales[:at], 1.25 * own.scales[at], *own.scales[at + 1 :])
+        changed[f"scale {at}"] = {"mamba2": replace(own, scales=scales)}
+    sides = config.side_multipliers
+    for name in ("attention", "state", "gate", "down") if sides is not None else ():
+        other = replace(sides, **{name: 1.05 * getattr(sides, name)})
+        changed[f"factor of {name}"] = {"side_multipliers": other}
+    return changed
 
 
 def other_experts(moe: MoEConfig) -> dict[str, MoEConfig]:
@@ -232,9 +266,9 @@ def other_experts(moe: MoEConfig) -> dict[str, MoEConfig]:
 
 
 def test_sinks_matter(pair: Pair) -> None:
-    attending = [layer for layer in pair.config.layers if layer.mixer == SOFTMAX]
-    if not attending[0].sinks:
-        assert pair.ours.attention_sinks() == (None,) * len(attending)
+    if not any(layer.sinks for layer in pair.config.layers):
+        attending = sum(layer.attends for layer in pair.config.layers)
+        assert pair.ours.attention_sinks() == (None,) * attending
         return
     at = torch.arange(PROMPT_LEN)
     without = pair.ours(pair.prompt, at, FakeContext(pair.config)).hidden

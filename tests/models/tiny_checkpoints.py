@@ -56,6 +56,35 @@ _YARN_ALL = {
     "mscale_all_dim": 1.3,
 }
 
+_SIDE = _SIZES | {
+    "hidden_size": 48,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 8,
+    "rope_parameters": _DEFAULT,
+}
+_FACTORS = {
+    "embedding_multiplier": 3.1,
+    "lm_head_multiplier": 0.6,
+    "key_multiplier": 1.7,
+    "attention_out_multiplier": 0.8,
+    "ssm_out_multiplier": 1.3,
+    "ssm_multipliers": [0.7, 1.4, 0.9, 1.2, 0.6],
+    "mlp_multipliers": [1.6, 0.7],
+}
+_GRANITE_HYBRID = (
+    _SIZES
+    | _LLAMA
+    | {"num_hidden_layers": 3, "shared_intermediate_size": 36, "intermediate_size": 28}
+    | {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    | {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+    | {"embedding_multiplier": 3.1, "residual_multiplier": 0.37, "logits_scaling": 1.7}
+    | {"attention_multiplier": 0.3, "rope_parameters": _DEFAULT}
+)
+
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1000.0,
@@ -323,6 +352,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 20, "qk_rope_head_dim": 12}
         | {"scale_emb": 1, "scale_depth": None, "dim_model_base": None, "attention_bias": True}
         | {"rope_parameters": _DEFAULT},
+    ),
+    "mamba2-groups": (
+        "Mamba2",
+        _SIZES
+        | {"hidden_size": 48, "num_heads": 6, "head_dim": 16, "state_size": 12, "n_groups": 2}
+        | {"num_hidden_layers": 3, "chunk_size": 8},
+    ),
+    "mamba2-one-group-biases-tied": (
+        "Mamba2",
+        _SIZES
+        | {"hidden_size": 40, "num_heads": 5, "head_dim": 16, "state_size": 20, "n_groups": 1}
+        | {"use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "chunk_size": 8}
+        | {"tie_word_embeddings": True},
+    ),
+    "granitemoehybrid-experts": (
+        "GraniteMoeHybrid",
+        _GRANITE_HYBRID | {"num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "granitemoehybrid-dense-rope": (
+        "GraniteMoeHybrid",
+        _GRANITE_HYBRID
+        | {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_proj_bias": True}
+        | {"tie_word_embeddings": True},
+    ),
+    "falcon_h1-factors": (
+        "FalconH1",
+        _SIDE | _FACTORS | {"attention_in_multiplier": 1.2, "ssm_in_multiplier": 0.8},
+    ),
+    "falcon_h1-norm-before-gate": (
+        "FalconH1",
+        _SIDE | {"mamba_rms_norm": True, "mamba_n_groups": 2, "tie_word_embeddings": True},
+    ),
+    "falcon_h1-norm-behind-gate-biases": (
+        "FalconH1",
+        _SIDE
+        | _FACTORS
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_ssm": None}
+        | {"attention_bias": True, "mlp_bias": True, "projectors_bias": True}
+        | {"mamba_proj_bias": True, "mamba_conv_bias": False},
     ),
     "phi3-longrope-long": ("Phi3", longrope(8)),
     "phi3-longrope-short": ("Phi3", longrope(CONTEXT, factor=4.0)),

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from itertools import accumulate
+from typing import NamedTuple
 
 from paceline.core.errors import ConfigError
 
@@ -149,6 +150,26 @@ class LatentConfig:
     pairs: bool  # dimensions that turn against each other are stored as neighbours, not as halves
 
 
+class GateOrder(Enum):
+    """What Mamba-2 layers make of their output y and the gate z."""
+
+    GATE = "gate"  # y * silu(z)
+    GATE_NORM = "gate_norm"  # the norm of y * silu(z)
+    NORM_GATE = "norm_gate"  # the norm of y, times silu(z)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Config:
+    """What Mamba-2 layers (arXiv:2405.21060) have beside the shape of their states."""
+
+    conv_bias: bool
+    in_bias: bool
+    out_bias: bool
+    step_limits: tuple[float, float]  # of the time step
+    order: GateOrder
+    scales: tuple[float, float, float, float, float] | None  # of z, x, B, C, dt as projected
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Multipliers:
     """Constants of a model that scales more than its attention scores (Granite)."""
@@ -156,6 +177,16 @@ class Multipliers:
     embedding: float
     residual: float  # of what a block adds to the stream
     logit_divisor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideMultipliers:
+    """Constants of layers that mix in two ways at once (Falcon-H1)."""
+
+    attention: float  # of what attention adds to the stream
+    state: float  # of what the other mixer adds
+    gate: float  # of the feed-forward block's gate, before its activation
+    down: float  # of what that block adds
 
 
 SOFTMAX = "softmax"  # the mixer kind that is attention
@@ -184,11 +215,20 @@ class Heads:
 NO_HEADS = Heads(0, 0, 0, 0)
 
 
+class Cached(NamedTuple):
+    """What a layer caches in one group: layers of equal ones share it."""
+
+    kind: "CacheKind"
+    mixer: str
+    window: int | None  # keys visible; None: all
+    parts: "tuple[RowPart, ...]"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """How one layer mixes the tokens of a request, and what it caches of them."""
 
-    mixer: str = SOFTMAX
+    mixer: str = SOFTMAX  # beside another kind a layer may attend too: then it has heads
     heads: Heads = NO_HEADS
     scale: float = 1.0  # multiplies q.k
     window: int | None = None  # keys visible, itself included; None = all
@@ -200,22 +240,25 @@ class LayerSpec:
     reads_encoder: bool = False  # cross attention: K and V are made of the rows of an encoder
 
     @property
-    def parts(self) -> "tuple[RowPart, ...]":
-        """What is cached of a token, or of a request; none: the layer belongs to no cache group."""
+    def attends(self) -> bool:
+        return self.mixer == SOFTMAX or self.heads != NO_HEADS
+
+    @property
+    def rows(self) -> "tuple[RowPart, ...]":
+        """What attention caches of a token; none: nothing."""
         heads = self.heads
-        if self.mixer != SOFTMAX:
-            return self.state
         if not heads.num_kv_heads:
             return ()
         dims = heads.head_dim, heads.v_head_dim
         return kv_parts(heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
 
     @property
-    def kind(self) -> "CacheKind":
-        """Of the cache group that it belongs to, if it belongs to one."""
-        if self.mixer != SOFTMAX:
-            return CacheKind.STATE
-        return CacheKind.ENCODER if self.reads_encoder else CacheKind.TOKENS
+    def caches(self) -> tuple[Cached, ...]:
+        """In each cache group that it belongs to."""
+        kind = CacheKind.ENCODER if self.reads_encoder else CacheKind.TOKENS
+        rows = Cached(kind, SOFTMAX, self.window, self.rows)
+        state = Cached(CacheKind.STATE, self.mixer, None, self.state)
+        return tuple(cached for cached in (rows, state) if cached.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +286,8 @@ class ModelConfig:
     multipliers: Multipliers | None = None
     stored_vocab_size: int | None = None  # rows of the checkpoint's tables; None: vocab_size
     latent: LatentConfig | None = None
+    mamba2: Mamba2Config | None = None
+    side_multipliers: SideMultipliers | None = None
     max_encoder_len: int = 0  # rows that an encoder makes of what a request brings, at most
 
     @property
@@ -252,7 +297,7 @@ class ModelConfig:
     @property
     def heads(self) -> tuple[Heads, ...]:
         """Of the layers that attend, each once, those of most layers first."""
-        of_layers = Counter(layer.heads for layer in self.layers if layer.mixer == SOFTMAX)
+        of_layers = Counter(layer.heads for layer in self.layers if layer.attends)
         return tuple(heads for heads, _ in of_layers.most_common())
 
     @property
@@ -388,11 +433,10 @@ def cache_group_specs(
     state_every: of groups of states; None: the usual.
     """
     every = state_every or usual_state_every(page_size)
-    members: dict[tuple[CacheKind, str, int | None, tuple[RowPart, ...]], list[int]] = {}
+    members: dict[Cached, list[int]] = {}
     for index, layer in enumerate(config.layers):
-        if layer.parts:
-            alike = layer.kind, layer.mixer, layer.window, layer.parts
-            members.setdefault(alike, []).append(index)
+        for cached in layer.caches:
+            members.setdefault(cached, []).append(index)
 
     kinds = list(CacheKind)
 

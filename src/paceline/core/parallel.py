@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import SOFTMAX, LayerSpec, ModelConfig, RowPart
+from paceline.core.model_config import LayerSpec, ModelConfig, RowPart
 
 MOST_RANKS = 64  # words of shared memory, see runner/shared_memory.py
 
@@ -113,6 +113,8 @@ def rank_reasons(config: ModelConfig, size: int) -> list[str]:
             reasons.append(f"there are {q} heads")
         if not heads.v_in_k and kv % size and size % kv:
             reasons.append(f"there are {kv} KV heads")
+    if config.mamba2 is not None and size > 1:
+        reasons.append("layers of mamba2 are not split among ranks")
     states = {part: None for layer in config.layers for part in layer.state if part.by_heads}
     reasons += [
         f"'{part.name}' of a state has {part.shape[0]}" for part in states if part.shape[0] % size
@@ -122,9 +124,10 @@ def rank_reasons(config: ModelConfig, size: int) -> list[str]:
 
 def _share(layer: LayerSpec, parallel: Parallel) -> LayerSpec:
     heads = layer.heads
-    if layer.mixer != SOFTMAX:
-        return replace(layer, state=tuple(_part(part, parallel) for part in layer.state))
-    by_heads = all(part.by_heads for part in layer.parts)
+    layer = replace(layer, state=tuple(_part(part, parallel) for part in layer.state))
+    if not layer.attends:
+        return layer
+    by_heads = all(part.by_heads for part in layer.rows)
     kv = parallel.share_kv(heads.num_kv_heads, "num_kv_heads").size if by_heads else 1
     shared = replace(
         heads, num_heads=parallel.share(heads.num_heads, "num_heads").size, num_kv_heads=kv

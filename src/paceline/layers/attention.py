@@ -17,7 +17,7 @@ from paceline.attention.contract import (
 )
 from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
-from paceline.core.model_config import SOFTMAX, CacheGroupSpec, ModelConfig
+from paceline.core.model_config import CacheGroupSpec, ModelConfig
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
@@ -140,7 +140,7 @@ def attention_specs(
             v_in_k=layer.heads.v_in_k,
         )
         for layer_id, layer in enumerate(config.layers)
-        if layer.mixer == SOFTMAX and layer_id in group_of
+        if layer.attends and layer_id in group_of
     )
 
 

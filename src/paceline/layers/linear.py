@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel, Span, whole
+from paceline.kernels.act_and_mul import act_and_mul
 from paceline.layers.parameter import Placement
 from paceline.layers.weight_format import hold
 
@@ -58,7 +59,10 @@ class QKVLinear(nn.Module):
 
 
 class GateUpLinear(nn.Module):
-    """act(gate(x)) * up(x), both projections as one product; each rank holds a share of both."""
+    """act(gate(x)) * up(x), both projections as one product; each rank holds a share of both.
+
+    gate_scale: multiplies gate(x), of the few models that have one.
+    """
 
     def __init__(
         self,
@@ -68,13 +72,19 @@ class GateUpLinear(nn.Module):
         activation: str,
         bias: bool,
         placement: Placement,
+        gate_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.activation = activation
+        self.gate_scale = gate_scale
         format_, inputs = placement.formats.linear, whole(hidden_size)
         weight = format_.allocate((inter, inter), inputs, bias=bias, placement=placement)
         self.held = hold(self, format_, weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [tokens, intermediate]."""
-        return self.held.format.apply_gated(x, self.held.weight, self.activation)
+        if self.gate_scale is None:
+            return self.held.format.apply_gated(x, self.held.weight, self.activation)
+        both = self.held.format.apply(x, self.held.weight)
+        both[:, : both.shape[1] // 2].mul_(self.gate_scale)
+        return act_and_mul(both, self.activation)

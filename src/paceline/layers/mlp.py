@@ -20,6 +20,7 @@ class GatedMLP(nn.Module):
         bias: bool,
         parallel: Parallel,
         placement: Placement,
+        gate_scale: float | None = None,
     ) -> None:
         super().__init__()
         inter = parallel.share(intermediate_size, "intermediate_size")
@@ -29,6 +30,7 @@ class GatedMLP(nn.Module):
             activation=HIDDEN_ACTS[activation],
             bias=bias,
             placement=placement,
+            gate_scale=gate_scale,
         )
         self.down = Linear(inter, whole(hidden_size), bias=bias, placement=placement)
 

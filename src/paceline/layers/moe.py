@@ -118,6 +118,7 @@ def feed_forward(
             bias=config.mlp_bias,
             parallel=parallel,
             placement=placement,
+            gate_scale=None if config.side_multipliers is None else config.side_multipliers.gate,
         )
     made: GatedMLP | SparseMLP | RankSum = summed(block, parallel, placement)
     return made

@@ -7,6 +7,7 @@ from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
 from paceline.layers.gated_delta import GatedDeltaNet
 from paceline.layers.latent_attention import LatentAttention
+from paceline.layers.mamba2 import Mamba2
 from paceline.layers.moe import feed_forward
 from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import hidden_norm
@@ -19,7 +20,7 @@ class PreNormLayer(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        attention: SelfAttention | LatentAttention | GatedDeltaNet,
+        attention: SelfAttention | LatentAttention | GatedDeltaNet | Mamba2,
         *,
         parallel: Parallel,
         placement: Placement,

@@ -80,7 +80,7 @@ def _layers(
     def own(layer_id: int) -> dict[str, Any]:
         """What the block of a layer takes beside what all take."""
         spec = config.layers[layer_id]
-        if spec.mixer != SOFTMAX:
+        if not spec.attends:
             return {}
         if config.latent is not None:
             assert tables[layer_id] is not None, "latents have dimensions that turn"
@@ -92,7 +92,8 @@ def _layers(
         return {"cos_sin": tables[layer_id], "qk_norms": norms}
 
     def make(layer_id: int) -> nn.Module:
-        mixer = blocks[config.layers[layer_id].mixer](
+        spec = config.layers[layer_id]
+        mixer = blocks[SOFTMAX if spec.attends else spec.mixer](
             config, layer_id, parallel=parallel, placement=placement, **own(layer_id)
         )
         return layer(config, mixer, parallel=parallel, placement=placement)

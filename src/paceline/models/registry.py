@@ -5,13 +5,16 @@ from paceline.models import (
     deepseek_v2,
     deepseek_v3,
     exaone4,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3_text,
     glm4_moe_lite,
     gpt_oss,
     granite,
+    granitemoehybrid,
     llama,
+    mamba2,
     minicpm3,
     mistral,
     mixtral,
@@ -28,9 +31,9 @@ from paceline.models import (
 from paceline.models.architecture import Architecture
 
 _FILES = (
-    *(deepseek_v2, deepseek_v3, exaone4, gemma, gemma2, gemma3_text, glm4_moe_lite, gpt_oss),
-    *(granite, llama, minicpm3, mistral, mixtral, olmo2, phi3, qwen2, qwen2_moe, qwen3),
-    *(qwen3_moe, qwen3_next, seed_oss, smollm3),
+    *(deepseek_v2, deepseek_v3, exaone4, falcon_h1, gemma, gemma2, gemma3_text, glm4_moe_lite),
+    *(gpt_oss, granite, granitemoehybrid, llama, mamba2, minicpm3, mistral, mixtral, olmo2),
+    *(phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, seed_oss, smollm3),
 )
 ARCHITECTURES: dict[str, Architecture] = {
     file.__name__.rpartition(".")[2]: file.ARCHITECTURE for file in _FILES

@@ -2,7 +2,8 @@
 
 transformers holds qwen3_moe's experts as `experts.gate_up_proj` [experts, 2 * inter, hidden], gate
 rows before up rows, and `experts.down_proj` [experts, hidden, inter].  It writes each expert's own
-tensors, as released files have them, unless told to keep its format.
+tensors, as released files have them, unless told to keep its format.  Granite's files have the same
+stacks by other names.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,13 @@ from torch import Tensor
 
 from paceline.models.checkpoint import StoredTensors
 
-_GATE_UP, _DOWN = ".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"
+# How the name of a stack ends -> the projections whose rows it has, one behind the other.
+_STACKS = {
+    ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    ".mlp.experts.down_proj": ("down_proj",),
+    ".block_sparse_moe.input_linear.weight": ("gate_proj", "up_proj"),
+    ".block_sparse_moe.output_linear.weight": ("down_proj",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ class UnstackedExperts:
         self._parts: dict[str, _Part | str] = {}
         for name in checkpoint.names:
             shape = checkpoint.shape(name)
-            is_stack = name.endswith((_GATE_UP, _DOWN)) and len(shape) == 3
+            is_stack = name.endswith((*_STACKS,)) and len(shape) == 3
             self._parts |= _parts(name, shape) if is_stack else {name: name}
 
     @property
@@ -65,13 +72,11 @@ class UnstackedExperts:
 def _parts(name: str, shape: tuple[int, ...]) -> dict[str, _Part | str]:
     """Canonical names of what a stack holds."""
     experts, rows, _ = shape
-    if name.endswith(_DOWN):
-        prefix, cuts = name.removesuffix(".down_proj"), {"down_proj": (0, rows)}
-    else:
-        prefix, half = name.removesuffix(".gate_up_proj"), rows // 2
-        cuts = {"gate_proj": (0, half), "up_proj": (half, rows)}
+    [end] = [end for end in _STACKS if name.endswith(end)]
+    prefix, projections = f"{name.removesuffix(end)}.mlp.experts", _STACKS[end]
+    each = rows // len(projections)
     return {
-        f"{prefix}.{expert}.{projection}.weight": _Part(name, expert, begin, end)
+        f"{prefix}.{expert}.{projection}.weight": _Part(name, expert, at * each, (at + 1) * each)
         for expert in range(experts)
-        for projection, (begin, end) in cuts.items()
+        for at, projection in enumerate(projections)
     }

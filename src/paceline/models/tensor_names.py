@@ -8,6 +8,7 @@ and nothing else.
 from paceline.layers.gated_delta import GatedDeltaNet
 from paceline.layers.latent_attention import LatentAttention
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
+from paceline.layers.mamba2 import Mamba2
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SharedExpert, SparseMLP
 from paceline.layers.postnorm_layer import PostNormLayer
@@ -53,6 +54,25 @@ def name_latent(layer: LatentAttention, prefix: str) -> Named:
     return named | name_linear(part_of(layer.out), f"{prefix}.o_proj")
 
 
+def name_mamba2(layer: Mamba2, prefix: str) -> Named:
+    """Projections, the convolution, what each head has, and the norm where there is one."""
+    named = name_linear(layer.in_proj, f"{prefix}.in_proj")
+    named |= name_linear(layer.out_proj, f"{prefix}.out_proj")
+    named[f"{prefix}.conv1d.weight"] = wholly(layer.conv.unsqueeze(1))
+    if layer.conv_bias is not None:
+        named[f"{prefix}.conv1d.bias"] = wholly(layer.conv_bias)
+    if layer.norm is not None:
+        named[f"{prefix}.norm.weight"] = wholly(layer.norm.weight)
+    of_heads = {"A_log": layer.a_log, "D": layer.skip, "dt_bias": layer.dt_bias}
+    return named | {f"{prefix}.{name}": wholly(held) for name, held in of_heads.items()}
+
+
+def name_fused_mlp(layer: GatedMLP, prefix: str) -> Named:
+    """One whose gate and up are one tensor (Granite)."""
+    named = layer.gate_up.held.fill(f"{prefix}.input_linear")
+    return named | name_linear(layer.down, f"{prefix}.output_linear")
+
+
 def name_gated_delta(layer: GatedDeltaNet, prefix: str) -> Named:
     """Projections, convolution, decays and norm of a gated delta net."""
     return {
@@ -72,13 +92,17 @@ def name_mlp(layer: GatedMLP, prefix: str) -> Named:
 
 
 def name_experts(layer: SparseMLP, prefix: str) -> Named:
-    """A router and experts with tensors of their own."""
+    """A router and experts with tensors of their own, and what every token takes."""
+    named = name_routed(layer, prefix)
+    return named if layer.shared is None else named | name_shared_expert(layer.shared, prefix)
+
+
+def name_routed(layer: SparseMLP, prefix: str) -> Named:
+    """The router, and the experts that it chooses from."""
     named = name_linear(layer.router, f"{prefix}.gate")
     own = [f"{prefix}.experts.{expert}" for expert in range(layer.num_experts)]
     names = [ExpertNames(f"{e}.gate_proj", f"{e}.up_proj", f"{e}.down_proj") for e in own]
     named |= layer.held.format.fill_each(layer.held.weight, names)
-    if layer.shared is not None:
-        named |= name_shared_expert(layer.shared, prefix)
     if layer.choice_bias is not None:
         named[f"{prefix}.gate.e_score_correction_bias"] = wholly(layer.choice_bias)
     return named

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from paceline.core.model_config import SOFTMAX, ModelConfig, QKNorm
+from paceline.core.model_config import ModelConfig, QKNorm
 from paceline.core.parallel import Parallel, of_rank
 
 _SQUARES = 2 * torch.float32.itemsize  # of Q and K, of a token
@@ -42,7 +42,7 @@ def exchanged(config: ModelConfig, ranks: int, dtype: torch.dtype) -> Exchanged 
     if ranks == 1:
         return None
     seen = of_rank(config, Parallel(0, ranks))
-    attends = [layer for layer in seen.layers if layer.mixer == SOFTMAX]
+    attends = [layer for layer in seen.layers if layer.attends]
     has_latents = config.latent is not None
     by_row = config.qk_norm is QKNorm.ROW
     blocks = 2 * len(config.layers)

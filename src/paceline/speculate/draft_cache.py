@@ -100,10 +100,11 @@ class DraftCache:
 def _require_attention(config: ModelConfig) -> None:
     """Raise ModelError for a layer that mixes otherwise: a pass would have no plan of it."""
     for index, layer in enumerate(config.layers):
-        if layer.kind is not CacheKind.TOKENS:
+        others = [cached for cached in layer.caches if cached.kind is not CacheKind.TOKENS]
+        if others:
             raise ModelError.about(
                 f"mixer of layer {index} of the drafter",
                 expected=f"{SOFTMAX} over its own tokens",
-                got=f"{layer.mixer}, whose cache group is of kind {layer.kind.value}",
+                got=f"{others[0].mixer}, whose cache group is of kind {others[0].kind.value}",
                 remedy="draft with a model whose layers all attend",
             )

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from paceline.core.model_config import RowPart
 from paceline.proof.oracle.methods.gated_delta import GatedDelta
+from paceline.proof.oracle.methods.mamba2 import Mamba2
 from paceline.proof.oracle.methods.recurrence import Recurrence, State
 from paceline.proof.oracle.methods.running_sum import RunningSum
 from paceline.proof.oracle.tolerance import LEAST, MARGIN, MULTIPLE, ROUNDING, Judgement
 from paceline.proof.suite.case import Batch, Case
 
-RECURRENCES: dict[str, Recurrence] = {each.kind: each for each in (RunningSum(), GatedDelta())}
+RECURRENCES: dict[str, Recurrence] = {
+    each.kind: each for each in (RunningSum(), GatedDelta(), Mamba2())
+}
 _BAIT = 64.0  # times what tokens bring: of padded and frozen rows
 _POISON = "a slot that is not the request's own read: these hold NaN"
 _NEAR = 0.1  # of the distance to the right answer: as near is alike

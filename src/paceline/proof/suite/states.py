@@ -17,7 +17,7 @@ from paceline.proof.suite.case import Case, Layer, PageLayout
 from paceline.proof.suite.modes import ForwardMode
 from paceline.proof.suite.trees import Parents, beam, chain, irregular, path_to, unbalanced
 
-STATE_METHODS = ("sum", "gdn")  # kinds of mixer that have an oracle
+STATE_METHODS = ("sum", "gdn", "mamba2")  # kinds of mixer that have an oracle
 _PAGE, _EVERY = 4, 8
 
 

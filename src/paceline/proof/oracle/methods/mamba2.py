@@ -1,0 +1,76 @@
+"""Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), one token after another: a convolution over its
+channels, then of every head S = exp(-a dt) S + B (dt x)^T and y = S^T C + D x."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.attention.linear.inputs import Mamba2Inputs
+from paceline.core.model_config import RowPart
+from paceline.proof.oracle.methods.recurrence import Recurrence, State
+
+_HEADS, _GROUPS, _HEAD_DIM, _STATE_SIZE, _WIDTH = 4, 2, 8, 16, 4
+_INNER, _SHARED = _HEADS * _HEAD_DIM, _GROUPS * _STATE_SIZE
+_CHANNELS = _INNER + 2 * _SHARED
+_LEAST_STEP, _MOST_STEP = 0.125, 1.5
+
+
+class Mamba2(Recurrence):
+    """A token brings x, B and C of all heads and groups, which the convolution sees, and the time
+    step of each head.  What a layer has learnt are fractions of small integers, other ones for
+    every channel, tap and head."""
+
+    kind = "mamba2"
+    parts = (
+        RowPart("conv", (_CHANNELS, _WIDTH - 1)),
+        RowPart("state", (_HEADS, _STATE_SIZE, _HEAD_DIM), dtype="float32"),
+    )
+    width = _CHANNELS + _HEADS
+    out_shape = (_HEADS, _HEAD_DIM)
+
+    def rows(self, num: int, generator: torch.Generator) -> Tensor:
+        """Time steps are positive."""
+        rows = torch.randn(num, self.width, generator=generator, dtype=torch.float64)
+        steps = torch.rand(num, _HEADS, generator=generator, dtype=torch.float64)
+        rows[:, _CHANNELS:] = _LEAST_STEP + (_MOST_STEP - _LEAST_STEP) * steps
+        return rows
+
+    def given(self, rows: Tensor) -> Any:
+        """[tokens, width] as a backend takes it."""
+        taps, bias, rates, skip = (each.to(rows.dtype) for each in _learnt(rows.device))
+        steps = rows[:, _CHANNELS:].float()
+        return Mamba2Inputs(
+            xbc=rows[:, :_CHANNELS],
+            conv_weight=taps,
+            conv_bias=bias,
+            decay=-rates.float() * steps,
+            dt=steps,
+            skip=skip,
+        )
+
+    def step(self, state: State, row: Tensor) -> tuple[State, Tensor]:
+        taps, bias, rates, skip = (each.to(row.dtype) for each in _learnt(row.device))
+        window = torch.cat((state["conv"], row[:_CHANNELS].unsqueeze(1)), dim=1)
+        total = (window * taps).sum(1) + bias
+        seen, steps = total / (1.0 + torch.exp(-total)), row[_CHANNELS:]
+        x = seen[:_INNER].view(_HEADS, _HEAD_DIM)
+        b = seen[_INNER : _INNER + _SHARED].view(_GROUPS, _STATE_SIZE)
+        c = seen[_INNER + _SHARED :].view(_GROUPS, _STATE_SIZE)
+        heads, outs = [], []
+        for head in range(_HEADS):
+            group, step = head * _GROUPS // _HEADS, steps[head]
+            kept = torch.exp(-rates[head] * step) * state["state"][head]
+            heads.append(kept + torch.outer(b[group], step * x[head]))
+            outs.append(c[group] @ heads[head] + skip[head] * x[head])
+        return {"conv": window[:, 1:], "state": torch.stack(heads)}, torch.stack(outs)
+
+
+def _learnt(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(taps [channels, width], bias [channels], rates [heads], skip [heads]) float64, exact in
+    every format."""
+    channels = torch.arange(_CHANNELS, device=device, dtype=torch.float64)
+    taps = torch.arange(_WIDTH, device=device, dtype=torch.float64)
+    heads = torch.arange(_HEADS, device=device, dtype=torch.float64)
+    by_tap = (5.0 * channels.unsqueeze(1) + 3.0 * taps) % 11.0 - 5.0
+    return by_tap / 8.0, (channels % 7.0 - 3.0) / 16.0, (1.0 + heads) / 16.0, (heads - 1.5) / 2.0
