@@ -24,6 +24,7 @@ from paceline.plan.processors import load_processors
 from paceline.plan.resolution import Resolution
 from paceline.plan.resolve import resolve
 from paceline.plan.speculation import Speculation, all_groups, plan_speculation
+from paceline.models.packed_layers import Packings
 from paceline.plan.target import find_target
 from paceline.text.structured import StructureCompiler
 from paceline.text.tokenizer import find_tokenizer, missing_tokenizer
@@ -46,6 +47,7 @@ class Prepared:
     events: EventLog
     prepare_s: float
     parallel: Parallel  # which of the processes of the model this is
+    packings: Packings  # of the target's weights
 
     @property
     def options(self) -> EngineOptions:
@@ -90,7 +92,7 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
     speculation = plan_speculation(
         given, config, target.source, weights=given.load_format != "dummy"
     )
-    demands = Demands(config, facts, speculation, parallel)
+    demands = Demands(config, facts, speculation, parallel, target.packings)
     resolution, fit = resolve(asked, demands)
     short = nearest_if_short(asked, resolution, fit, demands)
     require_fit(fit, None if short is None else short.advice())
@@ -127,4 +129,5 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
         events=events,
         prepare_s=time.perf_counter() - began,
         parallel=parallel,
+        packings=target.packings,
     )

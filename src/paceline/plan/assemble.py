@@ -20,6 +20,7 @@ from paceline.core.parallel import ALONE, Parallel, of_rank
 from paceline.core.sampling_params import PROMPT_BLOCK_ENTRIES
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
+from paceline.models.packed_layers import PLAIN, Packings
 from paceline.plan.speculation import Speculation, shape_of, target_groups
 from paceline.runner.build import RunnerConfig, build_parts
 from paceline.runner.program import Parts
@@ -50,6 +51,7 @@ class Decided:
     draft_pages: tuple[int, ...]  # [num_draft_groups] pages of each pool, the reserved one included
     kv: KVFormat
     parallel: Parallel = ALONE
+    packings: Packings = PLAIN  # of the target's weights
 
     @property
     def rank_config(self) -> ModelConfig:
@@ -82,6 +84,7 @@ def decide(
     kv: KVFormat,
     processors: Sequence[LogitsProcessor] = (),
     parallel: Parallel = ALONE,
+    packings: Packings = PLAIN,
 ) -> Decided:
     """What resolved `options` make of a model and its drafter, with the usual capture policies.
 
@@ -114,6 +117,7 @@ def decide(
         draft_pages=num_pages[num_groups:],
         kv=kv,
         parallel=parallel,
+        packings=packings,
     )
 
 
