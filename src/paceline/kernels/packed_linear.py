@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels._check import reject, require_triton
-from paceline.kernels.act_and_mul import act_and_mul_reference, check_activation
+from paceline.kernels.act_and_mul import act_and_mul, act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, unpack_reference
 from paceline.kernels.stand_in import device_type
@@ -24,7 +24,7 @@ CHOICE = (
 )
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 32768  # a row of words is held in registers
-_ENOUGH_PROGRAMS = 264  # two for each of 132 processors: then enough is on its way
+_ENOUGH_PROGRAMS = 1056  # eight for each of 132 processors: one waits for each chunk a while
 _MOST_SPLITS = 8
 _SMALLEST_FEATURES = 64
 
@@ -34,6 +34,8 @@ class PackedTile(NamedTuple):
 
     tokens: int  # a power of two, at least 16
     features: int
+    warps: int
+    stages: int  # of chunks on their way
 
 
 def packed_linear_reference(
@@ -75,8 +77,8 @@ def packed_linear(
 ) -> Tensor:
     """x W^T + b, and with `activation` act(gate) * up of it.
 
-    x: bfloat16 or float16 [tokens, columns], 1 to 64 tokens with contiguous rows; weight: of as many
-    columns, contiguous; bias: [rows] of x's dtype, or None; counters: the layer's own
+    x: bfloat16 or float16 [tokens, columns], 1 to 64 tokens with contiguous rows; weight: of as
+    many columns, contiguous; bias: [rows] of x's dtype, or None; counters: the layer's own
     `packed_counters`; without them the columns are never split.  Mutates counters, which are 0
     again when the kernel ends.  Returns [tokens, rows], or half the rows with an activation.
     Deterministic.  Graph-safe: the grid depends on shapes only.  Raises KernelArgumentError.
@@ -86,11 +88,13 @@ def packed_linear(
     parts = 1 if activation is None else 2
     _check(x, weight, bias, packing, parts)
     (tokens, columns), rows = x.shape, weight.words.shape[0]
+    if activation is not None and tokens > 1:
+        return act_and_mul(packed_linear(x, weight, bias, packing, counters=counters), activation)
     out = torch.empty((tokens, rows // parts), dtype=x.dtype, device=x.device)
     tile = _tile(tokens)
     tiles = -(-out.shape[1] // tile.features)
     splits = 1
-    if counters is not None and tokens > 1 and activation is None:
+    if counters is not None and tokens > 1:
         splits = _splits(tiles, -(-columns // CHUNK))
         _check_counters(counters, tiles, device=x.device)
     partial = None
@@ -104,13 +108,17 @@ def packed_linear(
 
 
 def _tile(tokens: int) -> PackedTile:
-    return PackedTile(max(16, 1 << (tokens - 1).bit_length()), 128 if tokens > 32 else 64)
+    if tokens > 32:
+        return PackedTile(64, 128, 4, 3)
+    return PackedTile(max(16, 1 << (tokens - 1).bit_length()), 64, 4, 3)
 
 
 def _splits(tiles: int, chunks: int) -> int:
     """Parts of the columns, each of as many chunks."""
     splits = 1
-    while tiles * splits < _ENOUGH_PROGRAMS and splits < _MOST_SPLITS and chunks % (2 * splits) == 0:
+    while (
+        tiles * splits < _ENOUGH_PROGRAMS and splits < _MOST_SPLITS and chunks % (2 * splits) == 0
+    ):
         splits *= 2
     return splits
 

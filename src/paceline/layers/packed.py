@@ -24,7 +24,7 @@ class PackedMatrix(NamedTuple):
     scale: nn.Parameter  # [sum of parts, num_groups]  of the packing's scale_dtype
     zero: nn.Parameter | None  # [sum of parts, num_groups]  uint8
     bias: nn.Parameter | None  # [sum of parts]  of the model's dtype
-    counters: Tensor | None  # [tiles]  int32  see `packed_linear`; None: no product is split
+    counters: Tensor  # [tiles]  int32  see `packed_linear`
     parts: tuple[Span, ...]  # rows of each
     columns: Span
     has_bias: bool  # the layer's; a rank behind the first may hold none of it
@@ -70,7 +70,7 @@ class PackedLinear(LinearFormat[PackedMatrix]):
             scale=scale,
             zero=empty(groups, torch.uint8) if packing.has_zeros else None,
             bias=empty_parameter(rows, placement=placement) if adds else None,
-            counters=packed_counters(rows, device=placement.device) if len(parts) == 1 else None,
+            counters=packed_counters(rows, device=placement.device),
             parts=tuple(parts),
             columns=columns,
             has_bias=bias,
@@ -106,15 +106,23 @@ class PackedLinear(LinearFormat[PackedMatrix]):
 
     def apply(self, x: Tensor, weight: PackedMatrix) -> Tensor:
         if fits_packed(x):
-            bias, counters = weight.bias, weight.counters
-            return packed_linear(x, weight.packed, bias, self.packing, counters=counters)
+            return self._packed(x, weight, None)
         return self._unpacked(x, weight)
 
     def apply_gated(self, x: Tensor, weight: PackedMatrix, activation: str) -> Tensor:
         if fits_packed(x):
-            packed, bias = weight.packed, weight.bias
-            return packed_linear(x, packed, bias, self.packing, activation=activation)
+            return self._packed(x, weight, activation)
         return act_and_mul(self._unpacked(x, weight), activation)
+
+    def _packed(self, x: Tensor, weight: PackedMatrix, activation: str | None) -> Tensor:
+        return packed_linear(
+            x,
+            weight.packed,
+            weight.bias,
+            self.packing,
+            activation=activation,
+            counters=weight.counters,
+        )
 
     def _unpacked(self, x: Tensor, weight: PackedMatrix) -> Tensor:
         numbers = unpack_weight(weight.packed, self.packing, x.shape[1], x.dtype)

@@ -15,6 +15,7 @@ from paceline.core.options import EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel, of_rank
 from paceline.llm.admission import Admission
 from paceline.models.locate import ModelSource
+from paceline.models.packed_layers import Packings
 from paceline.plan.attention_choice import one_backend, phase_choices
 from paceline.plan.contradictions import refuse_ranks
 from paceline.plan.demand import Demands
@@ -24,7 +25,6 @@ from paceline.plan.processors import load_processors
 from paceline.plan.resolution import Resolution
 from paceline.plan.resolve import resolve
 from paceline.plan.speculation import Speculation, all_groups, plan_speculation
-from paceline.models.packed_layers import Packings
 from paceline.plan.target import find_target
 from paceline.text.structured import StructureCompiler
 from paceline.text.tokenizer import find_tokenizer, missing_tokenizer

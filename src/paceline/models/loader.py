@@ -20,12 +20,12 @@ from paceline.core.progress import Progress
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weight_format import Named, held_by
+from paceline.models.architecture import Architecture
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, open_checkpoint
 from paceline.models.checkpoint_names import canonical_names, without_layers_behind
 from paceline.models.coverage import require_filled_once
 from paceline.models.locate import ModelSource
-from paceline.models.architecture import Architecture
 from paceline.models.packed_layers import PLAIN, Packings, build_model
 from paceline.models.quantized.config import read_quantization
 from paceline.models.quantized.repacked import Repacked, encoded
@@ -252,8 +252,8 @@ def _owner(view: Tensor) -> Tensor:
 def _noise(
     model: nn.Module, device: torch.device, seed: int, skipped: Collection[int] = ()
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """What each parameter but norms', and those of `skipped` ids, gets, in order; in its place where it lies row by row, so that
-    its layout says nothing of the numbers."""
+    """What each parameter but norms', and those of `skipped` ids, gets, in order; in its place
+    where it lies row by row, so that its layout says nothing of the numbers."""
     norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():

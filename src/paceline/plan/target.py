@@ -48,4 +48,3 @@ def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None
         quantization=quantization,
         packings=packings,
     )
-

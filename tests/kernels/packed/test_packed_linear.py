@@ -141,8 +141,14 @@ Change = Callable[[Tensor, PackedWeight, Packing], tuple[Tensor, PackedWeight]]
         (lambda x, w: (x.float(), w), r"x must be bfloat16 or float16 \[1\.\.64, columns\]"),
         (lambda x, w: (x.new_zeros(65, 256), w), r"x must be bfloat16 or float16 \[1\.\.64"),
         (lambda x, w: (x.T, w), r"x must be contiguous rows"),
-        (lambda x, w: (x, w._replace(words=w.words.long())), r"words must be torch\.int32 \[80, 32\]"),
-        (lambda x, w: (x, w._replace(scale=w.scale.float())), r"scale must be torch\.float16 \[80,"),
+        (
+            lambda x, w: (x, w._replace(words=w.words.long())),
+            r"words must be torch\.int32 \[80, 32\]",
+        ),
+        (
+            lambda x, w: (x, w._replace(scale=w.scale.float())),
+            r"scale must be torch\.float16 \[80,",
+        ),
         (lambda x, w: (x, w._replace(zero=w.scale)), r"zero must be None, as of int4"),
     ],
 )

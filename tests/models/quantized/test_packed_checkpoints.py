@@ -31,7 +31,7 @@ from paceline.models.quantized.kept import MADE, kept_weights
 from paceline.plan.explain import explain_model, show
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
-from quantise import quantise  # noqa: E402
+from quantise import quantise
 
 STAY = ["awq", "fp8", "fp8-block", "fp8-rows", "gptq", "gptq-asym", "gptq-v2-8bit", "modelopt-fp8"]
 STAY += ["w4a16", "w4a16-asym", "w8a16", "w8a8"]
@@ -189,7 +189,7 @@ def test_dummy_weights_are_noise_in_a_format(asked: str, plain: Path) -> None:
 
 
 def test_what_nothing_makes_is_refused(plain: Path) -> None:
-    with pytest.raises(ConfigError, match=r"quantization must be 'none', .*, got 'w4a16'; .* fp8 as"):
+    with pytest.raises(ConfigError, match=r"quantization must be 'none', .* got 'w4a16'; "):
         packings(plain, quantization="w4a16")
     with pytest.raises(ConfigError, match="none, of dummy weights on several processes"):
         packings(plain, quantization="fp8", load_format="dummy", tensor_parallel_size=2)

@@ -22,8 +22,8 @@ def half_numbers(
     if KIND == "int4":
         # Fields f and f + 4 lie in the halves of one word: 128 + code of bfloat16, whose mantissa
         # has 7 bits, 1024 + code of float16.
-        MAGIC: tl.constexpr = 0x43004300 if DTYPE == tl.bfloat16 else 0x64006400
-        ABOVE: tl.constexpr = 128.0 if DTYPE == tl.bfloat16 else 1024.0
+        MAGIC: tl.constexpr = 0x43004300 if tl.bfloat16 == DTYPE else 0x64006400
+        ABOVE: tl.constexpr = 128.0 if tl.bfloat16 == DTYPE else 1024.0
         pair = ((words >> 4 * (FIELD % 4)) & 0x000F000F) | MAGIC
         number = _half(pair, FIELD // 4, DTYPE).to(WIDE) - (zero + ABOVE).to(WIDE)
     elif KIND == "int8":
@@ -36,7 +36,7 @@ def half_numbers(
         # in a wider one counts from another bias, which a product with a power of two mends.
         moved = words << 8 if FIELD % 2 == 0 else words
         SIGNS: tl.constexpr = -2147450880
-        if DTYPE == tl.bfloat16:
+        if tl.bfloat16 == DTYPE:
             pair = (moved & SIGNS) | ((moved >> 4) & 0x07F007F0)
             number = _half(pair, FIELD // 2, DTYPE) * 1329227995784915872903807060280344576.0
         else:

@@ -20,7 +20,6 @@ from paceline.kernels.packed_weight import CHUNK, PackedWeight
 
 _QUADS_HELD = 16  # by one thread, for one token
 _MOST_FEATURES = 64
-_STAGES = 5
 
 
 @triton.jit
@@ -94,7 +93,7 @@ def _packed_row_kernel(
     acc = tl.zeros([BLOCK_QUADS, PARTS * FEATURES], tl.float32)
     for part in tl.static_range(FIELDS // IN_GROUP):
         products = tl.zeros([BLOCK_QUADS, PARTS * FEATURES, 4], tl.float32)
-        sums = tl.zeros([BLOCK_QUADS, 1, 4], tl.float32)
+        sums = tl.zeros([BLOCK_QUADS, 1, 4], tl.float32)  # of x
         too_high = tl.zeros([BLOCK_QUADS, 1, 4], tl.float32)
         for step in tl.static_range(IN_GROUP):
             value, factor = raised(words, part * IN_GROUP + step, KIND)
@@ -102,8 +101,11 @@ def _packed_row_kernel(
             x = tl.load(x_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
             scaled = x * factor
             products += value * scaled
-            sums += x
-            too_high += scaled
+            if zero_ptr is not None:
+                sums += x
+                too_high += scaled
+            else:
+                too_high += x * (factor + HALF)
         total = tl.sum(products, axis=2)
         place = rows[None, :] * groups
         held = inside[:, None] & live[None, :]
@@ -115,9 +117,7 @@ def _packed_row_kernel(
             if zero_ptr is not None:
                 zero = tl.load(zero_ptr + place, mask=held, other=0).to(tl.float32)
                 total -= zero * tl.sum(sums, axis=2)
-                total -= tl.sum(too_high, axis=2)
-            else:
-                total -= tl.sum(too_high + HALF * sums, axis=2)
+            total -= tl.sum(too_high, axis=2)
         if GROUP > 0:
             total *= tl.load(scale_ptr + place, mask=held, other=0.0).to(tl.float32)
         acc += total
@@ -192,12 +192,11 @@ def _packed_rows_kernel(
     counters_ptr,  # [tiles] int32, all 0, or None
     stride_x_token,
     tokens,
-    out_features,  # rows, or half of them with ACTIVATION: those of ups lie behind
+    out_features,
     columns,
     num_words,
     groups,
     chunks_per_split,
-    ACTIVATION: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,  # columns; 0: all
     WORDS: tl.constexpr,  # of a chunk
@@ -217,15 +216,12 @@ def _packed_rows_kernel(
     live_rows = features < out_features
     live_tokens = token < tokens
     rows = features.to(tl.int64)
-    up_rows = rows + tl.cast(out_features, tl.int64)  # 1 has no .to
     row_ptrs = words_ptr + rows[:, None] * num_words + word[None, :]
-    up_ptrs = words_ptr + up_rows[:, None] * num_words + word[None, :]
     x_ptrs = x_ptr + token[:, None] * stride_x_token + word[None, :]
     CHUNK_COLUMNS: tl.constexpr = WORDS * FIELDS
     GROUPS: tl.constexpr = 0 if GROUP == 0 else CHUNK_COLUMNS // GROUP  # of a chunk
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     acc = tl.zeros([BLOCK_FEATURES, BLOCK_TOKENS], tl.float32)
-    acc_up = acc
     wait_for_inputs(OVERLAPPED)
     for chunk in range(split * chunks_per_split, (split + 1) * chunks_per_split):
         left = columns - chunk * CHUNK_COLUMNS
@@ -255,36 +251,9 @@ def _packed_rows_kernel(
             DTYPE,
             WIDEN,
         )
-        if ACTIVATION is not None:
-            words = tl.load(
-                up_ptrs + chunk * WORDS,
-                mask=live_rows[:, None],
-                other=0,
-                eviction_policy="evict_first",
-            )
-            acc_up = _chunk_product(
-                words,
-                x_ptrs + chunk * CHUNK_COLUMNS,
-                acc_up,
-                scales + up_rows * groups,
-                None if zero_ptr is None else zeros + up_rows * groups,
-                live_rows,
-                live_tokens,
-                left,
-                groups_left,
-                KIND,
-                GROUP,
-                WORDS,
-                FIELDS,
-                DTYPE,
-                WIDEN,
-            )
     let_next_start(OVERLAPPED)
     if GROUP == 0:
         acc *= tl.load(scale_ptr + rows, mask=live_rows, other=0.0).to(tl.float32)[:, None]
-        if ACTIVATION is not None:
-            up_scale = tl.load(scale_ptr + up_rows, mask=live_rows, other=0.0)
-            acc_up *= up_scale.to(tl.float32)[:, None]
 
     is_last = True
     if SPLITS > 1:
@@ -302,18 +271,11 @@ def _packed_rows_kernel(
             tl.store(counters_ptr + tile, 0)
     if is_last:
         live = live_rows[:, None] & live_tokens[None, :]
-        result = _gated(
-            acc,
-            acc_up,
-            bias_ptr,
-            features[:, None],
-            live_rows[:, None],
-            out_features,
-            ACTIVATION,
-            DTYPE,
-        )
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + features, mask=live_rows, other=0.0).to(tl.float32)
+            acc += bias[:, None]
         out_ptrs = out_ptr + token.to(tl.int64)[None, :] * out_features + features[:, None]
-        tl.store(out_ptrs, result, mask=live)
+        tl.store(out_ptrs, acc.to(DTYPE), mask=live)
 
 
 def launch_packed_linear(
@@ -337,7 +299,6 @@ def launch_packed_linear(
     num_words = weight.words.shape[1]
     shape = (columns, num_words, weight.scale.shape[1])
     stored = {
-        "ACTIVATION": activation,
         "KIND": kind,
         "GROUP": 0 if group >= columns else group,
         "WORDS": CHUNK // fields,
@@ -358,6 +319,7 @@ def launch_packed_linear(
             out,
             out_features,
             *shape,
+            ACTIVATION=activation,
             **stored,
             FEATURES=features,
             BLOCK_QUADS=quads,
@@ -384,7 +346,7 @@ def launch_packed_linear(
         BLOCK_TOKENS=tile.tokens,
         BLOCK_FEATURES=tile.features,
         WIDEN=x.dtype == torch.bfloat16 and interpreted(_packed_rows_kernel),
-        num_warps=4,
-        num_stages=_STAGES,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         **overlap_options(x.device, _packed_rows_kernel),
     )

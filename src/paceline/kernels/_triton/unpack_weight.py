@@ -39,16 +39,27 @@ def _unpack_weight_kernel(
     first = (word // WORDS) * (WORDS * FIELDS) + word % WORDS  # column of field 0
     HALF: tl.constexpr = 8.0 if KIND == "int4" else 128.0
     DTYPE: tl.constexpr = tl.float16 if out_ptr.dtype.element_ty == tl.float16 else tl.bfloat16
-    for field in tl.static_range(FIELDS):
-        column = first + field * WORDS
-        inside = live & (column < columns)
-        place = row * groups + (column // GROUP if GROUP > 0 else 0)
-        scale = tl.load(scale_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    IN_GROUP: tl.constexpr = FIELDS if GROUP == 0 else GROUP // WORDS  # fields of one group
+    for part in tl.static_range(FIELDS // IN_GROUP):
+        place = row * groups
+        held = live
+        if GROUP > 0:
+            group = (word // WORDS) * (WORDS * FIELDS // GROUP) + part
+            place += group
+            held = held & (group < groups)
+        scale = tl.load(scale_ptr + place, mask=held, other=0.0).to(tl.float32)
         zero = HALF
         if zero_ptr is not None:
-            zero = tl.load(zero_ptr + place, mask=inside, other=0).to(tl.float32)
-        number = half_numbers(words, zero, field, KIND, DTYPE, WIDEN).to(tl.float32) * scale
-        tl.store(out_ptr + row * columns + column, number.to(out_ptr.dtype.element_ty), mask=inside)
+            zero = tl.load(zero_ptr + place, mask=held, other=0).to(tl.float32)
+        for step in tl.static_range(IN_GROUP):
+            field = part * IN_GROUP + step
+            column = first + field * WORDS
+            number = half_numbers(words, zero, field, KIND, DTYPE, WIDEN).to(tl.float32) * scale
+            tl.store(
+                out_ptr + row * columns + column,
+                number.to(out_ptr.dtype.element_ty),
+                mask=live & (column < columns),
+            )
 
 
 def launch_unpack_weight(weight: PackedWeight, *, kind: str, group: int, out: Tensor) -> None:

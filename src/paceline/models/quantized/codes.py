@@ -96,7 +96,9 @@ def packed_rows(
     zero_words [ceil(N * bits / 32), G] along N."""
     codes = bit_fields(words, bits, columns)
     if zero_words is None:
-        return Coded(codes, scale, torch.full(blocks.table, 1 << bits - 1, device=codes.device), blocks)
+        return Coded(
+            codes, scale, torch.full(blocks.table, 1 << bits - 1, device=codes.device), blocks
+        )
     zero = bit_fields(zero_words.T.contiguous(), bits, codes.shape[0]).T
     return Coded(codes, scale, zero, blocks)
 
@@ -133,7 +135,9 @@ def gptq(
     do not, or where a group is no run of columns (activation order).
     """
     columns, rows = words.shape[0] * 32 // bits, words.shape[1]
-    if order is not None and not torch.equal(order.long(), torch.arange(columns, device=order.device) // group):
+    if order is not None and not torch.equal(
+        order.long(), torch.arange(columns, device=order.device) // group
+    ):
         raise ValueError("columns in activation order (g_idx), which is not served")
     codes = bit_fields(words.T.contiguous(), bits, columns)
     zero, half = bit_fields(zero_words, bits, rows), 1 << bits - 1

@@ -37,7 +37,8 @@ def kept_weights(
     faster.  Raises ConfigError where `options` ask for another format than weights have."""
     is_dummy = options.load_format == "dummy"
     asked = options.quantization
-    if quantization is None and asked in MADE and (is_dummy or asked == "fp8"):
+    can_make = quantization is None and (is_dummy or asked == "fp8")
+    if can_make and asked is not None and asked in MADE:
         _require_one_process(options)
         return Packings(made=MADE[asked])
     method = "none" if quantization is None else quantization.method
@@ -46,8 +47,8 @@ def kept_weights(
             "quantization",
             expected=f"{method!r}, as the config.json of '{options.model}' says",
             got=repr(asked),
-            remedy="leave --quantization out, or name a checkpoint that is stored so: plain weights "
-            f"become fp8 as they are read, and dummy ones {', '.join(MADE)}",
+            remedy="leave --quantization out, or name a checkpoint that is stored so: plain "
+            f"weights become fp8 as they are read, and dummy ones {', '.join(MADE)}",
         )
     if quantization is None or is_dummy or source.folder is None or device_type == "cpu":
         return PLAIN

@@ -41,7 +41,9 @@ class Repacked:
                 self._names.append(name)
                 continue
             made = PackedWeight._fields if packings[name].has_zeros else PackedWeight._fields[:2]
-            of_weight = {f"{name.removesuffix('weight')}{each}": _Field(name, each) for each in made}
+            of_weight = {
+                f"{name.removesuffix('weight')}{each}": _Field(name, each) for each in made
+            }
             self._fields |= of_weight
             self._names += of_weight
 

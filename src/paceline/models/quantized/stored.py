@@ -11,7 +11,6 @@ from paceline.models.checkpoint import SPELLED, StoredTensors
 from paceline.models.quantized.repacked import pack_coded
 from paceline.models.quantized.scheme import Quantization, Stored, Weight, unread
 
-
 DTYPES = {spelled: dtype for dtype, spelled in SPELLED.items()}
 
 
@@ -76,14 +75,14 @@ class Dequantised:
     def packing(self, name: str) -> Packing | None:
         """How a weight stays codes; None where it is plain, or no kernel reads its form."""
         made = self._made.get(name)
-        if made is None or made.weight.kind is None:
+        kind = None if made is None else made.weight.kind
+        if made is None or kind is None:
             return None
         weight = made.weight
         is_known = weight.group is None or packable(weight.group, weight.shape[1])
-        if not is_known or (weight.kind == FP8 and weight.has_zeros):
+        if not is_known or (kind == FP8 and weight.has_zeros):
             return None
-        dtype = DTYPES[weight.scale_dtype]
-        return Packing(weight.kind, weight.group, weight.has_zeros, dtype)
+        return Packing(kind, weight.group, weight.has_zeros, DTYPES[weight.scale_dtype])
 
     def packed(self, name: str, packing: Packing, device: torch.device) -> PackedWeight:
         """Of a weight with this `packing`, made on `device`.  Raises WeightsError as `tensor`."""
