@@ -14,7 +14,6 @@ from paceline.kernels.moe_route import Routing
 from paceline.kernels.skinny_linear import arrival_counters
 from paceline.layers.parameter import Placement, empty_matrices, empty_matrix, empty_parameter
 from paceline.layers.weight_format import (
-    Block,
     ExpertNames,
     ExpertsFormat,
     LatentFormat,
@@ -23,8 +22,10 @@ from paceline.layers.weight_format import (
     TableFormat,
     Target,
     WeightFormats,
+    by_part,
     partly,
     wholly,
+    without_bias,
 )
 
 
@@ -61,13 +62,11 @@ class DenseLinear(LinearFormat[DenseMatrix]):
         )
 
     def fill(self, weight: DenseMatrix, names: Sequence[str]) -> Named:
-        named = _by_part(names, "weight", weight.weight, weight.parts, (weight.columns,))
+        named = by_part(names, "weight", weight.weight, weight.parts, (weight.columns,))
         if weight.bias is not None:
-            named |= _by_part(names, "bias", weight.bias, weight.parts, ())
+            named |= by_part(names, "bias", weight.bias, weight.parts, ())
         elif weight.has_bias:
-            dtype = weight.weight.dtype
-            for name, part in zip(names, weight.parts, strict=True):
-                named[f"{name}.bias"] = Target((part.total,), dtype, ())
+            named |= without_bias(names, weight.parts, weight.weight.dtype)
         return named
 
     def apply(self, x: Tensor, weight: DenseMatrix) -> Tensor:
@@ -197,32 +196,6 @@ class DenseExperts(ExpertsFormat[DenseStack]):
 
 def _weights(weight: DenseStack) -> ExpertWeights:
     return ExpertWeights(weight.gate_up, weight.gate_up_bias, weight.down, weight.down_bias)
-
-
-def _by_part(
-    names: Sequence[str],
-    kind: str,
-    held: Tensor,
-    parts: Sequence[Span],
-    behind: tuple[Span, ...],
-) -> Named:
-    """What fills the rows of `parts` in `held`; one name: they lie behind each other in one tensor.
-
-    behind: of the dimensions of `held` behind its rows.
-    """
-    views = held.split([part.size for part in parts])
-    if len(names) == len(parts):
-        return {
-            f"{name}.{kind}": partly(view, part, *behind)
-            for name, view, part in zip(names, views, parts, strict=True)
-        }
-    (name,) = names
-    blocks, stored = [], 0
-    for view, part in zip(views, parts, strict=True):
-        blocks.append(Block(view, (part._replace(first=stored + part.first), *behind)))
-        stored += part.total
-    shape = (stored, *(span.total for span in behind))
-    return {f"{name}.{kind}": Target(shape, held.dtype, tuple(blocks))}
 
 
 DENSE = WeightFormats(

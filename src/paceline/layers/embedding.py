@@ -83,7 +83,7 @@ class LMHead(nn.Module):
             format_ = placement.formats.head
             weight = format_.allocate((rows,), whole(hidden_size), bias=False, placement=placement)
             self.held = hold(self, format_, weight)
-            product = partial(format_.apply, weight=weight)
+            product = self._own
         else:
             table = tied.held.weight
             if placement.exchange is not None:
@@ -92,6 +92,10 @@ class LMHead(nn.Module):
         self._product = product
         if placement.exchange is not None:
             self._product = partial(_gathered, product, vocab_size, placement.exchange)
+
+    def _own(self, hidden: Tensor) -> Tensor:
+        assert self.held is not None, "the head is tied"
+        return self.held.format.apply(hidden, self.held.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> a new tensor [rows, vocab] in hidden's dtype, over the divisor;

@@ -15,7 +15,7 @@ each, and `Placement` brings them to the layers.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -69,11 +69,48 @@ def partly(view: Tensor, *cut: Span) -> Target:
     return Target(tuple(span.total for span in cut), view.dtype, (Block(view, cut),))
 
 
+def by_part(
+    names: Sequence[str],
+    kind: str,
+    held: Tensor,
+    parts: Sequence[Span],
+    behind: tuple[Span, ...],
+) -> Named:
+    """What fills the rows of `parts` in `held`; one name: they lie behind each other in one tensor.
+
+    behind: of the dimensions of `held` behind its rows.
+    """
+    views = held.split([part.size for part in parts])
+    if len(names) == len(parts):
+        return {
+            f"{name}.{kind}": partly(view, part, *behind)
+            for name, view, part in zip(names, views, parts, strict=True)
+        }
+    (name,) = names
+    blocks, stored = [], 0
+    for view, part in zip(views, parts, strict=True):
+        blocks.append(Block(view, (part._replace(first=stored + part.first), *behind)))
+        stored += part.total
+    shape = (stored, *(span.total for span in behind))
+    return {f"{name}.{kind}": Target(shape, held.dtype, tuple(blocks))}
+
+
+def without_bias(names: Sequence[str], parts: Sequence[Span], dtype: torch.dtype) -> Named:
+    """Biases of a layer that another rank adds."""
+    return {
+        f"{name}.bias": Target((part.total,), dtype, ())
+        for name, part in zip(names, parts, strict=True)
+    }
+
+
 Weight = TypeVar("Weight", bound=tuple[Any, ...])  # a NamedTuple
 
 
 class WeightFormat(ABC, Generic[Weight]):
     """What formats of every kind have."""
+
+    def __str__(self) -> str:
+        return "plain numbers"
 
     @abstractmethod
     def fill(self, weight: Weight, names: Sequence[str]) -> Named:
@@ -90,6 +127,14 @@ class WeightFormat(ABC, Generic[Weight]):
     def scales(self, weight: Weight) -> tuple[Tensor, ...]:
         """Tensors that `allocate` made all NaN (`parameter.empty_scale`), so that a number which
         neither a checkpoint nor `finish` wrote is seen: the loader refuses one that is left."""
+        return ()
+
+    def set_noise(
+        self, weight: Weight, normal: Callable[[tuple[int, ...]], Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Make dummy weights of what is no number itself, and return the parameters written.
+
+        normal: a shape -> float32 noise on the model's device."""
         return ()
 
 

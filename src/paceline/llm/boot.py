@@ -109,6 +109,7 @@ class StoredWeights:
             config,
             max_positions=max_positions,
             exchange=self.exchange,
+            packings=self.prepared.packings,
             progress=None if parallel.rank == 0 else False,
             **self._loading(parallel),
         )
@@ -244,7 +245,11 @@ def decide_parts(prepared: Prepared, knobs: Knobs) -> Decided:
     options, source, notify = prepared.options, prepared.source, prepared.events
     _note_context(prepared.config, known(options.max_model_len), notify)
     quantization = read_quantization(source.config)
-    if quantization is not None and options.load_format != "dummy":
+    packings = prepared.packings
+    if packings:
+        notify(Event("weights_packed", str(packings)))
+    is_read = quantization is not None and options.load_format != "dummy"
+    if is_read and (packings.num_unread or not packings):
         notify(Event("weights_dequantised", str(quantization)))
     decided = decide(
         prepared.config,
@@ -259,6 +264,7 @@ def decide_parts(prepared: Prepared, knobs: Knobs) -> Decided:
         ),
         processors=prepared.admission.processors,
         parallel=prepared.parallel,
+        packings=prepared.packings,
     )
     # What one rank records all must, or their exchanges part: where a graph is too large for one of
     # them, it would stop in the middle.

@@ -15,6 +15,7 @@ from paceline.core.options import EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel, of_rank
 from paceline.llm.admission import Admission
 from paceline.models.locate import ModelSource
+from paceline.models.packed_layers import Packings
 from paceline.plan.attention_choice import mixer_choices, one_backend, phase_choices
 from paceline.plan.contradictions import refuse_ranks
 from paceline.plan.demand import Demands
@@ -47,6 +48,7 @@ class Prepared:
     events: EventLog
     prepare_s: float
     parallel: Parallel  # which of the processes of the model this is
+    packings: Packings  # of the target's weights
 
     @property
     def options(self) -> EngineOptions:
@@ -92,7 +94,7 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
     speculation = plan_speculation(
         given, config, target.source, weights=given.load_format != "dummy"
     )
-    demands = Demands(config, facts, speculation, parallel)
+    demands = Demands(config, facts, speculation, parallel, target.packings)
     resolution, fit = resolve(asked, demands)
     short = nearest_if_short(asked, resolution, fit, demands)
     require_fit(fit, None if short is None else short.advice())
@@ -133,4 +135,5 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
         events=events,
         prepare_s=time.perf_counter() - began,
         parallel=parallel,
+        packings=target.packings,
     )

@@ -4,7 +4,7 @@ The module is built first, uninitialised and on the device; each checkpoint tens
 from the mapped file straight into the (fused) parameter that holds it.  Nothing is built twice.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,15 @@ from paceline.core.progress import Progress
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weight_format import Named, held_by
+from paceline.models.architecture import Architecture
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, open_checkpoint
 from paceline.models.checkpoint_names import canonical_names, without_layers_behind
 from paceline.models.coverage import require_filled_once
 from paceline.models.locate import ModelSource
+from paceline.models.packed_layers import PLAIN, Packings, build_model
 from paceline.models.quantized.config import read_quantization
+from paceline.models.quantized.repacked import Repacked, encoded
 from paceline.models.quantized.stored import Dequantised
 from paceline.models.registry import architecture
 from paceline.models.stacked_experts import UnstackedExperts
@@ -48,18 +51,21 @@ def load_model(
     max_positions: int | None = None,
     seed: int = 0,
     exchange: Exchange | None = None,
+    packings: Packings = PLAIN,
 ) -> CausalLM:
     """The model, ready to run; of a rank its part, which alone is read.
 
     `load_format` "dummy" fills it with seeded noise instead of reading weights; `progress` None
     shows a bar on a terminal only; `max_positions` sizes the rope tables (None: the context limit).
-    Raises WeightsError naming the tensors or the file at fault.
+    packings: which weights stay codes, or become them.  Raises WeightsError naming the tensors or
+    the file at fault.
     """
     assert load_format in LOAD_FORMATS, f"{load_format} is none of {LOAD_FORMATS}"
     file = architecture(config.model_type)
     build = partial(
-        file.build,
+        build_model,
         config,
+        packings,
         parallel=parallel,
         device=device,
         dtype=dtype,
@@ -79,13 +85,13 @@ def load_model(
         quantization = read_quantization(source.config)
         if quantization is not None:
             stored = Dequantised(stored, quantization, model=source.name)
-        checkpoint = stored
+        model = build()
+        checkpoint = _repacked(stored, model, file, packings, device=device, name=source.name)
         if file.names_experts:
             checkpoint = UnstackedExperts(checkpoint)
         rows = config.stored_vocab_size
         if rows is not None:
             checkpoint = PaddedTables(checkpoint, stored=rows, rows=config.vocab_size)
-        model = build()
         names = canonical_names(checkpoint.names, file, model=source.name)
         if file.predicts_more:
             names = without_layers_behind(names, config.num_layers)
@@ -103,6 +109,33 @@ def load_model(
             progress=progress,
         )
     return model
+
+
+def _repacked(
+    stored: StoredTensors,
+    model: CausalLM,
+    file: Architecture,
+    packings: Packings,
+    *,
+    device: torch.device,
+    name: str,
+) -> StoredTensors:
+    """`stored` with words for the weights that `model` keeps packed."""
+    modules = {each.removesuffix("words") for each in model.destinations() if _is_words(each)}
+    if not modules:
+        return stored
+    found = {}
+    for canonical, each in canonical_names(stored.names, file, model=name).items():
+        module, _, last = canonical.rpartition(".")
+        packing = packings.of(module)
+        if last == "weight" and f"{module}." in modules and packing is not None:
+            found[each] = packing
+    pack = stored.packed if isinstance(stored, Dequantised) else encoded(stored)
+    return Repacked(stored, found, pack, device)
+
+
+def _is_words(name: str) -> bool:
+    return name.endswith(".words")
 
 
 def weights_folder(source: ModelSource) -> Path:
@@ -179,7 +212,14 @@ def fill_dummy(model: nn.Module, *, seed: int) -> None:
     """Deterministic noise in every parameter, on its own device; norms are the identity.  Formats
     finish what they derive."""
     device = next(model.parameters()).device
-    for parameter, noise in _noise(model, device, seed):
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, device=device).normal_(0.0, DUMMY_STD, generator=generator)
+
+    coded = [held.format.set_noise(held.weight, normal) for held in held_by(model).values()]
+    skipped = {id(parameter) for parameters in coded for parameter in parameters}
+    for parameter, noise in _noise(model, device, seed, skipped):
         if noise is not parameter:
             parameter.copy_(noise)
     _finish_dummy(model)
@@ -210,14 +250,14 @@ def _owner(view: Tensor) -> Tensor:
 
 
 def _noise(
-    model: nn.Module, device: torch.device, seed: int
+    model: nn.Module, device: torch.device, seed: int, skipped: Collection[int] = ()
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """What each parameter but norms' gets, in order; in its place where it lies row by row, so that
-    its layout says nothing of the numbers."""
+    """What each parameter but norms', and those of `skipped` ids, gets, in order; in its place
+    where it lies row by row, so that its layout says nothing of the numbers."""
     norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
-        if id(parameter) in norms:
+        if id(parameter) in norms or id(parameter) in skipped:
             continue
         is_in_place = parameter.device == device and parameter.is_contiguous()
         like: dict[str, Any] = {"dtype": parameter.dtype, "device": device}

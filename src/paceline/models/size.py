@@ -14,8 +14,9 @@ from paceline.core.options import ELEMENT_BYTES
 from paceline.core.parallel import ALONE, Parallel
 from paceline.kernels.all_reduce import Exchange
 from paceline.kernels.stand_in import StandIn
+from paceline.layers.weight_format import held_by
 from paceline.models.causal_lm import CausalLM
-from paceline.models.registry import architecture
+from paceline.models.packed_layers import PLAIN, Packings, build_model
 
 META = torch.device("meta")
 
@@ -27,11 +28,13 @@ def empty_model(
     max_positions: int,
     parallel: Parallel = ALONE,
     exchange: Exchange | None = None,
+    packings: Packings = PLAIN,
 ) -> CausalLM:
     """The modules of a model, or of a rank's part, on the meta device.  max_positions: rows of its
     rope tables."""
-    return architecture(config.model_type).build(
+    return build_model(
         config,
+        packings,
         parallel=parallel,
         device=META,
         dtype=dtype,
@@ -45,6 +48,16 @@ def weight_bytes(module: nn.Module | None) -> int:
     if module is None:
         return 0
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+
+
+def bytes_by_format(model: CausalLM) -> dict[str, int]:
+    """Of what layers multiply with, by the format that they hold it in; all else as "other"."""
+    found: dict[str, int] = {}
+    for held in held_by(model).values():
+        kind = str(held.format)
+        size = sum(each.nbytes for each in held.weight if isinstance(each, nn.Parameter))
+        found[kind] = found.get(kind, 0) + size
+    return found | {"other": weight_bytes(model) - sum(found.values())}
 
 
 @cache

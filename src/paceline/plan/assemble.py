@@ -21,6 +21,7 @@ from paceline.core.sampling_params import PROMPT_BLOCK_ENTRIES
 from paceline.kernels.stand_in import device_type
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
+from paceline.models.packed_layers import PLAIN, Packings
 from paceline.plan.attention_choice import mixer_choices
 from paceline.plan.speculation import Speculation, shape_of, target_groups
 from paceline.runner.build import RunnerConfig, build_parts
@@ -52,6 +53,7 @@ class Decided:
     draft_pages: tuple[int, ...]  # [num_draft_groups] pages of each pool, the reserved one included
     kv: KVFormat
     parallel: Parallel = ALONE
+    packings: Packings = PLAIN  # of the target's weights
 
     @property
     def rank_config(self) -> ModelConfig:
@@ -84,6 +86,7 @@ def decide(
     kv: KVFormat,
     processors: Sequence[LogitsProcessor] = (),
     parallel: Parallel = ALONE,
+    packings: Packings = PLAIN,
 ) -> Decided:
     """What resolved `options` make of a model and its drafter, with the usual capture policies.
 
@@ -116,6 +119,7 @@ def decide(
         draft_pages=num_pages[num_groups:],
         kv=kv,
         parallel=parallel,
+        packings=packings,
     )
 
 

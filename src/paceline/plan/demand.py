@@ -16,6 +16,7 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions, known
 from paceline.core.parallel import ALONE, Parallel, of_rank
 from paceline.kernels.step_view import StepView
+from paceline.models.packed_layers import PLAIN, Packings
 from paceline.plan.assemble import decide
 from paceline.plan.attention_choice import planned_backend
 from paceline.plan.rehearsal import (
@@ -59,12 +60,15 @@ class Demands:
         device: DeviceFacts,
         speculation: Speculation | None,
         parallel: Parallel = ALONE,
+        packings: Packings = PLAIN,
     ) -> None:
-        """device: as one process has it.  parallel: which of those that share the model."""
+        """device: as one process has it.  parallel: which of those that share the model.
+        packings: of its weights."""
         self.config = config
         self.device = device
         self.speculation = speculation
         self.parallel = parallel
+        self.packings = packings
         self._known: dict[EngineOptions, Demand] = {}
         self._begun: dict[EngineOptions, _Rehearsal] = {}  # of which graphs alone were asked
 
@@ -123,6 +127,7 @@ class _Rehearsal:
             num_pages=(1,) * len(all_groups(config, options, speculation)),
             kv=KVFormat(dtype=torch_kv_dtype(known(options.kv_cache_dtype))),
             parallel=demands.parallel,
+            packings=demands.packings,
         )
         self._layers = config.num_layers
         drafter = None if speculation is None else speculation.drafter

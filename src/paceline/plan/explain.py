@@ -15,8 +15,11 @@ from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import SOFTMAX, ModelConfig
 from paceline.core.options import EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel, of_rank
+from paceline.kernels.packed_linear import CHOICE
 from paceline.models.locate import ModelSource
+from paceline.models.packed_layers import Packings
 from paceline.models.quantized.scheme import Quantization
+from paceline.models.size import bytes_by_format, empty_model
 from paceline.plan.attention_choice import (
     PhaseChoice,
     mixer_choices,
@@ -81,6 +84,8 @@ class Explanation:
     model: str
     config: ModelConfig
     quantization: Quantization | None
+    packings: Packings
+    weights_by_format: Mapping[str, str]  # sizes, where some are packed
     device: DeviceFacts
     speculation: Speculation | None
     resolution: Resolution
@@ -145,6 +150,18 @@ class Explanation:
         }
 
 
+def _weights(plan: Explanation) -> list[str]:
+    """How weights are stored, where they are no plain numbers, and what reads them."""
+    if not plan.packings:
+        return [f"weights: {plan.quantization}"] if plan.quantization else []
+    method = "" if plan.quantization is None else f"{plan.quantization.method}; "
+    return [
+        f"weights: {method}{plan.packings}",
+        *(f"  {size} of {kind}" for kind, size in plan.weights_by_format.items()),
+        f"  {CHOICE}",
+    ]
+
+
 def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanation:
     """Plan `asked["model"]` on a GPU by name, or on this machine when `gpu` is None.
 
@@ -158,7 +175,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
     of_rank(config, parallel)
     device = target.device.of_each(parallel.size)
     speculation = plan_speculation(given, config, target.source, weights=False)
-    demands = Demands(config, device, speculation, parallel)
+    demands = Demands(config, device, speculation, parallel, target.packings)
     resolution, fit = resolve(asked, demands)
     load_processors(resolution.options.logits_processors)
     dtype: torch.dtype = getattr(torch, known(resolution.options.dtype))
@@ -166,6 +183,8 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         model=target.source.name,
         config=config,
         quantization=target.quantization,
+        packings=target.packings,
+        weights_by_format=_by_format(demands, resolution.options),
         device=device,
         speculation=speculation,
         resolution=resolution,
@@ -178,6 +197,19 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         text=TextPlan.of(target.source),
         exchanged=exchanged(config, parallel.size, dtype),
     )
+
+
+def _by_format(demands: Demands, options: EngineOptions) -> dict[str, str]:
+    """What weights take, by format; nothing where all are plain numbers."""
+    if not demands.packings:
+        return {}
+    model = empty_model(
+        demands.config,
+        dtype=getattr(torch, known(options.dtype)),
+        max_positions=1,
+        packings=demands.packings,
+    )
+    return {kind: gib(size) for kind, size in bytes_by_format(model).items()}
 
 
 def nearest_if_short(
@@ -212,7 +244,7 @@ def show(plan: Explanation) -> str:
     rows = [
         f"{plan.model}: {config.model_type}, {config.num_layers} layers, {' and '.join(mixers)}, "
         f"weights {gib(plan.fit.weights_bytes)}",
-        *([f"weights: {plan.quantization}"] if plan.quantization else []),
+        *_weights(plan),
         str(plan.text),
         *([f"drafts: {plan.speculation}"] if plan.speculation else []),
         *([str(plan.exchanged)] if plan.exchanged else []),

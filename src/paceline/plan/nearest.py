@@ -223,7 +223,8 @@ def _nothing(asked: Asked, options: Sequence[Knob], demands: Demands) -> Nearest
         devices=tuple(
             name
             for name, gpu in GPUS.items()
-            if weights < gpu.total_bytes and _fits(elsewhere, Demands(config, gpu, speculation))
+            if weights < gpu.total_bytes
+            and _fits(elsewhere, Demands(config, gpu, speculation, packings=demands.packings))
         ),
         models=tuple(
             name

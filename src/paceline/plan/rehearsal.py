@@ -121,6 +121,7 @@ class EmptyWeights:
             max_positions=max_positions,
             parallel=self.decided.parallel,
             exchange=self.exchange,
+            packings=self.decided.packings,
         )
 
     def draft(self, drafter: Drafter, target: CausalLM, limits: RunnerConfig) -> nn.Module | None:

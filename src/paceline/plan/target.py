@@ -5,13 +5,14 @@
 
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts, gpu_by_name
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions
 from paceline.models.config import parse_config
 from paceline.models.locate import ModelSource, locate
+from paceline.models.packed_layers import Packings
 from paceline.models.quantized.config import read_quantization
+from paceline.models.quantized.kept import kept_weights
 from paceline.models.quantized.scheme import Quantization
 from paceline.plan.machine import local_device
 
@@ -22,30 +23,28 @@ class Target:
     config: ModelConfig
     device: DeviceFacts
     quantization: Quantization | None  # of the stored weights; None: they are plain numbers
+    packings: Packings  # of those that an engine keeps as codes
 
 
 def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None) -> Target:
     """Find and read the model of `options`, and the device: a GPU by name, or one of this machine.
 
-    weights=False does not download those of a hub model.  Raises ModelError, ConfigError.
+    weights=False does not download those of a hub model, whose headers are not seen then: all
+    count as plain numbers.  Raises ModelError, ConfigError, WeightsError.
     """
     source = locate(options.model, options.revision, weights=False)
     config = parse_config(source.config, source.generation_config)
     device = local_device(options.device) if gpu is None else gpu_by_name(gpu)
     quantization = read_quantization(source.config)
-    _require_method(options, quantization)
+    where = {"device_type": device.device_type}
+    packings = kept_weights(options, source, config, quantization, **where)
     if weights:  # which a model that is refused does not download
         source = locate(options.model, options.revision)
-    return Target(source=source, config=config, device=device, quantization=quantization)
-
-
-def _require_method(options: EngineOptions, found: Quantization | None) -> None:
-    method = "none" if found is None else found.method
-    if options.quantization not in (None, method):
-        raise ConfigError.about(
-            "quantization",
-            expected=f"{method!r}, as the config.json of '{options.model}' says",
-            got=repr(options.quantization),
-            remedy="leave --quantization out, or name a checkpoint that is stored so: none is "
-            "quantised when it is read",
-        )
+        packings = kept_weights(options, source, config, quantization, **where)
+    return Target(
+        source=source,
+        config=config,
+        device=device,
+        quantization=quantization,
+        packings=packings,
+    )

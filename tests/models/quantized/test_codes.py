@@ -18,12 +18,12 @@ COUNTING = torch.arange(8.0)
 def test_gptq_packs_along_inputs_the_lowest_first() -> None:
     ones = torch.ones(1, 8)
     codes = words(0x76543210).expand(1, 8).contiguous()
-    got = gptq(codes, words(0xFFFFFFFF)[None], ones, bits=4, group=8, is_v2=False)
+    got = gptq(codes, words(0xFFFFFFFF)[None], ones, bits=4, group=8, is_v2=False).numbers()
     assert torch.equal(got, COUNTING.expand(8, 8))  # a stored 15 is a zero point of 0, by wrapping
 
 
 def test_awq_interleaves_outputs() -> None:
-    got = awq(words(0x75316420)[None], words(0)[None], torch.ones(1, 8), group=1)
+    got = awq(words(0x75316420)[None], words(0)[None], torch.ones(1, 8), group=1).numbers()
     assert torch.equal(got, COUNTING[:, None])
 
 
@@ -49,7 +49,7 @@ def test_e2m1_and_e8m0() -> None:
 @pytest.mark.parametrize("stored", [0x77777777, 0x88888888])
 def test_zero_points_of_symmetric_gptq_tell_the_version(stored: int) -> None:
     eights = words(0x88888888).expand(1, 8).contiguous()
-    got = gptq(eights, words(stored)[None], torch.ones(1, 8), bits=4, group=8, is_v2=None)
+    got = gptq(eights, words(stored)[None], torch.ones(1, 8), bits=4, group=8, is_v2=None).numbers()
     assert not got.any()
 
 
@@ -68,17 +68,17 @@ def test_the_last_group_may_be_partial() -> None:
         "scales": torch.rand(2, 16).half(),
     }
     wanted = definitions.gptq(parts, 128, 4, plus_one=True)
-    got = gptq(*parts.values(), torch.arange(192) // 128, bits=4, group=128, is_v2=False)
+    got = gptq(*parts.values(), torch.arange(192) // 128, bits=4, group=128, is_v2=False).numbers()
     assert torch.equal(got, wanted)
     columns = torch.randint(-(2**31), 2**31, (192, 2)).int()
     wanted = definitions.awq(parts | {"qweight": columns}, 128)
-    assert torch.equal(awq(columns, parts["qzeros"], parts["scales"], group=128), wanted)
+    assert torch.equal(awq(columns, parts["qzeros"], parts["scales"], group=128).numbers(), wanted)
 
 
 def test_other_zero_points_follow_the_label() -> None:
     eights, stored = words(0x88888888).expand(1, 8).contiguous(), words(0x33333333)[None]
     for is_v2, zero in ((False, 4), (True, 3)):
-        got = gptq(eights, stored, torch.ones(1, 8), bits=4, group=8, is_v2=is_v2)
+        got = gptq(eights, stored, torch.ones(1, 8), bits=4, group=8, is_v2=is_v2).numbers()
         assert torch.equal(got, torch.full((8, 8), 8.0 - zero))
 
 

@@ -13,6 +13,7 @@ from paceline.models.quantized.scheme import (
     Quantization,
     Stored,
     Weight,
+    coded_weight,
     groups,
     refuse_settings,
     refuse_weight,
@@ -36,7 +37,17 @@ class Awq(Quantization):
         require_shape(module, "qweight", stored["qweight"], (columns, rows // 8))
         require_shape(module, "qzeros", stored["qzeros"], (rows_of_scales, words))
         group = group_of(module, self.group_size, columns, rows_of_scales)
-        return [Weight("weight", (rows, columns), PARTS, partial(awq, group=group))]
+        return [
+            coded_weight(
+                (rows, columns),
+                PARTS,
+                partial(awq, group=group),
+                kind="int4",
+                group=group,
+                has_zeros=True,
+                scale_dtype=stored["scales"].dtype,
+            )
+        ]
 
 
 def read_awq(fields: Fields) -> Awq:

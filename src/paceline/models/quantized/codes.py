@@ -22,6 +22,19 @@ class Blocks(NamedTuple):
     table: tuple[int, int]  # blocks down and across; the last ones may be partial
 
 
+class Coded(NamedTuple):
+    """What the stored tensors of a weight say of it, in one form for all methods."""
+
+    codes: Tensor  # [N, K]  unsigned integers, or e4m3
+    scale: Tensor  # as many as blocks.table says
+    zero: Tensor | None  # likewise; None: codes are numbers
+    blocks: Blocks
+
+    def numbers(self) -> Tensor:
+        """[N, K] float32.  Raises ValueError as `scaled`."""
+        return scaled(self.codes, self.scale, self.zero, blocks=self.blocks)
+
+
 def scaled(codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, blocks: Blocks) -> Tensor:
     """codes [N, K]; scale, zero: as many as blocks.table says -> [N, K] float32.
 
@@ -51,7 +64,7 @@ def _spread(table: Tensor, shape: torch.Size, blocks: Blocks) -> Tensor:
 def bit_fields(words: Tensor, bits: int, count: int) -> Tensor:
     """words [rows, W] int32, each row one stream of bits, the lowest first
     -> its first `count` unsigned fields, [rows, count] int32.  bits: a divisor of 32."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
     # The sign bit is a code's: what an arithmetic shift brings in is masked away.
     fields = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return fields.flatten(-2)[..., :count]
@@ -78,25 +91,26 @@ def packed_rows(
     bits: int,
     columns: int,
     blocks: Blocks,
-) -> Tensor:
+) -> Coded:
     """compressed-tensors' `pack_to_int32`: words [N, W] along K, codes offset by half their range;
     zero_words [ceil(N * bits / 32), G] along N."""
     codes = bit_fields(words, bits, columns)
     if zero_words is None:
-        return scaled(codes - (1 << bits - 1), scale, blocks=blocks)
+        return Coded(
+            codes, scale, torch.full(blocks.table, 1 << bits - 1, device=codes.device), blocks
+        )
     zero = bit_fields(zero_words.T.contiguous(), bits, codes.shape[0]).T
-    return scaled(codes, scale, zero, blocks=blocks)
+    return Coded(codes, scale, zero, blocks)
 
 
 # Column 8 c + j of a matrix is field _AWQ_FIELDS[j] of word c (AutoAWQ's packing_utils.py).
 _AWQ_FIELDS = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def awq(words: Tensor, zero_words: Tensor, scale: Tensor, *, group: int) -> Tensor:
-    """words [K, N / 8], zero_words [G, N / 8], scale [G, N] -> [N, K] float32."""
+def awq(words: Tensor, zero_words: Tensor, scale: Tensor, *, group: int) -> Coded:
+    """words [K, N / 8], zero_words [G, N / 8], scale [G, N]."""
     codes, zero = _awq_fields(words), _awq_fields(zero_words)
-    blocks = Blocks(group, 1, (scale.shape[0], scale.shape[1]))
-    return scaled(codes, scale, zero, blocks=blocks).T.contiguous()
+    return Coded(codes.T, scale.T, zero.T, Blocks(1, group, (scale.shape[1], scale.shape[0])))
 
 
 def _awq_fields(words: Tensor) -> Tensor:
@@ -112,18 +126,20 @@ def gptq(
     bits: int,
     group: int,
     is_v2: bool | None,
-) -> Tensor:
+) -> Coded:
     """words [K * bits / 32, N] along K, zero_words [G, N * bits / 32] along N, scale [G, N], order
-    [K]: the group of each column -> [N, K] float32.
+    [K]: the group of each column.
 
     Version 1 stores zero points less 1, in their own field each.  is_v2: None of symmetric weights,
     whose zero points tell it themselves, since files are mislabelled.  Raises ValueError where they
     do not, or where a group is no run of columns (activation order).
     """
     columns, rows = words.shape[0] * 32 // bits, words.shape[1]
-    if order is not None and not torch.equal(order.long(), torch.arange(columns) // group):
+    if order is not None and not torch.equal(
+        order.long(), torch.arange(columns, device=order.device) // group
+    ):
         raise ValueError("columns in activation order (g_idx), which is not served")
-    codes = bit_fields(words.T.contiguous(), bits, columns).T
+    codes = bit_fields(words.T.contiguous(), bits, columns)
     zero, half = bit_fields(zero_words, bits, rows), 1 << bits - 1
     if is_v2 is None:
         is_v2 = bool((zero == half).all())
@@ -131,8 +147,19 @@ def gptq(
             raise ValueError("zero points that are not those of symmetric weights")
     if not is_v2:
         zero = (zero + 1) & ((1 << bits) - 1)
-    blocks = Blocks(group, 1, (scale.shape[0], scale.shape[1]))
-    return scaled(codes, scale, zero, blocks=blocks).T.contiguous()
+    return Coded(codes, scale.T, zero.T, Blocks(1, group, (scale.shape[1], scale.shape[0])))
+
+
+def plain_codes(
+    codes: Tensor, scale: Tensor, zero: Tensor | None = None, *, blocks: Blocks
+) -> Coded:
+    """codes [N, K] e4m3, or int8, which count from -128."""
+    if codes.dtype != torch.int8:
+        return Coded(codes, scale, zero, blocks)
+    offset = torch.full(blocks.table, 128, device=codes.device)
+    if zero is not None:
+        offset = offset + zero.reshape(blocks.table)
+    return Coded(codes.int() + 128, scale, offset, blocks)
 
 
 def mxfp4_stack(blocks: Tensor, exponents: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from paceline.models.quantized.scheme import (
     Quantization,
     Stored,
     Weight,
+    coded_weight,
     groups,
     refuse_settings,
     refuse_weight,
@@ -202,8 +203,15 @@ def _packed_integers(module: str, stored: Mapping[str, Stored], group: Group) ->
             module, "weight_zero_point", zero, (groups(rows * group.bits, 32), blocks.table[1])
         )
         parts += ("weight_zero_point",)
-    make = partial(packed_rows, bits=group.bits, columns=columns, blocks=blocks)
-    return Weight("weight", (rows, columns), parts, make)
+    return coded_weight(
+        (rows, columns),
+        parts,
+        partial(packed_rows, bits=group.bits, columns=columns, blocks=blocks),
+        kind=f"int{group.bits}",
+        group=size,
+        has_zeros=zero is not None,
+        scale_dtype=scale.dtype,
+    )
 
 
 def _packed_floats(module: str, stored: Mapping[str, Stored]) -> Weight:

@@ -18,6 +18,7 @@ from paceline.models.quantized.scheme import (
     Quantization,
     Stored,
     Weight,
+    coded_weight,
     groups,
     refuse_settings,
     refuse_weight,
@@ -69,7 +70,7 @@ def scaled_weight(
 ) -> list[Weight]:
     """Of a module whose `weight` has `codes` (a dtype) and a scale beside it; zero points too,
     where there are."""
-    from paceline.models.quantized.codes import Blocks, scaled
+    from paceline.models.quantized.codes import Blocks, plain_codes
 
     scales = [name for name in _SCALES if name in stored]
     weight = stored.get("weight")
@@ -95,4 +96,15 @@ def scaled_weight(
     if "weight_zero_point" in stored:
         parts += ("weight_zero_point",)
         require_shape(module, parts[-1], stored[parts[-1]], shape)
-    return [Weight("weight", weight.shape, parts, partial(scaled, blocks=blocks))]
+    scale = stored[scales[0]].dtype
+    return [
+        coded_weight(
+            (rows, columns),
+            parts,
+            partial(plain_codes, blocks=blocks),
+            kind="fp8" if codes == FP8 else "int8",
+            group=blocks.columns,
+            has_zeros=len(parts) == 3,
+            scale_dtype="F32" if scale == E8M0 else scale,
+        )
+    ]

@@ -15,6 +15,7 @@ from paceline.models.quantized.scheme import (
     Quantization,
     Stored,
     Weight,
+    coded_weight,
     refuse_settings,
     refuse_weight,
     require_shape,
@@ -48,7 +49,17 @@ class Gptq(Quantization):
             parts += ("g_idx",)
         group = group_of(module, self.group_size, columns, num_groups)
         make = partial(gptq, bits=self.bits, group=group, is_v2=self.is_v2)
-        return [Weight("weight", (rows, columns), parts, make)]
+        return [
+            coded_weight(
+                (rows, columns),
+                parts,
+                make,
+                kind=f"int{self.bits}",
+                group=group,
+                has_zeros=self.is_v2 is not None,
+                scale_dtype=stored["scales"].dtype,
+            )
+        ]
 
 
 def read_gptq(fields: Fields) -> Gptq:

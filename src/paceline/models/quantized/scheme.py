@@ -11,6 +11,8 @@ from paceline.models.fields import Fields
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from paceline.models.quantized.codes import Coded
+
 FP8, E8M0 = "F8_E4M3", "F8_E8M0"  # as safetensors files spell them
 PLAIN = ("F32", "BF16", "F16")  # scales that are numbers
 _UNREAD = {"input_scale", "input_zero_point", "input_global_scale", "activation_scale_ub"} | {
@@ -32,6 +34,11 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     parts: tuple[str, ...]  # names of the stored tensors, below the module
     make: "Callable[..., Tensor]"  # of the tensors of `parts`; float32
+    coded: "Callable[..., Coded] | None" = None  # likewise, where it has one form with others
+    kind: str | None = None  # of those codes: of kernels.packed_weight
+    group: int | None = None  # columns that share a scale; None: all
+    has_zeros: bool = False
+    scale_dtype: str = "F32"  # as files spell it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,31 @@ class Quantization(ABC):
         stored: all tensors of the module, by their names below it.  A tensor that is in no weight,
         and not `unread`, is plain.  Raises WeightsError for one that is missing or misshapen.
         """
+
+
+def coded_weight(
+    shape: tuple[int, int],
+    parts: tuple[str, ...],
+    coded: "Callable[..., Coded]",
+    *,
+    kind: str,
+    group: int,
+    has_zeros: bool,
+    scale_dtype: str,
+) -> Weight:
+    """A matrix whose codes can stay codes.  kind: of kernels.packed_weight; group: columns that
+    share a scale."""
+    return Weight(
+        "weight",
+        shape,
+        parts,
+        lambda *tensors: coded(*tensors).numbers(),
+        coded,
+        kind,
+        None if group >= shape[1] else group,
+        has_zeros,
+        scale_dtype,
+    )
 
 
 Read = Callable[[Fields], Quantization | None]  # None: it quantises no weights

@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.core.errors import WeightsError
-from paceline.models.checkpoint import StoredTensors
+from paceline.kernels.packed_weight import FP8, PackedWeight, Packing, packable
+from paceline.models.checkpoint import SPELLED, StoredTensors
+from paceline.models.quantized.repacked import pack_coded
 from paceline.models.quantized.scheme import Quantization, Stored, Weight, unread
+
+DTYPES = {spelled: dtype for dtype, spelled in SPELLED.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,10 @@ class Dequantised:
         of_codes = last == "bias" and _joined(module, "weight") in self._made
         return of_codes and not bool(self._checkpoint.tensor(name).any())
 
+    def is_made(self, name: str) -> bool:
+        """Whether it stands for codes."""
+        return name in self._made
+
     def shape(self, name: str) -> tuple[int, ...]:
         """As of a plain checkpoint; reads no data."""
         made = self._made.get(name)
@@ -62,6 +71,29 @@ class Dequantised:
     def dtype(self, name: str) -> str:
         """As files spell it; what is made is float32."""
         return self._checkpoint.dtype(name) if name not in self._made else "F32"
+
+    def packing(self, name: str) -> Packing | None:
+        """How a weight stays codes; None where it is plain, or no kernel reads its form."""
+        made = self._made.get(name)
+        kind = None if made is None else made.weight.kind
+        if made is None or kind is None:
+            return None
+        weight = made.weight
+        is_known = weight.group is None or packable(weight.group, weight.shape[1])
+        if not is_known or (kind == FP8 and weight.has_zeros):
+            return None
+        return Packing(kind, weight.group, weight.has_zeros, DTYPES[weight.scale_dtype])
+
+    def packed(self, name: str, packing: Packing, device: torch.device) -> PackedWeight:
+        """Of a weight with this `packing`, made on `device`.  Raises WeightsError as `tensor`."""
+        made = self._made[name]
+        assert made.weight.coded is not None, name
+        parts = [_joined(made.module, part) for part in made.weight.parts]
+        stored = [self._checkpoint.tensor(part).to(device) for part in parts]
+        try:
+            return pack_coded(made.weight.coded(*stored), packing)
+        except ValueError as error:
+            raise _broken(name, parts, str(error)) from error
 
     def tensor(self, name: str) -> Tensor:
         """On the CPU.  Raises WeightsError for codes or scales that are no numbers."""

@@ -1,0 +1,233 @@
+"""packed_linear: x W^T + b with W in codes, which no kernel writes to memory as numbers.
+
+For the few tokens of a decode step the time of a product is that of reading its weight once, and a
+packed weight is a half or a quarter of the plain one.  One token: words become float32 numbers in
+registers, by their bits.  Up to MAX_TOKENS: tiles of numbers go from registers to the matrix unit,
+and each group's part of the sum is scaled in float32, so that a number is rounded nowhere.
+"""
+
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from paceline.kernels._check import reject, require_triton
+from paceline.kernels.act_and_mul import act_and_mul, act_and_mul_reference, check_activation
+from paceline.kernels.custom_op import define_op
+from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, unpack_reference
+from paceline.kernels.stand_in import device_type
+
+MAX_TOKENS = 64
+CHOICE = (
+    f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
+    "with numbers made of them (unpack_weight), as a CPU always does"
+)
+_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_COLUMNS = 32768  # a row of words is held in registers
+_ENOUGH_PROGRAMS = 1056  # eight for each of 132 processors: one waits for each chunk a while
+_MOST_SPLITS = 8
+_SMALLEST_FEATURES = 64
+
+
+class PackedTile(NamedTuple):
+    """What one program of a product for more than one token computes."""
+
+    tokens: int  # a power of two, at least 16
+    features: int
+    warps: int
+    stages: int  # of chunks on their way
+
+
+def packed_linear_reference(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, packing: Packing, activation: str | None
+) -> Tensor:
+    """The definition, in float32, rounded once, and once more by an activation.  x: [tokens,
+    columns]; bias: [rows]; with an activation rows are those of gates, then of ups."""
+    product = x.float() @ unpack_reference(weight, packing, x.shape[1]).T
+    if bias is not None:
+        product = product + bias.float()
+    product = product.to(x.dtype)
+    return product if activation is None else act_and_mul_reference(product, activation)
+
+
+def fits_packed(x: Tensor) -> bool:
+    """Whether `packed_linear` takes these rows and is the faster way; shapes and dtypes only."""
+    return (
+        device_type(x.device) == "cuda"
+        and 0 < x.shape[0] <= MAX_TOKENS
+        and x.dtype in _DTYPES
+        and x.shape[1] <= _MOST_COLUMNS
+        and x.stride(1) == 1
+    )
+
+
+def packed_counters(rows: int, *, device: torch.device) -> Tensor:
+    """[tiles] int32 zeros: what one layer's split products count their parts with."""
+    return torch.zeros(-(-rows // _SMALLEST_FEATURES), dtype=torch.int32, device=device)
+
+
+def packed_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    packing: Packing,
+    *,
+    activation: str | None = None,
+    counters: Tensor | None = None,
+) -> Tensor:
+    """x W^T + b, and with `activation` act(gate) * up of it.
+
+    x: bfloat16 or float16 [tokens, columns], 1 to 64 tokens with contiguous rows; weight: of as
+    many columns, contiguous; bias: [rows] of x's dtype, or None; counters: the layer's own
+    `packed_counters`; without them the columns are never split.  Mutates counters, which are 0
+    again when the kernel ends.  Returns [tokens, rows], or half the rows with an activation.
+    Deterministic.  Graph-safe: the grid depends on shapes only.  Raises KernelArgumentError.
+    """
+    if activation is not None:
+        check_activation("activation", activation)
+    parts = 1 if activation is None else 2
+    _check(x, weight, bias, packing, parts)
+    (tokens, columns), rows = x.shape, weight.words.shape[0]
+    if activation is not None and tokens > 1:
+        return act_and_mul(packed_linear(x, weight, bias, packing, counters=counters), activation)
+    out = torch.empty((tokens, rows // parts), dtype=x.dtype, device=x.device)
+    tile = _tile(tokens)
+    tiles = -(-out.shape[1] // tile.features)
+    splits = 1
+    if counters is not None and tokens > 1:
+        splits = _splits(tiles, -(-columns // CHUNK))
+        _check_counters(counters, tiles, device=x.device)
+    partial = None
+    if splits > 1:
+        size = splits * tiles * tile.features * tile.tokens
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+    group = packing.group or columns
+    scaled = (*weight, packing.kind, group)
+    _PACKED_LINEAR(x, *scaled, bias, activation, tile, splits, out, partial, counters)
+    return out
+
+
+def _tile(tokens: int) -> PackedTile:
+    if tokens > 32:
+        return PackedTile(64, 128, 4, 3)
+    return PackedTile(max(16, 1 << (tokens - 1).bit_length()), 64, 4, 3)
+
+
+def _splits(tiles: int, chunks: int) -> int:
+    """Parts of the columns, each of as many chunks."""
+    splits = 1
+    while (
+        tiles * splits < _ENOUGH_PROGRAMS and splits < _MOST_SPLITS and chunks % (2 * splits) == 0
+    ):
+        splits *= 2
+    return splits
+
+
+def _check(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, packing: Packing, parts: int
+) -> None:
+    if x.dim() != 2 or x.dtype not in _DTYPES or not 0 < x.shape[0] <= MAX_TOKENS:
+        _reject_x(x, f"bfloat16 or float16 [1..{MAX_TOKENS}, columns]")
+    columns = x.shape[1]
+    if columns > _MOST_COLUMNS or x.stride(1) != 1:
+        _reject_x(x, f"contiguous rows of at most {_MOST_COLUMNS} columns")
+    rows = weight.words.shape[0]
+    require_packed(weight, packing, columns, device=x.device)
+    if rows % parts:
+        reject(
+            "weight.words",
+            expected="as many gate rows as up rows",
+            got=weight.words,
+            remedy="pack both, gate rows first",
+        )
+    if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
+        reject(
+            "bias",
+            expected=f"{x.dtype} [{rows}]",
+            got=bias,
+            remedy="give one number for each row of weight",
+        )
+
+
+def require_packed(
+    weight: PackedWeight, packing: Packing, columns: int, *, device: torch.device
+) -> None:
+    """Raise KernelArgumentError for tensors that are none of `packing` with so many columns."""
+    rows = weight.words.shape[0]
+    table = (rows, packing.num_groups(columns))
+    expected = {
+        "words": (torch.int32, (rows, packing.num_words(columns))),
+        "scale": (packing.scale_dtype, table),
+        "zero": (torch.uint8, table) if packing.has_zeros else None,
+    }
+    for name, wanted in expected.items():
+        got = getattr(weight, name)
+        fits = (got is None) == (wanted is None)
+        if got is not None and wanted is not None:
+            fits = (got.dtype, tuple(got.shape)) == wanted and got.is_contiguous()
+            fits = fits and got.device == device
+        if not fits:
+            said = "None" if wanted is None else f"{wanted[0]} {list(wanted[1])} on {device}"
+            reject(
+                f"weight.{name}",
+                expected=f"{said}, as of {packing}",
+                got=got,
+                remedy="pack it with packed_weight.pack_codes",
+            )
+
+
+def _reject_x(x: Tensor, expected: str) -> NoReturn:
+    reject("x", expected=expected, got=x, remedy="use kernels.unpack_weight and kernels.linear")
+
+
+def _check_counters(counters: Tensor, tiles: int, *, device: torch.device) -> None:
+    is_counters = counters.dtype == torch.int32 and counters.is_contiguous()
+    if not is_counters or counters.numel() < tiles or counters.device != device:
+        reject(
+            "counters",
+            expected=f"contiguous int32 with at least {tiles} elements on {device}",
+            got=counters,
+            remedy="make them with packed_counters for the rows of weight",
+        )
+
+
+def _launch(
+    x: Tensor,
+    words: Tensor,
+    scale: Tensor,
+    zero: Tensor | None,
+    kind: str,
+    group: int,
+    bias: Tensor | None,
+    activation: str | None,
+    tile: list[int],
+    splits: int,
+    out: Tensor,
+    partial: Tensor | None,
+    counters: Tensor | None,
+) -> None:
+    require_triton("packed_linear", otherwise="use kernels.unpack_weight and kernels.linear")
+    from paceline.kernels._triton.packed_linear import launch_packed_linear
+
+    launch_packed_linear(
+        x,
+        PackedWeight(words, scale, zero),
+        bias,
+        activation,
+        kind=kind,
+        group=group,
+        tile=PackedTile(*tile),
+        splits=splits,
+        out=out,
+        partial=partial,
+        counters=counters,
+    )
+
+
+_PACKED_LINEAR = define_op(
+    "packed_linear(Tensor x, Tensor words, Tensor scale, Tensor? zero, str kind, int group, "
+    "Tensor? bias, str? activation, int[] tile, int splits, Tensor(a!) out, Tensor(b!)? partial, "
+    "Tensor(c!)? counters) -> ()",
+    cpu=_launch,
+    cuda=_launch,
+)

@@ -1,0 +1,131 @@
+"""Packed weights: codes of 4 or 8 bits in words of 32, with a scale for each group of columns.
+
+    W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g],  g = k // group
+
+Codes are unsigned integers, or e4m3 numbers, which have no zero.  Every checkpoint's codes are
+brought into one order, in which a kernel finds neighbours of x beside each other: of each CHUNK
+columns, word w holds those with the same w, one in each field, the lowest bits first:
+
+    column 128 c + f * words + w  =  field f of word w of chunk c,   words = 128 * bits / 32
+
+Example of 4 bits: 16 words; the first holds columns 0, 16, 32, ... 112 of its chunk.  The last
+chunk is filled up with codes that nothing multiplies.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 128  # columns
+INT4, INT8, FP8 = "int4", "int8", "fp8"
+_BITS = {INT4: 4, INT8: 8, FP8: 8}
+_GROUPS = (32, 64, 128)
+_MOST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How the numbers of a weight are stored."""
+
+    kind: str  # INT4, INT8 or FP8
+    group: int | None  # columns that share a scale; None: all
+    has_zeros: bool  # of integers; without, zero is half of what codes can be
+    scale_dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        assert self.group is None or self.group in _GROUPS, self
+        assert self.kind != FP8 or not self.has_zeros, self
+
+    @property
+    def bits(self) -> int:
+        return _BITS[self.kind]
+
+    @property
+    def words(self) -> int:
+        """Of a chunk."""
+        return CHUNK * self.bits // 32
+
+    def num_words(self, columns: int) -> int:
+        """Of one row."""
+        return -(-columns // CHUNK) * self.words
+
+    def num_groups(self, columns: int) -> int:
+        """Of one row; the last may be partial."""
+        return 1 if self.group is None else -(-columns // self.group)
+
+    def __str__(self) -> str:
+        group = "a row" if self.group is None else f"{self.group} columns"
+        return f"{self.kind}, a scale for {group}"
+
+
+def packable(group: int, columns: int) -> bool:
+    """Whether weights with groups of this many columns have a Packing."""
+    return group >= columns or group in _GROUPS
+
+
+class PackedWeight(NamedTuple):
+    """[rows, columns] numbers."""
+
+    words: Tensor  # [rows, num_words]  int32
+    scale: Tensor  # [rows, num_groups]  of the packing's scale_dtype
+    zero: Tensor | None  # [rows, num_groups]  uint8
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """codes [rows, columns] uint8 -> words [rows, num_words] int32, on the same device."""
+    rows, columns = codes.shape
+    fields, count = 32 // bits, CHUNK * bits // 32
+    padded = torch.nn.functional.pad(codes, (0, -columns % CHUNK))
+    by_field = padded.view(rows, -1, fields, count).to(torch.int32)
+    words = torch.zeros(rows, by_field.shape[1], count, dtype=torch.int32, device=codes.device)
+    for field in range(fields):
+        words |= by_field[:, :, field] << bits * field
+    return words.flatten(1)
+
+
+def unpack_codes(words: Tensor, bits: int, columns: int) -> Tensor:
+    """As they were packed: [rows, columns] uint8."""
+    fields, count = 32 // bits, CHUNK * bits // 32
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=words.device)
+    # The sign bit is a code's: what an arithmetic shift brings in is masked away.
+    chunks = words.view(words.shape[0], -1, 1, count)
+    codes = (chunks >> shifts.view(fields, 1)) & ((1 << bits) - 1)
+    return codes.flatten(1)[:, :columns].to(torch.uint8)
+
+
+def unpack_reference(weight: PackedWeight, packing: Packing, columns: int) -> Tensor:
+    """The definition: [rows, columns] float32."""
+    codes = unpack_codes(weight.words, packing.bits, columns)
+    if packing.kind == FP8:
+        numbers = codes.view(torch.float8_e4m3fn).float()
+    elif weight.zero is None:
+        numbers = codes.float() - (1 << packing.bits - 1)
+    else:
+        numbers = codes.float() - _by_column(weight.zero.float(), packing, columns)
+    return numbers * _by_column(weight.scale.float(), packing, columns)
+
+
+def _by_column(table: Tensor, packing: Packing, columns: int) -> Tensor:
+    if packing.group is None:
+        return table
+    return table.repeat_interleave(packing.group, dim=1)[:, :columns]
+
+
+def encode(numbers: Tensor, packing: Packing) -> PackedWeight:
+    """The nearest that a packing without zeros has.  numbers: [rows, columns] on any device."""
+    assert not packing.has_zeros, packing
+    rows, columns = numbers.shape
+    group = packing.group or columns
+    most = _MOST_FP8 if packing.kind == FP8 else (1 << packing.bits - 1) - 1
+    padded = torch.nn.functional.pad(numbers.float(), (0, -columns % group)).view(rows, -1, group)
+    scale = (padded.abs().amax(2) / most).clamp_(min=torch.finfo(torch.float16).tiny)
+    scale = scale.to(packing.scale_dtype)
+    quotients = (padded / scale.float().unsqueeze(2)).flatten(1)[:, :columns]
+    if packing.kind == FP8:
+        codes = quotients.clamp_(-most, most).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        half = 1 << packing.bits - 1
+        codes = (quotients.round_().clamp_(-half, half - 1) + half).to(torch.uint8)
+    return PackedWeight(pack_codes(codes, packing.bits), scale, None)

@@ -1,0 +1,174 @@
+"""packed_linear and unpack_weight through Triton's interpreter against float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from packed_cases import KINDS, random_weight, relative
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError
+from paceline.kernels.act_and_mul import act_and_mul_reference
+from paceline.kernels.packed_linear import (
+    fits_packed,
+    packed_counters,
+    packed_linear,
+    packed_linear_reference,
+)
+from paceline.kernels.packed_weight import (
+    PackedWeight,
+    Packing,
+    encode,
+    pack_codes,
+    unpack_codes,
+    unpack_reference,
+)
+from paceline.kernels.unpack_weight import unpack_weight
+
+pytest.importorskip("triton")
+
+# Of correct kernels: float32 sums of exact numbers, rounded once to the activations' dtype.  The
+# interpreter cuts bfloat16 off where a device rounds, which is twice the error.
+ERRORS = {torch.bfloat16: 2.3e-3, torch.float16: 2.6e-4}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [384, 96])
+def test_words_hold_codes_and_stand_for_numbers(kind: str, columns: int) -> None:
+    packing = KINDS[kind]
+    weight, numbers = random_weight(7, columns, packing)
+    assert weight.words.shape == (7, packing.num_words(columns))
+    torch.testing.assert_close(
+        unpack_reference(weight, packing, columns).double(), numbers, rtol=1e-6, atol=0
+    )
+    codes = unpack_codes(weight.words, packing.bits, columns)
+    assert torch.equal(pack_codes(codes, packing.bits), weight.words)
+
+
+def test_the_first_word_holds_every_sixteenth_column() -> None:
+    codes = (torch.arange(128) // 16).to(torch.uint8)[None]
+    assert pack_codes(codes, 4)[0, 0].item() == 0x76543210
+    by_byte = (torch.arange(128) // 32).to(torch.uint8)[None]
+    assert pack_codes(by_byte, 8)[0, 31].item() == 0x03020100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("tokens", "columns", "dtype"),
+    [
+        (1, 384, torch.bfloat16),
+        (1, 96, torch.float16),
+        (3, 256, torch.float16),
+        (3, 160, torch.bfloat16),
+        (40, 256, torch.float16),
+    ],
+)
+def test_a_product_equals_that_with_the_numbers(
+    tokens: int, columns: int, kind: str, dtype: torch.dtype
+) -> None:
+    packing = KINDS[kind]
+    weight, numbers = random_weight(72, columns, packing)
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    exact = x.double() @ numbers.T
+    ours = packed_linear(x, weight, None, packing)
+    assert relative(ours, exact) < 2 * ERRORS[dtype]
+    assert relative(packed_linear_reference(x, weight, None, packing, None), exact) < ERRORS[dtype]
+
+
+@pytest.mark.parametrize("kind", ["int4-g128", "int4-g32-zeros", "fp8-row"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_bias_and_activation_follow(tokens: int, kind: str) -> None:
+    packing, dtype = KINDS[kind], torch.float16
+    weight, numbers = random_weight(2 * 40, 256, packing)
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(tokens, 256, generator=rng).to(dtype)
+    bias = torch.randn(80, generator=rng).to(dtype)
+    exact = x.double() @ numbers.T + bias.double()
+    assert relative(packed_linear(x, weight, bias, packing), exact) < 2 * ERRORS[dtype]
+    gated = act_and_mul_reference(exact.float().to(dtype), "silu").double()
+    ours = packed_linear(x, weight, bias, packing, activation="silu")
+    assert relative(ours, gated) < 4 * ERRORS[dtype]
+
+
+@pytest.mark.parametrize("kind", ["int4-g128", "int8-row"])
+def test_split_products_add_all_parts_and_leave_their_counters_zero(kind: str) -> None:
+    packing = KINDS[kind]
+    weight, numbers = random_weight(100, 512, packing)
+    x = torch.randn(20, 512, generator=torch.Generator().manual_seed(1)).half()
+    counters = packed_counters(100, device=x.device)
+    split = packed_linear(x, weight, None, packing, counters=counters)
+    again = packed_linear(x, weight, None, packing, counters=counters)
+    assert not counters.any()
+    assert torch.equal(split, again)
+    assert relative(split, x.double() @ numbers.T) < 2 * ERRORS[torch.float16]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("columns", [640, 160])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_unpacked_numbers_are_rounded_once(kind: str, columns: int, dtype: torch.dtype) -> None:
+    from paceline.kernels._triton.unpack_weight import launch_unpack_weight
+
+    packing = KINDS[kind]
+    weight, _ = random_weight(35, columns, packing)
+    exact = unpack_reference(weight, packing, columns).to(dtype)
+    assert torch.equal(unpack_weight(weight, packing, columns, dtype), exact)  # the CPU's
+    ours = torch.full((35, columns), torch.nan, dtype=dtype)
+    launch_unpack_weight(weight, kind=packing.kind, group=packing.group or columns, out=ours)
+    cut_off = 2**-7 if dtype == torch.bfloat16 else 0.0
+    torch.testing.assert_close(ours, exact, rtol=cut_off, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["int4-g128", "int8-g32", "fp8-row", "fp8-g128"])
+def test_codes_are_the_nearest_to_numbers(kind: str) -> None:
+    packing = KINDS[kind]
+    numbers = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
+    encoded = unpack_reference(encode(numbers, packing), packing, 256)
+    step = {"int4": 0.13, "int8": 0.01, "fp8": 0.03}[packing.kind]  # the page's errors
+    assert relative(encoded, numbers.double()) < step
+
+
+def test_rows_on_a_cpu_take_another_way() -> None:
+    assert not fits_packed(torch.zeros(1, 128, dtype=torch.bfloat16))
+
+
+Change = Callable[[Tensor, PackedWeight, Packing], tuple[Tensor, PackedWeight]]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda x, w: (x.float(), w), r"x must be bfloat16 or float16 \[1\.\.64, columns\]"),
+        (lambda x, w: (x.new_zeros(65, 256), w), r"x must be bfloat16 or float16 \[1\.\.64"),
+        (lambda x, w: (x.T, w), r"x must be contiguous rows"),
+        (
+            lambda x, w: (x, w._replace(words=w.words.long())),
+            r"words must be torch\.int32 \[80, 32\]",
+        ),
+        (
+            lambda x, w: (x, w._replace(scale=w.scale.float())),
+            r"scale must be torch\.float16 \[80,",
+        ),
+        (lambda x, w: (x, w._replace(zero=w.scale)), r"zero must be None, as of int4"),
+    ],
+)
+def test_operands_that_do_not_fit_are_named(change: Change, text: str) -> None:
+    packing = KINDS["int4-g128"]
+    weight, _ = random_weight(80, 256, packing)
+    x, weight = change(torch.zeros(2, 256, dtype=torch.bfloat16), weight)
+    if text.startswith("x must be contiguous"):
+        x = torch.zeros(256, 2, dtype=torch.bfloat16).T
+    with pytest.raises(KernelArgumentError, match=text):
+        packed_linear(x, weight, None, packing)
+
+
+def test_other_arguments_are_named() -> None:
+    packing = KINDS["int4-g128"]
+    weight, _ = random_weight(81, 256, packing)
+    x = torch.zeros(2, 256, dtype=torch.bfloat16)
+    with pytest.raises(KernelArgumentError, match="words must be as many gate rows as up rows"):
+        packed_linear(x, weight, None, packing, activation="silu")
+    with pytest.raises(KernelArgumentError, match=r"bias must be torch\.bfloat16 \[81\]"):
+        packed_linear(x, weight, torch.zeros(3, dtype=torch.bfloat16), packing)
+    with pytest.raises(KernelArgumentError, match="counters must be contiguous int32 with at lea"):
+        packed_linear(x, weight, None, packing, counters=torch.zeros(1, dtype=torch.int32))

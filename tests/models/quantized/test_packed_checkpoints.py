@@ -1,0 +1,202 @@
+"""Checkpoints whose codes stay codes give the logits of the numbers that they stand for; plain ones
+become fp8 as they are read.  Here a CPU unpacks: its kernels are tested by the interpreter."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_checkpoints
+import torch
+import transformers
+from fake_context import FakeContext
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.core.errors import ConfigError, WeightsError
+from paceline.core.options import EngineOptions
+from paceline.core.parallel import Parallel
+from paceline.core.sampling_params import SamplingParams
+from paceline.kernels.all_reduce import open_exchange
+from paceline.kernels.packed_weight import FP8, INT4, Packing
+from paceline.layers.packed import PackedLinear
+from paceline.layers.weight_format import held_by
+from paceline.llm.llm import LLM
+from paceline.models.causal_lm import CausalLM
+from paceline.models.config import parse_config
+from paceline.models.loader import load_model
+from paceline.models.locate import locate
+from paceline.models.packed_layers import PLAIN, Packings
+from paceline.models.quantized.config import read_quantization
+from paceline.models.quantized.kept import MADE, kept_weights
+from paceline.plan.explain import explain_model, show
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
+from quantise import quantise
+
+STAY = ["awq", "fp8", "fp8-block", "fp8-rows", "gptq", "gptq-asym", "gptq-v2-8bit", "modelopt-fp8"]
+STAY += ["w4a16", "w4a16-asym", "w8a16", "w8a8"]
+TOKENS = torch.arange(4, 28)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Columns that fill no chunk, rows whose scales are spread over 8x."""
+    sizes = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
+    return save(tmp_path_factory.mktemp("plain"), **sizes, intermediate_size=160)
+
+
+def save(folder: Path, **sizes: int) -> Path:
+    family, settings = tiny_checkpoints.CASES["llama-gqa2-untied"]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**(settings | sizes))
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "layers" in name:
+                weight.mul_(0.35 * torch.exp2(3 * torch.rand(weight.shape[0], 1)))
+    model.save_pretrained(folder)
+    return folder
+
+
+def packings(folder: Path, **asked: object) -> Packings:
+    source = locate(str(folder))
+    config = parse_config(source.config, source.generation_config)
+    options = EngineOptions(model=str(folder), **asked)
+    quantization = read_quantization(source.config)
+    return kept_weights(options, source, config, quantization, device_type="cuda")
+
+
+def load(folder: Path, kept: Packings, **where: object) -> CausalLM:
+    source = locate(str(folder))
+    config = parse_config(source.config, source.generation_config)
+    usual = {"device": torch.device("cpu"), "dtype": torch.float32, "parallel": Parallel()}
+    return load_model(source, config, packings=kept, **(usual | where))
+
+
+def logits(model: CausalLM, folder: Path) -> Tensor:
+    config = parse_config(locate(str(folder)).config)
+    context = FakeContext(config, model.attention_sinks())
+    return model.logits(model(TOKENS, torch.arange(len(TOKENS)), context).hidden)
+
+
+def num_packed(model: CausalLM) -> int:
+    return sum(isinstance(held.format, PackedLinear) for held in held_by(model).values())
+
+
+@pytest.mark.parametrize("format_", STAY)
+def test_codes_that_stay_give_the_logits_of_their_numbers(
+    format_: str, plain: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantised"
+    assert quantise(plain, format_, folder)
+    kept = packings(folder)
+    ours, numbers = load(folder, kept), load(folder, PLAIN)
+    assert num_packed(ours) == 4 * 2  # qkv, out, gate and up, down; the head is plain
+    wanted = logits(numbers, folder)
+    assert (logits(ours, folder) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    size = sum(p.nbytes for p in ours.parameters())
+    assert size < sum(p.nbytes for p in numbers.parameters())
+
+
+@pytest.mark.parametrize("format_", ["mxfp4-linear", "nvfp4"])
+def test_codes_that_no_kernel_reads_become_numbers(
+    format_: str, plain: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "quantised"
+    quantise(plain, format_, folder)
+    kept = packings(folder)
+    assert (not kept, kept.num_unread) == (True, 14)
+    assert num_packed(load(folder, kept)) == 0
+
+
+def test_a_fused_layer_with_parts_that_differ_becomes_numbers(plain: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "quantised"
+    quantise(plain, "w4a16", folder)
+    kept = packings(folder)
+    some = {name: each for name, each in kept.by_module.items() if "0.mlp.up_proj" not in name}
+    ours = load(folder, Packings(some))
+    assert num_packed(ours) == 7
+    assert torch.equal(logits(ours, folder), logits(ours, folder))
+    wanted = logits(load(folder, PLAIN), folder)
+    assert (logits(ours, folder) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_a_scale_that_is_no_number_is_named(plain: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "quantised"
+    quantise(plain, "w4a16", folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.self_attn.v_proj.weight_scale"
+    tensors[name][3] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(WeightsError, match=r"layers\.1\.self_attn\.v_proj.* negative or no finite"):
+        load(folder, packings(folder))
+
+
+@pytest.mark.parametrize("format_", ["awq", "fp8-rows"])
+def test_ranks_hold_their_part_of_words(format_: str, tmp_path: Path) -> None:
+    plain, folder = tmp_path / "plain", tmp_path / "quantised"
+    save(plain, hidden_size=256, intermediate_size=256)
+    quantise(plain, format_, folder)
+    kept = packings(folder)
+    whole = load(folder, kept)
+    ways = open_exchange(2, 4096, dtype=torch.float32, device=torch.device("cpu"))
+    parts = [
+        load(folder, kept, parallel=Parallel(rank, 2), exchange=ways[rank]) for rank in range(2)
+    ]
+    assert [num_packed(part) for part in parts] == [8, 8]
+    down = [part.decoder.layers[1].mlp.part.down.words for part in parts]
+    assert torch.equal(torch.cat(down, 1), whole.decoder.layers[1].mlp.down.words)
+    up = [part.decoder.layers[1].mlp.part.gate_up.scale for part in parts]
+    halves = [scale.chunk(2) for scale in up]
+    joined = torch.cat([half[at] for at in range(2) for half in halves])
+    assert torch.equal(joined, whole.decoder.layers[1].mlp.gate_up.scale)
+
+
+def test_plain_weights_become_fp8_as_they_are_read(plain: Path) -> None:
+    kept = packings(plain, quantization="fp8")
+    assert kept.made == Packing(FP8, None, False, torch.float32)
+    ours = load(plain, kept)
+    assert num_packed(ours) == 8
+    numbers = load(plain, PLAIN).decoder.layers[1].mlp.down.weight
+    made = ours.decoder.layers[1].mlp.down(torch.eye(160)).T
+    assert 0.02 < (made - numbers).norm() / numbers.norm() < 0.03  # as of 3 bits of mantissa
+
+
+def test_an_engine_makes_fp8_and_says_so(plain: Path) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    asked = {"dtype": "float32", "threads": 1, "max_num_seqs": 2, "quantization": "fp8"}
+    with LLM(str(plain), **asked) as llm:
+        outputs = llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)
+        said = {event["reason"]: event["detail"] for event in llm.report()["events"]}
+    assert len(outputs[0].outputs[0].token_ids) == 8
+    assert said["weights_packed"].startswith("fp8, a scale for a row: what linear layers but heads")
+    plan = explain_model({"model": str(plain), "quantization": "fp8"}, gpu="h200")
+    usual = explain_model({"model": str(plain)}, gpu="h200")
+    assert "weights: fp8, a scale for a row" in show(plan)
+    assert "multiply with codes (packed_linear)" in show(plan)
+    assert plan.fit.weights_bytes < usual.fit.weights_bytes
+
+
+@pytest.mark.parametrize("asked", sorted(MADE))
+def test_dummy_weights_are_noise_in_a_format(asked: str, plain: Path) -> None:
+    kept = packings(plain, quantization=asked, load_format="dummy")
+    model = load(plain, kept, load_format="dummy")
+    assert num_packed(model) == 8
+    layer = model.decoder.layers[0].mlp.down
+    numbers = layer(torch.eye(160))
+    assert 0.015 < numbers.std() < 0.025
+
+
+def test_what_nothing_makes_is_refused(plain: Path) -> None:
+    with pytest.raises(ConfigError, match=r"quantization must be 'none', .* got 'w4a16'; "):
+        packings(plain, quantization="w4a16")
+    with pytest.raises(ConfigError, match="none, of dummy weights on several processes"):
+        packings(plain, quantization="fp8", load_format="dummy", tensor_parallel_size=2)
+
+
+def test_kinds_are_said(plain: Path) -> None:
+    kept = Packings({"a": Packing(INT4, 32, True, torch.float16)}, num_unread=2)
+    assert str(kept) == (
+        "1 stay int4, a scale for 32 columns; 2 become plain numbers, since no kernel reads them"
+    )
