@@ -2,7 +2,7 @@
 them, as one token's product of `skinny_linear` is.
 
 Two launches: gate and up of each expert, whose programs hold whole rows in registers; and down,
-whose programs hold rows of every expert at once, so that they add up the experts too.
+whose programs hold a row of every expert at once, so that they add up the experts too.
 """
 
 import torch
@@ -71,45 +71,41 @@ def _one_down_kernel(
     SLOTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
     BLOCK_INTER: tl.constexpr,
     OVERLAPPED: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPPED)
-    let_next_start(OVERLAPPED)  # once the last program of this one has a place
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0)
+    slot = tl.arange(0, BLOCK_SLOTS)
     cols = tl.arange(0, BLOCK_INTER)
-    is_row = row < HIDDEN
-    is_col = cols < INTER
-    products = tl.zeros([BLOCK_ROWS, BLOCK_INTER], tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    # Nothing in it waits for anything but loads: those of all experts are in flight together.
-    for slot in tl.static_range(SLOTS):
-        at = tl.load(expert_ids_ptr + slot).to(tl.int64) * HIDDEN + row
-        weight = tl.load(
-            weight_ptr + at[:, None] * INTER + cols[None, :],
-            mask=is_row[:, None] & is_col[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        share = tl.load(routing_weights_ptr + slot)
-        gated = tl.load(gated_ptr + slot * INTER + cols, mask=is_col, other=0.0)
-        products += weight.to(tl.float32) * (gated.to(tl.float32) * share)[None, :]
-        if bias_ptr is not None:
-            bias = tl.load(bias_ptr + at, mask=is_row, other=0.0)
-            total += bias.to(tl.float32) * share
+    live = slot < SLOTS
+    expert = tl.load(expert_ids_ptr + slot, mask=live, other=0).to(tl.int64)
+    at = expert * HIDDEN + row
+    mask = live[:, None] & (cols < INTER)[None, :]
+    weight = tl.load(
+        weight_ptr + at[:, None] * INTER + cols[None, :],
+        mask=mask,
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+    let_next_start(OVERLAPPED)
+    gated = tl.load(gated_ptr + slot[:, None] * INTER + cols[None, :], mask=mask, other=0.0)
+    share = tl.load(routing_weights_ptr + slot, mask=live, other=0.0)
+    product = tl.sum(weight.to(tl.float32) * gated.to(tl.float32), axis=1)
+    if bias_ptr is not None:
+        product += tl.load(bias_ptr + at, mask=live, other=0.0).to(tl.float32)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    total = (total + tl.sum(products, axis=1)).to(DTYPE)
+    total = tl.sum(product * share, axis=0).to(DTYPE)
     if plus_ptr is not None:
-        plus = tl.load(plus_ptr + row, mask=is_row, other=0.0)
-        total = (total.to(tl.float32) + plus.to(tl.float32)).to(DTYPE)
-    tl.store(out_ptr + row, total, mask=is_row)
+        total = (total.to(tl.float32) + tl.load(plus_ptr + row).to(tl.float32)).to(DTYPE)
+    tl.store(out_ptr + row, total)
 
 
 def fits_one_token(x: Tensor, routing: Routing, weights: ExpertWeights) -> bool:
     """Whether these are the kernels for it: one token, and rows that registers hold."""
     slots, (_, hidden, inter) = routing.expert_ids.shape[1], weights.down.shape
-    largest = max(2 * next_power_of_2(hidden), slots * next_power_of_2(inter))
+    largest = max(2 * next_power_of_2(hidden), next_power_of_2(slots) * next_power_of_2(inter))
     return x.shape[0] == 1 and largest <= _MOST_ELEMENTS
 
 
@@ -127,8 +123,6 @@ def launch_one_token(
     gated = torch.empty(slots, inter, dtype=x.dtype, device=x.device)
     block_hidden = next_power_of_2(hidden)
     block_rows = max(1, _ROW_ELEMENTS // block_hidden)
-    block_inter = next_power_of_2(inter)
-    down_rows = 2 if 2 * slots * block_inter <= _MOST_ELEMENTS else 1
     launch(
         _one_gate_up_kernel,
         (cdiv(inter, block_rows), slots),
@@ -149,7 +143,7 @@ def launch_one_token(
     )
     launch(
         _one_down_kernel,
-        (cdiv(hidden, down_rows),),
+        (hidden,),
         gated,
         weights.down,
         weights.down_bias,
@@ -160,8 +154,8 @@ def launch_one_token(
         SLOTS=slots,
         HIDDEN=hidden,
         INTER=inter,
-        BLOCK_ROWS=down_rows,
-        BLOCK_INTER=block_inter,
+        BLOCK_SLOTS=next_power_of_2(slots),
+        BLOCK_INTER=next_power_of_2(inter),
         num_warps=_WARPS,
         **overlap_options(x.device, _one_down_kernel),
     )
