@@ -47,7 +47,12 @@ ROLES = (
     *("copy", "other"),
 )
 # A product right after or right before a known kernel; any other follows the one before it.
-FIRST_AFTER: dict[str | None, str] = {"attention": "o", "latents": "o", "act": "down"}
+FIRST_AFTER: dict[str | None, str] = {
+    "attention": "o",
+    "latents": "o",
+    "act": "down",
+    "route": "gate_up",  # of a shared expert
+}
 LAST_BEFORE = {
     "rope": "qkv",
     "attention": "qkv",

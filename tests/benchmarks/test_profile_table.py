@@ -63,6 +63,24 @@ ROUTED_LAYER = [
     ("_down_kernel", "experts"),
     ("_sum_kernel", "experts"),
 ]
+LATENT_LAYER = [
+    ("_rms_norm_kernel", "norm"),
+    ("_one_token_kernel", "qkv"),
+    ("_one_token_kernel", "qkv"),
+    ("_head_products_kernel", "latents"),
+    ("_latent_rows_kernel", "latents"),
+    ("paged_extend_kernel", "attention"),
+    ("_merge_kernel", "attention"),
+    ("_head_products_kernel", "latents"),
+    ("_one_token_kernel", "o"),
+    ("_rms_norm_kernel", "norm"),
+    ("_one_token_kernel", "router"),
+    ("_moe_route_kernel", "route"),
+    ("_one_token_kernel", "gate_up"),
+    ("_one_token_kernel", "down"),
+    ("_one_gate_up_kernel", "experts"),
+    ("_one_down_kernel", "experts"),
+]
 DRAFT_PASS = [  # of a drafter with a layer and a head of its own
     ("_derive_pass_kernel", "derive"),
     *LAYER,
@@ -72,6 +90,7 @@ DRAFT_PASS = [  # of a drafter with a layer and a head of its own
     ("_draft_topk_rows_kernel", "draft"),
     ("_grow_tree_kernel", "draft"),
 ]
+LAYERS = [LAYER, FUSED_LAYER, SEPARATE_QK_NORM_LAYER, ROUTED_LAYER, LATENT_LAYER]
 HEAD = [("_derive_kernel", "derive"), ("indexSelectLargeIndex", "other")]
 TAIL = [
     ("_rms_norm_kernel", "norm"),
@@ -108,7 +127,7 @@ def names_of(kernels):
     return [[kernel.name for kernel in step] for step in kernels]
 
 
-@pytest.mark.parametrize("layer", [LAYER, FUSED_LAYER, SEPARATE_QK_NORM_LAYER, ROUTED_LAYER])
+@pytest.mark.parametrize("layer", LAYERS)
 def test_every_kernel_gets_its_role(layer):
     names, roles = zip(*step(layer), strict=True)
     assert roles_of(names) == list(roles)

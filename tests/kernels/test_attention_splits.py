@@ -92,7 +92,7 @@ def test_rows_are_spread_while_processors_idle(num_reqs: int, extend: int, rows:
 
 @pytest.mark.parametrize(
     ("num_reqs", "heads", "wanted"),
-    [(1, 16, 64), (16, 16, 8), (63, 16, 2), (64, 16, 4), (64, 40, 1), (64, 128, 1), (8, 128, 4)],
+    [(1, 16, 64), (16, 16, 8), (64, 16, 2), (65, 16, 4), (64, 40, 1), (64, 128, 1), (8, 128, 2)],
 )
 def test_latents_have_a_program_for_each_multiprocessor_or_two(
     num_reqs: int, heads: int, wanted: int

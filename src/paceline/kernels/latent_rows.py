@@ -6,7 +6,7 @@ as halves and rotated; the row goes into the paged pool.  Each part is defined i
 (`rms_norm`, `rope`, `write_kv`) and rounds as if it ran alone.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def _laid_out(turning: Tensor, made: Tensor, pairs: bool) -> tuple[Tensor, Tenso
     return made.unflatten(2, (2, -1)), turning.unflatten(2, (-1, 2)).mT
 
 
-def _latent_rows_cuda(*arguments: Tensor) -> None:
+def _latent_rows_cuda(*arguments: Any) -> None:
     from paceline.kernels._triton.latent_rows import launch_latent_rows
 
     launch_latent_rows(*arguments)

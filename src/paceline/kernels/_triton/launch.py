@@ -8,7 +8,8 @@ kernel before this one to end; that one waited too, so all before it have ended,
 this one start.  A program that ended without waiting would break the chain.
 
 `let_next_start` is called once the kernel has nothing left to load, so that waiting programs do not
-take the place of working ones.  (PTX ISA, griddepcontrol; Hopper and later.)
+take the place of working ones; where programs are few or short, before they wait, so that weights
+behind them are asked for meanwhile.  (PTX ISA, griddepcontrol; Hopper and later.)
 """
 
 from collections.abc import Hashable, Iterator
