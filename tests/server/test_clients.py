@@ -106,7 +106,7 @@ def test_a_weight_that_is_none_is_refused(weight):
 
 def test_without_keys_a_client_is_its_address_with_its_weight():
     seen = []
-    llm = small_llm()
+    llm = small_llm(speculative_algorithm="off")
     enqueue = llm.enqueue
     llm.enqueue = lambda found: seen.extend(each.share for each in found) or enqueue(found)
     with serving(llm, weights={"127.0.0.1": 2.5}) as server:

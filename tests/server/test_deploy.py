@@ -109,7 +109,7 @@ def test_the_health_check_of_the_image_runs_as_it_stands():
     (check,) = of("HEALTHCHECK")
     program, flag, code = json.loads(check.partition("CMD ")[2])
     assert (program, flag) == ("python", "-c")
-    with serving(small_llm(), api_keys=["sesame"]) as server:
+    with serving(small_llm(speculative_algorithm="off"), api_keys=["sesame"]) as server:
         live = code.replace(f"http://127.0.0.1:{PORT}", server.url)
         assert subprocess.run([sys.executable, flag, live], check=False).returncode == 0
         gone = live.replace("/health", "/nowhere")
@@ -181,7 +181,7 @@ def test_the_pod_is_given_time_to_stop_and_its_arguments_are_read():
 
 
 def test_probes_and_metrics_answer_as_the_page_says():
-    with serving(small_llm(), api_keys=["sesame"]) as server:
+    with serving(small_llm(speculative_algorithm="off"), api_keys=["sesame"]) as server:
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = CONTAINER[name]["httpGet"]
             assert str(probe["port"]) == PORT

@@ -73,7 +73,7 @@ def assert_turned_away(url):
 
 
 def test_ctrl_c_lets_running_requests_end_and_says_so():
-    llm, told = small_llm(), queue.SimpleQueue()
+    llm, told = small_llm(speculative_algorithm="off"), queue.SimpleQueue()
     turns = Turns(llm)
     turns.hold(after=FIRST_WORDS)
 
@@ -96,7 +96,7 @@ def test_ctrl_c_lets_running_requests_end_and_says_so():
 
 
 def test_what_does_not_end_in_the_seconds_of_the_drain_is_ended():
-    llm, told = small_llm(), queue.SimpleQueue()
+    llm, told = small_llm(speculative_algorithm="off"), queue.SimpleQueue()
     turns = Turns(llm)
     turns.hold(after=FIRST_WORDS)
 
@@ -117,7 +117,7 @@ def test_what_does_not_end_in_the_seconds_of_the_drain_is_ended():
 
 def test_a_server_that_cannot_end_is_left(monkeypatch):
     """Its engine hangs in a turn, and hears nothing."""
-    llm, told, left = small_llm(), queue.SimpleQueue(), threading.Event()
+    llm, told, left = small_llm(speculative_algorithm="off"), queue.SimpleQueue(), threading.Event()
     codes = []
     monkeypatch.setattr(run, "_FAREWELL_S", 0.1)
     monkeypatch.setattr(run, "_GRACE_S", 0.1)
@@ -137,7 +137,7 @@ def test_a_server_that_cannot_end_is_left(monkeypatch):
 
 
 def test_an_engine_that_fails_ends_the_server_with_an_error():
-    llm, told = small_llm(), queue.SimpleQueue()
+    llm, told = small_llm(speculative_algorithm="off"), queue.SimpleQueue()
     at_first_request(llm, lambda: 1 // 0)
 
     def ask(_):
@@ -151,7 +151,7 @@ def test_an_engine_that_fails_ends_the_server_with_an_error():
 
 def test_a_stderr_that_nobody_reads_does_not_stop_a_drain():
     """Nor what is said meanwhile; a pipe holds 64 KiB."""
-    llm, told = small_llm(), queue.SimpleQueue()
+    llm, told = small_llm(speculative_algorithm="off"), queue.SimpleQueue()
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     with suppress(BlockingIOError):

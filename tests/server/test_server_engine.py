@@ -5,7 +5,7 @@ from serving import serving, small_llm, wait_until
 
 
 def test_a_failed_engine_answers_500_to_all_and_503_to_health(caplog):
-    llm = small_llm()
+    llm = small_llm(speculative_algorithm="off")
     turn, is_broken = llm.engine._turn, []
 
     def break_later(*values):

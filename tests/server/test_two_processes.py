@@ -142,7 +142,7 @@ class Loads(Hosted):
 
 
 def test_the_port_answers_while_the_model_loads(monkeypatch):
-    peer, told = Loads(small_llm()), queue.SimpleQueue()
+    peer, told = Loads(small_llm(speculative_algorithm="off")), queue.SimpleQueue()
     found = {}
 
     def ask(url):
@@ -192,7 +192,7 @@ def test_a_load_that_hangs_is_not_healthy_and_its_phase_is_named():
 
 
 def test_a_server_that_is_told_to_stop_while_it_loads_ends_its_engine():
-    peer = Loads(small_llm())
+    peer = Loads(small_llm(speculative_algorithm="off"))
     kill = peer.kill
     peer.kill = lambda: (kill(), peer.going.set())
 
@@ -206,7 +206,7 @@ def test_a_server_that_is_told_to_stop_while_it_loads_ends_its_engine():
 
 
 def test_every_request_is_a_line_of_the_access_log(monkeypatch):
-    peer, told, lines = Hosted(small_llm()), queue.SimpleQueue(), []
+    peer, told, lines = Hosted(small_llm(speculative_algorithm="off")), queue.SimpleQueue(), []
 
     def ask(url):
         address_in(iter(told.get, None))
@@ -284,7 +284,7 @@ def test_a_turn_that_does_not_end_is_told_until_it_does(monkeypatch):
 
 
 def test_health_says_in_what_a_turn_hangs():
-    with serving(small_llm()) as server:
+    with serving(small_llm(speculative_algorithm="off")) as server:
         for phase, status in (("wait of paceline.runner.x", 503), (None, 200)):
             server.host._outbox.put(Stuck(phase=phase))
             server.host._outbox.send()

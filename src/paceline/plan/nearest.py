@@ -138,7 +138,7 @@ def lowered(asked: Asked, options: Sequence[Knob], fits: Fits) -> dict[str, obje
     if not turns or not fits(turned(turns)):
         return None
     first = bisect_left(range(1, len(turns)), True, key=lambda num: bool(fits(turned(turns[:num]))))
-    taken, before = turns[: first + 1], None
+    taken, before = turns[: first + 1], turns[:0]
     while len(options) > 1 and taken != before:  # a larger cache, once undone, frees others
         before = taken
         for knob in options:

@@ -103,7 +103,12 @@ def some(truth: Truth, cell: Cell, names: Sequence[str], **options: Any) -> Serv
     return served
 
 
-@pytest.mark.parametrize("cell", slow_unless(lambda cell: cell["topk"] != 8, pairwise(WINDOW_AXES)))
+def is_quick(cell: Cell) -> bool:
+    """Narrow; and what is poisoned has the groups of a drafter too."""
+    return cell["topk"] != 8 and (cell["stream"] == "inline" or cell["drafter"] == "STANDALONE")
+
+
+@pytest.mark.parametrize("cell", slow_unless(is_quick, pairwise(WINDOW_AXES)))
 def test_drafts_change_no_text_of_a_windowed_model(windowed: Truth, cell: Cell) -> None:
     groups = 4 if cell["drafter"] == "STANDALONE" else 2
     served = some(windowed, cell, WINDOWED_JOBS, num_groups=groups)

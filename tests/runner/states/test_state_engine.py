@@ -34,8 +34,13 @@ def hits(engine: StateEngine) -> list[int]:
     return [d.prefix_len for step in engine.steps for d in step.deltas if isinstance(d, JoinDelta)]
 
 
-@pytest.mark.parametrize("capture", [False, True])
-@pytest.mark.parametrize("chunk", [1, 3, 7, 16])
+@pytest.mark.parametrize(
+    ("chunk", "capture"),
+    [
+        *[(1, True), (3, False), (7, True), (16, False)],
+        *[pytest.param(chunk, chunk in (3, 16), marks=pytest.mark.slow) for chunk in (1, 3, 7, 16)],
+    ],
+)
 def test_prompts_in_chunks_of_any_size(tiny, chunk, capture):
     engine = StateEngine(tiny, chunk=chunk, capture=capture)
     for prompt in random_prompts([1, 2, 7, 8, 9, 25]):
