@@ -8,6 +8,7 @@
     ├── RequestError           one request is wrong; the others go on
     │   └── CapacityError        a request that can never fit, with the numbers
     ├── BusyError              a full queue; the same request may be sent again later
+    ├── ShareError             a client that has as much at once as it may; others go on
     ├── DeadlineError          a request that was not answered in the time it gave
     ├── KernelArgumentError    a tensor of the wrong shape, dtype, stride or device
     ├── GraphError             something a graph cannot hold
@@ -67,6 +68,10 @@ class CapacityError(RequestError):
 
 class BusyError(PacelineError):
     """A full queue; the same request may be sent again later."""
+
+
+class ShareError(PacelineError):
+    """A client that has as much at once as it may; others go on."""
 
 
 class DeadlineError(PacelineError):

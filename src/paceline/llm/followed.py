@@ -77,6 +77,10 @@ class Followed:
     def __len__(self) -> int:
         return len(self._by_name)
 
+    def __contains__(self, number: int) -> bool:
+        """Whether something of a ticket runs or waits."""
+        return number in self._names
+
     def _forget(self, following: Following) -> None:
         """A prompt has ended."""
         name, names = following.tracker.request.request_id, self._names[following.number]

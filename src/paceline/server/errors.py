@@ -2,9 +2,10 @@
 /v1/messages as the Anthropic API does: {"type": "error", "error": {"type", "message"}}.
 
 Status codes: 400 for a wrong request, 401 for a wrong key, 404 for an unknown model or path, 405
-for a wrong method, 408 for what does not come in time, 413 for a body that is too long, 500 for
-what went wrong here, 503 from a server that stops or whose queue is full, and from /health of an
-engine that has ended, 504 for a request whose deadline has passed.
+for a wrong method, 408 for what does not come in time, 413 for a body that is too long, 429 for a
+client that has as much at once as it may, 500 for what went wrong here, 503 from a server that
+stops or whose queue is full, and from /health of an engine that has ended, 504 for a request whose
+deadline has passed.
 """
 
 import json
@@ -22,6 +23,7 @@ from paceline.core.errors import (
     ModelError,
     PacelineError,
     RequestError,
+    ShareError,
     message,
 )
 
@@ -32,6 +34,7 @@ _TYPES = {  # of the Anthropic API
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
 }
 
@@ -106,6 +109,8 @@ def as_api_error(error: PacelineError) -> ApiError:
     """What the engine raised, as an answer."""
     if isinstance(error, BusyError):
         return ApiError(503, str(error), code="queue_full", headers={"Retry-After": "1"})
+    if isinstance(error, ShareError):
+        return ApiError(429, str(error), code="too_much_at_once", headers={"Retry-After": "1"})
     if isinstance(error, DeadlineError):
         return ApiError(504, str(error), code="deadline_exceeded")
     if not isinstance(error, RequestError | ModelError):

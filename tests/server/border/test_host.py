@@ -11,13 +11,15 @@ import httpx
 import pytest
 from serving import serving, small_llm, wait_until
 
-from paceline.core.errors import BusyError
+from paceline.core.errors import BusyError, ShareError
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.request import Share
 from paceline.llm.admission import Admission
+from paceline.server.border import live_forms
 from paceline.server.border.host import Host
 from paceline.server.border.messages import Leave, framed
 from paceline.server.border.outbox import Outbox
+from paceline.server.errors import as_api_error
 from paceline.text.structured import StructureCompiler
 
 PLAIN = {"model": "tiny", "prompt": "x", "max_tokens": 2}
@@ -105,6 +107,51 @@ def test_forms_are_made_one_by_one_and_what_needs_none_passes(server, monkeypatc
         going.set()
     assert post(server, guided_regex="next").status_code == 200
     assert begun == ["known", "slow", "next"]
+
+
+def ask_as(server, client, regex):
+    return of_loop(
+        server,
+        server.engine.generate(
+            [[5]],
+            SamplingParams(max_tokens=4, structured_outputs={"regex": regex}),
+            share=Share(client=client),
+            stream=False,
+        ),
+    )
+
+
+def test_different_forms_of_a_client_are_bounded_while_they_live(server, monkeypatch):
+    """And those of all; equal ones count once, and what has ended counts no more."""
+    monkeypatch.setattr(live_forms, "MOST_OF_CLIENT", 2)
+    monkeypatch.setattr(live_forms, "MOST", 3)
+    server.turns.hold(after=0)
+    asked = [("one", "a+"), ("one", "b+"), ("one", "a+"), ("two", "a+"), ("two", "c+")]
+    tickets = [ask_as(server, client, regex).result() for client, regex in asked]
+    expected = "structured_outputs of one client must be at most 2 different forms at once, got one"
+    with pytest.raises(ShareError, match=expected):
+        ask_as(server, "one", "c+").result()
+    with pytest.raises(BusyError, match="of all clients must be at most 3 different forms at once"):
+        ask_as(server, "three", "d+").result()
+    tickets.append(ask_as(server, "three", "c+").result())
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    server.turns.go()
+    wait_until(lambda: not server.host.followed)
+    tickets.append(ask_as(server, "one", "d+").result())
+    for ticket in tickets:
+        server.loop.call_soon_threadsafe(ticket.close)
+
+
+def test_a_client_with_too_many_forms_gets_429(server, monkeypatch):
+    monkeypatch.setattr(live_forms, "MOST_OF_CLIENT", 0)
+    answer = post(server, guided_regex="a")
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    error = answer.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "too_much_at_once")
+    assert "send it again when one of them has ended" in error["message"]
+    assert post(server).status_code == 200
+    error = as_api_error(ShareError("x")).document("/v1/messages")["error"]
+    assert error["type"] == "rate_limit_error"
 
 
 def test_descriptors_may_have_large_numbers():

@@ -29,6 +29,7 @@ from paceline.llm.followed import Followed, Following
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
 from paceline.plan.resolution import Resolution
+from paceline.server.border.live_forms import LiveForms
 from paceline.server.border.messages import (
     STEP_SECONDS,
     STOPPING,
@@ -70,6 +71,9 @@ class Host:
         self._is_leaving = False
         self._forming = ThreadPoolExecutor(1, thread_name_prefix="paceline-forms")
         self._formed: dict[int, tuple[Submit, Future[list[AdmittedPrompt]]]] = {}  # by ticket
+        self._live_forms = LiveForms(
+            lambda number: number in self._formed or number in self.followed
+        )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)  # written when one of these is done
 
     def run(self) -> bool:
@@ -123,10 +127,8 @@ class Host:
 
     def _obey(self, command: Message) -> None:
         match command:
-            case Submit() if self._must_wait(command):
-                self._form(command)
             case Submit():
-                self._begin(command, partial(self._admitted, command))
+                self._take(command)
             case Cancel():
                 _, forming = self._formed.pop(command.number, (None, None))
                 if forming is not None:
@@ -141,6 +143,18 @@ class Host:
             case Leave():
                 self._is_leaving = True
                 self._abort()
+
+    def _take(self, asked: Submit) -> None:
+        """Queue it, unless its form is to be made before."""
+        try:
+            self._live_forms.add(asked)
+        except PacelineError as error:
+            self._outbox.put(Failed.of(error, asked.number))
+            return
+        if self._must_wait(asked):
+            self._form(asked)
+        else:
+            self._begin(asked, partial(self._admitted, asked))
 
     def _abort(self) -> None:
         self._note(self.followed.abort())

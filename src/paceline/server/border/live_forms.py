@@ -1,0 +1,60 @@
+"""LiveForms: how many different forms of answers are followed at once, of a client and in all.
+
+What follows a form has a state for every completion, and forms are made one after the other: who
+asks for many makes others wait, and takes memory.  Equal forms count once.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from paceline.core.errors import BusyError, ShareError
+from paceline.core.structured import StructuredOutputs
+from paceline.server.border.messages import Submit
+
+MOST_OF_CLIENT = 64
+MOST = 256
+
+
+class _Form(NamedTuple):
+    client: str
+    form: StructuredOutputs
+
+
+class LiveForms:
+    """Owns what is known of tickets that have a form.
+
+    is_live: whether a ticket's request has not ended.
+    """
+
+    def __init__(self, is_live: Callable[[int], bool]) -> None:
+        self._is_live = is_live
+        self._forms: dict[int, _Form] = {}  # by ticket; those that have ended leave with the next
+
+    def add(self, asked: Submit) -> None:
+        """A request begins.  Raises ShareError where its client has too many other forms, BusyError
+        where all together have."""
+        form = asked.params.structured_outputs
+        if form is None:
+            return
+        self._forms = {
+            number: each for number, each in self._forms.items() if self._is_live(number)
+        }
+        own = _Form(asked.share.client, form)
+        live = {*self._forms.values()}
+        num_own = sum(each.client == own.client for each in live)
+        if own not in live and num_own >= MOST_OF_CLIENT:
+            raise ShareError.about(
+                "structured_outputs of one client",
+                expected=f"at most {MOST_OF_CLIENT} different forms at once",
+                got="one more",
+                remedy="send it again when one of them has ended, or ask for fewer different ones",
+            )
+        others = {each.form for each in live}
+        if form not in others and len(others) >= MOST:
+            raise BusyError.about(
+                "structured_outputs of all clients",
+                expected=f"at most {MOST} different forms at once",
+                got="one more",
+                remedy="send it again later",
+            )
+        self._forms[asked.number] = own
