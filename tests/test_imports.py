@@ -103,12 +103,19 @@ def room_files() -> list[Path]:
 
 
 def implementations() -> dict[str, set[str]]:
+    from paceline.attention.mixers import REGISTRIES
     from paceline.attention.registry import BACKENDS
     from paceline.cli.app import VERBS
     from paceline.models.registry import ARCHITECTURES
 
     return {
         "attention backends": {target.partition(":")[0] for target in BACKENDS.values()},
+        "state backends": {
+            target.partition(":")[0]
+            for targets in REGISTRIES.values()
+            if targets is not BACKENDS
+            for target in targets.values()
+        },
         "architectures": {f"paceline.models.{name}" for name in ARCHITECTURES},
         "verbs": {target.partition(":")[0] for target, _ in VERBS.values()},
     }
