@@ -29,6 +29,8 @@ PUBLISHED = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-next-16-layers": 26_973_018_368 + 768,  # decays, in float32, count twice
+    "qwen3-next-80b": 79_674_391_296 + 2304,
 }
 
 

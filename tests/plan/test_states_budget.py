@@ -182,3 +182,19 @@ def test_the_plan_says_how_many_states_there_are_and_for_whom(tmp_path):
     assert "KV holds" not in alone
     assert "prefill none (no layer attends)" in alone
     assert "a round that passes" not in alone
+
+
+def test_a_shape_of_linear_attention_is_planned_with_who_runs_its_layers():
+    asked = {"model": "qwen3-next-16-layers", "max_model_len": 2048, "max_num_seqs": 8}
+    asked |= {"max_num_batched_tokens": 512, "state_checkpoint_every": 1024}
+    plan = explain_model(asked, gpu="h200")
+    plan.require()
+    full, states = plan.fit.groups
+    assert (full.name, states.name) == ("full", "gdn")
+    of_layer = 4 * 32 * 128 * 128 + 2 * 8192 * 3  # the state in float32, the window in bfloat16
+    assert states.bytes // states.num_pages == 12 * of_layer + 4
+    document = json.loads(json.dumps(plan.to_json()))
+    jsonschema.validate(document, json.loads(SCHEMA.read_text()))
+    (found,) = document["linear_attention"]
+    assert (found["mixer"], found["backend"]) == ("gdn", "torch")
+    assert "linear attention\n  gdn     torch (first of torch that can run on cuda)" in show(plan)

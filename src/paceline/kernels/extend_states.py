@@ -18,10 +18,12 @@ computed so; a request's chunks follow on one another through its state.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from paceline.kernels.custom_op import define_op
 
 
 class StateRows(NamedTuple):
@@ -78,13 +80,9 @@ def extend_states_reference(
     placed = StateRows(cut(rows.q), cut(rows.k), cut(rows.v), cut(rows.decay), beta)
     terms = _terms(_by_chunk(placed, size), sees)
     held = torch.cat((states, torch.zeros_like(states[:1])))  # nobody's is the last
-    outs = []
-    for index, req in enumerate(chunks.reqs.split(1)):
-        out, behind, _ = _through(terms.of(index), held.index_select(0, req))
-        held.index_copy_(0, req, behind)
-        outs.append(out)
-    out = _flat(torch.cat(outs)).index_select(0, chunks.places)
-    return Extended(out, held[:-1], None, None)
+    outs = torch.empty_like(terms.value)
+    _SCAN_CHUNKS(*terms, chunks.reqs, held, outs)
+    return Extended(_flat(outs).index_select(0, chunks.places), held[:-1], None, None)
 
 
 class _Terms(NamedTuple):
@@ -109,6 +107,25 @@ class _Terms(NamedTuple):
             erase=None if self.erase is None else self.erase[one],
             decay=self.decay[one],
         )
+
+
+def _scan_chunks(*given: Any) -> None:
+    """One chunk after another, each through the state of its request."""
+    *terms, reqs, held, outs = given
+    each = _Terms(*terms)
+    for index, req in enumerate(reqs.split(1)):
+        out, behind, _ = _through(each.of(index), held.index_select(0, req))
+        held.index_copy_(0, req, behind)
+        outs[index : index + 1] = out
+
+
+# One operator, so that who rehearses or records a step does not meet each chunk.
+_SCAN_CHUNKS = define_op(
+    "scan_chunks(Tensor attend, Tensor read, Tensor write, Tensor forget, Tensor value, "
+    "Tensor? erase, Tensor decay, Tensor reqs, Tensor(a!) held, Tensor(b!) outs) -> ()",
+    cpu=_scan_chunks,
+    cuda=_scan_chunks,
+)
 
 
 def _by_chunk(rows: StateRows, size: int) -> StateRows:

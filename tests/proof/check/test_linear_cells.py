@@ -1,0 +1,80 @@
+"""Cells of gated delta nets see what the field got wrong in windows, taps and commits."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.attention.linear import rows
+from paceline.proof.check.cell import RunnerKind, Status
+from paceline.proof.rig.contenders import state_contender
+from paceline.proof.rig.harness import run_cell
+from paceline.proof.suite.states import state_cases
+
+CASES = {f"{case.mode.value}/{case.name}": case for case in state_cases() if case.method == "gdn"}
+PREFILL = "extend/prefill-shuffled"
+CHUNKS = "extend/chunks-shuffled"
+CHAIN = "target_verify/chain4-shuffled"
+TREE = "target_verify/topk2-shuffled"
+
+Faulty = Callable[..., Any]
+
+
+def without_the_path(right: Faulty) -> Faulty:
+    """The window of as many rows as were accepted, not of those."""
+    return lambda *args, path=None: right(*args)
+
+
+def taps_of_a_chain(right: Faulty) -> Faulty:
+    return lambda view, *args: right(replace(view, tree_mask=None), *args)
+
+
+def whatever_slot_0_holds(right: Faulty) -> Faulty:
+    return lambda part, slots, is_new: right(part, slots, torch.zeros_like(is_new))
+
+
+def window_newest_first(right: Faulty) -> Faulty:
+    return lambda *args: right(*args).flip(2)
+
+
+def every_row_lasts(right: Faulty) -> Faulty:
+    return lambda *args: right(*args[:-1], torch.full_like(args[-1], args[-2].shape[1]))
+
+
+def decay_of_the_row_alone(right: Faulty) -> Faulty:
+    """G of a round is not summed along the branch."""
+
+    def wrong(given: Any, *args: Any) -> Any:
+        found = right(given, *args)
+        return found if found.decay is None else found._replace(decay=given.decay)
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "case", "text"),
+    [
+        ("_place_windows", without_the_path, TREE, "state .* is allowed"),
+        ("_place_taps", taps_of_a_chain, TREE, "output .* is allowed"),
+        ("_fresh", whatever_slot_0_holds, PREFILL, "a slot that is not the request's own read"),
+        ("next_windows_reference", window_newest_first, CHUNKS, "state .* is allowed"),
+        ("next_windows_reference", window_newest_first, CHAIN, "state .* is allowed"),
+        ("commit_states_reference", every_row_lasts, CHAIN, "state .* is allowed"),
+        ("extend_states_reference", decay_of_the_row_alone, CHAIN, "state .* is allowed"),
+    ],
+)
+def test_a_fault_is_a_failing_cell(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    fault: Callable[[Faulty], Faulty],
+    case: str,
+    text: str,
+) -> None:
+    monkeypatch.setattr(rows, name, fault(getattr(rows, name)))
+    who = state_contender("torch", "gdn")
+    result = run_cell(CASES[case], who, RunnerKind.RECORDED, torch.device("cpu"))
+    assert result.status is Status.FAILING
+    assert re.search(text, result.reason), result.reason
