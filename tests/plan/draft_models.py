@@ -57,7 +57,10 @@ def folder(path: Path, config: dict[str, object], words: dict[str, int] | None =
 
 def shallow(path: Path, model: str) -> str:
     """A folder with `model` of few layers: every kind that it has, and each is rehearsed alike."""
-    return folder(path, {**locate(model).config, "num_hidden_layers": SHALLOW})
+    config = locate(model).config | {"num_hidden_layers": SHALLOW}
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:SHALLOW]
+    return folder(path, config)
 
 
 def drafted(model: str, **asked: object) -> Speculation | None:
