@@ -20,11 +20,12 @@ from paceline.kernels.stand_in import device_type
 MAX_TOKENS = 64
 CHOICE = (
     f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
-    "with numbers made of them (unpack_weight), as a CPU always does"
+    "with numbers made of them (unpack_weight), as a CPU always does; measured on an H200: faster "
+    "than bfloat16 at 1 and 8 tokens, slower at 64 and 600, 0.96x in prefill"
 )
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 32768  # a row of words is held in registers
-_ENOUGH_PROGRAMS = 1056  # eight for each of 132 processors: one waits for each chunk a while
+_ENOUGH_PROGRAMS = 528  # four for each of 132 processors: one waits for each chunk a while
 _MOST_SPLITS = 8
 _SMALLEST_FEATURES = 64
 

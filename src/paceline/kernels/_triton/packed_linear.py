@@ -46,7 +46,7 @@ def _gated(
 @triton.jit
 def _packed_row_kernel(
     x_ptr,  # [columns]
-    words_ptr,  # [rows, num_words] int32
+    weight_ptr,  # [rows, num_words] int32
     scale_ptr,  # [rows, groups]
     zero_ptr,  # [rows, groups] uint8, or None
     bias_ptr,  # [rows] or None
@@ -76,7 +76,7 @@ def _packed_row_kernel(
     # x, stay within one.
     at = quads[:, None, None] * 4 + four[None, None, :]
     words = tl.load(
-        words_ptr + rows[None, :, None] * num_words + at,
+        weight_ptr + rows[None, :, None] * num_words + at,
         mask=inside[:, None, None] & live[None, :, None],
         other=0,
         eviction_policy="evict_first",
@@ -183,7 +183,7 @@ def _chunk_product(
 @triton.jit(do_not_specialize=["tokens"])
 def _packed_rows_kernel(
     x_ptr,  # [tokens, columns]
-    words_ptr,  # [rows, num_words] int32
+    weight_ptr,  # [rows, num_words] int32
     scale_ptr,  # [rows, groups]
     zero_ptr,  # [rows, groups] uint8, or None
     bias_ptr,  # [rows] or None
@@ -216,7 +216,7 @@ def _packed_rows_kernel(
     live_rows = features < out_features
     live_tokens = token < tokens
     rows = features.to(tl.int64)
-    row_ptrs = words_ptr + rows[:, None] * num_words + word[None, :]
+    row_ptrs = weight_ptr + rows[:, None] * num_words + word[None, :]
     x_ptrs = x_ptr + token[:, None] * stride_x_token + word[None, :]
     CHUNK_COLUMNS: tl.constexpr = WORDS * FIELDS
     GROUPS: tl.constexpr = 0 if GROUP == 0 else CHUNK_COLUMNS // GROUP  # of a chunk
