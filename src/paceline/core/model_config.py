@@ -7,6 +7,7 @@ from enum import Enum, StrEnum
 from itertools import accumulate
 
 from paceline.core.errors import ConfigError
+from paceline.core.modes import End, Pooling
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LENGTH_BYTES = 4  # what each slot of a STATE group says it stands for
@@ -243,6 +244,9 @@ class ModelConfig:
     multipliers: Multipliers | None = None
     stored_vocab_size: int | None = None  # rows of the checkpoint's tables; None: vocab_size
     latent: LatentConfig | None = None
+    ends: frozenset[End] = frozenset({End.GENERATE, End.SCORE})  # of its requests
+    pooling: Pooling | None = None  # of those that end in a vector; None: none may
+    normalizes: bool = True  # vectors have length 1, unless a request says otherwise
     max_encoder_len: int = 0  # rows that an encoder makes of what a request brings, at most
 
     @property

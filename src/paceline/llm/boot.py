@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -65,6 +65,23 @@ class Booted:
     def measured(self) -> Mapping[str, int]:
         """Bytes held now, by the names of budget_table.budget_lines."""
         return measured_bytes(self.runner)
+
+    def report(self) -> dict[str, Any]:
+        """As of `LLM.report`."""
+        prepared = self.prepared
+        return {
+            "versions": versions(),
+            "device": prepared.device.name,
+            "vocab_size": prepared.config.vocab_size,
+            "boot_s": self.boot_s,
+            "options": prepared.resolution.to_json(),
+            **prepared.to_json(),
+            "memory": {"planned": prepared.fit.to_json(), "measured": dict(self.measured)},
+            "events": [
+                {"reason": event.reason, "detail": event.detail, "count": count}
+                for event, count in prepared.events.counts().items()
+            ],
+        }
 
     def close(self) -> None:
         """Run what is in flight to its end, without what would follow; end other processes."""
@@ -300,6 +317,7 @@ def _scheduler(
         draft=draft,
         max_drafting=options.speculative_max_batch,
         host_needs=frozenset({HostNeed.EXACT_LENGTHS}) if plans_on_host else frozenset(),
+        pooling=prepared.config.pooling,
     )
     if knobs.reserve_ahead is not None:
         limits = replace(limits, reserve_ahead=knobs.reserve_ahead)

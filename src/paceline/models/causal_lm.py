@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
+from paceline.core.modes import End
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import LMHead, OverlaidRows
@@ -24,15 +25,23 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.decoder = decoder
-        self.head = LMHead(
-            config.vocab_size,
-            config.hidden_size,
-            tied=decoder.embedding if config.tie_word_embeddings else None,
-            soft_cap=config.logit_soft_cap,
-            divisor=1.0 if config.multipliers is None else config.multipliers.logit_divisor,
-            parallel=parallel,
-            placement=placement,
-        )
+        self.vocab_size = config.vocab_size
+        self.head: LMHead | None = None  # of one that only makes vectors
+        if End.GENERATE in config.ends:
+            self.head = LMHead(
+                config.vocab_size,
+                config.hidden_size,
+                tied=decoder.embedding if config.tie_word_embeddings else None,
+                soft_cap=config.logit_soft_cap,
+                divisor=1.0 if config.multipliers is None else config.multipliers.logit_divisor,
+                parallel=parallel,
+                placement=placement,
+            )
+
+    @property
+    def generates(self) -> bool:
+        """Whether it has a head, from hidden states to tokens."""
+        return self.head is not None
 
     def forward(
         self,
@@ -51,6 +60,7 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] in hidden's dtype, float32 where capped."""
+        assert self.head is not None, "who has no head ends in no token"
         logits: Tensor = self.head(hidden)
         return logits
 
@@ -69,4 +79,6 @@ class CausalLM(nn.Module):
     def destinations(self) -> Named:
         """What a checkpoint fills."""
         named = self.decoder.destinations("model")
-        return named if self.head.held is None else named | self.head.held.fill("lm_head")
+        if self.head is None or self.head.held is None:
+            return named
+        return named | self.head.held.fill("lm_head")

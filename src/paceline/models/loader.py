@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import WeightsError
 from paceline.core.model_config import ModelConfig
+from paceline.core.modes import End
 from paceline.core.options import LOAD_FORMATS
 from paceline.core.parallel import ALONE, Parallel
 from paceline.core.progress import Progress
@@ -89,7 +90,9 @@ def load_model(
         names = canonical_names(checkpoint.names, file, model=source.name)
         if file.predicts_more:
             names = without_layers_behind(names, config.num_layers)
-        if config.tie_word_embeddings:
+        if End.GENERATE not in config.ends:
+            names.pop(_HEAD, None)  # it makes vectors alone
+        elif config.tie_word_embeddings:
             names = _tie(checkpoint, names)
         destinations = model.destinations()
         if isinstance(stored, Dequantised):

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from paceline.core.input_rows import EncoderInput
+from paceline.core.modes import End
 from paceline.core.progress import Progress
 from paceline.core.step import JoinDelta, RunKind, Step, StepRun, padded_step
 from paceline.kernels.compile_ahead import compile_ahead
@@ -149,7 +150,13 @@ class ModelRunner:
         buffers, num_reqs = self._parts.buffers, step.layout.num_reqs
         most = self._parts.max_emitted(is_round=step.is_round)
         self._stream.run(
-            lambda: slot.receive(buffers, num_reqs, max_emitted=most, logprobs=step.logprobs)
+            lambda: slot.receive(
+                buffers,
+                num_reqs,
+                max_emitted=most,
+                logprobs=step.logprobs,
+                pools=End.POOL in step.ends,
+            )
         )
         run = StepRun(kind, size.reqs, size.tokens)
         return LaunchedStep(step, run, self._stream.record(), slot, most)
@@ -205,6 +212,7 @@ class ModelRunner:
             prompt_spans=step.prompt_spans,
             observed=step.observed,
             masked=step.masks is not None,
+            ends=step.ends,
         )
 
     def _find_or_capture(self, key: GraphKey) -> Graph | None:
