@@ -109,7 +109,7 @@ def implementations() -> dict[str, set[str]]:
 
     return {
         "attention backends": {target.partition(":")[0] for target in BACKENDS.values()},
-        "architectures": {f"paceline.models.{name}" for name in ARCHITECTURES},
+        "architectures": {f"paceline.models.{name.replace('-', '_')}" for name in ARCHITECTURES},
         "verbs": {target.partition(":")[0] for target, _ in VERBS.values()},
     }
 

@@ -105,7 +105,8 @@ CASES = sorted(tiny_checkpoints.CASES)
 
 
 def test_every_architecture_is_among_the_cases() -> None:
-    assert {config_of(case).model_type for case in CASES} == ARCHITECTURES.keys()
+    encoders = {"bert", "modernbert", "roberta", "xlm-roberta"}  # which no ranks share
+    assert {config_of(case).model_type for case in CASES} == ARCHITECTURES.keys() - encoders
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -198,6 +198,8 @@ class LayerSpec:
     rope: RopeConfig | None = None  # None: nothing turns Q and K
     rotary_dim: int = 0  # dimensions of a head that rope turns
     state: "tuple[RowPart, ...]" = ()  # of another mixer than attention: what it keeps of a request
+    causal: bool = True  # False: the tokens of a text see one another in both directions, so that
+    # none is known before all are: the layer caches nothing, and a step holds every text whole
     reads_encoder: bool = False  # cross attention: K and V are made of the rows of an encoder
 
     @property
@@ -206,7 +208,7 @@ class LayerSpec:
         heads = self.heads
         if self.mixer != SOFTMAX:
             return self.state
-        if not heads.num_kv_heads:
+        if not heads.num_kv_heads or not self.causal:
             return ()
         dims = heads.head_dim, heads.v_head_dim
         return kv_parts(heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
@@ -217,6 +219,16 @@ class LayerSpec:
         if self.mixer != SOFTMAX:
             return CacheKind.STATE
         return CacheKind.ENCODER if self.reads_encoder else CacheKind.TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """What encoders have beside their layers."""
+
+    position_rows: int = 0  # of a table of learned positions; 0: there is none
+    first_position: int = 0  # its row of position 0
+    token_types: int = 0  # rows of a table of which the first is added to every token
+    norm_bias: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +259,7 @@ class ModelConfig:
     ends: frozenset[End] = frozenset({End.GENERATE, End.SCORE})  # of its requests
     pooling: Pooling | None = None  # of those that end in a vector; None: none may
     normalizes: bool = True  # vectors have length 1, unless a request says otherwise
+    encoder: EncoderConfig | None = None  # of a model that is one
     max_encoder_len: int = 0  # rows that an encoder makes of what a request brings, at most
 
     @property
@@ -254,9 +267,16 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def reads_whole(self) -> bool:
+        """Whether a step must hold every text whole, since tokens see what comes behind them."""
+        return any(not layer.causal for layer in self.layers)
+
+    @property
     def heads(self) -> tuple[Heads, ...]:
-        """Of the layers that attend, each once, those of most layers first."""
-        of_layers = Counter(layer.heads for layer in self.layers if layer.mixer == SOFTMAX)
+        """Of the layers that attend over a cache, each once, those of most layers first."""
+        of_layers = Counter(
+            layer.heads for layer in self.layers if layer.mixer == SOFTMAX and layer.causal
+        )
         return tuple(heads for heads, _ in of_layers.most_common())
 
     @property

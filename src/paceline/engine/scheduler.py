@@ -156,7 +156,8 @@ class Scheduler:
         if not plan.rows:
             self._require_progress()
             return None
-        plan.end_on_size(self._config.padded_tokens, is_last=not self.num_waiting)
+        if not self._config.whole_prompts:
+            plan.end_on_size(self._config.padded_tokens, is_last=not self.num_waiting)
         if self._cache.has_states:
             self._plan_slots(plan, epoch)
         rows = plan.rows.values()
@@ -288,7 +289,10 @@ class Scheduler:
         return self._overlay is not None and self._overlay.has_room(request.num_input_rows)
 
     def _has_room(self, plan: StepPlan, request: Request) -> bool:
-        """Whether what is left of a step holds the longest block of a prompt."""
+        """Whether what is left of a step holds the longest block of a prompt, or all of one that
+        must be whole."""
+        if self._config.whole_prompts:
+            return plan.budget >= request.num_known
         blocks = request.keys.blocks
         return blocks is None or plan.budget >= blocks.longest
 

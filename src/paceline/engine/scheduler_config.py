@@ -24,6 +24,7 @@ class SchedulerConfig:
     draft: DraftShape = NO_DRAFTS  # of every round
     max_drafting: int | None = None  # requests of a round; while more decode: plain.  None: all
     host_needs: frozenset[HostNeed] = frozenset()  # of every request
+    whole_prompts: bool = False  # a step computes all of a prompt, or none of it
     pooling: Pooling | None = None  # of requests that end in a vector; None: none may
 
     @property

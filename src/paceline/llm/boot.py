@@ -306,7 +306,7 @@ def _scheduler(
         prepared.groups,
         planned_pages(prepared, knobs),
         max_extend_len=max(known(options.chunked_prefill_size), draft.reach),
-        enable_prefix_cache=options.enable_prefix_cache,
+        enable_prefix_cache=options.enable_prefix_cache and bool(prepared.groups),
     )
     limits = SchedulerConfig(
         max_running=known(options.max_num_seqs),
@@ -317,6 +317,7 @@ def _scheduler(
         draft=draft,
         max_drafting=options.speculative_max_batch,
         host_needs=frozenset({HostNeed.EXACT_LENGTHS}) if plans_on_host else frozenset(),
+        whole_prompts=prepared.config.reads_whole,
         pooling=prepared.config.pooling,
     )
     if knobs.reserve_ahead is not None:

@@ -1,7 +1,7 @@
 """A decoder with its language-model head: what the runner calls and the loader fills."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -16,16 +16,23 @@ from paceline.layers.self_attention import SelfAttention
 from paceline.layers.weight_format import Named
 from paceline.models.decoder import Decoder, Hidden
 
+if TYPE_CHECKING:
+    from paceline.models.encoder import Encoder
+
 
 class CausalLM(nn.Module):
     """Every architecture's result.  Inference only; forward is device-only and recordable."""
 
     def __init__(
-        self, config: ModelConfig, decoder: Decoder, *, parallel: Parallel, placement: Placement
+        self,
+        config: ModelConfig,
+        decoder: "Decoder | Encoder",
+        *,
+        parallel: Parallel,
+        placement: Placement,
     ) -> None:
         super().__init__()
         self.decoder = decoder
-        self.vocab_size = config.vocab_size
         self.head: LMHead | None = None  # of one that only makes vectors
         if End.GENERATE in config.ends:
             self.head = LMHead(
@@ -37,11 +44,6 @@ class CausalLM(nn.Module):
                 parallel=parallel,
                 placement=placement,
             )
-
-    @property
-    def generates(self) -> bool:
-        """Whether it has a head, from hidden states to tokens."""
-        return self.head is not None
 
     def forward(
         self,

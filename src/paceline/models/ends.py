@@ -33,12 +33,28 @@ def with_ends(config: ModelConfig, source: ModelSource, asked: Pooling | None) -
         said = _said(source.modules, source.pooling_config or {})
         normalizes = "Normalize" in _types(source.modules)
         config = replace(config, normalizes=normalizes)
-    is_body = _is_body(source.config.get("architectures"))
+    _refuse_classifier(source.config.get("architectures"))
+    is_body = _is_body(source.config.get("architectures")) or End.GENERATE not in config.ends
     if said is None and not is_body:
         if asked is None:
             return config
         return replace(config, ends=config.ends | {End.POOL}, pooling=asked)
-    return replace(config, ends=frozenset({End.POOL}), pooling=asked or said or _USUAL)
+    return replace(
+        config, ends=frozenset({End.POOL}), pooling=asked or said or config.pooling or _USUAL
+    )
+
+
+def _refuse_classifier(architectures: object) -> None:
+    """Cross-encoders and other classifiers: their heads are not run."""
+    names = architectures if isinstance(architectures, list) else []
+    for name in names[:1]:
+        if isinstance(name, str) and name.endswith(("Classification", "QuestionAnswering")):
+            raise ModelError.about(
+                "config.json: architectures",
+                expected="a model of tokens or of vectors",
+                got=name,
+                remedy="use one without a classifier's head, for example an embedding model",
+            )
 
 
 def _is_body(architectures: object) -> bool:

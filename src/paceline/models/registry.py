@@ -2,6 +2,7 @@
 
 from paceline.core.errors import ModelError
 from paceline.models import (
+    bert,
     deepseek_v2,
     deepseek_v3,
     exaone4,
@@ -15,14 +16,17 @@ from paceline.models import (
     minicpm3,
     mistral,
     mixtral,
+    modernbert,
     olmo2,
     phi3,
     qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    roberta,
     seed_oss,
     smollm3,
+    xlm_roberta,
 )
 from paceline.models.architecture import Architecture
 
@@ -30,9 +34,11 @@ _FILES = (
     *(deepseek_v2, deepseek_v3, exaone4, gemma, gemma2, gemma3_text, glm4_moe_lite, gpt_oss),
     *(granite, llama, minicpm3, mistral, mixtral, olmo2, phi3, qwen2, qwen2_moe, qwen3),
     *(qwen3_moe, seed_oss, smollm3),
+    *(bert, modernbert, roberta, xlm_roberta),
 )
 ARCHITECTURES: dict[str, Architecture] = {
-    file.__name__.rpartition(".")[2]: file.ARCHITECTURE for file in _FILES
+    file.ARCHITECTURE.model_type or file.__name__.rpartition(".")[2]: file.ARCHITECTURE
+    for file in _FILES
 }
 
 

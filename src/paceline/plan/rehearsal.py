@@ -239,7 +239,7 @@ def allocated(
     """
     seen = Allocations(facts, unit=_UNITS[facts.device_type], pool=pool)
     parts.buffers.pad(shape.size)
-    scored = shape.scored if parts.model.generates else 0
+    scored = shape.scored if parts.generates else 0
     spans = (PromptSpan(0, 0, scored, MAX_LOGPROBS),) if scored else ()
     with torch.no_grad() if captured else torch.inference_mode(), seen:
         StepProgram(

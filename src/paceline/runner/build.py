@@ -13,7 +13,7 @@ from paceline.cache.pool import KVFormat, KVPool, StatePool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Notify
 from paceline.core.model_config import NUM_SLOT_COLUMNS, CacheGroupSpec, CacheKind, ModelConfig
-from paceline.core.modes import MaskKind, Pooling
+from paceline.core.modes import End, MaskKind, Pooling
 from paceline.kernels.stand_in import device_type
 from paceline.layers.attention import attention_limits, layer_caches
 from paceline.layers.sampling import LogitsProcessor
@@ -191,6 +191,7 @@ def build_parts(
         proposer=proposer,
         force_accept_len=limits.force_accept_len,
         rejects=limits.rejects,
+        generates=End.GENERATE in config.ends,
         pooling=limits.pooling,
         shares_prefixes=bounds.share_prefixes,
     )

@@ -58,13 +58,14 @@ class Parts:
     encoder: Encoder | None = None  # its ENCODER groups, which stand behind those of states
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
+    generates: bool = True  # False: the model has no head
     pooling: Pooling | None = None  # of requests that end in a vector; None: none may
     shares_prefixes: bool = False  # where a step says so, what many rows share is read once
 
     @property
     def usual_ends(self) -> frozenset[End]:
         """Of the steps that most requests are in."""
-        return GENERATES if self.model.generates else frozenset({End.POOL})
+        return GENERATES if self.generates else frozenset({End.POOL})
 
     @property
     def all_pools(self) -> tuple[KVPool, ...]:
@@ -217,12 +218,13 @@ class StepProgram:
         tokens, where asked for; vectors."""
         parts, view = self._parts, self._view
         if self._prompt_spans:
+            assert parts.model.head is not None, "admission refuses what the model has no end for"
             self.prompt_logprobs = prompt_logprobs(
                 hidden,
                 self._prompt_spans,
                 view=view,
                 token_ids=parts.table.token_ids,
-                vocab_size=parts.model.vocab_size,
+                vocab_size=parts.model.head.vocab_size,
                 logits_of=parts.model.logits,
             )
         if End.POOL in self._ends:

@@ -36,7 +36,7 @@ class GraphKeys:
     def largest_decode(self) -> GraphKey | None:
         """What brings requests forward: a round where there is a drafter, else one token each.
         None: nothing generates."""
-        if not self._parts.model.generates:
+        if not self._parts.generates:
             return None
         return self._decode(self._sizes.sizes[-1], self._parts.proposer.shape)
 
