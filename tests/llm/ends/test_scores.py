@@ -15,6 +15,7 @@ from llm_cases import (
 from paceline.core.errors import RequestError
 from paceline.core.modes import End
 from paceline.core.sampling_params import SamplingParams
+from paceline.llm.llm import LLM
 
 TOLERANCE = 1e-4  # as of test_llm_parity
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -134,3 +135,21 @@ def test_a_score_that_is_not_finite_is_an_error(tmp_path, pairs) -> None:
         with pytest.raises(RequestError, match="score of the hidden states of request"):
             llm.score(*pairs)
         assert_idle(llm)
+
+
+def test_an_engine_that_drafts_scores_and_pools_alike() -> None:
+    """The drafter follows prompts that end without a token, too."""
+    prompt, completion = "def fibonacci(n):\n    if n", " < 2:\n        return n"
+    found = []
+    for algorithm in ("off", "auto"):
+        options = {"speculative_algorithm": algorithm}
+        with LLM("bundled", dtype="float32", threads=1, pooling="mean", page_size=4, max_num_seqs=2,
+                 max_model_len=128, **options) as llm:  # fmt: skip
+            [score] = llm.score([prompt], [completion])
+            [vector] = llm.embed([prompt + completion])
+            [answer] = llm.generate([prompt + completion], GREEDY)
+            found.append((score.logprobs, vector.vector.tolist(), answer.outputs[0].token_ids))
+    plain, drafted = found
+    assert plain[2] == drafted[2]
+    assert plain[0] == pytest.approx(drafted[0], abs=TOLERANCE)
+    assert plain[1] == pytest.approx(drafted[1], abs=1e-5)
