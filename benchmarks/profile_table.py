@@ -23,7 +23,7 @@ from profile_work import Work, least_us, role_bytes, role_flops
 NAMES = (
     ("reduce", r"splitK_?reduce|_reduce_splits"),  # belongs to the product before it
     ("derive", r"_derive|derive_|_shared_(common|group|place)_kernel"),
-    ("commit", r"_commit|commit_|_compact_kv|_keep_states|_chain_rows"),
+    ("commit", r"_commit|commit_|_compact_kv|_keep_states|_chain_rows|_pool_rows"),
     ("draft", r"_draft_topk|_grow_tree|_select_tree|_ngram_lookup"),
     ("sample", r"_greedy|argmax|ArgMax|_sample|softmax|MaxNan|MinNan|radix|[Ss]ort"),
     ("sample", r"_edit(_rows|ed)_kernel|_(best|scores|masses|members|cuts|tokens)_kernel"),

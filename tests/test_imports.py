@@ -116,7 +116,7 @@ def implementations() -> dict[str, set[str]]:
             if targets is not BACKENDS
             for target in targets.values()
         },
-        "architectures": {f"paceline.models.{name}" for name in ARCHITECTURES},
+        "architectures": {f"paceline.models.{name.replace('-', '_')}" for name in ARCHITECTURES},
         "verbs": {target.partition(":")[0] for target, _ in VERBS.values()},
     }
 

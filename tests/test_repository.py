@@ -122,6 +122,7 @@ def test_every_document_has_a_schema():
         "bench_attention",
         "bench_attention_backends",
         "bench_latency",
+        "bench_latency_vectors",
         "bench_serve",
         "bench_speculative",
         "bench_throughput",

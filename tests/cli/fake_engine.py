@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+from paceline.core.modes import GENERATES
+
 WORDS = ("one ", "two ", "three ", "four")
 
 
@@ -57,7 +59,7 @@ class FakeEngine:
         attention = {"name": "torch", "why": "asked for"}
         return SimpleNamespace(
             device=SimpleNamespace(name="a CPU", device_type="cpu"),
-            config=SimpleNamespace(vocab_size=50),
+            config=SimpleNamespace(vocab_size=50, ends=GENERATES),
             options=SimpleNamespace(model=self.asked.get("model", "bundled")),
             fit=SimpleNamespace(total_bytes=1 << 30),
             attention=SimpleNamespace(**attention),

@@ -282,25 +282,32 @@ def test_labels_are_scored_as_transformers_scores_them(llm: LLM, talker: Checkpo
     for item in items:
         ids = llm.tokenizer.encode(query + item)
         wanted.append(talker.logits(ids)[-1].softmax(-1)[labels])
-    found = torch.tensor(llm.score(query, items, labels))
+    found = torch.tensor(llm.score_labels(query, items, labels))
     assert torch.allclose(found, torch.stack(wanted), rtol=1e-3, atol=1e-7)
-    shares = torch.tensor(llm.score(query, items, labels, apply_softmax=True))
+    shares = torch.tensor(llm.score_labels(query, items, labels, apply_softmax=True))
     assert torch.allclose(shares, found / found.sum(1, keepdim=True), rtol=1e-3)
     ids = [llm.tokenizer.encode(item) for item in items]
-    as_ids = torch.tensor(llm.score(llm.tokenizer.encode(query), ids, labels))
+    as_ids = torch.tensor(llm.score_labels(llm.tokenizer.encode(query), ids, labels))
     assert torch.allclose(as_ids, found)
 
 
 def test_the_item_may_come_first(llm: LLM) -> None:
-    assert llm.score("ab", ["cd"], [5], item_first=True) == llm.score("cd", ["ab"], [5])
-    assert llm.score("ab", ["cd"], [5], item_first=True) != llm.score("ab", ["cd"], [5])
+    assert llm.score_labels("ab", ["cd"], [5], item_first=True) == llm.score_labels(
+        "cd", ["ab"], [5]
+    )
+    assert llm.score_labels("ab", ["cd"], [5], item_first=True) != llm.score_labels(
+        "ab", ["cd"], [5]
+    )
 
 
 def test_what_is_scored_comes_in_any_form_that_prompts_have(llm: LLM) -> None:
-    wanted = llm.score([4, 5], [[6], [7]], [8, 9])
-    assert llm.score(np.array([4, 5]), iter([np.array([6]), [7]]), torch.tensor([8, 9])) == wanted
-    assert llm.score("ab", iter(["cd"]), [5]) == llm.score("ab", ["cd"], [5])
-    assert llm.score("ab", [], [5]) == []
+    wanted = llm.score_labels([4, 5], [[6], [7]], [8, 9])
+    assert (
+        llm.score_labels(np.array([4, 5]), iter([np.array([6]), [7]]), torch.tensor([8, 9]))
+        == wanted
+    )
+    assert llm.score_labels("ab", iter(["cd"]), [5]) == llm.score_labels("ab", ["cd"], [5])
+    assert llm.score_labels("ab", [], [5]) == []
 
 
 @pytest.mark.parametrize(
@@ -322,7 +329,7 @@ def test_what_cannot_be_scored_is_refused(
     llm: LLM, query: object, items: object, labels: object, text: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        llm.score(query, items, labels)
+        llm.score_labels(query, items, labels)
     assert str(caught.value).startswith(text)
 
 

@@ -234,7 +234,7 @@ def test_unused_fields_of_a_config_are_harmless() -> None:
 @pytest.mark.parametrize("model_type", sorted(ARCHITECTURES))
 def test_what_a_file_leaves_out_is_what_its_class_takes(model_type: str) -> None:
     theirs = transformers.AutoConfig.for_model(model_type)
-    ropes = getattr(theirs, "rope_parameters", None)  # mamba2 has none
+    ropes = getattr(theirs, "rope_parameters", None)  # None: nothing turns
     if model_type in ("falcon_h1", "granitemoehybrid"):  # its class divides what is left to it
         theirs.mamba_d_head = "auto"
     taken = {
@@ -257,10 +257,17 @@ def test_what_its_class_saves_is_read(model_type: str, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     config = parse_config(json.loads((tmp_path / "config.json").read_text()))
     context = getattr(theirs, "max_position_embeddings", config.max_position)  # mamba2 has none
-    assert (config.num_layers, config.max_position) == (theirs.num_hidden_layers, context)
-    if config.heads:
-        kv_heads = theirs.num_key_value_heads if config.latent is None else 1
-        assert config.heads[0].num_kv_heads == kv_heads
+    first = 0 if config.encoder is None else config.encoder.first_position
+    assert (config.num_layers, config.max_position + first) == (theirs.num_hidden_layers, context)
+    kv_heads = {
+        each.num_kv_heads for each in (layer.heads for layer in config.layers) if each.num_heads
+    }
+    if config.encoder is not None:
+        assert kv_heads == {theirs.num_attention_heads}
+    elif kv_heads:
+        assert config.heads[0].num_kv_heads == (
+            theirs.num_key_value_heads if config.latent is None else 1
+        )
 
 
 def test_absent_kv_heads_mean_those_of_the_class_and_null_one_per_head() -> None:
@@ -336,11 +343,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "architecture in a list": (
         LLAMA | {"model_type": ["llama"]},
-        r"model_type must be one of deepseek_v2, .*, got \['llama'\]",
+        r"model_type must be one of bert, deepseek_v2, .*, got \['llama'\]",
     ),
     "architecture in an object": (
         LLAMA | {"model_type": {"llama": 1}},
-        "model_type must be one of deepseek_v2, .*, got {'llama': 1}",
+        "model_type must be one of bert, deepseek_v2, .*, got {'llama': 1}",
     ),
     "no architecture": ({"vocab_size": 3}, "model_type must be one of .* got None"),
     "absurd layers": (

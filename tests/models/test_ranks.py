@@ -108,7 +108,8 @@ CASES = [case for case in EVERY if not case.startswith(ALONE)]
 
 
 def test_every_architecture_is_among_the_cases() -> None:
-    assert {config_of(case).model_type for case in EVERY} == ARCHITECTURES.keys()
+    encoders = {"bert", "modernbert", "roberta", "xlm-roberta"}  # which no ranks share
+    assert {config_of(case).model_type for case in EVERY} == ARCHITECTURES.keys() - encoders
 
 
 @pytest.mark.parametrize("case", [case for case in EVERY if case.startswith(ALONE)])

@@ -292,6 +292,7 @@ def test_open_values_are_decided():
         open_fields -= DRAFTING  # nobody drafts
         assert open_fields <= {
             "revision",
+            "pooling",  # as the model's files say
             "quantization",  # as the checkpoint says
             "attention_backend",
             "state_checkpoint_every",  # no layer keeps a state

@@ -89,6 +89,7 @@ def test_a_step_uses_the_first_entries_of_each_extent(
         "AHEAD": 6 * sees_ahead,
         "EMITTED": 8,
         "RESULT": 12,
+        "POOLED": 0,
         "SAMPLED": 0,
         "MASK": 0,
     }
@@ -99,6 +100,11 @@ def test_a_step_of_masks_uses_a_row_for_each_that_is_sampled() -> None:
     assert [size.sampled(is_round=is_round) for is_round in (False, True)] == [2, 6]
     use = StepUse(size, has_tree=False, max_emitted=4, num_sampled=6, num_masks=1)
     assert [use.entries(extent) for extent in (Extent.SAMPLED, Extent.MASK)] == [6, 1]
+
+
+def test_a_step_that_pools_uses_a_row_for_each_request() -> None:
+    use = StepUse(PaddedSize.uniform(2, 3), has_tree=False, max_emitted=1, pools=True)
+    assert use.entries(Extent.POOLED) == 2
 
 
 def test_masks_are_staged_as_they_are_and_other_rows_have_none() -> None:

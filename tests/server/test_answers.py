@@ -9,6 +9,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from paceline.core.modes import End
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
@@ -126,7 +127,8 @@ class FakeService:
     def engine(self) -> "FakeService":
         return self
 
-    async def generate(self, prompts, params, *, share, stream: bool, deadline) -> "FakeTicket":
+    async def generate(self, prompts, params, *, end, share, stream, deadline) -> "FakeTicket":
+        assert end is End.GENERATE
         if stream:
             return FakeTicket(self, self.news)
         wholes = {}

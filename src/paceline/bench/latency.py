@@ -20,7 +20,9 @@ from typing import Any
 from paceline.bench.latency_shape import LatencyShape
 from paceline.bench.page import Bars, bars
 from paceline.bench.subject import attention_words, document, drafter_words, forced_words
+from paceline.bench.vector_latency import VectorReport, time_vectors
 from paceline.core.errors import ConfigError, IntegrityError
+from paceline.core.modes import End
 from paceline.core.progress import collect
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
@@ -137,14 +139,24 @@ class LatencyBench:
         }
         self._make_llm = make_llm
 
-    def run(self) -> LatencyReport:
-        """Boot, check, time.  Raises IntegrityError from a check."""
+    def run(self) -> LatencyReport | VectorReport:
+        """Boot, check, time; of a model that generates nothing how it makes vectors.  Raises
+        IntegrityError from a check."""
         entries_before = kernel_cache()["entries"]
         began = time.perf_counter()
         llm = self._make_llm(**self._asked)
         boot_s = time.perf_counter() - began
         try:
             prepared: Prepared = llm.prepared
+            if End.GENERATE not in prepared.config.ends:
+                return time_vectors(
+                    llm,
+                    partial(self._prompts, llm),
+                    self._shape.batch_sizes,
+                    repeats=REPEATS,
+                    boot_s=boot_s,
+                    kernel_cache=cache_state(prepared.device.device_type, entries_before),
+                )
             self._generate(llm, batch_size=1, output_len=1, salt=0)
             first_token_s = seconds_since_process_start()
             check = self._check(llm)
@@ -203,17 +215,19 @@ class LatencyBench:
             ).mean_tokens_per_round,
         )
 
+    def _prompts(self, llm: Any, batch_size: int, salt: int) -> list[list[int]]:
+        return random_prompts(
+            batch_size,
+            self._shape.input_len,
+            llm.prepared.config.vocab_size,
+            seed=self._shape.prompt_seed * 1009 + salt,
+        )
+
     def _generate(
         self, llm: Any, *, batch_size: int, output_len: int, salt: int
     ) -> tuple[float, list[RequestOutput]]:
         """(seconds, output of each request) of one batch; every count is verified."""
-        shape = self._shape
-        prompts = random_prompts(
-            batch_size,
-            shape.input_len,
-            llm.prepared.config.vocab_size,
-            seed=shape.prompt_seed * 1009 + salt,
-        )
+        prompts = self._prompts(llm, batch_size, salt)
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         began = time.perf_counter()
         outputs: list[RequestOutput] = llm.generate(prompts, params, use_tqdm=False)
@@ -232,7 +246,7 @@ def bench_latency(
     shape: LatencyShape,
     *,
     make_llm: Callable[..., Any] | None = None,
-) -> LatencyReport:
+) -> LatencyReport | VectorReport:
     """Run the benchmark on the engine (or on `make_llm`'s)."""
     return LatencyBench(asked, shape, make_llm=make_llm or partial(_load, shape)).run()
 
@@ -243,11 +257,13 @@ def _load(shape: LatencyShape, **asked: object) -> Any:
     from paceline.llm.prepare import prepare
 
     prepared = prepare(asked)
-    needed, context_len = shape.input_len + shape.output_len, prepared.admission.context_len
+    generates = End.GENERATE in prepared.config.ends
+    needed = shape.input_len + (shape.output_len if generates else 0)
+    context_len = prepared.admission.context_len
     if needed > context_len:
         raise ConfigError.about(
-            "input_len and output_len",
-            expected=f"at most {context_len} tokens together, the context",
+            "input_len and output_len" if generates else "input_len",
+            expected=f"at most {context_len} tokens{' together' * generates}, the context",
             got=needed,
             remedy="lower one, or raise --max-model-len if the model allows it",
         )

@@ -65,7 +65,7 @@ class CacheManager:
         enable_prefix_cache: bool = True,
     ) -> None:
         """num_pages: [num_groups], page 0 included.  max_extend_len: tokens a step adds at most."""
-        sizes = sorted({spec.page_size for spec in specs})
+        sizes = sorted({spec.page_size for spec in specs}) or [1]  # without groups nothing is paged
         if len(sizes) != 1:
             raise ConfigError.about(
                 "page_size of the cache groups",

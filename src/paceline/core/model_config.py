@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from paceline.core.errors import ConfigError
+from paceline.core.modes import End, Pooling
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LENGTH_BYTES = 4  # what each slot of a STATE group says it stands for
@@ -237,6 +238,8 @@ class LayerSpec:
     rope: RopeConfig | None = None  # None: nothing turns Q and K
     rotary_dim: int = 0  # dimensions of a head that rope turns
     state: "tuple[RowPart, ...]" = ()  # of another mixer than attention: what it keeps of a request
+    causal: bool = True  # False: the tokens of a text see one another in both directions, so that
+    # none is known before all are: the layer caches nothing, and a step holds every text whole
     reads_encoder: bool = False  # cross attention: K and V are made of the rows of an encoder
 
     @property
@@ -247,7 +250,7 @@ class LayerSpec:
     def rows(self) -> "tuple[RowPart, ...]":
         """What attention caches of a token; none: nothing."""
         heads = self.heads
-        if not heads.num_kv_heads:
+        if not heads.num_kv_heads or not self.causal:
             return ()
         dims = heads.head_dim, heads.v_head_dim
         return kv_parts(heads.num_kv_heads, *dims, v_in_k=heads.v_in_k)
@@ -259,6 +262,16 @@ class LayerSpec:
         rows = Cached(kind, SOFTMAX, self.window, self.rows)
         state = Cached(CacheKind.STATE, self.mixer, None, self.state)
         return tuple(cached for cached in (rows, state) if cached.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """What encoders have beside their layers."""
+
+    position_rows: int = 0  # of a table of learned positions; 0: there is none
+    first_position: int = 0  # its row of position 0
+    token_types: int = 0  # rows of a table of which the first is added to every token
+    norm_bias: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +301,10 @@ class ModelConfig:
     latent: LatentConfig | None = None
     mamba2: Mamba2Config | None = None
     side_multipliers: SideMultipliers | None = None
+    ends: frozenset[End] = frozenset({End.GENERATE, End.SCORE})  # of its requests
+    pooling: Pooling | None = None  # of those that end in a vector; None: none may
+    normalizes: bool = True  # vectors have length 1, unless a request says otherwise
+    encoder: EncoderConfig | None = None  # of a model that is one
     max_encoder_len: int = 0  # rows that an encoder makes of what a request brings, at most
 
     @property
@@ -295,9 +312,14 @@ class ModelConfig:
         return len(self.layers)
 
     @property
+    def reads_whole(self) -> bool:
+        """Whether a step must hold every text whole, since tokens see what comes behind them."""
+        return any(not layer.causal for layer in self.layers)
+
+    @property
     def heads(self) -> tuple[Heads, ...]:
-        """Of the layers that attend, each once, those of most layers first."""
-        of_layers = Counter(layer.heads for layer in self.layers if layer.attends)
+        """Of the layers that attend over a cache, each once, those of most layers first."""
+        of_layers = Counter(layer.heads for layer in self.layers if layer.attends and layer.causal)
         return tuple(heads for heads, _ in of_layers.most_common())
 
     @property

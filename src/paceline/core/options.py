@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from paceline.core.asked import by_field
 from paceline.core.draft_shape import MOST_BRANCHES, MOST_DRAFT_TOKENS, MOST_STEPS
 from paceline.core.errors import RequestError
+from paceline.core.modes import Pooling
 from paceline.core.option_spec import check, option
 from paceline.core.parallel import MOST_RANKS
 from paceline.core.sampling_params import SEED_LIMIT
@@ -89,6 +90,15 @@ class EngineOptions:
         str,
         "How the checkpoint must store its weights (fp8, awq, gptq, ...; none: as plain numbers).",
         "--quantization",
+    )
+    pooling: str | None = _of_model(
+        None,
+        str,
+        "Also make vectors of texts (embeddings), of the hidden state of the last token, of the "
+        "first, or of all.",
+        "--pooling",
+        choices=tuple(each.value for each in Pooling),
+        left_out="as the model's files say, if they do",
     )
     max_model_len: int | None = _of_memory(
         None,

@@ -11,7 +11,7 @@ from enum import Enum, IntEnum
 from paceline.core.blocks import Blocks
 from paceline.core.errors import RequestError
 from paceline.core.input_rows import EncoderInput, InputRows
-from paceline.core.modes import MaskKind
+from paceline.core.modes import GENERATES, End, MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 
@@ -173,6 +173,7 @@ class Step:
     # program knows of no masks.
     masks: tuple[TokenMask, ...] | None = None
     has_overlay: bool = False  # some token takes its input row from the overlay
+    ends: frozenset[End] = GENERATES  # of its requests: what the step's program ends in
 
     @property
     def kind(self) -> str:
@@ -309,3 +310,6 @@ class StepOutputs:
     # [num_reqs] tokens that the row's checkpoint slots stand for since this step; 0: it used none.
     # None: the model keeps no states
     state_lens: tuple[int, ...] | None = None
+    # [num_reqs] of [width] float32: what Pooling makes of the row's tokens in this step.  None: no
+    # request of the step pools
+    pooled: tuple[bytes, ...] | None = None

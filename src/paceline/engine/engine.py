@@ -7,6 +7,7 @@ from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.blocks import Blocks
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.input_rows import InputRows
+from paceline.core.modes import End
 from paceline.core.sampling_params import SamplingParams
 from paceline.core.step import PromptPositions, Step
 from paceline.engine.grammar import Constraint
@@ -82,6 +83,8 @@ class Engine:
         positions: PromptPositions | None = None,
         share: Share = ALIKE,
         blocks: Blocks | None = None,
+        end: End = End.GENERATE,
+        score_from: int = 1,
     ) -> Tracker:
         """Queue a request: params.n completions, which share the KV of their prompt.
 
@@ -91,6 +94,7 @@ class Engine:
         in for the embeddings of prompt tokens, ascending.  positions: of the prompt, where the
         model's rope has several axes; None: every token stands at its index.  share: how it takes
         turns with others that wait.  blocks: of the prompt, where prompts may have them.
+        end: what comes of it; score_from: as of `Request.make`.
         Raises RequestError, of which CapacityError, and changes nothing then.
         """
         self._require_whole()
@@ -107,6 +111,8 @@ class Engine:
             constraint=constraint,
             positions=positions,
             share=share,
+            end=end,
+            score_from=score_from,
         )
         requests = [first, *(first.sibling(index) for index in range(1, params.n))]
         self._queue(requests)

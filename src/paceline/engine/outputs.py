@@ -166,6 +166,9 @@ class RequestOutput:
     metrics: RequestMetrics | None  # of all completions together; None until finished
     # [num_prompt_tokens] when asked for; a growth's: beside a completion's first
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    pooled: bytes | None = (
+        None  # [width] float32, of one that ends in a vector; None until finished
+    )
 
     @classmethod
     def refused(cls, request_id: str, error: str) -> "RequestOutput":

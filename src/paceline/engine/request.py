@@ -17,10 +17,12 @@ from enum import Enum, StrEnum
 from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.core.errors import message
 from paceline.core.input_rows import EncoderInput, InputRows
+from paceline.core.modes import End
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.seeds import child_seed
 from paceline.core.step import PromptPositions
 from paceline.engine.acceptance import Acceptance
+from paceline.engine.ends import PooledRows
 from paceline.engine.grammar import Constraint
 
 
@@ -80,6 +82,8 @@ class Request:
     index: int = 0  # of the caller's completions
     input_rows: tuple[InputRows, ...] = ()  # of its prompt, ascending
     encoder: EncoderInput | None = None  # what layers read that read an encoder's rows
+    end: End = End.GENERATE
+    pooled: PooledRows | None = None  # its vector, where that is its end
     leader: "Request | None" = None  # the first completion, which computes the prompt for all
     constraint: Constraint | None = None  # by a grammar; such a request does not draft
     host_needs: frozenset[HostNeed] = frozenset()
@@ -92,7 +96,7 @@ class Request:
     least_in_flight: int = 0  # tokens these add to the KV, at least
     most_in_flight: int = 0  # and at most
     last_epoch: int = 0  # of the last launched step that contains it
-    num_scored: int = 0  # prompt tokens whose log-probabilities have been received
+    num_scored: int = 0  # prompt tokens behind the first that need no log-probability any more
     score_from: int = 0  # of these, when it (re)joined
     num_cached: int = 0  # tokens of the first admission found in the cache
     num_joins: int = 0
@@ -120,9 +124,12 @@ class Request:
         positions: PromptPositions | None = None,
         encoder: EncoderInput | None = None,
         share: Share = ALIKE,
+        end: End = End.GENERATE,
+        score_from: int = 1,
     ) -> "Request":
         """A waiting request; `Admission` has seen that its prompt fits the context.
 
+        score_from: the first prompt token whose log-probability is wanted, where any is.
         Keys are turned by their positions, and are made of what an encoder saw, so it shares pages
         with requests of the same alone.
         """
@@ -134,6 +141,8 @@ class Request:
             context_len -= max(positions.delta, 0)
         if encoder is not None:
             keys = replace(keys, salt=(keys.salt, encoder.media_hash))
+        if end is not End.GENERATE:  # its prompt alone, behind which nothing is known
+            context_len = num_prompt + 1
         assert 0 < num_prompt < context_len, (request_id, num_prompt, context_len)
         wanted = context_len if params.max_tokens is None else num_prompt + params.max_tokens
         return cls(
@@ -149,6 +158,8 @@ class Request:
             parent_id=request_id,
             constraint=constraint,
             encoder=encoder,
+            end=end,
+            num_scored=score_from - 1,
         )
 
     def sibling(self, index: int) -> "Request":
@@ -171,6 +182,7 @@ class Request:
             index=index,
             leader=self,
             constraint=None if self.constraint is None else self.constraint.fork(),
+            end=self.end,
         )
 
     @property
@@ -203,8 +215,11 @@ class Request:
 
     @property
     def max_hit(self) -> int | None:
-        """Tokens it may take from the cache: those before the first to score.  None: any."""
-        return None if self.num_scored == self.num_to_score else self.num_scored
+        """Tokens it may take from the cache: those before the first to score, none where a vector
+        is made of all.  None: any."""
+        if self.pooled is not None and self.pooled.pooling.needs_all:
+            return 0
+        return None if self.num_scored >= self.num_to_score else self.num_scored
 
     @property
     def kv_least(self) -> int:
@@ -252,9 +267,10 @@ class Request:
         return {need.value for need in self.host_needs if not known.get(need, not self.in_flight)}
 
     def fail(self) -> None:
-        """Say why it ends: its logits were not finite."""
+        """Say why it ends: its logits, or what else is its end, are not finite."""
+        made = "logits" if self.end is End.GENERATE else f"{self.end} of the hidden states"
         self.error = message(
-            f"logits of request '{self.request_id}'",
+            f"{made} of request '{self.request_id}'",
             expected="finite",
             got="NaN or infinity",
             remedy="check the model's weights and dtype",

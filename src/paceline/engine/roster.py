@@ -78,6 +78,8 @@ class Roster:
         request.is_followed = True
         request.kv_known = prefix_len
         request.score_from = request.num_scored
+        if request.pooled is not None:
+            request.pooled.clear()
         if not request.num_joins:
             request.num_cached = prefix_len
         request.num_joins += 1

@@ -11,6 +11,7 @@ A request that runs out of pages waits while pages are on their way back; otherw
 request that arrived last is preempted and computed again later, from the tokens it has by then.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,9 @@ from paceline.cache.overlay_slots import OverlaySlots
 from paceline.core.blocks import Blocks
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError, IntegrityError, RequestError
+from paceline.core.modes import End
 from paceline.core.step import Delta, FinishCode, RowDrafts, RowLogprobs, Step, StepOutputs
+from paceline.engine.ends import PooledRows
 from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.roster import Roster
 from paceline.engine.scheduler_config import SchedulerConfig
@@ -112,6 +115,9 @@ class Scheduler:
             )
         if request.keys.blocks is not None:
             self._require_steps(request.request_id, request.keys.blocks)
+        if request.end is End.POOL:
+            assert self._config.pooling is not None, "admission refuses what nothing would pool"
+            request.pooled = PooledRows(self._config.pooling)
         own = {HostNeed.GRAMMAR} if request.constraint is not None else set()
         request.host_needs = self._config.host_needs | own
         self._roster.add(request, leader=self._leader_to_await(request))
@@ -156,7 +162,8 @@ class Scheduler:
         if not plan.rows:
             self._require_progress()
             return None
-        plan.end_on_size(self._config.padded_tokens, is_last=not self.num_waiting)
+        if not self._config.whole_prompts:
+            plan.end_on_size(self._config.padded_tokens, is_last=not self.num_waiting)
         if self._cache.has_states:
             self._plan_slots(plan, epoch)
         rows = plan.rows.values()
@@ -288,7 +295,10 @@ class Scheduler:
         return self._overlay is not None and self._overlay.has_room(request.num_input_rows)
 
     def _has_room(self, plan: StepPlan, request: Request) -> bool:
-        """Whether what is left of a step holds the longest block of a prompt."""
+        """Whether what is left of a step holds the longest block of a prompt, or all of one that
+        must be whole."""
+        if self._config.whole_prompts:
+            return plan.budget >= request.num_known
         blocks = request.keys.blocks
         return blocks is None or plan.budget >= blocks.longest
 
@@ -416,6 +426,8 @@ class Scheduler:
             reason = self._follow(request, tokens)
         prompt_logprobs = outputs.prompt_logprobs.get(index, ())
         request.num_scored += len(prompt_logprobs)
+        if is_running and request.end is not End.GENERATE:
+            reason = self._conclude(row, outputs, index)
         if not tokens and reason is None and not prompt_logprobs:
             return None
         logprobs: tuple[RowLogprobs, ...] = ()
@@ -424,6 +436,26 @@ class Scheduler:
         drafted = max(0, len(tokens) - 1) if has_drafts else 0
         drafts = outputs.drafts[index] if has_drafts and outputs.drafts is not None else None
         return RequestUpdate(request, tokens, logprobs, reason, prompt_logprobs, drafted, drafts)
+
+    def _conclude(self, row: PlannedRow, outputs: StepOutputs, index: int) -> FinishReason | None:
+        """Of a row that generates nothing: take what was made of it; why its request ends there, if
+        it does."""
+        request = row.request
+        values = [scored.chosen for scored in outputs.prompt_logprobs.get(index, ())]
+        if request.pooled is not None:
+            assert outputs.pooled is not None, "the step has a row that pools"
+            request.pooled.take(
+                outputs.pooled[index], first=row.prefix_len, num_tokens=row.extend_len
+            )
+        has_ended = row.kv_len >= request.prompt_len
+        if has_ended and request.pooled is not None:
+            values = request.pooled.vector().tolist()
+        reason = FinishReason.LENGTH if has_ended else None
+        if any(map(math.isnan, values)) or math.inf in map(abs, values):
+            reason = FinishReason.ERROR
+        if reason is not None:
+            self._finish(request, reason)
+        return reason
 
     def _follow(self, request: Request, tokens: tuple[int, ...]) -> FinishReason | None:
         """A grammar hears what was said; why its request ends there, if it does."""

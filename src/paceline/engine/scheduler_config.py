@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.errors import ConfigError
 from paceline.core.events import Event
+from paceline.core.modes import Pooling
 from paceline.engine.request import HostNeed
 
 
@@ -23,6 +24,8 @@ class SchedulerConfig:
     draft: DraftShape = NO_DRAFTS  # of every round
     max_drafting: int | None = None  # requests of a round; while more decode: plain.  None: all
     host_needs: frozenset[HostNeed] = frozenset()  # of every request
+    whole_prompts: bool = False  # a step computes all of a prompt, or none of it
+    pooling: Pooling | None = None  # of requests that end in a vector; None: none may
 
     @property
     def is_mixed(self) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from paceline.cache.groups import PageRun
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.input_rows import InputRows
-from paceline.core.modes import MaskKind
+from paceline.core.modes import GENERATES, End, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import (
     Delta,
@@ -146,7 +146,7 @@ class StepPlan:
         if self.draft.has_drafts:
             least, most = 1, self.draft.max_path if request.params.speculative else 1
         prefix_len, is_prefill = request.kv_bound, request.is_prefilling
-        emits = prefix_len + extend_len >= request.join_len
+        emits = prefix_len + extend_len >= request.join_len and request.end is End.GENERATE
         self.rows[request] = PlannedRow(
             request, prefix_len, extend_len, deltas, is_prefill, emits, least, most
         )
@@ -217,6 +217,7 @@ class StepPlan:
             masks=None if self.is_free else self._masks(),
             has_overlay=has_prefill
             and any(row.request.input_rows and row.reads_overlay for row in rows),
+            ends=frozenset([row.request.end for row in rows]) if has_prefill else GENERATES,
         )
 
     def _masks(self) -> tuple[TokenMask, ...] | None:

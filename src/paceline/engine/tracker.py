@@ -34,7 +34,8 @@ class Tracker:
         self._tokenizer = tokenizer
         self.receipt = receipt
         self._prompt_ids = self.request.prompt_ids
-        self._prompt_logprobs: list[TokenLogprobs | None] = [None]  # the first token has none
+        # The first token has none, nor have those before the first that is scored.
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None] * (self.request.num_scored + 1)
         self._arrival_s = time.perf_counter()
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
@@ -87,6 +88,8 @@ class Tracker:
     def _output(self, outputs: Sequence[CompletionOutput], *, is_first: bool) -> RequestOutput:
         """is_first: with the scores of the prompt, where they were asked for."""
         is_scored = is_first and self.request.params.prompt_logprobs is not None
+        is_whole = self.request.finish is FinishReason.LENGTH
+        pooled = self.request.pooled if is_whole else None
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
@@ -95,6 +98,7 @@ class Tracker:
             finished=self.is_finished,
             metrics=self._metrics() if self.is_finished else None,
             prompt_logprobs=tuple(self._prompt_logprobs) if is_scored else None,
+            pooled=None if pooled is None else pooled.vector().tobytes(),
         )
 
     def _metrics(self) -> RequestMetrics:

@@ -17,8 +17,9 @@ from paceline.attention.contract import (
 )
 from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
-from paceline.core.model_config import CacheGroupSpec, ModelConfig
+from paceline.core.model_config import CacheGroupSpec, LayerSpec, ModelConfig
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows
+from paceline.kernels.ragged_attention import ragged_attention
 from paceline.kernels.rope import Rope
 from paceline.kernels.rope_write_kv import HeadNorms, KVSlots, rope_write_kv
 from paceline.kernels.step_view import StepView
@@ -105,6 +106,21 @@ class StepContext:
         assert encoder is not None, f"layer {layer_id} reads no encoder"
         layer, none = encoder.layers[layer_id], q[:0]  # the step has no keys of its own
         out, _ = encoder.backend.forward(q, none, none, layer, encoder.plan, Part.PREFIX)
+        return out
+
+    def attend_whole(self, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of a layer that caches nothing: to the step's own rows, in both directions.
+
+        Nothing is written and nothing read but q, k and v: such a layer is in no cache group, so
+        it has no pool to read by mistake.  Each request's text is whole in the step.
+        q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *head_dim].
+        Returns [padded_tokens, num_heads, v_head_dim].
+        """
+        assert not spec.causal, "a layer that looks back alone has a cache"
+        cu = self.view.cu_seqlens_q
+        out, _ = ragged_attention(
+            q, k, v, cu, cu, causal=False, scale=spec.scale, window=spec.window
+        )
         return out
 
     def _layer(self, layer_id: int) -> LayerCache:

@@ -5,7 +5,7 @@ is refused before they are read.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from paceline.core.errors import ModelError, RequestError, message
 from paceline.core.events import Event, Notify
 from paceline.core.input_rows import InputRows
 from paceline.core.model_config import ModelConfig
+from paceline.core.modes import End
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.grammar import Constraint, Grammar
 from paceline.engine.request import ALIKE, Share
@@ -34,6 +35,7 @@ from paceline.text.tokenizer import Tokenizer
 
 MAX_TOKENS_CUT = "max_tokens_cut"  # reason codes
 NO_FORMS = "tokenizer_without_forms"
+NOTHING = SamplingParams(temperature=0.0, max_tokens=1, seed=0)  # of what samples nothing
 _SHORTEN = "shorten the prompt, or raise --max-model-len if the model allows it"
 
 
@@ -48,6 +50,8 @@ class AdmittedPrompt:
     input_rows: tuple[InputRows, ...] = ()  # in place of embeddings of these
     share: Share = ALIKE  # how it takes turns with others that wait
     blocks: Blocks | None = None  # of these
+    end: End = End.GENERATE
+    score_from: int = 1  # the first of these whose log-probability is wanted, where any is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +77,36 @@ class Admission:
         """
         return [require_admitted(each) for each in self.admit_each(prompts, params, grammar)]
 
+    def admit_end(
+        self, prompts: object, end: End, params: SamplingParams | None = None
+    ) -> list[AdmittedPrompt]:
+        """Every prompt, of which nothing is generated.  params: how its tokens are scored.
+
+        Raises RequestError as `admit`, and for an end that the model does not have.
+        """
+        self.require_end(end)
+        asked = NOTHING if params is None else params
+        return [
+            replace(require_admitted(each), end=end)
+            for each in self._each(prompts, asked, None, end)
+        ]
+
+    def require_end(self, end: End) -> None:
+        """Raise RequestError unless requests may end so, with what would work."""
+        if end in self.config.ends:
+            return
+        done = {End.GENERATE: "generate", End.SCORE: "score", End.POOL: "embed"}
+        remedy = "start the engine with --pooling last, mean or cls, or serve an embedding model"
+        if end is not End.POOL:
+            remedy = "ask for vectors, or serve a model with a language-model head"
+        able = ", ".join(word for each, word in done.items() if each in self.config.ends)
+        raise RequestError.about(
+            "the request",
+            expected=f"one of what this model does: {able}",
+            got=done[end],
+            remedy=remedy,
+        )
+
     def admit_each(
         self, prompts: object, params: object = None, grammar: object = None
     ) -> Iterator[AdmittedPrompt | RequestError]:
@@ -81,18 +115,30 @@ class Admission:
         Raises RequestError for what is no batch, or has not as many parameters or grammars as
         prompts.
         """
+        self.require_end(End.GENERATE)
+        return self._each(prompts, params, grammar, End.GENERATE)
+
+    def _each(
+        self, prompts: object, params: object, grammar: object, end: End
+    ) -> Iterator[AdmittedPrompt | RequestError]:
         batch = as_batch(prompts)
         wanted, grammars = spread(params, len(batch)), spread_grammars(grammar, len(batch))
         for index, prompt in enumerate(batch):
             try:
-                yield self._admit(prompt, as_sampling_params(wanted[index]), grammars[index])
+                asked = as_sampling_params(wanted[index])
+                yield self._admit(prompt, asked, grammars[index], end)
             except RequestError as error:
                 yield indexed(error, index, len(batch))
 
-    def _admit(self, prompt: object, params: SamplingParams, grammar: object) -> AdmittedPrompt:
+    def _admit(
+        self, prompt: object, params: SamplingParams, grammar: object, end: End
+    ) -> AdmittedPrompt:
         prompt, embeds, blocks = split_parts(prompt)
-        text, token_ids = self._read(as_prompt(prompt))
-        self._check_length(len(token_ids), params)
+        most = self.context_len - (end is End.GENERATE)
+        text, token_ids = self._read(as_prompt(prompt), most)
+        self._check_length(len(token_ids), most)
+        if end is End.GENERATE:
+            self._note_cut(len(token_ids), params)
         self._check_params(params, prompt_len=len(token_ids))
         self._check_blocks(blocks, prompt_len=len(token_ids))
         input_rows = read_embeds(
@@ -165,9 +211,9 @@ class Admission:
         return self.tokenizer
 
     def _read(
-        self, prompt: str | Sequence[object] | Conversation
+        self, prompt: str | Sequence[object] | Conversation, most: int
     ) -> tuple[str | None, tuple[int, ...]]:
-        """(its text, its token ids).  Raises RequestError, ModelError."""
+        """(its text, its token ids, at most so many).  Raises RequestError, ModelError."""
         text: str | None = None
         ids: Sequence[object]
         if isinstance(prompt, Conversation):
@@ -177,11 +223,11 @@ class Admission:
                 add_generation_prompt=prompt.add_generation_prompt,
                 **prompt.variables,
             )
-            self._check_fits(text)
+            self._check_fits(text, most)
             # The template alone decides on special tokens.
             ids = tokenizer.encode(text, add_special_tokens=False)
         elif isinstance(prompt, str):
-            self._check_fits(prompt)
+            self._check_fits(prompt, most)
             text, ids = prompt, self.require_tokenizer().encode(prompt)
         else:
             ids = prompt
@@ -206,22 +252,26 @@ class Admission:
             f"prompt token id {place}", expected=expected, got=got, remedy=remedy
         )
 
-    def _check_fits(self, text: str) -> None:
+    def _check_fits(self, text: str, most: int) -> None:
         """Before a text is tokenized, which may take seconds."""
-        fewest = self.require_tokenizer().fewest_tokens(text, self.context_len)
-        if fewest >= self.context_len:
-            raise self._length_error(f"a text of at least {fewest} tokens", _SHORTEN)
+        fewest = self.require_tokenizer().fewest_tokens(text, most + 1)
+        if fewest > most:
+            raise self._length_error(f"a text of at least {fewest} tokens", _SHORTEN, most)
 
-    def _length_error(self, got: str, remedy: str) -> RequestError:
+    def _length_error(self, got: str, remedy: str, most: int) -> RequestError:
         context_len = self.context_len
-        expected = f"1 to {context_len - 1} tokens (context {context_len}, 1 generated)"
+        behind = ", 1 generated" if most < context_len else ""
+        expected = f"1 to {most} tokens (context {context_len}{behind})"
         return RequestError.about("prompt", expected=expected, got=got, remedy=remedy)
 
-    def _check_length(self, num_prompt: int, params: SamplingParams) -> None:
-        context_len = self.context_len
-        if not 0 < num_prompt < context_len:
+    def _check_length(self, num_prompt: int, most: int) -> None:
+        if not 0 < num_prompt <= most:
             empty = "pass at least one token, for example the begin-of-text token"
-            raise self._length_error(f"{num_prompt} tokens", _SHORTEN if num_prompt else empty)
+            remedy = _SHORTEN if num_prompt else empty
+            raise self._length_error(f"{num_prompt} tokens", remedy, most)
+
+    def _note_cut(self, num_prompt: int, params: SamplingParams) -> None:
+        context_len = self.context_len
         if params.max_tokens is not None and num_prompt + params.max_tokens > context_len:
             detail = (
                 f"max_tokens {params.max_tokens} reaches beyond the context of {context_len} "

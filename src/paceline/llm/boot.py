@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -68,6 +68,23 @@ class Booted:
     def measured(self) -> Mapping[str, int]:
         """Bytes held now, by the names of budget_table.budget_lines."""
         return measured_bytes(self.runner)
+
+    def report(self) -> dict[str, Any]:
+        """As of `LLM.report`."""
+        prepared = self.prepared
+        return {
+            "versions": versions(),
+            "device": prepared.device.name,
+            "vocab_size": prepared.config.vocab_size,
+            "boot_s": self.boot_s,
+            "options": prepared.resolution.to_json(),
+            **prepared.to_json(),
+            "memory": {"planned": prepared.fit.to_json(), "measured": dict(self.measured)},
+            "events": [
+                {"reason": event.reason, "detail": event.detail, "count": count}
+                for event, count in prepared.events.counts().items()
+            ],
+        }
 
     def close(self) -> None:
         """Run what is in flight to its end, without what would follow; end other processes."""
@@ -323,7 +340,7 @@ def _scheduler(
         prepared.groups,
         planned_pages(prepared, knobs),
         max_extend_len=max(known(options.chunked_prefill_size), draft.reach),
-        enable_prefix_cache=options.enable_prefix_cache,
+        enable_prefix_cache=options.enable_prefix_cache and bool(prepared.groups),
     )
     limits = SchedulerConfig(
         max_running=known(options.max_num_seqs),
@@ -334,6 +351,8 @@ def _scheduler(
         draft=draft,
         max_drafting=options.speculative_max_batch,
         host_needs=frozenset({HostNeed.EXACT_LENGTHS}) if plans_on_host else frozenset(),
+        whole_prompts=prepared.config.reads_whole,
+        pooling=prepared.config.pooling,
     )
     if knobs.reserve_ahead is not None:
         limits = replace(limits, reserve_ahead=knobs.reserve_ahead)

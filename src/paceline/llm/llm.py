@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from paceline.core.errors import ConfigError, PacelineError, RequestError
+from paceline.core.modes import End
 from paceline.core.options import known
 from paceline.core.progress import Progress
 from paceline.core.sampling_params import SamplingParams
@@ -21,12 +22,20 @@ from paceline.engine.stream import OutputStream
 from paceline.engine.tracker import Tracker
 from paceline.llm.admission import Admission, AdmittedPrompt, indexed, require_admitted
 from paceline.llm.boot import Booted, Knobs, boot
+from paceline.llm.ends.scores import (
+    Score,
+    Text,
+    completion_scores,
+    label_prompts,
+    label_scores,
+    scored_prompts,
+)
+from paceline.llm.ends.vectors import Embedding, VectorParams, embeddings
 from paceline.llm.inputs import Grammars, Ids, Params, Prompt, as_conversations
-from paceline.llm.label_scores import Text, label_prompts, label_scores
 from paceline.llm.prepare import Prepared, prepare
-from paceline.llm.teacher import Teacher
+from paceline.llm.teacher import Teacher, idle_teacher
 from paceline.plan.budget_table import compare
-from paceline.plan.machine import release_memory, versions
+from paceline.plan.machine import release_memory
 from paceline.text.tokenizer import Tokenizer
 
 Prompts = Prompt | Iterable[Prompt]
@@ -183,6 +192,43 @@ class LLM:
 
     def score(
         self,
+        prompts: Iterable[Text],
+        completions: Iterable[Text],
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[Score]:
+        """Log-probabilities of completions, each behind the prompt of the same index.
+
+        A pair is two texts, which are joined and then encoded, or two lists of token ids.  Nothing
+        is sampled.  Raises RequestError.
+        """
+        admitted = scored_prompts(self.admission, prompts, completions)
+        return completion_scores(self._finish(self.enqueue(admitted), shown=use_tqdm))
+
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[Embedding]:
+        """The vectors of prompts, in any form that `generate` takes but with embeddings.
+
+        dimensions: so many of its first numbers; None: all.  normalize: to length 1, behind the
+        cut; None: as the model's files say, and yes where they do not.
+        Raises RequestError, of a model that makes no vectors, too, saying what would.
+        """
+        config = self.prepared.config
+        params = VectorParams(
+            dimensions=dimensions, normalize=config.normalizes if normalize is None else normalize
+        )
+        admitted = self.admission.admit_end(prompts, End.POOL)
+        params.check(config.hidden_size)
+        return embeddings(self._finish(self.enqueue(admitted), shown=use_tqdm), params)
+
+    def score_labels(
+        self,
         query: Text,
         items: Iterable[Text],
         label_token_ids: Ids,
@@ -195,13 +241,12 @@ class LLM:
         query, items: all texts, which are joined and then encoded, or all token ids.
         item_first: the query follows the item.
         Returns [num_items][num_labels] probabilities; with apply_softmax those of an item add up
-        to 1.  Every label costs a pass over its item's prompt.  Raises RequestError.
+        to 1.  Raises RequestError.
         """
         prompts = label_prompts(
             self.admission, query, items, label_token_ids, item_first=item_first
         )
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        outputs = self.generate(prompts, params, use_tqdm=False)
+        outputs = self._finish(self.enqueue(prompts), shown=False)
         return label_scores(outputs, len(label_token_ids), apply_softmax=apply_softmax)
 
     def abort(self, request_id: str) -> bool:
@@ -225,20 +270,7 @@ class LLM:
 
     def report(self) -> dict[str, Any]:
         """For people: versions, device, options, drafter, memory budget, events."""
-        booted, prepared = self._live, self.prepared
-        return {
-            "versions": versions(),
-            "device": prepared.device.name,
-            "vocab_size": prepared.config.vocab_size,
-            "boot_s": booted.boot_s,
-            "options": prepared.resolution.to_json(),
-            **prepared.to_json(),
-            "memory": {"planned": prepared.fit.to_json(), "measured": dict(booted.measured)},
-            "events": [
-                {"reason": event.reason, "detail": event.detail, "count": count}
-                for event, count in prepared.events.counts().items()
-            ],
-        }
+        return self._live.report()
 
     def memory_table(self) -> str:
         """Planned and measured bytes side by side."""
@@ -266,19 +298,8 @@ class LLM:
                 got=self.prepared.parallel.size,
                 remedy="leave --tensor-parallel-size out",
             )
-        scheduler = booted.engine.scheduler
-        is_busy = scheduler.num_running or scheduler.num_waiting
-        while booted.engine.has_work and not is_busy:  # what is in flight has ended already
-            booted.engine.step()
-        if is_busy:
-            raise PacelineError.about(
-                "engine",
-                expected="idle",
-                got="busy with requests",
-                remedy="finish or abort them first",
-            )
         most = known(self.prepared.options.max_num_batched_tokens)
-        return Teacher(booted.runner.parts, scheduler.cache, max_step_tokens=most)
+        return idle_teacher(booted.engine, booted.runner.parts, max_step_tokens=most)
 
     def close(self) -> None:
         """Abort what runs and give the memory back; closing twice is harmless."""
@@ -365,6 +386,8 @@ class LLM:
             input_rows=admitted.input_rows,
             share=admitted.share,
             blocks=admitted.blocks,
+            end=admitted.end,
+            score_from=admitted.score_from,
         )
 
     def _next_id(self) -> str:

@@ -21,10 +21,11 @@ from torch import Tensor
 from paceline.cache.groups import PageRun
 from paceline.cache.manager import CacheManager
 from paceline.core.draft_shape import DraftShape
-from paceline.core.errors import CapacityError
+from paceline.core.errors import CapacityError, PacelineError
 from paceline.core.modes import MaskKind
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout
+from paceline.engine.engine import Engine
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.derive import derive
 from paceline.runner.program import Parts, target_forward
@@ -73,6 +74,22 @@ class _Pass(NamedTuple):
     is_ragged: bool
     parents: tuple[int, ...] | None  # [extend_len] of a tree
     kept: tuple[int, ...]  # rows in the order of the tokens
+
+
+def idle_teacher(engine: Engine, parts: Parts, *, max_step_tokens: int) -> "Teacher":
+    """Of an engine with nothing to do.  Raises PacelineError when it is busy."""
+    scheduler = engine.scheduler
+    is_busy = scheduler.num_running or scheduler.num_waiting
+    while engine.has_work and not is_busy:  # what is in flight has ended already
+        engine.step()
+    if is_busy:
+        raise PacelineError.about(
+            "engine",
+            expected="idle",
+            got="busy with requests",
+            remedy="finish or abort them first",
+        )
+    return Teacher(parts, scheduler.cache, max_step_tokens=max_step_tokens)
 
 
 class Teacher:

@@ -51,6 +51,7 @@ class Architecture:
     # field set to null is not silent
     build: Build = prenorm  # (config, *, parallel, device, dtype, max_positions, formats,
     # exchange); imports torch
+    model_type: str | None = None  # where that is no name of a file
     text_of: str | None = None  # the multimodal model_type whose text_config is one of it
     renamed: tuple[tuple[str, str], ...] = ()  # parts of tensor names, as stored -> as we name them
     ignored: tuple[str, ...] = COMPUTED  # patterns of the tensors that are not used; others are

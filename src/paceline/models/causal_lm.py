@@ -1,11 +1,12 @@
 """A decoder with its language-model head: what the runner calls and the loader fills."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from paceline.core.model_config import ModelConfig
+from paceline.core.modes import End
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import LMHead, OverlaidRows
@@ -15,24 +16,34 @@ from paceline.layers.self_attention import SelfAttention
 from paceline.layers.weight_format import Named
 from paceline.models.decoder import Decoder, Hidden
 
+if TYPE_CHECKING:
+    from paceline.models.encoder import Encoder
+
 
 class CausalLM(nn.Module):
     """Every architecture's result.  Inference only; forward is device-only and recordable."""
 
     def __init__(
-        self, config: ModelConfig, decoder: Decoder, *, parallel: Parallel, placement: Placement
+        self,
+        config: ModelConfig,
+        decoder: "Decoder | Encoder",
+        *,
+        parallel: Parallel,
+        placement: Placement,
     ) -> None:
         super().__init__()
         self.decoder = decoder
-        self.head = LMHead(
-            config.vocab_size,
-            config.hidden_size,
-            tied=decoder.embedding if config.tie_word_embeddings else None,
-            soft_cap=config.logit_soft_cap,
-            divisor=1.0 if config.multipliers is None else config.multipliers.logit_divisor,
-            parallel=parallel,
-            placement=placement,
-        )
+        self.head: LMHead | None = None  # of one that only makes vectors
+        if End.GENERATE in config.ends:
+            self.head = LMHead(
+                config.vocab_size,
+                config.hidden_size,
+                tied=decoder.embedding if config.tie_word_embeddings else None,
+                soft_cap=config.logit_soft_cap,
+                divisor=1.0 if config.multipliers is None else config.multipliers.logit_divisor,
+                parallel=parallel,
+                placement=placement,
+            )
 
     def forward(
         self,
@@ -51,6 +62,7 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] in hidden's dtype, float32 where capped."""
+        assert self.head is not None, "who has no head ends in no token"
         logits: Tensor = self.head(hidden)
         return logits
 
@@ -69,4 +81,6 @@ class CausalLM(nn.Module):
     def destinations(self) -> Named:
         """What a checkpoint fills."""
         named = self.decoder.destinations("model")
-        return named if self.head.held is None else named | self.head.held.fill("lm_head")
+        if self.head is None or self.head.held is None:
+            return named
+        return named | self.head.held.fill("lm_head")

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from paceline.core.errors import WeightsError
 from paceline.core.model_config import ModelConfig
+from paceline.core.modes import End
 from paceline.core.options import LOAD_FORMATS
 from paceline.core.parallel import ALONE, Parallel
 from paceline.core.progress import Progress
 from paceline.kernels.all_reduce import Exchange
+from paceline.layers.layer_norm import LayerNorm
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weight_format import Named, held_by
 from paceline.models.architecture import Architecture
@@ -95,7 +97,9 @@ def load_model(
         names = canonical_names(checkpoint.names, file, model=source.name)
         if file.predicts_more:
             names = without_layers_behind(names, config.num_layers)
-        if config.tie_word_embeddings:
+        if End.GENERATE not in config.ends:
+            names.pop(_HEAD, None)  # it makes vectors alone
+        elif config.tie_word_embeddings:
             names = _tie(checkpoint, names)
         destinations = model.destinations()
         if isinstance(stored, Dequantised):
@@ -254,7 +258,7 @@ def _noise(
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """What each parameter but norms', and those of `skipped` ids, gets, in order; in its place
     where it lies row by row, so that its layout says nothing of the numbers."""
-    norms = {id(module.weight) for module in model.modules() if isinstance(module, RMSNorm)}
+    norms = {id(p) for module in _norms(model) for p in module.parameters()}
     generator = torch.Generator(device).manual_seed(seed)
     for parameter in model.parameters():
         if id(parameter) in norms or id(parameter) in skipped:
@@ -265,8 +269,12 @@ def _noise(
         yield parameter, noise.normal_(0.0, DUMMY_STD, generator=generator)
 
 
+def _norms(model: nn.Module) -> list[RMSNorm | LayerNorm]:
+    return [module for module in model.modules() if isinstance(module, RMSNorm | LayerNorm)]
+
+
 def _finish_dummy(model: nn.Module) -> None:
-    for norm in [module for module in model.modules() if isinstance(module, RMSNorm)]:
+    for norm in _norms(model):
         norm.neutral_()
     for held in held_by(model).values():
         held.format.finish(held.weight)

@@ -15,6 +15,7 @@ from paceline.models.weight_files import gguf_refusal
 _HERE = Path(__file__).parent
 BUNDLED_FOLDER = _HERE / "bundled"
 SHAPES_FOLDER = _HERE / "shapes"
+_MODULES, _POOLING = "modules.json", "1_Pooling"
 _SMALL_FILES = [
     "config.json",
     "generation_config.json",
@@ -23,6 +24,8 @@ _SMALL_FILES = [
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    _MODULES,
+    f"{_POOLING}/config.json",
     *SIDE_FILES,
 ]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
@@ -50,6 +53,8 @@ class ModelSource:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     tokenizer: Path | None  # tokenizer.json
+    modules: list[Any] | None = None  # modules.json of sentence-transformers; None: there is none
+    pooling_config: dict[str, Any] | None = None  # of its Pooling module
 
 
 def shape_names() -> tuple[str, ...]:
@@ -161,6 +166,7 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
         )
     generation = folder / "generation_config.json"
     tokenizer = folder / "tokenizer.json"
+    pooling = folder / _POOLING / "config.json"
     return ModelSource(
         name=name,
         kind=kind,
@@ -168,6 +174,8 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
         config=_with_side_file(folder, _read_json(config_path)),
         generation_config=_read_json(generation) if generation.is_file() else {},
         tokenizer=tokenizer if tokenizer.is_file() else None,
+        modules=_read_list(folder / _MODULES),
+        pooling_config=_read_json(pooling) if pooling.is_file() else None,
     )
 
 
@@ -183,17 +191,25 @@ def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = _read(path, dict, "a JSON object")
+    return data
+
+
+def _read_list(path: Path) -> list[Any] | None:
+    """None: there is no such file."""
+    return _read(path, list, "a JSON list") if path.is_file() else None
+
+
+def _read(path: Path, kind: type, expected: str) -> Any:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError.about(
             str(path), expected="readable JSON", got=str(error), remedy="restore the file"
         ) from error
-    if not isinstance(data, dict):
+    if not isinstance(data, kind):
         got = type(data).__name__
-        raise ModelError.about(
-            str(path), expected="a JSON object", got=got, remedy="restore the file"
-        )
+        raise ModelError.about(str(path), expected=expected, got=got, remedy="restore the file")
     return data
 
 
@@ -207,7 +223,7 @@ def _download(model: str, revision: str | None, wanted: list[str]) -> Path:
             got="a hub id",
             remedy="pip install huggingface_hub, or pass the path of a downloaded folder",
         ) from error
-    ignored = ["*/*", "consolidated*"]
+    ignored = ["*/*.safetensors", "consolidated*"]  # a pattern's * goes into folders, too
     try:
         folder = snapshot_download(
             model, revision=revision, allow_patterns=wanted, ignore_patterns=ignored

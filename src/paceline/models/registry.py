@@ -2,6 +2,7 @@
 
 from paceline.core.errors import ModelError
 from paceline.models import (
+    bert,
     deepseek_v2,
     deepseek_v3,
     exaone4,
@@ -18,6 +19,7 @@ from paceline.models import (
     minicpm3,
     mistral,
     mixtral,
+    modernbert,
     olmo2,
     phi3,
     qwen2,
@@ -25,18 +27,22 @@ from paceline.models import (
     qwen3,
     qwen3_moe,
     qwen3_next,
+    roberta,
     seed_oss,
     smollm3,
+    xlm_roberta,
 )
 from paceline.models.architecture import Architecture
 
 _FILES = (
-    *(deepseek_v2, deepseek_v3, exaone4, falcon_h1, gemma, gemma2, gemma3_text, glm4_moe_lite),
-    *(gpt_oss, granite, granitemoehybrid, llama, mamba2, minicpm3, mistral, mixtral, olmo2),
-    *(phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, seed_oss, smollm3),
+    *(bert, deepseek_v2, deepseek_v3, exaone4, falcon_h1, gemma, gemma2, gemma3_text),
+    *(glm4_moe_lite, gpt_oss, granite, granitemoehybrid, llama, mamba2, minicpm3, mistral),
+    *(mixtral, modernbert, olmo2, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next),
+    *(roberta, seed_oss, smollm3, xlm_roberta),
 )
 ARCHITECTURES: dict[str, Architecture] = {
-    file.__name__.rpartition(".")[2]: file.ARCHITECTURE for file in _FILES
+    file.ARCHITECTURE.model_type or file.__name__.rpartition(".")[2]: file.ARCHITECTURE
+    for file in _FILES
 }
 
 

@@ -107,6 +107,7 @@ def decide(
         logits_processors=tuple(processors),
         overlay_slots=options.max_prompt_embeds,
         has_blocks=options.prompt_blocks,
+        pooling=config.pooling,
         draft=shape_of(speculation),
         force_accept_len=None if speculation is None else speculation.forced,
         rejects=speculation is not None and speculation.acceptance == REJECTION,

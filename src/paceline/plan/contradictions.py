@@ -48,6 +48,13 @@ def refuse_ranks(options: EngineOptions, config: ModelConfig, num_gpus: int | No
     size = options.tensor_parallel_size
     if size == 1:
         return
+    if config.reads_whole:
+        raise ConfigError.about(
+            "tensor_parallel_size",
+            expected="1 for an encoder",
+            got=size,
+            remedy="leave --tensor-parallel-size out: each process holds all of it",
+        )
     of_rank(config, Parallel(0, size))
     if num_gpus is not None and size > num_gpus:
         raise ConfigError.about(
@@ -82,6 +89,31 @@ def refuse_step(options: EngineOptions, drafts: DraftShape) -> None:
             got=chunk,
             remedy="lower --chunked-prefill-size or raise --max-num-batched-tokens",
         )
+
+
+def refuse_parts_of_texts(options: EngineOptions, config: ModelConfig) -> None:
+    """Raise ConfigError where a model that reads texts whole would be given less; `options` has the
+    step's numbers."""
+    if not config.reads_whole:
+        return
+    if options.kv_cache_bytes is not None:
+        raise ConfigError.about(
+            "kv_cache_bytes",
+            expected="left out for a model that caches nothing",
+            got=options.kv_cache_bytes,
+            remedy="remove --kv-cache-memory-bytes",
+        )
+    length = options.max_model_len or config.max_position
+    for name in ("max_num_batched_tokens", "chunked_prefill_size"):
+        if known(getattr(options, name)) < length:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError.about(
+                name,
+                expected=f"at least {length}, the longest text: its tokens see one another in both "
+                "directions, so a step computes all of it",
+                got=getattr(options, name),
+                remedy=f"leave {flag} out, or lower --max-model-len",
+            )
 
 
 def refuse_graphs(options: EngineOptions, config: ModelConfig) -> None:

@@ -143,7 +143,8 @@ def plan_memory(config: ModelConfig, options: EngineOptions, demands: Demands) -
         groups = split_kv(
             specs, kv, balance.kv_element, step_tokens=step_tokens, max_len=longest_kv
         )
-    taken = sum(group.bytes for group in groups) if groups else max(kv, 0)
+    is_split = groups or not specs  # a model that caches nothing takes nothing
+    taken = sum(group.bytes for group in groups) if is_split else max(kv, 0)
     return Fit(
         device=device.name,
         total_bytes=device.total_bytes,

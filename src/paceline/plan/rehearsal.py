@@ -16,7 +16,7 @@ from torch import nn
 from paceline.attention.contract import AttentionBackend
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig
-from paceline.core.modes import MaskKind
+from paceline.core.modes import End, MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.all_reduce import Exchange, exchange_memory, peer_table
@@ -241,7 +241,8 @@ def allocated(
     """
     seen = Allocations(facts, unit=_UNITS[facts.device_type], pool=pool)
     parts.buffers.pad(shape.size)
-    spans = (PromptSpan(0, 0, shape.scored, MAX_LOGPROBS),) if shape.scored else ()
+    scored = shape.scored if parts.generates else 0
+    spans = (PromptSpan(0, 0, scored, MAX_LOGPROBS),) if scored else ()
     with torch.no_grad() if captured else torch.inference_mode(), seen:
         StepProgram(
             parts,
@@ -251,8 +252,15 @@ def allocated(
             is_round=shape.is_round,
             prompt_spans=spans,
             masked=shape.masked,
+            ends=_ends(parts, shape),
         ).run()
     return seen
+
+
+def _ends(parts: Parts, shape: RehearsedStep) -> frozenset[End]:
+    """All that an eager step may have; of a graph the usual."""
+    pools = shape.logprobs and parts.pooling is not None
+    return parts.usual_ends | ({End.POOL} if pools else set())
 
 
 def steps_held(parts: Parts, shapes: Sequence[RehearsedStep], facts: DeviceFacts) -> int:

@@ -16,6 +16,7 @@ from paceline.plan.contradictions import (
     refuse_graphs,
     refuse_interval,
     refuse_pages,
+    refuse_parts_of_texts,
     refuse_step,
 )
 from paceline.plan.demand import Demands
@@ -89,12 +90,14 @@ def _decide(asked: Mapping[str, object], demands: Demands) -> tuple[ModelConfig,
     start = Resolution(options=given, origins=origins)
     resolution = _choose_drafter(start, speculation)
     resolution = _choose_pages(resolution, config, speculation)
-    resolution = _choose_shape(_choose_device(resolution, config, device), device, speculation)
+    resolution = _choose_device(resolution, config, device)
+    resolution = _choose_shape(resolution, config, device, speculation)
     refuse_step(resolution.options, shape_of(speculation))
+    refuse_parts_of_texts(resolution.options, config)
     refuse_cache(resolution.options)
     resolution = _choose_graphs(resolution, config, demands)
     refuse_graphs(resolution.options, config)
-    if device.device_type == "cpu":
+    if device.device_type == "cpu" and not config.reads_whole:  # which caches nothing
         resolution = _choose_cpu_cache(resolution, config, demands)
     return config, why, resolution
 
@@ -165,11 +168,14 @@ def _choose_pages(
 
 
 def _choose_shape(
-    resolution: Resolution, device: DeviceFacts, speculation: Speculation | None
+    resolution: Resolution,
+    config: ModelConfig,
+    device: DeviceFacts,
+    speculation: Speculation | None,
 ) -> Resolution:
     if device.device_type == "cuda":
         resolution = resolution.choose("gpu_memory_utilization", 0.9, "leaves a tenth to others")
-    resolution = _choose_step(resolution, device, speculation)
+    resolution = _choose_step(resolution, config, device, speculation)
     tokens = resolution.options.max_num_batched_tokens
     return resolution.choose("chunked_prefill_size", tokens, "the whole step")
 
@@ -217,7 +223,10 @@ def _choose_graph_tokens(
 
 
 def _choose_step(
-    resolution: Resolution, device: DeviceFacts, speculation: Speculation | None
+    resolution: Resolution,
+    config: ModelConfig,
+    device: DeviceFacts,
+    speculation: Speculation | None,
 ) -> Resolution:
     """Requests and tokens of a step: the usual, or what the other number asks for.
 
@@ -242,6 +251,9 @@ def _choose_step(
         why_tokens = f"{each} of each of --max-num-seqs"
     if options.chunked_prefill_size is not None and options.chunked_prefill_size > tokens:
         tokens, why_tokens = options.chunked_prefill_size, "one chunk of --chunked-prefill-size"
+    length = options.max_model_len or config.max_position
+    if config.reads_whole and length > tokens:
+        tokens, why_tokens = length, "a step holds every text whole"
     return resolution.choose("max_num_batched_tokens", tokens, why_tokens)
 
 

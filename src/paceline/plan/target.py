@@ -5,10 +5,13 @@
 
 from dataclasses import dataclass
 
+from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts, gpu_by_name
 from paceline.core.model_config import ModelConfig
-from paceline.core.options import EngineOptions
+from paceline.core.modes import End, Pooling
+from paceline.core.options import OFF, EngineOptions
 from paceline.models.config import parse_config
+from paceline.models.ends import with_ends
 from paceline.models.locate import ModelSource, locate
 from paceline.models.packed_layers import Packings
 from paceline.models.quantized.config import read_quantization
@@ -33,9 +36,11 @@ def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None
     count as plain numbers.  Raises ModelError, ConfigError, WeightsError.
     """
     source = locate(options.model, options.revision, weights=False)
-    config = parse_config(source.config, source.generation_config)
+    asked = None if options.pooling is None else Pooling(options.pooling)
+    config = with_ends(parse_config(source.config, source.generation_config), source, asked)
     device = local_device(options.device) if gpu is None else gpu_by_name(gpu)
     quantization = read_quantization(source.config)
+    _require_generating(options, config)
     where = {"device_type": device.device_type}
     packings = kept_weights(options, source, config, quantization, **where)
     if weights:  # which a model that is refused does not download
@@ -47,4 +52,15 @@ def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None
         device=device,
         quantization=quantization,
         packings=packings,
+    )
+
+
+def _require_generating(options: EngineOptions, config: ModelConfig) -> None:
+    if End.GENERATE in config.ends or options.speculative_algorithm in (None, OFF):
+        return
+    raise ConfigError.about(
+        "speculative_algorithm",
+        expected=f"left out for '{options.model}', which generates nothing",
+        got=options.speculative_algorithm,
+        remedy="leave it out, or serve a model with a language-model head",
     )

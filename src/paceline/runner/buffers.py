@@ -36,6 +36,7 @@ class Extent(Enum):
     AHEAD = "a token of a step that sees ahead"
     EMITTED = "a token that may be emitted"
     RESULT = "a number of a request's results"
+    POOLED = "a request of a step that pools"
     SAMPLED = "a row that is sampled, of a step with masks"
     MASK = "a mask"
 
@@ -45,6 +46,7 @@ EXTENTS = {
     "facts": Extent.REQUEST,
     "parents": Extent.TREE_TOKEN,
     "results": Extent.RESULT,
+    "pooled": Extent.POOLED,
     "arange": Extent.CONSTANT,
     "row_ids": Extent.REQUEST,
     "prefix_lens": Extent.REQUEST,
@@ -128,6 +130,7 @@ class StepUse:
     num_masks: int = 0
     has_overlay: bool = False
     sees_ahead: bool = False
+    pools: bool = False
 
     def entries(self, extent: Extent) -> int:
         """The first so many."""
@@ -144,6 +147,7 @@ class StepUse:
             Extent.AHEAD: size.tokens if self.sees_ahead else 0,
             Extent.EMITTED: size.reqs * self.max_emitted,
             Extent.RESULT: size.reqs * (2 + self.max_emitted),
+            Extent.POOLED: size.reqs if self.pools else 0,
             Extent.SAMPLED: self.num_sampled,
             Extent.MASK: self.num_masks,
         }[extent]
@@ -172,6 +176,7 @@ class StepBuffers:
         rows as positions and chain_positions; zero-sized where one axis is enough: it is those
     results: [max_reqs * (2 + max_path)]  int32  written by commit, a packed row per request: tokens
         emitted, FinishCode, and their ids, as many as a row of the step emits at most
+    pooled: [max_reqs, pooled_width]  float32  written by a step that pools, a row per request
     chosen_logprobs, top_ids, top_logprobs: a row for each token that may be emitted; those of
         tokens that were not hold anything
     mask_ids:  [max_reqs * rows of a request that are sampled at most]  int32  staged by fill_masks:
@@ -194,12 +199,14 @@ class StepBuffers:
         state_groups: frozenset[int] = frozenset(),
         encoder_groups: tuple[int, ...] = (),
         vocab_size: int = 0,
+        pooled_width: int = 0,
         rope_axes: int = 1,
         kv_len_bound: int,
         device: torch.device,
     ) -> None:
         """state_groups, encoder_groups: those of the groups whose tokens have no slots.
-        vocab_size: of masks; 0: no step has any."""
+        vocab_size: of masks; 0: no step has any.  pooled_width: numbers of a vector; 0: no step
+        pools."""
         own_reqs, own_tree_rows = (0, 0) if of_passes else (max_reqs, max_tree_rows)
         self.kv_len_bound = kv_len_bound
         self._filled: tuple[StepLayout, PaddedSize] | None = None
@@ -213,6 +220,7 @@ class StepBuffers:
         self.facts = ints(own_reqs, 3)
         self.parents = ints(max_reqs * own_tree_rows)
         self.results = ints(own_reqs * (2 + max_path))
+        self.pooled = torch.zeros(own_reqs if pooled_width else 0, pooled_width, device=device)
         self.arange = ints(max_tokens)
         torch.arange(max_tokens, out=self.arange)
         self.row_ids = longs(own_reqs)

@@ -19,7 +19,7 @@ from paceline.cache.pool import KVFormat, KVPool, StatePool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Notify
 from paceline.core.model_config import NUM_SLOT_COLUMNS, CacheGroupSpec, CacheKind, ModelConfig
-from paceline.core.modes import MaskKind
+from paceline.core.modes import End, MaskKind, Pooling
 from paceline.kernels.stand_in import device_type
 from paceline.layers.attention import attention_limits, layer_caches
 from paceline.layers.sampling import LogitsProcessor
@@ -81,6 +81,7 @@ class RunnerConfig:
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
     logits_processors: tuple[LogitsProcessor, ...] = ()  # behind the built-in ones
+    pooling: Pooling | None = None  # of requests that end in a vector; None: none may
 
     @property
     def max_tokens(self) -> int:
@@ -170,6 +171,7 @@ def build_parts(
         max_tree_rows=limits.tree_rows,
         max_path=limits.draft.max_path,
         vocab_size=config.vocab_size,
+        pooled_width=0 if limits.pooling is None else config.hidden_size,
         rope_axes=config.rope_axes,
         has_overlay=limits.overlay_slots > 0,
         has_blocks=limits.has_blocks,
@@ -195,6 +197,8 @@ def build_parts(
         proposer=proposer,
         force_accept_len=limits.force_accept_len,
         rejects=limits.rejects,
+        generates=End.GENERATE in config.ends,
+        pooling=limits.pooling,
         shares_prefixes=bounds.share_prefixes,
     )
 
@@ -252,6 +256,7 @@ def wire_runner(
             limits.max_tokens,
             draft=limits.draft,
             keeps_states=bool(parts.mixers),
+            pooled_width=parts.buffers.pooled.shape[1],
             pinned=pinned,
         ),
         graphs=_graph_store(limits, device, notify),

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from paceline.core.input_rows import EncoderInput
+from paceline.core.modes import End
 from paceline.core.progress import Progress
 from paceline.core.step import JoinDelta, RunKind, Step, StepRun, padded_step
 from paceline.kernels.compile_ahead import compile_ahead
@@ -156,6 +157,7 @@ class ModelRunner:
                 max_emitted=most,
                 logprobs=step.logprobs,
                 tree_rows=tree_rows,
+                pools=End.POOL in step.ends,
             )
         )
         run = StepRun(kind, size.reqs, size.tokens)
@@ -212,6 +214,7 @@ class ModelRunner:
             prompt_spans=step.prompt_spans,
             observed=step.observed,
             masked=step.masks is not None,
+            ends=step.ends,
         )
 
     def _find_or_capture(self, key: GraphKey) -> Graph | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
+from paceline.core.modes import End
 from paceline.core.sampling_params import MAX_LOGPROBS
 from paceline.core.step import FinishCode, RowDrafts, RowLogprobs, Step, StepOutputs, StepRun
 from paceline.layers.sampling import SampledLogprobs
@@ -26,6 +27,7 @@ class OutputsSlot:
     chosen_logprobs: Tensor  # [max_reqs * max_path]  float32
     top_ids: Tensor  # [max_reqs * max_path, MAX_LOGPROBS]  int64
     top_logprobs: Tensor  # [max_reqs * max_path, MAX_LOGPROBS]  float32
+    pooled: Tensor  # [max_reqs, pooled_width]  float32; zero-sized where no step pools
     prompt: SampledLogprobs  # [max_tokens] and [max_tokens, MAX_LOGPROBS], filled densely in order
     draft_ids: Tensor  # [max_reqs * tree rows]  int64  of a round, roots included
     draft_parents: Tensor  # [max_reqs * tree rows]  int32  zero-sized where drafts are chains
@@ -38,12 +40,15 @@ class OutputsSlot:
         max_emitted: int,
         logprobs: bool,
         tree_rows: int = 0,
+        pools: bool = False,
     ) -> None:
         """Copy a step's results here; call on the step's stream, after its commit.
 
         max_emitted: tokens that a row of the step emits at most.  tree_rows: of a round whose
         drafts are told, rows of each request.
         """
+        if pools:
+            self.pooled[:num_reqs].copy_(buffers.pooled[:num_reqs], non_blocking=True)
         if self.state_lens.numel():
             self.state_lens[:num_reqs].copy_(buffers.state_lens[:num_reqs], non_blocking=True)
         num_rows, size = num_reqs * max_emitted, num_reqs * (2 + max_emitted)
@@ -83,6 +88,7 @@ class OutputsRing:
         *,
         draft: DraftShape = NO_DRAFTS,
         keeps_states: bool = False,
+        pooled_width: int = 0,
         pinned: bool,
         depth: int = RING_DEPTH,
     ) -> None:
@@ -101,6 +107,7 @@ class OutputsRing:
                 chosen_logprobs=host(emitted, dtype=torch.float32),
                 top_ids=host(emitted, MAX_LOGPROBS, dtype=torch.int64),
                 top_logprobs=host(emitted, MAX_LOGPROBS, dtype=torch.float32),
+                pooled=host(max_reqs if pooled_width else 0, pooled_width, dtype=torch.float32),
                 prompt=SampledLogprobs(
                     chosen=host(max_tokens, dtype=torch.float32),
                     top_ids=host(max_tokens, MAX_LOGPROBS, dtype=torch.int64),
@@ -148,6 +155,7 @@ class LaunchedStep:
             drafts=self._drafts() if self.step.tells_drafts else None,
             state_lens=self._state_lens(),
             prompt_logprobs=self._prompt_logprobs() if self.step.prompt_spans else {},
+            pooled=self._pooled() if End.POOL in self.step.ends else None,
         )
 
     def _drafts(self) -> tuple[RowDrafts, ...]:
@@ -158,6 +166,11 @@ class LaunchedStep:
             return tuple([RowDrafts.of(each, None) for each in tokens])
         parents = self._slot.draft_parents[: reqs * rows].view(reqs, rows).tolist()
         return tuple([RowDrafts.of(*each) for each in zip(tokens, parents, strict=True)])
+
+    def _pooled(self) -> tuple[bytes, ...]:
+        """[num_reqs] of [pooled_width] float32"""
+        rows = self._slot.pooled[: self.step.layout.num_reqs].numpy()
+        return tuple(row.tobytes() for row in rows)
 
     def _state_lens(self) -> tuple[int, ...] | None:
         """[num_reqs]"""

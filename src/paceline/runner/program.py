@@ -13,16 +13,18 @@ from torch import Tensor
 from paceline.attention.contract import AttentionBackend, LayerCache
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool, StatePool
+from paceline.core.modes import GENERATES, End, Pooling
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import Accepted, Drafts
 from paceline.kernels.derive_rope import derive_rope
 from paceline.kernels.derive_tree import derive_tree
+from paceline.kernels.pool_rows import pool_rows
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import OverlaidRows
-from paceline.layers.sampling import DrawnDrafts, Sampled, SampledLogprobs, sample
+from paceline.layers.sampling import DrawnDrafts, Sampled, SampledLogprobs, sample, unsampled
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden
 from paceline.runner.buffers import StepBuffers
@@ -56,7 +58,14 @@ class Parts:
     encoder: Encoder | None = None  # its ENCODER groups, which stand behind those of states
     force_accept_len: float | None = None  # tokens per round, whatever was sampled
     rejects: bool = False  # accept drafts by rejection sampling
+    generates: bool = True  # False: the model has no head
+    pooling: Pooling | None = None  # of requests that end in a vector; None: none may
     shares_prefixes: bool = False  # where a step says so, what many rows share is read once
+
+    @property
+    def usual_ends(self) -> frozenset[End]:
+        """Of the steps that most requests are in."""
+        return GENERATES if self.generates else frozenset({End.POOL})
 
     @property
     def all_pools(self) -> tuple[KVPool, ...]:
@@ -128,6 +137,9 @@ class StepProgram:
     A round drafts before the target computes: its rows are a root and drafts of every request, all
     of them sampled, and commit takes the path that was sampled.  Any other step samples behind the
     last row of each request.  runner/proposer.py has a worked example of a round.
+
+    Its ends are those of its requests: where none generates, nothing is sampled and no row emits;
+    where one pools, a vector of each request is made, too.
     """
 
     def __init__(
@@ -141,6 +153,7 @@ class StepProgram:
         prompt_spans: tuple[PromptSpan, ...] = (),
         observed: bool = True,
         masked: bool = False,
+        ends: frozenset[End] = GENERATES,
     ) -> None:
         """observed: a drafter that observes follows.  masked: rows may have masks."""
         self._parts = parts
@@ -154,8 +167,9 @@ class StepProgram:
         # [padded_reqs]  int32  of a round, what commit says it emitted
         self._num_kept = self._emitted() if is_round else view.extend_lens
         self._masked = masked
+        self._ends = ends
         self.prompt_logprobs: SampledLogprobs | None = None  # [num_scored]  after forward
-        # [sampled rows, vocab]  after forward; the head's dtype
+        # [sampled rows, vocab]  after forward; the head's dtype.  None: nothing is sampled
         self.logits: Tensor | None = None
 
     def run(self) -> None:
@@ -200,9 +214,11 @@ class StepProgram:
         return tree
 
     def _score(self, hidden: Tensor) -> None:
-        """Logits of each row that is sampled; of the prompt's tokens, where asked for."""
+        """What the step's ends are made of: logits of each row that is sampled; of the prompt's
+        tokens, where asked for; vectors."""
         parts, view = self._parts, self._view
         if self._prompt_spans:
+            assert parts.model.head is not None, "admission refuses what the model has no end for"
             self.prompt_logprobs = prompt_logprobs(
                 hidden,
                 self._prompt_spans,
@@ -211,6 +227,12 @@ class StepProgram:
                 vocab_size=parts.model.head.vocab_size,
                 logits_of=parts.model.logits,
             )
+        if End.POOL in self._ends:
+            assert parts.pooling is not None, "admission refuses what the model has no end for"
+            pooled = parts.buffers.pooled[: view.padded_reqs]
+            pool_rows(hidden, view.cu_seqlens_q, parts.pooling, pooled)
+        if End.GENERATE not in self._ends:
+            return
         if not self._is_round and view.max_extend_len > 1:  # otherwise each row is sampled
             hidden = hidden.index_select(0, view.logits_loc)
         self.logits = parts.model.logits(hidden)
@@ -218,7 +240,8 @@ class StepProgram:
     def _sample(self, tree: DraftTree | None) -> Sampled:
         """Of a round: what plain decoding would sample behind each row, or the draft kept."""
         table, view, tier = self._parts.table, self._view, self._sampler
-        assert self.logits is not None, "forward runs before sample"
+        if self.logits is None:
+            return unsampled(view.padded_reqs, view.row_ids)
         rows, positions = view.row_ids, view.kv_lens
         drafts = histories = None
         if tree is not None:

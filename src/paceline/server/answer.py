@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from paceline.core.errors import PacelineError
+from paceline.core.modes import End
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import ALIKE, FinishReason, Share
@@ -31,7 +32,6 @@ class Writer(ABC):
     id_prefix: str
     kind: str  # the `object` of an answer
     chunk_kind: str  # the `object` of a piece of a stream
-    counts_answer = True  # False: what was generated is not part of it
 
     @abstractmethod
     def opening(self, index: int) -> list[Document]:
@@ -67,6 +67,20 @@ class Writer(ABC):
         return event(encoded(error.document()))
 
 
+class WholeWriter(Writer):
+    """One of answers that are no streams."""
+
+    chunk_kind = ""
+
+    def opening(self, index: int) -> list[Document]:
+        raise AssertionError("it is no stream")
+
+    def piece(
+        self, index: int, growth: RequestOutput, completion: CompletionOutput
+    ) -> list[Document]:
+        raise AssertionError("it is no stream")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Job:
     """What a request asks for, checked."""
@@ -79,6 +93,7 @@ class Job:
     continuous_usage: bool = False  # in every chunk
     share: Share = ALIKE  # how it takes turns with others
     deadline: float | None = None  # by the loop's clock
+    end: End = End.GENERATE
 
     @classmethod
     def of(cls, asked: Reading, writer: Writer) -> "Job":
@@ -86,6 +101,7 @@ class Job:
         return cls(
             prompts=asked.prompts,
             params=SamplingParams.from_dict(asked.sampling),
+            end=asked.end,
             stream=asked.stream,
             include_usage=asked.include_usage,
             writer=writer,
@@ -99,7 +115,6 @@ class Usage:
 
     meters: Meters
     entry: Entry  # of the access log
-    counts_answer: bool = True
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -107,8 +122,7 @@ class Usage:
 
     def add(self, growth: RequestOutput) -> None:
         self.entry.add(growth)
-        if self.counts_answer:
-            self.completion_tokens += sum(len(each.token_ids) for each in growth.outputs)
+        self.completion_tokens += sum(len(each.token_ids) for each in growth.outputs)
         if growth.metrics is not None:
             self.prompt_tokens += growth.metrics.prompt_tokens
             self.cached_tokens += growth.metrics.cached_tokens
@@ -134,8 +148,7 @@ class Usage:
 
 async def answer(service: Service, job: Job, request: Request) -> Response:
     """Run a job; a client that leaves cancels it.  Raises RequestError, ApiError, ClientGone."""
-    counts = job.writer.counts_answer
-    usage = Usage(meters=service.meters, entry=Entry.of(request), counts_answer=counts)
+    usage = Usage(meters=service.meters, entry=Entry.of(request))
     envelope = _envelope(service, job)
     usage.entry.response_id = envelope["id"]
     if not job.stream:
@@ -163,7 +176,12 @@ def _envelope(service: Service, job: Job) -> Document:
 
 async def _start(service: Service, job: Job) -> Ticket:
     return await service.engine.generate(
-        job.prompts, job.params, share=job.share, stream=job.stream, deadline=job.deadline
+        job.prompts,
+        job.params,
+        end=job.end,
+        share=job.share,
+        stream=job.stream,
+        deadline=job.deadline,
     )
 
 

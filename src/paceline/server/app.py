@@ -28,6 +28,7 @@ from paceline.server.request_id import RequestIds
 from paceline.server.responses.routes import add_responses
 from paceline.server.service import Service
 from paceline.server.tokens.routes import add_tokens
+from paceline.server.vectors.routes import add_vectors
 from paceline.server.wire import ChatRequest, CompletionRequest
 
 
@@ -58,6 +59,7 @@ def build_app(
     add_tokens(app, service)
     add_messages(app, service)
     add_responses(app, service)
+    add_vectors(app, service)
 
     add_probes(app, service.engine, service.life, is_loading=False)
     _add_metrics(app, service)

@@ -1,10 +1,8 @@
 """/v1/completions: prompts as text or token ids, answers as text."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from paceline.engine.outputs import CompletionOutput, RequestOutput
-from paceline.engine.request import FinishReason
 from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.answer import Document, Job, Writer
 from paceline.server.logprobs import completion_logprobs, prompt_scores
@@ -18,8 +16,8 @@ def completion_job(service: Service, asked: Reading) -> Job:
     """What the engine is to do for prompts."""
     num_each = asked.sampling.get("n", 1)
     echoed = [text for text in asked.echoed for _ in range(num_each)]
-    kind = EchoWriter if asked.echoes_alone else CompletionWriter
-    return Job.of(asked, kind(service.names, echoed, tells_scores=asked.tells_scores))
+    writer = CompletionWriter(service.names, echoed, tells_scores=asked.tells_scores)
+    return Job.of(asked, writer)
 
 
 class CompletionWriter(Writer):
@@ -78,17 +76,3 @@ class CompletionWriter(Writer):
             rows = [*growth.prompt_logprobs, *rows]
             offset = 0
         return completion_logprobs(self._names, tokens, rows, offset=offset)
-
-
-class EchoWriter(CompletionWriter):
-    """Choices that are their prompt: the one token that is made behind it is not shown."""
-
-    counts_answer = False
-
-    def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
-        scored = None if completion.logprobs is None else ()
-        made = replace(completion, text="", token_ids=(), logprobs=scored)
-        is_over = completion.finish_reason is not None
-        return super().whole(index, growth, made) | {
-            "finish_reason": FinishReason.LENGTH if is_over else None
-        }

@@ -34,14 +34,15 @@ class Room:
     def require_tokens(self, num_tokens: int, *, param: str, answer: int | None, got: str) -> None:
         """Raise ApiError, 400, unless a prompt leaves room for its answer.
 
-        answer: tokens of it that were asked for; got: how the prompt's are told.
+        answer: tokens of it that were asked for, 0: none; got: how the prompt's are told.
         """
-        if num_tokens + (answer or 1) > self.context_len:
-            asked = f"and {answer} to generate" if answer else "and at least 1 more"
+        if num_tokens + (1 if answer is None else answer) > self.context_len:
+            asked = f" and {answer} to generate" if answer else ""
+            asked = " and at least 1 more" if answer is None else asked
             raise ApiError.about(
                 param,
                 expected=f"within the context of {self.context_len} tokens",
-                got=f"{got} {asked}",
+                got=f"{got}{asked}",
                 remedy="shorten it or ask for fewer tokens",
                 param=param,
                 code="context_length_exceeded",
@@ -59,8 +60,9 @@ def counted(kind: type[Wire], body: bytes, room: Room) -> bytes:
     sent = {name: value for name, value in found.items() if value is not UNSET}
     for name in sent.keys() - refusals_of(kind).keys() - _PROMPTS:
         _require_few_bytes(name, len(sent[name]))
-    if "prompt" in sent:
-        _count_prompts(bytes(sent["prompt"]), room)
+    counted_field = kind.counted_field
+    if counted_field is not None and counted_field in sent:
+        _count_prompts(bytes(sent[counted_field]), room, counted_field)
     return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), sent[name]) for name in sent)
 
 
@@ -77,21 +79,21 @@ def _require_few_bytes(name: str, num_bytes: int) -> None:
         raise ApiError.about(name, expected=expected, got=num_bytes, remedy=remedy, param=name)
 
 
-def _count_prompts(prompt: bytes, room: Room) -> None:
+def _count_prompts(prompt: bytes, room: Room, name: str) -> None:
     """By the kind of its first item.  Raises for too many, and for a text among ids."""
     first = _FIRST.match(prompt)
     if first is None:
         return
     if first[1] == b'"':
-        _count_texts(prompt, room)
+        _count_texts(prompt, room, name)
         return
     brackets = max(prompt.count(b"["), prompt.count(b"]"))  # a text's too, which is none here
     require_possible(max(1, brackets - 1), room.max_open)
     longest = max(ids.count(b",") for ids in prompt.removesuffix(b"]").split(b"]"))
-    room.require_tokens(longest, param="prompt", answer=None, got=f"at least {longest}")
+    room.require_tokens(longest, param=name, answer=None, got=f"at least {longest}")
 
 
-def _count_texts(prompt: bytes, room: Room) -> None:
+def _count_texts(prompt: bytes, room: Room, name: str) -> None:
     end = count = 0
     for text in _TEXT.finditer(prompt):
         if prompt[end : text.start()].strip(_BLANKS) != (b"," if count else b"["):
@@ -99,4 +101,4 @@ def _count_texts(prompt: bytes, room: Room) -> None:
         end, count = text.end(), count + 1
         require_possible(count, room.max_open)
     if prompt[end:].strip(_BLANKS) != b"]":
-        raise mixed_prompts(count)
+        raise mixed_prompts(name, count)

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.errors import ModelError, RequestError
+from paceline.core.modes import End
 from paceline.core.options import require_possible
 from paceline.core.sampling_params import SamplingParams
 from paceline.server.body import decoded
@@ -24,10 +25,12 @@ from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
 from paceline.server.tools.conversation import Conversation
 from paceline.server.tools.formats import UNKNOWN, Formats, shows_special_tokens
 from paceline.server.tools.forms import TEXT, Form
+from paceline.server.vectors.wire import EmbeddingsRequest
 from paceline.server.wire import ChatRequest, CompletionRequest, GenerationRequest
 from paceline.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT, MESSAGES, RESPONSES = "completions", "chat", "messages", "responses"
+EMBEDDINGS = "embeddings"
 COUNT, TOKENIZE, DETOKENIZE = "count", "tokenize", "detokenize"
 _CONVERSATIONS: Mapping[str, type[ChatRequest | CountRequest | ResponsesRequest]] = {
     CHAT: ChatRequest,
@@ -41,6 +44,14 @@ TOLD = (COUNT, TOKENIZE, DETOKENIZE)  # nothing of it goes to the engine
 _MOST_CONTEXTS = 16  # of tokens that /tokenize tells
 
 
+class VectorWish(Struct, frozen=True, kw_only=True):
+    """How vectors are to be."""
+
+    dimensions: int | None
+    normalize: bool | None
+    as_base64: bool
+
+
 class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     """What a body asks for."""
 
@@ -51,7 +62,8 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     priority: int
     deadline_s: float | None
     echoed: list[str] = []  # the text of each prompt, where an answer begins with it
-    echoes_alone: bool = False  # and ends with it
+    end: End = End.GENERATE
+    vector: VectorWish | None = None  # of one that ends in vectors
     tells_scores: bool = False  # prompt_logprobs are a field of the answer
     continuous_usage: bool = False  # every chunk of a stream tells it
     ignored: list[str] = []  # names of fields that were sent and not read
@@ -73,6 +85,8 @@ class Reader:
         """Raises ApiError, RequestError, ModelError."""
         if endpoint == COMPLETIONS:
             return self._completions(body)
+        if endpoint == EMBEDDINGS:
+            return self._embeddings(body)
         if endpoint == TOKENIZE:
             return self._tokenize(body)
         if endpoint == DETOKENIZE:
@@ -131,21 +145,50 @@ class Reader:
         self.check_model(asked.model)
         sampling = asked.sampling()
         num_each, answer = SamplingParams.from_dict(sampling).n, asked.max_tokens
-        require_possible(len(asked.prompts) * num_each, self.room.max_open)
-        for prompt in asked.prompts:  # before what takes longer
-            if not isinstance(prompt, str):
-                self._require_room(len(prompt), answer, "prompt")
         return Reading(
-            prompts=[
-                self._encode(each, answer, "prompt") if isinstance(each, str) else list(each)
-                for each in asked.prompts
-            ],
+            prompts=self._prompts(asked.prompts, num_each, answer, "prompt"),
             sampling=sampling,
             **_how(asked),
             echoed=[self._text(prompt) for prompt in asked.prompts] if asked.echo else [],
-            echoes_alone=asked.echoes_alone,
+            end=End.SCORE if asked.echoes_alone else End.GENERATE,
             tells_scores=asked.prompt_logprobs is not None,
         )
+
+    def _embeddings(self, body: bytes) -> Reading:
+        asked = decoded(EmbeddingsRequest, body, self.room)
+        del body
+        self.check_model(asked.model)
+        return Reading(
+            prompts=self._prompts(asked.prompts, 1, 0, "input"),
+            sampling={"max_tokens": 1, "temperature": 0.0},
+            stream=False,
+            include_usage=False,
+            priority=asked.priority or 0,
+            deadline_s=asked.deadline_s,
+            end=End.POOL,
+            vector=VectorWish(
+                dimensions=asked.dimensions,
+                normalize=asked.normalize,
+                as_base64=asked.encoding_format == "base64",
+            ),
+        )
+
+    def _prompts(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        num_each: int,
+        answer: int | None,
+        param: str,
+    ) -> list[list[int]]:
+        """Their token ids, if all have room.  num_each: completions; answer: tokens asked for."""
+        require_possible(len(prompts) * num_each, self.room.max_open)
+        for prompt in prompts:  # before what takes longer
+            if not isinstance(prompt, str):
+                self._require_room(len(prompt), answer, param)
+        return [
+            self._encode(each, answer, param) if isinstance(each, str) else list(each)
+            for each in prompts
+        ]
 
     def _tokenize(self, body: bytes) -> Reading:
         asked = decoded(TokenizeRequest, body, self.room)
@@ -198,7 +241,7 @@ class Reader:
     ) -> list[int]:
         """Its token ids; one that cannot fit is not read to its end.  answer: tokens asked for."""
         tokenizer = self.require_tokenizer()
-        fewest = tokenizer.fewest_tokens(text, self.room.context_len)
+        fewest = tokenizer.fewest_tokens(text, self.room.context_len + (answer == 0))
         if fewest:
             self._require_room(fewest, answer, param, got=f"at least {fewest}")
         ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)

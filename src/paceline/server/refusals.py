@@ -8,7 +8,7 @@ nothing is built from them.
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import NamedTuple, get_type_hints
+from typing import ClassVar, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -56,6 +56,8 @@ def check_refusals(body: msgspec.Struct, place: Place) -> None:
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An object a client sends."""
+
+    counted_field: ClassVar[str | None] = None  # that holds prompts, which are counted
 
     def check(self, place: Place) -> None:
         """Raise ApiError, 400, for what its types do not say.  place: of this object."""

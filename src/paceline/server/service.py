@@ -12,7 +12,7 @@ from fastapi import Request
 
 from paceline.engine.request import Share
 from paceline.server.body import LARGE, read_body
-from paceline.server.border.messages import Ready
+from paceline.server.border.messages import NO_VECTORS, Ready, Vectors
 from paceline.server.border.remote import RemoteEngine
 from paceline.server.life import Life
 from paceline.server.meters import Meters
@@ -36,6 +36,7 @@ class Service:
     names: TokenNames
     fingerprint: str  # the same for the same version and options
     created: int  # seconds since 1970
+    vectors: Vectors = NO_VECTORS
 
     @classmethod
     def of(
@@ -71,6 +72,7 @@ class Service:
             names=TokenNames(tokenizer),
             fingerprint=served.fingerprint,
             created=int(time.time()),
+            vectors=served.vectors,
         )
 
     @property

@@ -8,7 +8,7 @@ answer: they are accepted and not kept.
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
@@ -132,6 +132,8 @@ _SAMPLING = {field.name for field in fields(SamplingParams)} & set(
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
+    counted_field: ClassVar[str] = "prompt"
+
     prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]  # of one type
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -145,33 +147,42 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
         """One or several."""
-        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        return [self.prompt] if is_one else self.prompt  # type: ignore[return-value, list-item]
+        return as_prompts(self.prompt)
 
     def sampling(self) -> dict[str, Any]:
         """For SamplingParams.from_dict, which checks them."""
         echoed = self.logprobs if self.echo else None
         scored = self.prompt_logprobs if echoed is None else echoed
-        alone = {"max_tokens": 1} if self.echoes_alone else {}
+        alone = {"max_tokens": 1} if self.echoes_alone else {}  # which is not generated
         return self._sampling(logprobs=self.logprobs, prompt_logprobs=scored, **alone)
 
     @property
     def echoes_alone(self) -> bool:
-        """Whether the prompt itself is the answer: a token is made, and not shown."""
+        """Whether the prompt itself is the answer."""
         return bool(self.echo) and self.max_tokens == 0
 
     def check(self, place: Place) -> None:
         GenerationRequest.check(self, place)
-        if isinstance(self.prompt, str) or len(set(map(type, self.prompt))) == 1:
-            return
-        first = type(self.prompt[0])
-        index = next(at for at, each in enumerate(self.prompt) if type(each) is not first)
-        raise mixed_prompts(index)
+        check_alike(self.prompt, "prompt")
 
 
-def mixed_prompts(index: int) -> ApiError:
+def as_prompts(sent: str | Sequence[str | int | list[int]]) -> Sequence[str | Sequence[int]]:
+    """What was sent as one or several."""
+    is_one = isinstance(sent, str) or isinstance(sent[0], int)
+    return [sent] if is_one else sent  # type: ignore[return-value, list-item]
+
+
+def check_alike(sent: str | Sequence[str | int | list[int]], name: str) -> None:
+    """Raise ApiError, 400, for several of different types.  name: of their field."""
+    if isinstance(sent, str) or len(set(map(type, sent))) == 1:
+        return
+    first = type(sent[0])
+    raise mixed_prompts(name, next(at for at, each in enumerate(sent) if type(each) is not first))
+
+
+def mixed_prompts(name: str, index: int) -> ApiError:
     """Of a list of prompts with another type at `index`."""
-    param = written(("prompt", index))
+    param = written((name, index))
     remedy = "send texts, token ids or lists of token ids, one of these"
     return ApiError.about(
         param, expected="like those before it", got="another type", remedy=remedy, param=param

@@ -10,7 +10,7 @@ from paceline.layers.sampling.noise import draft_seeds, gumbel
 from paceline.layers.sampling.process import process_logits
 from paceline.layers.sampling.processor import Column, LogitsProcessor, RowFacts, RowState, Values
 from paceline.layers.sampling.rejection import DrawnDrafts
-from paceline.layers.sampling.sample import Sampled, sample
+from paceline.layers.sampling.sample import Sampled, sample, unsampled
 from paceline.layers.sampling.table import PackedRow, SamplingTable
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "process_logits",
     "sample",
     "token_logprobs",
+    "unsampled",
 ]

@@ -32,6 +32,18 @@ class Sampled:
     top_values: Tensor | None  # [num_rows, min(top_logprobs, vocab)]  float32
 
 
+def unsampled(num_rows: int, like: Tensor) -> Sampled:
+    """Token 0 at each row: of a step none of whose rows wants a token.  like: int64."""
+    finite = torch.ones(num_rows, dtype=torch.bool, device=like.device)
+    return Sampled(
+        token_ids=like.new_zeros(num_rows),
+        finite=finite,
+        chosen_logprob=None,
+        top_ids=None,
+        top_values=None,
+    )
+
+
 def sample(
     logits: Tensor,
     *,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from paceline.attention.contract import needed_support
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
-from paceline.core.modes import MaskKind
+from paceline.core.modes import End, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.sharing import MIN_SHARERS
 from paceline.core.step import Step, StepLayout
@@ -33,8 +33,11 @@ class GraphKeys:
             return None
         return self._key(PaddedSize.ragged(1, self._sizes.tokens[-1]), is_ragged=True)
 
-    def largest_decode(self) -> GraphKey:
-        """What brings requests forward: a round where there is a drafter, else one token each."""
+    def largest_decode(self) -> GraphKey | None:
+        """What brings requests forward: a round where there is a drafter, else one token each.
+        None: nothing generates."""
+        if not self._parts.generates:
+            return None
         return self._decode(self._sizes.sizes[-1], self._parts.proposer.shape)
 
     def ahead(self) -> list[GraphKey]:
@@ -43,15 +46,23 @@ class GraphKeys:
         Tiles are powers of two, so a size of each; every other sampler with one of them.
         """
         sizes, longest = self._sizes.sizes, self._parts.buffers.input_ids.shape[0]
-        shapes = dict.fromkeys((NO_DRAFTS, self._parts.proposer.shape))
-        keys = [self._decode(reqs, shape) for shape in shapes for reqs in _one_per_power(sizes)]
-        wider = [tier for tier in SamplerTier if tier is not SamplerTier.GREEDY]
-        keys += [replace(self.largest_decode(), sampler=tier) for tier in wider]
-        if self._parts.shares_prefixes:
-            crowds = [size for size in _one_per_power(sizes) if size >= MIN_SHARERS]
-            keys += [replace(self._decode(n, NO_DRAFTS), shares_prefix=True) for n in crowds]
-        masked = (SamplerTier.GREEDY, SamplerTier.BY_ROW)  # plug-ins launch no kernel of their own
-        keys += [replace(self.largest_decode(), sampler=tier, masked=True) for tier in masked]
+        keys, decode = [], self.largest_decode()
+        if decode is not None:
+            shapes = dict.fromkeys((NO_DRAFTS, self._parts.proposer.shape))
+            keys = [self._decode(reqs, shape) for shape in shapes for reqs in _one_per_power(sizes)]
+            wider = [tier for tier in SamplerTier if tier is not SamplerTier.GREEDY]
+            keys += [replace(decode, sampler=tier) for tier in wider]
+            if self._parts.shares_prefixes:
+                crowds = [size for size in _one_per_power(sizes) if size >= MIN_SHARERS]
+                keys += [replace(self._decode(n, NO_DRAFTS), shares_prefix=True) for n in crowds]
+            masked = (
+                SamplerTier.GREEDY,
+                SamplerTier.BY_ROW,
+            )  # plug-ins launch no kernel themselves
+            keys += [replace(decode, sampler=tier, masked=True) for tier in masked]
+            if self._parts.pooling is not None:
+                both = frozenset({End.GENERATE, End.POOL})
+                keys.append(self._key(PaddedSize.ragged(1, longest), is_ragged=True, ends=both))
         if self.ragged_tokens:
             few = [(1, tokens) for tokens in (*_one_per_power(self._sizes.tokens), longest)]
             many = [(sizes[-1] + 1, self._sizes.tokens[index]) for index in (0, -1)]
@@ -91,6 +102,7 @@ class GraphKeys:
             shares_prefix=step.shares_prefix and self._parts.shares_prefixes,
             masked=step.masks is not None,
             has_overlay=step.has_overlay,
+            ends=step.ends,
         )
 
     def _supports(self, extend_len: int | None) -> bool:
@@ -114,7 +126,9 @@ class GraphKeys:
         shares_prefix: bool = False,
         masked: bool = False,
         has_overlay: bool = False,
+        ends: frozenset[End] | None = None,
     ) -> GraphKey:
+        """ends: None: the usual."""
         return GraphKey(
             padded_reqs=size.reqs,
             extend_len=None if is_ragged else size.max_extend_len,
@@ -129,6 +143,7 @@ class GraphKeys:
             shares_prefix=shares_prefix,
             masked=masked,
             has_overlay=has_overlay,
+            ends=self._parts.usual_ends if ends is None else ends,
         )
 
 
@@ -158,4 +173,5 @@ def empty_step(key: GraphKey) -> Step:
         shares_prefix=key.shares_prefix,
         masks=() if key.masked else None,
         has_overlay=key.has_overlay,
+        ends=key.ends,
     )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.core.events import Event, Notify
-from paceline.core.modes import MaskKind
+from paceline.core.modes import GENERATES, End, MaskKind
 from paceline.core.sampling_params import SamplerTier
 from paceline.core.step import kind_of_step
 from paceline.runner.buffers import PaddedSize
@@ -35,6 +35,7 @@ class GraphKey:
     shares_prefix: bool = False  # looks for prefixes that rows share, and reads them once
     masked: bool = False  # rows may have masks: which, and of what tokens, is device data
     has_overlay: bool = False  # tokens may take their input row from the overlay
+    ends: frozenset[End] = GENERATES  # which results it makes
 
     @property
     def program(self) -> "GraphKey":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from paceline.core.modes import End
 from paceline.core.step import Step
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.sanitizer.live_rows import LiveRow, LiveRows
@@ -73,6 +74,8 @@ def _computed(
     if program is not None and program.logits is not None:
         logits = program.logits
         seen["the logits"] = rows, logits.view(-1, width, logits.shape[1])[index]
+    if End.POOL in step.ends:
+        seen["the vectors"] = rows, parts.buffers.pooled[index]
     if program is not None and program.prompt_logprobs is not None:
         lengths = [span.length for span in step.prompt_spans]
         seen["the prompt's log-probabilities"] = (

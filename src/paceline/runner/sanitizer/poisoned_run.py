@@ -10,7 +10,7 @@ from paceline.attention.contract import AttentionBackend
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool
 from paceline.core.errors import PacelineError
-from paceline.core.modes import MaskKind
+from paceline.core.modes import End, MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN
 from paceline.core.step import Step
 from paceline.runner.buffers import EXTENTS, Extent, PaddedSize, StepUse
@@ -173,6 +173,7 @@ class PoisonedRuns:
             num_masks=len(masks or ()),
             has_overlay=step.has_overlay,
             sees_ahead=step.mask is MaskKind.BLOCK,
+            pools=End.POOL in step.ends,
         )
         named, proposer = parts.table.named_tensors(), parts.proposer
         regions = step_regions(parts.buffers, use, step.layout)

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 
 from paceline.core.errors import BusyError, PacelineError, told
+from paceline.core.modes import End
 from paceline.core.options import known
 from paceline.core.step import Step
 from paceline.llm.admission import AdmittedPrompt
@@ -49,6 +50,7 @@ from paceline.server.border.messages import (
     Ready,
     Steps,
     Submit,
+    Vectors,
 )
 from paceline.server.border.outbox import Outbox
 
@@ -190,7 +192,11 @@ class Host:
 
     def _admitted(self, asked: Submit) -> list[AdmittedPrompt]:
         """Raises RequestError."""
-        admitted = self.llm.admission.admit(asked.prompts, asked.params)
+        admission = self.llm.admission
+        if asked.end is End.GENERATE:
+            admitted = admission.admit(asked.prompts, asked.params)
+        else:
+            admitted = admission.admit_end(asked.prompts, asked.end, asked.params)
         return [replace(each, share=asked.share) for each in admitted]
 
     def _begin(self, asked: Submit, admitted: Callable[[], list[AdmittedPrompt]]) -> None:
@@ -285,6 +291,10 @@ def ready(llm: LLM) -> Ready:
         vocab_size=admission.config.vocab_size,
         folder=None if folder is None or admission.tokenizer is None else str(folder.parent),
         fingerprint=_fingerprint(llm.prepared.resolution),
+        vectors=Vectors(
+            width=admission.config.hidden_size if End.POOL in admission.config.ends else 0,
+            normalizes=admission.config.normalizes,
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from paceline.core import errors
 from paceline.core.errors import PacelineError, message
+from paceline.core.modes import End
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from paceline.engine.request import FinishReason, Share
@@ -39,6 +40,7 @@ class Submit(Message, frozen=True, tag=0):
     params: SamplingParams
     share: Share
     stream: bool  # tell of them while they run
+    end: End = End.GENERATE
 
 
 class Cancel(Message, frozen=True, tag=1):
@@ -73,6 +75,16 @@ class Loading(Message, frozen=True, tag=10):
     total: int  # 0: nobody knows
 
 
+class Vectors(Struct, frozen=True, kw_only=True):
+    """What the engine makes of texts that it pools."""
+
+    width: int  # numbers of a vector; 0: it makes none
+    normalizes: bool  # to length 1, unasked
+
+
+NO_VECTORS = Vectors(width=0, normalizes=True)
+
+
 class Ready(Message, frozen=True, tag=11):
     """The engine serves; what of it HTTP must know."""
 
@@ -81,6 +93,7 @@ class Ready(Message, frozen=True, tag=11):
     vocab_size: int
     folder: str | None  # of tokenizer.json
     fingerprint: str  # the same for the same version and options
+    vectors: Vectors = NO_VECTORS
 
 
 class Failed(Message, frozen=True, tag=12):
@@ -136,6 +149,7 @@ class Grown(Message, frozen=True, tag=15):
     finished: bool
     metrics: RequestMetrics | None
     prompt_logprobs: tuple[_Row | None, ...] | None
+    pooled: bytes | None = None
 
     @classmethod
     def of(cls, number: int, index: int, tracker: Tracker) -> "Grown":
@@ -152,6 +166,7 @@ class Grown(Message, frozen=True, tag=15):
             prompt_logprobs=None
             if scored is None
             else tuple([None if row is None else _row(row) for row in scored]),
+            pooled=growth.pooled,
         )
 
     def growth(self, prompt: Sequence[int]) -> RequestOutput:
@@ -167,6 +182,7 @@ class Grown(Message, frozen=True, tag=15):
             prompt_logprobs=None
             if scored is None
             else tuple([None if row is None else _logprobs(row) for row in scored]),
+            pooled=self.pooled,
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline.core.errors import PacelineError, RequestError, message
+from paceline.core.modes import End
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.outputs import joined
 from paceline.engine.request import Share
@@ -147,6 +148,7 @@ class RemoteEngine(asyncio.Protocol):
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
+        end: End = End.GENERATE,
         share: Share,
         stream: bool,
         deadline: float | None = None,
@@ -160,7 +162,9 @@ class RemoteEngine(asyncio.Protocol):
         ids = tuple(map(tuple, prompts))
 
         def submit(number: int) -> None:
-            asked = Submit(number=number, prompts=ids, params=params, share=share, stream=stream)
+            asked = Submit(
+                number=number, prompts=ids, params=params, end=end, share=share, stream=stream
+            )
             try:
                 self._say(asked)
             except OverflowError as error:

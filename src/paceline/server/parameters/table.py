@@ -26,6 +26,7 @@ from paceline.server.refusals import refusals_of
 from paceline.server.responses.wire import Item, Part, Reasoning, ResponsesRequest
 from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
 from paceline.server.tools.wire import Message
+from paceline.server.vectors.wire import EmbeddingsRequest
 from paceline.server.wire import ChatRequest, CompletionRequest, StreamOptions
 
 SERVED, ABSENT = "served", "unknown: 400"
@@ -36,6 +37,7 @@ KINDS: Mapping[str, type[msgspec.Struct]] = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/embeddings": EmbeddingsRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

@@ -1,0 +1,1 @@
+"""What is made of prompts beside answers: log-probabilities and vectors."""

@@ -1,0 +1,5 @@
+"""BERT (model_type bert): learned positions, norms behind each block; no head is read."""
+
+from paceline.models.config_bert import DEFAULTS, bert_family
+
+ARCHITECTURE = bert_family("bert.", defaults=DEFAULTS, after_pad=False)

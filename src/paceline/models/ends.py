@@ -1,0 +1,97 @@
+"""What a model's requests may end in, from its files and from what was asked.
+
+A checkpoint of a body alone (`architectures` of config.json names no head), or one that comes with
+the files of sentence-transformers, makes vectors and nothing else: its head is not read.  Any other
+generates and scores; with `--pooling` it makes vectors, too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from paceline.core.errors import ModelError
+from paceline.core.model_config import ModelConfig
+from paceline.core.modes import End, Pooling
+from paceline.models.locate import ModelSource
+
+_MODES = {
+    "cls": Pooling.CLS,
+    "cls_token": Pooling.CLS,
+    "mean": Pooling.MEAN,
+    "mean_tokens": Pooling.MEAN,
+    "lasttoken": Pooling.LAST,
+}
+_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+_USUAL = Pooling.LAST  # of a causal body whose files say nothing
+
+
+def with_ends(config: ModelConfig, source: ModelSource, asked: Pooling | None) -> ModelConfig:
+    """`config` with its ends.  asked: --pooling.  Raises ModelError for a way to make vectors that
+    is not known here."""
+    said = None
+    if source.modules is not None:
+        said = _said(source.modules, source.pooling_config or {})
+        normalizes = "Normalize" in _types(source.modules)
+        config = replace(config, normalizes=normalizes)
+    _refuse_classifier(source.config.get("architectures"))
+    is_body = _is_body(source.config.get("architectures")) or End.GENERATE not in config.ends
+    if said is None and not is_body:
+        if asked is None:
+            return config
+        return replace(config, ends=config.ends | {End.POOL}, pooling=asked)
+    return replace(
+        config, ends=frozenset({End.POOL}), pooling=asked or said or config.pooling or _USUAL
+    )
+
+
+def _refuse_classifier(architectures: object) -> None:
+    """Cross-encoders and other classifiers: their heads are not run."""
+    names = architectures if isinstance(architectures, list) else []
+    for name in names[:1]:
+        if isinstance(name, str) and name.endswith(("Classification", "QuestionAnswering")):
+            raise ModelError.about(
+                "config.json: architectures",
+                expected="a model of tokens or of vectors",
+                got=name,
+                remedy="use one without a classifier's head, for example an embedding model",
+            )
+
+
+def _is_body(architectures: object) -> bool:
+    """Whether the first of them names a model without a head, as AutoModel stores it."""
+    if not isinstance(architectures, Sequence) or isinstance(architectures, str):
+        return False
+    return any(isinstance(name, str) and name.endswith("Model") for name in architectures[:1])
+
+
+def _said(modules: Sequence[Any], pooling: Mapping[str, Any]) -> Pooling:
+    """The pooling that files of sentence-transformers ask for."""
+    others = [name for name in _types(modules) if name not in _KNOWN_MODULES]
+    if others:
+        raise ModelError.about(
+            "modules.json",
+            expected=f"modules among {', '.join(_KNOWN_MODULES)}",
+            got=others[0],
+            remedy="use a model whose vectors are pooled hidden states",
+        )
+    modes = [
+        name.removeprefix("pooling_mode_")
+        for name, is_on in pooling.items()
+        if name.startswith("pooling_mode_") and is_on is True
+    ]
+    mode = pooling.get("pooling_mode")
+    modes += [mode] if isinstance(mode, str) else []
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise ModelError.about(
+            "1_Pooling/config.json",
+            expected=f"one mode of {', '.join(sorted(_MODES))}",
+            got=" and ".join(modes) or "none",
+            remedy="use a model that pools so, or correct that file",
+        )
+    return _MODES[modes[0]]
+
+
+def _types(modules: Sequence[Any]) -> list[str]:
+    """The last names of the modules' types."""
+    kinds = [each.get("type") for each in modules if isinstance(each, Mapping)]
+    return [str(kind).rpartition(".")[2] for kind in kinds]

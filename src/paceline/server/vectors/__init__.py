@@ -1,0 +1,1 @@
+"""Endpoints whose answers are vectors or scores of texts."""

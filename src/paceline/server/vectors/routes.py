@@ -1,0 +1,63 @@
+"""The route of embeddings."""
+
+import base64
+
+from fastapi import FastAPI, Request, Response
+
+from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.llm.ends.vectors import VectorParams
+from paceline.server.answer import Document, Job, WholeWriter
+from paceline.server.asking import answered
+from paceline.server.body import body_schema
+from paceline.server.reader import EMBEDDINGS, Reading
+from paceline.server.service import Service
+from paceline.server.vectors.wire import EmbeddingsRequest
+
+
+def add_vectors(app: FastAPI, service: Service) -> None:
+    """Add /v1/embeddings."""
+
+    @app.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingsRequest))
+    async def embeddings(request: Request) -> Response:
+        return await answered(service, EMBEDDINGS, _job, request)
+
+
+def _job(service: Service, asked: Reading) -> Job:
+    """Raises RequestError for more dimensions than the model has."""
+    wanted = asked.vector
+    assert wanted is not None, "it was read as one"
+    normalizes = service.vectors.normalizes if wanted.normalize is None else wanted.normalize
+    params = VectorParams(dimensions=wanted.dimensions, normalize=normalizes)
+    if service.vectors.width:  # otherwise the engine says what it does instead
+        params.check(service.vectors.width)
+    return Job.of(asked, EmbeddingsWriter(params, as_base64=wanted.as_base64))
+
+
+class EmbeddingsWriter(WholeWriter):
+    """A list of vectors; as_base64: of their float32, the lowest byte first."""
+
+    id_prefix = "embd-"
+    kind = "list"
+
+    def __init__(self, params: VectorParams, *, as_base64: bool) -> None:
+        self._params = params
+        self._as_base64 = as_base64
+
+    def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
+        assert growth.pooled is not None, "it ended in a vector"
+        vector = self._params.of(growth.pooled)
+        told: object = vector.tolist()
+        if self._as_base64:
+            told = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        return {"object": "embedding", "index": index, "embedding": told}
+
+    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
+        counted = {name: usage[name] for name in ("prompt_tokens", "total_tokens")}
+        return {
+            "id": envelope["id"],
+            "object": self.kind,
+            "created": envelope["created"],
+            "model": envelope["model"],
+            "data": choices,
+            "usage": counted,
+        }

@@ -1,0 +1,38 @@
+"""What clients send for vectors."""
+
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
+
+from msgspec import Meta
+
+from paceline.server.places import Place
+from paceline.server.refusals import Wire
+from paceline.server.wire import MAX_PRIORITY, TokenIds, as_prompts, check_alike
+
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+
+
+class EmbeddingsRequest(Wire, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+    counted_field: ClassVar[str] = "input"
+
+    model: str
+    input: str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]  # of one type
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+    # Additions of this server.
+    normalize: bool | None = None  # to length 1; null: as the model's files say
+    priority: Priority | None = None
+    deadline_s: Annotated[float, Meta(ge=0.001)] | None = None  # for the whole answer
+
+    @property
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """One or several."""
+        return as_prompts(self.input)
+
+    def check(self, place: Place) -> None:
+        Wire.check(self, place)
+        check_alike(self.input, "input")

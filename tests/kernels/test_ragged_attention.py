@@ -1,0 +1,140 @@
+"""ragged_attention: requests with keys of their own, against a mask and a softmax in float64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core.errors import KernelArgumentError
+from paceline.kernels._triton.ragged_attention import launch_ragged_attention
+from paceline.kernels.ragged_attention import ragged_attention
+
+LENS_Q = (1, 70, 0, 33, 5, 128)
+LENS_K = {"own": LENS_Q, "more": (9, 70, 3, 129, 64, 200), "fewer": (0, 60, 2, 33, 1, 128)}
+LIMITS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 1e-3), torch.float16: (6e-4, 1e-3)}
+
+
+def run_triton(q, k, v, cu_q, cu_k, *, causal, scale, window=None) -> tuple[Tensor, Tensor]:
+    out = q.new_full((q.shape[0], q.shape[1], v.shape[2]), math.nan)
+    lse = torch.full(q.shape[:2], math.nan)
+    launch_ragged_attention(q, k, v, cu_q, cu_k, causal, scale, window, out, lse)
+    return out, lse
+
+
+RUNS = pytest.mark.parametrize("run", [ragged_attention, run_triton], ids=["op", "triton"])
+
+
+def oracle(q, k, v, *, causal: bool, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    """Of one request, key by key, in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    (n, heads, _), m = q.shape, k.shape[0]
+    out = torch.zeros(n, heads, v.shape[2], dtype=torch.float64)
+    lse = torch.full((n, heads), -math.inf, dtype=torch.float64)
+    for row, head in itertools.product(range(n), range(heads)):
+        at, of = m - n + row, head // (heads // k.shape[1])
+        seen = [
+            key
+            for key in range(m)
+            if (not causal or key <= at) and (window is None or abs(key - at) < window)
+        ]
+        if seen:
+            scores = scale * k[seen, of] @ q[row, head]
+            lse[row, head] = torch.logsumexp(scores, 0)
+            out[row, head] = torch.softmax(scores, 0) @ v[seen, of]
+    return out, lse
+
+
+def make(dtype, lens_q, lens_k, *, heads=4, kv_heads=2, dim=24, v_dim=24):
+    generator = torch.Generator().manual_seed(len(lens_k) + dim)
+
+    def noise(rows: int, num: int, width: int) -> Tensor:
+        return torch.randn(rows, num, width, generator=generator).to(dtype)
+
+    q = noise(sum(lens_q), heads, dim)
+    k, v = noise(sum(lens_k), kv_heads, dim), noise(sum(lens_k), kv_heads, v_dim)
+    cus = [torch.tensor([0, *lens]).cumsum(0).int() for lens in (lens_q, lens_k)]
+    return q, k, v, *cus
+
+
+def assert_right(run, dtype, lens_q, lens_k, *, causal, window, **shape) -> None:
+    q, k, v, cu_q, cu_k = make(dtype, lens_q, lens_k, **shape)
+    out, lse = run(q, k, v, cu_q, cu_k, causal=causal, scale=0.2, window=window)
+    relative, of_lse = LIMITS[dtype]
+    parts = zip(q.split(lens_q), k.split(lens_k), v.split(lens_k), strict=True)
+    wanted = [oracle(*each, causal=causal, scale=0.2, window=window) for each in parts]
+    expected, expected_lse = (torch.cat(each) for each in zip(*wanted, strict=True))
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < relative, error
+    empty = expected_lse.isneginf()
+    assert torch.equal(lse.isneginf(), empty)
+    assert not out[empty].any()
+    assert torch.allclose(lse[~empty].double(), expected_lse[~empty], atol=of_lse)
+
+
+@RUNS
+@pytest.mark.parametrize("keys", LENS_K)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 7, 65])
+def test_masks_and_lengths(run, keys: str, causal: bool, window: int | None) -> None:
+    assert_right(run, torch.float32, LENS_Q, LENS_K[keys], causal=causal, window=window)
+
+
+@RUNS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(run, dtype) -> None:
+    assert_right(run, dtype, (3, 65), (3, 65), causal=False, window=None)
+
+
+@RUNS
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"heads": 6, "kv_heads": 1, "dim": 64, "v_dim": 32},
+        {"heads": 3, "kv_heads": 3, "dim": 32, "v_dim": 80},
+        {"heads": 8, "kv_heads": 2, "dim": 128, "v_dim": 128},
+    ],
+)
+def test_heads_and_dims(run, shape) -> None:
+    assert_right(run, torch.float32, (2, 66), (2, 66), causal=True, window=None, **shape)
+
+
+@RUNS
+def test_rows_of_a_fused_projection_are_read_where_they_lie(run) -> None:
+    fused = torch.randn(40, 8, 16, generator=torch.Generator().manual_seed(0))
+    q, k, v = fused.split([4, 2, 2], dim=1)
+    cu = torch.tensor([0, 17, 40], dtype=torch.int32)
+    strided = run(q, k, v, cu, cu, causal=False, scale=0.25)
+    packed = run(*(x.contiguous() for x in (q, k, v)), cu, cu, causal=False, scale=0.25)
+    for a, b in zip(strided, packed, strict=True):
+        assert torch.equal(a, b)
+
+
+@RUNS
+def test_nan_of_one_request_stays_there(run) -> None:
+    q, k, v, cu, _ = make(torch.float32, (9, 9, 9), (9, 9, 9))
+    whole = run(q, k, v, cu, cu, causal=False, scale=0.2)[0]
+    v[9:18] = math.nan
+    found = run(q, k, v, cu, cu, causal=False, scale=0.2)[0]
+    assert found[9:18].isnan().all()
+    assert torch.equal(found[:9], whole[:9])
+    assert torch.equal(found[18:], whole[18:])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"k": torch.zeros(3, 2, 8)}, r"^k must be \[keys, a divisor of 4, 16\]"),
+        ({"k": torch.zeros(3, 3, 16), "v": torch.zeros(3, 3, 16)}, "^k must be"),
+        ({"v": torch.zeros(3, 2, 16).half()}, "^v must be torch.float32"),
+        ({"q": torch.zeros(3, 16, 4).mT}, "^q must be torch.float32"),
+        ({"cu_k": torch.tensor([0, 3])}, r"^cu_k must be int32 \[2\]"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, text: str) -> None:
+    cu = torch.tensor([0, 3], dtype=torch.int32)
+    fine = {"q": torch.zeros(3, 4, 16), "k": torch.zeros(3, 2, 16), "v": torch.zeros(3, 2, 16)}
+    asked = {**fine, "cu_q": cu, "cu_k": cu} | change
+    with pytest.raises(KernelArgumentError, match=text):
+        ragged_attention(*asked.values(), causal=False, scale=1.0)
