@@ -151,7 +151,10 @@ def test_an_engine_generates_with_it_and_says_how_it_is_stored(
     method = FORMATS[format_][0]["quant_method"]
     assert said["weights_dequantised"].startswith(f"{method}; codes become plain numbers")
     plan = explain_model({"model": str(quantised)}, gpu="h200")
-    stays = {"awq": "weights: awq; 14 stay int4, a scale for 32 columns", "fp8": "14 stay fp8"}
+    stays = {
+        "awq": "weights: awq; 14 stay int4, a scale for 32 columns",
+        "fp8": "2 stay fp8, a scale for 128 columns",
+    }
     assert stays.get(method, f"weights: {method}; codes become plain numbers") in show(plan)
     assert plan.to_json()["quantization"] == method
     assert explain_model({"model": str(quantised), "quantization": method}, gpu="h200")
