@@ -36,9 +36,9 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 MODELS = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)),
-    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
-        transformers.Qwen3MoeConfig(**SIZES, **EXPERTS)
+    "llama": lambda sizes: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | sizes)),
+    "qwen3_moe": lambda sizes: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**SIZES | sizes, **EXPERTS)
     ),
 }
 PROMPTS = [[(7 * row + 3 * place) % 150 + 5 for place in range(9 + 11 * row)] for row in range(6)]
@@ -49,9 +49,9 @@ PARAMS = [
 ]
 
 
-def save(name: str, folder: Path) -> None:
+def save(name: str, folder: Path, **sizes: int) -> None:
     torch.manual_seed(5)
-    model = MODELS[name]()
+    model = MODELS[name](sizes)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.1)
     model.save_pretrained(folder)
@@ -87,7 +87,7 @@ def test_two_gpus_say_what_one_says(tmp_path: Path, name: str, eager: bool, draf
 
 
 def test_a_rank_that_is_killed_ends_all_and_leaves_no_memory(tmp_path: Path) -> None:
-    save("llama", tmp_path)
+    save("llama", tmp_path, vocab_size=1 << 17)  # gathered through more channels than sums take
     free = [torch.cuda.mem_get_info(index)[0] for index in range(2)]
     llm = make(tmp_path, tensor_parallel_size=2)
     ranks = llm._live.ranks

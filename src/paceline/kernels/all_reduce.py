@@ -31,6 +31,7 @@ WAIT_S = 60.0  # for ranks that have not sent theirs, before a step fails
 CHANNELS = 128  # of a box on a GPU: programs that send side by side
 SLICE_BYTES = 16384  # of a message, that a channel takes in one turn
 GONE = -1  # in place of a rank's number of messages: it has ended, and nobody waits for it
+RELEASED = 1 << 62  # on a GPU in place of all words of a rank, which waits for nobody any more
 
 
 @dataclass(frozen=True, slots=True, eq=False)

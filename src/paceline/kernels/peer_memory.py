@@ -6,6 +6,7 @@ cuIpcGetMemHandle, cuIpcOpenMemHandle), which are bytes that any channel carries
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -13,11 +14,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.all_reduce import Exchange, exchange_memory, peer_table
+from paceline.kernels.all_reduce import RELEASED, Exchange, exchange_memory, peer_table
 
 _HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_RELEASED = 1 << 62  # messages, more than any rank sends
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class _Handle(ctypes.Structure):
@@ -35,6 +36,7 @@ class PeerMemory:
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._box, self._sent = exchange_memory(ranks, 0, dtype=dtype, device=self._device)
         self._aside = torch.cuda.Stream()
+        self._sent.fill_(0)  # the kernel of `release` is loaded now: behind one that waits none is
         self._opened: list[int] = []
 
     @property
@@ -51,6 +53,7 @@ class PeerMemory:
             if rank == self._rank:
                 addresses.append((self._box.data_ptr(), self._sent.data_ptr()))
                 continue
+            self._require_atomics(rank)
             half = len(handle) // 2
             box, sent = (self._map(rank, part) for part in (handle[:half], handle[half:]))
             addresses.append((box, sent))
@@ -60,15 +63,34 @@ class PeerMemory:
     def release(self) -> None:
         """Let this rank's kernels wait for nobody: what they sum from now on is nobody's to read.
         For when a rank has ended; any thread may call it."""
-        with torch.cuda.stream(self._aside):
-            self._sent.fill_(_RELEASED)
+        with (
+            suppress(RuntimeError),
+            torch.cuda.stream(self._aside),
+        ):  # a lost context has no kernels
+            self._sent.fill_(RELEASED)
 
     def close(self) -> None:
-        """Unmap the others' memory, which their driver keeps until then; nothing may be in flight.
-        Closing twice is harmless."""
-        torch.cuda.synchronize(self._device)
-        while self._opened:
-            _call("cuIpcCloseMemHandle", ctypes.c_uint64(self._opened.pop()))
+        """Unmap the others' memory, which their driver keeps until then; what is in flight waits
+        for nobody.  Closing twice is harmless."""
+        self.release()
+        with suppress(RuntimeError):  # a lost context has no maps
+            torch.cuda.synchronize(self._device)
+            while self._opened:
+                _call("cuIpcCloseMemHandle", ctypes.c_uint64(self._opened.pop()))
+
+    def _require_atomics(self, rank: int) -> None:
+        """Raise ConfigError where words that `rank` writes could be lost: its writes to a word and
+        ours must see each other, which links without atomics of their own do not promise."""
+        found, own = ctypes.c_int(), torch.cuda.current_device()
+        there = own - self._rank + rank
+        _call("cuDeviceGetP2PAttribute", ctypes.byref(found), _NATIVE_ATOMICS, own, there)
+        if not found.value:
+            raise ConfigError.about(
+                "GPUs that share a model",
+                expected="linked with native atomics, as by NVLink",
+                got=f"GPU {own} and GPU {there}, which have none (`nvidia-smi topo -p2p a`)",
+                remedy="leave --tensor-parallel-size out, or choose others by CUDA_VISIBLE_DEVICES",
+            )
 
     def _map(self, rank: int, handle: bytes) -> int:
         """Address of what another rank shared."""

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from threading import Lock, Thread
@@ -36,7 +36,7 @@ from msgspec import Struct
 from paceline.core.errors import ConfigError, PacelineError, message
 from paceline.core.options import EngineOptions
 from paceline.core.step import Step, StepOutputs, StepRun
-from paceline.kernels.all_reduce import GONE, Exchange
+from paceline.kernels.all_reduce import GONE, WAIT_S, Exchange
 from paceline.kernels.peer_memory import PeerMemory
 from paceline.llm.boot import Knobs, planned_pages
 from paceline.llm.prepare import Prepared
@@ -51,6 +51,7 @@ from paceline.runner.shared_memory import BoxShape, FrameWriter, SharedMemory
 from paceline.runner.step_frames import LAYOUT, encode_step
 
 _T = TypeVar("_T", Started, Planned, Loaded, Ready)
+_R = TypeVar("_R")
 _LOOK_S = 0.1  # from look to look at a rank that is waited for
 
 
@@ -235,7 +236,6 @@ class Ranks:
             self._is_closed = True
         self._kill()
         if self._peers is not None:
-            self._peers.release()
             self._peers.close()
         for thread in self._threads:
             thread.join()
@@ -308,11 +308,11 @@ class Ranks:
                     remedy="load the model again",
                 )
         self._memory.sent[rank] = GONE
-        if self._peers is not None:
-            self._peers.release()
         for queue_ in self._told:
             queue_.put(None)
         self._kill()
+        if self._peers is not None:
+            self._peers.release()
 
     def _kill(self) -> None:
         for process in self._processes:
@@ -368,18 +368,30 @@ class LeadingStep:
         return self._launched.run
 
     def synchronize(self) -> None:
-        self._launched.synchronize()
+        """As LaunchedStep.synchronize.  Raises what `wait` raises."""
+        self._whole(self._launched.synchronize)
 
     def wait(self) -> StepOutputs:
-        """As LaunchedStep.wait.  Raises PacelineError where a rank has ended meanwhile: a GPU waits
-        for it no longer, and sums without it."""
+        """As LaunchedStep.wait.  Raises PacelineError where a rank has ended meanwhile, for which a
+        GPU waits no longer and sums without it, or where a GPU has waited in vain."""
+        return self._whole(self._launched.wait)
+
+    def _whole(self, result: Callable[[], _R]) -> _R:
         try:
-            outputs = self._launched.wait()
+            found = result()
             self._ranks.require_running()
+        except RuntimeError as error:  # of CUDA
+            self._ranks.end(error)
+            raise PacelineError.about(
+                "a step of all ranks",
+                expected=f"run, with every rank's part within {WAIT_S:g} s",
+                got=str(error).partition("\n")[0],
+                remedy="look at the ranks' logs for one that hangs; load the model again",
+            ) from error
         except BaseException as error:
             self._ranks.end(error)
             raise
-        return outputs
+        return found
 
 
 def _start(setup: Setup) -> "subprocess.Popen[bytes]":

@@ -20,6 +20,7 @@ from paceline.core.errors import PacelineError
 from paceline.kernels import all_reduce
 from paceline.llm import rank_phases
 from paceline.llm.llm import LLM
+from paceline.llm.ranks import LeadingStep
 
 PROMPTS = random_prompts((9, 20))
 SOON_S = 1.0
@@ -330,3 +331,29 @@ def test_ranks_do_not_outlive_their_leader(
         leader.send_signal(killed)
         leader.wait(10)
         assert_gone(pids)
+
+
+def test_a_step_whose_gpu_waited_in_vain_ends_the_ranks_and_says_what_may_hang() -> None:
+    class Launched:
+        def wait(self) -> None:
+            raise RuntimeError("CUDA error: unspecified launch failure\nand what to compile with")
+
+    class Running:
+        ended: BaseException | None = None
+
+        def require_running(self) -> None:
+            pass
+
+        def end(self, error: BaseException) -> None:
+            self.ended = error
+
+    ranks = Running()
+    step: Any = LeadingStep
+    with pytest.raises(PacelineError) as caught:
+        step(Launched(), ranks).wait()
+    assert str(caught.value) == (
+        "a step of all ranks must be run, with every rank's part within 60 s, got CUDA error: "
+        "unspecified launch failure; look at the ranks' logs for one that hangs; load the model "
+        "again"
+    )
+    assert ranks.ended is caught.value.__cause__

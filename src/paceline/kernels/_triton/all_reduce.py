@@ -17,9 +17,9 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, interpreted, next_power_of_2
-from paceline.kernels.all_reduce import CHANNELS, SLICE_BYTES, WAIT_S
+from paceline.kernels.all_reduce import CHANNELS, RELEASED, SLICE_BYTES, WAIT_S
 
-_CHANNELS = tl.constexpr(CHANNELS)
+_CHANNELS, _RELEASED = tl.constexpr(CHANNELS), tl.constexpr(RELEASED)
 _LEAST = 512  # numbers of a slice: 4 warps of 16 bytes
 _POLLS = tl.constexpr(1 << 16)  # from look to look at the clock
 
@@ -77,16 +77,19 @@ def _wait(
     WAIT_NS: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Until every peer has sent this turn; the context is lost behind WAIT_NS."""
+    """Until every peer has sent this turn, or this rank is released; the context is lost behind
+    WAIT_NS."""
     for step in tl.static_range(1, RANKS):
         word_ptr = sent_ptr + channel * RANKS + (RANK + step) % RANKS
         seen = tl.atomic_add(word_ptr, 0, sem="acquire", scope="sys")
         if INTERPRETED:
-            tl.device_assert(seen > turn, "a peer has not sent: nobody else runs here")
+            tl.device_assert(
+                (seen > turn) | (seen >= _RELEASED), "a peer has not sent: nobody else runs here"
+            )
         else:
             began = tl.extra.cuda.globaltimer()
             polls = 0
-            while seen <= turn:
+            while (seen <= turn) & (seen < _RELEASED):
                 seen = tl.atomic_add(word_ptr, 0, sem="acquire", scope="sys")
                 polls += 1
                 if polls % _POLLS == 0:  # noqa: SIM102  Triton evaluates both sides of `and`
