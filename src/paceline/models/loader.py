@@ -236,7 +236,7 @@ def fill_dummy_part(model: CausalLM, whole: CausalLM, *, device: torch.device, s
     ours = model.destinations()
     filling: dict[int, Named] = {}  # by parameter of `whole`
     for name, target in whole.destinations().items():
-        [owner] = {id(_owner(block.into)) for block in target.blocks}
+        [owner] = {id(block.parameter) for block in target.blocks}
         filling.setdefault(owner, {})[name] = target
     for parameter, noise in _noise(whole, device, seed):
         held = torch.empty_like(parameter, device=device).copy_(noise)
@@ -246,11 +246,6 @@ def fill_dummy_part(model: CausalLM, whole: CausalLM, *, device: torch.device, s
                 stored[place] = held.as_strided(view.shape, view.stride(), view.storage_offset())
             ours[name].copy_(stored)
     _finish_dummy(model)
-
-
-def _owner(view: Tensor) -> Tensor:
-    """The parameter that it is, or is a view of."""
-    return view if view._base is None else view._base
 
 
 def _noise(

@@ -99,9 +99,8 @@ def _names(model: CausalLM) -> dict[int, list[str]]:
     """The modules whose weights fill a parameter, by its id."""
     found: dict[int, list[str]] = {}
     for name, target in model.destinations().items():
-        for view in (block.into for block in target.blocks):
-            owner = view if view._base is None else view._base
-            found.setdefault(id(owner), []).append(name.rpartition(".")[0])
+        for block in target.blocks:
+            found.setdefault(id(block.parameter), []).append(name.rpartition(".")[0])
     return found
 
 
