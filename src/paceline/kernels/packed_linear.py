@@ -18,16 +18,24 @@ from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, unpack_
 from paceline.kernels.stand_in import device_type
 
 MAX_TOKENS = 64
-CHOICE = (
+_CHOICE = (
     f"on a GPU steps of up to {MAX_TOKENS} tokens multiply with codes (packed_linear), larger ones "
     "with numbers made of them (unpack_weight), as a CPU always does; measured on an H200: faster "
     "than bfloat16 at 1 and 8 tokens, slower at 64 and 600, 0.96x in prefill"
+)
+_UNPACKED = (
+    "every step multiplies with numbers made of codes (unpack_weight): packed_linear has none for "
 )
 _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 32768  # a row of words is held in registers
 _ENOUGH_PROGRAMS = 528  # four for each of 132 processors: one waits for each chunk a while
 _MOST_SPLITS = 8
 _SMALLEST_FEATURES = 64
+
+
+def how_multiplied(dtype: str) -> str:
+    """What runs the products of a model in `dtype`."""
+    return _CHOICE if getattr(torch, dtype) in _DTYPES else f"{_UNPACKED}{dtype}"
 
 
 class PackedTile(NamedTuple):

@@ -38,6 +38,11 @@ class Block(NamedTuple):
     cut: tuple[Span, ...]  # [dims of the stored tensor]
 
     @property
+    def parameter(self) -> Tensor:
+        """What `into` is, or is a view of."""
+        return self.into if self.into._base is None else self.into._base
+
+    @property
     def place(self) -> tuple[slice, ...]:
         """As an index of the stored tensor."""
         return tuple(slice(span.first, span.end) for span in self.cut)

@@ -16,6 +16,7 @@ from paceline.core.parallel import Parallel, of_rank
 from paceline.llm.admission import Admission
 from paceline.models.locate import ModelSource
 from paceline.models.packed_layers import Packings
+from paceline.models.size import as_built
 from paceline.plan.attention_choice import mixer_choices, one_backend, phase_choices
 from paceline.plan.contradictions import refuse_ranks
 from paceline.plan.demand import Demands
@@ -135,5 +136,5 @@ def prepare(asked: Mapping[str, object], *, rank: int = 0) -> Prepared:
         events=events,
         prepare_s=time.perf_counter() - began,
         parallel=parallel,
-        packings=target.packings,
+        packings=as_built(target.packings, config, parallel),
     )

@@ -28,7 +28,7 @@ from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, ope
 from paceline.models.checkpoint_names import canonical_names, without_layers_behind
 from paceline.models.coverage import require_filled_once
 from paceline.models.locate import ModelSource
-from paceline.models.packed_layers import PLAIN, Packings, build_model
+from paceline.models.packed_layers import PLAIN, Packings, build_model, packed_modules
 from paceline.models.quantized.config import read_quantization
 from paceline.models.quantized.repacked import Repacked, encoded
 from paceline.models.quantized.stored import Dequantised
@@ -125,21 +125,17 @@ def _repacked(
     name: str,
 ) -> StoredTensors:
     """`stored` with words for the weights that `model` keeps packed."""
-    modules = {each.removesuffix("words") for each in model.destinations() if _is_words(each)}
+    modules = packed_modules(model)
     if not modules:
         return stored
     found = {}
     for canonical, each in canonical_names(stored.names, file, model=name).items():
         module, _, last = canonical.rpartition(".")
         packing = packings.of(module)
-        if last == "weight" and f"{module}." in modules and packing is not None:
+        if last == "weight" and module in modules and packing is not None:
             found[each] = packing
     pack = stored.packed if isinstance(stored, Dequantised) else encoded(stored)
     return Repacked(stored, found, pack, device)
-
-
-def _is_words(name: str) -> bool:
-    return name.endswith(".words")
 
 
 def weights_folder(source: ModelSource) -> Path:
@@ -236,7 +232,7 @@ def fill_dummy_part(model: CausalLM, whole: CausalLM, *, device: torch.device, s
     ours = model.destinations()
     filling: dict[int, Named] = {}  # by parameter of `whole`
     for name, target in whole.destinations().items():
-        [owner] = {id(_owner(block.into)) for block in target.blocks}
+        [owner] = {id(block.parameter) for block in target.blocks}
         filling.setdefault(owner, {})[name] = target
     for parameter, noise in _noise(whole, device, seed):
         held = torch.empty_like(parameter, device=device).copy_(noise)
@@ -246,11 +242,6 @@ def fill_dummy_part(model: CausalLM, whole: CausalLM, *, device: torch.device, s
                 stored[place] = held.as_strided(view.shape, view.stride(), view.storage_offset())
             ours[name].copy_(stored)
     _finish_dummy(model)
-
-
-def _owner(view: Tensor) -> Tensor:
-    """The parameter that it is, or is a view of."""
-    return view if view._base is None else view._base
 
 
 def _noise(

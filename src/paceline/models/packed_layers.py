@@ -24,7 +24,8 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.registry import architecture
 
 _META = torch.device("meta")
-_PLAIN = ("lm_head", "gate", "router", "shared_expert_gate")  # what recipes leave as it is
+# What recipes leave as it is: heads, routers, and rates and decays of gated delta nets.
+_PLAIN = ("lm_head", "gate", "router", "shared_expert_gate", "in_proj_ba")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +33,8 @@ class Packings:
     """How the linear layers of a model are stored, by the canonical names of their modules."""
 
     by_module: Mapping[str, Packing] = field(default_factory=dict)
-    made: Packing | None = None  # of all others but heads and routers, whose numbers are encoded
-    num_unread: int = 0  # weights of codes that no kernel reads, which become plain numbers
+    made: Packing | None = None  # of all others but `_PLAIN` ones, whose numbers are encoded
+    num_unread: int = 0  # weights of codes that no layer reads, which become plain numbers
 
     def of(self, module: str) -> Packing | None:
         """None: its numbers are plain."""
@@ -46,10 +47,12 @@ class Packings:
 
     def __str__(self) -> str:
         if self.made is not None:
-            return f"{self.made}: what linear layers but heads and routers are rounded to"
+            return f"{self.made}: what linear layers but heads, routers and experts are rounded to"
         kinds = Counter(map(str, self.by_module.values()))
         stay = "; ".join(f"{count} stay {kind}" for kind, count in kinds.items())
-        return f"{stay}; {self.num_unread} become plain numbers, since no kernel reads them"
+        if not self.num_unread:
+            return stay
+        return f"{stay}; {self.num_unread} become plain numbers, since no layer reads them as codes"
 
 
 PLAIN = Packings()
@@ -95,13 +98,18 @@ def build_model(config: ModelConfig, packings: Packings, **where: Any) -> Causal
     return model
 
 
+def packed_modules(model: CausalLM) -> set[str]:
+    """The canonical names of modules whose weights `model` keeps packed."""
+    names = (name.rpartition(".") for name in model.destinations())
+    return {module for module, _, last in names if last == "words"}
+
+
 def _names(model: CausalLM) -> dict[int, list[str]]:
     """The modules whose weights fill a parameter, by its id."""
     found: dict[int, list[str]] = {}
     for name, target in model.destinations().items():
-        for view in (block.into for block in target.blocks):
-            owner = view if view._base is None else view._base
-            found.setdefault(id(owner), []).append(name.rpartition(".")[0])
+        for block in target.blocks:
+            found.setdefault(id(block.parameter), []).append(name.rpartition(".")[0])
     return found
 
 

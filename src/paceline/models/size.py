@@ -3,6 +3,7 @@
 There is no formula that a new layer could be missing from.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -12,11 +13,11 @@ from paceline.core.errors import ModelError
 from paceline.core.model_config import ModelConfig
 from paceline.core.options import ELEMENT_BYTES
 from paceline.core.parallel import ALONE, Parallel
-from paceline.kernels.all_reduce import Exchange
+from paceline.kernels.all_reduce import Exchange, exchange_memory, peer_table
 from paceline.kernels.stand_in import StandIn
 from paceline.layers.weight_format import held_by
 from paceline.models.causal_lm import CausalLM
-from paceline.models.packed_layers import PLAIN, Packings, build_model
+from paceline.models.packed_layers import PLAIN, Packings, build_model, packed_modules
 
 META = torch.device("meta")
 
@@ -41,6 +42,34 @@ def empty_model(
         max_positions=max_positions,
         exchange=exchange,
     )
+
+
+def empty_exchange(parallel: Parallel, capacity: int, *, dtype: torch.dtype) -> Exchange | None:
+    """A rank's, on the meta device; None of one process.  capacity: see `exchange_memory`."""
+    if parallel.size == 1:
+        return None
+    box, sent = exchange_memory(parallel.size, capacity, dtype=dtype, device=META)
+    return Exchange(parallel.rank, box, sent, peer_table((), META))
+
+
+def as_built(packings: Packings, config: ModelConfig, parallel: Parallel) -> Packings:
+    """Of `packings` of a checkpoint those that layers of the model, or of a rank's part, keep; all
+    others become plain numbers, and are counted so."""
+    if not packings.by_module:
+        return packings
+    dtype = torch.bfloat16
+    model = empty_model(
+        config,
+        dtype=dtype,
+        max_positions=1,
+        parallel=parallel,
+        exchange=empty_exchange(parallel, 0, dtype=dtype),
+        packings=packings,
+    )
+    modules = packed_modules(model)
+    kept = {name: each for name, each in packings.by_module.items() if name in modules}
+    lost = len(packings.by_module) - len(kept)
+    return replace(packings, by_module=kept, num_unread=packings.num_unread + lost)
 
 
 def weight_bytes(module: nn.Module | None) -> int:

@@ -33,6 +33,14 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
+def are_all_here(folder: Path) -> bool:
+    """Whether `weight_files` finds every one of them."""
+    try:
+        return bool(weight_files(folder))
+    except WeightsError:
+        return False
+
+
 def gguf_refusal(what: str, name: str) -> WeightsError:
     """The error about weights in the format of llama.cpp."""
     return WeightsError.about(

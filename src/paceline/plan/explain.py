@@ -15,11 +15,11 @@ from paceline.core.gpus import DeviceFacts, gib
 from paceline.core.model_config import SOFTMAX, ModelConfig
 from paceline.core.options import EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel, of_rank
-from paceline.kernels.packed_linear import CHOICE
+from paceline.kernels.packed_linear import how_multiplied
 from paceline.models.locate import ModelSource
 from paceline.models.packed_layers import Packings
 from paceline.models.quantized.scheme import Quantization
-from paceline.models.size import bytes_by_format, empty_model
+from paceline.models.size import as_built, bytes_by_format, empty_exchange, empty_model
 from paceline.plan.attention_choice import (
     PhaseChoice,
     mixer_choices,
@@ -158,7 +158,7 @@ def _weights(plan: Explanation) -> list[str]:
     return [
         f"weights: {method}{plan.packings}",
         *(f"  {size} of {kind}" for kind, size in plan.weights_by_format.items()),
-        f"  {CHOICE}",
+        f"  {how_multiplied(known(plan.resolution.options.dtype))}",
     ]
 
 
@@ -183,7 +183,7 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
         model=target.source.name,
         config=config,
         quantization=target.quantization,
-        packings=target.packings,
+        packings=as_built(target.packings, config, parallel),
         weights_by_format=_by_format(demands, resolution.options),
         device=device,
         speculation=speculation,
@@ -200,13 +200,16 @@ def explain_model(asked: Mapping[str, object], *, gpu: str | None) -> Explanatio
 
 
 def _by_format(demands: Demands, options: EngineOptions) -> dict[str, str]:
-    """What weights take, by format; nothing where all are plain numbers."""
+    """What weights, or a rank's part, take, by format; nothing where all are plain numbers."""
     if not demands.packings:
         return {}
+    dtype: torch.dtype = getattr(torch, known(options.dtype))
     model = empty_model(
         demands.config,
-        dtype=getattr(torch, known(options.dtype)),
+        dtype=dtype,
         max_positions=1,
+        parallel=demands.parallel,
+        exchange=empty_exchange(demands.parallel, 0, dtype=dtype),
         packings=demands.packings,
     )
     return {kind: gib(size) for kind, size in bytes_by_format(model).items()}

@@ -19,11 +19,11 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.modes import End, MaskKind
 from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
-from paceline.kernels.all_reduce import Exchange, exchange_memory, peer_table
+from paceline.kernels.all_reduce import Exchange
 from paceline.kernels.custom_op import scratch_sizes
 from paceline.kernels.stand_in import StandIn
 from paceline.models.causal_lm import CausalLM
-from paceline.models.size import META, empty_model, weight_bytes
+from paceline.models.size import META, empty_exchange, empty_model, weight_bytes
 from paceline.plan.assemble import Decided, assemble, exchange_capacity
 from paceline.plan.cuda_pool import MIN_BLOCK, Block, CudaPool
 from paceline.runner.buffers import PaddedSize
@@ -145,7 +145,9 @@ def rehearse(decided: Decided, backend: AttentionBackend, facts: DeviceFacts) ->
     Raises RuntimeError where `backend` cannot allocate on the meta device.
     """
     with Allocations(facts) as seen:
-        exchange = _exchange(decided)
+        # Memory that ranks have once for all is counted by each.
+        capacity = 0 if decided.parallel.size == 1 else exchange_capacity(decided)
+        exchange = empty_exchange(decided.parallel, capacity, dtype=decided.dtype)
         parts = assemble(decided, EmptyWeights(decided, exchange), backend, META)
     weights, draft_weights = (weight_bytes(m) for m in (parts.model, parts.proposer.model))
     pools = [pool.named_tensors().values() for pool in parts.device_pools]
@@ -157,17 +159,6 @@ def rehearse(decided: Decided, backend: AttentionBackend, facts: DeviceFacts) ->
         kv=kv,
         workspace=seen.live - weights - draft_weights - kv,
     )
-
-
-def _exchange(decided: Decided) -> Exchange | None:
-    """With memory that ranks have once for all, counted by each."""
-    parallel = decided.parallel
-    if parallel.size == 1:
-        return None
-    memory = exchange_memory(
-        parallel.size, exchange_capacity(decided), dtype=decided.dtype, device=META
-    )
-    return Exchange(parallel.rank, *memory, peer_table((), META))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

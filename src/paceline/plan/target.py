@@ -13,10 +13,11 @@ from paceline.core.options import OFF, EngineOptions
 from paceline.models.config import parse_config
 from paceline.models.ends import with_ends
 from paceline.models.locate import ModelSource, locate
-from paceline.models.packed_layers import Packings
+from paceline.models.packed_layers import PLAIN, Packings
 from paceline.models.quantized.config import read_quantization
-from paceline.models.quantized.kept import kept_weights
+from paceline.models.quantized.kept import made_packing, stored_packings
 from paceline.models.quantized.scheme import Quantization
+from paceline.models.weight_files import are_all_here
 from paceline.plan.machine import local_device
 
 
@@ -26,14 +27,14 @@ class Target:
     config: ModelConfig
     device: DeviceFacts
     quantization: Quantization | None  # of the stored weights; None: they are plain numbers
-    packings: Packings  # of those that an engine keeps as codes
+    packings: Packings  # of those that kernels read as codes
 
 
 def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None) -> Target:
     """Find and read the model of `options`, and the device: a GPU by name, or one of this machine.
 
-    weights=False does not download those of a hub model, whose headers are not seen then: all
-    count as plain numbers.  Raises ModelError, ConfigError, WeightsError.
+    weights=False does not download those of a hub model: where its headers are not here, all count
+    as plain numbers.  Raises ModelError, ConfigError, WeightsError.
     """
     source = locate(options.model, options.revision, weights=False)
     asked = None if options.pooling is None else Pooling(options.pooling)
@@ -41,11 +42,16 @@ def find_target(options: EngineOptions, *, weights: bool, gpu: str | None = None
     device = local_device(options.device) if gpu is None else gpu_by_name(gpu)
     quantization = read_quantization(source.config)
     _require_generating(options, config)
-    where = {"device_type": device.device_type}
-    packings = kept_weights(options, source, config, quantization, **where)
+    made = made_packing(options, quantization)
     if weights:  # which a model that is refused does not download
         source = locate(options.model, options.revision)
-        packings = kept_weights(options, source, config, quantization, **where)
+    packings = PLAIN
+    if made is not None:
+        packings = Packings(made=made)
+    elif weights or (source.folder is not None and are_all_here(source.folder)):
+        packings = stored_packings(
+            options, source, config, quantization, device_type=device.device_type
+        )
     return Target(
         source=source,
         config=config,

@@ -1,6 +1,8 @@
 """Checkpoints whose codes stay codes give the logits of the numbers that they stand for; plain ones
 become fp8 as they are read.  Here a CPU unpacks: its kernels are tested by the interpreter."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError, WeightsError
 from paceline.core.options import EngineOptions
-from paceline.core.parallel import Parallel
+from paceline.core.parallel import ALONE, Parallel
 from paceline.core.sampling_params import SamplingParams
 from paceline.kernels.all_reduce import open_exchange
 from paceline.kernels.packed_weight import FP8, INT4, Packing
@@ -25,10 +27,11 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
-from paceline.models.packed_layers import PLAIN, Packings
-from paceline.models.quantized.config import read_quantization
-from paceline.models.quantized.kept import MADE, kept_weights
+from paceline.models.packed_layers import PLAIN, Packings, packed_modules
+from paceline.models.quantized.kept import MADE
+from paceline.models.size import as_built
 from paceline.plan.explain import explain_model, show
+from paceline.plan.target import find_target
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "recipes"))
 from quantise import quantise
@@ -45,8 +48,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("plain"), **sizes, intermediate_size=160)
 
 
-def save(folder: Path, **sizes: int) -> Path:
-    family, settings = tiny_checkpoints.CASES["llama-gqa2-untied"]
+def save(folder: Path, case: str = "llama-gqa2-untied", **sizes: int) -> Path:
+    family, settings = tiny_checkpoints.CASES[case]
     torch.manual_seed(1)
     config = getattr(transformers, f"{family}Config")(**(settings | sizes))
     model = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -59,11 +62,11 @@ def save(folder: Path, **sizes: int) -> Path:
 
 
 def packings(folder: Path, **asked: object) -> Packings:
-    source = locate(str(folder))
-    config = parse_config(source.config, source.generation_config)
-    options = EngineOptions(model=str(folder), **asked)
-    quantization = read_quantization(source.config)
-    return kept_weights(options, source, config, quantization, device_type="cuda")
+    return find_target(EngineOptions(model=str(folder), **asked), weights=True, gpu="h200").packings
+
+
+def built_of(folder: Path, kept: Packings, parallel: Parallel = ALONE) -> Packings:
+    return as_built(kept, parse_config(locate(str(folder)).config), parallel)
 
 
 def load(folder: Path, kept: Packings, **where: object) -> CausalLM:
@@ -114,6 +117,9 @@ def test_a_fused_layer_with_parts_that_differ_becomes_numbers(plain: Path, tmp_p
     quantise(plain, "w4a16", folder)
     kept = packings(folder)
     some = {name: each for name, each in kept.by_module.items() if "0.mlp.up_proj" not in name}
+    built = built_of(folder, Packings(some, num_unread=1))
+    assert set(some) - set(built.by_module) == {"model.layers.0.mlp.gate_proj"}
+    assert str(built).endswith("; 2 become plain numbers, since no layer reads them as codes")
     ours = load(folder, Packings(some))
     assert num_packed(ours) == 7
     assert torch.equal(logits(ours, folder), logits(ours, folder))
@@ -195,8 +201,95 @@ def test_what_nothing_makes_is_refused(plain: Path) -> None:
         packings(plain, quantization="fp8", load_format="dummy", tensor_parallel_size=2)
 
 
-def test_kinds_are_said(plain: Path) -> None:
-    kept = Packings({"a": Packing(INT4, 32, True, torch.float16)}, num_unread=2)
-    assert str(kept) == (
-        "1 stay int4, a scale for 32 columns; 2 become plain numbers, since no kernel reads them"
-    )
+def test_what_dummy_weights_become_is_what_was_asked(plain: Path, tmp_path: Path) -> None:
+    """Whatever the config.json says of stored ones."""
+    folder = tmp_path / "quantised"
+    quantise(plain, "fp8", folder)
+    kept = packings(folder, quantization="fp8", load_format="dummy")
+    assert kept.made == MADE["fp8"]
+    with pytest.raises(ConfigError, match=r"must be one of fp8, .* of dummy weights, got 'awq'"):
+        packings(folder, quantization="awq", load_format="dummy")
+
+
+def test_unasked_float32_has_no_codes(plain: Path, tmp_path: Path) -> None:
+    """No kernel multiplies with them there: every step would unpack every weight."""
+    folder = tmp_path / "quantised"
+    quantise(plain, "awq", folder)
+    assert not packings(folder, dtype="float32")
+    asked = {"model": str(folder), "dtype": "float32", "quantization": "awq"}
+    said = show(explain_model(asked, gpu="h200"))
+    assert "14 stay int4" in said
+    assert "every step multiplies with numbers made of codes" in said
+
+
+def test_rates_and_decays_are_not_rounded() -> None:
+    made = Packings(made=MADE["fp8"])
+    assert made.of("model.layers.0.linear_attn.in_proj_ba") is None
+    assert made.of("model.layers.0.linear_attn.out_proj") == MADE["fp8"]
+
+
+def test_experts_and_latents_become_numbers_and_are_counted_so(tmp_path: Path) -> None:
+    plain, folder = tmp_path / "plain", tmp_path / "quantised"
+    columns = {"intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32}
+    save(plain, "deepseek_v3-halves", **columns, v_head_dim=32)
+    quantise(plain, "fp8-rows", folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["num_hidden_layers"] = 2  # the third is one that predicts more
+    (folder / "config.json").write_text(json.dumps(settings))
+    kept = packings(folder)
+    assert not any(name.startswith("model.layers.2.") for name in kept.by_module)
+    built = built_of(folder, kept)
+    assert set(built.by_module) == packed_modules(load(folder, kept))
+    lost = set(kept.by_module) - set(built.by_module)
+    assert {name.rpartition(".")[2] for name in lost if ".experts." not in name} == {"kv_b_proj"}
+    assert any(".experts." in name for name in lost)
+    assert built.num_unread == len(lost)
+    plan = explain_model({"model": str(folder)}, gpu="h200")
+    assert f"; {len(lost)} become plain numbers" in show(plan)
+
+
+def test_ranks_that_cut_words_count_what_becomes_numbers(tmp_path: Path) -> None:
+    folder = tmp_path / "quantised"
+    quantise(save(tmp_path / "wide", hidden_size=256, intermediate_size=160), "w4a16", folder)
+    asked = {"model": str(folder)}
+    whole, part = (explain_model(asked | {"tensor_parallel_size": n}, gpu="h200") for n in (1, 2))
+    assert "14 stay int4" in str(whole.packings)
+    assert "; 2 become plain numbers" in str(part.packings)
+    kind = "int4, a scale for 32 columns"
+    assert part.weights_by_format[kind] != whole.weights_by_format[kind]
+
+
+def test_a_hub_model_is_here_before_its_headers_are_read(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    stored, here = tmp_path / "stored", tmp_path / "here"
+    quantise(plain, "awq", stored)
+    here.mkdir()
+    asked: list[bool] = []
+
+    def snapshot(model: str, **options: list[str]) -> str:
+        asked.append("*.safetensors" in options["allow_patterns"])
+        for path in stored.iterdir():
+            if asked[-1] or path.suffix != ".safetensors":
+                shutil.copy(path, here)
+        return str(here)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    options = EngineOptions(model="owner/name")
+    assert not find_target(options, weights=False, gpu="h200").packings
+    with pytest.raises(ConfigError, match="quantization must be 'awq'"):
+        find_target(EngineOptions(model="owner/name", quantization="fp8"), weights=True, gpu="h200")
+    assert not any(asked)
+    assert len(find_target(options, weights=True, gpu="h200").packings.by_module) == 14
+    assert asked[-2:] == [False, True]
+    assert len(find_target(options, weights=False, gpu="h200").packings.by_module) == 14
+
+
+def test_kinds_are_said() -> None:
+    kept = {"a": Packing(INT4, 32, True, torch.float16)}
+    said = "1 stay int4, a scale for 32 columns"
+    assert str(Packings(kept)) == said
+    more = "; 2 become plain numbers, since no layer reads them as codes"
+    assert str(Packings(kept, num_unread=2)) == said + more

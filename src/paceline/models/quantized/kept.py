@@ -9,7 +9,7 @@ from paceline.core.model_config import ModelConfig
 from paceline.core.options import EngineOptions
 from paceline.kernels.packed_weight import FP8, INT4, INT8, Packing
 from paceline.models.checkpoint import open_checkpoint
-from paceline.models.checkpoint_names import canonical_names
+from paceline.models.checkpoint_names import canonical_names, without_layers_behind
 from paceline.models.locate import ModelSource
 from paceline.models.packed_layers import PLAIN, Packings
 from paceline.models.quantized.scheme import Quantization
@@ -25,7 +25,28 @@ MADE: Mapping[str, Packing] = {
 }
 
 
-def kept_weights(
+def made_packing(options: EngineOptions, quantization: Quantization | None) -> Packing | None:
+    """What linear layers are rounded to, because `options` ask for it; None: they stay as they are
+    stored.  Raises ConfigError where `options` ask for another format than weights have."""
+    asked, is_dummy = options.quantization, options.load_format == "dummy"
+    can_make = is_dummy or (quantization is None and asked == "fp8")
+    if can_make and asked is not None and asked in MADE:
+        _require_one_process(options)
+        return MADE[asked]
+    method = "none" if quantization is None or is_dummy else quantization.method
+    if asked not in (None, method):
+        said = f"{method!r}, as the config.json of '{options.model}' says"
+        raise ConfigError.about(
+            "quantization",
+            expected=f"one of {', '.join(MADE)}, or none, of dummy weights" if is_dummy else said,
+            got=repr(asked),
+            remedy="leave --quantization out, or name a checkpoint that is stored so: plain "
+            f"weights become fp8 as they are read, and dummy ones {', '.join(MADE)}",
+        )
+    return None
+
+
+def stored_packings(
     options: EngineOptions,
     source: ModelSource,
     config: ModelConfig,
@@ -33,30 +54,25 @@ def kept_weights(
     *,
     device_type: str,
 ) -> Packings:
-    """What stays or becomes codes.  On a CPU codes become plain numbers, which it multiplies
-    faster.  Raises ConfigError where `options` ask for another format than weights have."""
-    is_dummy = options.load_format == "dummy"
-    asked = options.quantization
-    can_make = quantization is None and (is_dummy or asked == "fp8")
-    if can_make and asked is not None and asked in MADE:
-        _require_one_process(options)
-        return Packings(made=MADE[asked])
-    method = "none" if quantization is None else quantization.method
-    if asked not in (None, method):
-        raise ConfigError.about(
-            "quantization",
-            expected=f"{method!r}, as the config.json of '{options.model}' says",
-            got=repr(asked),
-            remedy="leave --quantization out, or name a checkpoint that is stored so: plain "
-            f"weights become fp8 as they are read, and dummy ones {', '.join(MADE)}",
-        )
-    if quantization is None or is_dummy or source.folder is None or device_type == "cpu":
+    """What a checkpoint stores as codes that kernels read.  Raises WeightsError for headers that
+    cannot be read.
+
+    Unasked, codes become plain numbers on a CPU, and in float32 on a GPU: no kernel multiplies with
+    them there, and unpacking them for every step is slower.
+    """
+    folder, is_dummy = source.folder, options.load_format == "dummy"
+    if quantization is None or is_dummy or folder is None or device_type == "cpu":
+        return PLAIN
+    if options.dtype == "float32" and options.quantization is None:
         return PLAIN
     file = architecture(config.model_type)
-    with open_checkpoint(source.folder) as checkpoint:
+    with open_checkpoint(folder) as checkpoint:
         stored = Dequantised(checkpoint, quantization, model=source.name)
+        names = canonical_names(stored.names, file, model=source.name)
+        if file.predicts_more:
+            names = without_layers_behind(names, config.num_layers)
         found, num_unread = {}, 0
-        for canonical, name in canonical_names(stored.names, file, model=source.name).items():
+        for canonical, name in names.items():
             packing = stored.packing(name)
             if packing is not None:
                 found[canonical.removesuffix(".weight")] = packing
