@@ -180,7 +180,7 @@ def test_the_plan_says_how_many_states_there_are_and_for_whom(tmp_path):
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
     alone = show(explained(tmp_path, 0))
     assert "KV holds" not in alone
-    assert "prefill none (no layer attends)" in alone
+    assert "prefill none (no layer attends over a cache)" in alone
     assert "a round that passes" not in alone
 
 

@@ -170,11 +170,11 @@ def mixer_choices(
 
 
 def _nobody(phase: Phase, options: EngineOptions) -> PhaseChoice:
-    """Of an engine in which no layer attends."""
-    asked = options.attention_backend
+    """Of an engine in which no layer attends over a cache."""
+    asked, why = options.attention_backend, "no layer attends over a cache"
     if asked in (None, "auto", NO_ATTENTION):
-        return PhaseChoice(phase=phase, backend=NO_ATTENTION, why="no layer attends", rejected={})
-    reasons = ["no layer of the model attends: leave --attention-backend out"]
+        return PhaseChoice(phase=phase, backend=NO_ATTENTION, why=why, rejected={})
+    reasons = [f"{why}: leave --attention-backend out"]
     return PhaseChoice(phase=phase, backend=None, why="none can run", rejected={asked: reasons})
 
 
