@@ -48,13 +48,6 @@ def refuse_ranks(options: EngineOptions, config: ModelConfig, num_gpus: int | No
     size = options.tensor_parallel_size
     if size == 1:
         return
-    if config.reads_whole:
-        raise ConfigError.about(
-            "tensor_parallel_size",
-            expected="1 for an encoder",
-            got=size,
-            remedy="leave --tensor-parallel-size out: each process holds all of it",
-        )
     of_rank(config, Parallel(0, size))
     if num_gpus is not None and size > num_gpus:
         raise ConfigError.about(
