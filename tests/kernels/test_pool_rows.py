@@ -40,6 +40,15 @@ def test_the_worked_example_holds(run: Run) -> None:
 
 
 @RUNS
+@pytest.mark.parametrize("pooling", Pooling)
+def test_rows_behind_the_last_request_are_nobodys(run: Run, pooling: Pooling) -> None:
+    hidden = torch.tensor([[1.0, 4.0], [1.0, 4.0], [torch.nan, torch.nan]])
+    out = torch.full((2, 2), torch.nan)
+    run(hidden, torch.tensor([0, 2, 2], dtype=torch.int32), pooling, out)
+    assert out.tolist() == [[1, 4], [0, 0]]
+
+
+@RUNS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("pooling", Pooling)
 def test_each_request_is_pooled_as_alone_in_float64(

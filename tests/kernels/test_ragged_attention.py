@@ -112,6 +112,23 @@ def test_rows_of_a_fused_projection_are_read_where_they_lie(run) -> None:
 
 
 @RUNS
+@pytest.mark.parametrize("lens", [(), (1,), (0, 64), (70, 3, 0)])
+@pytest.mark.parametrize("behind", [1, 130])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, 7), (False, 7)])
+def test_rows_behind_the_last_request_have_no_keys(run, lens, behind, causal, window) -> None:
+    q, k, v, cu, _ = make(torch.float32, (*lens, behind), (*lens, behind))
+    cu = cu[:-1]
+    out, lse = run(q, k, v, cu, cu, causal=causal, scale=0.2, window=window)
+    end = sum(lens)
+    assert not out[end:].any()
+    assert lse[end:].isneginf().all()
+    asked = {"causal": causal, "scale": 0.2, "window": window}
+    alone = run(q[:end], k[:end], v[:end], cu, cu, **asked)
+    for found, wanted in zip((out, lse), alone, strict=True):
+        assert torch.equal(found[:end], wanted)
+
+
+@RUNS
 def test_nan_of_one_request_stays_there(run) -> None:
     q, k, v, cu, _ = make(torch.float32, (9, 9, 9), (9, 9, 9))
     whole = run(q, k, v, cu, cu, causal=False, scale=0.2)[0]

@@ -49,6 +49,7 @@ def wanted(layer: LayerSpec) -> StateConfig:
         masks=frozenset({MaskKind.TREE}),
         parts=layer.state,
         state_every=8,
+        graph=GraphSupport.NEVER,
     )
 
 
@@ -129,7 +130,10 @@ def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"device_types": frozenset({"cuda"})}, "device cpu, of cuda"),
         ({"dtypes": frozenset({torch.float16})}, "dtype torch.float32, of torch.float16"),
         ({"masks": frozenset({MaskKind.CAUSAL})}, "mask tree, of causal"),
-        ({"graph": GraphSupport.UNIFORM}, "graphs of always steps, of uniform"),
+        (
+            {"graph": GraphSupport.UNIFORM},
+            "graphs of always steps, of uniform: --enforce-eager runs without",
+        ),
         (
             {"part_dtypes": frozenset({torch.bfloat16, torch.float16})},
             "part 'state' of torch.float32, of torch.bfloat16, torch.float16",

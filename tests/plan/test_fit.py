@@ -294,7 +294,9 @@ def test_open_values_are_decided():
             "revision",
             "pooling",  # as the model's files say
             "quantization",  # as the checkpoint says
+            "black_box_dir",  # nobody asked for a record
             "attention_backend",
+            "linear_attention_backend",
             "state_checkpoint_every",  # no layer keeps a state
             "threads" if device is H200 else "gpu_memory_utilization",
         }

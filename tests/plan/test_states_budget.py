@@ -7,9 +7,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 from draft_models import TARGET, folder
+from example_state_backend import SumBackend
 from sum_model import MODEL_TYPE, register
 
-from paceline.core.errors import ConfigError
+from paceline.attention.contract import GraphSupport
+from paceline.attention.mixers import REGISTRIES
+from paceline.core.errors import BackendUnsupported, ConfigError
 from paceline.core.model_config import (
     CacheGroupSpec,
     CacheKind,
@@ -148,6 +151,49 @@ def test_sizes_that_say_nothing_are_refused(tmp_path, num_layers, asked, text):
     assert str(caught.value) == text
 
 
+class NoGraphs(SumBackend):
+    name = "no-graphs"
+    capabilities = replace(SumBackend.capabilities, graph=GraphSupport.NEVER)
+
+
+class NoRounds(SumBackend):
+    name = "no-rounds"
+    capabilities = replace(SumBackend.capabilities, graph=GraphSupport.DECODE)
+
+
+NGRAM = {"speculative_algorithm": "NGRAM"}
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("backend", "asked", "reasons"),
+    [
+        (NoGraphs, {}, ["graphs of decode steps, of never: --enforce-eager runs without"]),
+        (NoGraphs, {"enforce_eager": True}, []),
+        (NoRounds, {}, []),
+        (NoRounds, NGRAM, ["graphs of uniform steps, of decode: --enforce-eager runs without"]),
+        (NoRounds, NGRAM | {"enforce_eager": True}, []),
+        (SumBackend, {"prompt_blocks": True}, ["mask block, of causal, tree"]),
+    ],
+)
+def test_who_runs_layers_of_states_can_do_every_step(tmp_path, backend, asked, reasons):
+    asked = asked | {"linear_attention_backend": f"{backend.__module__}:{backend.__name__}"}
+    if not reasons:
+        assert explained(tmp_path, 2, **asked).mixers["sum"].why == "asked for"
+        return
+    with pytest.raises(BackendUnsupported) as caught:
+        explained(tmp_path, 2, **asked)
+    assert caught.value.reasons == reasons
+
+
+@pytest.mark.usefixtures("registered")
+def test_auto_takes_who_runs_as_graphs(tmp_path, monkeypatch):
+    targets = {name: f"{__name__}:{name}" for name in ("NoGraphs", "NoRounds")}
+    monkeypatch.setitem(REGISTRIES, "sum", targets)
+    assert explained(tmp_path, 2).mixers["sum"].name == "NoRounds"
+    assert explained(tmp_path, 2, enforce_eager=True).mixers["sum"].name == "NoGraphs"
+
+
 def test_states_are_no_smaller_in_an_8_bit_cache():
     sums = LayerSpec(mixer="sum", state=(RowPart("sum", (3,), dtype="float32"), RowPart("x", (5,))))
     layers = (LayerSpec(heads=Heads(4, 2, 16, 16)), sums)
@@ -180,7 +226,7 @@ def test_the_plan_says_how_many_states_there_are_and_for_whom(tmp_path):
     jsonschema.validate(document, json.loads(SCHEMA.read_text()))
     alone = show(explained(tmp_path, 0))
     assert "KV holds" not in alone
-    assert "prefill none (no layer attends)" in alone
+    assert "prefill none (no layer attends over a cache)" in alone
     assert "a round that passes" not in alone
 
 

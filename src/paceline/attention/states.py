@@ -56,7 +56,7 @@ class StateConfig:
     masks: frozenset[MaskKind]  # of steps and rounds
     parts: tuple[RowPart, ...]  # of each layer; their dtypes: None: that of activations
     state_every: int  # tokens between states that are kept
-    graph: GraphSupport = GraphSupport.NEVER  # of every step that is a graph
+    graph: GraphSupport  # the least that is wanted; NEVER when graphs are off
 
 
 def unsupported_reasons(can: StateCapabilities, wanted: StateConfig) -> list[str]:
@@ -72,7 +72,7 @@ def unsupported_reasons(can: StateCapabilities, wanted: StateConfig) -> list[str
         reasons.append(f"mask {mask.value}, of {', '.join(names)}")
     if can.graph < wanted.graph:
         asked, has = wanted.graph.name.lower(), can.graph.name.lower()
-        reasons.append(f"graphs of {asked} steps, of {has}")
+        reasons.append(f"graphs of {asked} steps, of {has}: --enforce-eager runs without")
     for part in wanted.parts:
         dtype = wanted.dtype if part.dtype is None else getattr(torch, part.dtype)
         if part.dtype and can.part_dtypes is not None and dtype not in can.part_dtypes:
@@ -175,11 +175,8 @@ class StateGroupPlan:
     plan: Any
 
 
-def require_able(backend: object, group: CacheGroupSpec, wanted: StateConfig) -> StateBackend:
-    """What runs the layers of a STATE group; see `unsupported_reasons`.
-
-    Raises ConfigError where it is no state backend, or cannot run there.
-    """
+def require_state_backend(backend: object, group: CacheGroupSpec) -> StateBackend:
+    """What runs the layers of a STATE group; its chooser found it able.  Raises ConfigError."""
     if not isinstance(backend, StateBackend):
         name = getattr(backend, "name", type(backend).__name__)
         raise ConfigError.about(
@@ -187,13 +184,5 @@ def require_able(backend: object, group: CacheGroupSpec, wanted: StateConfig) ->
             expected="a StateBackend",
             got="none" if backend is None else f"'{name}', of another kind",
             remedy="name one for the model's layers of this kind",
-        )
-    reasons = unsupported_reasons(backend.capabilities, wanted)
-    if reasons:
-        raise ConfigError.about(
-            f"state backend '{backend.name}'",
-            expected="able to run here",
-            got="; ".join(reasons),
-            remedy="name another one, or change what is asked of it",
         )
     return backend

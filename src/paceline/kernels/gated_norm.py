@@ -2,7 +2,7 @@
 front, behind, or none.
 
 The norm is over each of `groups` equal parts of a row, and its product with the weight is rounded
-as transformers does it: behind the gate (Mamba-2) the normed row is rounded first.
+as transformers' Mamba-2 does it: behind the gate the normed row is rounded first.
 """
 
 import torch

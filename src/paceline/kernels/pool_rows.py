@@ -24,7 +24,8 @@ def pool_rows_reference(hidden: Tensor, cu_seqlens_q: Tensor, pooling: str, out:
     if pooling == Pooling.MEAN:
         tokens = torch.arange(hidden.shape[0], device=hidden.device)
         reqs = torch.searchsorted(stop, tokens, right=True)
-        out.zero_().index_add_(0, reqs, hidden.float())
+        sums = out.new_zeros(out.shape[0] + 1, out.shape[1])  # the last: rows behind all requests
+        out.copy_(sums.index_add_(0, reqs, hidden.float())[:-1])
         out.div_(lens.clamp(min=1))
         return
     rows = first if pooling == Pooling.CLS else stop - 1

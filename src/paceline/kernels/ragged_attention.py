@@ -108,8 +108,8 @@ def ragged_attention(
     q: [tokens, heads, head_dim]; k: [keys, kv_heads, head_dim]; v: [keys, kv_heads, v_head_dim],
     the last dimension contiguous; cu_q, cu_k: [reqs + 1] int32, the last at most tokens and keys.
     window: keys visible back, itself included, and as many ahead where not causal; None: all.
-    A query without keys gives 0 and -inf.  Graph-safe: the grid depends on padded sizes only; no
-    host read of a GPU's numbers.  Raises KernelArgumentError.
+    A query without keys, or behind cu_q[-1], gives 0 and -inf.  Graph-safe: the grid depends on
+    padded sizes only; no host read of a GPU's numbers.  Raises KernelArgumentError.
     """
     _check(q, k, v, cu_q, cu_k)
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])

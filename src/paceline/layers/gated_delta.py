@@ -74,6 +74,7 @@ class GatedDeltaNet(nn.Module):
                 beta=beta.flatten(1).sigmoid_(),
             ),
         )
+        # Qwen3-Next of transformers rounds what is normed, and gated_norm's NORM_GATE does not.
         gated = self.norm(mixed) * silu(gates.reshape(mixed.shape).float())
         out: Tensor = self.out(gated.to(x.dtype).flatten(1))
         return out

@@ -340,7 +340,7 @@ def _scheduler(
         prepared.groups,
         planned_pages(prepared, knobs),
         max_extend_len=max(known(options.chunked_prefill_size), draft.reach),
-        enable_prefix_cache=options.enable_prefix_cache and bool(prepared.groups),
+        enable_prefix_cache=options.enable_prefix_cache,
     )
     limits = SchedulerConfig(
         max_running=known(options.max_num_seqs),

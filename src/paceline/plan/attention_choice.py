@@ -41,8 +41,7 @@ def phase_choices(
 
     Only decode needs graphs; but a pair has them where both have, so auto asks both for them.
     """
-    decode = GraphSupport.DECODE if speculation is None else GraphSupport.UNIFORM
-    decode = GraphSupport.NEVER if options.enforce_eager else decode
+    decode = _graphs(options, speculation)
     masks = {MaskKind.CAUSAL} if speculation is None else {MaskKind.CAUSAL, speculation.shape.mask}
     prompts = {MaskKind.CAUSAL, MaskKind.BLOCK} if options.prompt_blocks else {MaskKind.CAUSAL}
     is_auto = options.attention_backend in (None, "auto")
@@ -164,17 +163,25 @@ def mixer_choices(
             masks=frozenset(masks),
             parts=layer.state,
             state_every=every,
+            graph=_graphs(options, speculation),
         )
 
     return choose_mixers(config.layers, options.linear_attention_backend, wanted)
 
 
+def _graphs(options: EngineOptions, speculation: Speculation | None) -> GraphSupport:
+    """Of decode and rounds, which are graphs unless nothing is: others may run eagerly."""
+    if options.enforce_eager:
+        return GraphSupport.NEVER
+    return GraphSupport.DECODE if speculation is None else GraphSupport.UNIFORM
+
+
 def _nobody(phase: Phase, options: EngineOptions) -> PhaseChoice:
-    """Of an engine in which no layer attends."""
-    asked = options.attention_backend
+    """Of an engine in which no layer attends over a cache."""
+    asked, why = options.attention_backend, "no layer attends over a cache"
     if asked in (None, "auto", NO_ATTENTION):
-        return PhaseChoice(phase=phase, backend=NO_ATTENTION, why="no layer attends", rejected={})
-    reasons = ["no layer of the model attends: leave --attention-backend out"]
+        return PhaseChoice(phase=phase, backend=NO_ATTENTION, why=why, rejected={})
+    reasons = [f"{why}: leave --attention-backend out"]
     return PhaseChoice(phase=phase, backend=None, why="none can run", rejected={asked: reasons})
 
 

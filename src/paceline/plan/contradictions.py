@@ -1,13 +1,19 @@
 """Contradictions: values that cannot hold together, refused before anything is planned by them."""
 
+from dataclasses import fields
+
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model_config import ModelConfig
+from paceline.core.option_spec import spec_of
 from paceline.core.options import FP8, REJECTION, SAMPLE_AND_MATCH, EngineOptions, known
 from paceline.core.parallel import Parallel, of_rank
+from paceline.plan.resolution import Resolution
 from paceline.speculate.drafter import Algorithm
 from paceline.speculate.registry import ALGORITHMS
+
+_OF_A_CACHE = {"kv_cache_bytes", "kv_cache_dtype", "page_size", "enable_prefix_cache"}
 
 
 def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFacts) -> None:
@@ -48,13 +54,6 @@ def refuse_ranks(options: EngineOptions, config: ModelConfig, num_gpus: int | No
     size = options.tensor_parallel_size
     if size == 1:
         return
-    if config.reads_whole:
-        raise ConfigError.about(
-            "tensor_parallel_size",
-            expected="1 for an encoder",
-            got=size,
-            remedy="leave --tensor-parallel-size out: each process holds all of it",
-        )
     of_rank(config, Parallel(0, size))
     if num_gpus is not None and size > num_gpus:
         raise ConfigError.about(
@@ -96,13 +95,6 @@ def refuse_parts_of_texts(options: EngineOptions, config: ModelConfig) -> None:
     step's numbers."""
     if not config.reads_whole:
         return
-    if options.kv_cache_bytes is not None:
-        raise ConfigError.about(
-            "kv_cache_bytes",
-            expected="left out for a model that caches nothing",
-            got=options.kv_cache_bytes,
-            remedy="remove --kv-cache-memory-bytes",
-        )
     length = options.max_model_len or config.max_position
     for name in ("max_num_batched_tokens", "chunked_prefill_size"):
         if known(getattr(options, name)) < length:
@@ -149,6 +141,19 @@ def refuse_cache(options: EngineOptions) -> None:
             got=options.kv_cache_dtype,
             remedy="leave --kv-cache-dtype out, or set --dtype to the same",
         )
+
+
+def refuse_caching(resolution: Resolution) -> None:
+    """Raise ConfigError for what was asked of the cache of a model that keeps nothing."""
+    for option in fields(resolution.options):
+        name, value = option.name, getattr(resolution.options, option.name)
+        if name in _OF_A_CACHE and value and resolution.origins[name] == "asked":
+            raise ConfigError.about(
+                name,
+                expected="left out for a model that caches nothing",
+                got=value,
+                remedy=f"remove {spec_of(option).flags[0]}",
+            )
 
 
 def refuse_pages(options: EngineOptions, config: ModelConfig, *, keeps_rows: bool) -> None:

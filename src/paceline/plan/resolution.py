@@ -19,8 +19,10 @@ class Resolution:
 
     def choose(self, name: str, value: object, why: str) -> "Resolution":
         """A new Resolution in which a value that was left open is decided; others are kept."""
-        if getattr(self.options, name) is not None:
-            return self
+        return self if getattr(self.options, name) is not None else self.instead(name, value, why)
+
+    def instead(self, name: str, value: object, why: str) -> "Resolution":
+        """As `choose`, where the default of a value that nobody asked for means nothing."""
         changed: dict[str, Any] = {name: value}
         return Resolution(
             options=replace(self.options, **changed),

@@ -13,6 +13,7 @@ from paceline.core.options import OFF, EngineOptions, engine_options, known
 from paceline.plan.contradictions import (
     refuse_asked,
     refuse_cache,
+    refuse_caching,
     refuse_graphs,
     refuse_interval,
     refuse_pages,
@@ -28,6 +29,7 @@ CPU_KV_LIMIT = 4 * GIB
 # Longer steps keep the GPU busy while the next operations are launched: a quarter of a full step,
 # from the first number to the second.
 GPU_GRAPH_TOKENS = (1024, 2048)
+CACHES_NOTHING = "the model caches nothing"
 WITHOUT_GRAPHS = "no graphs; steps are padded as with them, so that answers are the same"
 CPU_GRAPH_ROWS = 64  # requests; calls are cheap beside so many rows
 
@@ -152,6 +154,11 @@ def _choose_pages(
     """
     drafts = () if speculation is None else speculation.drafter.groups(1)
     keeps_rows = bool(config.heads or drafts)
+    if not keeps_rows and not config.has_states:
+        refuse_caching(resolution)
+        resolution = resolution.choose("page_size", 16, CACHES_NOTHING)
+        if resolution.options.enable_prefix_cache:
+            resolution = resolution.instead("enable_prefix_cache", False, CACHES_NOTHING)
     refuse_pages(resolution.options, config, keeps_rows=keeps_rows)
     why = "a hit ends at a kept state: behind it, a prompt computes less than that again"
     if config.has_states and not keeps_rows:

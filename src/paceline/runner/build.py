@@ -10,16 +10,15 @@ from paceline.attention.contract import AttentionBackend, Limits
 from paceline.attention.no_attention import NoAttention
 from paceline.attention.states import (
     StateBackend,
-    StateConfig,
     StateLayer,
     StateLimits,
-    require_able,
+    require_state_backend,
 )
 from paceline.cache.pool import KVFormat, KVPool, StatePool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Notify
 from paceline.core.model_config import NUM_SLOT_COLUMNS, CacheGroupSpec, CacheKind, ModelConfig
-from paceline.core.modes import End, MaskKind, Pooling
+from paceline.core.modes import End, Pooling
 from paceline.kernels.stand_in import device_type
 from paceline.layers.attention import attention_limits, layer_caches
 from paceline.layers.sampling import LogitsProcessor
@@ -344,21 +343,8 @@ def _mixer(
 ) -> StateMixer:
     """A STATE group with who runs its layers.  Raises ConfigError."""
     spec, draft = pool.spec, limits.draft
-    masks = {MaskKind.TREE if limits.tree_rows else MaskKind.CAUSAL}
-    masks |= {MaskKind.BLOCK} if limits.has_blocks else set()
-    assert spec.state_every is not None, "a STATE group says where its states are kept"
-    able = require_able(
-        backend,
-        spec,
-        StateConfig(
-            device_type=device_type(device),
-            dtype=dtype,
-            masks=frozenset(masks),
-            parts=spec.stored,
-            state_every=spec.state_every,
-        ),
-    )
-    buffers = able.make_buffers(
+    found = require_state_backend(backend, spec)
+    buffers = found.make_buffers(
         StateLimits(
             device=device,
             dtype=dtype,
@@ -373,7 +359,7 @@ def _mixer(
         layer_id: StateLayer(layer_id=layer_id, index=index, parts=pool.layer(layer_id))
         for index, layer_id in enumerate(spec.layer_ids)
     }
-    return StateMixer(group=group, pool=pool, backend=able, buffers=buffers, layers=layers)
+    return StateMixer(group=group, pool=pool, backend=found, buffers=buffers, layers=layers)
 
 
 def _request_table(

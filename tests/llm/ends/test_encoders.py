@@ -14,6 +14,7 @@ from llm_cases import assert_idle, make_llm, random_prompts, save_tokenizer, tex
 from paceline.core.errors import ConfigError, ModelError, RequestError
 from paceline.core.modes import Pooling
 from paceline.layers import attention as attention_layer
+from paceline.plan.explain import explain_model
 
 CONTEXT = 128
 SIZES: dict[str, Any] = {
@@ -95,6 +96,12 @@ def test_nothing_is_written_or_read_but_the_step(encoder: Embedder) -> None:
         assert (parts.device_pools, parts.buffers.page_tables, llm.prepared.groups) == ((), (), ())
         assert set(parts.layers) == {None}
         assert llm.prepared.fit.kv_bytes == 0
+        shown = llm.prepared.resolution.to_json()
+        assert shown["enable_prefix_cache"] == {
+            "value": False,
+            "origin": "chosen: the model caches nothing",
+        }
+        assert shown["attention_backend"]["origin"] == "chosen: no layer attends over a cache"
         assert [llm.embed([prompt])[0].cached_tokens for _ in range(2)] == [0, 0]
 
 
@@ -158,15 +165,24 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
         for wrong in (long, text_of(long)):
             with pytest.raises(RequestError, match=rf"prompt must be 1 to {CONTEXT} tokens"):
                 llm.embed([wrong])
+    nothing = "must be left out for a model that caches nothing, got "
     for options, text in (
         ({"chunked_prefill_size": 64}, f"^chunked_prefill_size must be at least {CONTEXT}"),
         ({"max_num_batched_tokens": 64}, f"^max_num_batched_tokens must be at least {CONTEXT}"),
-        ({"kv_cache_bytes": 1 << 20}, "^kv_cache_bytes must be left out for a model that caches"),
-        ({"tensor_parallel_size": 2}, "^tensor_parallel_size must be 1 for an encoder"),
+        ({"kv_cache_bytes": 1 << 20}, f"^kv_cache_bytes {nothing}1048576; remove --kv-cache-mem"),
+        ({"kv_cache_dtype": "fp8"}, f"^kv_cache_dtype {nothing}fp8_e4m3; remove --kv-cache-dtype$"),
+        ({"page_size": 16}, f"^page_size {nothing}16; remove --page-size$"),
+        ({"enable_prefix_cache": True}, f"^enable_prefix_cache {nothing}True; remove --enable-pre"),
+        (
+            {"tensor_parallel_size": 2},
+            "^tensor_parallel_size must be one of 1, got 2: an encoder is not split among ranks; ",
+        ),
         ({"speculative_algorithm": "NGRAM"}, "^speculative_algorithm must be left out"),
     ):
         with pytest.raises(ConfigError, match=text):
             make_llm(encoder, **options)
+        with pytest.raises(ConfigError, match=text):
+            explain_model({"model": str(encoder.folder), "device": "cpu"} | options, gpu=None)
     with make_llm(encoder, max_model_len=64, chunked_prefill_size=64) as llm:
         assert len(llm.embed(random_prompts((64,)))) == 1
 

@@ -193,9 +193,10 @@ def test_a_model_of_states_alone_has_no_attention_to_choose(tmp_path: Path) -> N
     alone = Alone(tmp_path, 0)
     with pytest.raises(BackendUnsupported) as caught:
         alone.llm(attention_backend="torch")
-    assert "no layer of the model attends: leave --attention-backend out" in str(caught.value)
+    assert "no layer attends over a cache: leave --attention-backend out" in str(caught.value)
     with alone.llm() as llm:
-        assert llm.report()["attention"] == {"name": "none", "why": "no layer attends"}
+        why = "no layer attends over a cache"
+        assert llm.report()["attention"] == {"name": "none", "why": why}
 
 
 def test_a_model_that_attends_is_refused_none(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import random
 from dataclasses import replace
 
 import pytest
-import torch
 from example_state_backend import SumBackend
 from sum_model import said_alone
 from tiny_drafters import CHAIN, TREE, eagle3, ngram, nobody, standalone
@@ -16,7 +15,6 @@ from paceline.attention.contract import GraphSupport
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import ConfigError
 from paceline.core.model_config import CHECKPOINT
-from paceline.core.modes import MaskKind
 from paceline.core.step import JoinDelta, PageDelta, RunKind
 
 STATE = 1  # the group's index
@@ -213,29 +211,6 @@ def test_a_model_with_states_and_no_backend_for_them_is_refused(tiny):
         "got 'torch', of another kind; name one",
     ):
         StateEngine(tiny, states=TorchBackend())
-
-
-def test_a_backend_of_states_that_cannot_run_here_is_refused_with_every_reason(tiny):
-    class Narrow(SumBackend):
-        capabilities = replace(
-            SumBackend.capabilities,
-            device_types=frozenset({"cuda"}),
-            dtypes=frozenset({torch.bfloat16}),
-            masks=frozenset({MaskKind.CAUSAL}),
-        )
-
-    with pytest.raises(
-        ConfigError,
-        match="state backend 'sum-example' must be able to run here, got device cpu, of cuda; "
-        r"dtype torch.float32, of torch.bfloat16; mask tree, of causal; name another one",
-    ):
-        StateEngine(tiny, states=Narrow(-1), draft=TREE, make_proposer=standalone(tiny, TREE))
-
-
-def test_states_of_prompts_that_see_ahead_are_refused(tiny):
-    """A running sum goes from token to token: it has no block to look into."""
-    with pytest.raises(ConfigError, match="able to run here, got mask block, of causal, tree;"):
-        StateEngine(tiny, has_blocks=True)
 
 
 def test_a_backend_that_no_graph_can_hold_runs_eagerly(tiny):

@@ -64,7 +64,6 @@ class StateEngine:
         deferred: bool = False,
         turn: TurnFunction = overlapped_turn,
         draft: DraftShape = NO_DRAFTS,
-        has_blocks: bool = False,
         make_proposer: Callable[[RunnerConfig], Proposer] = lambda limits: NOBODY,
         states: StateBackend | None = None,
     ) -> None:
@@ -82,7 +81,6 @@ class StateEngine:
             poison_graphs=True,
             sanitize=sanitize,
             draft=draft,
-            has_blocks=has_blocks,
         )
         proposer = make_proposer(replace(limits, num_pages=(num_pages,)))
         self.runner = build_runner(

@@ -2,11 +2,12 @@
 
 A program has BLOCK_ROWS queries of one request and head.  Programs are found in slots: request r
 has those from cu_q[r] // BLOCK_ROWS + r on, enough for its tiles, so that the grid is of padded
-sizes.  Worked example, BLOCK_ROWS 4, cu_q [0, 6, 7, 12]:
+sizes.  Rows behind cu_q[-1] are one more request, without keys.  Worked example, BLOCK_ROWS 4, 13
+tokens, cu_q [0, 6, 7, 12]:
 
-    slot      0 1 2 3 4 5
-    request   0 0 1 2 2 -       first slots 0, 6 // 4 + 1 = 2, 7 // 4 + 2 = 3
-    queries   0 4 0 0 4
+    slot      0 1 2 3 4 5 6 7
+    request   0 0 1 2 2 - 3 -   first slots 0, 6 // 4 + 1 = 2, 7 // 4 + 2 = 3, 12 // 4 + 3 = 6
+    queries   0 4 0 0 4   0
 """
 
 import torch
@@ -39,6 +40,7 @@ def _ragged_attention_kernel(
     stride_out_token,
     stride_out_head,
     stride_lse_token,
+    tokens,
     reqs,
     group,  # query heads of a KV head
     scale,
@@ -57,11 +59,12 @@ def _ragged_attention_kernel(
     wait_for_inputs(OVERLAPPED)
     slot, head = tl.program_id(0), tl.program_id(1)
     requests = tl.arange(0, BLOCK_REQS)
-    first_slots = tl.load(cu_q_ptr + requests, mask=requests < reqs, other=0) // BLOCK_ROWS
-    begun = (first_slots + requests <= slot) & (requests < reqs)
+    first_slots = tl.load(cu_q_ptr + requests, mask=requests <= reqs, other=0) // BLOCK_ROWS
+    begun = (first_slots + requests <= slot) & (requests <= reqs)
     request = tl.sum(begun.to(tl.int32), 0) - 1
-    begin_q, end_q = tl.load(cu_q_ptr + request), tl.load(cu_q_ptr + request + 1)
-    begin_k, end_k = tl.load(cu_k_ptr + request), tl.load(cu_k_ptr + request + 1)
+    begin_q, begin_k = tl.load(cu_q_ptr + request), tl.load(cu_k_ptr + request)
+    end_q = tl.load(cu_q_ptr + request + 1, mask=request < reqs, other=tokens)
+    end_k = tl.load(cu_k_ptr + request + 1, mask=request < reqs, other=begin_k)
     let_next_start(OVERLAPPED)
     num_q, num_k = end_q - begin_q, end_k - begin_k
     first = (slot - begin_q // BLOCK_ROWS - request) * BLOCK_ROWS
@@ -138,11 +141,11 @@ def launch_ragged_attention(
 ) -> None:
     """One program per head and slot of BLOCK_ROWS queries."""
     (tokens, heads, dim), reqs = q.shape, cu_q.shape[0] - 1
-    if not tokens or not reqs:
+    if not tokens:
         return
     launch(
         _ragged_attention_kernel,
-        (cdiv(tokens, _ROWS) + reqs, heads),
+        (cdiv(tokens, _ROWS) + reqs + 1, heads),
         q,
         k,
         v,
@@ -159,6 +162,7 @@ def launch_ragged_attention(
         out.stride(0),
         out.stride(1),
         lse.stride(0),
+        tokens,
         reqs,
         heads // k.shape[1],
         scale,
@@ -170,7 +174,7 @@ def launch_ragged_attention(
         BLOCK_DIM_V=block_dim(v.shape[2]),
         BLOCK_ROWS=_ROWS,
         BLOCK_KEYS=_KEYS,
-        BLOCK_REQS=next_power_of_2(reqs),
+        BLOCK_REQS=next_power_of_2(reqs + 1),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_ragged_attention_kernel),
         num_warps=4,
         num_stages=2,
