@@ -42,6 +42,8 @@ _CONVERSATIONS: Mapping[str, type[ChatRequest | CountRequest | ResponsesRequest]
 
 TOLD = (COUNT, TOKENIZE, DETOKENIZE)  # nothing of it goes to the engine
 _MOST_CONTEXTS = 16  # of tokens that /tokenize tells
+_NOTHING_SAMPLED = {"max_tokens": 1, "temperature": 0.0}
+_OF_END = {End.SCORE: {"max_tokens"}, End.POOL: _NOTHING_SAMPLED.keys()}  # nobody asked for them
 
 
 class VectorWish(Struct, frozen=True, kw_only=True):
@@ -69,6 +71,12 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     ignored: list[str] = []  # names of fields that were sent and not read
     told: bytes = b""  # JSON of what was asked, where the answer repeats it
     form: Form = TEXT  # what is looked for in the answers
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Of `sampling`, what the client and not its end says."""
+        own = _OF_END.get(self.end, ())
+        return {name: value for name, value in self.sampling.items() if name not in own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -160,7 +168,7 @@ class Reader:
         self.check_model(asked.model)
         return Reading(
             prompts=self._prompts(asked.prompts, 1, 0, "input"),
-            sampling={"max_tokens": 1, "temperature": 0.0},
+            sampling=dict(_NOTHING_SAMPLED),
             stream=False,
             include_usage=False,
             priority=asked.priority or 0,
