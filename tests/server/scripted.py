@@ -74,9 +74,7 @@ class ScriptedEngine:
     callers: "_Callers" = field(default_factory=lambda: _Callers())
     stuck: str | None = None
 
-    async def generate(
-        self, prompts, params, *, share, stream, deadline=None, end=End.GENERATE
-    ):
+    async def generate(self, prompts, params, *, share, stream, deadline=None, end=End.GENERATE):
         self.prompts += [tuple(ids) for ids in prompts]
         self.params.append(params)
         growths = []

@@ -153,8 +153,11 @@ class Reader:
         self.check_model(asked.model)
         sampling = asked.sampling()
         num_each, answer = SamplingParams.from_dict(sampling).n, asked.max_tokens
+        prompts = self._prompts(asked.prompts, num_each, answer, "prompt")
+        if asked.trace_tokens:
+            self._require_one_context(prompts)
         return Reading(
-            prompts=self._prompts(asked.prompts, num_each, answer, "prompt"),
+            prompts=prompts,
             sampling=sampling,
             **_how(asked),
             echoed=[self._text(prompt) for prompt in asked.prompts] if asked.echo else [],
@@ -197,6 +200,16 @@ class Reader:
             self._encode(each, answer, param) if isinstance(each, str) else list(each)
             for each in prompts
         ]
+
+    def _require_one_context(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise 400 for prompts whose traces would name more tokens than one may have."""
+        count, most = sum(map(len, prompts)), self.room.context_len
+        if count > most:
+            expected = f"asked of prompts of at most {most} tokens together, the context"
+            remedy = "trace fewer prompts in one request"
+            raise ApiError.about(
+                "trace_tokens", expected=expected, got=count, remedy=remedy, param="trace_tokens"
+            )
 
     def _tokenize(self, body: bytes) -> Reading:
         asked = decoded(TokenizeRequest, body, self.room)
