@@ -11,6 +11,7 @@ import tokenizers
 import uvicorn
 from serving import wait_until
 
+from paceline.core.modes import End
 from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
@@ -73,7 +74,7 @@ class ScriptedEngine:
     callers: "_Callers" = field(default_factory=lambda: _Callers())
     stuck: str | None = None
 
-    async def generate(self, prompts, params, *, share, stream, deadline=None):
+    async def generate(self, prompts, params, *, share, stream, deadline=None, end=End.GENERATE):
         self.prompts += [tuple(ids) for ids in prompts]
         self.params.append(params)
         growths = []

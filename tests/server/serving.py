@@ -20,7 +20,7 @@ import uvicorn
 from paceline.engine.tracker import Tracker
 from paceline.llm.llm import LLM
 from paceline.server.access.access import Access
-from paceline.server.app import build_app
+from paceline.server.app import Trace, build_app
 from paceline.server.border.host import Host
 from paceline.server.border.outbox import Outbox
 from paceline.server.border.remote import RemoteEngine
@@ -136,6 +136,7 @@ def serving(
     api_keys: Sequence[str] = (),
     limits: ServerLimits = LIMITS,
     weights: Mapping[str, float] | None = None,
+    trace: Trace | None = None,
 ) -> Iterator[Serving]:
     """Serve `llm` as "tiny"; closes it behind."""
     bound = socket.create_server(("127.0.0.1", 0))
@@ -148,7 +149,9 @@ def serving(
         service = Service.of(
             engine, await engine.ready(), model="tiny", life=Life(), weights=weights or {}
         )
-        app = build_app(service, access=Access(api_keys=tuple(api_keys)), limits=limits)
+        app = build_app(
+            service, access=Access(api_keys=tuple(api_keys)), limits=limits, trace=trace
+        )
         server = uvicorn.Server(http_config(app, limits))
         started.append((server, service, asyncio.get_running_loop()))
         await server.serve(sockets=[bound])

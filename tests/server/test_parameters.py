@@ -1,5 +1,6 @@
 """The table of parameters says what is done, in the page, over HTTP and by the reader of bodies."""
 
+import re
 from pathlib import Path
 
 import httpx
@@ -9,6 +10,7 @@ from scripted import scripted_service
 from serving import serving, small_llm
 from starlette.testclient import TestClient
 
+from paceline.cli.serve import serve
 from paceline.server.app import build_app
 from paceline.server.errors import ApiError
 from paceline.server.parameters.rules import RULES, check_rules, rules_of
@@ -39,7 +41,14 @@ def test_the_page_is_the_table():
 
 def test_a_server_tells_the_table():
     with serving(small_llm()) as server:
-        assert httpx.get(f"{server.url}/capabilities").json() == capabilities()
+        told = httpx.get(f"{server.url}/capabilities").json()
+    assert told == {"ends": ["generate", "score"], **capabilities()}
+
+
+def test_a_server_of_vectors_tells_that_it_makes_them():
+    with serving(small_llm(pooling="mean")) as server:
+        told = httpx.get(f"{server.url}/capabilities").json()
+    assert told["ends"] == ["generate", "pool", "score"]
 
 
 def test_every_field_is_in_the_table():
@@ -53,6 +62,13 @@ def test_every_field_is_in_the_table():
     }
     assert set(KINDS) == asked
     assert set().union(*told["parameters"].values()) >= ABOUT_THE_CALLER
+
+
+def test_the_help_names_every_path():
+    told = (serve.help or "").partition("Paths:")[2].partition("Unknown")[0]
+    paths = TestClient(build_app(scripted_service(None))).get("/openapi.json").json()["paths"]
+    served = {path for path in paths if "{" not in path}
+    assert set(re.findall(r"/[\w/.]*", told)) - {"/", "/openapi.json"} == served
 
 
 def test_every_rule_is_of_some_body():

@@ -208,10 +208,10 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     """Serve a model over HTTP, as the OpenAI API.
 
     Paths: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages,
-    /v1/messages/count_tokens, /v1/models, /capabilities, /version, /tokenize, /detokenize, /health,
-    /ready, /progress, /metrics, /openapi.json; / is a page to try it with.  Unknown or unsupported
-    fields of a request are refused with 400, never ignored.  HTTP is one process, the engine
-    another; the port answers while the model loads.
+    /v1/messages/count_tokens, /v1/embeddings, /v1/models, /capabilities, /version, /tokenize,
+    /detokenize, /health, /ready, /progress, /metrics, /openapi.json; / is a page to try it with.
+    Unknown or unsupported fields of a request are refused with 400, never ignored.  HTTP is one
+    process, the engine another; the port answers while the model loads.
 
     Ctrl-C or SIGTERM: /ready answers 503, running requests end, then the process.  Exit code 1: the
     engine has failed, 70: something hangs.

@@ -135,6 +135,13 @@ class Admission:
     ) -> AdmittedPrompt:
         prompt, embeds, blocks = split_parts(prompt)
         most = self.context_len - (end is End.GENERATE)
+        if embeds and end is End.POOL:
+            raise RequestError.about(
+                "prompt_embeds",
+                expected="left out of a prompt whose vector is asked for",
+                got="rows",
+                remedy="pass its token ids alone",
+            )
         text, token_ids = self._read(as_prompt(prompt), most)
         self._check_length(len(token_ids), most)
         if end is End.GENERATE:

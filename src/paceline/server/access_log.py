@@ -1,7 +1,9 @@
 """AccessLog: a line of JSON for every request, whose writing neither waits nor raises.
 
 {time, id, client, method, path, status, latency_s}, and of what was generated {prompt_tokens,
-cached_tokens, output_tokens, ttft_s, finish}; status is null where the client left before it.
+cached_tokens, output_tokens, ttft_s, finish}; status is 499 where the client left before a whole
+answer, null where it left before its body was read.  A stream that it left has the 200 it began
+with.
 """
 
 import json
@@ -15,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.engine.outputs import RequestOutput
 
+CLIENT_LEFT = "client_left"
 _KEY = "paceline.entry"
 _LOGGED = ("prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "finish")
 
@@ -23,10 +26,10 @@ _LOGGED = ("prompt_tokens", "cached_tokens", "output_tokens", "ttft_s", "finish"
 class Entry:
     """What a request has asked for and been answered so far."""
 
-    asked: Mapping[str, Any] | None = None  # sampling parameters; None: nothing was generated
+    asked: Mapping[str, Any] | None = None  # sampling parameters; None: nothing for the engine
     is_stream: bool = False
     response_id: str = ""
-    fault: str | None = None  # what ended a stream that had begun
+    fault: str | None = None  # what ended an answer after its request was read
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0

@@ -1,13 +1,14 @@
 """From a job to its HTTP answer, whole or as a stream; the endpoints differ in their Writer."""
 
-import json
+import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request, Response
 
 from paceline.core.errors import PacelineError
@@ -24,6 +25,7 @@ from paceline.server.service import Service
 from paceline.server.stream import EventStream, event, unless_gone
 
 Document = dict[str, Any]
+T = TypeVar("T")
 
 
 class Writer(ABC):
@@ -159,9 +161,8 @@ async def answer(service: Service, job: Job, request: Request) -> Response:
 
 
 def encoded(document: Document) -> bytes:
-    """JSON in UTF-8, on one line."""
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode()
+    """JSON in UTF-8, on one line.  Numbers are finite: where they come from sees to it."""
+    return msgspec.json.encode(document)
 
 
 def _envelope(service: Service, job: Job) -> Document:
@@ -196,9 +197,25 @@ async def _whole(service: Service, job: Job, envelope: Document, usage: Usage) -
         usage.add(growth)
         for completion in growth.outputs:
             _require_answer(completion)
-            choices.append(job.writer.whole(len(choices), growth, completion))
+            choices.append(await _written(job, job.writer.whole, len(choices), growth, completion))
+            await asyncio.sleep(0)  # others' turn: a vector may be long
     told = job.writer.document(envelope, choices, usage.document())
     return told | usage.receipt()
+
+
+async def _written(
+    job: Job,
+    write: Callable[[int, RequestOutput, CompletionOutput], T],
+    index: int,
+    growth: RequestOutput,
+    completion: CompletionOutput,
+) -> T:
+    """What a writer says; beside the streams where it may name every token of a prompt."""
+    params = job.params
+    names_tokens = params.trace_tokens or params.prompt_logprobs is not None
+    if names_tokens and completion.num_tokens_before == 0:
+        return await asyncio.to_thread(write, index, growth, completion)
+    return write(index, growth, completion)
 
 
 def _by_index(news: tuple[int, RequestOutput]) -> int:
@@ -215,8 +232,11 @@ async def _events(
                 yield writer.chunk(envelope, choice, _usage_so_far(job, usage))
         async for at, growth in ticket:
             usage.add(growth)
-            for choice in _pieces(job, at, growth):
-                yield writer.chunk(envelope, choice, _usage_so_far(job, usage))
+            for completion in growth.outputs:
+                _require_answer(completion)
+                index = at * job.params.n + completion.index
+                for choice in await _written(job, writer.piece, index, growth, completion):
+                    yield writer.chunk(envelope, choice, _usage_so_far(job, usage))
         told = usage.document() if job.include_usage or usage.receipts else None
         for last in writer.ending(envelope | usage.receipt(), told):
             yield last
@@ -243,16 +263,8 @@ def _usage_so_far(job: Job, usage: Usage) -> Document:
     return {"usage": None} if job.include_usage else {}
 
 
-def _pieces(job: Job, at: int, growth: RequestOutput) -> Iterator[Document]:
-    """Of every choice of prompt number `at` that has news.  Raises ApiError for one without an
-    answer.
-    """
-    for completion in growth.outputs:
-        _require_answer(completion)
-        yield from job.writer.piece(at * job.params.n + completion.index, growth, completion)
-
-
 def _require_answer(completion: CompletionOutput) -> None:
+    """Raises ApiError for one that has none."""
     if completion.finish_reason is FinishReason.ERROR:
         raise ApiError(500, str(completion.error), code="generation_failed")
     if completion.finish_reason is FinishReason.ABORT:

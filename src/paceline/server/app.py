@@ -127,7 +127,7 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/capabilities")
     async def what_is_taken() -> dict[str, Any]:
-        return capabilities()
+        return {"ends": service.ends, **capabilities()}
 
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fastapi import Request, Response
 
-from paceline.server.access_log import Entry
+from paceline.server.access_log import CLIENT_LEFT, Entry
 from paceline.server.answer import Job, answer
 from paceline.server.errors import ApiError
 from paceline.server.parameters.ignored import HEADER
@@ -37,7 +37,7 @@ async def answered(
     began = asyncio.get_running_loop().time()
     asked = await service.read(endpoint, request)
     entry = Entry.of(request)
-    entry.asked, entry.is_stream = asked.sampling, asked.stream
+    entry.asked, entry.is_stream = asked.asked, asked.stream
     job = replace(
         make_job(service, asked),
         share=service.share(request, asked.priority),
@@ -46,6 +46,7 @@ async def answered(
     try:
         response = await answer(service, job, request)
     except ClientGone:
+        entry.fault = CLIENT_LEFT
         return Response(status_code=_GONE)
     return with_ignored(response, asked)
 

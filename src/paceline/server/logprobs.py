@@ -83,4 +83,5 @@ def _best(names: TokenNames, row: TokenLogprobs) -> dict[str, float]:
 
 
 def _finite(logprob: float) -> float:
+    assert logprob < 1.0, f"{logprob} is no log-probability"  # JSON would say null of NaN
     return max(logprob, UNLIKELY)

@@ -42,6 +42,8 @@ _CONVERSATIONS: Mapping[str, type[ChatRequest | CountRequest | ResponsesRequest]
 
 TOLD = (COUNT, TOKENIZE, DETOKENIZE)  # nothing of it goes to the engine
 _MOST_CONTEXTS = 16  # of tokens that /tokenize tells
+_NOTHING_SAMPLED = {"max_tokens": 1, "temperature": 0.0}
+_OF_END = {End.SCORE: {"max_tokens"}, End.POOL: _NOTHING_SAMPLED.keys()}  # nobody asked for them
 
 
 class VectorWish(Struct, frozen=True, kw_only=True):
@@ -69,6 +71,12 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     ignored: list[str] = []  # names of fields that were sent and not read
     told: bytes = b""  # JSON of what was asked, where the answer repeats it
     form: Form = TEXT  # what is looked for in the answers
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """Of `sampling`, what the client and not its end says."""
+        own = _OF_END.get(self.end, ())
+        return {name: value for name, value in self.sampling.items() if name not in own}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,8 +153,11 @@ class Reader:
         self.check_model(asked.model)
         sampling = asked.sampling()
         num_each, answer = SamplingParams.from_dict(sampling).n, asked.max_tokens
+        prompts = self._prompts(asked.prompts, num_each, answer, "prompt")
+        if asked.trace_tokens:
+            self._require_one_context(prompts)
         return Reading(
-            prompts=self._prompts(asked.prompts, num_each, answer, "prompt"),
+            prompts=prompts,
             sampling=sampling,
             **_how(asked),
             echoed=[self._text(prompt) for prompt in asked.prompts] if asked.echo else [],
@@ -160,7 +171,7 @@ class Reader:
         self.check_model(asked.model)
         return Reading(
             prompts=self._prompts(asked.prompts, 1, 0, "input"),
-            sampling={"max_tokens": 1, "temperature": 0.0},
+            sampling=dict(_NOTHING_SAMPLED),
             stream=False,
             include_usage=False,
             priority=asked.priority or 0,
@@ -189,6 +200,16 @@ class Reader:
             self._encode(each, answer, param) if isinstance(each, str) else list(each)
             for each in prompts
         ]
+
+    def _require_one_context(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raise 400 for prompts whose traces would name more tokens than one may have."""
+        count, most = sum(map(len, prompts)), self.room.context_len
+        if count > most:
+            expected = f"asked of prompts of at most {most} tokens together, the context"
+            remedy = "trace fewer prompts in one request"
+            raise ApiError.about(
+                "trace_tokens", expected=expected, got=count, remedy=remedy, param="trace_tokens"
+            )
 
     def _tokenize(self, body: bytes) -> Reading:
         asked = decoded(TokenizeRequest, body, self.room)

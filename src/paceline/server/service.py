@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import Request
 
+from paceline.core.modes import End
 from paceline.engine.request import Share
 from paceline.server.body import LARGE, read_body
 from paceline.server.border.messages import NO_VECTORS, Ready, Vectors
@@ -36,6 +37,7 @@ class Service:
     names: TokenNames
     fingerprint: str  # the same for the same version and options
     created: int  # seconds since 1970
+    ends: tuple[End, ...] = ()  # what requests may ask of it
     vectors: Vectors = NO_VECTORS
 
     @classmethod
@@ -72,6 +74,7 @@ class Service:
             names=TokenNames(tokenizer),
             fingerprint=served.fingerprint,
             created=int(time.time()),
+            ends=served.ends,
             vectors=served.vectors,
         )
 

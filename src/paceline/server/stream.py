@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from paceline.server.access_log import CLIENT_LEFT, Entry
+
 T = TypeVar("T")
 
 
@@ -51,7 +53,7 @@ class EventStream(Response):
         try:
             await unless_gone(receive, self._send_all(send))
         except ClientGone:
-            return
+            Entry.within(scope).fault = CLIENT_LEFT
         finally:
             await self._events.aclose()
 

@@ -39,6 +39,9 @@ _MAX_EXTRA_ARGS = 1 << 17  # bytes: the one field whose content is not known her
 _OBJECT = {"type": ["object", "null"], "description": "of the server's logits processors"}
 
 TokenIds = Annotated[list[int], Meta(min_length=1)]
+Prompts = str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]  # of one type
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+DeadlineS = Annotated[float, Meta(ge=0.001)]  # for the whole answer
 
 
 class StreamOptions(Wire, frozen=True, kw_only=True):
@@ -80,8 +83,8 @@ class GenerationRequest(StructuredRequest, frozen=True, kw_only=True, dict=True)
     speculative: bool | str | None = None  # "on", "off" or a bool
     receipt: bool | None = None  # how it was computed, with the last usage
     trace_tokens: bool | None = None  # where tokens came from and what was drafted, by choice
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
-    deadline_s: Annotated[float, Meta(ge=0.001)] | None = None  # for the whole answer
+    priority: Priority | None = None
+    deadline_s: DeadlineS | None = None
 
     def check(self, place: Place) -> None:
         Wire.check(self, place)
@@ -134,7 +137,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     counted_field: ClassVar[str] = "prompt"
 
-    prompt: str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]  # of one type
+    prompt: Prompts
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None  # as many as n

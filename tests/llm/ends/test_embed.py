@@ -135,6 +135,17 @@ def test_a_body_alone_generates_nothing(embedder: Embedder) -> None:
         make_llm(embedder, speculative_algorithm="NGRAM")
 
 
+def test_rows_in_place_of_embeddings_are_refused(embedder: Embedder) -> None:
+    with make_llm(embedder) as llm:
+        prompt = {
+            "prompt_token_ids": [4],
+            "prompt_embeds": torch.zeros(1, llm.prepared.config.hidden_size),
+        }
+        expected = "^prompt_embeds must be left out of a prompt whose vector is asked for, got rows"
+        with pytest.raises(RequestError, match=expected):
+            llm.embed([prompt])
+
+
 def test_a_preempted_request_is_pooled_anew(checkpoint: Checkpoint) -> None:
     """Answers grow until the vector's pages are wanted; its chunks before count no more."""
     [prompt] = random_prompts([70], seed=4)

@@ -125,6 +125,7 @@ def test_different_forms_of_a_client_are_bounded_while_they_live(server, monkeyp
     """And those of all; equal ones count once, and what has ended counts no more."""
     monkeypatch.setattr(live_forms, "MOST_OF_CLIENT", 2)
     monkeypatch.setattr(live_forms, "MOST", 3)
+    monkeypatch.setattr(live_forms, "FOR_NEWCOMERS", 0)
     server.turns.hold(after=0)
     asked = [("one", "a+"), ("one", "b+"), ("one", "a+"), ("two", "a+"), ("two", "c+")]
     tickets = [ask_as(server, client, regex).result() for client, regex in asked]
@@ -138,6 +139,23 @@ def test_different_forms_of_a_client_are_bounded_while_they_live(server, monkeyp
     server.turns.go()
     wait_until(lambda: not server.host.followed)
     tickets.append(ask_as(server, "one", "d+").result())
+    for ticket in tickets:
+        server.loop.call_soon_threadsafe(ticket.close)
+
+
+def test_the_last_forms_are_for_clients_that_have_none(server, monkeypatch):
+    monkeypatch.setattr(live_forms, "MOST", 4)
+    monkeypatch.setattr(live_forms, "FOR_NEWCOMERS", 2)
+    server.turns.hold(after=0)
+    tickets = [ask_as(server, "one", regex).result() for regex in ("a+", "b+")]
+    expected = "of a client that has some must be at most 2 different forms of all clients at once"
+    with pytest.raises(ShareError, match=expected):
+        ask_as(server, "one", "c+").result()
+    tickets += [ask_as(server, client, f"{client}+").result() for client in ("two", "three")]
+    with pytest.raises(BusyError, match="of all clients must be at most 4 different forms at once"):
+        ask_as(server, "four", "d+").result()
+    server.turns.go()
+    wait_until(lambda: not server.host.followed)
     for ticket in tickets:
         server.loop.call_soon_threadsafe(ticket.close)
 

@@ -1,6 +1,7 @@
 """The page at /, in a real Chromium, before a real server."""
 
 import json
+import re
 import shlex
 
 import httpx
@@ -12,6 +13,20 @@ pytestmark = pytest.mark.skipif(PATH is None, reason="there is no Chromium on th
 
 PROMPT = "def fibonacci(n):"
 CTRL = 2
+IS_REQUEST = "(each) => each.textContent === 'request' && each.nextSibling.textContent.length > 7"
+BROKEN = """
+(() => {
+  window.told = [];
+  window.whole = window.fetch;
+  window.fetch = (url, how) => {
+    const path = new URL(url).pathname.slice(1);
+    window.told.push(path);
+    if (path === "progress") return Promise.reject(new TypeError("it is gone"));
+    const body = JSON.stringify({ error: { message: "later", code: "loading" } });
+    return Promise.resolve(new Response(body, { status: 503 }));
+  };
+})()
+"""
 CONTRAST = """
 (() => {
   const light = (colour) => {
@@ -195,6 +210,7 @@ def test_escape_stops_a_request(page, server):
     assert page.run("document.querySelector('#stopper').disabled") is False
     page.press("Escape")
     assert done(page) == "stopped"
+    assert page.run(f"[...document.querySelectorAll('dt')].some({IS_REQUEST})")
     server.turns.go()
     wait_until(server.is_idle)
     assert page.run("document.querySelector('#send').disabled") is False
@@ -217,6 +233,7 @@ def test_what_the_server_refuses_is_said_in_its_words(page):
     ask(page, more='{"no_such_field": 1}')
     done(page)
     assert "no_such_field must be a field of this endpoint" in text_of(page, "#error")
+    assert re.search(r"\(request [\w-]{8,}\)$", text_of(page, "#error"))
     assert page.run("getComputedStyle(document.querySelector('#error')).display") != "none"
     page.events.clear()  # its 400 is logged as an error
     ask(page, more="{")
@@ -247,6 +264,24 @@ def test_text_can_be_read_in_the_light_and_in_the_dark(page, scheme):
     assert page.run("getComputedStyle(document.body).backgroundColor") != paper
     page.run("document.querySelector('#theme').click()")
     page.run("localStorage.clear(); delete document.documentElement.dataset.theme")
+
+
+def test_a_server_that_starts_again_is_met_again(page):
+    """Even where it is gone between saying that it loads and saying how far it is."""
+    page.run(BROKEN)
+    page.until("window.told.filter((each) => each === 'progress').length > 1")
+    assert text_of(page, "#state") == "does not answer"
+    page.run("document.querySelector('#model').textContent = ''; window.fetch = window.whole")
+    page.until("document.querySelector('#state').textContent === 'ready'")
+    assert text_of(page, "#model").startswith("tiny")
+
+
+def test_scores_of_an_echo_are_not_those_of_the_answer(page, server):
+    ask(page, alternatives=1, max_tokens=2, more='{"echo": true, "ignore_eos": true}')
+    done(page)
+    scores = asked_over_http(server, logprobs=1, max_tokens=2)["logprobs"]["token_logprobs"]
+    page.run("document.querySelector('[role=option]').click()")
+    assert f"{scores[0]:.3f}" in text_of(page, "#token")
 
 
 def test_nothing_moves_where_that_is_not_wanted(page):

@@ -1,14 +1,17 @@
 """`--otlp-endpoint`: what a collector gets, read by OpenTelemetry's own types."""
 
+import http.client
+import json
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from click.testing import CliRunner
 from scripted import TEMPLATES, scripted_service
+from serving import FIRST_WORDS, serving, small_llm, wait_until
 from starlette.testclient import TestClient
 
 from paceline.cli.app import app
@@ -182,6 +185,49 @@ def test_what_is_refused_and_what_fails_are_told(world):
     assert told(cut.attributes)["error.type"] == "generation_failed"
     for span in (failed, cut):
         assert span.status.code == span.status.STATUS_CODE_ERROR
+
+
+def test_vectors_are_embeddings_and_nothing_is_said_of_sampling(world):
+    """Nor is a number of tokens where an echo alone was asked for."""
+    client, sent, service = world
+    body = {"model": "tiny", "input": ["x"]}
+    service.engine.finish = FinishReason.ERROR  # it makes no vectors
+    client.post("/v1/embeddings", json=body)
+    client.post("/v1/completions", json=COMPLETION | {"max_tokens": 0, "echo": True})
+    vectors, echo = sent()
+    assert vectors.name == "embeddings tiny"
+    found = told(vectors.attributes)
+    assert found["gen_ai.operation.name"] == "embeddings"
+    for name in ("temperature", "max_tokens"):
+        assert f"gen_ai.request.{name}" not in found
+    found = told(echo.attributes)
+    assert "gen_ai.request.max_tokens" not in found
+    assert found["gen_ai.request.temperature"] == 0.5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_told_as_a_fault(spans, stream):
+    """By the spans of a real server: it leaves while the engine is held."""
+    with collecting() as (collector, url):
+        exporter = spans.Exporter(url)
+        with serving(small_llm(), trace=exporter.around) as server:
+            server.turns.hold(after=FIRST_WORDS if stream else 0)
+            body = COMPLETION | {"max_tokens": 100, "stop": [], "stream": stream}
+            with closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as client:
+                headers = {"Content-Type": "application/json"}
+                client.request("POST", "/v1/completions", json.dumps(body), headers)
+                wait_until(lambda: len(server.engine.callers) == 1)
+                if stream:
+                    client.getresponse().readline()
+            wait_until(lambda: not server.engine.callers)
+            server.turns.go()
+            wait_until(server.is_idle)
+        exporter.close()
+        (span,) = collector.spans()
+    found = told(span.attributes)
+    assert found["error.type"] == "client_left"
+    assert found["http.response.status_code"] == (200 if stream else 499)
+    assert span.status.code == span.status.STATUS_CODE_ERROR
 
 
 def test_probes_and_pages_are_no_spans(world):

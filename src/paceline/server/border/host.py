@@ -291,6 +291,7 @@ def ready(llm: LLM) -> Ready:
         vocab_size=admission.config.vocab_size,
         folder=None if folder is None or admission.tokenizer is None else str(folder.parent),
         fingerprint=_fingerprint(llm.prepared.resolution),
+        ends=tuple(sorted(admission.config.ends)),
         vectors=Vectors(
             width=admission.config.hidden_size if End.POOL in admission.config.ends else 0,
             normalizes=admission.config.normalizes,

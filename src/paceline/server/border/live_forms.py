@@ -1,7 +1,8 @@
 """LiveForms: how many different forms of answers are followed at once, of a client and in all.
 
 What follows a form has a state for every completion, and forms are made one after the other: who
-asks for many makes others wait, and takes memory.  Equal forms count once.
+asks for many makes others wait, and takes memory.  Equal forms count once.  The last of them are
+for clients that have none, so that a few who have many do not keep others out.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from paceline.server.border.messages import Submit
 
 MOST_OF_CLIENT = 64
 MOST = 256
+FOR_NEWCOMERS = MOST // 8  # of these
 
 
 class _Form(NamedTuple):
@@ -50,11 +52,24 @@ class LiveForms:
                 remedy="send it again when one of them has ended, or ask for fewer different ones",
             )
         others = {each.form for each in live}
-        if form not in others and len(others) >= MOST:
-            raise BusyError.about(
-                "structured_outputs of all clients",
-                expected=f"at most {MOST} different forms at once",
-                got="one more",
-                remedy="send it again later",
-            )
+        if form not in others:
+            _require_room(len(others), has_some=num_own > 0)
         self._forms[asked.number] = own
+
+
+def _require_room(num_live: int, *, has_some: bool) -> None:
+    """Raise unless there is room for a form that nobody has.  has_some: its client has others."""
+    if has_some and num_live >= MOST - FOR_NEWCOMERS:
+        raise ShareError.about(
+            "structured_outputs of a client that has some",
+            expected=f"at most {MOST - FOR_NEWCOMERS} different forms of all clients at once",
+            got="one more",
+            remedy="send it again when one of yours has ended; the rest is for who has none",
+        )
+    if num_live >= MOST:
+        raise BusyError.about(
+            "structured_outputs of all clients",
+            expected=f"at most {MOST} different forms at once",
+            got="one more",
+            remedy="send it again later",
+        )

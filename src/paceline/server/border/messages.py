@@ -93,6 +93,7 @@ class Ready(Message, frozen=True, tag=11):
     vocab_size: int
     folder: str | None  # of tokenizer.json
     fingerprint: str  # the same for the same version and options
+    ends: tuple[End, ...] = ()  # what it does
     vectors: Vectors = NO_VECTORS
 
 

@@ -1,7 +1,7 @@
 """The table of parameters: what each endpoint does with every field, made from the types that read
 bodies and the rules that refuse them.
 
-GET /capabilities shows it, and docs/parameters.md, which `python -m
+GET /capabilities shows it behind what the model does, and docs/parameters.md, which `python -m
 paceline.server.parameters.table` writes.
 """
 
@@ -78,7 +78,7 @@ def rules() -> list[str]:
 
 
 def capabilities() -> dict[str, Any]:
-    """The body of GET /capabilities."""
+    """The body of GET /capabilities, but for what the model does."""
     return {
         "parameters": {path: answers_of(kind) for path, kind in KINDS.items()},
         "parts": {name: answers_of(kind) for name, kind in PARTS.items()},
@@ -94,8 +94,9 @@ def page() -> str:
         "# Parameters of requests",
         "",
         "Written by `python -m paceline.server.parameters.table` from the types that read bodies;",
-        "a test fails when it is stale. `GET /capabilities` says the same. null means left out;",
-        "a field that is not here is a 400.",
+        "a test fails when it is stale. `GET /capabilities` says the same, and in `ends` what the",
+        "model does: `generate`, `score`, `pool`. null means left out; a field that is not",
+        "here is a 400.",
         "",
         f"| field | {' | '.join(KINDS)} |",
         "|---|---|---|",

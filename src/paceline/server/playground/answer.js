@@ -41,7 +41,8 @@ export class Answer {
       this.lastMs = ms;
     }
     const first = this.tokens.length;
-    trace.tokens.forEach((token, index) => this.tokens.push({ ...token, ...scored[index], ms }));
+    const own = scored.slice(scored.length - trace.tokens.length); // behind those of an echo
+    trace.tokens.forEach((token, index) => this.tokens.push({ ...token, ...own[index], ms }));
     for (const round of trace.rounds) {
       const index = this.rounds.push(round) - 1;
       for (let at = Math.max(first, round.at); at < round.at + round.emitted && at < this.tokens.length; at += 1) {

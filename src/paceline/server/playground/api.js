@@ -8,16 +8,19 @@ export function useKey(value) {
 
 /** An answer that is not 200, in the server's words. */
 export class Refused extends Error {
-  constructor(status, text, code) {
+  constructor(status, text, code, requestId) {
     super(text);
     this.status = status;
     this.code = code;
+    this.requestId = requestId;
   }
 }
 
 function headers(more = {}) {
   return key ? { Authorization: `Bearer ${key}`, ...more } : more;
 }
+
+const idOf = (answer) => answer.headers.get("X-Request-Id");
 
 async function fetched(path, options) {
   const answer = await fetch(new URL(path, document.baseURI), { cache: "no-store", ...options });
@@ -29,7 +32,7 @@ async function fetched(path, options) {
   } catch {
     // what came is no JSON: it is told as it is
   }
-  throw new Refused(answer.status, told.message, told.code);
+  throw new Refused(answer.status, told.message, told.code, idOf(answer));
 }
 
 export async function text(path) {
@@ -40,14 +43,15 @@ export async function json(path) {
   return (await fetched(path, { headers: headers() })).json();
 }
 
-/** Ask, and call `take` with each document of the stream.  Returns the request's id. */
-export async function stream(path, body, signal, take) {
+/** Ask; call `begun` with the request's id, then `take` with each document of the stream. */
+export async function stream(path, body, signal, begun, take) {
   const answer = await fetched(path, {
     method: "POST",
     headers: headers({ "Content-Type": "application/json" }),
     body: JSON.stringify(body),
     signal,
   });
+  begun(idOf(answer));
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
@@ -59,11 +63,10 @@ export async function stream(path, body, signal, take) {
       const data = event.replace(/^data: /, "");
       if (data === "[DONE]") continue;
       const found = JSON.parse(data);
-      if (found.error) throw new Refused(500, found.error.message, found.error.code);
+      if (found.error) throw new Refused(500, found.error.message, found.error.code, idOf(answer));
       take(found);
     }
   }
-  return answer.headers.get("X-Request-Id");
 }
 
 /** The same request for a shell; the key is a variable there. */

@@ -26,7 +26,8 @@ function look(answer, at) {
 
 function tellError(error) {
   by("error").hidden = error === undefined;
-  by("error").textContent = error?.message ?? "";
+  const about = error?.requestId ? ` (request ${error.requestId})` : "";
+  by("error").textContent = error === undefined ? "" : `${error.message}${about}`;
 }
 
 const isChat = () => document.querySelector("[name=mode]:checked").value === "chat";
@@ -70,7 +71,8 @@ async function send() {
   running = new AbortController();
   mark("generating");
   try {
-    answer.requestId = await stream(answer.path, answer.body, running.signal, (found) => {
+    const begun = (id) => (answer.requestId = id);
+    await stream(answer.path, answer.body, running.signal, begun, (found) => {
       answer.take(found);
       show(answer);
     });

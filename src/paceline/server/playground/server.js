@@ -1,4 +1,4 @@
-// What the server does now: /metrics read twice a second while somebody looks, /progress while it loads.
+// What the server does now: /metrics read every second while somebody looks, /progress while it loads.
 
 import { json, Refused, text } from "./api.js";
 import { bar, by, el, facts, number, percent, svg } from "./dom.js";
@@ -25,6 +25,7 @@ export class Server {
   constructor(onFault) {
     this.onFault = onFault;
     this.model = undefined;
+    this.isMet = false; // whether the model is that of the server that runs
     this.paces = []; // tokens a second
     this.before = undefined; // the last page, and when
     this.#again(0);
@@ -41,37 +42,53 @@ export class Server {
   }
 
   async #look() {
-    if (!document.hidden) {
-      try {
-        if (this.model === undefined) await this.#meet();
-        this.#show(samples(await text("metrics")));
-        this.#say("ready", "ready");
-      } catch (error) {
-        await this.#tellFault(error);
-      }
+    try {
+      if (!document.hidden) await this.#ask();
+    } catch (error) {
+      this.#tellFault(error);
+    } finally {
+      this.#again(EVERY_MS);
     }
-    this.#again(EVERY_MS);
+  }
+
+  async #ask() {
+    try {
+      if (!this.isMet) await this.#meet();
+      this.#show(samples(await text("metrics")));
+      this.#say("ready", "ready");
+    } catch (error) {
+      if (error.code !== "loading") throw error;
+      this.#forget();
+      this.#showLoad(await json("progress"));
+    }
   }
 
   async #meet() {
     const [model] = (await json("v1/models")).data;
     this.model = model.id;
+    this.isMet = true;
     by("model").textContent = `${model.id} · ${model.max_model_len} tokens`;
     by("loading").hidden = true;
     this.onFault(undefined);
   }
 
-  async #tellFault(error) {
+  /** It may be another when it answers again. */
+  #forget() {
+    this.isMet = false;
+    this.before = undefined;
+  }
+
+  #showLoad({ phase, percent: done }) {
+    this.#say("", done === null ? phase : `${phase}, ${done.toFixed(0)} %`);
+    by("loading").hidden = false;
+    if (done === null) by("loading").removeAttribute("value");
+    else by("loading").value = done;
+  }
+
+  #tellFault(error) {
     if (!(error instanceof Refused)) {
+      this.#forget();
       this.#say("down", "does not answer");
-      return;
-    }
-    if (error.code === "loading") {
-      const { phase, percent: done } = await json("progress");
-      this.#say("", done === null ? phase : `${phase}, ${done.toFixed(0)} %`);
-      by("loading").hidden = false;
-      if (done === null) by("loading").removeAttribute("value");
-      else by("loading").value = done;
       return;
     }
     this.#say("down", error.status === 401 ? "asks for a key" : `answers ${error.status}`);

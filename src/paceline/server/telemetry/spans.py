@@ -18,12 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import ConfigError
 from paceline.plan.machine import versions
-from paceline.server.access_log import Entry
+from paceline.server.access_log import CLIENT_LEFT, Entry
 
 _EXPORT_S = 5.0  # of a batch of spans
 _FLUSH_S = 2.0  # for those that are left when the server ends
 _PROPAGATOR = TraceContextTextMapPropagator()
-_OPERATIONS = {"/v1/completions": "text_completion"}  # others are chats
+_OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # else chats
 _ASKED = {  # by the name of a sampling parameter
     "max_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
@@ -115,7 +115,7 @@ class Spans:
         span.set_attributes(told)
         fault = entry.fault or (None if status is None or status < 400 else str(status))
         if status is None:
-            fault = "client_left"
+            fault = CLIENT_LEFT
         if fault is not None:
             span.set_attribute("error.type", fault)
         if status is None or status >= 500 or entry.fault:

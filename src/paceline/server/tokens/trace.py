@@ -31,7 +31,7 @@ class Traces:
             prompt = self._tokens(growth.prompt_token_ids, TokenTexts(self._names))
             told["prompt"] = {"tokens": prompt, "cached": trace.cached_tokens}
         said = self._tokens(tokens, self._texts[index])
-        pairs = zip(said, completion.is_drafted, strict=False)  # an echo shows none of its tokens
+        pairs = zip(said, completion.is_drafted, strict=True)
         told["tokens"] = [token | {"drafted": is_drafted} for token, is_drafted in pairs]
         told["rounds"] = [self._round(each) for each in trace.rounds]
         return {"trace": told}

@@ -7,9 +7,7 @@ from msgspec import Meta
 
 from paceline.server.places import Place
 from paceline.server.refusals import Wire
-from paceline.server.wire import MAX_PRIORITY, TokenIds, as_prompts, check_alike
-
-Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+from paceline.server.wire import DeadlineS, Priority, Prompts, as_prompts, check_alike
 
 
 class EmbeddingsRequest(Wire, frozen=True, kw_only=True):
@@ -18,7 +16,7 @@ class EmbeddingsRequest(Wire, frozen=True, kw_only=True):
     counted_field: ClassVar[str] = "input"
 
     model: str
-    input: str | Annotated[list[str | int | TokenIds], Meta(min_length=1)]  # of one type
+    input: Prompts
     dimensions: Annotated[int, Meta(ge=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
@@ -26,7 +24,7 @@ class EmbeddingsRequest(Wire, frozen=True, kw_only=True):
     # Additions of this server.
     normalize: bool | None = None  # to length 1; null: as the model's files say
     priority: Priority | None = None
-    deadline_s: Annotated[float, Meta(ge=0.001)] | None = None  # for the whole answer
+    deadline_s: DeadlineS | None = None
 
     @property
     def prompts(self) -> Sequence[str | Sequence[int]]:
