@@ -73,8 +73,8 @@ def replay(ctx: click.Context, /, file: Path, stuck_seconds: float, **values: An
 
     With --black-box-dir an engine keeps its last 256 steps, and writes them to a file when a turn
     raises, when logits are not finite, or when the server's watchdog sees that it hangs.  The file
-    has options, versions, requests with their token ids, and every step: rows, lengths, pages,
-    masks, and what was sampled.  It has no weights, and is no pickle.
+    has options, versions, requests with their token ids and extra_args, every step (rows, lengths,
+    pages, masks, and what was sampled), and what was raised.  It has no weights, and is no pickle.
 
     The same engine is built here, with other options where you give them, and given the same steps.
     What the cache held before the first is computed again from the tokens.  Told are the first

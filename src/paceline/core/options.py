@@ -330,7 +330,8 @@ class EngineOptions:
         None,
         str,
         "Folder that gets the last steps of an engine that fails, as a file that debug replay runs "
-        "again.  It has the token ids of prompts and answers: keep it as you keep those.",
+        "again.  It has the token ids of prompts and answers, extra_args, and the texts of "
+        "exceptions: keep it as you keep those.",
         "--black-box-dir",
         left_out="none is written",
     )

@@ -2,6 +2,7 @@
 
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from llm_cases import GREEDY, Checkpoint, make_llm, random_prompts
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.engine.loop import overlapped_turn
 from paceline.llm.box import black_box
-from paceline.llm.box.record import decode_record
+from paceline.llm.box.record import decode_record, encode_record
 from paceline.llm.box.replay import replay
 
 PROMPTS = random_prompts((20, 9))
@@ -38,7 +39,8 @@ def test_as_many_steps_are_kept_as_were_asked_for(checkpoint: Checkpoint, tmp_pa
 def test_a_file_is_plain_json_for_its_owner(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "made" / "for it"
     with boxed(checkpoint, folder) as llm:
-        llm.generate("aabbccdd", {"max_tokens": 5, "seed": 7, "ignore_eos": True})
+        params = {"max_tokens": 5, "seed": 7, "ignore_eos": True, "stop": ["a secret end"]}
+        llm.generate("aabbccdd", params)
         llm.keep_stuck("nowhere")
     [path] = folder.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -53,6 +55,11 @@ def test_a_file_is_plain_json_for_its_owner(checkpoint: Checkpoint, tmp_path: Pa
     assert (join["params"]["seed"], join["params"]["max_tokens"]) == (7, 5)
     assert sum(len(row[0]) for row, _ in found["landed"]) == 5
     assert "aabbccdd" not in path.read_text()
+    assert "secret" not in path.read_text()
+    [record] = written(folder)
+    [plain, _] = record.steps[0].deltas
+    form = replace(plain.params, structured_outputs={"choice": ["a secret form"]})
+    assert b"secret" not in encode_record(replace(record, start=((replace(plain, params=form),),)))
 
 
 def failing(checkpoint: Checkpoint, folder: Path) -> ZeroDivisionError:

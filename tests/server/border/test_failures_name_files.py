@@ -59,7 +59,7 @@ def test_a_request_whose_logits_are_not_finite_names_it_alone(tmp_path):
     assert whole.status_code == 200
 
 
-def test_a_turn_that_hangs_names_it(monkeypatch):
+def test_a_turn_that_hangs_is_told_before_its_file_is_written(monkeypatch):
     ours, theirs = socket.socketpair()
     left, told = threading.Event(), queue.SimpleQueue()
     monkeypatch.setattr(engine_main, "leave", lambda code: left.set())
@@ -72,12 +72,29 @@ def test_a_turn_that_hangs_names_it(monkeypatch):
             pass
 
     watch = engine_main.Watch(theirs, Box(), 0.5)
-    watch.keep = lambda place: f"its last steps are in {place[:7]}.box.json"
+    place, is_written = "a place that is not known", threading.Event()
+
+    def keep(where):
+        is_written.wait()  # for a folder that hangs, too
+        return f"its last steps are in {where[:7]}.box.json"
+
+    watch.keep = keep
     began = time.monotonic() - 1.0
     watch.turning_since = lambda: began
-    assert told.get() == Stuck(
-        phase="a place that is not known; its last steps are in a place.box.json"
-    )
+    assert told.get(timeout=10) == Stuck(phase=place)
+    is_written.set()
+    kept = Stuck(phase=f"{place}; its last steps are in a place.box.json")
+    assert told.get(timeout=10) == kept
+    is_written.clear()
+    watch.turning_since = lambda: None
+    assert told.get(timeout=10) == Stuck(phase=None)
+    watch.turning_since = lambda: began
+    assert told.get(timeout=10) == Stuck(phase=place)
+    watch.turning_since = lambda: None
+    assert told.get(timeout=10) == Stuck(phase=None)
+    is_written.set()  # later than the turn: nobody hears of it
+    time.sleep(0.1)
+    assert told.empty()
     ours.close()
-    left.wait()
+    assert left.wait(10)
     theirs.close()

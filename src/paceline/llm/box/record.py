@@ -1,4 +1,5 @@
-"""Record: what a black box writes: JSON of plain data, by names; no pickle, no text but token ids.
+"""Record: what a black box writes: JSON of plain data, by names; no pickle.  Of text it has token
+ids, `extra_args`, and what exceptions say; no stop strings, no forms of answers.
 
 Of options it has what was resolved, so that another machine takes the same; of the model its name
 and the hash of its configuration, not its weights.
@@ -6,7 +7,7 @@ and the hash of its configuration, not its weights.
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from paceline.core.errors import ConfigError
-from paceline.core.step import Delta, FinishCode, Step, StepOutputs
+from paceline.core.step import Delta, FinishCode, JoinDelta, Step, StepOutputs
 from paceline.llm.prepare import Prepared
 from paceline.llm.ranks import unusual
 from paceline.plan.machine import versions
@@ -135,11 +136,25 @@ def encode_record(record: Record) -> bytes:
         made=record.made,
         asked=record.asked,
         ended=record.ended,
-        start=tuple(tuple(map(_FORMS.pack_delta, deltas)) for deltas in record.start),
-        steps=tuple(map(_FORMS.pack, record.steps)),
+        start=tuple(tuple(map(_FORMS.pack_delta, _wordless(deltas))) for deltas in record.start),
+        steps=tuple(_FORMS.pack(_wordless_step(step)) for step in record.steps),
         landed=record.landed,
     )
     return msgspec.json.encode(found)
+
+
+def _wordless_step(step: Step) -> Step:
+    return replace(step, deltas=_wordless(step.deltas)) if step.deltas else step
+
+
+def _wordless(deltas: tuple[Delta, ...]) -> tuple[Delta, ...]:
+    """Without what requests ask for in words, which no device hears: a form is in the masks."""
+    return tuple(
+        replace(each, params=replace(each.params, stop=(), structured_outputs=None))
+        if isinstance(each, JoinDelta)
+        else each
+        for each in deltas
+    )
 
 
 def read_record(path: Path) -> Record:

@@ -119,7 +119,7 @@ class _Player:
         self._record = record
         self._runner = booted.engine.runner
         self._overlaps = booted.prepared.options.overlap
-        self._restorer = Restorer(room)
+        self._restorer = Restorer(room, booted.runner.parts.usual_ends)
         self._at_step = at_step
         self._epoch = 0  # of steps in flight alone: rings go by their order
         self._rows = TableRows()

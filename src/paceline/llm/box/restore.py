@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigError
 from paceline.core.model_config import READ, WRITE, CacheGroupSpec, CacheKind
-from paceline.core.modes import MaskKind
+from paceline.core.modes import End, MaskKind
 from paceline.core.padding import PAD_PAGE
 from paceline.core.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout
@@ -42,8 +42,10 @@ class Room:
 class Restorer:
     """Owns the knowledge of which pages and slots hold what they shall."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, ends: frozenset[End]) -> None:
+        """ends: of steps whose outputs nobody wants; a model without a head makes no logits."""
         self._room = room
+        self._ends = ends
         self._held: list[set[int]] = [{PAD_PAGE} for _ in room.groups]
 
     def freeze(self, row: int) -> Step:
@@ -58,7 +60,7 @@ class Restorer:
         join = JoinDelta(
             row=row, token_ids=(0,), prompt_len=1, prefix_len=0, max_len=2, params=_PARAMS
         )
-        return _step(join, 0, 1, (join, *pages), emits=True)
+        return self._step(join, 0, 1, (join, *pages), emits=True)
 
     def prefix_of(self, row: TableRow, *, has_run: bool) -> Iterator[Step]:
         """Steps that compute what the cache holds of a row when it is entered.
@@ -112,7 +114,7 @@ class Restorer:
             length = min(self._room.chunk, stop - start)
             if join.blocks is not None:
                 length = join.blocks.whole(start + length) - start
-            yield _step(join, start, length, deltas, has_overlay=bool(row.overlays))
+            yield self._step(join, start, length, deltas, has_overlay=bool(row.overlays))
             start, deltas = start + length, tuple(self._own_slots(row, slot))
 
     def _first(self, row: TableRow) -> int:
@@ -150,6 +152,31 @@ class Restorer:
                 own = row.pages[index][slot]
                 yield _slots(row.join.row, index, own, own)
 
+    def _step(
+        self,
+        join: JoinDelta,
+        start: int,
+        length: int,
+        deltas: tuple[Delta, ...],
+        *,
+        emits: bool = False,
+        has_overlay: bool = False,
+    ) -> Step:
+        blocks = join.blocks
+        sees_ahead = blocks is not None and blocks.meets(start, start + length)
+        return Step(
+            epoch=0,
+            layout=StepLayout(rows=(join.row,), extend_lens=(length,), emits=(emits,)),
+            is_ragged=True,
+            mask=MaskKind.BLOCK if sees_ahead else MaskKind.CAUSAL,
+            prefix_lens_bound=(start,),
+            sampler=SamplerTier.GREEDY,
+            logprobs=False,
+            deltas=deltas,
+            has_overlay=has_overlay,
+            ends=self._ends,
+        )
+
 
 def _entries(group: CacheGroupSpec, kv_len: int, slot: int) -> range:
     """Of a request's table: what tokens behind the first `kv_len` read.  slot: of a state."""
@@ -164,27 +191,3 @@ def _entries(group: CacheGroupSpec, kv_len: int, slot: int) -> range:
 def _slots(row: int, group: int, read: int, write: int) -> PageDelta:
     """Of a STATE group, without a checkpoint."""
     return PageDelta(row=row, group=group, start=READ, page_ids=(read, write, PAD_PAGE))
-
-
-def _step(
-    join: JoinDelta,
-    start: int,
-    length: int,
-    deltas: tuple[Delta, ...],
-    *,
-    emits: bool = False,
-    has_overlay: bool = False,
-) -> Step:
-    blocks = join.blocks
-    sees_ahead = blocks is not None and blocks.meets(start, start + length)
-    return Step(
-        epoch=0,
-        layout=StepLayout(rows=(join.row,), extend_lens=(length,), emits=(emits,)),
-        is_ragged=True,
-        mask=MaskKind.BLOCK if sees_ahead else MaskKind.CAUSAL,
-        prefix_lens_bound=(start,),
-        sampler=SamplerTier.GREEDY,
-        logprobs=False,
-        deltas=deltas,
-        has_overlay=has_overlay,
-    )

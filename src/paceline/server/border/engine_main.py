@@ -56,21 +56,41 @@ class Watch:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._end, 0)  # POLLHUP alone
-        was_stuck = False
+        hang: _Hang | None = None
         while not poll.poll(_BEAT_MS):
             since = self.turning_since()
             is_stuck = since is not None and time.monotonic() - since > self._stuck_s
-            if is_stuck != was_stuck:
-                self._outbox.put(Stuck(phase=self._place() if is_stuck else None))
-                self._outbox.send()
-            was_stuck = is_stuck
+            if is_stuck and hang is None:
+                hang = _Hang(place_of(sys._current_frames().get(self._main)))
+                self._tell(hang.place)
+                hang.keep_by(self.keep)
+            elif hang is not None and not is_stuck:
+                hang = None
+                self._tell(None)
+            elif hang is not None and hang.kept:
+                self._tell(f"{hang.place}; {hang.kept.pop()}")
         leave(0)
 
-    def _place(self) -> str:
-        """What the turn is in, and where its last steps are."""
-        place = place_of(sys._current_frames().get(self._main))
-        kept = self.keep(place)
-        return place if kept is None else f"{place}; {kept}"
+    def _tell(self, phase: str | None) -> None:
+        self._outbox.put(Stuck(phase=phase))
+        self._outbox.send()
+
+
+class _Hang:
+    """A turn that does not end, and a thread that writes what was run last: a folder may hang."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.kept: list[str] = []  # what to tell of the file, once it is there
+
+    def keep_by(self, keep: Callable[[str], str | None]) -> None:
+        """Starts the thread."""
+        threading.Thread(target=self._keep, args=(keep,), name="paceline-box", daemon=True).start()
+
+    def _keep(self, keep: Callable[[str], str | None]) -> None:
+        told = keep(self.place)
+        if told is not None:
+            self.kept.append(told)
 
 
 def place_of(frame: FrameType | None) -> str:
