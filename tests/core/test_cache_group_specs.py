@@ -75,7 +75,7 @@ def test_layers_that_read_an_encoder_form_a_group_behind_all_others() -> None:
         ("sum", (1,), CacheKind.STATE, None),
         ("encoder", (0, 4), CacheKind.ENCODER, 30),
     ]
-    assert groups[2].parts == plain.layers[0].parts
+    assert groups[2].parts == plain.layers[0].rows
 
 
 def test_a_group_of_an_encoders_rows_says_how_many_there_may_be() -> None:
@@ -108,7 +108,7 @@ def test_layers_that_cache_other_rows_share_no_group() -> None:
         ("full-2", (2,)),
         ("window-8", (1, 4)),
     ]
-    assert [group.parts for group in groups] == [layers[index].parts for index in (0, 2, 1)]
+    assert [group.parts for group in groups] == [layers[index].rows for index in (0, 2, 1)]
     assert [group.page_bytes(2) for group in groups] == [
         2 * 4 * 2 * (2 * 4 + 2 * 4),
         1 * 4 * 2 * 12,
