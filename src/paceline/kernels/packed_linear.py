@@ -15,6 +15,7 @@ from paceline.kernels._check import reject, require_triton
 from paceline.kernels.act_and_mul import act_and_mul, act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, unpack_reference
+from paceline.kernels.skinny_linear import require_counters
 from paceline.kernels.stand_in import device_type
 
 MAX_TOKENS = 64
@@ -30,7 +31,6 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_COLUMNS = 32768  # a row of words is held in registers
 _ENOUGH_PROGRAMS = 528  # four for each of 132 processors: one waits for each chunk a while
 _MOST_SPLITS = 8
-_SMALLEST_FEATURES = 64
 
 
 def how_multiplied(dtype: str) -> str:
@@ -70,11 +70,6 @@ def fits_packed(x: Tensor) -> bool:
     )
 
 
-def packed_counters(rows: int, *, device: torch.device) -> Tensor:
-    """[tiles] int32 zeros: what one layer's split products count their parts with."""
-    return torch.zeros(-(-rows // _SMALLEST_FEATURES), dtype=torch.int32, device=device)
-
-
 def packed_linear(
     x: Tensor,
     weight: PackedWeight,
@@ -88,7 +83,7 @@ def packed_linear(
 
     x: bfloat16 or float16 [tokens, columns], 1 to 64 tokens with contiguous rows; weight: of as
     many columns, contiguous; bias: [rows] of x's dtype, or None; counters: the layer's own
-    `packed_counters`; without them the columns are never split.  Mutates counters, which are 0
+    `arrival_counters`; without them the columns are never split.  Mutates counters, which are 0
     again when the kernel ends.  Returns [tokens, rows], or half the rows with an activation.
     Deterministic.  Graph-safe: the grid depends on shapes only.  Raises KernelArgumentError.
     """
@@ -105,7 +100,7 @@ def packed_linear(
     splits = 1
     if counters is not None and tokens > 1:
         splits = _splits(tiles, -(-columns // CHUNK))
-        _check_counters(counters, tiles, device=x.device)
+        require_counters(counters, tiles, device=x.device)
     partial = None
     if splits > 1:
         size = splits * tiles * tile.features * tile.tokens
@@ -187,17 +182,6 @@ def require_packed(
 
 def _reject_x(x: Tensor, expected: str) -> NoReturn:
     reject("x", expected=expected, got=x, remedy="use kernels.unpack_weight and kernels.linear")
-
-
-def _check_counters(counters: Tensor, tiles: int, *, device: torch.device) -> None:
-    is_counters = counters.dtype == torch.int32 and counters.is_contiguous()
-    if not is_counters or counters.numel() < tiles or counters.device != device:
-        reject(
-            "counters",
-            expected=f"contiguous int32 with at least {tiles} elements on {device}",
-            got=counters,
-            remedy="make them with packed_counters for the rows of weight",
-        )
 
 
 def _launch(

@@ -65,6 +65,18 @@ def arrival_counters(out_features: int, *, device: torch.device) -> Tensor:
     return torch.zeros(-(-out_features // _SMALLEST_FEATURES), dtype=torch.int32, device=device)
 
 
+def require_counters(counters: Tensor, tiles: int, *, device: torch.device) -> None:
+    """Raise KernelArgumentError for none of `arrival_counters`, or for too few."""
+    is_counters = counters.dtype == torch.int32 and counters.is_contiguous()
+    if not is_counters or counters.numel() < tiles or counters.device != device:
+        reject(
+            "counters",
+            expected=f"contiguous int32 with at least {tiles} elements on {device}",
+            got=counters,
+            remedy="make them with arrival_counters for the rows of weight",
+        )
+
+
 def skinny_linear(
     x: Tensor,
     weight: Tensor,
@@ -94,7 +106,7 @@ def skinny_linear(
     splits = 1
     if counters is not None and tokens > 1 and activation is None:
         splits = _splits(tiles, inner // tile.inner)
-        _check_counters(counters, tiles, device=x.device)
+        require_counters(counters, tiles, device=x.device)
     partial = None
     if splits > 1:
         size = splits * tiles * tile.features * tile.tokens
@@ -153,17 +165,6 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> None:
 def _reject_x(x: Tensor, expected: str) -> NoReturn:
     remedy = "use kernels.linear, which takes any shape and dtype"
     reject("x", expected=expected, got=x, remedy=remedy)
-
-
-def _check_counters(counters: Tensor, tiles: int, *, device: torch.device) -> None:
-    is_counters = counters.dtype == torch.int32 and counters.is_contiguous()
-    if not is_counters or counters.numel() < tiles or counters.device != device:
-        reject(
-            "counters",
-            expected=f"contiguous int32 with at least {tiles} elements on {device}",
-            got=counters,
-            remedy="make them with arrival_counters for the rows of weight",
-        )
 
 
 def _launch(

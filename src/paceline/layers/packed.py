@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from paceline.core.parallel import Span
 from paceline.kernels.act_and_mul import act_and_mul
 from paceline.kernels.linear import linear
-from paceline.kernels.packed_linear import fits_packed, packed_counters, packed_linear
+from paceline.kernels.packed_linear import fits_packed, packed_linear
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, encode
+from paceline.kernels.skinny_linear import arrival_counters
 from paceline.kernels.unpack_weight import unpack_weight
 from paceline.layers.parameter import Placement, empty_parameter
 from paceline.layers.weight_format import LinearFormat, Named, by_part, without_bias
@@ -70,7 +71,7 @@ class PackedLinear(LinearFormat[PackedMatrix]):
             scale=scale,
             zero=empty(groups, torch.uint8) if packing.has_zeros else None,
             bias=empty_parameter(rows, placement=placement) if adds else None,
-            counters=packed_counters(rows, device=placement.device),
+            counters=arrival_counters(rows, device=placement.device),
             parts=tuple(parts),
             columns=columns,
             has_bias=bias,

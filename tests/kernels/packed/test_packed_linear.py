@@ -11,7 +11,6 @@ from paceline.core.errors import KernelArgumentError
 from paceline.kernels.act_and_mul import act_and_mul_reference
 from paceline.kernels.packed_linear import (
     fits_packed,
-    packed_counters,
     packed_linear,
     packed_linear_reference,
 )
@@ -23,6 +22,7 @@ from paceline.kernels.packed_weight import (
     unpack_codes,
     unpack_reference,
 )
+from paceline.kernels.skinny_linear import arrival_counters
 from paceline.kernels.unpack_weight import unpack_weight
 
 pytest.importorskip("triton")
@@ -95,7 +95,7 @@ def test_split_products_add_all_parts_and_leave_their_counters_zero(kind: str) -
     packing = KINDS[kind]
     weight, numbers = random_weight(100, 512, packing)
     x = torch.randn(20, 512, generator=torch.Generator().manual_seed(1)).half()
-    counters = packed_counters(100, device=x.device)
+    counters = arrival_counters(100, device=x.device)
     split = packed_linear(x, weight, None, packing, counters=counters)
     again = packed_linear(x, weight, None, packing, counters=counters)
     assert not counters.any()

@@ -1,45 +1,19 @@
 """Mamba 2 in plain torch, on any device: the definition that other backends are held to."""
 
-import torch
 from torch import Tensor
 
-from paceline.attention.contract import GraphSupport
 from paceline.attention.linear.inputs import Mamba2Inputs
-from paceline.attention.linear.rows import (
-    LinearBuffers,
-    LinearPlan,
-    commit_rows,
-    convolve,
-    extend_states,
-    linear_buffers,
-    plan_rows,
-)
+from paceline.attention.linear.rows import LinearPlan, convolve, extend_states
 from paceline.attention.linear.shape import MAMBA2
-from paceline.attention.states import StateBackend, StateCapabilities, StateLayer, StateLimits
-from paceline.core.modes import MaskKind
+from paceline.attention.linear.torch_backend import TorchLinear
+from paceline.attention.states import StateLayer
 from paceline.kernels.extend_states import StateRows
-from paceline.kernels.step_view import GroupView, StepView
 
 
-class TorchMamba2(StateBackend[LinearBuffers, LinearPlan, Mamba2Inputs]):
+class TorchMamba2(TorchLinear[Mamba2Inputs]):
     """A state is [value_heads, key_dim, value_dim]: Mamba's own, transposed."""
 
     kind = MAMBA2
-    name = "torch"
-    capabilities = StateCapabilities(
-        device_types=frozenset({"cpu", "cuda"}),
-        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        masks=frozenset({MaskKind.CAUSAL, MaskKind.TREE}),
-        graph=GraphSupport.ALWAYS,
-    )
-
-    def make_buffers(self, limits: StateLimits) -> LinearBuffers:
-        return linear_buffers(limits)
-
-    def plan(
-        self, view: StepView, group: GroupView, buffers: LinearBuffers, *, is_round: bool
-    ) -> LinearPlan:
-        return plan_rows(view, group, buffers, is_round=is_round)
 
     def extend(self, inputs: Mamba2Inputs, layer: StateLayer, plan: LinearPlan) -> Tensor:
         """[padded_tokens, value_heads, value_dim] in the dtype of the inputs."""
@@ -57,15 +31,3 @@ class TorchMamba2(StateBackend[LinearBuffers, LinearPlan, Mamba2Inputs]):
         )
         out: Tensor = extend_states(rows, layer, plan) + x * inputs.skip.float().unsqueeze(1)
         return out.to(inputs.xbc.dtype)
-
-    def commit(
-        self,
-        view: StepView,
-        group: GroupView,
-        layer: StateLayer,
-        buffers: LinearBuffers,
-        *,
-        path: Tensor,
-        num_kept: Tensor,
-    ) -> None:
-        commit_rows(view, group, layer, buffers, path=path, num_kept=num_kept)

@@ -13,34 +13,13 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.packed_codes import half_numbers, raised
-from paceline.kernels._triton.primitives import dot, gated_activation
+from paceline.kernels._triton.primitives import biased_activation, dot
 from paceline.kernels._triton.runtime import cdiv, interpreted, next_power_of_2, require_runnable
 from paceline.kernels.packed_linear import PackedTile
 from paceline.kernels.packed_weight import CHUNK, PackedWeight
 
 _QUADS_HELD = 16  # by one thread, for one token
 _MOST_FEATURES = 64
-
-
-@triton.jit
-def _gated(
-    acc,  # float32
-    up,  # float32, used when ACTIVATION
-    bias_ptr,  # [out_features], with ACTIVATION [2 * out_features], or None
-    features,  # like acc, or to broadcast with it
-    live,  # like features
-    out_features,
-    ACTIVATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Bias and activation, rounded where the separate operations round."""
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)
-    if ACTIVATION is not None:
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + out_features + features, mask=live, other=0.0).to(tl.float32)
-        acc = gated_activation(acc.to(DTYPE), up.to(DTYPE), ACTIVATION)
-    return acc.to(DTYPE)
 
 
 @triton.jit
@@ -131,10 +110,14 @@ def _packed_row_kernel(
         gate, up = tl.split(tl.trans(tl.reshape(product, (2, FEATURES))))
         at_out = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
         is_out = at_out < out_features
-        result = _gated(gate, up, bias_ptr, at_out, is_out, out_features, ACTIVATION, DTYPE)
+        result = biased_activation(
+            gate, up, bias_ptr, at_out, is_out, out_features, ACTIVATION, DTYPE
+        )
         tl.store(out_ptr + at_out, result, mask=is_out)
     else:
-        result = _gated(product, product, bias_ptr, features, live, out_features, None, DTYPE)
+        result = biased_activation(
+            product, product, bias_ptr, features, live, out_features, None, DTYPE
+        )
         tl.store(out_ptr + features, result, mask=live)
 
 

@@ -49,6 +49,27 @@ def swiglu(
 
 
 @triton.jit
+def biased_activation(
+    acc,  # float32, of a product
+    up,  # the same, used when ACTIVATION
+    bias_ptr,  # [out_features], with ACTIVATION [2 * out_features], or None
+    features,  # like acc, or to broadcast with it
+    live,  # like acc
+    out_features,
+    ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Bias and activation, rounded where the separate operations round."""
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + out_features + features, mask=live, other=0.0).to(tl.float32)
+        acc = gated_activation(acc.to(DTYPE), up.to(DTYPE), ACTIVATION)
+    return acc.to(DTYPE)
+
+
+@triton.jit
 def narrow_query(
     q,  # [rows, dim] in the model's dtype
     scale,

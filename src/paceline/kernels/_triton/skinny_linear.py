@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.primitives import dot, gated_activation
+from paceline.kernels._triton.primitives import biased_activation, dot
 from paceline.kernels._triton.runtime import (
     cdiv,
     interpreted,
@@ -30,27 +30,6 @@ from paceline.kernels.skinny_linear import SkinnyTile
 _ROW_WARPS = 8
 _MOST_STAGES = 4
 _ROW_ELEMENTS = 4096  # of one program's tile, at least
-
-
-@triton.jit
-def _finish(
-    acc,  # [features] or [features, tokens] float32
-    up,  # the same, used when ACTIVATION
-    bias_ptr,  # [out_features], with ACTIVATION [2 * out_features], or None
-    features,  # like acc, or to broadcast with it
-    live,  # like acc
-    out_features,
-    ACTIVATION: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Bias and activation, rounded where the separate operations round."""
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + features, mask=live, other=0.0).to(tl.float32)
-    if ACTIVATION is not None:
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + out_features + features, mask=live, other=0.0).to(tl.float32)
-        acc = gated_activation(acc.to(DTYPE), up.to(DTYPE), ACTIVATION)
-    return acc.to(DTYPE)
 
 
 @triton.jit
@@ -85,7 +64,9 @@ def _one_token_kernel(
     if ACTIVATION is not None:
         acc_up = tl.sum(up.to(tl.float32) * x[None, :], axis=1)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    result = _finish(acc, acc_up, bias_ptr, features, live, out_features, ACTIVATION, DTYPE)
+    result = biased_activation(
+        acc, acc_up, bias_ptr, features, live, out_features, ACTIVATION, DTYPE
+    )
     tl.store(out_ptr + features, result, mask=live)
 
 
@@ -153,7 +134,7 @@ def _few_tokens_kernel(
     if is_last:
         live = live_rows & (token < tokens)[None, :]
         DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-        result = _finish(
+        result = biased_activation(
             acc, acc_up, bias_ptr, features[:, None], live_rows, out_features, ACTIVATION, DTYPE
         )
         out_ptrs = out_ptr + token.to(tl.int64)[None, :] * stride_out_token + features[:, None]
