@@ -195,7 +195,7 @@ def test_what_it_cannot_do_is_refused_with_the_reason():
     ragged = run("faulty_states:HasNoTrees", PREFILL)
     assert (ragged.status, ragged.reason) == (
         Status.REFUSED,
-        "graphs of always steps, of uniform",
+        "graphs of always steps, of uniform: --enforce-eager runs without",
     )
     assert run("faulty_states:HasNoTrees", CHAIN).status is Status.PROVEN
     other = run("faulty_states:OfAnotherKind", DECODE)
