@@ -6,7 +6,8 @@ operators that our steps are made of; of any other torch is asked.  A test compa
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, cmp_to_key, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ Rule = Callable[..., Any]
 
 
 def result_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Meta tensors as `func` returns them, contiguous; NotImplemented where no rule says."""
+    """Meta tensors as `func` returns them; NotImplemented where no rule says."""
     rule = _rule_of(func)
     if rule is None or not _is_meta((*args, *kwargs.values())):
         return NotImplemented
@@ -47,11 +48,46 @@ def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def _pointwise(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The shapes broadcast; the dtype is what single elements on a CPU make."""
+    """The shapes broadcast, laid out as operands are; the dtype is what single elements on a CPU
+    make."""
     given = [*args, *kwargs.values()]
-    shape = np.broadcast_shapes(*(each.shape for each in given if isinstance(each, Tensor)))
+    tensors = [each for each in given if isinstance(each, Tensor)]
+    shape = np.broadcast_shapes(*(each.shape for each in tensors))
     single = func(*map(_single, args), **{name: _single(value) for name, value in kwargs.items()})
-    return _meta(shape, single.dtype)
+    return _laid_out(shape, single.dtype, tensors)
+
+
+def _laid_out(shape: Sequence[int], dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensor:
+    """As operands are."""
+    if all(map(_lies_in_order, tensors)):
+        return _meta(shape, dtype)
+    order = _outermost_first(len(shape), tensors)
+    return _meta([shape[dim] for dim in order], dtype).permute(*map(order.index, range(len(shape))))
+
+
+def _lies_in_order(x: Tensor) -> bool:
+    """Whether no later dimension has longer steps than one before it."""
+    steps = [step for size, step in zip(x.shape, x.stride(), strict=True) if size > 1 and step]
+    return all(before >= step for before, step in pairwise(steps))
+
+
+def _outermost_first(dims: int, tensors: Sequence[Tensor]) -> list[int]:
+    """The dimensions of an elementwise result in memory: of any two, as in the first operand that
+    has both."""
+
+    def compare(a: int, b: int) -> int:
+        for x in tensors:
+            of_a, of_b = (_step(x, dim - dims) for dim in (a, b))
+            if of_a and of_b and of_a != of_b:
+                return of_b - of_a
+        return a - b
+
+    return sorted(range(dims), key=cmp_to_key(compare))
+
+
+def _step(x: Tensor, dim: int) -> int:
+    """Along a dimension counted from the last; 0: it is broadcast."""
+    return x.stride(dim) if x.dim() >= -dim and x.shape[dim] > 1 else 0
 
 
 def _single(value: Any) -> Any:
@@ -84,8 +120,15 @@ def _counted(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.int64
 
 
-def _like(x: Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> Tensor:
-    return _meta(x.shape, dtype or x.dtype)
+def _like(
+    x: Tensor,
+    *_: Any,
+    dtype: torch.dtype | None = None,
+    memory_format: torch.memory_format | None = None,
+    **__: Any,
+) -> Tensor:
+    keeps = memory_format in (None, torch.preserve_format)
+    return _laid_out(x.shape, dtype or x.dtype, [x] if keeps else [])
 
 
 def _to(x: Tensor, dtype: Any, _: bool = False, copy: bool = False, **__: Any) -> Any:
