@@ -1,8 +1,11 @@
 """What layers of linear attention hand to their backends, by kind."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from paceline.attention.linear.shape import GDN, MAMBA2
 
 
 class GdnInputs(NamedTuple):
@@ -23,3 +26,6 @@ class Mamba2Inputs(NamedTuple):
     decay: Tensor  # [padded_tokens, value_heads]  float32  log; at most 0
     dt: Tensor  # [padded_tokens, value_heads]  float32  times x is what is written
     skip: Tensor  # [value_heads]  times x is added to what is read
+
+
+INPUTS: Mapping[str, Any] = {GDN: GdnInputs, MAMBA2: Mamba2Inputs}

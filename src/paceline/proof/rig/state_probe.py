@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.attention.linear.inputs import INPUTS
 from paceline.attention.states import StateBackend, StateLayer, StateLimits
 from paceline.core.errors import KernelArgumentError
 from paceline.core.model_config import LayerSpec, ModelConfig
@@ -12,6 +13,7 @@ from paceline.kernels.step_view import GroupView, StepView
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import OverlaidRows
 from paceline.models.decoder import Hidden
+from paceline.proof.oracle.methods.recurrence import Recurrence
 from paceline.proof.oracle.states import RECURRENCES
 from paceline.proof.suite.case import Case
 
@@ -50,7 +52,7 @@ class StateProbe(nn.Module):
         self.positions[:tokens].copy_(positions)
         for index in range(self.table.shape[0]):
             rows = self.table[index].index_select(0, input_ids)
-            self.outs[index, :tokens].copy_(ctx.mix(index, self._method.given(rows)))
+            self.outs[index, :tokens].copy_(ctx.mix(index, _inputs(self._method, rows)))
         return Hidden(self.next_ids.index_select(0, input_ids).unsqueeze(1), {})
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -61,6 +63,12 @@ class StateProbe(nn.Module):
     def attention_sinks(self) -> tuple[Tensor | None, ...]:
         """No layer attends."""
         return ()
+
+
+def _inputs(method: Recurrence, rows: Tensor) -> Any:
+    """What a backend is handed for [tokens, width] of an oracle, which shares no type with it."""
+    given = method.given(rows)
+    return INPUTS[method.kind](**given) if method.kind in INPUTS else given
 
 
 def num_ids(max_tokens: int) -> int:

@@ -28,15 +28,13 @@ class GatedDelta(Recurrence):
     out_shape = (_HEADS, _VALUE_DIM)
 
     def given(self, rows: Tensor) -> Any:
-        from paceline.attention.linear.inputs import GdnInputs
-
         qkv, decay, rate = rows.split((_CHANNELS, _HEADS, _HEADS), dim=1)
-        return GdnInputs(
-            qkv=qkv,
-            conv_weight=_taps(rows),
-            decay=-decay.float().abs(),
-            beta=rate.float().sigmoid(),
-        )
+        return {
+            "qkv": qkv,
+            "conv_weight": _taps(rows),
+            "decay": -decay.float().abs(),
+            "beta": rate.float().sigmoid(),
+        }
 
     def step(self, state: State, row: Tensor) -> tuple[State, Tensor]:
         raw, decay, rate = row.split((_CHANNELS, _HEADS, _HEADS))

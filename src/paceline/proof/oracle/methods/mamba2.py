@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.attention.linear.inputs import Mamba2Inputs
 from paceline.core.model_config import RowPart
 from paceline.proof.oracle.methods.recurrence import Recurrence, State
 
@@ -37,17 +36,16 @@ class Mamba2(Recurrence):
         return rows
 
     def given(self, rows: Tensor) -> Any:
-        """[tokens, width] as a backend takes it."""
         taps, bias, rates, skip = (each.to(rows.dtype) for each in _learnt(rows.device))
         steps = rows[:, _CHANNELS:].float()
-        return Mamba2Inputs(
-            xbc=rows[:, :_CHANNELS],
-            conv_weight=taps,
-            conv_bias=bias,
-            decay=-rates.float() * steps,
-            dt=steps,
-            skip=skip,
-        )
+        return {
+            "xbc": rows[:, :_CHANNELS],
+            "conv_weight": taps,
+            "conv_bias": bias,
+            "decay": -rates.float() * steps,
+            "dt": steps,
+            "skip": skip,
+        }
 
     def step(self, state: State, row: Tensor) -> tuple[State, Tensor]:
         taps, bias, rates, skip = (each.to(row.dtype) for each in _learnt(row.device))

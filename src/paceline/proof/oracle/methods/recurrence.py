@@ -30,7 +30,7 @@ class Recurrence(ABC):
         return torch.randn(part.shape, generator=generator, dtype=torch.float64)
 
     def given(self, rows: Tensor) -> Any:
-        """[tokens, width] as a backend of this kind takes it."""
+        """[tokens, width] as a backend of this kind takes it: one tensor, or several by name."""
         return rows
 
     @abstractmethod
