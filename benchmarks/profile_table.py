@@ -22,6 +22,7 @@ from profile_work import Work, least_us, role_bytes, role_flops
 # The first pattern found in a kernel's name decides.
 NAMES = (
     ("reduce", r"splitK_?reduce|_reduce_splits"),  # belongs to the product before it
+    ("exchange", r"_all_reduce_kernel|_all_gather_kernel"),
     ("derive", r"_derive|derive_|_shared_(common|group|place)_kernel"),
     ("commit", r"_commit|commit_|_compact_kv|_keep_states|_chain_rows|_pool_rows"),
     ("draft", r"_draft_topk|_grow_tree|_select_tree|_ngram_lookup"),
@@ -44,8 +45,9 @@ NAMES = (
 ROLES = (
     *("qkv", "o", "gate_up", "down", "head", "router", "product", "experts", "route"),
     *("attention", "latents", "norm", "rope", "act", "derive", "draft", "sample", "commit"),
-    *("copy", "other"),
+    *("exchange", "copy", "other"),
 )
+BETWEEN = frozenset({"other", "copy", "reduce", "exchange"})  # say nothing of products beside them
 # A product right after or right before a known kernel; any other follows the one before it.
 FIRST_AFTER: dict[str | None, str] = {
     "attention": "o",
@@ -105,7 +107,7 @@ def kind_of(name: str) -> str:
 def roles_of(names: Sequence[str]) -> list[str]:
     """The role of each kernel of one step, in the order they ran."""
     kinds = [kind_of(name) for name in names]
-    marks = [kind if kind not in {"other", "copy", "reduce"} else None for kind in kinds]
+    marks = [kind if kind not in BETWEEN else None for kind in kinds]
     roles = list(kinds)
     last: str | None = None
     for group in _product_groups(marks):

@@ -259,6 +259,7 @@ def test_the_schema_lists_the_endpoints(client):
     assert set(paths) == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/embeddings",
         "/v1/models",
         "/v1/models/{name}",
         "/v1/messages",

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 import paceline
 from paceline.core.errors import RequestError
+from paceline.core.modes import End
 from paceline.llm.admission import Admission
 from paceline.llm.inputs import Conversation
 from paceline.text import fewest_tokens
@@ -167,7 +168,7 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenized(monkeypatch, prompt):
     tokenizer = Tokenizer(bundled(), {}, chat_template=template)
     monkeypatch.delattr(Tokenizer, "encode")
     admission = Admission(
-        config=SimpleNamespace(vocab_size=4096),
+        config=SimpleNamespace(vocab_size=4096, ends=frozenset({End.GENERATE})),
         tokenizer=tokenizer,
         processors=(),
         context_len=64,

@@ -53,6 +53,7 @@ EVERYTHING = Step(
     shares_prefix=True,
     masks=(TokenMask(0, bytes(range(256))),),
     has_overlay=True,
+    tells_drafts=True,
 )
 
 
