@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from fake_openai import CHARS_PER_TOKEN, FIXED, fake_server
 
+from children import hearing_ctrl_c
 from paceline.bench.page import page
 from paceline.bench.serve.asks import Scale, Target
 from paceline.bench.serve.bench import bench_serve
@@ -218,7 +219,7 @@ def test_ctrl_c_leaves_what_was_answered():
             signal.pthread_kill(main, signal.SIGINT)
         return 200
 
-    with fake_server(status=status) as fake:
+    with hearing_ctrl_c(), fake_server(status=status) as fake:
         document = bench(fake)
     assert document["interrupted"]
     assert 0 < document["requests"]["answered"] < 10
@@ -227,7 +228,7 @@ def test_ctrl_c_leaves_what_was_answered():
         signal.pthread_kill(main, signal.SIGINT)
         return 200
 
-    with fake_server(status=at_once) as fake, pytest.raises(KeyboardInterrupt):
+    with hearing_ctrl_c(), fake_server(status=at_once) as fake, pytest.raises(KeyboardInterrupt):
         bench(fake)
 
 
