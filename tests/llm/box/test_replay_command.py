@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_step_that_hangs_is_left(failed: Path, tmp_path: Path, kind: str) -> N
         [*PACELINE, "debug", "replay", str(hung), *words],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{Path(__file__).parent}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])},
     )
     verdict, code = ("reproduced", 0) if kind == "Stuck" else ("not so    ", 1)
     assert done.stdout.splitlines()[-1] == f"{verdict}  the step did not end within 1 s"
