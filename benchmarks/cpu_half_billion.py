@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from cpu_peers import PLAIN, Peer, Row, Workload, in_turns, row_of
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 
 SEED = 20_261_123

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import transformers
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 
 PLAIN = {"enable_prefix_cache": False, "speculative_algorithm": "off"}

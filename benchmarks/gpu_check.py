@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 from paceline.llm.prepare import Prepared
 from paceline.plan.machine import versions

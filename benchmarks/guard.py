@@ -21,9 +21,9 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.errors import GraphGuardError
 from paceline.core.events import EventLog
-from paceline.core.model_config import Heads, LayerSpec, ModelConfig, RopeConfig, cache_group_specs
+from paceline.core.model.config import Heads, LayerSpec, ModelConfig, RopeConfig, cache_group_specs
 from paceline.core.parallel import Parallel
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import JoinDelta, PageDelta, Step, StepLayout
 from paceline.models.loader import fill_dummy
 from paceline.models.registry import architecture

@@ -24,11 +24,11 @@ import torch
 from paceline.attention.registry import load_backend
 from paceline.cache.pool import KVFormat, torch_kv_dtype
 from paceline.core.gpus import DeviceFacts
-from paceline.core.options import known
+from paceline.core.options.engine_options import known
 from paceline.llm.boot import Knobs, boot
 from paceline.llm.prepare import Prepared, prepare
 from paceline.plan.assemble import Decided, decide
-from paceline.plan.rehearsal import (
+from paceline.plan.memory.rehearsal import (
     RehearsedStep,
     allocated,
     graphs_held,

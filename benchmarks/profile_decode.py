@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from paceline.bench.latency import random_prompts
 from paceline.bench.page import page, profile_bars
 from paceline.core.errors import IntegrityError
-from paceline.core.options import known
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.options.engine_options import known
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
 from profile_table import Kernel, idle, own_times, role_rows, show, split_steps

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from paceline.bench.latency import random_prompts
 from paceline.bench.page import page, profile_bars
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
 from profile_decode import kernel_rows, kernels_of, require_steady

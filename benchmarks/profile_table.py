@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from profile_work import Work, least_us, role_bytes, role_flops
 
 # The first pattern found in a kernel's name decides.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.kernels.draw import draw_reference
 from paceline.layers.sampling import SamplingTable, process_logits, sample
 from paceline.plan.machine import versions

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Step
+from paceline.engine.answers.outputs import RequestOutput
+from paceline.engine.answers.tracker import Tracker
 from paceline.engine.loop import Launched
-from paceline.engine.outputs import RequestOutput
-from paceline.engine.tracker import Tracker
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 from paceline.plan.machine import local_device, versions

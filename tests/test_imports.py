@@ -138,7 +138,7 @@ def test_imports_point_one_way():
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("paceline.core.step", "from paceline.plan.fit import Fit"),
+        ("paceline.core.step", "from paceline.plan.memory.fit import Fit"),
         ("paceline.kernels.rope", "import paceline.cache.pages"),
         ("paceline.layers.mlp", "def f():\n    from paceline.models import llama"),
         ("paceline.runner.derive", "from ..engine import scheduler"),

@@ -5,8 +5,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.core.sampling_params import SamplingParams
-    from paceline.engine.outputs import RequestOutput
+    from paceline.core.request.sampling_params import SamplingParams
+    from paceline.engine.answers.outputs import RequestOutput
     from paceline.llm.async_llm import AsyncLLM
     from paceline.llm.llm import LLM
 
@@ -21,8 +21,8 @@ __all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams"]
 _HOMES = {
     "LLM": "paceline.llm.llm",
     "AsyncLLM": "paceline.llm.async_llm",
-    "RequestOutput": "paceline.engine.outputs",
-    "SamplingParams": "paceline.core.sampling_params",
+    "RequestOutput": "paceline.engine.answers.outputs",
+    "SamplingParams": "paceline.core.request.sampling_params",
 }
 
 

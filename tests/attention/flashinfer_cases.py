@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.attention.backends.flashinfer_backend import FlashInferBackend, FlashInferBuffers
 from paceline.attention.contract import Part
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.proof.emulators import flashinfer as emulator
 

@@ -18,7 +18,7 @@ from paceline.attention.contract import (
     Capabilities,
     GraphSupport,
 )
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
 
 NARROW = Capabilities(

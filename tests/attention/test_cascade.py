@@ -17,9 +17,9 @@ from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.layouts.page_table import page_table_plan
 from paceline.attention.paged import attend_cpu, paged_call
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.kernels.paged_attention import paged_extend
 from paceline.runner.recording.recorded import RecordedGraph

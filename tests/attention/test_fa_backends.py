@@ -22,7 +22,7 @@ from paceline.attention.contract import (
     Part,
 )
 from paceline.core.errors import ConfigError, KernelArgumentError
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
 from paceline.proof.emulators import flash_attn
 from paceline.runner.recording.recorded import RecordedGraph

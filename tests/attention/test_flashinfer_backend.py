@@ -32,7 +32,7 @@ from paceline.attention.backends.flashinfer_wrappers import RING, StepShape, Wra
 from paceline.attention.contract import AttentionConfig, AttentionSpec, GraphSupport, Part
 from paceline.attention.registry import load_backend
 from paceline.core.errors import KernelArgumentError
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
 from paceline.core.step import StepLayout
 from paceline.proof.emulators import flashinfer as emulator

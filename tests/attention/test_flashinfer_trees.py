@@ -19,7 +19,7 @@ from paceline.attention.cascade import cascade
 from paceline.attention.contract import AttentionConfig, GraphSupport, Part
 from paceline.attention.registry import choose
 from paceline.core.errors import KernelArgumentError
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
 from paceline.proof.emulators import flashinfer as emulator
 from paceline.runner.recording.recorded import RecordedGraph

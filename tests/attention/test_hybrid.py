@@ -22,9 +22,9 @@ from paceline.attention.hybrid import (
     may_serve,
     serves_decode,
 )
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout, padded_step
 from paceline.kernels.step_view import StepView
 from paceline.runner.buffers import PaddedSize

@@ -29,9 +29,9 @@ from paceline.attention.held import tensor_bytes
 from paceline.attention.measurements import Phase
 from paceline.attention.registry import choose
 from paceline.core.errors import ConfigError, KernelArgumentError
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.kernels.step_view import GroupView, StepView
 from paceline.proof.emulators import flashinfer_mla, flashmla

@@ -12,7 +12,7 @@ from paceline.attention.contract import AttentionConfig, GraphSupport
 from paceline.attention.measurements import Measurement
 from paceline.attention.registry import AUTO_ORDER, BACKENDS, choose, load_backend
 from paceline.core.errors import BackendUnsupported, ConfigError
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
 
 ON_CPU = AttentionConfig(

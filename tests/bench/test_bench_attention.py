@@ -23,7 +23,7 @@ from paceline.bench.backends import bench_backends, plan_of
 from paceline.cli.app import app
 from paceline.core.errors import BackendUnsupported, ConfigError, IntegrityError
 from paceline.core.gpus import GPUS, published_row
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.plan.machine import cpu_facts
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "bench_attention.json"

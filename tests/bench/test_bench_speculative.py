@@ -17,7 +17,7 @@ from paceline.bench.speculative import bench_speculative
 from paceline.bench.speculative_shape import SpeculativeShape
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError, IntegrityError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 from paceline.plan.speculation import FORCED
 from paceline.proof.lossless.prompt_set import NamedPrompt, read_prompts

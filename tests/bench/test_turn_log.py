@@ -4,7 +4,7 @@ import pytest
 from llm_cases import Checkpoint
 
 from paceline.bench.turn_log import StepKind, TurnLog
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import RunKind
 from paceline.engine import loop
 from paceline.llm.boot import Knobs

@@ -5,8 +5,8 @@ import pytest
 from test_cache_manager import TOKENS, make_cache, run_request
 
 from paceline.cache.page_keys import NO_KEYS, PageKeys, media_of
-from paceline.core.blocks import Blocks
-from paceline.core.input_rows import InputRows
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.input_rows import InputRows
 
 PROMPT = TOKENS[:24]
 OTHER_END = [*PROMPT[:13], PROMPT[13] + 1, *PROMPT[14:]]

@@ -8,7 +8,7 @@ from cache_probe import cached_len
 from paceline.cache.groups import PageRun
 from paceline.cache.manager import CacheManager
 from paceline.core.errors import ConfigError, IntegrityError
-from paceline.core.model_config import (
+from paceline.core.model.config import (
     CHECKPOINT,
     READ,
     CacheGroupSpec,

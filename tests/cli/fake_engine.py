@@ -79,7 +79,7 @@ class FakeEngine:
             yield self._output("fake-0", count, params, finished=count == most)
 
     def _output(self, request_id, count, params, finished=True):
-        from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+        from paceline.engine.answers.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
         first = len(self.prompts) if self.unsteady else 0
         reason = "abort" if self.aborted else self.finish_reason

@@ -13,7 +13,7 @@ from fake_engine import FakeEngine
 from paceline.cli.app import app
 from paceline.plan import target
 from paceline.plan.machine import cpu_facts
-from paceline.plan.suggestion import flag_words
+from paceline.plan.memory.suggestion import flag_words
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "explain.json"
 MIB = 1 << 20

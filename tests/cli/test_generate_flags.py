@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from fake_engine import FakeEngine
 
 from paceline.cli.app import app
-from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.engine.answers.token_logprobs import TokenLogprobs
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "schemas" / "generate.json").read_text())
 

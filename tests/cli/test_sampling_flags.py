@@ -8,8 +8,8 @@ from fake_engine import FakeEngine
 
 from paceline.cli.app import app
 from paceline.cli.sampling_flags import SAMPLING
-from paceline.core.sampling_params import SamplingParams
-from paceline.core.structured import StructuredOutputs, StructureKind
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.core.request.structured import StructuredOutputs, StructureKind
 
 
 def params_of(*words, verb=("generate", "--prompt", "x"), stdin=None):

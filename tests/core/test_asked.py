@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.option_spec import spec_of
-from paceline.core.options import EngineOptions, engine_options, named
+from paceline.core.options.engine_options import EngineOptions, engine_options, named
+from paceline.core.options.spec import spec_of
 
 
 def test_every_flag_is_a_name_in_python_too():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.core.blocks import Blocks
+from paceline.core.request.blocks import Blocks
 
 PICTURES = Blocks(((2, 6), (6, 9), (12, 13)))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import (
+from paceline.core.model.config import (
     NO_HEADS,
     CacheKind,
     Heads,

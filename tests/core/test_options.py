@@ -6,9 +6,9 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GPUS, gpu_by_name
-from paceline.core.option_spec import spec_of
-from paceline.core.options import EngineOptions, engine_options
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.options.engine_options import EngineOptions, engine_options
+from paceline.core.options.spec import spec_of
+from paceline.core.request.sampling_params import SamplingParams
 
 
 def test_every_field_is_an_option_with_help_and_unique_flags():

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from paceline.core.errors import RequestError
-from paceline.core.sampling_params import (
+from paceline.core.request.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_IDS,
     SamplerTier,

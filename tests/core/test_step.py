@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout, padded_step
 
 

@@ -19,7 +19,7 @@ from zlib import crc32
 
 from paceline.cache.page_keys import MediaSpan, PageKeys
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
-from paceline.core.model_config import (
+from paceline.core.model.config import (
     CHECKPOINT,
     READ,
     WRITE,
@@ -28,7 +28,7 @@ from paceline.core.model_config import (
     RowPart,
     kv_parts,
 )
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import (
     FinishCode,
     JoinDelta,

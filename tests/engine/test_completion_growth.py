@@ -2,9 +2,9 @@
 
 import pytest
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs
-from paceline.engine.completion import Completion
+from paceline.engine.answers.completion import Completion
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 

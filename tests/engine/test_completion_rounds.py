@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs
-from paceline.engine.completion import Completion
-from paceline.engine.outputs import CompletionOutput
+from paceline.engine.answers.completion import Completion
+from paceline.engine.answers.outputs import CompletionOutput
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
 

@@ -19,7 +19,7 @@ from paceline.cache.manager import CacheManager
 from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import IntegrityError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Step
 from paceline.engine.engine import Engine
 from paceline.engine.loop import overlapped_turn

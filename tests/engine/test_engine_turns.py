@@ -9,14 +9,14 @@ from scheduler_world import FakeDevice, group_specs
 from paceline.cache.manager import CacheManager
 from paceline.cache.page_keys import PageKeys
 from paceline.core.errors import CapacityError, PacelineError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs, Step, StepOutputs
+from paceline.engine.answers.tracker import Tracker
 from paceline.engine.engine import Engine
 from paceline.engine.loop import overlapped_turn
 from paceline.engine.request import FinishReason, Request, RequestState
 from paceline.engine.scheduler import RequestUpdate, Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.engine.tracker import Tracker
 
 PAGE_SIZE = 4
 SAMPLED = SamplingParams(seed=-1, max_tokens=12)
@@ -164,7 +164,7 @@ def scores(*values: float) -> tuple[RowLogprobs, ...]:
 
 def test_times_are_of_the_first_and_of_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.0, 13.0, 17.0])
-    monkeypatch.setattr("paceline.engine.tracker.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("paceline.engine.answers.tracker.time.perf_counter", lambda: next(clock))
     tracker, (request,) = make_tracker()
     for token, finish in ((1, None), (2, None), (3, FinishReason.LENGTH)):
         tracker.apply(RequestUpdate(request, (token,), (), finish))

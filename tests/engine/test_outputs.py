@@ -6,13 +6,13 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.outputs import (
+from paceline.engine.answers.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
     joined,
 )
-from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.engine.answers.token_logprobs import TokenLogprobs
 
 
 def _metrics(**times) -> RequestMetrics:

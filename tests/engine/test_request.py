@@ -1,7 +1,7 @@
 """A request's own facts: what it may take from the cache, and what its siblings share with it."""
 
 from paceline.cache.page_keys import PageKeys
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.seeds import child_seed
 from paceline.engine.request import Request, RequestState
 

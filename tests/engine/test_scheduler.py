@@ -9,7 +9,7 @@ from cache_probe import cached_len
 from paceline.cache.manager import CacheManager
 from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.core.errors import CapacityError, ConfigError, IntegrityError, RequestError
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import (
     FinishCode,
     JoinDelta,

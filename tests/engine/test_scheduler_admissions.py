@@ -5,9 +5,9 @@ from scheduler_world import output_ids
 from test_scheduler import CONTEXT_LEN, Loop, extends
 
 from paceline.cache.page_keys import PageKeys
-from paceline.core.blocks import Blocks
 from paceline.core.errors import CapacityError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.request import Request, RequestState
 from paceline.engine.roster import Roster
 from paceline.engine.step_plan import StepPlan

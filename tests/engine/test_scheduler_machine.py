@@ -32,13 +32,13 @@ from cache_probe import num_shared_pages
 from paceline.cache.manager import CacheManager
 from paceline.cache.overlay_slots import OverlaySlots
 from paceline.cache.page_keys import PageKeys, media_of
-from paceline.core.blocks import Blocks
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError
-from paceline.core.input_rows import EncoderInput, InputRows
-from paceline.core.model_config import CacheGroupSpec, CacheKind
+from paceline.core.model.config import CacheGroupSpec, CacheKind
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.input_rows import EncoderInput, InputRows
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta
 from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.scheduler import Scheduler

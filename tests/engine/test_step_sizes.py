@@ -11,9 +11,9 @@ from test_scheduler import Loop, extends
 
 from paceline.cache.manager import CacheManager
 from paceline.cache.page_keys import PageKeys
-from paceline.core.blocks import Blocks
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, Step, StepOutputs
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler

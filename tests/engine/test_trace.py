@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import RowDrafts
-from paceline.engine.completion import Completion
+from paceline.engine.answers.completion import Completion
+from paceline.engine.answers.trace import Round, Trace
 from paceline.engine.request import FinishReason, Request
 from paceline.engine.scheduler import RequestUpdate
-from paceline.engine.trace import Round, Trace
 
 ROOT = 7
 

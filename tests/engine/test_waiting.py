@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.request import Request, Share
 from paceline.engine.waiting import WaitingQueue
 

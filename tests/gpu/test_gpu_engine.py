@@ -4,7 +4,7 @@ import pytest
 
 import gpu_check
 from paceline.core.errors import GraphGuardError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 from paceline.runner.recording.graphs import CudaGraph
 

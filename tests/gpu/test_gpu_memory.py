@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from paceline.plan.cuda_pool import CudaPool
+from paceline.plan.memory.cuda_pool import CudaPool
 
 pytestmark = pytest.mark.gpu
 SIZES = (300, 70_000, 1 << 20, 3 << 20, 9 << 20, 10 << 20, 33 << 20)

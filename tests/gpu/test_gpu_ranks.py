@@ -15,7 +15,7 @@ import transformers
 from llm_cases import CONTEXT, VOCAB, save_tokenizer
 
 from paceline.core.errors import PacelineError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 
 pytestmark = [

@@ -7,7 +7,7 @@ import torch
 from grammar_turns import Turns
 from step_cases import rubbish_view
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.kernels.derive_rope import RopeRows, derive_rope, derive_rope_reference
 from paceline.kernels.greedy import greedy, greedy_reference
 from paceline.kernels.mask_tokens import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpu_check
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]

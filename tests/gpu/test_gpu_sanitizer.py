@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.attention.backends.triton_backend import TritonBackend, TritonPlan
 from paceline.attention.contract import LayerCache, Part
 from paceline.core.errors import SanitizerError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 from paceline.proof.check.cell import RunnerKind, Status
 from paceline.proof.rig.contenders import Contender, state_contender

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.kernels.draw import Laws, draw, draw_reference
 from paceline.kernels.draw_cpu import SLACK, RowLaw, draw_row, kept_tokens, near_noise
 from paceline.kernels.edit_logits import NO_DRAFT, Edits, SampledRows, edit_logits

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from paceline.kernels.linear import linear, linear_reference
 from paceline.kernels.linear_cpu import is_by_columns, linear_cpu
-from paceline.layers.dense import DENSE
-from paceline.layers.parameter import Placement, empty_matrix
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement, empty_matrix
 from paceline.runner.recording.recorded import RecordedGraph
 
 TOKENS = [0, 1, 2, 3, 4, 7, 16, 33, 64]
@@ -70,7 +70,7 @@ def test_an_emulated_product_equals_float64_in_blocks_of_any_size(
 def test_one_thread_stores_emulated_matrices_by_columns(
     threads: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.layers.parameter.is_emulated", lambda dtype: True)
+    monkeypatch.setattr("paceline.layers.weights.parameter.is_emulated", lambda dtype: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     placement = Placement(torch.device("cpu"), torch.bfloat16, DENSE)
     weight = empty_matrix(6, 4, placement=placement, has_bias=has_bias)

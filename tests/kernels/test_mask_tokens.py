@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.kernels.draw import draw, draw_reference
 from paceline.kernels.edit_logits import SampledRows
 from paceline.kernels.greedy import greedy

@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.model_config import MoEConfig, NormKind
+from paceline.core.model.config import MoEConfig, NormKind
 from paceline.core.parallel import Parallel, whole
-from paceline.layers.dense import DENSE
 from paceline.layers.embedding import Embedding, LMHead, root_scale
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SparseMLP
-from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
-from paceline.layers.weight_format import Target
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
+from paceline.layers.weights.weight_format import Target
 from paceline.models import tensor_names
 
 CPU = Placement(torch.device("cpu"), torch.float32, DENSE)

@@ -16,7 +16,7 @@ from paceline.attention.registry import Choice
 from paceline.attention.states import StateConfig, unsupported_reasons
 from paceline.cache.pool import KVFormat
 from paceline.core.errors import BackendUnsupported, ConfigError, ModelError
-from paceline.core.model_config import Heads, LayerSpec, RowPart
+from paceline.core.model.config import Heads, LayerSpec, RowPart
 from paceline.core.modes import MaskKind
 from paceline.speculate.draft_cache import DraftCache
 

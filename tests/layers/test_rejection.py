@@ -8,7 +8,7 @@ import torch
 from laws import SIGNIFICANCE, law_of, p_value, table_of
 from torch import Tensor
 
-from paceline.core.sampling_params import Asks, SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import Asks, SamplerTier, SamplingParams
 from paceline.kernels.edit_logits import NO_DRAFT
 from paceline.layers.sampling import DrawnDrafts, SamplingTable, rejection, sample
 from paceline.layers.sampling.noise import coins, draft_seeds, gumbel

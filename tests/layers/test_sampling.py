@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.core.errors import KernelArgumentError, RequestError
-from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import MAX_LOGPROBS, SamplerTier, SamplingParams
 from paceline.kernels.mask_tokens import NO_MASK, Masks, mask_tokens_reference, num_words
 from paceline.layers.sampling import PackedRow, SamplingTable, sample
 from paceline.layers.sampling.built_in import NO_TOKEN

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.core.sampling_params import MAX_COMPLETIONS
+from paceline.core.request.sampling_params import MAX_COMPLETIONS
 from paceline.core.seeds import child_seed
 from paceline.kernels.gumbel import splitmix64
 from paceline.layers.sampling.noise import coins, draft_seeds, gumbel

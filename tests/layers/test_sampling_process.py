@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.kernels.keep_mask import keep_mask
 from paceline.layers.sampling import SamplingTable, process_logits
 

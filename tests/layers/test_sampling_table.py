@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.layers.sampling import Column, LogitsProcessor, RowFacts, RowState, SamplingTable
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from covers import Cell
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend, Capabilities
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Step
-from paceline.engine.outputs import RequestOutput
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 from paceline.models.config import parse_config

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from paceline.core.errors import BusyError, CapacityError, PacelineError, RequestError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM

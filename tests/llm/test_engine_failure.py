@@ -8,7 +8,7 @@ import pytest
 
 from children import PACELINE, child
 from paceline.core.errors import PacelineError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)

@@ -31,7 +31,7 @@ from paceline.core.errors import (
     RequestError,
     WeightsError,
 )
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 

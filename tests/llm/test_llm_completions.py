@@ -17,7 +17,7 @@ from llm_cases import (
 
 from covers import Cell
 from paceline.core.errors import CapacityError, RequestError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.seeds import child_seed
 from paceline.core.step import Step
 from paceline.llm.boot import Knobs

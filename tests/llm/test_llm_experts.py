@@ -11,7 +11,7 @@ from llm_cases import (
     tokens_of,
 )
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
 from paceline.plan.explain import explain_model
 from paceline.runner import build

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from covers import Cell, pairwise, slow_unless
 from paceline.core.errors import WeightsError
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import RequestOutput
 
 FP8 = {"kv_cache_dtype": "fp8"}
 # Layer -> (K's scale, V's scale) in the checkpoint; the other layers have none, which means 1.

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from llm_cases import Checkpoint, assert_idle, make_llm, random_prompts
 
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import RequestOutput, joined
-from paceline.engine.tracker import Tracker
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import RequestOutput, joined
+from paceline.engine.answers.tracker import Tracker
 from paceline.llm.llm import LLM
 
 SAMPLED = SamplingParams(seed=3, n=3, max_tokens=20, ignore_eos=True, logprobs=2, prompt_logprobs=1)

@@ -20,8 +20,8 @@ from llm_cases import (
 
 from cache_probe import num_shared_pages
 from paceline.core.errors import PacelineError
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 

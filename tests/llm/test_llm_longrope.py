@@ -15,8 +15,8 @@ from llm_cases import (
     tokens_of,
 )
 
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.llm import LLM
 
 TRAINED, CONTEXT = 48, 128

@@ -17,7 +17,7 @@ from llm_cases import (
 )
 
 from cache_probe import cached_len
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
 
 POISON = 40  # its embedding is NaN in poisoned checkpoints; no shared prompt leads to it

@@ -18,7 +18,7 @@ from llm_cases import (
 )
 
 from paceline.core.step import JoinDelta, PageDelta
-from paceline.engine.outputs import RequestOutput
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.boot import Knobs
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.staging import StagingSlot

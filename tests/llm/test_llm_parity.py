@@ -20,8 +20,8 @@ from llm_cases import (
     random_prompts,
 )
 
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import RequestOutput
 
 NUM_TOKENS = 64
 BEHIND_A_HIT = 24  # the prefill differs; six pages, and the widest window leaves it behind

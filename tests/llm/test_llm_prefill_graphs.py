@@ -11,7 +11,7 @@ from llm_cases import (
     random_prompts,
 )
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
 
 CASES = ("gemma2-soft-caps-alternating-windows", "gpt-oss-sinks-alternating-windows")

@@ -28,7 +28,7 @@ from transformers.generation.logits_process import ExponentialDecayLengthPenalty
 from covers import Cell
 from paceline.cli.app import app
 from paceline.core.errors import ConfigError, HostReadError, KernelArgumentError, RequestError
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.layers.sampling import Column, LogitsProcessor, SamplingTable, process_logits
 from paceline.llm.llm import LLM
 from paceline.plan.processors import load_processors

@@ -20,9 +20,9 @@ from llm_cases import (
 
 from covers import Cell
 from paceline.core.errors import RequestError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import JoinDelta, RowLogprobs
-from paceline.engine.outputs import RequestOutput
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.engine.step_plan import StepPlan
 from paceline.llm.llm import LLM
 from paceline.runner import prompt_logprobs as prompt_logprobs_module

@@ -26,8 +26,8 @@ from llm_cases import (
 )
 
 from paceline.core.errors import ModelError, RequestError
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.admission import MAX_TOKENS_CUT
 from paceline.llm.async_llm import AsyncLLM
 from paceline.llm.llm import LLM

@@ -20,9 +20,9 @@ from llm_cases import (
 
 from cache_probe import cached_len
 from covers import Cell
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import RowLogprobs
-from paceline.engine.completion import Completion
+from paceline.engine.answers.completion import Completion
 from paceline.engine.request import Request
 from paceline.engine.scheduler import RequestUpdate
 from paceline.llm.llm import LLM

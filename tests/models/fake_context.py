@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paceline.attention.mixers import load_state_backend
 from paceline.attention.states import StateLayer, StateLimits
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows_reference
 from paceline.kernels.rms_norm import rms_norm_reference

@@ -19,7 +19,7 @@ from example_state_backend import PART, SumBackend
 from torch import Tensor, nn
 
 from paceline.attention import mixers
-from paceline.core.model_config import SOFTMAX, LayerSpec, ModelConfig, RowPart
+from paceline.core.model.config import SOFTMAX, LayerSpec, ModelConfig, RowPart
 from paceline.layers.embedding import OverlaidRows
 from paceline.models import registry
 from paceline.models.architecture import Architecture, prenorm

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import ExpertChoice, Heads, LatentConfig
+from paceline.core.model.config import ExpertChoice, Heads, LatentConfig
 from paceline.kernels.moe_choose import moe_choose
 from paceline.models.checkpoint_names import without_layers_behind
 from paceline.models.config import parse_config

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.core.errors import WeightsError
 from paceline.core.lfs import is_lfs_pointer
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import Heads, ModelConfig, NormKind, RopeKind
+from paceline.core.model.config import Heads, ModelConfig, NormKind, RopeKind
 from paceline.layers.rope import rope_frequencies
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names

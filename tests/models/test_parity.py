@@ -12,7 +12,7 @@ from fake_context import FakeContext
 from torch import Tensor
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import GateOrder, ModelConfig, MoEConfig, RopeConfig, RopeKind
+from paceline.core.model.config import GateOrder, ModelConfig, MoEConfig, RopeConfig, RopeKind
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config

@@ -14,11 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from paceline.core.errors import WeightsError
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, Span
-from paceline.layers.dense import DENSE
-from paceline.layers.parameter import Placement, empty_scale
-from paceline.layers.weight_format import LinearFormat, Named, WeightFormats, held_by, wholly
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement, empty_scale
+from paceline.layers.weights.weight_format import (
+    LinearFormat,
+    Named,
+    WeightFormats,
+    held_by,
+    wholly,
+)
 from paceline.models import coverage
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import open_checkpoint

@@ -7,11 +7,11 @@ from pathlib import Path
 from tokenizers import Tokenizer, models
 
 from paceline.core.gpus import GIB, DeviceFacts, gpu_by_name
-from paceline.core.model_config import ModelConfig
-from paceline.core.options import engine_options
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import engine_options
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
-from paceline.plan.demand import Demands
+from paceline.plan.memory.demand import Demands
 from paceline.plan.resolve import resolve
 from paceline.plan.speculation import Speculation, plan_speculation
 

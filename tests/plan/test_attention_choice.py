@@ -10,10 +10,10 @@ from paceline.attention.measurements import Measurement
 from paceline.attention.registry import load_backend
 from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import GPUS
-from paceline.core.options import engine_options
+from paceline.core.options.engine_options import engine_options
 from paceline.plan.attention_choice import PhaseChoice, one_backend, phase_choices
-from paceline.plan.demand import Demands
 from paceline.plan.explain import explain_model, show
+from paceline.plan.memory.demand import Demands
 from paceline.plan.resolve import resolve
 from paceline.plan.target import find_target
 

@@ -7,13 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.gpus import gpu_by_name
-from paceline.core.model_config import CacheGroupSpec, kv_parts
+from paceline.core.model.config import CacheGroupSpec, kv_parts
 from paceline.models.config import parse_config
 from paceline.models.locate import SHAPES_FOLDER
-from paceline.plan.budget_table import table
-from paceline.plan.capacity import concurrency, planned_len, split_kv
 from paceline.plan.explain import explain_model
-from paceline.plan.footprint import request_bytes, request_pages, standing_bytes, standing_pages
+from paceline.plan.memory.budget_table import table
+from paceline.plan.memory.capacity import concurrency, planned_len, split_kv
+from paceline.plan.memory.footprint import (
+    request_bytes,
+    request_pages,
+    standing_bytes,
+    standing_pages,
+)
 from paceline.plan.resolve import resolve
 
 GEMMA_27B = {

@@ -4,8 +4,8 @@ import pytest
 from draft_models import H200
 from test_rehearsal import rehearsed
 
-from paceline.plan.cuda_pool import CudaPool
-from paceline.plan.rehearsal import graphs_held, largest_graphs
+from paceline.plan.memory.cuda_pool import CudaPool
+from paceline.plan.memory.rehearsal import graphs_held, largest_graphs
 
 MIB = 1 << 20
 

@@ -23,9 +23,9 @@ from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
-from paceline.plan.budget_table import budget_lines, compare, table
 from paceline.plan.explain import explain_model, nearest_if_short, show
-from paceline.plan.footprint import request_pages, standing_pages
+from paceline.plan.memory.budget_table import budget_lines, compare, table
+from paceline.plan.memory.footprint import request_pages, standing_pages
 from paceline.plan.resolve import resolve
 from paceline.plan.speculation import all_groups
 from paceline.runner.recording.graphs import AHEAD

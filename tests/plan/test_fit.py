@@ -11,12 +11,12 @@ from paceline.cache.groups import PagedGroup
 from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB, gpu_by_name
-from paceline.core.model_config import cache_group_specs
+from paceline.core.model.config import cache_group_specs
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
-from paceline.plan.budget_table import budget_lines, compare, table
-from paceline.plan.fit import require_fit
-from paceline.plan.footprint import request_pages, standing_pages
+from paceline.plan.memory.budget_table import budget_lines, compare, table
+from paceline.plan.memory.fit import require_fit
+from paceline.plan.memory.footprint import request_pages, standing_pages
 from paceline.plan.resolve import resolve
 
 DRAFTING = {

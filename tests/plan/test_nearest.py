@@ -13,10 +13,10 @@ from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.models.size import weights_bytes
 from paceline.plan.explain import nearest_if_short
-from paceline.plan.fit import require_fit
-from paceline.plan.nearest import Knob, lowered
+from paceline.plan.memory.fit import require_fit
+from paceline.plan.memory.nearest import Knob, lowered
+from paceline.plan.memory.suggestion import flag_words
 from paceline.plan.resolve import resolve, shortage
-from paceline.plan.suggestion import flag_words
 
 BOUNDED = {"max_num_seqs": "cuda_graph_max_bs", "max_num_batched_tokens": "chunked_prefill_size"}
 

@@ -9,16 +9,16 @@ from draft_models import CPU, H200, drafted, named, planned, shallow
 from paceline.attention.registry import load_backend
 from paceline.cache.pool import KVFormat, torch_kv_dtype
 from paceline.core.gpus import GIB, DeviceFacts
-from paceline.core.model_config import ModelConfig
-from paceline.core.options import EngineOptions, known
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import EngineOptions, known
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names
 from paceline.plan.assemble import Decided, decide
-from paceline.plan.fit import Fit
-from paceline.plan.rehearsal import (
+from paceline.plan.memory.fit import Fit
+from paceline.plan.memory.rehearsal import (
     Rehearsed,
     allocated,
     graphs_held,

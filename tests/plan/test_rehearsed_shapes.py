@@ -10,7 +10,7 @@ from test_rehearsal import CASES, DEVICES, rehearsed
 
 from paceline.kernels import stand_in
 from paceline.kernels.shapes import result_of
-from paceline.plan.rehearsal import allocated, graphs_held, largest_graphs, largest_steps
+from paceline.plan.memory.rehearsal import allocated, graphs_held, largest_graphs, largest_steps
 
 
 @pytest.mark.parametrize("where", DEVICES)

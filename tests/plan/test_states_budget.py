@@ -13,7 +13,7 @@ from sum_model import MODEL_TYPE, register
 from paceline.attention.contract import GraphSupport
 from paceline.attention.mixers import REGISTRIES
 from paceline.core.errors import BackendUnsupported, ConfigError
-from paceline.core.model_config import (
+from paceline.core.model.config import (
     CacheGroupSpec,
     CacheKind,
     Heads,
@@ -21,11 +21,11 @@ from paceline.core.model_config import (
     RowPart,
     kv_parts,
 )
-from paceline.core.options import FP8, KV_ELEMENT_BYTES, EngineOptions
+from paceline.core.options.engine_options import FP8, KV_ELEMENT_BYTES, EngineOptions
 from paceline.models.config import parse_config
-from paceline.plan.capacity import kv_tokens, split_kv
 from paceline.plan.explain import Explanation, explain_model, show
-from paceline.plan.footprint import request_bytes, request_pages, standing_pages
+from paceline.plan.memory.capacity import kv_tokens, split_kv
+from paceline.plan.memory.footprint import request_bytes, request_pages, standing_pages
 from paceline.plan.speculation import target_groups
 
 SCHEMA = Path(__file__).parents[2] / "docs" / "schemas" / "explain.json"

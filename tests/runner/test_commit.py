@@ -5,15 +5,15 @@ import torch
 
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, StepLayout
 from paceline.kernels.commit import Drafts
 from paceline.layers.sampling import Sampled
 from paceline.runner.buffers import PaddedSize, StepBuffers
 from paceline.runner.commit import commit
 from paceline.runner.derive import derive
-from paceline.runner.request_table import RequestTable
 from paceline.runner.staging import StagingSlot
+from paceline.runner.table.request_table import RequestTable
 
 CPU = torch.device("cpu")
 EOS = (2, 3)

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, PageDelta, StepLayout
 from paceline.kernels.step_view import StepView
 from paceline.runner.buffers import PaddedSize, StepBuffers
 from paceline.runner.derive import derive
-from paceline.runner.request_table import RequestTable
 from paceline.runner.staging import StagingSlot
+from paceline.runner.table.request_table import RequestTable
 
 CPU = torch.device("cpu")
 MAX_RUNNING = 6

@@ -7,7 +7,7 @@ import pytest
 from host_planned_backend import HostPlannedBackend
 from tiny_runner import GREEDY, Driver, TinyModel, random_prompts, with_logprobs
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import TokenMask
 from paceline.runner.proposer import Nobody
 from paceline.runner.recording.graph_keys import GraphKeys, empty_step

@@ -14,7 +14,7 @@ from paceline.cache.pool import KVPool
 from paceline.core.errors import GraphGuardError, IntegrityError
 from paceline.core.events import Event, EventLog
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import FinishCode, RowLogprobs
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.recording.graph_sizes import GraphSizes

@@ -9,7 +9,7 @@ from tiny_runner import Driver, TinyModel
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.runner.program import Parts
 from paceline.runner.recording.graph_keys import GraphKeys, empty_step

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import (
     FinishCode,
     RowDrafts,

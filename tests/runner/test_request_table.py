@@ -3,10 +3,10 @@
 import torch
 
 from paceline.core.padding import PAD_PREFIX_LEN
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta
-from paceline.runner.request_table import RequestTable
 from paceline.runner.staging import StagingRing
+from paceline.runner.table.request_table import RequestTable
 
 
 def make_table(**settings: object) -> RequestTable:

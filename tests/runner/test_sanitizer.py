@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.attention.contract import LayerCache
 from paceline.core.errors import SanitizerError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.runner import build
 from paceline.runner.recording.recorded import RecordedGraph
 from paceline.runner.sanitizer.dead_slots import SlotUse, chosen_pages, slot_uses

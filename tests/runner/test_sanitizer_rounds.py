@@ -14,7 +14,7 @@ from tiny_runner import GREEDY, Driver, TinyModel, random_prompts, with_logprobs
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import SanitizerError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import FinishCode
 from paceline.runner import build
 from paceline.runner.buffers import PaddedSize

@@ -11,7 +11,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
-from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs, kv_parts
+from paceline.core.model.config import CacheGroupSpec, ModelConfig, cache_group_specs, kv_parts
 from paceline.core.parallel import Parallel
 from paceline.models.loader import fill_dummy
 from paceline.runner.build import RunnerConfig, tokens_in_flight

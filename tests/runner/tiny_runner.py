@@ -17,9 +17,9 @@ from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import EventLog
-from paceline.core.model_config import ModelConfig, cache_group_specs
+from paceline.core.model.config import ModelConfig, cache_group_specs
 from paceline.core.parallel import Parallel
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
 from paceline.core.step import StepOutputs as Outputs
 from paceline.models.causal_lm import CausalLM

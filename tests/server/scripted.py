@@ -12,22 +12,22 @@ import uvicorn
 from serving import wait_until
 
 from paceline.core.modes import End
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
+from paceline.engine.answers.outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
 from paceline.engine.request import FinishReason
 from paceline.server.access.access import OPEN_ACCESS, Access
 from paceline.server.app import build_app
-from paceline.server.counts import Room
+from paceline.server.bodies.counts import Room
+from paceline.server.bodies.reader import Reader
+from paceline.server.bodies.worker import BodyWorker, ReaderFacts
 from paceline.server.life import Life
 from paceline.server.limits import LIMITS, ServerLimits
-from paceline.server.meters import Meters
-from paceline.server.reader import Reader
 from paceline.server.run import http_config, run_in_loop
 from paceline.server.service import Service
+from paceline.server.telemetry.meters import Meters
 from paceline.server.token_names import TokenNames
 from paceline.server.tools.formats import Parsers
-from paceline.server.worker import BodyWorker, ReaderFacts
 from paceline.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__import__("paceline").__file__).parent / "models" / "bundled"

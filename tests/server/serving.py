@@ -17,10 +17,11 @@ from typing import Any
 
 import uvicorn
 
-from paceline.engine.tracker import Tracker
+from paceline.engine.answers.tracker import Tracker
 from paceline.llm.llm import LLM
 from paceline.server.access.access import Access
 from paceline.server.app import Trace, build_app
+from paceline.server.bodies.worker import BodyWorker
 from paceline.server.border.host import Host
 from paceline.server.border.outbox import Outbox
 from paceline.server.border.remote import RemoteEngine
@@ -28,7 +29,6 @@ from paceline.server.life import Life
 from paceline.server.limits import LIMITS, ServerLimits
 from paceline.server.run import http_config
 from paceline.server.service import Service
-from paceline.server.worker import BodyWorker
 from paceline.text.tokenizer import Tokenizer
 
 CONTEXT = 256

@@ -10,19 +10,19 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from paceline.core.modes import End
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
+from paceline.engine.answers.outputs import CompletionOutput, RequestMetrics, RequestOutput, joined
+from paceline.engine.answers.token_logprobs import TokenLogprobs
 from paceline.engine.request import FinishReason
-from paceline.engine.token_logprobs import TokenLogprobs
 from paceline.server.answer import Job, answer
+from paceline.server.bodies.counts import Room
+from paceline.server.bodies.reader import COMPLETIONS, Reader
 from paceline.server.chat import ChatWriter
 from paceline.server.completions import CompletionWriter, completion_job
-from paceline.server.counts import Room
 from paceline.server.errors import ApiError
 from paceline.server.logprobs import completion_logprobs
-from paceline.server.meters import Meters
-from paceline.server.reader import COMPLETIONS, Reader
+from paceline.server.telemetry.meters import Meters
 from paceline.server.token_names import TokenNames
 
 PROMPTS = [[1, 2], [3, 4, 5]]

@@ -8,7 +8,7 @@ import pytest
 from serving import serving, small_llm, wait_until
 
 from paceline.core.errors import CapacityError, ConfigError
-from paceline.engine.completion import Completion
+from paceline.engine.answers.completion import Completion
 from paceline.engine.request import FinishReason
 from paceline.server.token_names import TokenNames
 from paceline.text.chat_template import ChatTemplate

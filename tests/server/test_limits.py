@@ -10,8 +10,8 @@ import httpx
 import pytest
 from serving import FIRST_WORDS, serving, small_llm, wait_until
 
+from paceline.server.bodies.reader import Reader
 from paceline.server.limits import LIMITS, ServerLimits
-from paceline.server.reader import Reader
 
 GOOD = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 250, "ignore_eos": True}

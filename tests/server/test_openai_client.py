@@ -6,7 +6,7 @@ import openai
 import pytest
 from serving import serving, small_llm, wait_until
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 
 PROMPT = "def fibonacci(n):"
 PROMPTS = [f"def f{i}(x, y):\n    return x {op} y" for i in range(4) for op in "+-*/"]

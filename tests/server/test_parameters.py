@@ -12,10 +12,10 @@ from starlette.testclient import TestClient
 
 from paceline.cli.serve import serve
 from paceline.server.app import build_app
+from paceline.server.bodies.wire import ChatRequest, CompletionRequest, StreamOptions
 from paceline.server.errors import ApiError
 from paceline.server.parameters.rules import RULES, check_rules, rules_of
 from paceline.server.parameters.table import ABOUT_THE_CALLER, KINDS, PARTS, capabilities, page
-from paceline.server.wire import ChatRequest, CompletionRequest, StreamOptions
 
 PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
 BODIES = {

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.core.errors import ModelError, PacelineError, RequestError
-from paceline.server.counts import Room
+from paceline.server.bodies.counts import Room
+from paceline.server.bodies.reader import CHAT, COMPLETIONS, Reader
+from paceline.server.bodies.worker import BodyWorker, ReaderFacts
 from paceline.server.errors import ApiError
-from paceline.server.reader import CHAT, COMPLETIONS, Reader
-from paceline.server.worker import BodyWorker, ReaderFacts
 from paceline.text.tokenizer import Tokenizer
 
 BUNDLED = Path(paceline.__file__).parent / "models/bundled"
@@ -228,5 +228,5 @@ def test_a_process_reads_as_the_reader_does_and_is_replaced_when_it_ends() -> No
 
 
 def test_the_process_that_reads_bodies_imports_no_torch() -> None:
-    code = "import sys, paceline.server.worker; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.server.bodies.worker; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ import pytest
 from openai import OpenAI
 from serving import serving, small_llm
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 
 SCHEMAS = Path(__file__).parents[2] / "docs" / "schemas"

@@ -12,13 +12,13 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from paceline.core.errors import RequestError
-from paceline.core.sampling_params import MAX_LOGIT_BIAS, SamplingParams
-from paceline.server.body import body_schema, decoded
-from paceline.server.counts import Room
+from paceline.core.request.sampling_params import MAX_LOGIT_BIAS, SamplingParams
+from paceline.server.bodies.body import body_schema, decoded
+from paceline.server.bodies.counts import Room
+from paceline.server.bodies.places import find
+from paceline.server.bodies.refusals import refusals_of
+from paceline.server.bodies.wire import ChatRequest, CompletionRequest, Message, StreamOptions
 from paceline.server.errors import ApiError
-from paceline.server.places import find
-from paceline.server.refusals import refusals_of
-from paceline.server.wire import ChatRequest, CompletionRequest, Message, StreamOptions
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 ROOM = Room(context_len=256, max_open=20)

@@ -15,8 +15,8 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.events import EventLog
-from paceline.core.model_config import cache_group_specs
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.model.config import cache_group_specs
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout, StepOutputs
 from paceline.models.config import parse_config
 from paceline.models.decoder import Hidden

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.cache.pool import KVPool
 from paceline.core.draft_shape import DraftShape
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Step
 from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
 

@@ -9,7 +9,7 @@ import torch
 from laws import SIGNIFICANCE, law_of, p_value, table_of
 from markov import DRAFT, DRAFT_IDS, TARGET, VOCAB, Said, speak
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.kernels.draft_topk import draft_topk
 from paceline.layers.sampling import rejection, sample
 from paceline.runner import program

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.kernels.ngram_lookup import ngram_lookup
 from paceline.layers.sampling import SamplingTable, draft_seeds, gumbel
 from paceline.runner.proposer import RoundState

@@ -14,7 +14,7 @@ from rounds import (
 from tiny_drafters import CHAIN, TREE, eagle3
 from tiny_runner import Driver, TinyModel, random_prompts
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 
 # What is sampled follows the noise, which the head draws too: it is right now and then.
 HOT = [SamplingParams(temperature=9.0, seed=n, max_tokens=None, ignore_eos=True) for n in ROWS]

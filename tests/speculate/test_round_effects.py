@@ -9,7 +9,7 @@ from tiny_drafters import CHAIN, TREE, eagle3, ngram, nobody, standalone
 from tiny_runner import CONTEXT, GREEDY, Driver, TinyModel
 
 from paceline.core.draft_shape import NO_DRAFTS
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import FinishCode
 
 NOISE = 0.1  # a drafter that is right now and then

@@ -6,7 +6,7 @@ from tiny_drafters import CHAIN, standalone
 from tiny_runner import GREEDY, TinyModel
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 
 SEEDED = [SamplingParams(temperature=0.8, seed=n, max_tokens=None, ignore_eos=True) for n in ROWS]
 

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from paceline.core.errors import RequestError
-from paceline.core.structured import StructureKind, structured_outputs
+from paceline.core.request.structured import StructureKind, structured_outputs
 from paceline.engine.grammar import Grammar
 from paceline.models.locate import BUNDLED_FOLDER as BUNDLED
 from paceline.text.structured import StructureCompiler

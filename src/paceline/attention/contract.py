@@ -17,7 +17,7 @@ from typing_extensions import TypeVar
 
 from paceline.attention.held import tensor_bytes
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView

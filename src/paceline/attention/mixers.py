@@ -15,7 +15,7 @@ from paceline.attention.states import (
     unsupported_reasons,
 )
 from paceline.core.errors import BackendUnsupported, ConfigError, ModelError
-from paceline.core.model_config import SOFTMAX, LayerSpec
+from paceline.core.model.config import SOFTMAX, LayerSpec
 from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class, missing_of
 

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 
 from paceline.attention.measurements import LayerShape, Phase
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import Heads
-from paceline.core.option_spec import Flag
-from paceline.core.options import DTYPES
+from paceline.core.model.config import Heads
+from paceline.core.options.engine_options import DTYPES
+from paceline.core.options.spec import Flag
 
 PEERS = ("auto", "flashinfer", "none")
 KV_DTYPES = ("auto", "fp8_e4m3", "fp8")

@@ -15,7 +15,7 @@ from paceline.attention.contract import AttentionSpec, LayerCache, Limits
 from paceline.attention.paged import cache_of
 from paceline.bench.attention_shape import AttentionShape
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout
 from paceline.kernels.paged_attention import PagedRows, Weighing
 from paceline.kernels.step_view import GroupView, StepView

@@ -24,9 +24,9 @@ from paceline.bench.vector_latency import VectorReport, time_vectors
 from paceline.core.errors import ConfigError, IntegrityError
 from paceline.core.modes import End
 from paceline.core.progress import collect
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
-from paceline.engine.outputs import RequestOutput
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.prepare import Prepared
 from paceline.plan.machine import cache_state, kernel_cache, seconds_since_process_start
 

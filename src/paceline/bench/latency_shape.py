@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.option_spec import Flag
+from paceline.core.options.spec import Flag
 
 FLAGS = (
     Flag(

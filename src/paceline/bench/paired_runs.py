@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import geometric_mean, median
 
 from paceline.core.errors import IntegrityError
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import RequestMetrics, RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import RequestMetrics, RequestOutput
 from paceline.llm.inputs import Prompt
 from paceline.llm.llm import LLM
 from paceline.proof.lossless.judge import Judge

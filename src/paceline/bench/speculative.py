@@ -25,9 +25,9 @@ from paceline.bench.paired_runs import (
 from paceline.bench.speculative_shape import SpeculativeShape
 from paceline.bench.subject import document, drafter_of, drafter_words
 from paceline.core.errors import ConfigError
-from paceline.core.options import engine_options, known
+from paceline.core.options.engine_options import engine_options, known
 from paceline.core.progress import collect
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance
 from paceline.llm.llm import LLM
 from paceline.llm.prepare import Prepared

@@ -17,7 +17,7 @@ from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.cache.states import StateGroup, StateHolding
 from paceline.core.errors import ConfigError, IntegrityError
-from paceline.core.model_config import CacheGroupSpec, CacheKind
+from paceline.core.model.config import CacheGroupSpec, CacheKind
 
 _ANY_LENGTH = 1 << 62
 

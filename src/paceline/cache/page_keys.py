@@ -14,7 +14,7 @@ Page size 4, prompt [7, 9, 9, 9, 9, 9, 8, 8, 6], whose placeholders 9 stand for 
 Pages are whole: a hit may end at a page within "m", since what lies before the page's end is in
 its key, whatever comes behind it.
 
-Tokens of a block (core/blocks.py) see one another, so the KV of each depends on all of them.  To
+Tokens of a block (core/request/blocks.py) see one another, so the KV of each depends on all of them.  To
 the keys a block is media, whose hash is of all that is in it; and no hit ends within one.
 """
 
@@ -23,8 +23,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.core.blocks import Blocks
-from paceline.core.input_rows import InputRows
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.input_rows import InputRows
 
 
 class MediaSpan(NamedTuple):

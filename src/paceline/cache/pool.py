@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.core.model_config import CacheGroupSpec
-from paceline.core.options import FP8
+from paceline.core.model.config import CacheGroupSpec
+from paceline.core.options.engine_options import FP8
 
 
 class Scales(NamedTuple):

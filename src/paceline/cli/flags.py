@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import click
 
 from paceline.cli.verb import GroupedOption
-from paceline.core.asked import SIZES
 from paceline.core.errors import ConfigError
-from paceline.core.option_spec import Flag, OptionSpec, spec_of
-from paceline.core.options import EngineOptions, engine_options, named
+from paceline.core.options.asked import SIZES
+from paceline.core.options.engine_options import EngineOptions, engine_options, named
+from paceline.core.options.spec import Flag, OptionSpec, spec_of
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -142,7 +142,7 @@ def _help_of(spec: OptionSpec, default: object) -> str:
 
 
 def _is_read_from_text(spec: OptionSpec) -> bool:
-    """Whether `core.asked` makes the value from the word that was typed."""
+    """Whether `core.options.asked` makes the value from the word that was typed."""
     return spec.choices is not None or (spec.kind is int and spec.unit in SIZES)
 
 

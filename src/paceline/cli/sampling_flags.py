@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from paceline.cli.verb import GroupedOption
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 
 GROUP = "Sampling"
 GREEDY = (0.0, "a command typed twice answers the same")  # the usual temperature

@@ -12,7 +12,7 @@ from paceline.cli.flags import asked_arguments, engine_flags, log_flags, log_to_
 from paceline.cli.lines import Lines
 from paceline.cli.verb import Verb
 from paceline.core.errors import ConfigError
-from paceline.core.options import MAX_QUEUED
+from paceline.core.options.engine_options import MAX_QUEUED
 
 if TYPE_CHECKING:
     from paceline.server.telemetry.spans import Exporter

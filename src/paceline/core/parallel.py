@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import LayerSpec, ModelConfig, RowPart
+from paceline.core.model.config import LayerSpec, ModelConfig, RowPart
 
 MOST_RANKS = 64  # words of shared memory, see runner/shared_memory.py
 

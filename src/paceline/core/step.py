@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 
-from paceline.core.blocks import Blocks
 from paceline.core.errors import RequestError
-from paceline.core.input_rows import EncoderInput, InputRows
 from paceline.core.modes import GENERATES, End, MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.input_rows import EncoderInput, InputRows
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 
 
 class FinishCode(IntEnum):

@@ -4,18 +4,18 @@ from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 
 from paceline.cache.page_keys import PageKeys, media_of
-from paceline.core.blocks import Blocks
 from paceline.core.errors import PacelineError, RequestError
-from paceline.core.input_rows import InputRows
 from paceline.core.modes import End
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.input_rows import InputRows
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import PromptPositions, Step
+from paceline.engine.answers.receipt import ReceiptLog
+from paceline.engine.answers.tracker import Tracker
 from paceline.engine.grammar import Constraint
 from paceline.engine.loop import Launched, Runner, TurnFunction
-from paceline.engine.receipt import ReceiptLog
 from paceline.engine.request import ALIKE, FinishReason, Request, Share
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.tracker import Tracker
 from paceline.text.tokenizer import Tokenizer
 
 

@@ -16,9 +16,9 @@ from enum import Enum, StrEnum
 
 from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.core.errors import message
-from paceline.core.input_rows import EncoderInput, InputRows
 from paceline.core.modes import End
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.input_rows import EncoderInput, InputRows
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.seeds import child_seed
 from paceline.core.step import PromptPositions
 from paceline.engine.acceptance import Acceptance

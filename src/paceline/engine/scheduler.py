@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from paceline.cache.manager import CacheManager
 from paceline.cache.overlay_slots import OverlaySlots
-from paceline.core.blocks import Blocks
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError, IntegrityError, RequestError
 from paceline.core.modes import End
+from paceline.core.request.blocks import Blocks
 from paceline.core.step import Delta, FinishCode, RowDrafts, RowLogprobs, Step, StepOutputs
 from paceline.engine.ends import PooledRows
 from paceline.engine.request import FinishReason, HostNeed, Request, RequestState

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from paceline.cache.groups import PageRun
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
-from paceline.core.input_rows import InputRows
 from paceline.core.modes import GENERATES, End, MaskKind
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.input_rows import InputRows
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import (
     Delta,
     JoinDelta,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
-from paceline.core.model_config import HIDDEN_ACTS
+from paceline.core.model.config import HIDDEN_ACTS
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import Run, define_op
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.sampling_params import Asks
+from paceline.core.request.sampling_params import Asks
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import Run, define_op, host_array
 from paceline.kernels.draw_cpu import RowLaw, draw_row

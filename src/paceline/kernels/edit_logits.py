@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.sampling_params import Asks
+from paceline.core.request.sampling_params import Asks
 from paceline.kernels._check import reject
 from paceline.kernels.custom_op import Run, define_op, host_array
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.core.model_config import GateOrder
+from paceline.core.model.config import GateOrder
 
 
 def gated_norm(

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.core.model_config import ExpertChoice
+from paceline.core.model.config import ExpertChoice
 from paceline.kernels.moe_route import Routing
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel, whole
 from paceline.kernels.all_reduce import Exchange, all_gather
-from paceline.layers.parameter import Placement
-from paceline.layers.weight_format import Held, LinearFormat, hold
+from paceline.layers.weights.parameter import Placement
+from paceline.layers.weights.weight_format import Held, LinearFormat, hold
 
 
 class OverlaidRows(NamedTuple):

@@ -3,13 +3,13 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import ALONE, whole
 from paceline.kernels.rope import rope_reference
 from paceline.layers.attention import StepContext
 from paceline.layers.layer_norm import LayerNorm
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
-from paceline.layers.parameter import Placement
+from paceline.layers.weights.parameter import Placement
 
 
 class EncoderAttention(nn.Module):

@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.layers.parameter import Placement, empty_parameter
-from paceline.layers.weight_format import Named, wholly
+from paceline.layers.weights.parameter import Placement, empty_parameter
+from paceline.layers.weights.weight_format import Named, wholly
 
 
 class LayerNorm(nn.Module):

@@ -4,8 +4,8 @@ from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel, Span, whole
 from paceline.kernels.act_and_mul import act_and_mul
-from paceline.layers.parameter import Placement
-from paceline.layers.weight_format import hold
+from paceline.layers.weights.parameter import Placement
+from paceline.layers.weights.weight_format import hold
 
 
 class Linear(nn.Module):

@@ -2,10 +2,10 @@
 
 from torch import Tensor, nn
 
-from paceline.core.model_config import HIDDEN_ACTS
+from paceline.core.model.config import HIDDEN_ACTS
 from paceline.core.parallel import Parallel, whole
 from paceline.layers.linear import GateUpLinear, Linear
-from paceline.layers.parameter import Placement
+from paceline.layers.weights.parameter import Placement
 
 
 class GatedMLP(nn.Module):

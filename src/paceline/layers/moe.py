@@ -5,16 +5,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from paceline.core.model_config import ModelConfig, MoEConfig
+from paceline.core.model.config import ModelConfig, MoEConfig
 from paceline.core.parallel import Parallel, whole
 from paceline.kernels.moe_choose import moe_choose
 from paceline.kernels.moe_experts import SwiGLU
 from paceline.kernels.moe_route import Routing, moe_route
 from paceline.layers.linear import Linear
 from paceline.layers.mlp import GatedMLP
-from paceline.layers.parameter import Placement, empty_parameter
 from paceline.layers.rank_sum import RankSum, summed
-from paceline.layers.weight_format import hold
+from paceline.layers.weights.parameter import Placement, empty_parameter
+from paceline.layers.weights.weight_format import hold
 
 
 class SharedExpert(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.parallel import Parallel
 from paceline.kernels.all_reduce import Exchange, all_reduce
-from paceline.layers.parameter import Placement
+from paceline.layers.weights.parameter import Placement
 
 
 class RankSum(nn.Module):

@@ -2,9 +2,9 @@
 
 from torch import Tensor, nn
 
-from paceline.core.model_config import ModelConfig, NormKind
+from paceline.core.model.config import ModelConfig, NormKind
 from paceline.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
-from paceline.layers.parameter import Placement, empty_parameter
+from paceline.layers.weights.parameter import Placement, empty_parameter
 
 
 class RMSNorm(nn.Module):

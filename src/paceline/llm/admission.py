@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.core.blocks import Blocks
 from paceline.core.errors import ModelError, RequestError, message
 from paceline.core.events import Event, Notify
-from paceline.core.input_rows import InputRows
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.input_rows import InputRows
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.grammar import Constraint, Grammar
 from paceline.engine.request import ALIKE, Share
 from paceline.llm.embeds import read_embeds

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any
 
 from paceline.core.errors import PacelineError, message, told
-from paceline.core.options import MAX_QUEUED, known
-from paceline.engine.outputs import RequestOutput
-from paceline.engine.ticket import Ticket, newest
+from paceline.core.options.engine_options import MAX_QUEUED, known
+from paceline.engine.answers.outputs import RequestOutput
+from paceline.engine.answers.ticket import Ticket, newest
 from paceline.llm.admission import AdmittedPrompt
 from paceline.llm.callers import Callers
 from paceline.llm.followed import Followed, Following

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, PacelineError, RequestError
-from paceline.core.options import MAX_QUEUED
+from paceline.core.options.engine_options import MAX_QUEUED
+from paceline.engine.answers.outputs import RequestOutput
+from paceline.engine.answers.ticket import Ticket
 from paceline.engine.grammar import Grammar
-from paceline.engine.outputs import RequestOutput
-from paceline.engine.ticket import Ticket
 from paceline.llm.async_engine import AsyncEngine
 from paceline.llm.inputs import Params, Prompt, as_conversations
 from paceline.llm.llm import CHAT_DEFAULTS, LLM

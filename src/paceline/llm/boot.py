@@ -16,8 +16,8 @@ from paceline.attention.registry import load_backend
 from paceline.cache.manager import CacheManager
 from paceline.cache.overlay_slots import OverlaySlots
 from paceline.core.events import Event, Notify
-from paceline.core.model_config import ModelConfig
-from paceline.core.options import known
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import known
 from paceline.core.parallel import ALONE, Parallel
 from paceline.engine.acceptance import read_band
 from paceline.engine.engine import Engine
@@ -34,8 +34,8 @@ from paceline.models.loader import load_model
 from paceline.models.quantized.config import read_quantization
 from paceline.models.size import weight_bytes
 from paceline.plan.assemble import Decided, assemble, decide, join_tokens
-from paceline.plan.budget_table import compare
 from paceline.plan.machine import versions
+from paceline.plan.memory.budget_table import compare
 from paceline.plan.speculation import shape_of
 from paceline.runner.build import RunnerConfig, wire_runner
 from paceline.runner.model_runner import ModelRunner

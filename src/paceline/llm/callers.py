@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from paceline.core.errors import BusyError, DeadlineError, PacelineError
-from paceline.core.options import require_possible
-from paceline.engine.outputs import RequestOutput
-from paceline.engine.ticket import News, Ticket
+from paceline.core.options.engine_options import require_possible
+from paceline.engine.answers.outputs import RequestOutput
+from paceline.engine.answers.ticket import News, Ticket
 
 _KEPT = 32  # a 32nd of the queue
 

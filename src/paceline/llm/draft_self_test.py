@@ -6,7 +6,7 @@ A drafter's fault never shows in a text, only in time.  One that was measured br
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.events import Event, Notify
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, AcceptanceBand
 from paceline.engine.engine import Engine
 from paceline.text.tokenizer import Tokenizer

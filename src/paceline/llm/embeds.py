@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import RequestError
-from paceline.core.input_rows import InputRows
+from paceline.core.request.input_rows import InputRows
 
 Rows = Tensor | np.ndarray  # [num_tokens, hidden]  floats
 

@@ -6,7 +6,7 @@ A turn says which of them have news; what the news are is read when they are tol
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.engine.tracker import Tracker
+from paceline.engine.answers.tracker import Tracker
 from paceline.llm.admission import AdmittedPrompt
 from paceline.llm.llm import LLM
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.core.blocks import Blocks
 from paceline.core.errors import RequestError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.grammar import Grammar
 from paceline.llm.embeds import Embeds, as_embeds
 

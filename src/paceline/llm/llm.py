@@ -13,13 +13,13 @@ from typing import Any, Literal, overload
 
 from paceline.core.errors import ConfigError, PacelineError, RequestError
 from paceline.core.modes import End
-from paceline.core.options import known
+from paceline.core.options.engine_options import known
 from paceline.core.progress import Progress
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import RequestOutput
+from paceline.engine.answers.stream import OutputStream
+from paceline.engine.answers.tracker import Tracker
 from paceline.engine.engine import Engine
-from paceline.engine.outputs import RequestOutput
-from paceline.engine.stream import OutputStream
-from paceline.engine.tracker import Tracker
 from paceline.llm.admission import Admission, AdmittedPrompt, indexed, require_admitted
 from paceline.llm.boot import Booted, Knobs, boot
 from paceline.llm.ends.scores import (
@@ -34,8 +34,8 @@ from paceline.llm.ends.vectors import Embedding, VectorParams, embeddings
 from paceline.llm.inputs import Grammars, Ids, Params, Prompt, as_conversations
 from paceline.llm.prepare import Prepared, prepare
 from paceline.llm.teacher import Teacher, idle_teacher
-from paceline.plan.budget_table import compare
 from paceline.plan.machine import release_memory
+from paceline.plan.memory.budget_table import compare
 from paceline.text.tokenizer import Tokenizer
 
 Prompts = Prompt | Iterable[Prompt]

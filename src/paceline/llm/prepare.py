@@ -10,8 +10,8 @@ import torch
 from paceline.attention.registry import Choice
 from paceline.core.events import EventLog
 from paceline.core.gpus import DeviceFacts
-from paceline.core.model_config import CacheGroupSpec, ModelConfig
-from paceline.core.options import EngineOptions, engine_options, known, named
+from paceline.core.model.config import CacheGroupSpec, ModelConfig
+from paceline.core.options.engine_options import EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel, of_rank
 from paceline.llm.admission import Admission
 from paceline.models.locate import ModelSource
@@ -19,10 +19,10 @@ from paceline.models.packed_layers import Packings
 from paceline.models.size import as_built
 from paceline.plan.attention_choice import mixer_choices, one_backend, phase_choices
 from paceline.plan.contradictions import refuse_ranks
-from paceline.plan.demand import Demands
 from paceline.plan.explain import nearest_if_short
-from paceline.plan.fit import Fit, require_fit
 from paceline.plan.machine import num_gpus_from_current
+from paceline.plan.memory.demand import Demands
+from paceline.plan.memory.fit import Fit, require_fit
 from paceline.plan.processors import load_processors
 from paceline.plan.resolution import Resolution
 from paceline.plan.resolve import resolve

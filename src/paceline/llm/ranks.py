@@ -34,7 +34,7 @@ import torch
 from msgspec import Struct
 
 from paceline.core.errors import ConfigError, PacelineError, message
-from paceline.core.options import EngineOptions
+from paceline.core.options.engine_options import EngineOptions
 from paceline.core.step import Step, StepOutputs, StepRun
 from paceline.kernels.all_reduce import GONE, WAIT_S, Exchange
 from paceline.kernels.peer_memory import PeerMemory

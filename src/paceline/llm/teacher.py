@@ -23,7 +23,7 @@ from paceline.cache.manager import CacheManager
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import CapacityError, PacelineError
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout
 from paceline.engine.engine import Engine
 from paceline.runner.buffers import PaddedSize

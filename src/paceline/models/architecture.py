@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def prenorm(config: ModelConfig, **where: Any) -> "CausalLM":
 
 def postnorm(config: ModelConfig, **where: Any) -> "CausalLM":
     """The same with norms behind each block instead of before it."""
-    from paceline.layers.postnorm_layer import PostNormLayer
+    from paceline.layers.decoders.postnorm_layer import PostNormLayer
     from paceline.models.prenorm import build_prenorm
     from paceline.models.tensor_names import name_postnorm
 

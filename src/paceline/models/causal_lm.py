@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import LMHead, OverlaidRows
-from paceline.layers.latent_attention import LatentAttention
-from paceline.layers.parameter import Placement
-from paceline.layers.self_attention import SelfAttention
-from paceline.layers.weight_format import Named
+from paceline.layers.mixers.latent_attention import LatentAttention
+from paceline.layers.mixers.self_attention import SelfAttention
+from paceline.layers.weights.parameter import Placement
+from paceline.layers.weights.weight_format import Named
 from paceline.models.decoder import Decoder, Hidden
 
 if TYPE_CHECKING:

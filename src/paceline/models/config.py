@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import ModelConfig, RopeKind
-from paceline.core.options import DTYPES
+from paceline.core.model.config import ModelConfig, RopeKind
+from paceline.core.options.engine_options import DTYPES
 from paceline.models.config_layers import with_layers
 from paceline.models.fields import Fields
 from paceline.models.quantized.config import read_quantization

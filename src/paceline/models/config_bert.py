@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paceline.core.model_config import HIDDEN_ACTS, EncoderConfig, Heads, LayerSpec, ModelConfig
+from paceline.core.model.config import HIDDEN_ACTS, EncoderConfig, Heads, LayerSpec, ModelConfig
 from paceline.core.modes import End, Pooling
 from paceline.models.architecture import COMPUTED, Architecture
 from paceline.models.fields import Fields

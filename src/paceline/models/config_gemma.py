@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paceline.core.model_config import HIDDEN_ACTS, NormKind
+from paceline.core.model.config import HIDDEN_ACTS, NormKind
 from paceline.models.config_prenorm import attention_biases
 from paceline.models.fields import Fields
 

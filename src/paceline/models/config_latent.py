@@ -3,7 +3,7 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.model_config import (
+from paceline.core.model.config import (
     HIDDEN_ACTS,
     ExpertChoice,
     LatentConfig,
@@ -19,12 +19,12 @@ from paceline.models.config_windows import uniform_windows
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
-    from paceline.layers.prenorm_layer import PreNormLayer
-    from paceline.layers.weight_format import Named
+    from paceline.layers.decoders.prenorm_layer import PreNormLayer
+    from paceline.layers.weights.weight_format import Named
 
 
 def _name_layer(layer: "PreNormLayer", prefix: str) -> "Named":
-    from paceline.layers.latent_attention import LatentAttention
+    from paceline.layers.mixers.latent_attention import LatentAttention
     from paceline.models.tensor_names import name_feed_forward, name_latent, name_prenorms
 
     assert isinstance(layer.attention, LatentAttention)

@@ -3,7 +3,7 @@
 from inspect import signature
 from typing import Any
 
-from paceline.core.model_config import Heads, LayerSpec, RopeConfig
+from paceline.core.model.config import Heads, LayerSpec, RopeConfig
 
 
 def with_layers(shared: dict[str, Any]) -> dict[str, Any]:

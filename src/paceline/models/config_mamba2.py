@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from paceline.attention.linear.shape import MAMBA2, LinearShape
-from paceline.core.model_config import GateOrder, LayerSpec, Mamba2Config
+from paceline.core.model.config import GateOrder, LayerSpec, Mamba2Config
 from paceline.models.config_moe import SILU
 from paceline.models.fields import Fields
 

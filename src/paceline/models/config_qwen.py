@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paceline.core.model_config import MoEConfig
+from paceline.core.model.config import MoEConfig
 from paceline.models.config_moe import SILU, experts_per_token, num_experts
 from paceline.models.config_windows import read_windows, switched_window
 from paceline.models.fields import Fields

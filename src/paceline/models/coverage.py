@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import WeightsError
-from paceline.layers.weight_format import Named
+from paceline.layers.weights.weight_format import Named
 
 
 def require_filled_once(module: nn.Module, named: Named, *, model: str) -> None:

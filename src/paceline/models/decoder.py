@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import Embedding, OverlaidRows
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.rope import rope_table
-from paceline.layers.weight_format import Named, wholly
+from paceline.layers.weights.weight_format import Named, wholly
 
 
 class Hidden(NamedTuple):

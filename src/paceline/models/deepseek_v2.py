@@ -3,7 +3,7 @@ softmax scores choose, and shared experts."""
 
 from typing import Any
 
-from paceline.core.model_config import ExpertChoice
+from paceline.core.model.config import ExpertChoice
 from paceline.models.architecture import Architecture
 from paceline.models.config_latent import (
     LATENT_DEFAULTS,

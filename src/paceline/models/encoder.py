@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import ALONE, Parallel
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
-from paceline.layers.dense import DENSE
 from paceline.layers.embedding import Embedding, OverlaidRows
 from paceline.layers.encoder_layer import EncoderAttention
 from paceline.layers.layer_norm import LayerNorm
-from paceline.layers.parameter import Placement, empty_parameter
-from paceline.layers.weight_format import Named, WeightFormats
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement, empty_parameter
+from paceline.layers.weights.weight_format import Named, WeightFormats
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Hidden, NameLayer, rope_tables
 

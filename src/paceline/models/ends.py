@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End, Pooling
 from paceline.models.locate import ModelSource
 

@@ -3,7 +3,7 @@ with a window, each fourth layer sees all keys and has no rope."""
 
 from typing import Any
 
-from paceline.core.model_config import QKNorm
+from paceline.core.model.config import QKNorm
 from paceline.models.architecture import Architecture, postnorm
 from paceline.models.config_prenorm import read_prenorm
 from paceline.models.config_windows import read_windows

@@ -9,7 +9,7 @@ those on its projections.
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.model_config import GateOrder, ModelConfig, Multipliers, SideMultipliers
+from paceline.core.model.config import GateOrder, ModelConfig, Multipliers, SideMultipliers
 from paceline.models.architecture import Architecture
 from paceline.models.config_layers import with_layers
 from paceline.models.config_mamba2 import read_mamba2, read_states
@@ -17,8 +17,8 @@ from paceline.models.config_prenorm import read_plain
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
-    from paceline.layers.side_layer import SideLayer
-    from paceline.layers.weight_format import Named
+    from paceline.layers.decoders.side_layer import SideLayer
+    from paceline.layers.weights.weight_format import Named
     from paceline.models.causal_lm import CausalLM
 
 
@@ -83,14 +83,14 @@ def _order(fields: Fields) -> GateOrder:
 
 
 def _build(config: ModelConfig, **where: Any) -> "CausalLM":
-    from paceline.layers.side_layer import SideLayer
+    from paceline.layers.decoders.side_layer import SideLayer
     from paceline.models.prenorm import build_prenorm
 
     return build_prenorm(config, layer=SideLayer, named=_name_layer, **where)
 
 
 def _name_layer(layer: "SideLayer", prefix: str) -> "Named":
-    from paceline.layers.weight_format import wholly
+    from paceline.layers.weights.weight_format import wholly
     from paceline.models.tensor_names import name_attention, name_feed_forward, name_mamba2
 
     return {

@@ -3,7 +3,7 @@ times sqrt(hidden_size).  Its "gelu" always meant the approximation by tanh."""
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.model_config import ModelConfig, NormKind
+from paceline.core.model.config import ModelConfig, NormKind
 from paceline.models.architecture import Architecture, prenorm
 from paceline.models.config_prenorm import attention_biases, read_prenorm
 from paceline.models.config_windows import uniform_windows

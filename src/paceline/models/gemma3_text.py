@@ -3,7 +3,7 @@ and K, and a rope of their own for windowed layers, which are all but each sixth
 
 from typing import Any
 
-from paceline.core.model_config import QKNorm
+from paceline.core.model.config import QKNorm
 from paceline.models.architecture import COMPUTED, SEEING, Architecture, sandwich
 from paceline.models.config_gemma import DEFAULTS, read_sandwich
 from paceline.models.config_rope import context_limit, read_dual_rope

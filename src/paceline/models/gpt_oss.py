@@ -4,7 +4,7 @@ and a window in every other layer, the first too."""
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.model_config import MoEConfig, NormKind
+from paceline.core.model.config import MoEConfig, NormKind
 from paceline.models.architecture import Architecture, prenorm
 from paceline.models.config_moe import SILU, experts_per_token, num_experts
 from paceline.models.config_prenorm import attention_biases, read_prenorm
@@ -12,8 +12,8 @@ from paceline.models.config_windows import read_windows
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
-    from paceline.layers.prenorm_layer import PreNormLayer
-    from paceline.layers.weight_format import Named
+    from paceline.layers.decoders.prenorm_layer import PreNormLayer
+    from paceline.layers.weights.weight_format import Named
 
 _ROPE = {
     "rope_type": "yarn",
@@ -52,8 +52,8 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 def _stacked(layer: "PreNormLayer", prefix: str) -> "Named":
     """One tensor for all experts."""
+    from paceline.layers.mixers.self_attention import SelfAttention
     from paceline.layers.rank_sum import part_of
-    from paceline.layers.self_attention import SelfAttention
     from paceline.models.tensor_names import name_attention, name_linear, name_prenorms
 
     mlp, experts = part_of(layer.mlp), f"{prefix}.mlp.experts"

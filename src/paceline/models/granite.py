@@ -3,7 +3,7 @@ attention scores and on logits."""
 
 from typing import Any
 
-from paceline.core.model_config import Multipliers
+from paceline.core.model.config import Multipliers
 from paceline.models.architecture import Architecture
 from paceline.models.config_prenorm import read_plain
 from paceline.models.fields import Fields

@@ -4,7 +4,7 @@ attention, mostly without rope, and experts beside a feed-forward block that eve
 from typing import TYPE_CHECKING, Any
 
 from paceline.attention.linear.shape import MAMBA2
-from paceline.core.model_config import ModelConfig, MoEConfig, Multipliers
+from paceline.core.model.config import ModelConfig, MoEConfig, Multipliers
 from paceline.models.architecture import Architecture
 from paceline.models.config_layers import with_layers
 from paceline.models.config_mamba2 import read_mamba2, read_states
@@ -14,8 +14,8 @@ from paceline.models.config_windows import uniform_windows
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
-    from paceline.layers.prenorm_layer import PreNormLayer
-    from paceline.layers.weight_format import Named
+    from paceline.layers.decoders.prenorm_layer import PreNormLayer
+    from paceline.layers.weights.weight_format import Named
     from paceline.models.causal_lm import CausalLM
 
 _RECURRENT, _ATTENDING = ("mamba", "linear_attention"), ("attention", "full_attention")
@@ -83,17 +83,17 @@ def _experts(fields: Fields, shared_size: int) -> MoEConfig | None:
 
 
 def _build(config: ModelConfig, **where: Any) -> "CausalLM":
-    from paceline.layers.mamba2 import Mamba2
+    from paceline.layers.mixers.mamba2 import Mamba2
     from paceline.models.prenorm import build_prenorm
 
     return build_prenorm(config, mixers={MAMBA2: Mamba2}, named=_name_layer, **where)
 
 
 def _name_layer(layer: "PreNormLayer", prefix: str) -> "Named":
-    from paceline.layers.mamba2 import Mamba2
+    from paceline.layers.mixers.mamba2 import Mamba2
+    from paceline.layers.mixers.self_attention import SelfAttention
     from paceline.layers.moe import SparseMLP
     from paceline.layers.rank_sum import part_of
-    from paceline.layers.self_attention import SelfAttention
     from paceline.models.tensor_names import (
         name_attention,
         name_fused_mlp,

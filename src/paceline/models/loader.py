@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import WeightsError
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End
-from paceline.core.options import LOAD_FORMATS
+from paceline.core.options.engine_options import LOAD_FORMATS
 from paceline.core.parallel import ALONE, Parallel
 from paceline.core.progress import Progress
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.layer_norm import LayerNorm
 from paceline.layers.rms_norm import RMSNorm
-from paceline.layers.weight_format import Named, held_by
+from paceline.layers.weights.weight_format import Named, held_by
 from paceline.models.architecture import Architecture
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, open_checkpoint

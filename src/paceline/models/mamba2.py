@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from paceline.attention.linear.shape import MAMBA2
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.models.architecture import Architecture
 from paceline.models.config_mamba2 import Mamba2Names, read_mamba2, read_states
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
-    from paceline.layers.mixer_layer import MixerLayer
-    from paceline.layers.weight_format import Named
+    from paceline.layers.decoders.mixer_layer import MixerLayer
+    from paceline.layers.weights.weight_format import Named
     from paceline.models.causal_lm import CausalLM
 
 _NAMES = Mamba2Names(
@@ -43,8 +43,8 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 
 def _build(config: ModelConfig, **where: Any) -> "CausalLM":
-    from paceline.layers.mamba2 import Mamba2
-    from paceline.layers.mixer_layer import MixerLayer
+    from paceline.layers.decoders.mixer_layer import MixerLayer
+    from paceline.layers.mixers.mamba2 import Mamba2
     from paceline.models.prenorm import build_prenorm
 
     mixers = {MAMBA2: Mamba2}
@@ -52,7 +52,7 @@ def _build(config: ModelConfig, **where: Any) -> "CausalLM":
 
 
 def _name_layer(layer: "MixerLayer", prefix: str) -> "Named":
-    from paceline.layers.weight_format import wholly
+    from paceline.layers.weights.weight_format import wholly
     from paceline.models.tensor_names import name_mamba2
 
     named = name_mamba2(layer.mixer, f"{prefix}.mixer")

@@ -3,7 +3,7 @@ without experts, with multipliers on embeddings, on what each block adds and on 
 
 from typing import Any
 
-from paceline.core.model_config import Multipliers
+from paceline.core.model.config import Multipliers
 from paceline.models.architecture import Architecture
 from paceline.models.config_latent import LATENT_DEFAULTS, latent_prenorm, read_latent
 from paceline.models.fields import Fields

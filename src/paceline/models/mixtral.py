@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paceline.core.model_config import MoEConfig
+from paceline.core.model.config import MoEConfig
 from paceline.models.architecture import Architecture
 from paceline.models.config_moe import SILU, experts_per_token, num_experts
 from paceline.models.config_prenorm import read_prenorm

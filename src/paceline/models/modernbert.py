@@ -3,7 +3,7 @@ of three layers see their neighbours alone; no head is read."""
 
 from typing import Any
 
-from paceline.core.model_config import HIDDEN_ACTS, EncoderConfig, Heads, LayerSpec, ModelConfig
+from paceline.core.model.config import HIDDEN_ACTS, EncoderConfig, Heads, LayerSpec, ModelConfig
 from paceline.core.modes import End, Pooling
 from paceline.models.architecture import Architecture
 from paceline.models.config_bert import UNUSED

@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import nn
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.layers.encoder_layer import EncoderAttention, PreNormEncoderLayer
-from paceline.layers.parameter import Placement
-from paceline.layers.weight_format import Named
+from paceline.layers.weights.parameter import Placement
+from paceline.layers.weights.weight_format import Named
 from paceline.models.causal_lm import CausalLM
 from paceline.models.encoder import Encoder, build_encoder
 

@@ -3,7 +3,7 @@ of Q and K over all heads, and norms whose product is taken in float32."""
 
 from typing import Any
 
-from paceline.core.model_config import NormKind, QKNorm
+from paceline.core.model.config import NormKind, QKNorm
 from paceline.models.architecture import Architecture, postnorm
 from paceline.models.config_prenorm import attention_biases, read_prenorm
 from paceline.models.config_windows import uniform_windows

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Span
 from paceline.kernels.packed_weight import Packing
-from paceline.layers.dense import DENSE, DenseLinear, DenseMatrix
-from paceline.layers.packed import PackedLinear
-from paceline.layers.parameter import Placement
-from paceline.layers.weight_format import LinearFormat, Named, hold
+from paceline.layers.weights.dense import DENSE, DenseLinear, DenseMatrix
+from paceline.layers.weights.packed import PackedLinear
+from paceline.layers.weights.parameter import Placement
+from paceline.layers.weights.weight_format import LinearFormat, Named, hold
 from paceline.models.causal_lm import CausalLM
 from paceline.models.registry import architecture
 

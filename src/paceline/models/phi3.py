@@ -13,8 +13,8 @@ from paceline.models.config_windows import uniform_windows
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
-    from paceline.layers.prenorm_layer import PreNormLayer
-    from paceline.layers.weight_format import Named
+    from paceline.layers.decoders.prenorm_layer import PreNormLayer
+    from paceline.layers.weights.weight_format import Named
 
 
 def _read(fields: Fields) -> dict[str, Any]:
@@ -26,8 +26,8 @@ def _read(fields: Fields) -> dict[str, Any]:
 
 def _fused(layer: "PreNormLayer", prefix: str) -> "Named":
     """One tensor where we have one: rows of Q, K, V, and rows of gate, up, in our order."""
+    from paceline.layers.mixers.self_attention import SelfAttention
     from paceline.layers.rank_sum import part_of
-    from paceline.layers.self_attention import SelfAttention
     from paceline.models.tensor_names import name_linear, name_prenorms
 
     mlp, attention = part_of(layer.mlp), layer.attention

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.model_config import SOFTMAX, ModelConfig, QKNorm
+from paceline.core.model.config import SOFTMAX, ModelConfig, QKNorm
 from paceline.core.parallel import Parallel, Span
 from paceline.kernels.all_reduce import Exchange
-from paceline.layers.dense import DENSE
+from paceline.layers.decoders.prenorm_layer import PreNormLayer
 from paceline.layers.embedding import Embedding
-from paceline.layers.latent_attention import LatentAttention
-from paceline.layers.parameter import Placement
-from paceline.layers.prenorm_layer import PreNormLayer
+from paceline.layers.mixers.latent_attention import LatentAttention
+from paceline.layers.mixers.self_attention import RowNormedAttention, SelfAttention
 from paceline.layers.rms_norm import RMSNorm, hidden_norm
-from paceline.layers.self_attention import RowNormedAttention, SelfAttention
-from paceline.layers.weight_format import WeightFormats
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
+from paceline.layers.weights.weight_format import WeightFormats
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, NameLayer, rope_tables
 from paceline.models.tensor_names import name_prenorm

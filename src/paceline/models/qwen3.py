@@ -3,7 +3,7 @@ upper layers."""
 
 from typing import Any
 
-from paceline.core.model_config import QKNorm
+from paceline.core.model.config import QKNorm
 from paceline.models.architecture import Architecture
 from paceline.models.config_prenorm import attention_biases, read_prenorm
 from paceline.models.config_qwen import DEFAULTS, upper_windows

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.attention.linear.shape import GDN, LinearShape
-from paceline.core.model_config import LayerSpec, ModelConfig, NormKind, QKNorm
+from paceline.core.model.config import LayerSpec, ModelConfig, NormKind, QKNorm
 from paceline.models.architecture import COMPUTED, Architecture
 from paceline.models.config_layers import with_layers
 from paceline.models.config_linear import linear_layers
@@ -53,8 +53,8 @@ def _shape(fields: Fields) -> LinearShape:
 
 
 def _build(config: ModelConfig, **where: Any) -> "CausalLM":
-    from paceline.layers.gated_delta import GatedDeltaNet
-    from paceline.layers.self_attention import GatedAttention
+    from paceline.layers.mixers.gated_delta import GatedDeltaNet
+    from paceline.layers.mixers.self_attention import GatedAttention
     from paceline.models.prenorm import build_prenorm
 
     return build_prenorm(config, attention=GatedAttention, mixers={GDN: GatedDeltaNet}, **where)

@@ -2,15 +2,15 @@
 
 import torch
 
-from paceline.core.model_config import ModelConfig, QKNorm
+from paceline.core.model.config import ModelConfig, QKNorm
 from paceline.core.parallel import Parallel
 from paceline.kernels.all_reduce import Exchange
-from paceline.layers.dense import DENSE
+from paceline.layers.decoders.sandwich_layer import SandwichLayer
 from paceline.layers.embedding import Embedding, root_scale
-from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import hidden_norm
-from paceline.layers.sandwich_layer import SandwichLayer
-from paceline.layers.weight_format import WeightFormats
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
+from paceline.layers.weights.weight_format import WeightFormats
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import Decoder, rope_tables
 from paceline.models.tensor_names import name_sandwich

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ModelError
-from paceline.core.model_config import ModelConfig
-from paceline.core.options import ELEMENT_BYTES
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import ELEMENT_BYTES
 from paceline.core.parallel import ALONE, Parallel
 from paceline.kernels.all_reduce import Exchange, exchange_memory, peer_table
 from paceline.kernels.stand_in import StandIn
-from paceline.layers.weight_format import held_by
+from paceline.layers.weights.weight_format import held_by
 from paceline.models.causal_lm import CausalLM
 from paceline.models.packed_layers import PLAIN, Packings, build_model, packed_modules
 

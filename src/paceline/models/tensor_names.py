@@ -1,22 +1,22 @@
 """Where a checkpoint's tensors go: name -> the view of a (fused) parameter that the tensor fills.
 
 As most checkpoints name them; an architecture that differs says so in its file.  A layer's format
-adds what it calls its own tensors (`layers.weight_format`).  The loader copies into these views
+adds what it calls its own tensors (`layers.weights.weight_format`).  The loader copies into these views
 and nothing else.
 """
 
-from paceline.layers.gated_delta import GatedDeltaNet
-from paceline.layers.latent_attention import LatentAttention
+from paceline.layers.decoders.postnorm_layer import PostNormLayer
+from paceline.layers.decoders.prenorm_layer import PreNormLayer
+from paceline.layers.decoders.sandwich_layer import SandwichLayer
 from paceline.layers.linear import GateUpLinear, Linear, QKVLinear
-from paceline.layers.mamba2 import Mamba2
+from paceline.layers.mixers.gated_delta import GatedDeltaNet
+from paceline.layers.mixers.latent_attention import LatentAttention
+from paceline.layers.mixers.mamba2 import Mamba2
+from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.mlp import GatedMLP
 from paceline.layers.moe import SharedExpert, SparseMLP
-from paceline.layers.postnorm_layer import PostNormLayer
-from paceline.layers.prenorm_layer import PreNormLayer
 from paceline.layers.rank_sum import RankSum, part_of
-from paceline.layers.sandwich_layer import SandwichLayer
-from paceline.layers.self_attention import SelfAttention
-from paceline.layers.weight_format import ExpertNames, Named, partly, wholly
+from paceline.layers.weights.weight_format import ExpertNames, Named, partly, wholly
 
 
 def name_linear(layer: Linear, prefix: str) -> Named:

@@ -14,10 +14,10 @@ from torch import nn
 from paceline.attention.contract import AttentionBackend
 from paceline.attention.mixers import load_mixers
 from paceline.cache.pool import KVFormat
-from paceline.core.model_config import CacheGroupSpec, ModelConfig
-from paceline.core.options import REJECTION, EngineOptions, known
+from paceline.core.model.config import CacheGroupSpec, ModelConfig
+from paceline.core.options.engine_options import REJECTION, EngineOptions, known
 from paceline.core.parallel import ALONE, Parallel, of_rank
-from paceline.core.sampling_params import PROMPT_BLOCK_ENTRIES
+from paceline.core.request.sampling_params import PROMPT_BLOCK_ENTRIES
 from paceline.kernels.stand_in import device_type
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM

@@ -5,9 +5,15 @@ from dataclasses import fields
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
-from paceline.core.model_config import ModelConfig
-from paceline.core.option_spec import spec_of
-from paceline.core.options import FP8, REJECTION, SAMPLE_AND_MATCH, EngineOptions, known
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import (
+    FP8,
+    REJECTION,
+    SAMPLE_AND_MATCH,
+    EngineOptions,
+    known,
+)
+from paceline.core.options.spec import spec_of
 from paceline.core.parallel import Parallel, of_rank
 from paceline.plan.resolution import Resolution
 from paceline.speculate.drafter import Algorithm

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields, replace
 
 from paceline.core.draft_shape import MOST_STEPS, DraftShape
 from paceline.core.errors import ConfigError, ModelError
-from paceline.core.option_spec import spec_of
-from paceline.core.options import OFF, EngineOptions
+from paceline.core.options.engine_options import OFF, EngineOptions
+from paceline.core.options.spec import spec_of
 from paceline.models.locate import ModelSource, SourceKind, locate
 from paceline.speculate.drafter import Algorithm, Chosen
 from paceline.speculate.registry import ALGORITHMS

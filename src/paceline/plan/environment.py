@@ -6,7 +6,7 @@ from typing import Any
 from paceline.attention.contract import AttentionConfig, GraphSupport
 from paceline.attention.registry import BACKENDS, load_backend
 from paceline.core.gpus import DeviceFacts, gib
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
 from paceline.plan.machine import describe, local_device
 

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from paceline.core.model_config import ModelConfig, QKNorm
+from paceline.core.model.config import ModelConfig, QKNorm
 from paceline.core.parallel import Parallel, of_rank
 
 _SQUARES = 2 * torch.float32.itemsize  # of Q and K, of a token

@@ -12,8 +12,8 @@ import torch
 from paceline.attention.registry import Choice
 from paceline.core.errors import ModelError
 from paceline.core.gpus import DeviceFacts, gib
-from paceline.core.model_config import SOFTMAX, ModelConfig
-from paceline.core.options import EngineOptions, engine_options, known, named
+from paceline.core.model.config import SOFTMAX, ModelConfig
+from paceline.core.options.engine_options import EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel, of_rank
 from paceline.kernels.packed_linear import how_multiplied
 from paceline.models.locate import ModelSource
@@ -26,16 +26,16 @@ from paceline.plan.attention_choice import (
     one_backend,
     phase_choices,
 )
-from paceline.plan.budget_table import table
-from paceline.plan.demand import Demands
 from paceline.plan.exchanged import Exchanged, exchanged
-from paceline.plan.fit import Fit, require_fit
-from paceline.plan.nearest import nearest
+from paceline.plan.memory.budget_table import table
+from paceline.plan.memory.demand import Demands
+from paceline.plan.memory.fit import Fit, require_fit
+from paceline.plan.memory.nearest import nearest
+from paceline.plan.memory.suggestion import Nearest
 from paceline.plan.processors import load_processors
 from paceline.plan.resolution import Resolution
 from paceline.plan.resolve import resolve
 from paceline.plan.speculation import Speculation, plan_speculation
-from paceline.plan.suggestion import Nearest
 from paceline.plan.target import find_target
 from paceline.text.tokenizer import find_tokenizer, missing_tokenizer
 

@@ -7,10 +7,10 @@ import torch
 from paceline.core.errors import ConfigError, RequestError
 from paceline.core.near import did_you_mean
 from paceline.core.plugins import load_class
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.layers.sampling import LogitsProcessor
 from paceline.layers.sampling.processor import column_values, own_args
-from paceline.plan.demand import PLUG_IN_ROW_BYTES
+from paceline.plan.memory.demand import PLUG_IN_ROW_BYTES
 
 Processors = tuple[LogitsProcessor, ...]
 # What a plug-in raises for arguments that its author did not think of.

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from paceline.core.option_spec import spec_of
-from paceline.core.options import OFF, EngineOptions
+from paceline.core.options.engine_options import OFF, EngineOptions
+from paceline.core.options.spec import spec_of
 
 _FLAG_WIDTH = 23  # characters, unless a longer one is shown
 

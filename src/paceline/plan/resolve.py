@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from paceline.core.gpus import GIB, DeviceFacts
-from paceline.core.model_config import STATE_EVERY, ModelConfig, usual_state_every
-from paceline.core.options import OFF, EngineOptions, engine_options, known
+from paceline.core.model.config import STATE_EVERY, ModelConfig, usual_state_every
+from paceline.core.options.engine_options import OFF, EngineOptions, engine_options, known
 from paceline.plan.contradictions import (
     refuse_asked,
     refuse_cache,
@@ -20,8 +20,8 @@ from paceline.plan.contradictions import (
     refuse_parts_of_texts,
     refuse_step,
 )
-from paceline.plan.demand import Demands
-from paceline.plan.fit import SHORTEST_LEN, Balance, Fit, balance_of, plan_memory
+from paceline.plan.memory.demand import Demands
+from paceline.plan.memory.fit import SHORTEST_LEN, Balance, Fit, balance_of, plan_memory
 from paceline.plan.resolution import Resolution
 from paceline.plan.speculation import Speculation, shape_of
 

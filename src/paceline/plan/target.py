@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts, gpu_by_name
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End, Pooling
-from paceline.core.options import OFF, EngineOptions
+from paceline.core.options.engine_options import OFF, EngineOptions
 from paceline.models.config import parse_config
 from paceline.models.ends import with_ends
 from paceline.models.locate import ModelSource, locate

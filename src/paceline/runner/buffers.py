@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.attention.held import tensors_in
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_ROW
-from paceline.core.sampling_params import MAX_LOGPROBS
+from paceline.core.request.sampling_params import MAX_LOGPROBS
 from paceline.core.step import StepLayout, TokenMask, padded_parents
 from paceline.kernels.mask_tokens import NO_MASK, Masks, num_words
 from paceline.kernels.step_view import GroupView, StepView

@@ -17,19 +17,17 @@ from paceline.attention.states import (
 from paceline.cache.pool import KVFormat, KVPool, StatePool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Notify
-from paceline.core.model_config import NUM_SLOT_COLUMNS, CacheGroupSpec, CacheKind, ModelConfig
+from paceline.core.model.config import NUM_SLOT_COLUMNS, CacheGroupSpec, CacheKind, ModelConfig
 from paceline.core.modes import End, Pooling
 from paceline.kernels.stand_in import device_type
 from paceline.layers.attention import attention_limits, layer_caches
 from paceline.layers.sampling import LogitsProcessor
 from paceline.models.causal_lm import CausalLM
-from paceline.runner.block_ends import BlockEnds
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.committers import StateMixer, StateSlots, token_rows
 from paceline.runner.encoder import Encoder
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import OutputsRing
-from paceline.runner.overlay import Overlay
 from paceline.runner.program import Parts
 from paceline.runner.proposer import NOBODY, Proposer
 from paceline.runner.recording.graph_sizes import GraphSizes
@@ -42,10 +40,12 @@ from paceline.runner.recording.graphs import (
     RecordedGraphFactory,
 )
 from paceline.runner.recording.guard import Guard
-from paceline.runner.request_table import RequestTable
 from paceline.runner.sanitizer.sanitizer import Sanitizer
 from paceline.runner.staging import RING_DEPTH, STEPS_IN_FLIGHT, StagingRing
 from paceline.runner.streams import Stream
+from paceline.runner.table.block_ends import BlockEnds
+from paceline.runner.table.overlay import Overlay
+from paceline.runner.table.request_table import RequestTable
 
 NO_MIXERS: Mapping[str, StateBackend] = MappingProxyType({})
 # Up to here each batch size has its own graph: padding costs a CPU time, and its graphs are small.

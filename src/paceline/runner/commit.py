@@ -12,7 +12,7 @@ from paceline.kernels.commit import commit as commit_rows
 from paceline.kernels.step_view import StepView
 from paceline.layers.sampling import Sampled
 from paceline.runner.buffers import StepBuffers
-from paceline.runner.request_table import RequestTable
+from paceline.runner.table.request_table import RequestTable
 
 
 def commit(

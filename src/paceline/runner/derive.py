@@ -8,11 +8,11 @@ from paceline.kernels.derive import TableRows, derive_rows
 from paceline.kernels.derive_rope import derive_rope
 from paceline.kernels.derive_tree import derive_tree
 from paceline.kernels.step_view import StepView
-from paceline.runner.block_ends import derive_blocks
 from paceline.runner.buffers import StepBuffers
 from paceline.runner.encoder import derive_encoder
-from paceline.runner.overlay import derive_overlay
-from paceline.runner.request_table import RequestTable
+from paceline.runner.table.block_ends import derive_blocks
+from paceline.runner.table.overlay import derive_overlay
+from paceline.runner.table.request_table import RequestTable
 
 
 def derive(

@@ -22,14 +22,14 @@ from torch import Tensor
 from paceline.attention.contract import AttentionBackend, LayerCache, Limits
 from paceline.cache.pool import KVPool
 from paceline.core.errors import IntegrityError
-from paceline.core.input_rows import EncoderInput
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.modes import MaskKind
+from paceline.core.request.input_rows import EncoderInput
 from paceline.kernels.step_view import StepView
 from paceline.kernels.write_kv import bind_write_kv
 from paceline.layers.attention import EncoderPlan, layer_caches
 from paceline.models.causal_lm import CausalLM
-from paceline.runner.request_table import RequestTable
+from paceline.runner.table.request_table import RequestTable
 
 
 def derive_encoder(encoder_lens: Tensor, view: StepView, group: int) -> None:

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
-from paceline.core.input_rows import EncoderInput
 from paceline.core.modes import End
 from paceline.core.progress import Progress
+from paceline.core.request.input_rows import EncoderInput
 from paceline.core.step import JoinDelta, RunKind, Step, StepRun, padded_step
 from paceline.kernels.compile_ahead import compile_ahead
 from paceline.runner.buffers import PaddedSize

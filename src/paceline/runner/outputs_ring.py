@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.modes import End
-from paceline.core.sampling_params import MAX_LOGPROBS
+from paceline.core.request.sampling_params import MAX_LOGPROBS
 from paceline.core.step import FinishCode, RowDrafts, RowLogprobs, Step, StepOutputs, StepRun
 from paceline.layers.sampling import SampledLogprobs
 from paceline.runner.buffers import StepBuffers, packed_results

@@ -14,7 +14,7 @@ from paceline.attention.contract import AttentionBackend, LayerCache
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVPool, StatePool
 from paceline.core.modes import GENERATES, End, Pooling
-from paceline.core.sampling_params import MAX_LOGPROBS, SamplerTier
+from paceline.core.request.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.chain_rows import ChainRows, StepRows, chain_rows
 from paceline.kernels.commit import Accepted, Drafts
@@ -35,7 +35,7 @@ from paceline.runner.draft_paths import force_drafts, node_drafts, node_historie
 from paceline.runner.encoder import Encoder
 from paceline.runner.prompt_logprobs import prompt_logprobs
 from paceline.runner.proposer import NOBODY, DraftTree, Observed, Proposer, RoundState
-from paceline.runner.request_table import RequestTable
+from paceline.runner.table.request_table import RequestTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.core.sampling_params import PROMPT_BLOCK_ENTRIES
+from paceline.core.request.sampling_params import PROMPT_BLOCK_ENTRIES
 from paceline.core.step import PromptSpan
 from paceline.kernels.step_view import StepView
 from paceline.layers.sampling import SampledLogprobs, token_logprobs

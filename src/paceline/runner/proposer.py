@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVPool
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step
 from paceline.kernels.derive_rope import RopeRows
 from paceline.kernels.step_view import StepView

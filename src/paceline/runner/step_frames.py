@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from paceline.core.input_rows import EncoderInput, InputRows
+from paceline.core.request.input_rows import EncoderInput, InputRows
 from paceline.core.step import Delta, JoinDelta, OverlayDelta, PageDelta, Step
 
 Fields = list[tuple[Any, ...]]  # (name, type), and where there is one the default

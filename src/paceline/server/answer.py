@@ -13,16 +13,16 @@ from fastapi import Request, Response
 
 from paceline.core.errors import PacelineError
 from paceline.core.modes import End
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
+from paceline.engine.answers.ticket import Ticket
 from paceline.engine.request import ALIKE, FinishReason, Share
-from paceline.engine.ticket import Ticket
-from paceline.server.access_log import Entry
+from paceline.server.bodies.reader import Reading
 from paceline.server.errors import ApiError, as_api_error, of_bug
-from paceline.server.meters import Meters
-from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.stream import EventStream, event, unless_gone
+from paceline.server.telemetry.access_log import Entry
+from paceline.server.telemetry.meters import Meters
 
 Document = dict[str, Any]
 T = TypeVar("T")

@@ -9,9 +9,10 @@ from starlette.types import ASGIApp
 
 from paceline.plan.machine import versions
 from paceline.server.access.access import OPEN_ACCESS, Access
-from paceline.server.access_log import AccessLog
 from paceline.server.asking import answered
-from paceline.server.body import body_schema
+from paceline.server.bodies.body import body_schema
+from paceline.server.bodies.reader import CHAT, COMPLETIONS
+from paceline.server.bodies.wire import ChatRequest, CompletionRequest
 from paceline.server.border.remote import RemoteEngine
 from paceline.server.chat import chat_job
 from paceline.server.completions import completion_job
@@ -19,17 +20,16 @@ from paceline.server.errors import add_error_handlers
 from paceline.server.life import Doorkeeper, Life
 from paceline.server.limits import LIMITS, BodyLimit, Lengths, ServerLimits
 from paceline.server.messages.routes import add_messages
-from paceline.server.meters import CONTENT_TYPE
 from paceline.server.parameters.table import capabilities
 from paceline.server.playground.page import add_page
 from paceline.server.probes import add_probes, still_loading
-from paceline.server.reader import CHAT, COMPLETIONS
 from paceline.server.request_id import RequestIds
 from paceline.server.responses.routes import add_responses
 from paceline.server.service import Service
+from paceline.server.telemetry.access_log import AccessLog
+from paceline.server.telemetry.meters import CONTENT_TYPE
 from paceline.server.tokens.routes import add_tokens
 from paceline.server.vectors.routes import add_vectors
-from paceline.server.wire import ChatRequest, CompletionRequest
 
 
 class Trace(Protocol):

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from fastapi import Request, Response
 
-from paceline.server.access_log import CLIENT_LEFT, Entry
 from paceline.server.answer import Job, answer
+from paceline.server.bodies.reader import Reading
 from paceline.server.errors import ApiError
 from paceline.server.parameters.ignored import HEADER
-from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.stream import ClientGone
+from paceline.server.telemetry.access_log import CLIENT_LEFT, Entry
 
 _GONE = 499  # what nginx logs for a client that left; nobody reads it
 

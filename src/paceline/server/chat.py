@@ -1,10 +1,10 @@
 """/v1/chat/completions: messages through the model's chat template, answers as messages."""
 
-from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.server.answer import Document, Job, Writer
+from paceline.server.bodies.reader import Reading
 from paceline.server.logprobs import chat_logprobs
-from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
 from paceline.server.tokens.trace import Traces

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from paceline.engine.outputs import CompletionOutput, RequestOutput
-from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
+from paceline.engine.answers.token_logprobs import TokenLogprobs
 from paceline.server.answer import Document, Job, Writer
+from paceline.server.bodies.reader import Reading
 from paceline.server.logprobs import completion_logprobs, prompt_scores
-from paceline.server.reader import Reading
 from paceline.server.service import Service
 from paceline.server.token_names import TokenNames
 from paceline.server.tokens.trace import Traces

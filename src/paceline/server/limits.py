@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import message
-from paceline.core.options import MAX_QUEUED
+from paceline.core.options.engine_options import MAX_QUEUED
 from paceline.server.errors import ApiError
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.engine.answers.token_logprobs import TokenLogprobs
 from paceline.server.token_names import TokenNames, TokenTexts
 
 UNLIKELY = -9999.0  # the OpenAI API's stand-in for minus infinity, which JSON lacks

@@ -12,15 +12,15 @@ from fastapi import Request
 
 from paceline.core.modes import End
 from paceline.engine.request import Share
-from paceline.server.body import LARGE, read_body
+from paceline.server.bodies.body import LARGE, read_body
+from paceline.server.bodies.reader import TOLD, Reader, Reading
+from paceline.server.bodies.worker import BodyWorker, ReaderFacts
 from paceline.server.border.messages import NO_VECTORS, Ready, Vectors
 from paceline.server.border.remote import RemoteEngine
 from paceline.server.life import Life
-from paceline.server.meters import Meters
-from paceline.server.reader import TOLD, Reader, Reading
+from paceline.server.telemetry.meters import Meters
 from paceline.server.token_names import TokenNames
 from paceline.server.tools.formats import BY_TEMPLATE, Parsers
-from paceline.server.worker import BodyWorker, ReaderFacts
 from paceline.text.tokenizer import Tokenizer
 
 

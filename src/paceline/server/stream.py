@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from paceline.server.access_log import CLIENT_LEFT, Entry
+from paceline.server.telemetry.access_log import CLIENT_LEFT, Entry
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.model_config import CacheGroupSpec, ModelConfig, draft_group_specs
-from paceline.core.options import EngineOptions
+from paceline.core.model.config import CacheGroupSpec, ModelConfig, draft_group_specs
+from paceline.core.options.engine_options import EngineOptions
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.locate import ModelSource

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.kernels.draft_topk import TopDrafts, draft_topk
 from paceline.kernels.grow_tree import Candidates, grow_tree, select_tree
 from paceline.layers.sampling import draft_seeds

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import RequestError
-from paceline.core.structured import StructuredOutputs, StructureKind
+from paceline.core.request.structured import StructuredOutputs, StructureKind
 from paceline.text.tokenizer import Tokenizer
 
 _MOST_KEPT = 32  # grammars

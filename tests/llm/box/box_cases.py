@@ -7,7 +7,7 @@ from typing import Any
 
 from llm_cases import GREEDY, Checkpoint, make_llm
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
 from paceline.llm.box.record import Record, read_record
 from paceline.llm.box.replay import Outcome, replay

@@ -13,7 +13,7 @@ from llm_cases import GREEDY, Checkpoint, make_checkpoint, make_llm, random_prom
 from speculative_cases import DRAFTERS, Truth, llama_truth
 
 from paceline.core.errors import CapacityError, ConfigError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.box.record import NON_FINITE, STUCK, Record
 from paceline.llm.box.replay import OF_STEPS, options_of, replay
 from paceline.llm.llm import LLM

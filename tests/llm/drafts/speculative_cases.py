@@ -23,8 +23,8 @@ from llm_cases import (
 )
 
 from covers import Cell
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.llm.llm import LLM
 

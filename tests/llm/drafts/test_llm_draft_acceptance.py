@@ -27,9 +27,9 @@ from speculative_cases import (
 )
 
 from covers import Cell, all_with_a_cover, every_cell, slow_unless
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Step
-from paceline.engine.outputs import RequestOutput
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 

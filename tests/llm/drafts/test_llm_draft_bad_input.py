@@ -19,7 +19,7 @@ from paceline.core.errors import (
     RequestError,
     WeightsError,
 )
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WEIGHTS = "model.safetensors"

@@ -8,7 +8,7 @@ from grammar_turns import Turns
 from llm_cases import assert_idle, make_llm, random_prompts, tokens_of
 from speculative_cases import Truth, llama_truth
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 
 TURNS = Turns([range(10, 20), range(40, 90, 7), (1, 159)], length=20)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)

@@ -6,8 +6,8 @@ import pytest
 from llm_cases import assert_idle, make_llm, random_prompts, recorded_steps, tokens_of
 from speculative_cases import MODEL_DRAFTERS, PARAMS, Truth, llama_truth
 
-from paceline.core.options import REJECTION
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.options.engine_options import REJECTION
+from paceline.core.request.sampling_params import SamplingParams
 
 LENGTHS = (20, 26, 5, 31)
 SAMPLED = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True)

@@ -23,7 +23,7 @@ from llm_cases import (
 from safetensors.torch import load_file, save_file
 from speculative_cases import LOGPROB_TOLERANCE, Truth, llama_truth
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.core.errors import CapacityError, RequestError, SanitizerError
 from paceline.core.step import OverlayDelta
-from paceline.engine.outputs import RequestOutput
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.layers.embedding import OverlaidRows
 from paceline.llm.boot import Knobs
 from paceline.llm.embeds import Embeds

@@ -13,7 +13,7 @@ from llm_cases import Checkpoint, assert_idle, make_llm, random_prompts, text_of
 
 from paceline.core.errors import ConfigError, ModelError, RequestError
 from paceline.core.modes import End, Pooling
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
 from paceline.llm.ends.vectors import VectorParams, embeddings
 

@@ -14,7 +14,7 @@ from llm_cases import (
 
 from paceline.core.errors import RequestError
 from paceline.core.modes import End
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.llm import LLM
 
 TOLERANCE = 1e-4  # as of test_llm_parity

@@ -22,8 +22,8 @@ from llm_cases import (
 
 from covers import Cell
 from paceline.core.errors import RequestError
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.llm.llm import LLM
 

@@ -9,9 +9,9 @@ import pytest
 from schemas import REFUSED, SCHEMAS
 
 from paceline.core.errors import ModelError, RequestError
-from paceline.core.sampling_params import SamplingParams
-from paceline.core.structured import structured_outputs
-from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.core.request.structured import structured_outputs
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.llm.llm import LLM
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from llm_cases import VOCAB, random_prompts, recorded_steps
 from speculative_cases import Truth, drafting_llm, llama_truth, serve
 
-from paceline.core.input_rows import EncoderInput, InputRows
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.input_rows import EncoderInput, InputRows
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import (
     JoinDelta,
     OverlayDelta,

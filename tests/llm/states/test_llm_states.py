@@ -25,7 +25,7 @@ from llm_cases import (
 from sum_model import add_sums, register, said_alone
 
 from paceline.core.errors import BackendUnsupported
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM
 

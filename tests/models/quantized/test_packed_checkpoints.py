@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.core.errors import ConfigError, WeightsError
-from paceline.core.options import EngineOptions
+from paceline.core.options.engine_options import EngineOptions
 from paceline.core.parallel import ALONE, Parallel
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.kernels.all_reduce import open_exchange
 from paceline.kernels.packed_weight import FP8, INT4, Packing
-from paceline.layers.packed import PackedLinear
-from paceline.layers.weight_format import held_by
+from paceline.layers.weights.packed import PackedLinear
+from paceline.layers.weights.weight_format import held_by
 from paceline.llm.llm import LLM
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config

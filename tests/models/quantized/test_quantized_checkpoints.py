@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigError
 from paceline.core.parallel import Parallel
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.kernels.all_reduce import open_exchange
 from paceline.llm.llm import LLM
 from paceline.models.checkpoint import open_checkpoint

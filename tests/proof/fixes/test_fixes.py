@@ -132,7 +132,7 @@ def test_fixes_touch_every_layout_mode_and_runner():
         "paceline.layers.attention",
         "paceline.runner.buffers",
         "paceline.runner.model_runner",
-        "paceline.runner.request_table",
+        "paceline.runner.table.request_table",
     }
 
 

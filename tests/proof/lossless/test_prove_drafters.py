@@ -13,9 +13,9 @@ from llm_cases import Checkpoint, make_checkpoint, random_prompts, text_of
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ModelError
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.reverts.fixes import read_fix
 from paceline.core.reverts.hook import reverted_sources
-from paceline.core.sampling_params import SamplingParams
 from paceline.engine.acceptance import BAND_FILE, read_band
 from paceline.llm.draft_self_test import BELOW_BAND
 from paceline.llm.llm import LLM

@@ -11,7 +11,7 @@ from paceline.attention.backends.flashinfer_backend import FlashInferBackend
 from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import Heads
+from paceline.core.model.config import Heads
 from paceline.core.modes import MaskKind
 from paceline.proof.check.cell import RunnerKind
 from paceline.proof.rig.contenders import EMULATORS, Contender, contender, for_case, refusals

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from paceline.core.blocks import Blocks
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import JoinDelta, StepLayout
-from paceline.runner.block_ends import BlockEnds
 from paceline.runner.buffers import PaddedSize, StepBuffers
 from paceline.runner.derive import derive
-from paceline.runner.request_table import RequestTable
 from paceline.runner.staging import StagingSlot
+from paceline.runner.table.block_ends import BlockEnds
+from paceline.runner.table.request_table import RequestTable
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 16
@@ -77,7 +77,7 @@ class Bench:
 
 
 def test_tokens_of_a_block_see_up_to_its_end() -> None:
-    """The example of runner/block_ends.py."""
+    """The example of runner/table/block_ends.py."""
     bench = Bench()
     bench.join(3, (1, 4))
     bench.join(4, num_tokens=2)

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from paceline.core.input_rows import InputRows
 from paceline.core.modes import MaskKind
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.input_rows import InputRows
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import JoinDelta, OverlayDelta, StepLayout
 from paceline.runner.buffers import PaddedSize, StepBuffers
 from paceline.runner.derive import derive
-from paceline.runner.overlay import Overlay
-from paceline.runner.request_table import RequestTable
 from paceline.runner.staging import StagingSlot
+from paceline.runner.table.overlay import Overlay
+from paceline.runner.table.request_table import RequestTable
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 16
@@ -85,7 +85,7 @@ def source(start: int, num: int) -> InputRows:
 
 
 def test_tokens_find_the_slots_of_their_rows() -> None:
-    """The example of runner/overlay.py."""
+    """The example of runner/table/overlay.py."""
     bench = Bench()
     brought = OverlayDelta(row=3, start=1, slots=(5, 6), source=source(1, 2))
     bench.change(join(3), brought, join(4))

@@ -17,14 +17,14 @@ from tiny_runner import TinyModel
 from tiny_states import StateEngine, groups_of
 from torch import Tensor
 
-from paceline.core.input_rows import EncoderInput
-from paceline.core.model_config import (
+from paceline.core.model.config import (
     CacheGroupSpec,
     Heads,
     LayerSpec,
     ModelConfig,
     cache_group_specs,
 )
+from paceline.core.request.input_rows import EncoderInput
 from paceline.models.decoder import Hidden
 
 PLACES = 16  # of the circle

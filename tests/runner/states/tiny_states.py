@@ -16,8 +16,8 @@ from paceline.cache.manager import CacheManager
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import EventLog
-from paceline.core.input_rows import EncoderInput
-from paceline.core.model_config import CacheGroupSpec, ModelConfig, cache_group_specs
+from paceline.core.model.config import CacheGroupSpec, ModelConfig, cache_group_specs
+from paceline.core.request.input_rows import EncoderInput
 from paceline.core.step import RunKind, Step
 from paceline.engine.loop import Launched, TurnFunction, overlapped_turn
 from paceline.engine.request import Request

@@ -12,7 +12,7 @@ import pytest
 from serving import serving, small_llm, wait_until
 
 from paceline.core.errors import BusyError, ShareError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.request import Share
 from paceline.llm.admission import Admission
 from paceline.server.border import live_forms

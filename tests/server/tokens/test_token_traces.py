@@ -8,9 +8,9 @@ from openai import OpenAI
 from scripted import scripted_service
 from serving import serving, small_llm
 
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import CompletionOutput, RequestOutput
-from paceline.engine.trace import Round, Trace
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
+from paceline.engine.answers.trace import Round, Trace
 from paceline.server.tokens.trace import Traces
 
 BODY = {"model": "tiny", "prompt": "def fibonacci(n):", "max_tokens": 20, "temperature": 0,

@@ -12,12 +12,12 @@ from texts import ALL
 from paceline.core.errors import BusyError
 from paceline.engine.request import FinishReason
 from paceline.server.access.access import Access
-from paceline.server.body import decoded
-from paceline.server.counts import Room
+from paceline.server.bodies.body import decoded
+from paceline.server.bodies.counts import Room
+from paceline.server.bodies.reader import TOKENIZE, Reader
 from paceline.server.errors import ApiError
 from paceline.server.messages.wire import MessagesRequest
 from paceline.server.messages.writer import MessagesWriter
-from paceline.server.reader import TOKENIZE, Reader
 from paceline.server.responses.wire import ResponsesRequest
 
 TEXT = "<think>Paris, then.</think>I look." + ALL["hermes, one"].text

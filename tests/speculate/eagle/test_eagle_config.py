@@ -7,7 +7,7 @@ import eagle_checkpoints as heads
 import pytest
 
 from paceline.core.errors import ConfigError, ModelError
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names
 from paceline.speculate.eagle.config import (

@@ -13,7 +13,7 @@ from fake_context import FakeContext
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config

@@ -8,10 +8,10 @@ import torch
 from fake_context import FakeContext
 from torch import Tensor
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, of_rank
 from paceline.kernels.all_reduce import Exchange, open_exchange
-from paceline.layers.weight_format import Named
+from paceline.layers.weights.weight_format import Named
 from paceline.models.config import parse_config
 from paceline.models.coverage import require_filled_once
 from paceline.models.registry import architecture

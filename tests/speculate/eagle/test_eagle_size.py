@@ -6,7 +6,7 @@ from typing import Any
 import eagle_checkpoints as heads
 import pytest
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.kernels.stand_in import StandIn
 from paceline.models.config import parse_config

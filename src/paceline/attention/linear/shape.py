@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.core.model_config import RowPart
+from paceline.core.model.config import RowPart
 
 GDN, MAMBA2 = "gdn", "mamba2"  # kinds of mixer
 CONV, STATE = "conv", "state"  # parts of what is kept

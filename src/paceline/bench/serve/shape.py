@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.bench.traffic.shape import FLAGS as TRAFFIC_FLAGS
 from paceline.bench.traffic.shape import TrafficShape, refused
-from paceline.core.option_spec import Flag
+from paceline.core.options.spec import Flag
 
 _OTHERWISE: dict[
     str, dict[str, Any] | None

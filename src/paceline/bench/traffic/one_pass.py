@@ -9,9 +9,9 @@ from paceline.bench.traffic.plan import Arrival
 from paceline.bench.turn_log import TimedTurn, TurnLog
 from paceline.core.errors import IntegrityError
 from paceline.core.progress import Progress
-from paceline.engine.outputs import RequestOutput
+from paceline.engine.answers.outputs import RequestOutput
+from paceline.engine.answers.tracker import Tracker
 from paceline.engine.request import FinishReason
-from paceline.engine.tracker import Tracker
 from paceline.llm.llm import LLM
 
 

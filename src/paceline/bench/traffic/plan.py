@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from paceline.bench.traffic.shape import TrafficShape, read_turns, refused
-from paceline.core.sampling_params import SEED_LIMIT, SamplingParams
+from paceline.core.request.sampling_params import SEED_LIMIT, SamplingParams
 from paceline.llm.prepare import Prepared
 
 

@@ -10,8 +10,8 @@ from statistics import NormalDist
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.core.option_spec import Flag
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.options.spec import Flag
+from paceline.core.request.sampling_params import SamplingParams
 
 SIGMA = 1.0  # of the logarithm of a length
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.core.sampling_params import Asks
+from paceline.core.request.sampling_params import Asks
 from paceline.kernels._triton.draw_blocks import (
     FILTER,
     NO_TOKEN,

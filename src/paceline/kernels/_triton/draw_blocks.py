@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.core.sampling_params import Asks
+from paceline.core.request.sampling_params import Asks
 from paceline.kernels._triton.edit_logits import EDITS, PENALISE, launch_edit_logits
 from paceline.kernels._triton.launch import (
     launch,

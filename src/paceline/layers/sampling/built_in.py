@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.core.sampling_params import MAX_LOGIT_BIAS
+from paceline.core.request.sampling_params import MAX_LOGIT_BIAS
 from paceline.layers.sampling.processor import (
     Column,
     LogitsProcessor,

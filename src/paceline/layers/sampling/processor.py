@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigError, RequestError
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 
 Values = float | Sequence[float]  # of one column of one row; int64 columns hold integers
 

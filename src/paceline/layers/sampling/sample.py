@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.kernels.draw import draw, draw_reference, scores_reference
 from paceline.kernels.edit_logits import SampledRows, edit_logits
 from paceline.kernels.greedy import greedy

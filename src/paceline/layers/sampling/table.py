@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.sampling_params import MAX_STOP_IDS, SamplingParams
+from paceline.core.request.sampling_params import MAX_STOP_IDS, SamplingParams
 from paceline.kernels.draw import Laws
 from paceline.kernels.edit_logits import Edits
 from paceline.layers.sampling.built_in import BUILT_IN, NO_TOKEN

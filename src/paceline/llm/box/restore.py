@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import READ, WRITE, CacheGroupSpec, CacheKind
+from paceline.core.model.config import READ, WRITE, CacheGroupSpec, CacheKind
 from paceline.core.modes import End, MaskKind
 from paceline.core.padding import PAD_PAGE
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout
 from paceline.llm.box.table_rows import TableRow
 

@@ -18,9 +18,9 @@ import torch
 
 from paceline.core.errors import RequestError
 from paceline.core.modes import End
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import RequestOutput
-from paceline.engine.token_logprobs import TokenLogprobs
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import RequestOutput
+from paceline.engine.answers.token_logprobs import TokenLogprobs
 from paceline.llm.admission import Admission, AdmittedPrompt
 from paceline.llm.inputs import Conversation, Ids, as_batch, as_prompt
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import RequestError
-from paceline.engine.outputs import RequestOutput
+from paceline.engine.answers.outputs import RequestOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import ModelConfig
-from paceline.core.options import EngineOptions
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import EngineOptions
 from paceline.kernels.packed_weight import FP8, INT4, INT8, Packing
 from paceline.models.checkpoint import open_checkpoint
 from paceline.models.checkpoint_names import canonical_names, without_layers_behind

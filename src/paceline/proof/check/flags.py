@@ -1,6 +1,6 @@
 """The flags of `paceline check`, with their help.  No torch."""
 
-from paceline.core.option_spec import Flag
+from paceline.core.options.spec import Flag
 
 FLAGS = (
     Flag(

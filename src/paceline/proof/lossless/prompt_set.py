@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError, ModelError
-from paceline.core.option_spec import Flag
+from paceline.core.options.spec import Flag
 
 if TYPE_CHECKING:  # they import torch, and the flag is read for --help
     from paceline.llm.inputs import Prompt

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from paceline.core.options import known
+from paceline.core.options.engine_options import known
 from paceline.core.progress import collect
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.acceptance import Acceptance, read_band
-from paceline.engine.outputs import RequestOutput
+from paceline.engine.answers.outputs import RequestOutput
 from paceline.llm.draft_self_test import BELOW_BAND
 from paceline.llm.llm import LLM
 from paceline.llm.teacher import Form, Teacher

@@ -18,7 +18,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from paceline.core.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams
 from paceline.layers.sampling.noise import gumbel
 
 TIE_ULPS = {torch.float32: 32.0, torch.bfloat16: 8.0, torch.float16: 8.0}

@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from paceline.core.model_config import RowPart
+from paceline.core.model.config import RowPart
 from paceline.proof.oracle.methods.gated_delta import GatedDelta
 from paceline.proof.oracle.methods.mamba2 import Mamba2
 from paceline.proof.oracle.methods.recurrence import Recurrence, State

@@ -20,7 +20,7 @@ from paceline.attention.mixers import load_state_backend
 from paceline.attention.names import parse, singles
 from paceline.attention.registry import compose, load_backend
 from paceline.attention.states import StateBackend, StateConfig, unsupported_reasons
-from paceline.core.model_config import SOFTMAX
+from paceline.core.model.config import SOFTMAX
 from paceline.core.modes import MaskKind
 from paceline.proof.check.cell import RunnerKind
 from paceline.proof.oracle.states import RECURRENCES

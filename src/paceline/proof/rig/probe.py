@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.attention.contract import Part
-from paceline.core.model_config import LayerSpec, ModelConfig, RopeConfig
+from paceline.core.model.config import LayerSpec, ModelConfig, RopeConfig
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import OverlaidRows
 from paceline.models.decoder import Hidden

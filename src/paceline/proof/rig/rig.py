@@ -7,8 +7,8 @@ from torch import Tensor
 
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat, Scales
-from paceline.core.input_rows import EncoderInput
 from paceline.core.padding import PAD_ROW
+from paceline.core.request.input_rows import EncoderInput
 from paceline.proof.check.cell import RunnerKind
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.oracle.likeness import likely_lse_mistakes, likely_mistakes

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from paceline.attention.linear.inputs import INPUTS
 from paceline.attention.states import StateBackend, StateLayer, StateLimits
 from paceline.core.errors import KernelArgumentError
-from paceline.core.model_config import LayerSpec, ModelConfig
+from paceline.core.model.config import LayerSpec, ModelConfig
 from paceline.kernels.step_view import GroupView, StepView
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import OverlaidRows

@@ -9,12 +9,12 @@ from torch import nn
 from paceline.attention.contract import AttentionBackend
 from paceline.attention.states import StateBackend
 from paceline.cache.pool import KVFormat
-from paceline.core.blocks import Blocks
 from paceline.core.errors import SanitizerError
 from paceline.core.events import EventLog
-from paceline.core.input_rows import EncoderInput
-from paceline.core.model_config import ModelConfig, cache_group_specs
-from paceline.core.sampling_params import SamplerTier, SamplingParams
+from paceline.core.model.config import ModelConfig, cache_group_specs
+from paceline.core.request.blocks import Blocks
+from paceline.core.request.input_rows import EncoderInput
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
 from paceline.models.causal_lm import CausalLM
 from paceline.proof.check.cell import RunnerKind

@@ -7,7 +7,7 @@ first ones is replayed with other data, fewer rows and shorter or longer request
 from dataclasses import dataclass
 from enum import Enum
 
-from paceline.core.model_config import Heads, RowPart, kv_parts
+from paceline.core.model.config import Heads, RowPart, kv_parts
 from paceline.core.modes import MaskKind
 from paceline.core.step import PromptPositions
 from paceline.proof.suite.modes import ExtendShape, ForwardMode

@@ -6,7 +6,7 @@ from dataclasses import replace
 from paceline.attention.contract import needed_support
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.modes import End, MaskKind
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.sharing import MIN_SHARERS
 from paceline.core.step import Step, StepLayout
 from paceline.runner.buffers import PaddedSize

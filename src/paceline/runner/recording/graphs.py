@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.events import Event, Notify
 from paceline.core.modes import GENERATES, End, MaskKind
-from paceline.core.sampling_params import SamplerTier
+from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import kind_of_step
 from paceline.runner.buffers import PaddedSize
 from paceline.runner.recording.arena import Arena

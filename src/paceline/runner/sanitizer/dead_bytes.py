@@ -8,7 +8,6 @@ from torch import Tensor
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import StepLayout
 from paceline.runner.buffers import Extent, StepBuffers, StepUse
-from paceline.runner.overlay import Overlay
 from paceline.runner.sanitizer.live_rows import LiveRow
 from paceline.runner.sanitizer.poison import (
     LARGE,
@@ -18,6 +17,7 @@ from paceline.runner.sanitizer.poison import (
     float_bits,
     poison_bits,
 )
+from paceline.runner.table.overlay import Overlay
 
 
 def step_regions(buffers: StepBuffers, use: StepUse, layout: StepLayout) -> list[Region]:

@@ -23,7 +23,7 @@ from functools import partial
 
 from paceline.core.errors import BusyError, PacelineError, told
 from paceline.core.modes import End
-from paceline.core.options import known
+from paceline.core.options.engine_options import known
 from paceline.core.step import Step
 from paceline.llm.admission import AdmittedPrompt
 from paceline.llm.followed import Followed, Following

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from paceline.core.errors import BusyError, ShareError
-from paceline.core.structured import StructuredOutputs
+from paceline.core.request.structured import StructuredOutputs
 from paceline.server.border.messages import Submit
 
 MOST_OF_CLIENT = 64

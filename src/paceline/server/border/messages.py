@@ -14,12 +14,12 @@ from msgspec import Struct
 from paceline.core import errors
 from paceline.core.errors import PacelineError, message
 from paceline.core.modes import End
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.answers.token_logprobs import TokenLogprobs
+from paceline.engine.answers.trace import Trace
+from paceline.engine.answers.tracker import Tracker
 from paceline.engine.request import FinishReason, Share
-from paceline.engine.token_logprobs import TokenLogprobs
-from paceline.engine.trace import Trace
-from paceline.engine.tracker import Tracker
 
 _HEAD = struct.Struct("<Q")  # bytes of the messages
 _Row = tuple[int, float, tuple[int, ...], tuple[float, ...]]  # TokenLogprobs, in its order

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from paceline.core.errors import PacelineError, RequestError, message
 from paceline.core.modes import End
-from paceline.core.sampling_params import SamplingParams
-from paceline.engine.outputs import joined
+from paceline.core.request.sampling_params import SamplingParams
+from paceline.engine.answers.outputs import joined
+from paceline.engine.answers.ticket import Ticket
 from paceline.engine.request import Share
-from paceline.engine.ticket import Ticket
 from paceline.llm.callers import Callers
 from paceline.server.border.messages import (
     Abort,

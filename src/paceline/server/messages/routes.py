@@ -6,10 +6,10 @@ from fastapi import FastAPI, Request, Response
 
 from paceline.server.answer import Job, encoded
 from paceline.server.asking import answered, check_query, with_ignored
-from paceline.server.body import body_schema
+from paceline.server.bodies.body import body_schema
+from paceline.server.bodies.reader import COUNT, MESSAGES, Reading
 from paceline.server.messages.wire import CountRequest, MessagesRequest
 from paceline.server.messages.writer import MessagesWriter
-from paceline.server.reader import COUNT, MESSAGES, Reading
 from paceline.server.service import Service
 
 

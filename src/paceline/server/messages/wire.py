@@ -6,10 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta
 
+from paceline.server.bodies.places import Place, written
+from paceline.server.bodies.refusals import Refusal, Unserved, Wire
+from paceline.server.bodies.wire import ChatRequest, StreamOptions
 from paceline.server.errors import ApiError
 from paceline.server.parameters.ignored import Ignored
-from paceline.server.places import Place, written
-from paceline.server.refusals import Refusal, Unserved, Wire
 from paceline.server.tools.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -23,7 +24,6 @@ from paceline.server.tools.wire import (
     ToolChoice,
     text_of,
 )
-from paceline.server.wire import ChatRequest, StreamOptions
 
 _Cached = Annotated[Unserved, Ignored("prefixes are shared without being asked")]
 _NOT_CITED = "nothing is cited here"

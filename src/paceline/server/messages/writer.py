@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.server.answer import Document, Writer, encoded
 from paceline.server.errors import MESSAGES_PATH, ApiError

@@ -9,9 +9,9 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import msgspec
 from msgspec import UNSET
 
+from paceline.server.bodies.places import Place, written
+from paceline.server.bodies.refusals import Unserved, Wire, is_sent
 from paceline.server.errors import ApiError
-from paceline.server.places import Place, written
-from paceline.server.refusals import Unserved, Wire, is_sent
 
 HEADER = "X-Paceline-Ignored"
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from paceline.server.bodies.refusals import is_sent
 from paceline.server.errors import ApiError
-from paceline.server.refusals import is_sent
 
 _NOTHING = (None, msgspec.UNSET, False)
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
-from paceline.core.structured import StructureKind
+from paceline.core.request.structured import StructureKind
+from paceline.server.bodies.places import Place, written
+from paceline.server.bodies.refusals import Wire, is_sent
 from paceline.server.errors import ApiError
-from paceline.server.places import Place, written
-from paceline.server.refusals import Wire, is_sent
 
 _SCHEMA = {"type": ["object", "boolean", "string", "null"], "description": "a JSON schema"}
 Schema = Annotated[Raw | UnsetType, Meta(extra_json_schema=_SCHEMA)]

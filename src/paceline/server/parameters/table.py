@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from paceline.server.bodies.refusals import refusals_of
+from paceline.server.bodies.wire import ChatRequest, CompletionRequest, StreamOptions
 from paceline.server.messages.wire import (
     CountRequest,
     MessagesRequest,
@@ -22,12 +24,10 @@ from paceline.server.messages.wire import (
 )
 from paceline.server.parameters.ignored import HEADER, ignored_of
 from paceline.server.parameters.rules import rules_of
-from paceline.server.refusals import refusals_of
 from paceline.server.responses.wire import Item, Part, Reasoning, ResponsesRequest
 from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
 from paceline.server.tools.wire import Message
 from paceline.server.vectors.wire import EmbeddingsRequest
-from paceline.server.wire import ChatRequest, CompletionRequest, StreamOptions
 
 SERVED, ABSENT = "served", "unknown: 400"
 ABOUT_THE_CALLER = {"metadata", "prompt_cache_key", "safety_identifier", "user"}

@@ -6,8 +6,8 @@ from fastapi import FastAPI, Request, Response
 
 from paceline.server.answer import Job
 from paceline.server.asking import answered
-from paceline.server.body import body_schema
-from paceline.server.reader import RESPONSES, Reading
+from paceline.server.bodies.body import body_schema
+from paceline.server.bodies.reader import RESPONSES, Reading
 from paceline.server.responses.wire import ResponsesRequest
 from paceline.server.responses.writer import ResponsesWriter
 from paceline.server.service import Service

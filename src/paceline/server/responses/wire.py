@@ -6,10 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta
 from msgspec.structs import replace
 
+from paceline.server.bodies.places import Place, written
+from paceline.server.bodies.refusals import Refusal, Unserved, Wire
+from paceline.server.bodies.wire import MAX_METADATA, ChatRequest, StreamOptions
 from paceline.server.errors import ApiError
 from paceline.server.parameters.ignored import Ignored
-from paceline.server.places import Place, written
-from paceline.server.refusals import Refusal, Unserved, Wire
 from paceline.server.tools.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -24,7 +25,6 @@ from paceline.server.tools.wire import (
     ToolChoice,
     text_of,
 )
-from paceline.server.wire import MAX_METADATA, ChatRequest, StreamOptions
 
 _NOT_KEPT = "no response is kept here; send the whole conversation"
 _NOT_READ = "it says nothing to the model"

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Iterator, Sequence
 
-from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.engine.request import FinishReason
 from paceline.server.answer import Document, Writer, encoded
 from paceline.server.errors import ApiError

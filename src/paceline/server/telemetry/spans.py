@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import ConfigError
 from paceline.plan.machine import versions
-from paceline.server.access_log import CLIENT_LEFT, Entry
+from paceline.server.telemetry.access_log import CLIENT_LEFT, Entry
 
 _EXPORT_S = 5.0  # of a batch of spans
 _FLUSH_S = 2.0  # for those that are left when the server ends

@@ -8,8 +8,8 @@ from fastapi import FastAPI, Request, Response
 from paceline.plan.machine import versions
 from paceline.server.answer import Document, encoded
 from paceline.server.asking import check_query, with_ignored
-from paceline.server.body import body_schema
-from paceline.server.reader import DETOKENIZE, TOKENIZE
+from paceline.server.bodies.body import body_schema
+from paceline.server.bodies.reader import DETOKENIZE, TOKENIZE
 from paceline.server.service import Service
 from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
 

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.engine.outputs import CompletionOutput, RequestOutput
-from paceline.engine.trace import Round
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
+from paceline.engine.answers.trace import Round
 from paceline.server.token_names import TokenNames, TokenTexts
 
 

@@ -4,11 +4,11 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from paceline.server.bodies.places import Place
+from paceline.server.bodies.refusals import Wire
+from paceline.server.bodies.wire import ChatRequest
 from paceline.server.errors import ApiError
-from paceline.server.places import Place
-from paceline.server.refusals import Wire
 from paceline.server.tools.wire import MAX_MESSAGES, MAX_TOOLS, Message, Tool
-from paceline.server.wire import ChatRequest
 
 
 class TokenizeRequest(Wire, frozen=True, kw_only=True):

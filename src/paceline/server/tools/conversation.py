@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
+from paceline.server.bodies.places import written
+from paceline.server.bodies.wire import ChatRequest
 from paceline.server.errors import ApiError
-from paceline.server.places import written
 from paceline.server.tools.formats import TOOL_FORMATS, Formats
 from paceline.server.tools.forms import Form
 from paceline.server.tools.grammar import calls_grammar
 from paceline.server.tools.think import CLOSE, OPEN
 from paceline.server.tools.wire import Message, Tool, ToolChoice
-from paceline.server.wire import ChatRequest
 from paceline.text.chat_template import ChatTemplate
 from paceline.text.tokenizer import Tokenizer
 

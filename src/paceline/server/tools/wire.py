@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal, Protocol
 
 from msgspec import UNSET, Meta
 
+from paceline.server.bodies.places import Place, written
+from paceline.server.bodies.refusals import Refusal, Unserved, Wire
 from paceline.server.errors import ApiError
 from paceline.server.parameters.ignored import FromAnswers
-from paceline.server.places import Place, written
-from paceline.server.refusals import Refusal, Unserved, Wire
 
 MAX_MESSAGES = 2048  # the OpenAI API's limit; of the parts of a message, too
 MAX_TOOLS = 128  # the OpenAI API's limit; of the calls of a message, too

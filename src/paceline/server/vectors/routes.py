@@ -4,12 +4,12 @@ import base64
 
 from fastapi import FastAPI, Request, Response
 
-from paceline.engine.outputs import CompletionOutput, RequestOutput
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
 from paceline.llm.ends.vectors import VectorParams
 from paceline.server.answer import Document, Job, WholeWriter
 from paceline.server.asking import answered
-from paceline.server.body import body_schema
-from paceline.server.reader import EMBEDDINGS, Reading
+from paceline.server.bodies.body import body_schema
+from paceline.server.bodies.reader import EMBEDDINGS, Reading
 from paceline.server.service import Service
 from paceline.server.vectors.wire import EmbeddingsRequest
 

@@ -5,9 +5,9 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
-from paceline.server.places import Place
-from paceline.server.refusals import Wire
-from paceline.server.wire import DeadlineS, Priority, Prompts, as_prompts, check_alike
+from paceline.server.bodies.places import Place
+from paceline.server.bodies.refusals import Wire
+from paceline.server.bodies.wire import DeadlineS, Priority, Prompts, as_prompts, check_alike
 
 
 class EmbeddingsRequest(Wire, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from paceline.core.errors import ConfigError, message
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.models.config import parse_config
 from paceline.models.fields import Fields
 

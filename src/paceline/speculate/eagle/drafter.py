@@ -9,8 +9,8 @@ import torch
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ModelError
-from paceline.core.model_config import ModelConfig
-from paceline.core.options import EngineOptions
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import EngineOptions
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.locate import BUNDLED_FOLDER, ModelSource

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from paceline.core.model_config import QKNorm
+from paceline.core.model.config import QKNorm
 from paceline.core.parallel import Parallel
 from paceline.kernels.all_reduce import Exchange
 from paceline.layers.attention import StepContext
-from paceline.layers.dense import DENSE
+from paceline.layers.decoders.prenorm_layer import PreNormLayer
 from paceline.layers.embedding import Embedding, LMHead
-from paceline.layers.parameter import Placement
-from paceline.layers.prenorm_layer import PreNormLayer
+from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.rms_norm import RMSNorm
-from paceline.layers.self_attention import SelfAttention
-from paceline.layers.weight_format import Named, wholly
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
+from paceline.layers.weights.weight_format import Named, wholly
 from paceline.models.causal_lm import CausalLM
 from paceline.models.decoder import rope_tables
 from paceline.models.tensor_names import name_prenorm

@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.core.model_config import ModelConfig
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, whole
 from paceline.kernels.eagle_input import HalfNorms, eagle_input
 from paceline.kernels.rms_norm import rms_norm
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
+from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.moe import feed_forward
-from paceline.layers.parameter import Placement
 from paceline.layers.rms_norm import RMSNorm
-from paceline.layers.self_attention import SelfAttention
-from paceline.layers.weight_format import Named, wholly
+from paceline.layers.weights.parameter import Placement
+from paceline.layers.weights.weight_format import Named, wholly
 from paceline.models.tensor_names import name_attention, name_feed_forward, name_linear
 from paceline.speculate.eagle.config import EagleConfig
 

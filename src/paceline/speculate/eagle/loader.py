@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.core.options import LOAD_FORMATS
+from paceline.core.options.engine_options import LOAD_FORMATS
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import StoredTensors, open_checkpoint

@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.core.draft_shape import MOST_DRAFT_TOKENS, DraftShape
 from paceline.core.errors import ConfigError
-from paceline.core.model_config import ModelConfig
-from paceline.core.options import EngineOptions
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import EngineOptions
 from paceline.models.locate import ModelSource
 from paceline.speculate.build import DraftPlacement
 from paceline.speculate.drafter import Algorithm, Chosen, Drafter

@@ -9,8 +9,8 @@ import torch
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.errors import ConfigError, ModelError
-from paceline.core.model_config import ModelConfig
-from paceline.core.options import EngineOptions
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import EngineOptions
 from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model

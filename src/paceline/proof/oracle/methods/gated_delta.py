@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.model_config import RowPart
+from paceline.core.model.config import RowPart
 from paceline.proof.oracle.methods.recurrence import Recurrence, State
 
 _KEY_HEADS, _PER_KEY, _KEY_DIM, _VALUE_DIM, _TAPS = 2, 2, 8, 6, 4

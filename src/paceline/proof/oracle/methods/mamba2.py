@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.model_config import RowPart
+from paceline.core.model.config import RowPart
 from paceline.proof.oracle.methods.recurrence import Recurrence, State
 
 _HEADS, _GROUPS, _HEAD_DIM, _STATE_SIZE, _WIDTH = 4, 2, 8, 16, 4

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.model_config import RowPart
+from paceline.core.model.config import RowPart
 
 State = Mapping[str, Tensor]  # by part: [*part.shape]
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from paceline.core.model_config import RowPart
+from paceline.core.model.config import RowPart
 from paceline.proof.oracle.methods.recurrence import Recurrence, State
 
 _WIDTH = 8

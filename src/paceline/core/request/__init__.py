@@ -1,0 +1,1 @@
+"""What a caller may ask of one request, as plain data."""

@@ -1,0 +1,115 @@
+"""Tracker: one request as its caller sees it: its completions, its prompt's scores, its times."""
+
+import time
+from collections.abc import Sequence
+
+from paceline.engine.acceptance import Acceptance
+from paceline.engine.answers.completion import Completion
+from paceline.engine.answers.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from paceline.engine.answers.receipt import ReceiptLog
+from paceline.engine.answers.token_logprobs import TokenLogprobs
+from paceline.engine.request import FinishReason, Request
+from paceline.engine.scheduler import RequestUpdate
+from paceline.text.tokenizer import Tokenizer
+
+
+class Tracker:
+    """Owns the completions of one request, and its times.
+
+    requests: one per completion, in order; they share their prompt.  receipt: what is noted of
+    them, where that was asked for.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        prompt: str | None,
+        tokenizer: Tokenizer | None,
+        receipt: ReceiptLog | None = None,
+    ) -> None:
+        self.request = requests[0]  # the first completion's; its id is the caller's
+        self._completions = [Completion(each, tokenizer=tokenizer) for each in requests]
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self.receipt = receipt
+        self._prompt_ids = self.request.prompt_ids
+        # The first token has none, nor have those before the first that is scored.
+        self._prompt_logprobs: list[TokenLogprobs | None] = [None] * (self.request.num_scored + 1)
+        self._arrival_s = time.perf_counter()
+        self._first_token_s: float | None = None
+        self._last_token_s: float | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """One per completion."""
+        return [each.request for each in self._completions]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(each.is_finished for each in self._completions)
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens so far, of all completions."""
+        return sum(each.num_tokens for each in self._completions)
+
+    def apply(self, update: RequestUpdate) -> int | None:
+        """Take in what a step brought to one completion; returns what `Completion.apply` does."""
+        if update.new_token_ids:
+            self._last_token_s = time.perf_counter()
+            if self._first_token_s is None:
+                self._first_token_s = self._last_token_s
+        if update.prompt_logprobs:
+            wanted = self.request.params.prompt_logprobs or 0
+            scored = self._prompt_ids[len(self._prompt_logprobs) :]
+            self._prompt_logprobs += [
+                TokenLogprobs.of(token, row.best(wanted), self._tokenizer)
+                for token, row in zip(scored, update.prompt_logprobs, strict=False)  # a chunk
+            ]
+        return self._completions[update.request.index].apply(update)
+
+    def finish(self, reason: FinishReason) -> None:
+        """End for the caller every completion that still runs."""
+        for each in self._completions:
+            each.finish(reason)
+
+    def snapshot(self) -> RequestOutput:
+        """The request as it stands."""
+        return self._output([each.snapshot() for each in self._completions], is_first=True)
+
+    def growth(self) -> RequestOutput:
+        """What has come since the last call; unlike a snapshot, it costs what it tells."""
+        grown = [each.growth() for each in self._completions]
+        outputs = [each for each in grown if each is not None]
+        has_first = any(each.num_tokens_before == 0 for each in outputs)
+        return self._output(outputs, is_first=has_first)
+
+    def _output(self, outputs: Sequence[CompletionOutput], *, is_first: bool) -> RequestOutput:
+        """is_first: with the scores of the prompt, where they were asked for."""
+        is_scored = is_first and self.request.params.prompt_logprobs is not None
+        is_whole = self.request.finish is FinishReason.LENGTH
+        pooled = self.request.pooled if is_whole else None
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_ids,
+            outputs=tuple(outputs),
+            finished=self.is_finished,
+            metrics=self._metrics() if self.is_finished else None,
+            prompt_logprobs=tuple(self._prompt_logprobs) if is_scored else None,
+            pooled=None if pooled is None else pooled.vector().tobytes(),
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        return RequestMetrics.from_times(
+            arrival_s=self._arrival_s,
+            first_token_s=self._first_token_s,
+            last_token_s=self._last_token_s,
+            prompt_tokens=len(self._prompt_ids),
+            cached_tokens=self.request.num_cached,
+            output_tokens=self.num_tokens,
+            preemptions=sum(each.request.num_preemptions for each in self._completions),
+            acceptance=Acceptance.total(each.request.acceptance for each in self._completions),
+            receipt=None if self.receipt is None else self.receipt.receipt(),
+        )

@@ -1,0 +1,1 @@
+"""Decoder layers, by where their norms stand and what they mix tokens with."""

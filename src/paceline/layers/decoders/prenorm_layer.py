@@ -1,0 +1,46 @@
+"""The pre-norm decoder layer of Llama, Qwen and Granite: norm, attention, norm, feed-forward."""
+
+from torch import Tensor, nn
+
+from paceline.core.model.config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.layers.attention import StepContext
+from paceline.layers.mixers.gated_delta import GatedDeltaNet
+from paceline.layers.mixers.latent_attention import LatentAttention
+from paceline.layers.mixers.mamba2 import Mamba2
+from paceline.layers.mixers.self_attention import SelfAttention
+from paceline.layers.moe import feed_forward
+from paceline.layers.rms_norm import hidden_norm
+from paceline.layers.weights.parameter import Placement
+
+
+class PreNormLayer(nn.Module):
+    """x += scale * attention(norm(x)); x += scale * mlp(norm(x)); few models have a scale."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: SelfAttention | LatentAttention | GatedDeltaNet | Mamba2,
+        *,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        self.attention = attention
+        self.scale = None if config.multipliers is None else config.multipliers.residual
+        self.input_norm = hidden_norm(config, placement)
+        self.mlp_norm = hidden_norm(config, placement)
+        self.mlp = feed_forward(config, attention.layer_id, parallel=parallel, placement=placement)
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
+    ) -> Tensor:
+        """delta, residual [tokens, hidden] -> the scaled MLP output; residual += delta + scaled
+        attention."""
+        norm = self.input_norm
+        x = norm(residual) if delta is None else norm.add(delta, residual)
+        x = self._scaled(self.attention(x, positions, ctx))
+        return self._scaled(self.mlp(self.mlp_norm.add(x, residual)))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale is None else x.mul_(self.scale)

@@ -1,0 +1,55 @@
+"""The decoder layer of Gemma 2 and 3: a norm before and after attention, and around the MLP."""
+
+from torch import Tensor, nn
+
+from paceline.core.model.config import ModelConfig
+from paceline.core.parallel import Parallel
+from paceline.layers.attention import StepContext
+from paceline.layers.mixers.self_attention import SelfAttention
+from paceline.layers.moe import feed_forward
+from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.weights.parameter import Placement
+
+
+class SandwichLayer(nn.Module):
+    """x += norm(attention(norm(x))); x += norm(mlp(norm(x)))."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_id: int,
+        *,
+        cos_sin: Tensor | None,
+        qk_norm: bool,
+        parallel: Parallel,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+
+        def norm(size: int) -> RMSNorm:
+            return RMSNorm(size, config.rms_norm_eps, placement=placement, kind=config.norm)
+
+        head_dim = config.layers[layer_id].heads.head_dim
+        self.attention = SelfAttention(
+            config,
+            layer_id,
+            cos_sin=cos_sin,
+            qk_norms=(norm(head_dim), norm(head_dim)) if qk_norm else None,
+            parallel=parallel,
+            placement=placement,
+        )
+        self.input_norm = norm(config.hidden_size)
+        self.attention_norm = norm(config.hidden_size)
+        self.mlp_norm = norm(config.hidden_size)
+        self.output_norm = norm(config.hidden_size)
+        self.mlp = feed_forward(config, layer_id, parallel=parallel, placement=placement)
+
+    def forward(
+        self, delta: Tensor | None, residual: Tensor, positions: Tensor, ctx: StepContext
+    ) -> Tensor:
+        """delta, residual [tokens, hidden] -> the MLP output; residual += delta + attention."""
+        norm = self.input_norm
+        x = norm(residual) if delta is None else norm.add(delta, residual)
+        x = self.attention_norm(self.attention(x, positions, ctx))
+        out: Tensor = self.output_norm(self.mlp(self.mlp_norm.add(x, residual)))
+        return out

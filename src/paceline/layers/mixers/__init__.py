@@ -1,0 +1,1 @@
+"""The blocks that mix the tokens of a request."""

@@ -1,0 +1,86 @@
+"""A Mamba-2 mixer: one projection to all that a token brings, what its heads read of their states,
+gate and norm, one projection back (Dao and Gu 2024, arXiv:2405.21060)."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from paceline.attention.linear.inputs import Mamba2Inputs
+from paceline.attention.linear.shape import LinearShape
+from paceline.core.model.config import GateOrder, ModelConfig
+from paceline.core.parallel import Parallel, whole
+from paceline.kernels.gated_norm import gated_norm
+from paceline.layers.attention import StepContext
+from paceline.layers.linear import Linear
+from paceline.layers.rms_norm import RMSNorm
+from paceline.layers.weights.parameter import Placement, empty_parameter
+
+
+class Mamba2(nn.Module):
+    """One layer.  What is projected is z, which gates; x, B and C, which a convolution sees; and a
+    time step of each head."""
+
+    def __init__(
+        self, config: ModelConfig, layer_id: int, *, parallel: Parallel, placement: Placement
+    ) -> None:
+        super().__init__()
+        own = config.mamba2
+        assert own is not None, "a model of such layers has a config of them"
+        assert parallel.size == 1, "ranks are refused before"
+        shape = LinearShape.of({p.name: p.shape for p in config.layers[layer_id].state})
+        self.layer_id = layer_id
+        self.order, self.num_groups = own.order, shape.key_heads
+        self.step_limits = own.step_limits
+        inner, channels, heads = shape.value_size, shape.channels, shape.value_heads
+        self.sizes = [inner, channels, heads]
+        hidden, of_heads = whole(config.hidden_size), replace(placement, dtype=torch.float32)
+        self.in_proj = Linear(hidden, whole(sum(self.sizes)), bias=own.in_bias, placement=placement)
+        self.conv = empty_parameter(
+            channels, shape.conv_width, placement=placement
+        )  # [channels, taps]
+        self.conv_bias: nn.Parameter | None = None  # [channels]
+        if own.conv_bias:
+            self.conv_bias = empty_parameter(channels, placement=placement)
+        self.a_log = empty_parameter(heads, placement=of_heads)  # [heads]  float32
+        self.dt_bias = empty_parameter(heads, placement=of_heads)  # [heads]  float32
+        self.skip = empty_parameter(heads, placement=of_heads)  # [heads]  float32  D
+        self.norm: RMSNorm | None = None
+        if own.order is not GateOrder.GATE:
+            self.norm = RMSNorm(inner, config.rms_norm_eps, placement=placement)
+        self.out_proj = Linear(whole(inner), hidden, bias=own.out_bias, placement=placement)
+        self.scales: Tensor | None = None  # [z, x, B, C, dt]  the model's dtype
+        if own.scales is not None:
+            each = zip((inner, inner, *[shape.key_size] * 2, heads), own.scales, strict=True)
+            self.scales = torch.cat(
+                [torch.full((size,), scale, device=placement.device) for size, scale in each]
+            ).to(placement.dtype)
+
+    def forward(self, x: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+        """x [tokens, hidden] -> [tokens, hidden]; nothing turns by positions."""
+        projected = self.in_proj(x)
+        if self.scales is not None:
+            projected.mul_(self.scales)
+        z, xbc, dt = projected.split(self.sizes, dim=1)
+        steps = softplus(dt.float() + self.dt_bias).clamp(*self.step_limits)
+        inputs = Mamba2Inputs(
+            xbc=xbc,
+            conv_weight=self.conv,
+            conv_bias=self.conv_bias,
+            decay=-self.a_log.exp() * steps,
+            dt=steps,
+            skip=self.skip,
+        )
+        y = ctx.mix(self.layer_id, inputs).flatten(1)
+        norm = self.norm
+        gated = gated_norm(
+            y,
+            z,
+            None if norm is None else norm.weight,
+            eps=0.0 if norm is None else norm.eps,
+            groups=self.num_groups,
+            order=self.order,
+        )
+        out: Tensor = self.out_proj(gated)
+        return out

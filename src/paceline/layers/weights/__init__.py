@@ -1,0 +1,1 @@
+"""Weights: where they are allocated, and the formats they are stored in."""

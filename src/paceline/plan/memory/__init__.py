@@ -1,0 +1,1 @@
+"""The memory budget: what an engine takes, counted in a rehearsal, and what fits."""

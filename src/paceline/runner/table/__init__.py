@@ -1,0 +1,1 @@
+"""The request table: a row of the device for each running request."""
