@@ -21,15 +21,22 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.errors import GraphGuardError
 from paceline.core.events import EventLog
-from paceline.core.model.config import Heads, LayerSpec, ModelConfig, RopeConfig, cache_group_specs
+from paceline.core.model.cache_groups import cache_group_specs
+from paceline.core.model.config import (
+    Heads,
+    LayerSpec,
+    ModelConfig,
+    RopeConfig,
+)
 from paceline.core.parallel import Parallel
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import JoinDelta, PageDelta, Step, StepLayout
 from paceline.models.loader import fill_dummy
 from paceline.models.registry import architecture
-from paceline.runner.build import RunnerConfig, build_runner
+from paceline.runner.build import build_runner
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.recording.graphs import GraphKey
+from paceline.runner.runner_config import RunnerConfig
 from paceline.runner.streams import InlineStream
 
 CPU = torch.device("cpu")

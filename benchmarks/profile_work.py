@@ -6,8 +6,8 @@ row: which of them a step reads depends on its tokens.
 
 from dataclasses import dataclass
 
+from paceline.core.dtypes import ELEMENT_BYTES, KV_ELEMENT_BYTES
 from paceline.core.model.config import ModelConfig
-from paceline.core.options.engine_options import ELEMENT_BYTES, KV_ELEMENT_BYTES
 from paceline.models.size import weights_bytes
 
 

@@ -27,7 +27,7 @@ from paceline.core.modes import MaskKind
 from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import Step, StepLayout, padded_step
 from paceline.kernels.step_view import StepView
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.extents import PaddedSize
 
 WANTED = AttentionConfig(
     device_type="cpu",

@@ -4,7 +4,8 @@ from cache_probe import cached_len, num_shared_pages
 from paceline.cache.manager import CacheManager
 from paceline.cache.page_keys import NO_KEYS, MediaSpan, PageKeys
 from paceline.core.errors import ConfigError, IntegrityError
-from paceline.core.model.config import CacheGroupSpec, kv_parts
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import kv_parts
 
 TOKENS = list(range(100, 140))
 

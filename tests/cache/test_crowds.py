@@ -2,7 +2,8 @@
 
 from paceline.cache.manager import CacheManager
 from paceline.cache.page_keys import PageKeys
-from paceline.core.model.config import CacheGroupSpec, kv_parts
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import kv_parts
 from paceline.core.sharing import MIN_SHARED_KEYS, MIN_SHARERS
 
 PAGE = MIN_SHARED_KEYS // 2

@@ -8,7 +8,8 @@ from cache_probe import cached_len
 from paceline.cache.manager import CacheManager
 from paceline.cache.page_keys import NO_KEYS
 from paceline.core.errors import IntegrityError
-from paceline.core.model.config import CacheGroupSpec, kv_parts
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import kv_parts
 
 
 def make_cache(page_size: int, *, next_token: bool) -> CacheManager:

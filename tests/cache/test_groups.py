@@ -4,7 +4,8 @@ from paceline.cache.groups import PagedGroup, PageRun
 from paceline.cache.page_keys import NO_KEYS
 from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import IntegrityError
-from paceline.core.model.config import CacheGroupSpec, kv_parts
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import kv_parts
 
 
 def make_group(

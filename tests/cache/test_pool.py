@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 
 from paceline.cache.pool import KVFormat, KVPool, Scales
-from paceline.core.model.config import CacheGroupSpec, kv_parts
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import kv_parts
 
 SPEC = CacheGroupSpec(
     name="window-9",

@@ -8,14 +8,8 @@ from cache_probe import cached_len
 from paceline.cache.groups import PageRun
 from paceline.cache.manager import CacheManager
 from paceline.core.errors import ConfigError, IntegrityError
-from paceline.core.model.config import (
-    CHECKPOINT,
-    READ,
-    CacheGroupSpec,
-    CacheKind,
-    RowPart,
-    kv_parts,
-)
+from paceline.core.model.cache_groups import CHECKPOINT, READ, CacheGroupSpec
+from paceline.core.model.config import CacheKind, RowPart, kv_parts
 
 EVERY, PAGE = 8, 4
 STATE = 1  # the group's index

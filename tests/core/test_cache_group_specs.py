@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.errors import ConfigError
+from paceline.core.model.cache_groups import cache_group_specs, draft_group_specs
 from paceline.core.model.config import (
     NO_HEADS,
     CacheKind,
@@ -12,8 +13,6 @@ from paceline.core.model.config import (
     LayerSpec,
     ModelConfig,
     RowPart,
-    cache_group_specs,
-    draft_group_specs,
 )
 
 

@@ -19,15 +19,13 @@ from zlib import crc32
 
 from paceline.cache.page_keys import MediaSpan, PageKeys
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
-from paceline.core.model.config import (
+from paceline.core.model.cache_groups import (
     CHECKPOINT,
     READ,
     WRITE,
     CacheGroupSpec,
-    CacheKind,
-    RowPart,
-    kv_parts,
 )
+from paceline.core.model.config import CacheKind, RowPart, kv_parts
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import (
     FinishCode,

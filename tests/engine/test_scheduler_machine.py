@@ -34,7 +34,8 @@ from paceline.cache.overlay_slots import OverlaySlots
 from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import CapacityError
-from paceline.core.model.config import CacheGroupSpec, CacheKind
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import CacheKind
 from paceline.core.modes import MaskKind
 from paceline.core.request.blocks import Blocks
 from paceline.core.request.input_rows import EncoderInput, InputRows

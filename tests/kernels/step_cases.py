@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core.model.config import NUM_SLOT_COLUMNS
+from paceline.core.model.cache_groups import NUM_SLOT_COLUMNS
 from paceline.core.modes import MaskKind
 from paceline.core.step import FinishCode
 from paceline.kernels import derive as derive_module

@@ -26,7 +26,7 @@ from llm_cases import (
 )
 
 from covers import Cell, cell_name, every_cell, pairwise, slow_unless
-from paceline.core.model.config import cache_group_specs
+from paceline.core.model.cache_groups import cache_group_specs
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.llm.boot import Knobs
 from paceline.llm.llm import LLM

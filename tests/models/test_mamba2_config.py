@@ -8,7 +8,8 @@ import pytest
 
 from paceline.attention.linear.shape import LinearShape
 from paceline.core.errors import ModelError
-from paceline.core.model.config import CacheKind, ModelConfig, cache_group_specs
+from paceline.core.model.cache_groups import cache_group_specs
+from paceline.core.model.config import CacheKind, ModelConfig
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 

@@ -13,7 +13,8 @@ from fake_context import FakeContext
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError
-from paceline.core.model.config import LayerSpec, ModelConfig, RowPart, cache_group_specs
+from paceline.core.model.cache_groups import cache_group_specs
+from paceline.core.model.config import LayerSpec, ModelConfig, RowPart
 from paceline.core.parallel import Parallel, Span, of_rank, rank_sizes
 from paceline.kernels.all_reduce import open_exchange
 from paceline.kernels.custom_op import DispatchMode

@@ -91,6 +91,10 @@ _PASS_TESTS = (
     "speculate/test_eagle_state.py",
     "llm/drafts/test_llm_speculative_backends.py::test_drafts_change_no_text_where_the_host_plans",
 )
+_BUFFER_TESTS = (
+    *(*_PADDING_TESTS, *_DERIVE_TESTS, "runner/test_commit.py"),
+    *("runner/test_steady_decode.py", "runner/test_step_buffers.py", *_PASS_TESTS),
+)
 _KEY_TESTS = (
     *_GUARD_TESTS,
     *_PADDING_TESTS,
@@ -137,18 +141,12 @@ TARGETS = (
     Target(
         "runner/buffers.py",
         (
-            *("PaddedSize", "StepBuffers.holds", "StepBuffers.fill", "StepBuffers.pad"),
-            *("StepBuffers.view", "StepBuffers.view_of_pass"),
-            *("StepBuffers._view", "StepUse.entries"),
+            *("StepBuffers.holds", "StepBuffers.fill", "StepBuffers.pad"),
+            *("StepBuffers.view", "StepBuffers.view_of_pass", "StepBuffers._view"),
         ),
-        Killers(
-            _TORCH,
-            (
-                *(*_PADDING_TESTS, *_DERIVE_TESTS, "runner/test_commit.py"),
-                *("runner/test_steady_decode.py", "runner/test_step_buffers.py", *_PASS_TESTS),
-            ),
-        ),
+        Killers(_TORCH, _BUFFER_TESTS),
     ),
+    Target("runner/extents.py", ("PaddedSize", "StepUse.entries"), Killers(_TORCH, _BUFFER_TESTS)),
     Target("runner/recording/graph_sizes.py", (), Killers((), _SIZE_TESTS)),
     Target(
         "runner/recording/graphs.py",

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.gpus import gpu_by_name
-from paceline.core.model.config import CacheGroupSpec, kv_parts
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import kv_parts
 from paceline.models.config import parse_config
 from paceline.models.locate import SHAPES_FOLDER
 from paceline.plan.explain import explain_model

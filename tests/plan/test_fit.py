@@ -11,7 +11,7 @@ from paceline.cache.groups import PagedGroup
 from paceline.cache.prefix_tree import PrefixTree
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GIB, gpu_by_name
-from paceline.core.model.config import cache_group_specs
+from paceline.core.model.cache_groups import cache_group_specs
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
 from paceline.plan.memory.budget_table import budget_lines, compare, table

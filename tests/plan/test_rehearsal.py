@@ -28,8 +28,8 @@ from paceline.plan.memory.rehearsal import (
     steps_held,
 )
 from paceline.plan.speculation import Speculation
-from paceline.runner.build import RunnerConfig
 from paceline.runner.recording.graphs import AHEAD
+from paceline.runner.runner_config import RunnerConfig
 
 LARGE_CPU = replace(CPU, total_bytes=256 * GIB, free_bytes=256 * GIB, native_bf16=True)
 DEVICES = {"gpu": (H200, "triton"), "cpu": (LARGE_CPU, "torch")}

@@ -12,16 +12,17 @@ from sum_model import MODEL_TYPE, register
 
 from paceline.attention.contract import GraphSupport
 from paceline.attention.mixers import REGISTRIES
+from paceline.core.dtypes import FP8, KV_ELEMENT_BYTES
 from paceline.core.errors import BackendUnsupported, ConfigError
+from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.model.config import (
-    CacheGroupSpec,
     CacheKind,
     Heads,
     LayerSpec,
     RowPart,
     kv_parts,
 )
-from paceline.core.options.engine_options import FP8, KV_ELEMENT_BYTES, EngineOptions
+from paceline.core.options.engine_options import EngineOptions
 from paceline.models.config import parse_config
 from paceline.plan.explain import Explanation, explain_model, show
 from paceline.plan.memory.capacity import kv_tokens, split_kv
@@ -142,6 +143,13 @@ def test_a_drafter_may_keep_rows_where_its_target_keeps_none(tmp_path):
             {"page_size": 16},
             "page_size must be left out with a model whose layers keep states alone, got 16; say "
             "where its states are kept, with --state-checkpoint-every",
+        ),
+        (
+            0,
+            {"kv_cache_dtype": "fp8"},
+            "kv_cache_dtype must be left out with a model whose layers keep states alone, in "
+            "formats they name, got fp8_e4m3; remove --kv-cache-dtype; fewer states take less: "
+            "--max-num-seqs",
         ),
     ],
 )

@@ -9,9 +9,10 @@ from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import FinishCode, JoinDelta, StepLayout
 from paceline.kernels.commit import Drafts
 from paceline.layers.sampling import Sampled
-from paceline.runner.buffers import PaddedSize, StepBuffers
+from paceline.runner.buffers import StepBuffers
 from paceline.runner.commit import commit
 from paceline.runner.derive import derive
+from paceline.runner.extents import PaddedSize
 from paceline.runner.staging import StagingSlot
 from paceline.runner.table.request_table import RequestTable
 

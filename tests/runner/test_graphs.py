@@ -16,7 +16,7 @@ from paceline.core.events import Event, EventLog
 from paceline.core.modes import MaskKind
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import FinishCode, RowLogprobs
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.extents import PaddedSize
 from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.recording.graphs import CapturePolicy, Graph, GraphKey, GraphStore
 from paceline.runner.recording.guard import Guard

@@ -10,7 +10,7 @@ from tiny_runner import CONTEXT, Driver, TinyModel, random_prompts, with_logprob
 
 from covers import Cell, cell_name, pairwise
 from paceline.core.errors import GraphGuardError
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.extents import PaddedSize
 from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.streams import DeferredStream
 

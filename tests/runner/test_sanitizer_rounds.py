@@ -17,7 +17,7 @@ from paceline.core.errors import SanitizerError
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import FinishCode
 from paceline.runner import build
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.extents import PaddedSize
 from paceline.runner.recording.recorded import RecordedGraph
 from paceline.runner.sanitizer.live_rows import live_rows
 

@@ -9,7 +9,8 @@ import torch
 from paceline.attention.held import tensors_in
 from paceline.core.step import StepLayout, TokenMask
 from paceline.kernels.mask_tokens import NO_MASK
-from paceline.runner.buffers import Extent, PaddedSize, StepBuffers, StepUse
+from paceline.runner.buffers import StepBuffers
+from paceline.runner.extents import Extent, PaddedSize, StepUse
 from paceline.runner.staging import StagingRing
 
 LAYOUT = StepLayout(rows=(3, 1), extend_lens=(1, 1), emits=(True, True))

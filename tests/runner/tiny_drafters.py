@@ -11,11 +11,12 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
-from paceline.core.model.config import CacheGroupSpec, ModelConfig, cache_group_specs, kv_parts
+from paceline.core.model.cache_groups import CacheGroupSpec, cache_group_specs
+from paceline.core.model.config import ModelConfig, kv_parts
 from paceline.core.parallel import Parallel
 from paceline.models.loader import fill_dummy
-from paceline.runner.build import RunnerConfig, tokens_in_flight
 from paceline.runner.proposer import NOBODY, Proposer
+from paceline.runner.runner_config import RunnerConfig, tokens_in_flight
 from paceline.speculate.build import DraftPlacement
 from paceline.speculate.eagle.config import parse_eagle_config
 from paceline.speculate.eagle.drafter import eagle_drafter

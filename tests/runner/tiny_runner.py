@@ -17,7 +17,8 @@ from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import EventLog
-from paceline.core.model.config import ModelConfig, cache_group_specs
+from paceline.core.model.cache_groups import cache_group_specs
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, FinishCode, JoinDelta, PageDelta, Step, StepLayout
@@ -26,10 +27,11 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
-from paceline.runner.build import RunnerConfig, build_runner
+from paceline.runner.build import build_runner
 from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.proposer import NOBODY, Proposer
 from paceline.runner.recording.graphs import AHEAD, CapturePolicy
+from paceline.runner.runner_config import RunnerConfig
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import InlineStream, Stream
 

@@ -15,14 +15,15 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
 from paceline.core.events import EventLog
-from paceline.core.model.config import cache_group_specs
+from paceline.core.model.cache_groups import cache_group_specs
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout, StepOutputs
 from paceline.models.config import parse_config
 from paceline.models.decoder import Hidden
-from paceline.runner.build import RunnerConfig, build_runner
+from paceline.runner.build import build_runner
 from paceline.runner.proposer import DraftTree, Proposer, RoundState
 from paceline.runner.recording.graph_sizes import GraphSizes
+from paceline.runner.runner_config import RunnerConfig
 from paceline.runner.streams import InlineStream
 from paceline.speculate.drafting import DraftRun, propose
 

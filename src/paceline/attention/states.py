@@ -26,7 +26,8 @@ from typing_extensions import TypeVar
 
 from paceline.attention.contract import GraphSupport
 from paceline.core.errors import ConfigError
-from paceline.core.model.config import CacheGroupSpec, RowPart
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import RowPart
 from paceline.core.modes import MaskKind
 from paceline.kernels.step_view import GroupView, StepView
 

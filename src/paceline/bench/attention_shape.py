@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from paceline.attention.measurements import LayerShape, Phase
+from paceline.core.dtypes import DTYPES
 from paceline.core.errors import ConfigError
 from paceline.core.model.config import Heads
-from paceline.core.options.engine_options import DTYPES
 from paceline.core.options.spec import Flag
 
 PEERS = ("auto", "flashinfer", "none")

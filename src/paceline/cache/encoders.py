@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from paceline.cache.groups import CacheGroup, PageRun
 from paceline.cache.prefix_tree import Node, PrefixTree
-from paceline.core.model.config import CacheGroupSpec
+from paceline.core.model.cache_groups import CacheGroupSpec
 
 
 @dataclass(slots=True)

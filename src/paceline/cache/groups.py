@@ -16,7 +16,7 @@ from typing import NamedTuple
 from paceline.cache.pages import PagePool
 from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.core.errors import IntegrityError
-from paceline.core.model.config import CacheGroupSpec
+from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.core.padding import PAD_PAGE
 
 ROOMY_SHARE = 8  # reserving ahead leaves at least total // ROOMY_SHARE pages free

@@ -16,8 +16,9 @@ from paceline.cache.groups import Holding, PagedGroup, PageRun
 from paceline.cache.page_keys import NO_KEYS, PageKeys
 from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.cache.states import StateGroup, StateHolding
-from paceline.core.errors import ConfigError, IntegrityError
-from paceline.core.model.config import CacheGroupSpec, CacheKind
+from paceline.core.errors import IntegrityError
+from paceline.core.model.cache_groups import CacheGroupSpec, page_size_of, state_every_of
+from paceline.core.model.config import CacheKind
 
 _ANY_LENGTH = 1 << 62
 
@@ -65,16 +66,8 @@ class CacheManager:
         enable_prefix_cache: bool = True,
     ) -> None:
         """num_pages: [num_groups], page 0 included.  max_extend_len: tokens a step adds at most."""
-        sizes = sorted({spec.page_size for spec in specs}) or [1]  # without groups nothing is paged
-        if len(sizes) != 1:
-            raise ConfigError.about(
-                "page_size of the cache groups",
-                expected="one size for all",
-                got=sizes,
-                remedy="the prefix tree shares whole pages; give every group the same size",
-            )
-        self._page_size = sizes[0]
-        self._state_every = _state_every(specs)
+        self._page_size = page_size_of(specs)
+        self._state_every = state_every_of(specs)
         self._enabled = enable_prefix_cache
         self._tree = PrefixTree(
             self._page_size,
@@ -391,16 +384,3 @@ class CacheManager:
                 got=epoch,
                 remedy="call retire before written",
             )
-
-
-def _state_every(specs: Sequence[CacheGroupSpec]) -> int | None:
-    """The one interval at which states are kept; None: there are none.  Raises ConfigError."""
-    found = sorted({spec.state_every for spec in specs if spec.state_every is not None})
-    if len(found) > 1:
-        raise ConfigError.about(
-            "state_every of the cache groups",
-            expected="one interval for all",
-            got=found,
-            remedy="a step ends where all states of a request are kept; take a common multiple",
-        )
-    return found[0] if found else None

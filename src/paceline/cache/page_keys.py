@@ -14,8 +14,8 @@ Page size 4, prompt [7, 9, 9, 9, 9, 9, 8, 8, 6], whose placeholders 9 stand for 
 Pages are whole: a hit may end at a page within "m", since what lies before the page's end is in
 its key, whatever comes behind it.
 
-Tokens of a block (core/request/blocks.py) see one another, so the KV of each depends on all of them.  To
-the keys a block is media, whose hash is of all that is in it; and no hit ends within one.
+Tokens of a block (core/request/blocks.py) see one another, so the KV of each depends on all of
+them.  To the keys a block is media, whose hash is of all that is in it; and no hit ends within one.
 """
 
 import hashlib

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.core.model.config import CacheGroupSpec
-from paceline.core.options.engine_options import FP8
+from paceline.core.dtypes import FP8
+from paceline.core.model.cache_groups import CacheGroupSpec
 
 
 class Scales(NamedTuple):

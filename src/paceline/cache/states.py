@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from paceline.cache.groups import CacheGroup, PageRun
 from paceline.cache.prefix_tree import Node, PrefixTree
 from paceline.core.errors import IntegrityError
-from paceline.core.model.config import CHECKPOINT, READ, CacheGroupSpec
+from paceline.core.model.cache_groups import CHECKPOINT, READ, CacheGroupSpec
 from paceline.core.padding import PAD_PAGE
 
 

@@ -22,7 +22,7 @@ API_KEY = "PACELINE_API_KEY"
 COUNT, SECONDS = click.IntRange(min=1), click.FloatRange(min=0.0)
 
 
-class Weight(click.ParamType):  # type: ignore[type-arg]
+class ClientWeight(click.ParamType):  # type: ignore[type-arg]
     """CLIENT=WEIGHT"""
 
     name = "weight"
@@ -151,7 +151,7 @@ From Python, with the openai package:
     "--client-weight",
     "weights",
     multiple=True,
-    type=Weight(),
+    type=ClientWeight(),
     metavar="CLIENT=WEIGHT",
     help="Tokens of a client for each of another, while both wait; CLIENT is an address, or key1 "
     "for the first of several keys.  [default: 1]",

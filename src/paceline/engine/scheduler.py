@@ -18,11 +18,11 @@ from typing import NamedTuple
 from paceline.cache.manager import CacheManager
 from paceline.cache.overlay_slots import OverlaySlots
 from paceline.core.draft_shape import NO_DRAFTS
-from paceline.core.errors import CapacityError, IntegrityError, RequestError
+from paceline.core.errors import IntegrityError, RequestError
 from paceline.core.modes import End
-from paceline.core.request.blocks import Blocks
 from paceline.core.step import Delta, FinishCode, RowDrafts, RowLogprobs, Step, StepOutputs
 from paceline.engine.ends import PooledRows
+from paceline.engine.never_fits import require_fits
 from paceline.engine.request import FinishReason, HostNeed, Request, RequestState
 from paceline.engine.roster import Roster
 from paceline.engine.scheduler_config import SchedulerConfig
@@ -95,26 +95,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request.  Raises CapacityError when it could never run to its end, RequestError
         where its encoder would have more rows than the model's has."""
-        capacity = self._cache.can_ever_fit(self._kv_limit(request))
-        if not capacity.fits:
-            raise CapacityError.about(
-                f"KV pages of request '{request.request_id}' ({request.max_len} tokens)",
-                expected=f"at most {list(capacity.total)} (all pages, per cache group)",
-                got=list(capacity.needed),
-                remedy="lower max_tokens, shorten the prompt, or give the KV cache more memory",
-            )
-        if request.input_rows:
-            self._require_slots(request)
-        most = self._cache.max_encoder_len
-        if request.encoder is not None and not (most and 0 <= request.encoder_len <= most):
-            raise RequestError.about(
-                f"rows of an encoder that request '{request.request_id}' brings",
-                expected=f"at most {most}, the model's max_encoder_len",
-                got=request.encoder_len,
-                remedy="bring less for it to read; nothing where the model has no encoder",
-            )
-        if request.keys.blocks is not None:
-            self._require_steps(request.request_id, request.keys.blocks)
+        require_fits(
+            request,
+            self._cache,
+            kv_limit=self._kv_limit(request),
+            num_slots=0 if self._overlay is None else self._overlay.total,
+            max_block=self._config.max_block,
+        )
         if request.end is End.POOL:
             assert self._config.pooling is not None, "admission refuses what nothing would pool"
             request.pooled = PooledRows(self._config.pooling)
@@ -301,27 +288,6 @@ class Scheduler:
             return plan.budget >= request.num_known
         blocks = request.keys.blocks
         return blocks is None or plan.budget >= blocks.longest
-
-    def _require_slots(self, request: Request) -> None:
-        """Raise CapacityError for a request whose rows the overlay could never hold."""
-        num_slots = 0 if self._overlay is None else self._overlay.total
-        if request.num_input_rows > num_slots:
-            raise CapacityError.about(
-                f"prompt_embeds of request '{request.request_id}'",
-                expected=f"at most {num_slots} rows (--max-prompt-embeds)",
-                got=request.num_input_rows,
-                remedy="raise --max-prompt-embeds, or bring fewer rows",
-            )
-
-    def _require_steps(self, name: str, blocks: Blocks) -> None:
-        """Raise CapacityError for a block that no step could hold."""
-        if blocks.longest > self._config.max_block:
-            raise CapacityError.about(
-                f"prompt_blocks of request '{name}'",
-                expected=f"of at most {self._config.max_block} tokens: a step computes one whole",
-                got=blocks.longest,
-                remedy="raise --chunked-prefill-size and --max-num-batched-tokens",
-            )
 
     def _overlay_deltas(self, request: Request) -> tuple[Delta, ...]:
         """The rows of a request that has joined, as far as the cache lacks their KV."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.model.config import CHECKPOINT, WRITE
+from paceline.core.model.cache_groups import CHECKPOINT, WRITE
 from paceline.core.padding import PAD_PAGE
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.stand_in import device_type

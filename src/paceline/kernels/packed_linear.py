@@ -15,7 +15,7 @@ from paceline.kernels._check import reject, require_triton
 from paceline.kernels.act_and_mul import act_and_mul, act_and_mul_reference, check_activation
 from paceline.kernels.custom_op import define_op
 from paceline.kernels.packed_weight import CHUNK, PackedWeight, Packing, unpack_reference
-from paceline.kernels.skinny_linear import require_counters
+from paceline.kernels.skinny_linear import column_splits, require_bias, require_counters
 from paceline.kernels.stand_in import device_type
 
 MAX_TOKENS = 64
@@ -99,7 +99,9 @@ def packed_linear(
     tiles = -(-out.shape[1] // tile.features)
     splits = 1
     if counters is not None and tokens > 1:
-        splits = _splits(tiles, -(-columns // CHUNK))
+        splits = column_splits(
+            tiles, -(-columns // CHUNK), enough=_ENOUGH_PROGRAMS, most=_MOST_SPLITS
+        )
         require_counters(counters, tiles, device=x.device)
     partial = None
     if splits > 1:
@@ -115,16 +117,6 @@ def _tile(tokens: int) -> PackedTile:
     if tokens > 32:
         return PackedTile(64, 128, 4, 3)
     return PackedTile(max(16, 1 << (tokens - 1).bit_length()), 64, 4, 3)
-
-
-def _splits(tiles: int, chunks: int) -> int:
-    """Parts of the columns, each of as many chunks."""
-    splits = 1
-    while (
-        tiles * splits < _ENOUGH_PROGRAMS and splits < _MOST_SPLITS and chunks % (2 * splits) == 0
-    ):
-        splits *= 2
-    return splits
 
 
 def _check(
@@ -144,13 +136,7 @@ def _check(
             got=weight.words,
             remedy="pack both, gate rows first",
         )
-    if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
-        reject(
-            "bias",
-            expected=f"{x.dtype} [{rows}]",
-            got=bias,
-            remedy="give one number for each row of weight",
-        )
+    require_bias(bias, rows, x.dtype)
 
 
 def require_packed(

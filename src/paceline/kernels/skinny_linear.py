@@ -77,6 +77,26 @@ def require_counters(counters: Tensor, tiles: int, *, device: torch.device) -> N
         )
 
 
+def column_splits(tiles: int, steps: int, *, enough: int, most: int) -> int:
+    """Parts of the inner dimension, each of as many of the `steps` tiles: at most `most`, and no
+    more than make `enough` programs of so many tiles of the output."""
+    splits = 1
+    while tiles * splits < enough and splits < most and steps % (2 * splits) == 0:
+        splits *= 2
+    return splits
+
+
+def require_bias(bias: Tensor | None, rows: int, dtype: torch.dtype) -> None:
+    """Raise KernelArgumentError for none of a product with so many rows of weight."""
+    if bias is not None and (bias.shape != (rows,) or bias.dtype != dtype):
+        reject(
+            "bias",
+            expected=f"{dtype} [{rows}]",
+            got=bias,
+            remedy="give one number for each row of weight",
+        )
+
+
 def skinny_linear(
     x: Tensor,
     weight: Tensor,
@@ -105,7 +125,7 @@ def skinny_linear(
     tiles = -(-out_features // tile.features)
     splits = 1
     if counters is not None and tokens > 1 and activation is None:
-        splits = _splits(tiles, inner // tile.inner)
+        splits = column_splits(tiles, inner // tile.inner, enough=_ENOUGH_TILES, most=_MOST_SPLITS)
         require_counters(counters, tiles, device=x.device)
     partial = None
     if splits > 1:
@@ -129,14 +149,6 @@ def _tile(tokens: int, weight: Tensor) -> SkinnyTile:
     return SkinnyTile(max(16, 1 << (tokens - 1).bit_length()), features, step)
 
 
-def _splits(tiles: int, steps: int) -> int:
-    """Parts of the inner dimension, each of as many of the `steps` tiles."""
-    splits = 1
-    while tiles * splits < _ENOUGH_TILES and splits < _MOST_SPLITS and steps % (2 * splits) == 0:
-        splits *= 2
-    return splits
-
-
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> None:
     if x.dim() != 2 or x.dtype not in _DTYPES or not 0 < x.shape[0] <= MAX_TOKENS:
         _reject_x(x, f"bfloat16 or float16 [1..{MAX_TOKENS}, inner]")
@@ -153,13 +165,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> None:
             got=weight,
             remedy="load the weight in the activations' dtype",
         )
-    if bias is not None and (bias.shape != (rows,) or bias.dtype != x.dtype):
-        reject(
-            "bias",
-            expected=f"{x.dtype} [{rows}]",
-            got=bias,
-            remedy="give one number for each row of weight",
-        )
+    require_bias(bias, rows, x.dtype)
 
 
 def _reject_x(x: Tensor, expected: str) -> NoReturn:

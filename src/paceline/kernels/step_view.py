@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from paceline.core.model.config import CHECKPOINT, READ, WRITE
+from paceline.core.model.cache_groups import CHECKPOINT, READ, WRITE
 from paceline.core.modes import MaskKind
 
 

@@ -17,7 +17,8 @@ from paceline.attention.contract import (
 )
 from paceline.attention.states import StateGroupPlan
 from paceline.cache.pool import KVPool
-from paceline.core.model.config import CacheGroupSpec, LayerSpec, ModelConfig
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import LayerSpec, ModelConfig
 from paceline.kernels.latent_rows import LatentNorm, LatentSlots, latent_rows
 from paceline.kernels.ragged_attention import ragged_attention
 from paceline.kernels.rope import Rope

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from paceline.attention.names import Pair, parse
 from paceline.attention.registry import load_backend
@@ -18,7 +17,6 @@ from paceline.cache.overlay_slots import OverlaySlots
 from paceline.core.events import Event, Notify
 from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import known
-from paceline.core.parallel import ALONE, Parallel
 from paceline.engine.acceptance import read_band
 from paceline.engine.engine import Engine
 from paceline.engine.loop import TurnFunction, overlapped_turn, twin_turn
@@ -28,21 +26,19 @@ from paceline.engine.scheduler_config import SchedulerConfig
 from paceline.kernels.all_reduce import Exchange
 from paceline.llm.draft_self_test import check_drafter
 from paceline.llm.prepare import Prepared
-from paceline.models.causal_lm import CausalLM
+from paceline.llm.stored_weights import StoredWeights
 from paceline.models.kv_scales import kv_format
-from paceline.models.loader import load_model
 from paceline.models.quantized.config import read_quantization
 from paceline.models.size import weight_bytes
 from paceline.plan.assemble import Decided, assemble, decide, join_tokens
 from paceline.plan.machine import versions
 from paceline.plan.memory.budget_table import compare
 from paceline.plan.speculation import shape_of
-from paceline.runner.build import RunnerConfig, wire_runner
+from paceline.runner.build import wire_runner
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.recording.graphs import AHEAD, ONCE_IT_PAYS, CapturePolicy
 from paceline.runner.staging import RING_DEPTH
 from paceline.runner.streams import Stream, make_stream
-from paceline.speculate.drafter import Drafter, Loading
 from paceline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -106,44 +102,6 @@ class Knobs:
     num_pages: tuple[int, ...] | None = None  # [num_groups]; None takes the budget's
     around_turn: Callable[[TurnFunction], TurnFunction] | None = None  # TurnLog's, say
     kept_steps: int | None = None  # of a black box; None takes the usual
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """Modules whose weights are read from where the model and its drafter were found; see
-    `plan.assemble.Weights`.  Every method raises WeightsError, naming the tensors or the file
-    at fault.
-    """
-
-    prepared: Prepared
-    exchange: Exchange | None
-
-    def target(self, config: ModelConfig, *, max_positions: int) -> CausalLM:
-        """The rank's part."""
-        parallel = self.prepared.parallel
-        return load_model(
-            self.prepared.source,
-            config,
-            max_positions=max_positions,
-            exchange=self.exchange,
-            packings=self.prepared.packings,
-            progress=None if parallel.rank == 0 else False,
-            **self._loading(parallel),
-        )
-
-    def draft(self, drafter: Drafter, target: CausalLM, limits: RunnerConfig) -> nn.Module | None:
-        """All of it on every rank: its steps are small, and wait for nobody."""
-        return drafter.load(target, limits, self._loading(ALONE))
-
-    def _loading(self, parallel: Parallel) -> Loading:
-        prepared = self.prepared
-        return Loading(
-            parallel=parallel,
-            device=prepared.torch_device,
-            dtype=prepared.dtype,
-            load_format=prepared.options.load_format,
-            seed=prepared.options.seed,
-        )
 
 
 def boot(prepared: Prepared, *, knobs: Knobs | None = None) -> Booted:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from paceline.core.errors import BusyError, DeadlineError, PacelineError
-from paceline.core.options.engine_options import require_possible
+from paceline.core.request.sampling_params import require_possible
 from paceline.engine.answers.outputs import RequestOutput
 from paceline.engine.answers.ticket import News, Ticket
 

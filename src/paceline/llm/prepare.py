@@ -10,7 +10,8 @@ import torch
 from paceline.attention.registry import Choice
 from paceline.core.events import EventLog
 from paceline.core.gpus import DeviceFacts
-from paceline.core.model.config import CacheGroupSpec, ModelConfig
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import EngineOptions, engine_options, known, named
 from paceline.core.parallel import Parallel, of_rank
 from paceline.llm.admission import Admission

@@ -17,15 +17,15 @@ from paceline.core.errors import PacelineError
 from paceline.llm.boot import Knobs, decide_parts, load_runner, planned_pages
 from paceline.llm.prepare import prepare
 from paceline.llm.rank_phases import Phase
+from paceline.llm.rank_setup import RankSetup, planned, started
 from paceline.llm.rank_words import Agreed, Failed, Loaded, Ready, tell
-from paceline.llm.ranks import Setup, planned, started
 from paceline.runner.shared_memory import FrameReader
 from paceline.runner.step_frames import decode_step
 
 _BELL = 0  # stdin
 
 
-def run(setup: Setup, file: IO[bytes]) -> None:
+def run(setup: RankSetup, file: IO[bytes]) -> None:
     """Boot and run steps until the leader goes.  file: to the leader."""
     tell(file, started())
     memory = setup.map()
@@ -73,7 +73,7 @@ def main() -> None:
     Thread(target=_end_with_leader, daemon=True).start()
     file = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    setup = msgspec.json.decode(sys.argv[1], type=Setup)
+    setup = msgspec.json.decode(sys.argv[1], type=RankSetup)
     sys.path[:] = setup.path
     try:
         with suppress(EOFError):

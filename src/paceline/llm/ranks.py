@@ -16,113 +16,45 @@ in the exchange.
 Whoever ends early tells why (Failed), or leaves an exit code; then all end.
 """
 
-import hashlib
 import os
 import queue
 import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
-from msgspec import Struct
 
-from paceline.core.errors import ConfigError, PacelineError, message
-from paceline.core.options.engine_options import EngineOptions
+from paceline.core.errors import PacelineError, message
 from paceline.core.step import Step, StepOutputs, StepRun
 from paceline.kernels.all_reduce import GONE, WAIT_S, Exchange
 from paceline.kernels.peer_memory import PeerMemory
 from paceline.llm.boot import Knobs, planned_pages
 from paceline.llm.prepare import Prepared
 from paceline.llm.rank_phases import Patience
+from paceline.llm.rank_setup import (
+    RankSetup,
+    facts,
+    planned,
+    require_alike,
+    started,
+    unusual,
+)
 from paceline.llm.rank_words import Agreed, Failed, Loaded, Planned, Ready, Started, Told, hear
-from paceline.models.locate import ModelSource
 from paceline.plan.assemble import Decided, exchange_capacity
-from paceline.plan.machine import versions
 from paceline.runner.model_runner import ModelRunner
 from paceline.runner.outputs_ring import LaunchedStep
 from paceline.runner.shared_memory import BoxShape, FrameWriter, SharedMemory
-from paceline.runner.step_frames import LAYOUT, encode_step
+from paceline.runner.step_frames import encode_step
 
 _T = TypeVar("_T", Started, Planned, Loaded, Ready)
 _R = TypeVar("_R")
 _LOOK_S = 0.1  # from look to look at a rank that is waited for
-
-
-class Setup(Struct, frozen=True, kw_only=True):
-    """What a rank's process is started with."""
-
-    rank: int
-    path: list[str]  # where the leader finds modules, plug-ins among them
-    options: dict[str, Any]  # resolved by the leader, as far as they are not the usual
-    memory: int  # file descriptor
-    capacity: int  # of the exchange in that memory
-    dtype: str  # of the exchange
-    gpu: int | None  # index of its own; None: it runs on the CPU
-
-    def map(self) -> SharedMemory:
-        """This process's map of the memory."""
-        return SharedMemory(self.memory, self.shape)
-
-    def take_gpu(self) -> None:
-        """Make it this process's, before anything is on one."""
-        if self.gpu is not None:
-            torch.cuda.set_device(self.gpu)
-
-    def peer_memory(self) -> PeerMemory | None:
-        """Of this process, new; None: all ranks are on the CPU."""
-        shape = self.shape
-        if self.gpu is None:
-            return None
-        return PeerMemory(self.rank, shape.ranks, dtype=shape.dtype)
-
-    @property
-    def shape(self) -> BoxShape:
-        ranks: int = self.options["tensor_parallel_size"]
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return BoxShape(ranks=ranks, capacity=self.capacity, dtype=dtype)
-
-
-def started() -> Started:
-    """Of this process."""
-    return Started(versions=versions(), layout=LAYOUT)
-
-
-def planned(prepared: Prepared, num_pages: tuple[int, ...], peers: PeerMemory | None) -> Planned:
-    """Of this process."""
-    drafter = None if prepared.speculation is None else prepared.speculation.drafter.source
-    stored = prepared.options.load_format != "dummy"
-    sources = [each for each in (prepared.source, drafter) if each is not None]
-    return Planned(
-        options=unusual(prepared.options),
-        weights=_fingerprint(sources, stored=stored),
-        num_pages=num_pages,
-        box=b"" if peers is None else peers.handle,
-    )
-
-
-def unusual(options: EngineOptions) -> dict[str, Any]:
-    """Options that are not what they are when nobody asks, as they are behind JSON."""
-    usual = asdict(EngineOptions())
-    found = {name: value for name, value in asdict(options).items() if value != usual[name]}
-    behind: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(found))
-    return behind
-
-
-def _fingerprint(sources: Sequence[ModelSource], *, stored: bool) -> str:
-    """Of configurations, and of the names, sizes and times of the files beside weights."""
-    seen: list[Any] = [source.config for source in sources]
-    folders = [source.folder for source in sources if source.folder is not None and stored]
-    for path in [path for folder in folders for path in sorted(folder.iterdir())]:
-        facts = path.stat()
-        seen.append((path.name, facts.st_size, facts.st_mtime_ns))
-    return hashlib.sha256(msgspec.json.encode(seen, order="sorted")).hexdigest()
 
 
 class Ranks:
@@ -147,7 +79,7 @@ class Ranks:
             others = range(1, shape.ranks)
             self._processes = [
                 _start(
-                    Setup(
+                    RankSetup(
                         rank=rank,
                         path=sys.path,
                         options=unusual(options),
@@ -191,10 +123,9 @@ class Ranks:
         that has ended or hangs.
         """
         theirs = self._hear(Started)
-        require_alike([_differences(_facts(started()), _facts(each)) for each in theirs])
+        require_alike([facts(each) for each in (started(), *theirs)])
         plans = [planned(prepared, num_pages, self._peers), *self._hear(Planned)]
-        facts = [{"weights": each.weights, **each.options} for each in plans]
-        require_alike([_differences(facts[0], each) for each in facts[1:]])
+        require_alike([{"weights": each.weights, **each.options} for each in plans])
         num_pages = tuple(map(min, *(each.num_pages for each in plans)))
         boxes = tuple(each.box for each in plans)
         agreed = Agreed(
@@ -394,7 +325,7 @@ class LeadingStep:
         return found
 
 
-def _start(setup: Setup) -> "subprocess.Popen[bytes]":
+def _start(setup: RankSetup) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "paceline.llm.rank_process"]
     # In a session of its own: Ctrl-C is for the leader, which ends it.
     process = subprocess.Popen(
@@ -407,35 +338,6 @@ def _start(setup: Setup) -> "subprocess.Popen[bytes]":
     assert process.stdin is not None, "a pipe"
     os.set_blocking(process.stdin.fileno(), False)
     return process
-
-
-def require_alike(differences: Sequence[Sequence[str]]) -> None:
-    """Raise ConfigError unless no rank differs.  differences: of each rank behind the leader."""
-    reasons = [
-        f"of rank {rank} {reason}"
-        for rank, found in enumerate(differences, start=1)
-        for reason in found
-    ]
-    if reasons:
-        raise ConfigError.about(
-            "ranks of the model",
-            expected="alike",
-            got="; ".join(reasons),
-            remedy="start all of them from one installation and one copy of the weights",
-        )
-
-
-def _facts(of: Started) -> dict[str, Any]:
-    return {"layout of steps": of.layout, **of.versions}
-
-
-def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    names = sorted(ours.keys() | theirs.keys())
-    return [
-        f"{name} {theirs.get(name)}, not {ours.get(name)}"
-        for name in names
-        if ours.get(name) != theirs.get(name)
-    ]
 
 
 def _how(code: int) -> str:

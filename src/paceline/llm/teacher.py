@@ -26,8 +26,8 @@ from paceline.core.modes import MaskKind
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
 from paceline.core.step import Delta, JoinDelta, PageDelta, Step, StepLayout
 from paceline.engine.engine import Engine
-from paceline.runner.buffers import PaddedSize
 from paceline.runner.derive import derive
+from paceline.runner.extents import PaddedSize
 from paceline.runner.program import Parts, target_forward
 from paceline.runner.staging import StagingSlot
 

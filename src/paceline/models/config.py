@@ -7,9 +7,9 @@ configuration class in transformers takes (`Architecture.defaults`).
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.core.dtypes import DTYPES
 from paceline.core.errors import ModelError
 from paceline.core.model.config import ModelConfig, RopeKind
-from paceline.core.options.engine_options import DTYPES
 from paceline.models.config_layers import with_layers
 from paceline.models.fields import Fields
 from paceline.models.quantized.config import read_quantization

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.cache.pool import KVFormat, Scales, torch_kv_dtype
+from paceline.core.dtypes import FP8
 from paceline.core.errors import WeightsError
 from paceline.core.events import Event, Notify
-from paceline.core.options.engine_options import FP8
 from paceline.models.checkpoint import Checkpoint, open_checkpoint
 
 # compressed-tensors, its forerunners and ModelOpt: beside the attention block, below its

@@ -9,9 +9,9 @@ from functools import cache
 import torch
 from torch import nn
 
+from paceline.core.dtypes import ELEMENT_BYTES
 from paceline.core.errors import ModelError
 from paceline.core.model.config import ModelConfig
-from paceline.core.options.engine_options import ELEMENT_BYTES
 from paceline.core.parallel import ALONE, Parallel
 from paceline.kernels.all_reduce import Exchange, exchange_memory, peer_table
 from paceline.kernels.stand_in import StandIn

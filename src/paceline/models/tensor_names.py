@@ -1,8 +1,8 @@
 """Where a checkpoint's tensors go: name -> the view of a (fused) parameter that the tensor fills.
 
 As most checkpoints name them; an architecture that differs says so in its file.  A layer's format
-adds what it calls its own tensors (`layers.weights.weight_format`).  The loader copies into these views
-and nothing else.
+adds what it calls its own tensors (`layers.weights.weight_format`).  The loader copies into these
+views and nothing else.
 """
 
 from paceline.layers.decoders.postnorm_layer import PostNormLayer

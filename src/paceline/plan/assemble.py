@@ -14,7 +14,8 @@ from torch import nn
 from paceline.attention.contract import AttentionBackend
 from paceline.attention.mixers import load_mixers
 from paceline.cache.pool import KVFormat
-from paceline.core.model.config import CacheGroupSpec, ModelConfig
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import REJECTION, EngineOptions, known
 from paceline.core.parallel import ALONE, Parallel, of_rank
 from paceline.core.request.sampling_params import PROMPT_BLOCK_ENTRIES
@@ -24,9 +25,10 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.packed_layers import PLAIN, Packings
 from paceline.plan.attention_choice import mixer_choices
 from paceline.plan.speculation import Speculation, shape_of, target_groups
-from paceline.runner.build import RunnerConfig, build_parts
+from paceline.runner.build import build_parts
 from paceline.runner.program import Parts
 from paceline.runner.proposer import NOBODY, Proposer
+from paceline.runner.runner_config import RunnerConfig
 from paceline.speculate.build import DraftPlacement
 from paceline.speculate.drafter import Drafter
 

@@ -17,7 +17,8 @@ from paceline.attention.states import StateConfig
 from paceline.cache.pool import torch_kv_dtype
 from paceline.core.errors import BackendUnsupported
 from paceline.core.gpus import DeviceFacts
-from paceline.core.model.config import LayerSpec, ModelConfig, usual_state_every
+from paceline.core.model.cache_groups import usual_state_every
+from paceline.core.model.config import LayerSpec, ModelConfig
 from paceline.core.modes import MaskKind
 from paceline.core.options.engine_options import EngineOptions, known
 from paceline.plan.speculation import Speculation

@@ -3,11 +3,11 @@
 from dataclasses import fields
 
 from paceline.core.draft_shape import DraftShape
+from paceline.core.dtypes import FP8
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import (
-    FP8,
     REJECTION,
     SAMPLE_AND_MATCH,
     EngineOptions,
@@ -187,12 +187,21 @@ def refuse_pages(options: EngineOptions, config: ModelConfig, *, keeps_rows: boo
             got=every,
             remedy="remove --state-checkpoint-every",
         )
-    if options.page_size is not None and config.has_states and not keeps_rows:
+    if keeps_rows or not config.has_states:
+        return
+    if options.page_size is not None:
         raise ConfigError.about(
             "page_size",
             expected="left out with a model whose layers keep states alone",
             got=options.page_size,
             remedy="say where its states are kept, with --state-checkpoint-every",
+        )
+    if options.kv_cache_dtype == FP8:
+        raise ConfigError.about(
+            "kv_cache_dtype",
+            expected="left out with a model whose layers keep states alone, in formats they name",
+            got=FP8,
+            remedy="remove --kv-cache-dtype; fewer states take less: --max-num-seqs",
         )
 
 

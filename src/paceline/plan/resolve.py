@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from paceline.core.gpus import GIB, DeviceFacts
-from paceline.core.model.config import STATE_EVERY, ModelConfig, usual_state_every
+from paceline.core.model.cache_groups import STATE_EVERY, usual_state_every
+from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import OFF, EngineOptions, engine_options, known
 from paceline.plan.contradictions import (
     refuse_asked,

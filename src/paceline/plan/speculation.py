@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import Event
-from paceline.core.model.config import CacheGroupSpec, CacheKind, ModelConfig, cache_group_specs
+from paceline.core.model.cache_groups import CacheGroupSpec, cache_group_specs
+from paceline.core.model.config import CacheKind, ModelConfig
 from paceline.core.options.engine_options import OFF, SAMPLE_AND_MATCH, EngineOptions, known
 from paceline.models.locate import ModelSource
 from paceline.plan.contradictions import (

@@ -10,7 +10,7 @@ from paceline.core.progress import Progress
 from paceline.core.request.input_rows import EncoderInput
 from paceline.core.step import JoinDelta, RunKind, Step, StepRun, padded_step
 from paceline.kernels.compile_ahead import compile_ahead
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.extents import PaddedSize
 from paceline.runner.outputs_ring import LaunchedStep, OutputsRing
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.recording.graph_keys import GraphKeys, empty_step

@@ -8,8 +8,9 @@ import torch
 from paceline.attention.contract import AttentionBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import DraftShape
-from paceline.core.model.config import CacheGroupSpec, ModelConfig
-from paceline.runner.build import RunnerConfig
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import ModelConfig
+from paceline.runner.runner_config import RunnerConfig
 from paceline.speculate.draft_cache import DraftCache
 from paceline.speculate.draft_passes import DraftPasses
 

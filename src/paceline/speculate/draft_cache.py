@@ -15,7 +15,8 @@ from paceline.attention.contract import AttentionBackend
 from paceline.attention.held import tensors_in
 from paceline.cache.pool import KVFormat, KVPool
 from paceline.core.errors import ModelError
-from paceline.core.model.config import SOFTMAX, CacheGroupSpec, CacheKind, ModelConfig
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import SOFTMAX, CacheKind, ModelConfig
 from paceline.core.step import Step
 from paceline.kernels.step_view import StepView
 from paceline.layers.attention import StepContext, attention_limits, layer_caches

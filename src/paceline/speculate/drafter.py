@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from paceline.core.draft_shape import DraftShape
-from paceline.core.model.config import CacheGroupSpec, ModelConfig, draft_group_specs
+from paceline.core.model.cache_groups import CacheGroupSpec, draft_group_specs
+from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import EngineOptions
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.locate import ModelSource
-from paceline.runner.build import RunnerConfig
 from paceline.runner.proposer import Proposer
+from paceline.runner.runner_config import RunnerConfig
 from paceline.speculate.build import DraftPlacement
 
 Chosen = tuple[object, str]  # what an option became that was left open, and why

@@ -16,7 +16,7 @@ from paceline.llm import ranks as rank_module
 from paceline.llm.boot import Knobs, planned_pages
 from paceline.llm.llm import LLM
 from paceline.llm.prepare import prepare
-from paceline.llm.ranks import planned, require_alike, started
+from paceline.llm.rank_setup import planned, require_alike, started
 from paceline.plan.contradictions import refuse_ranks
 from paceline.plan.explain import explain_model, show
 
@@ -109,13 +109,14 @@ def test_weights_of_other_files_are_other_weights(tmp_path: Path) -> None:
 
 
 def test_every_difference_of_every_rank_is_told() -> None:
-    require_alike([[], []])
+    ours = {"dtype": "y", "torch": "2.11", "weights": "a"}
+    require_alike([ours, ours, ours])
     with pytest.raises(ConfigError) as caught:
-        require_alike([["torch 2.9, not 2.11"], [], ["weights b, not a", "dtype x, not y"]])
+        require_alike([ours, {**ours, "torch": "2.9"}, ours, {"torch": "2.11", "weights": "b"}])
     assert str(caught.value) == (
-        "ranks of the model must be alike, got of rank 1 torch 2.9, not 2.11; of rank 3 weights b, "
-        "not a; of rank 3 dtype x, not y; start all of them from one installation and one copy of "
-        "the weights"
+        "ranks of the model must be alike, got of rank 1 torch 2.9, not 2.11; of rank 3 dtype "
+        "None, not y; of rank 3 weights b, not a; start all of them from one installation and one "
+        "copy of the weights"
     )
 
 
@@ -136,7 +137,7 @@ def test_a_rank_that_differs_is_refused_before_it_loads(
             rank_module, "planned", lambda *each: structs.replace(exact(*each), weights="another")
         )
     loaded: list[str] = []
-    monkeypatch.setattr("paceline.llm.boot.load_model", lambda *_, **__: loaded.append("it"))
+    monkeypatch.setattr("paceline.llm.stored_weights.load_model", lambda *_, **__: loaded.append("it"))
     with pytest.raises(ConfigError, match=told):
         LLM(str(checkpoint.folder), threads=1, tensor_parallel_size=2)
     assert not loaded

@@ -105,7 +105,7 @@ def test_fixes_touch_every_part_of_a_round():
         "paceline.cache.prefix_tree",
         "paceline.speculate.eagle.config",
         "paceline.speculate.eagle.head",
-        "paceline.runner.build",
+        "paceline.runner.runner_config",
         "paceline.runner.program",
         "paceline.speculate.draft_cache",
         "paceline.speculate.draft_passes",

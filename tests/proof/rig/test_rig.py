@@ -12,7 +12,7 @@ from paceline.layers import attention as attention_layer
 from paceline.proof.check.cell import Status
 from paceline.proof.rig import world
 from paceline.proof.rig.prepared import prepare_case
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.extents import PaddedSize
 
 WRITES = "do not hold what the step was to leave there"
 

@@ -7,8 +7,9 @@ from paceline.core.modes import MaskKind
 from paceline.core.request.blocks import Blocks
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import JoinDelta, StepLayout
-from paceline.runner.buffers import PaddedSize, StepBuffers
+from paceline.runner.buffers import StepBuffers
 from paceline.runner.derive import derive
+from paceline.runner.extents import PaddedSize
 from paceline.runner.staging import StagingSlot
 from paceline.runner.table.block_ends import BlockEnds
 from paceline.runner.table.request_table import RequestTable

@@ -14,9 +14,9 @@ from paceline.core.errors import IntegrityError, RequestError, SanitizerError
 from paceline.core.modes import MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN
 from paceline.core.step import JoinDelta, RunKind
-from paceline.runner.buffers import PaddedSize
 from paceline.runner.derive import derive
 from paceline.runner.encoder import Encoder
+from paceline.runner.extents import PaddedSize
 
 ENCODER = 2  # the group's index
 

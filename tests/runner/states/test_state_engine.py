@@ -14,7 +14,7 @@ from paceline.attention.backends.torch_backend import TorchBackend
 from paceline.attention.contract import GraphSupport
 from paceline.core.draft_shape import NO_DRAFTS
 from paceline.core.errors import ConfigError
-from paceline.core.model.config import CHECKPOINT
+from paceline.core.model.cache_groups import CHECKPOINT
 from paceline.core.step import JoinDelta, PageDelta, RunKind
 
 STATE = 1  # the group's index

@@ -17,13 +17,8 @@ from tiny_runner import TinyModel
 from tiny_states import StateEngine, groups_of
 from torch import Tensor
 
-from paceline.core.model.config import (
-    CacheGroupSpec,
-    Heads,
-    LayerSpec,
-    ModelConfig,
-    cache_group_specs,
-)
+from paceline.core.model.cache_groups import CacheGroupSpec, cache_group_specs
+from paceline.core.model.config import Heads, LayerSpec, ModelConfig
 from paceline.core.request.input_rows import EncoderInput
 from paceline.models.decoder import Hidden
 

@@ -16,15 +16,17 @@ from paceline.cache.manager import CacheManager
 from paceline.cache.pool import KVFormat
 from paceline.core.draft_shape import NO_DRAFTS, DraftShape
 from paceline.core.events import EventLog
-from paceline.core.model.config import CacheGroupSpec, ModelConfig, cache_group_specs
+from paceline.core.model.cache_groups import CacheGroupSpec, cache_group_specs
+from paceline.core.model.config import ModelConfig
 from paceline.core.request.input_rows import EncoderInput
 from paceline.core.step import RunKind, Step
 from paceline.engine.loop import Launched, TurnFunction, overlapped_turn
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.scheduler_config import SchedulerConfig
-from paceline.runner.build import RunnerConfig, build_runner
+from paceline.runner.build import build_runner
 from paceline.runner.proposer import NOBODY, Proposer
+from paceline.runner.runner_config import RunnerConfig
 from paceline.runner.streams import DeferredStream, InlineStream
 
 

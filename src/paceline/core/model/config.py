@@ -2,16 +2,12 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from itertools import accumulate
 from typing import NamedTuple
 
-from paceline.core.errors import ConfigError
 from paceline.core.modes import End, Pooling
-
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_LENGTH_BYTES = 4  # what each slot of a STATE group says it stands for
 
 HIDDEN_ACTS = {  # config.json's name of a gated activation -> the kernel's
     "silu": "silu",
@@ -190,6 +186,34 @@ class SideMultipliers:
     down: float  # of what that block adds
 
 
+class CacheKind(StrEnum):
+    """How a cache group grows, is found again, and is undone."""
+
+    TOKENS = "tokens"  # paged, a row per token; undone by a shorter length
+    STATE = "state"  # a slot per request, whatever its length; undone by not having been written
+    ENCODER = "encoder"  # paged, a row for each of an encoder; written once, when the request joins
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """What a cache group holds of one token, or in one slot, in one layer under one name."""
+
+    name: str  # "k", "v"
+    shape: tuple[int, ...]  # of one token: num_kv_heads, dim; of a STATE group: of one slot
+    of: str | None = None  # the part whose leading columns it is: nothing of its own is stored
+    dtype: str | None = None  # torch's name of it; None: the cache's
+    by_heads: bool = True  # ranks share it by its first dimension; else each has all of it
+
+
+def kv_parts(
+    num_kv_heads: int, head_dim: int, v_head_dim: int, *, v_in_k: bool = False
+) -> tuple[RowPart, ...]:
+    """The rows of softmax attention: K and V, or K alone with V in it."""
+    of, by_heads = "k" if v_in_k else None, not v_in_k  # a latent is of all heads
+    v = RowPart("v", (num_kv_heads, v_head_dim), of=of, by_heads=by_heads)
+    return (RowPart("k", (num_kv_heads, head_dim), by_heads=by_heads), v)
+
+
 SOFTMAX = "softmax"  # the mixer kind that is attention
 
 
@@ -219,10 +243,10 @@ NO_HEADS = Heads(0, 0, 0, 0)
 class Cached(NamedTuple):
     """What a layer caches in one group: layers of equal ones share it."""
 
-    kind: "CacheKind"
+    kind: CacheKind
     mixer: str
     window: int | None  # keys visible; None: all
-    parts: "tuple[RowPart, ...]"
+    parts: tuple[RowPart, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +261,7 @@ class LayerSpec:
     sinks: bool = False  # one more score per head, which adds no value
     rope: RopeConfig | None = None  # None: nothing turns Q and K
     rotary_dim: int = 0  # dimensions of a head that rope turns
-    state: "tuple[RowPart, ...]" = ()  # of another mixer than attention: what it keeps of a request
+    state: tuple[RowPart, ...] = ()  # of another mixer than attention: what it keeps of a request
     causal: bool = True  # False: the tokens of a text see one another in both directions, so that
     # none is known before all are: the layer caches nothing, and a step holds every text whole
     reads_encoder: bool = False  # cross attention: K and V are made of the rows of an encoder
@@ -247,7 +271,7 @@ class LayerSpec:
         return self.mixer == SOFTMAX or self.heads != NO_HEADS
 
     @property
-    def rows(self) -> "tuple[RowPart, ...]":
+    def rows(self) -> tuple[RowPart, ...]:
         """What attention caches of a token; none: nothing."""
         heads = self.heads
         if not heads.num_kv_heads or not self.causal:
@@ -343,163 +367,3 @@ class ModelConfig:
         """The longest context limit that every rope serves with short factors; None: none has."""
         limits = [rope.short_context for rope, _ in self.ropes]
         return min((limit for limit in limits if limit is not None), default=None)
-
-
-class CacheKind(StrEnum):
-    """How a cache group grows, is found again, and is undone."""
-
-    TOKENS = "tokens"  # paged, a row per token; undone by a shorter length
-    STATE = "state"  # a slot per request, whatever its length; undone by not having been written
-    ENCODER = "encoder"  # paged, a row for each of an encoder; written once, when the request joins
-
-
-READ, WRITE, CHECKPOINT = range(3)  # a STATE group's page table: slots of a request
-NUM_SLOT_COLUMNS = 3
-STATE_EVERY = 512  # tokens, unasked, between states that others may start from
-
-
-@dataclass(frozen=True, slots=True)
-class RowPart:
-    """What a cache group holds of one token, or in one slot, in one layer under one name."""
-
-    name: str  # "k", "v"
-    shape: tuple[int, ...]  # of one token: num_kv_heads, dim; of a STATE group: of one slot
-    of: str | None = None  # the part whose leading columns it is: nothing of its own is stored
-    dtype: str | None = None  # torch's name of it; None: the cache's
-    by_heads: bool = True  # ranks share it by its first dimension; else each has all of it
-
-
-def kv_parts(
-    num_kv_heads: int, head_dim: int, v_head_dim: int, *, v_in_k: bool = False
-) -> tuple[RowPart, ...]:
-    """The rows of softmax attention: K and V, or K alone with V in it."""
-    of, by_heads = "k" if v_in_k else None, not v_in_k  # a latent is of all heads
-    v = RowPart("v", (num_kv_heads, v_head_dim), of=of, by_heads=by_heads)
-    return (RowPart("k", (num_kv_heads, head_dim), by_heads=by_heads), v)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheGroupSpec:
-    """Layers that share page size, lifetime and what is held of a token."""
-
-    name: str  # "full" or "window-1024"; of a drafter: "draft-full"; "full-3" where layers from
-    # 3 on cache other rows than those of another full group
-    layer_ids: tuple[int, ...]  # of the model the group belongs to
-    window: int | None  # keys visible, itself included; None = all
-    page_size: int  # tokens
-    parts: tuple[RowPart, ...]
-    mixer: str = SOFTMAX  # of its layers
-    draft: bool = False  # of the drafter, not of the target
-    next_token: bool = False  # the KV of a token depends on the token behind it, too
-    kind: CacheKind = CacheKind.TOKENS
-    state_every: int | None = None  # of STATE alone: at lengths divisible by it, in tokens, a state
-    # may be kept for others to start from
-    encoder_len: int | None = None  # of ENCODER alone: rows of a request at most
-
-    def __post_init__(self) -> None:
-        if self.kind is not CacheKind.STATE:
-            fits, expected = self.state_every is None, "None: it holds every row"
-        else:
-            every = self.state_every or 0
-            fits = every > 0 and every % self.page_size == 0
-            expected = f"a positive multiple of the page size, {self.page_size}"
-        if not fits:
-            raise ConfigError.about(
-                f"state_every of cache group '{self.name}'",
-                expected=expected,
-                got=self.state_every,
-                remedy="the prefix tree finds states at the ends of its pages",
-            )
-        if self.kind is CacheKind.ENCODER and self.window is not None:
-            raise ConfigError.about(
-                f"window of cache group '{self.name}'",
-                expected="None: every token sees all rows of its encoder",
-                got=self.window,
-                remedy="leave the window out of layers that read an encoder",
-            )
-        if (self.kind is CacheKind.ENCODER) != bool(self.encoder_len):
-            raise ConfigError.about(
-                f"encoder_len of cache group '{self.name}'",
-                expected="a positive number of rows in an ENCODER group, and None in others",
-                got=self.encoder_len,
-                remedy="say in max_encoder_len how many rows the model's encoder makes at most",
-            )
-
-    @property
-    def stored(self) -> tuple[RowPart, ...]:
-        """The parts that have memory of their own."""
-        return tuple(part for part in self.parts if part.of is None)
-
-    def page_bytes(self, element_bytes: int) -> int:
-        """Bytes of one page, or slot, over all layers and parts of the group."""
-        per_row = sum(
-            math.prod(part.shape) * (element_bytes if part.dtype is None else _BYTES[part.dtype])
-            for part in self.stored
-        )
-        if self.kind is CacheKind.STATE:
-            return per_row * len(self.layer_ids) + _LENGTH_BYTES
-        return per_row * self.page_size * len(self.layer_ids)
-
-
-def usual_state_every(page_size: int) -> int:
-    """Tokens between kept states where nobody asks: STATE_EVERY, in whole pages."""
-    return -(-STATE_EVERY // page_size) * page_size
-
-
-def cache_group_specs(
-    config: ModelConfig, page_size: int, *, state_every: int | None = None
-) -> tuple[CacheGroupSpec, ...]:
-    """The model's cache groups: layers that mix alike and cache like rows under one window, in the
-    order of CacheKind, full attention first.
-
-    state_every: of groups of states; None: the usual.
-    """
-    every = state_every or usual_state_every(page_size)
-    members: dict[Cached, list[int]] = {}
-    for index, layer in enumerate(config.layers):
-        for cached in layer.caches:
-            members.setdefault(cached, []).append(index)
-
-    kinds = list(CacheKind)
-
-    def place(kind: CacheKind, mixer: str, window: int | None) -> tuple[int, str, bool, int]:
-        return kinds.index(kind), mixer, window is not None, window or 0
-
-    groups = sorted(members.items(), key=lambda member: place(*member[0][:3]))
-    names = [_group_name(*alike[:3]) for alike, _ in groups]
-    return tuple(
-        CacheGroupSpec(
-            name=name if names.count(name) == 1 else f"{name}-{layer_ids[0]}",
-            layer_ids=tuple(layer_ids),
-            window=window,
-            page_size=page_size,
-            parts=parts,
-            mixer=mixer,
-            kind=kind,
-            state_every=every if kind is CacheKind.STATE else None,
-            encoder_len=config.max_encoder_len if kind is CacheKind.ENCODER else None,
-        )
-        for name, ((kind, mixer, window, parts), layer_ids) in zip(names, groups, strict=True)
-    )
-
-
-def _group_name(kind: CacheKind, mixer: str, window: int | None) -> str:
-    """Of a cache group; where several would have one, the first layer's number follows."""
-    if kind is CacheKind.STATE:
-        return mixer
-    if kind is CacheKind.ENCODER:
-        return "encoder"
-    return "full" if window is None else f"window-{window}"
-
-
-def draft_group_specs(
-    config: ModelConfig, page_size: int, *, next_token: bool
-) -> tuple[CacheGroupSpec, ...]:
-    """A drafter's cache groups, by the layers of its own model; they stand behind the target's.
-
-    next_token: draft position p takes the token at p + 1.
-    """
-    return tuple(
-        replace(spec, name=f"draft-{spec.name}", draft=True, next_token=next_token)
-        for spec in cache_group_specs(config, page_size)
-    )

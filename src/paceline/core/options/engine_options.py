@@ -10,29 +10,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from paceline.core.draft_shape import MOST_BRANCHES, MOST_DRAFT_TOKENS, MOST_STEPS
-from paceline.core.errors import RequestError
+from paceline.core.dtypes import DTYPE_WORDS, DTYPES, FP8, KV_ELEMENT_BYTES
 from paceline.core.modes import Pooling
 from paceline.core.options.asked import by_field
 from paceline.core.options.spec import check, option
 from paceline.core.parallel import MOST_RANKS
 from paceline.core.request.sampling_params import SEED_LIMIT
 
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-DTYPES = tuple(ELEMENT_BYTES)
-FP8 = "fp8_e4m3"
-KV_ELEMENT_BYTES = ELEMENT_BYTES | {FP8: 1}
 LOAD_FORMATS = ("auto", "dummy")
 DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
 OFF = "off"
 MAX_QUEUED = 1024  # completions that may wait, beside the max_num_seqs that run
 SAMPLE_AND_MATCH, REJECTION = "sample_and_match", "rejection"
-DTYPE_WORDS = (
-    ("bf16", "bfloat16"),
-    ("half", "float16"),
-    ("fp16", "float16"),
-    ("float", "float32"),
-    ("fp32", "float32"),
-)
 T = TypeVar("T")
 
 _of_model = partial(option, group="Model")
@@ -375,17 +364,6 @@ class EngineOptions:
     def __post_init__(self) -> None:
         for field in fields(self):
             check(field, getattr(self, field.name))
-
-
-def require_possible(num_completions: int, max_open: int) -> None:
-    """Raise RequestError for more completions at once than a queue ever has room for."""
-    if num_completions > max_open:
-        raise RequestError.about(
-            "n",
-            expected=f"at most {max_open} completions at once, of all prompts",
-            got=num_completions,
-            remedy="send several requests, or raise max-queued-requests",
-        )
 
 
 def known(value: T | None) -> T:

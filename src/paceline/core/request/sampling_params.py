@@ -319,3 +319,14 @@ def _unknown_field(key: object, known: set[str]) -> RequestError:
     remedy = did_you_mean(str(key), known | set(_ALIASES), otherwise="remove it")
     expected = f"one of {', '.join(sorted(known))}"
     return _error("sampling field", expected, f"{key!r}", remedy)
+
+
+def require_possible(num_completions: int, max_open: int) -> None:
+    """Raise RequestError for more completions at once than a queue ever has room for."""
+    if num_completions > max_open:
+        raise RequestError.about(
+            "n",
+            expected=f"at most {max_open} completions at once, of all prompts",
+            got=num_completions,
+            remedy="send several requests, or raise max-queued-requests",
+        )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from paceline.core.model.config import CHECKPOINT, WRITE
+from paceline.core.model.cache_groups import CHECKPOINT, WRITE
 from paceline.core.padding import PAD_PAGE
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.runtime import cdiv, widest_integers

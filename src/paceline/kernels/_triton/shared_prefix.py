@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from paceline.kernels._triton.attend_split import attend_split, chunks_of
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
-from paceline.kernels._triton.paged_decode import attend_split, chunks_of
 from paceline.kernels._triton.primitives import lookup_pages, narrow_query
 from paceline.kernels._triton.runtime import (
     block_dim,

@@ -1,8 +1,8 @@
 """The sampler: logits to token ids, on the device, over rows = request x position.
 
 Lives here: the request table's sampling columns, the logits processors, the keyed noise and the
-one `sample` every phase calls.  What a caller may ask is checked in `core.request.sampling_params`; when a
-request ends is the runner's and the engine's business.
+one `sample` every phase calls.  What a caller may ask is checked in `core.request.sampling_params`;
+when a request ends is the runner's and the engine's business.
 """
 
 from paceline.layers.sampling.logprobs import SampledLogprobs, token_logprobs

@@ -17,7 +17,7 @@ from msgspec import Struct
 from paceline.core.errors import ConfigError
 from paceline.core.step import Delta, FinishCode, JoinDelta, Step, StepOutputs
 from paceline.llm.prepare import Prepared
-from paceline.llm.ranks import unusual
+from paceline.llm.rank_setup import unusual
 from paceline.plan.machine import versions
 from paceline.runner.step_frames import StepForms
 

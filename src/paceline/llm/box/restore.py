@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigError
-from paceline.core.model.config import READ, WRITE, CacheGroupSpec, CacheKind
+from paceline.core.model.cache_groups import READ, WRITE, CacheGroupSpec
+from paceline.core.model.config import CacheKind
 from paceline.core.modes import End, MaskKind
 from paceline.core.padding import PAD_PAGE
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams

@@ -1,7 +1,7 @@
 """TableRows: what the rows of the request table hold, as steps and their outputs tell it.
 
-A host's twin of `runner.table.request_table`, of what must be known to begin anew in the middle: a row
-that joined with 20 tokens, 16 of them found in the cache, and said 3 since, is a row that joins
+A host's twin of `runner.table.request_table`, of what must be known to begin anew in the middle: a
+row that joined with 20 tokens, 16 of them found in the cache, and said 3 since, is a row that joins
 with 23 tokens of which 22 are in the cache.
 """
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.core.model.config import CacheGroupSpec
+from paceline.core.model.cache_groups import CacheGroupSpec
 from paceline.plan.memory.footprint import GroupBudget, request_pages, standing_pages
 
 PLANNING_LEN = 8192  # tokens; pools are balanced for requests of at most this length

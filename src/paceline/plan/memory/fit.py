@@ -1,15 +1,17 @@
 """Fit: where the memory of a device will go, before a weight is read, and how far off that was.
 
-KV is exact, and all else is counted in a rehearsal (`plan.memory.rehearsal`), but for the allowances of
-`plan.memory.demand`; after loading, `budget_table.compare` puts what was measured beside it.
+KV is exact, and all else is counted in a rehearsal (`plan.memory.rehearsal`), but for what
+`plan.memory.demand` allows; after loading, `budget_table.compare` puts what was measured beside it.
 """
 
 from dataclasses import asdict, dataclass, replace
 
+from paceline.core.dtypes import KV_ELEMENT_BYTES
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import gib
-from paceline.core.model.config import CacheGroupSpec, ModelConfig
-from paceline.core.options.engine_options import KV_ELEMENT_BYTES, EngineOptions, known
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import EngineOptions, known
 from paceline.plan.memory.capacity import Concurrency, concurrency, kv_tokens, planned_len, split_kv
 from paceline.plan.memory.demand import Demand, Demands
 from paceline.plan.memory.footprint import (

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.core.model.config import CacheGroupSpec, CacheKind
+from paceline.core.model.cache_groups import CacheGroupSpec
+from paceline.core.model.config import CacheKind
 
 SHORTEST = 2  # tokens of a request: one of the prompt, one that is new
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice, zip_longest
 
+from paceline.core.dtypes import DTYPES, FP8
 from paceline.core.errors import ConfigError
 from paceline.core.gpus import GPUS, DeviceFacts
-from paceline.core.options.engine_options import DTYPES, FP8, EngineOptions, known
+from paceline.core.options.engine_options import EngineOptions, known
 from paceline.core.options.spec import spec_of
 from paceline.models.config import parse_config
 from paceline.models.locate import locate, shape_names

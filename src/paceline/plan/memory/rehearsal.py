@@ -26,10 +26,10 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.size import META, empty_exchange, empty_model, weight_bytes
 from paceline.plan.assemble import Decided, assemble, exchange_capacity
 from paceline.plan.memory.cuda_pool import MIN_BLOCK, Block, CudaPool
-from paceline.runner.buffers import PaddedSize
-from paceline.runner.build import RunnerConfig
+from paceline.runner.extents import PaddedSize
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.recording.recorded import tensors_among
+from paceline.runner.runner_config import RunnerConfig
 from paceline.speculate.drafter import Drafter
 
 # Bytes for each entry of the operand that torch's own CUDA kernels take while they run.

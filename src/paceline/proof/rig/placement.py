@@ -7,7 +7,7 @@ that shall not be contiguous is asserted not to be.  Imports torch nowhere.
 from dataclasses import dataclass
 from random import Random
 
-from paceline.core.model.config import NUM_SLOT_COLUMNS
+from paceline.core.model.cache_groups import NUM_SLOT_COLUMNS
 from paceline.core.padding import PAD_PAGE
 from paceline.proof.suite.case import Batch, Case, PageLayout
 

@@ -11,7 +11,8 @@ from paceline.attention.states import StateBackend
 from paceline.cache.pool import KVFormat
 from paceline.core.errors import SanitizerError
 from paceline.core.events import EventLog
-from paceline.core.model.config import ModelConfig, cache_group_specs
+from paceline.core.model.cache_groups import cache_group_specs
+from paceline.core.model.config import ModelConfig
 from paceline.core.request.blocks import Blocks
 from paceline.core.request.input_rows import EncoderInput
 from paceline.core.request.sampling_params import SamplerTier, SamplingParams
@@ -20,10 +21,11 @@ from paceline.models.causal_lm import CausalLM
 from paceline.proof.check.cell import RunnerKind
 from paceline.proof.rig.placement import BatchPlacement
 from paceline.proof.suite.case import Batch, Case
-from paceline.runner.buffers import PaddedSize
-from paceline.runner.build import NO_MIXERS, RunnerConfig, build_runner
+from paceline.runner.build import NO_MIXERS, build_runner
+from paceline.runner.extents import PaddedSize
 from paceline.runner.proposer import NOBODY, Proposer
 from paceline.runner.recording.graph_sizes import GraphSizes
+from paceline.runner.runner_config import RunnerConfig
 from paceline.runner.streams import make_stream
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True, seed=0)

@@ -9,7 +9,7 @@ from paceline.core.modes import End, MaskKind
 from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.sharing import MIN_SHARERS
 from paceline.core.step import Step, StepLayout
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.extents import PaddedSize
 from paceline.runner.program import Parts
 from paceline.runner.recording.graph_sizes import GraphSizes
 from paceline.runner.recording.graphs import GraphKey

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.extents import PaddedSize
 
 _FEWEST_TOKENS = 16  # of a padded ragged step, unless none may be larger
 

@@ -12,7 +12,7 @@ from paceline.core.events import Event, Notify
 from paceline.core.modes import GENERATES, End, MaskKind
 from paceline.core.request.sampling_params import SamplerTier
 from paceline.core.step import kind_of_step
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.extents import PaddedSize
 from paceline.runner.recording.arena import Arena
 from paceline.runner.recording.host_reads import refuse_host_reads
 from paceline.runner.recording.recorded import GraphTooLarge, RecordedGraph

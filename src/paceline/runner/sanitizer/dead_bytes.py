@@ -7,7 +7,8 @@ from torch import Tensor
 
 from paceline.core.padding import PAD_ROW
 from paceline.core.step import StepLayout
-from paceline.runner.buffers import Extent, StepBuffers, StepUse
+from paceline.runner.buffers import StepBuffers
+from paceline.runner.extents import Extent, StepUse
 from paceline.runner.sanitizer.live_rows import LiveRow
 from paceline.runner.sanitizer.poison import (
     LARGE,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import SanitizerError
-from paceline.core.model.config import CHECKPOINT, READ, WRITE
+from paceline.core.model.cache_groups import CHECKPOINT, READ, WRITE
 from paceline.core.padding import PAD_PAGE
 from paceline.runner.committers import StateMixer
 from paceline.runner.sanitizer.live_rows import LiveRow

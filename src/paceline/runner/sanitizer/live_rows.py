@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from paceline.core.padding import PAD_PREFIX_LEN, PAD_ROW
 from paceline.core.step import Step
-from paceline.runner.buffers import PaddedSize
+from paceline.runner.extents import PaddedSize
 from paceline.runner.program import Parts
 
 

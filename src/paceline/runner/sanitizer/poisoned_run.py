@@ -13,7 +13,12 @@ from paceline.core.errors import PacelineError
 from paceline.core.modes import End, MaskKind
 from paceline.core.padding import PAD_PREFIX_LEN
 from paceline.core.step import Step
-from paceline.runner.buffers import EXTENTS, Extent, PaddedSize, StepUse
+from paceline.runner.extents import (
+    EXTENTS,
+    Extent,
+    PaddedSize,
+    StepUse,
+)
 from paceline.runner.program import Parts, StepProgram
 from paceline.runner.sanitizer.dead_bytes import (
     backend_regions,

@@ -12,7 +12,7 @@ from functools import cache
 import msgspec
 from msgspec import UNSET, Raw
 
-from paceline.core.options.engine_options import require_possible
+from paceline.core.request.sampling_params import require_possible
 from paceline.server.bodies.refusals import Wire, refusals_of
 from paceline.server.bodies.wire import mixed_prompts
 from paceline.server.errors import ApiError

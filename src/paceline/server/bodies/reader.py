@@ -12,8 +12,7 @@ from msgspec import Struct
 
 from paceline.core.errors import ModelError, RequestError
 from paceline.core.modes import End
-from paceline.core.options.engine_options import require_possible
-from paceline.core.request.sampling_params import SamplingParams
+from paceline.core.request.sampling_params import SamplingParams, require_possible
 from paceline.server.bodies.body import decoded
 from paceline.server.bodies.counts import Room
 from paceline.server.bodies.places import shortened

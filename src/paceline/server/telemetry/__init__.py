@@ -1,1 +1,1 @@
-"""Spans of requests, for an OpenTelemetry collector; imported where one is named."""
+"""What a server tells of its requests: a line each, counters, and spans if a collector is named."""

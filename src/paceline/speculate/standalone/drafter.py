@@ -16,7 +16,7 @@ from paceline.models.config import parse_config
 from paceline.models.loader import load_model
 from paceline.models.locate import ModelSource
 from paceline.models.size import empty_model
-from paceline.runner.build import RunnerConfig
+from paceline.runner.runner_config import RunnerConfig
 from paceline.speculate.build import DraftPlacement, draft_cache, draft_passes
 from paceline.speculate.drafter import Algorithm, Drafter, Loading
 from paceline.speculate.standalone.proposer import StandaloneProposer
