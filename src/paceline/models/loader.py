@@ -5,6 +5,7 @@ from the mapped file straight into the (fused) parameter that holds it.  Nothing
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,7 @@ def load_model(
             whole = build(parallel=ALONE, device=torch.device("meta"), exchange=None)
             fill_dummy_part(model, whole, device=device, seed=seed)
         return model
-    with open_checkpoint(weights_folder(source)) as opened:
-        stored: StoredTensors = opened
-        quantization = read_quantization(source.config)
-        if quantization is not None:
-            stored = Dequantised(stored, quantization, model=source.name)
+    with open_numbers(source) as stored:
         model = build()
         checkpoint = _repacked(stored, model, file, packings, device=device, name=source.name)
         if file.names_experts:
@@ -113,6 +110,17 @@ def load_model(
             progress=progress,
         )
     return model
+
+
+@contextmanager
+def open_numbers(source: ModelSource) -> Iterator[StoredTensors]:
+    """The weights of `source`, codes as the numbers they stand for.  Raises WeightsError."""
+    with open_checkpoint(weights_folder(source)) as checkpoint:
+        quantization = read_quantization(source.config)
+        if quantization is None:
+            yield checkpoint
+        else:
+            yield Dequantised(checkpoint, quantization, model=source.name)
 
 
 def _repacked(

@@ -22,7 +22,7 @@ DTYPES = tuple(ELEMENT_BYTES)
 FP8 = "fp8_e4m3"
 KV_ELEMENT_BYTES = ELEMENT_BYTES | {FP8: 1}
 LOAD_FORMATS = ("auto", "dummy")
-DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
+DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "MTP", "NGRAM", "STANDALONE")
 OFF = "off"
 MAX_QUEUED = 1024  # completions that may wait, beside the max_num_seqs that run
 SAMPLE_AND_MATCH, REJECTION = "sample_and_match", "rejection"
@@ -231,9 +231,10 @@ class EngineOptions:
         None,
         str,
         "Who drafts tokens for the model to verify several at a time; the text stays the same.  "
-        "EAGLE and EAGLE3: a head on the model's hidden states; STANDALONE: a small model of the "
-        "same vocabulary; NGRAM: a search in the request's own text, without a draft model; auto: "
-        "what the draft model is, and the bundled model's own head.",
+        "EAGLE and EAGLE3: a head on the model's hidden states; MTP: the layer that the model has "
+        "for it; STANDALONE: a small model of the same vocabulary; NGRAM: a search in the "
+        "request's own text, without a draft model; auto: what the draft model is, and the "
+        "bundled model's own head.",
         "--speculative-algorithm",
         choices=(*DRAFT_ALGORITHMS, OFF),
     )
