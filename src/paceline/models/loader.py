@@ -26,7 +26,7 @@ from paceline.layers.weights.weight_format import Named, held_by
 from paceline.models.architecture import Architecture
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, open_checkpoint
-from paceline.models.checkpoint_names import canonical_names, without_layers_behind
+from paceline.models.checkpoint_names import canonical_names, of_the_model
 from paceline.models.coverage import require_filled_once
 from paceline.models.locate import ModelSource
 from paceline.models.packed_layers import PLAIN, Packings, build_model, packed_modules
@@ -92,8 +92,7 @@ def load_model(
         if rows is not None:
             checkpoint = PaddedTables(checkpoint, stored=rows, rows=config.vocab_size)
         names = canonical_names(checkpoint.names, file, model=source.name)
-        if file.predicts_more:
-            names = without_layers_behind(names, config.num_layers)
+        names = of_the_model(names, file, config.num_layers)
         if End.GENERATE not in config.ends:
             names.pop(_HEAD, None)  # it makes vectors alone
         elif config.tie_word_embeddings:

@@ -13,6 +13,7 @@ import torch
 from llm_cases import (
     GREEDY,
     Checkpoint,
+    assert_same_or_tie,
     make_checkpoint,
     make_llm,
     random_prompts,
@@ -35,7 +36,7 @@ from covers import Cell, cell_name
 from paceline.core.errors import ConfigError, WeightsError
 from paceline.llm.llm import LLM
 
-CASE = mtp_checkpoints.CASES[0]
+CASE = "deepseek_v3-bias-groups"
 KINDS = ["greedy", "top-p"]
 CELLS: list[Cell] = [
     {"topk": 1, "page_size": 1, "pool": "roomy", "enforce_eager": True, "params": "top-p"},
@@ -133,7 +134,24 @@ def test_a_layer_that_is_not_there_is_named(checkpoint: Checkpoint, tmp_path: Pa
 
 
 def test_who_has_no_such_layer_is_told_so(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    expected = "speculative_algorithm must be MTP of a model of type deepseek_v3 or glm4_moe_lite"
+    expected = (
+        "speculative_algorithm must be MTP of a model of type deepseek_v3 or glm4_moe_lite or"
+    )
     assert refusal(make_checkpoint("llama-gqa2-untied", tmp_path).folder).startswith(expected)
     said = refusal(checkpoint.folder, speculative_draft_model_path="bundled")
     assert "must be left out: MTP has layers of the model itself, got bundled" in said
+
+
+@pytest.mark.parametrize("topk", [1, 2], ids=["chain", "tree"])
+def test_a_hybrid_model_drafts_with_its_layer_that_attends(tmp_path: Path, topk: int) -> None:
+    theirs = mtp_checkpoints.save_mtp("qwen3_next-mtp", tmp_path)
+    save_tokenizer(tmp_path)
+    checkpoint, prompts = Checkpoint(tmp_path, theirs), random_prompts((5, 20))
+    options = {"speculative_algorithm": "MTP", "speculative_eagle_topk": topk, "sanitize": True}
+    options |= {"page_size": 4, "state_checkpoint_every": 8, "chunked_prefill_size": 7}
+    with make_llm(checkpoint, **options) as llm:
+        found = llm.generate(prompts, replace(GREEDY, max_tokens=24))
+    for prompt, output in zip(prompts, found, strict=True):
+        wanted = checkpoint.generate(prompt, 24)
+        assert_same_or_tie(output.outputs[0].token_ids, wanted, checkpoint.gap(prompt))
+        assert output.metrics.rounds > 0

@@ -17,6 +17,7 @@ from paceline.models.config import parse_config
 from paceline.models.coverage import require_filled_once
 from paceline.models.loader import load_model
 from paceline.models.locate import locate
+from paceline.models.registry import architecture
 from paceline.speculate.drafter import Loading
 from paceline.speculate.mtp.head import MtpHead
 from paceline.speculate.mtp.layout import layout_of, read_next_token
@@ -50,7 +51,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ours = load_model(source, config, max_positions=64, **how)
     layout = layout_of(config)
     layer = read_next_token(source.config, layout)
-    place = f"model.layers.{config.num_layers}."
+    place = str(architecture(config.model_type).predicts).format(config.num_layers)
     head = load_mtp_head(source, layer, layout, ours, place=place, max_positions=64, how=how)
     features = target(PROMPT[None, :-1], output_hidden_states=True).hidden_states[-1][0]
     return Case(features, mtp_checkpoints.load_mtp(target), config, ours, layer, head)

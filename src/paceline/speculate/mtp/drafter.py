@@ -10,6 +10,7 @@ from paceline.core.options.engine_options import EngineOptions
 from paceline.core.parallel import Parallel
 from paceline.models.causal_lm import CausalLM
 from paceline.models.locate import ModelSource
+from paceline.models.registry import architecture
 from paceline.models.size import META
 from paceline.runner.build import RunnerConfig
 from paceline.speculate.build import DraftPlacement, draft_cache, draft_passes
@@ -88,7 +89,7 @@ class MtpAlgorithm(Algorithm):
             tap_width=target.hidden_size,
             from_root=False,
             layout=layout,
-            place=f"model.layers.{target.num_layers}.",
+            place=str(architecture(target.model_type).predicts).format(target.num_layers),
         )
 
 

@@ -8,9 +8,10 @@ DeepSeek-V3, section 2.2 (arXiv:2412.19437); as transformers' MtpModel does, wha
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.core.model.config import ModelConfig
+from paceline.core.model.config import ModelConfig, NormKind
 from paceline.core.parallel import Parallel, whole
 from paceline.kernels.all_reduce import Exchange
 from paceline.kernels.eagle_input import HalfNorms, eagle_input
@@ -54,6 +55,7 @@ class MtpHead(FeatureHead):
             bias=False,
             placement=placement,
         )
+        self._is_fused = config.norm is NormKind.ROUNDED  # the norms of `eagle_input`
         self._name_layer = decoder.name_layer
         # The target's parameters stay the target's: a view of its table and a bound method.
         self._table = target.decoder.embedding.table()  # [vocab, hidden]
@@ -66,13 +68,18 @@ class MtpHead(FeatureHead):
     def forward(
         self, input_ids: Tensor, positions: Tensor, features: Tensor, ctx: StepContext
     ) -> Tensor:
-        norms = HalfNorms(
-            self.embedding_norm.weight, self.feature_norm.weight, self.embedding_norm.eps
-        )
-        residual = self.fc(eagle_input(input_ids, self._table, features, norms))
+        residual = self.fc(self._input(input_ids, features))
         delta = self.layer(None, residual, positions, ctx)
         normed: Tensor = self.norm.add(delta, residual)
         return normed
+
+    def _input(self, input_ids: Tensor, features: Tensor) -> Tensor:
+        """[tokens, 2 * hidden]"""
+        left, right = self.embedding_norm, self.feature_norm
+        if self._is_fused:
+            norms = HalfNorms(left.weight, right.weight, left.eps)
+            return eagle_input(input_ids, self._table, features, norms)
+        return torch.cat((left(F.embedding(input_ids, self._table)), right(features)), dim=-1)
 
     def logits(self, features: Tensor) -> Tensor:
         return self._target_logits(features)

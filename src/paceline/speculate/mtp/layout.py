@@ -2,6 +2,7 @@
 
 DeepSeek-V3, section 2.2 (arXiv:2412.19437), and its released weights: the layer is stored as one
 more of the model, `model.layers.N`, with two norms and a projection in front and a norm behind.
+Qwen3-Next's, which attends, is stored apart, below `mtp`.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ class Layout:
 
     alone: Mapping[str, Any]  # fields that make its config.json one of this layer alone
     names: Mapping[str, str]  # modules beside the decoder layer, as stored -> as we name them
-    shared: tuple[str, ...]  # how names of copies of the target's tensors begin
+    shared: tuple[str, ...] = ()  # how names of copies of the target's tensors begin
+    layer: str = ""  # how names of the decoder layer's tensors begin
 
     def canonical(self, name: str, place: str) -> str | None:
         """Our name of a stored tensor; None of one that is another's, or the target's too.
@@ -34,7 +36,9 @@ class Layout:
         if own == name or own.startswith(self.shared):
             return None
         module, _, last = own.rpartition(".")
-        return f"{self.names[module]}.{last}" if module in self.names else f"{LAYER}.{own}"
+        if module in self.names:
+            return f"{self.names[module]}.{last}"
+        return f"{LAYER}.{own.removeprefix(self.layer)}"
 
 
 _DEEPSEEK = Layout(
@@ -50,8 +54,22 @@ _DEEPSEEK = Layout(
     shared=("embed_tokens.", "shared_head.head."),
 )
 _GLM = replace(_DEEPSEEK, alone={**_DEEPSEEK.alone, "mlp_layer_types": ["sparse"]})
+_QWEN_NEXT = Layout(
+    alone=MappingProxyType(
+        {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_only_layers": []}
+    ),
+    names=MappingProxyType(
+        {
+            "pre_fc_norm_embedding": "embedding_norm",
+            "pre_fc_norm_hidden": "feature_norm",
+            "fc": "fc",
+            "norm": "norm",
+        }
+    ),
+    layer="layers.0.",
+)
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
-    {"deepseek_v3": _DEEPSEEK, "glm4_moe_lite": _GLM}  # by model_type
+    {"deepseek_v3": _DEEPSEEK, "glm4_moe_lite": _GLM, "qwen3_next": _QWEN_NEXT}  # by model_type
 )
 
 
