@@ -170,7 +170,7 @@ def test_implementations_of_one_interface_do_not_import_each_other(kind):
     assert not faults, "\n".join(faults)
 
 
-DRAFTERS = ("eagle", "standalone", "ngram", "n-gram", "prompt lookup")
+DRAFTERS = ("eagle", "mtp", "standalone", "ngram", "n-gram", "prompt lookup")
 OPTION_OF_TREES = re.compile(r"speculative[-_]eagle[-_]topk")  # its name is the public one
 
 

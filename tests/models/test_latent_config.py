@@ -11,9 +11,10 @@ import transformers
 from paceline.core.errors import ModelError
 from paceline.core.model.config import ExpertChoice, Heads, LatentConfig
 from paceline.kernels.moe_choose import moe_choose
-from paceline.models.checkpoint_names import without_layers_behind
+from paceline.models.checkpoint_names import of_the_model
 from paceline.models.config import parse_config
 from paceline.models.locate import locate
+from paceline.models.registry import ARCHITECTURES
 
 V2: dict[str, Any] = {
     "model_type": "deepseek_v2",
@@ -76,7 +77,10 @@ def test_glm_says_which_layers_have_experts() -> None:
 def test_layers_that_predict_a_token_further_are_left_out() -> None:
     stored = ["model.norm.weight", "model.layers.2.mlp.gate.weight", "model.layers.3.enorm.weight"]
     names = dict(zip(stored, stored, strict=True))
-    assert list(without_layers_behind(names, 3)) == stored[:2]
+    assert list(of_the_model(names, ARCHITECTURES["deepseek_v3"], 3)) == stored[:2]
+    assert list(of_the_model(names, ARCHITECTURES["deepseek_v2"], 3)) == stored
+    apart = {"mtp.fc.weight": "", "model.layers.3.mlp.gate.weight": ""}
+    assert [*of_the_model(apart, ARCHITECTURES["qwen3_next"], 3)] == [*apart][1:]
 
 
 def test_layers_may_all_be_dense() -> None:

@@ -400,17 +400,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def make(case: str) -> transformers.PreTrainedModel:
     """The transformers model of a case, float32.  Norms and biases are random too, so that one left
     out or swapped shows.  Attention is `eager`: masks, windows and scale stand in plain sight."""
-    family, settings = CASES[case]
+    return make_of(case, *CASES[case])
+
+
+def make_of(name: str, family: str, settings: dict[str, Any]) -> transformers.PreTrainedModel:
+    """The same of a case that no list has; name: its seed."""
     config_name = f"{family}TextConfig" if family == "Gemma3" else f"{family}Config"
     config = getattr(transformers, config_name)(**settings)
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    torch.manual_seed(zlib.crc32(case.encode()))
+    torch.manual_seed(zlib.crc32(name.encode()))
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 or name.endswith("bias"):
+    for path, parameter in model.named_parameters():
+        if parameter.dim() == 1 or path.endswith("bias"):
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
-        assert parameter.std() > 0, name
+        assert parameter.std() > 0, path
     return model
 
 

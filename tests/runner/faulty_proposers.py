@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.step import Step
 from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
-from paceline.speculate.eagle.proposer import EagleProposer
+from paceline.speculate.feature_proposer import FeatureProposer
 
 OUTSIDE = 8  # a row of nobody's in the step
 
@@ -18,7 +18,7 @@ OUTSIDE = 8  # a row of nobody's in the step
 class WrappedProposer(Proposer):
     """Right: `extra` adds nothing to the drafts."""
 
-    def __init__(self, inner: EagleProposer) -> None:
+    def __init__(self, inner: FeatureProposer) -> None:
         self.name, self.shape = inner.name, inner.shape
         self.pools, self.taps, self.model = inner.pools, inner.taps, inner.model
         self.observes, self.backend = inner.observes, inner.backend
@@ -101,7 +101,7 @@ class ReadsDrafts(WrappedProposer):
 class HasHiddenState(WrappedProposer):
     """Counts its rounds where nobody looks."""
 
-    def __init__(self, inner: EagleProposer) -> None:
+    def __init__(self, inner: FeatureProposer) -> None:
         super().__init__(inner)
         self._calls = torch.zeros(1, dtype=torch.int64)
 

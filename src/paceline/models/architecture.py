@@ -57,5 +57,5 @@ class Architecture:
     ignored: tuple[str, ...] = COMPUTED  # patterns of the tensors that are not used; others are
     # unexpected
     names_experts: bool = False  # its checkpoints name each expert's tensors, or stack them
-    predicts_more: bool = False  # they may hold layers behind the last, which predict a token
-    # further and are not run
+    predicts: str | None = None  # how tensors of a layer that predicts a token further are named
+    # where there is one, {} being the number of layers: the model itself does not run it

@@ -47,11 +47,16 @@ def canonical_name(name: str, file: Architecture) -> str | None:
     return f"model.{name}" if name.startswith(_BODY) else name
 
 
-def without_layers_behind(names: dict[str, str], num_layers: int) -> dict[str, str]:
-    """`names`, as of `canonical_names`, of the first `num_layers` layers and what is in none."""
+def of_the_model(names: dict[str, str], file: Architecture, num_layers: int) -> dict[str, str]:
+    """`names`, as of `canonical_names`, without those of layers that predict a token further."""
+    if file.predicts is None:
+        return names
+    has_own_place = "{}" not in file.predicts
 
-    def is_behind(name: str) -> bool:
+    def is_further(name: str) -> bool:
+        if has_own_place:
+            return name.startswith(str(file.predicts))
         found = _LAYER.match(name)
         return found is not None and int(found[1]) >= num_layers
 
-    return {name: stored for name, stored in names.items() if not is_behind(name)}
+    return {name: stored for name, stored in names.items() if not is_further(name)}

@@ -46,7 +46,7 @@ class Decoder(nn.Module):
     ) -> None:
         """named: the checkpoint names of a layer's tensors."""
         super().__init__()
-        self._named = named
+        self.name_layer = named
         self.embedding = embedding
         self.layers = nn.ModuleList(layers)
         self.norm = norm
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         """What a checkpoint fills."""
         named = self.embedding.held.fill(f"{prefix}.embed_tokens")
         for index, layer in enumerate(self.layers):
-            named |= self._named(layer, f"{prefix}.layers.{index}")
+            named |= self.name_layer(layer, f"{prefix}.layers.{index}")
         named[f"{prefix}.norm.weight"] = wholly(self.norm.weight)
         return named
 

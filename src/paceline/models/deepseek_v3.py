@@ -35,5 +35,5 @@ ARCHITECTURE = Architecture(
         "num_experts_per_tok": 8,
     },
     names_experts=True,
-    predicts_more=True,
+    predicts="model.layers.{}.",
 )

@@ -44,5 +44,5 @@ ARCHITECTURE = Architecture(
         "num_experts_per_tok": 4,
     },
     names_experts=True,
-    predicts_more=True,
+    predicts="model.layers.{}.",
 )

@@ -5,6 +5,7 @@ from the mapped file straight into the (fused) parameter that holds it.  Nothing
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from paceline.layers.weights.weight_format import Named, held_by
 from paceline.models.architecture import Architecture
 from paceline.models.causal_lm import CausalLM
 from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, open_checkpoint
-from paceline.models.checkpoint_names import canonical_names, without_layers_behind
+from paceline.models.checkpoint_names import canonical_names, of_the_model
 from paceline.models.coverage import require_filled_once
 from paceline.models.locate import ModelSource
 from paceline.models.packed_layers import PLAIN, Packings, build_model, packed_modules
@@ -82,11 +83,7 @@ def load_model(
             whole = build(parallel=ALONE, device=torch.device("meta"), exchange=None)
             fill_dummy_part(model, whole, device=device, seed=seed)
         return model
-    with open_checkpoint(weights_folder(source)) as opened:
-        stored: StoredTensors = opened
-        quantization = read_quantization(source.config)
-        if quantization is not None:
-            stored = Dequantised(stored, quantization, model=source.name)
+    with open_numbers(source) as stored:
         model = build()
         checkpoint = _repacked(stored, model, file, packings, device=device, name=source.name)
         if file.names_experts:
@@ -95,8 +92,7 @@ def load_model(
         if rows is not None:
             checkpoint = PaddedTables(checkpoint, stored=rows, rows=config.vocab_size)
         names = canonical_names(checkpoint.names, file, model=source.name)
-        if file.predicts_more:
-            names = without_layers_behind(names, config.num_layers)
+        names = of_the_model(names, file, config.num_layers)
         if End.GENERATE not in config.ends:
             names.pop(_HEAD, None)  # it makes vectors alone
         elif config.tie_word_embeddings:
@@ -113,6 +109,17 @@ def load_model(
             progress=progress,
         )
     return model
+
+
+@contextmanager
+def open_numbers(source: ModelSource) -> Iterator[StoredTensors]:
+    """The weights of `source`, codes as the numbers they stand for.  Raises WeightsError."""
+    with open_checkpoint(weights_folder(source)) as checkpoint:
+        quantization = read_quantization(source.config)
+        if quantization is None:
+            yield checkpoint
+        else:
+            yield Dequantised(checkpoint, quantization, model=source.name)
 
 
 def _repacked(

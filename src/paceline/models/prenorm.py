@@ -39,6 +39,7 @@ def build_prenorm(
     mixers: Mapping[str, type[nn.Module]] = NO_MIXERS,
     named: NameLayer = name_prenorm,
     embedding_scale: float | None = None,
+    embedding: Embedding | None = None,
 ) -> CausalLM:
     """The model with uninitialised weights; `max_positions` as in `rope_tables`.
 
@@ -48,12 +49,13 @@ def build_prenorm(
     """
     placement = Placement(device, dtype, formats, exchange)
     tables = rope_tables(config, max_positions=max_positions, device=device)
-    embedding = Embedding(
-        config.vocab_size,
-        config.hidden_size,
-        scale=embedding_scale if config.multipliers is None else config.multipliers.embedding,
-        placement=placement,
-    )
+    if embedding is None:
+        embedding = Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            scale=embedding_scale if config.multipliers is None else config.multipliers.embedding,
+            placement=placement,
+        )
     if config.qk_norm is QKNorm.ROW:
         attention = RowNormedAttention
     blocks = {SOFTMAX: attention if config.latent is None else LatentAttention, **mixers}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.attention.linear.shape import GDN, LinearShape
 from paceline.core.model.config import LayerSpec, ModelConfig, NormKind, QKNorm
-from paceline.models.architecture import COMPUTED, Architecture
+from paceline.models.architecture import Architecture
 from paceline.models.config_layers import with_layers
 from paceline.models.config_linear import linear_layers
 from paceline.models.config_prenorm import attention_biases, read_prenorm
@@ -79,6 +79,6 @@ ARCHITECTURE = Architecture(
         "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True,
     },
-    ignored=(*COMPUTED, r"^mtp\."),  # layers that predict a token further
     names_experts=True,
+    predicts="mtp.",
 )

@@ -35,11 +35,11 @@ def choose_drafter(
     if name is None and path is None:
         return _own_head(options, source)
     algorithm = None if name is None else ALGORITHMS[name]
-    if algorithm is not None and not algorithm.has_model:
+    if algorithm is not None and not algorithm.takes_path:
         if path is not None:
-            raise _bad_path(
-                f"left out: {name} has no draft model", path, "remove it, or name its algorithm"
-            )
+            has = "layers of the model itself" if algorithm.is_within else "no draft model"
+            remedy = "remove it, or name its algorithm"
+            raise _bad_path(f"left out: {name} has {has}", path, remedy)
         return DraftChoice(algorithm=algorithm, source=None, chosen={})
     chosen: dict[str, Chosen] = {}
     if path is None:
@@ -134,7 +134,9 @@ def _told_by(source: ModelSource) -> tuple[Algorithm, str]:
         told = algorithm.told_by(config)
         if told is not None:
             return algorithm, f"{where} describes {told}"
-    silent = [each.name for each in ALGORITHMS.values() if each.has_model and not each.tells_itself]
+    silent = [
+        each.name for each in ALGORITHMS.values() if each.takes_path and not each.tells_itself
+    ]
     raise ConfigError.about(
         "speculative_algorithm",
         expected="named for a draft model of one layer, which may be a head or a model",

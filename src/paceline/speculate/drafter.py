@@ -96,10 +96,16 @@ class Algorithm(ABC):
     name: str  # one of DRAFT_ALGORITHMS
     usual_steps: int  # drafts on a path where nobody says
     has_model: bool = True  # else there is no draft model, and drafts have no probabilities
+    is_within: bool = False  # its layers are in the target's own checkpoint
     tells_itself: bool = False  # config.json of its models always says what they are
     is_own: bool = False  # the bundled model has a draft model for it
     own_options: tuple[str, ...] = ()  # which no other algorithm has
     others: str = ""  # why: what others do not do
+
+    @property
+    def takes_path(self) -> bool:
+        """Whether its draft model is named by --speculative-draft-model-path."""
+        return self.has_model and not self.is_within
 
     @property
     def bundled(self) -> Path | None:

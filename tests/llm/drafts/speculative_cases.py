@@ -97,6 +97,8 @@ class Truth:
         }
         if drafter == "NGRAM":
             return options | {"speculative_ngram_min": 1}
+        if drafter == "MTP":
+            return options
         return options | {"speculative_draft_model_path": str(self.drafters[drafter])}
 
 

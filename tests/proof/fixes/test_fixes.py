@@ -110,7 +110,7 @@ def test_fixes_touch_every_part_of_a_round():
         "paceline.speculate.draft_cache",
         "paceline.speculate.draft_passes",
         "paceline.speculate.drafting",
-        "paceline.speculate.eagle.proposer",
+        "paceline.speculate.feature_proposer",
     }
 
 

@@ -18,7 +18,7 @@ from paceline.core.parallel import MOST_RANKS
 from paceline.core.request.sampling_params import SEED_LIMIT
 
 LOAD_FORMATS = ("auto", "dummy")
-DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "NGRAM", "STANDALONE")
+DRAFT_ALGORITHMS = ("EAGLE", "EAGLE3", "MTP", "NGRAM", "STANDALONE")
 OFF = "off"
 MAX_QUEUED = 1024  # completions that may wait, beside the max_num_seqs that run
 SAMPLE_AND_MATCH, REJECTION = "sample_and_match", "rejection"
@@ -220,9 +220,10 @@ class EngineOptions:
         None,
         str,
         "Who drafts tokens for the model to verify several at a time; the text stays the same.  "
-        "EAGLE and EAGLE3: a head on the model's hidden states; STANDALONE: a small model of the "
-        "same vocabulary; NGRAM: a search in the request's own text, without a draft model; auto: "
-        "what the draft model is, and the bundled model's own head.",
+        "EAGLE and EAGLE3: a head on the model's hidden states; MTP: the layer that the model has "
+        "for it; STANDALONE: a small model of the same vocabulary; NGRAM: a search in the "
+        "request's own text, without a draft model; auto: what the draft model is, and the "
+        "bundled model's own head.",
         "--speculative-algorithm",
         choices=(*DRAFT_ALGORITHMS, OFF),
     )

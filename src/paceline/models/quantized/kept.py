@@ -9,7 +9,7 @@ from paceline.core.model.config import ModelConfig
 from paceline.core.options.engine_options import EngineOptions
 from paceline.kernels.packed_weight import FP8, INT4, INT8, Packing
 from paceline.models.checkpoint import open_checkpoint
-from paceline.models.checkpoint_names import canonical_names, without_layers_behind
+from paceline.models.checkpoint_names import canonical_names, of_the_model
 from paceline.models.locate import ModelSource
 from paceline.models.packed_layers import PLAIN, Packings
 from paceline.models.quantized.scheme import Quantization
@@ -69,8 +69,7 @@ def stored_packings(
     with open_checkpoint(folder) as checkpoint:
         stored = Dequantised(checkpoint, quantization, model=source.name)
         names = canonical_names(stored.names, file, model=source.name)
-        if file.predicts_more:
-            names = without_layers_behind(names, config.num_layers)
+        names = of_the_model(names, file, config.num_layers)
         found, num_unread = {}, 0
         for canonical, name in names.items():
             packing = stored.packing(name)

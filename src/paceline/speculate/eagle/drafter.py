@@ -27,7 +27,7 @@ from paceline.speculate.eagle.config import (
 )
 from paceline.speculate.eagle.head import EagleHead, build_eagle_head
 from paceline.speculate.eagle.loader import load_eagle_head
-from paceline.speculate.eagle.proposer import EagleProposer
+from paceline.speculate.feature_proposer import FeatureProposer
 
 BUNDLED_HEAD = BUNDLED_FOLDER / "eagle3"
 
@@ -54,10 +54,10 @@ class EagleDrafter(Drafter):
             max_positions=bound,
         )
 
-    def proposer(self, module: EagleHead, place: DraftPlacement) -> EagleProposer:
+    def proposer(self, module: EagleHead, place: DraftPlacement) -> FeatureProposer:
         layer = module.config.layer
         cache = draft_cache(layer, self.pass_rows, place, sinks=(None,) * layer.num_layers)
-        return EagleProposer(
+        return FeatureProposer(
             self.algorithm,
             self.shape,
             module,

@@ -1,9 +1,4 @@
-"""EagleHead: the draft model that continues the target's hidden states.
-
-Position p takes the token behind it, t[p + 1], and the target's feature at p, or, where the target
-has not been yet, the head's own feature of the position before.  Its result there is the feature
-that belongs to p + 1, and logits for t[p + 2].
-"""
+"""EagleHead: the draft model that continues the target's hidden states."""
 
 from collections.abc import Sequence
 
@@ -32,10 +27,11 @@ from paceline.speculate.eagle.layers import (
     HiddenStream,
     head_attention,
 )
+from paceline.speculate.feature_proposer import FeatureHead
 
 
-class EagleHead(nn.Module):
-    """An EAGLE-1 (or 2) or EAGLE-3 head.  Inference only; all calls are device-only and recordable.
+class EagleHead(FeatureHead):
+    """An EAGLE-1 (or 2) or EAGLE-3 head.  Inference only.
 
     Attention layers are 0 to num_layers - 1 of the context it is called with.
     """
@@ -53,6 +49,7 @@ class EagleHead(nn.Module):
         super().__init__()
         layer = config.layer
         self.config = config
+        self.hidden_size = config.hidden_size
         self.fusion: Fusion | None = None
         if config.fuses_taps:
             self.fusion = Fusion(config, placement=placement)
@@ -71,7 +68,6 @@ class EagleHead(nn.Module):
                 placement=placement,
             )
         self.head: LMHead | None = None
-        self.d2t: Tensor | None
         self.register_buffer("d2t", None, persistent=False)
         if config.draft_vocab_size is not None:
             self.head = LMHead(
@@ -82,7 +78,6 @@ class EagleHead(nn.Module):
                 parallel=parallel,
                 placement=placement,
             )
-            # [draft vocab]  int64  target id = draft id + d2t[draft id]
             self.d2t = torch.zeros(
                 config.draft_vocab_size, dtype=torch.int64, device=placement.device
             )
@@ -92,10 +87,6 @@ class EagleHead(nn.Module):
         self._target_logits = target.logits
 
     def fuse(self, taps: Sequence[Tensor]) -> Tensor:
-        """The target's hidden states, in the order of `tap_names`, as features.
-
-        taps: [num_taps] of [tokens, target hidden].  Returns [tokens, hidden].
-        """
         assert len(taps) == self.config.num_taps, (len(taps), self.config.num_taps)
         if self.fusion is None:
             return taps[0] if len(taps) == 1 else torch.cat(tuple(taps), dim=-1)
@@ -105,12 +96,6 @@ class EagleHead(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, features: Tensor, ctx: StepContext
     ) -> Tensor:
-        """One pass over rows; mutates none of them.
-
-        input_ids, positions: [tokens] int64, the token behind each position and the position;
-        features: [tokens, hidden].  Returns [tokens, hidden]: what the next position takes as its
-        feature, and `logits` for the token after it.
-        """
         stream: HiddenStream = self.first(input_ids, self._table, features, positions, ctx)
         delta, residual = stream
         for layer in self.later:
@@ -121,8 +106,6 @@ class EagleHead(nn.Module):
         return residual.add_(delta)
 
     def logits(self, features: Tensor) -> Tensor:
-        """features [rows, hidden], as `forward` returned them -> [rows, draft vocab], or [rows,
-        vocab] of a head without a vocabulary of its own."""
         if self.norm is not None and not self.config.norm_output:
             features = self.norm(features)
         if self.head is None:

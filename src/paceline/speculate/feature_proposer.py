@@ -1,34 +1,71 @@
-"""EagleProposer: an EAGLE head (versions 1, 2 and 3) drafts from the target's hidden states.
+"""FeatureProposer: a head drafts from the target's hidden states.
 
 The head reads, at position p, the token at p + 1 and a feature of p: the target's, or where the
 target has not been yet, the head's own output one position before.  What the head made of the last
 accepted position is kept per request: the first drafts of a round follow from it.
 """
 
+from abc import abstractmethod
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core.draft_shape import DraftShape
 from paceline.core.step import Step
 from paceline.kernels.grow_tree import pass_parents
+from paceline.layers.attention import StepContext
 from paceline.runner.proposer import DraftTree, Observed, Proposer, RoundState
 from paceline.speculate.draft_cache import DraftCache
 from paceline.speculate.draft_passes import OBSERVE_PASS, DraftPasses
 from paceline.speculate.drafting import DraftRun, propose
-from paceline.speculate.eagle.head import EagleHead
 
 
-class EagleProposer(Proposer):
+class FeatureHead(nn.Module):
+    """What continues the target's hidden states.  All calls are device-only and recordable.
+
+    Position p takes the token behind it, t[p + 1], and the target's feature at p, or, where the
+    target has not been yet, the head's own feature of the position before.  Its result there is the
+    feature that belongs to p + 1, and logits for t[p + 2].
+    """
+
+    hidden_size: int  # width of a feature
+    d2t: Tensor | None  # [draft vocab]  int64  target id = draft id + d2t[draft id]; None: the same
+
+    @abstractmethod
+    def fuse(self, taps: Sequence[Tensor]) -> Tensor:
+        """The target's hidden states, of the drafter's taps in their order, as features.
+
+        taps: [num_taps] of [tokens, target hidden].  Returns [tokens, hidden].
+        """
+
+    @abstractmethod
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, features: Tensor, ctx: StepContext
+    ) -> Tensor:
+        """One pass over rows; mutates none of them.
+
+        input_ids, positions: [tokens] int64, the token behind each position and the position;
+        features: [tokens, hidden].  Returns [tokens, hidden]: what the next position takes as its
+        feature, and `logits` for the token after it.
+        """
+
+    @abstractmethod
+    def logits(self, features: Tensor) -> Tensor:
+        """features [rows, hidden], as `forward` returned them -> [rows, draft vocab]."""
+
+
+class FeatureProposer(Proposer):
     """Owns the recurrent feature of every request: [table rows, hidden]."""
 
     observes = True
-    model: EagleHead
+    model: FeatureHead
 
     def __init__(
         self,
         name: str,
         shape: DraftShape,
-        head: EagleHead,
+        head: FeatureHead,
         *,
         taps: tuple[str, ...],
         cache: DraftCache,
@@ -43,12 +80,12 @@ class EagleProposer(Proposer):
         self._cache = cache
         self._passes = passes
         self._features = torch.zeros(
-            table_rows, head.config.hidden_size, dtype=cache.dtype, device=cache.device
+            table_rows, head.hidden_size, dtype=cache.dtype, device=cache.device
         )
 
     def propose(self, state: RoundState) -> DraftTree:
         """First drafts from the kept feature, then num_steps - 1 passes of the head."""
-        run = _EagleRun(self.model, self._passes, state, self._features, self.shape)
+        run = _FeatureRun(self.model, self._passes, state, self._features, self.shape)
         return propose(run, state, self.shape)
 
     def observe(self, observed: Observed) -> None:
@@ -74,12 +111,12 @@ class EagleProposer(Proposer):
         return {"draft.features": self._features}
 
 
-class _EagleRun(DraftRun):
+class _FeatureRun(DraftRun):
     """One round: what the passes so far were given, and their last output."""
 
     def __init__(
         self,
-        head: EagleHead,
+        head: FeatureHead,
         passes: DraftPasses,
         state: RoundState,
         features: Tensor,  # [table rows, hidden]

@@ -1,0 +1,1 @@
+"""MTP: a model's own layers behind its last, which predict a token further."""

@@ -1,0 +1,96 @@
+"""The layer behind a model's last as it was decided: what --speculative-algorithm MTP asks for."""
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.draft_shape import DraftShape
+from paceline.core.model.config import ModelConfig
+from paceline.core.options.engine_options import EngineOptions
+from paceline.core.parallel import Parallel
+from paceline.models.causal_lm import CausalLM
+from paceline.models.locate import ModelSource
+from paceline.models.registry import architecture
+from paceline.models.size import META
+from paceline.runner.build import RunnerConfig
+from paceline.speculate.build import DraftPlacement, draft_cache, draft_passes
+from paceline.speculate.drafter import Algorithm, Drafter, Loading
+from paceline.speculate.feature_proposer import FeatureProposer
+from paceline.speculate.mtp.head import MtpHead, build_mtp_head
+from paceline.speculate.mtp.layout import Layout, layout_of, read_next_token
+from paceline.speculate.mtp.loader import load_mtp_head
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpDrafter(Drafter):
+    """The layer behind the target's last."""
+
+    source: ModelSource  # the target's
+    model: ModelConfig
+    layout: Layout
+    place: str  # how the names of its tensors begin
+
+    def load(self, target: CausalLM, limits: RunnerConfig, how: Loading) -> MtpHead:
+        return load_mtp_head(
+            self.source,
+            self.model,
+            self.layout,
+            target,
+            place=self.place,
+            max_positions=limits.kv_len_bound,
+            how=how,
+        )
+
+    def empty(self, target: CausalLM, limits: RunnerConfig, dtype: torch.dtype) -> MtpHead:
+        return build_mtp_head(
+            self.model,
+            target,
+            parallel=Parallel(),
+            device=META,
+            dtype=dtype,
+            max_positions=limits.kv_len_bound,
+        )
+
+    def proposer(self, module: MtpHead, place: DraftPlacement) -> FeatureProposer:
+        cache = draft_cache(self.model, self.pass_rows, place, sinks=(None,))
+        return FeatureProposer(
+            self.algorithm,
+            self.shape,
+            module,
+            taps=self.taps,
+            cache=cache,
+            passes=draft_passes(cache, self.shape, self.pass_rows, place),
+            table_rows=place.limits.max_running + 1,
+        )
+
+
+class MtpAlgorithm(Algorithm):
+    """Layers that the target's own checkpoint has."""
+
+    def read(
+        self,
+        options: EngineOptions,
+        shape: DraftShape,
+        source: ModelSource | None,
+        *,
+        target: ModelConfig,
+        of: ModelSource,
+    ) -> MtpDrafter:
+        assert source is None, f"{self.name} has no draft model of its own"
+        layout = layout_of(target)
+        model = read_next_token(of.config, layout)
+        return MtpDrafter(
+            algorithm=self.name,
+            shape=shape,
+            source=of,
+            model=model,
+            vocab_size=target.vocab_size,
+            taps=("final",),
+            tap_width=target.hidden_size,
+            from_root=False,
+            layout=layout,
+            place=str(architecture(target.model_type).predicts).format(target.num_layers),
+        )
+
+
+MTP = MtpAlgorithm(name="MTP", usual_steps=3, is_within=True)
