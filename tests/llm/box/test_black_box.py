@@ -1,15 +1,18 @@
 """What a black box keeps, and what it writes where."""
 
 import json
+import math
 import stat
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from box_cases import boxed, trip_token, tripping, written
-from llm_cases import GREEDY, Checkpoint, make_llm, random_prompts
+from grammar_turns import Turns
+from llm_cases import GREEDY, Checkpoint, make_checkpoint, make_llm, random_prompts
 
-from paceline.core.errors import ConfigError, IntegrityError
+from paceline.core.errors import ConfigError, IntegrityError, RequestError
 from paceline.engine.loop import overlapped_turn
 from paceline.llm.box import black_box
 from paceline.llm.box.record import decode_record, encode_record
@@ -53,7 +56,7 @@ def test_a_file_is_plain_json_for_its_owner(checkpoint: Checkpoint, tmp_path: Pa
     [join, _] = found["steps"][0]["deltas"]
     assert join["kind"] == "join"
     assert (join["params"]["seed"], join["params"]["max_tokens"]) == (7, 5)
-    assert sum(len(row[0]) for row, _ in found["landed"]) == 5
+    assert sum(len(ids) for each in found["landed"] for ids in each["token_ids"]) == 5
     assert "aabbccdd" not in path.read_text()
     assert "secret" not in path.read_text()
     [record] = written(folder)
@@ -152,6 +155,34 @@ def test_what_the_scheduler_raises_is_said_to_be_its_own(
     found = replay(record, {})
     assert not found.is_reproduced
     assert found.end.endswith("ended; it was raised by the scheduler, which a replay does without")
+
+
+class Refuses(Turns):
+    """A grammar that hears what it has not allowed."""
+
+    def accept(self, token: int) -> None:
+        raise RequestError("a grammar's word")
+
+
+def test_who_ends_by_a_grammar_is_not_told_of_anothers_nan(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    def poison(model: Any) -> None:
+        model.get_input_embeddings().weight[77] = math.nan
+
+    sick = make_checkpoint("llama-gqa2-untied", tmp_path / "sick", change=poison)
+    with boxed(sick, tmp_path / "box") as llm:
+        trackers = llm.submit([[5, 6]], GREEDY, grammar=Refuses([range(10, 20)], length=3))
+        trackers += llm.submit([[5, 77]], GREEDY)
+        while llm.engine.has_work:
+            llm.engine.step()
+    refused, failed = [tracker.snapshot().outputs[0].error for tracker in trackers]
+    [path] = (tmp_path / "box").iterdir()
+    assert refused == "a grammar's word"
+    assert str(failed).endswith(f"its last steps are in {path.name}")
+    [record] = written(tmp_path / "box")
+    assert record.failure.rows == (1,)
+    assert "grammar" not in record.failure.text
 
 
 @pytest.mark.parametrize("what", ["a file", "a folder that is locked"])

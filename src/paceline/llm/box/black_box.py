@@ -16,6 +16,7 @@ from pathlib import Path
 from threading import Lock
 
 from paceline.core.errors import ConfigError
+from paceline.core.modes import End
 from paceline.core.step import FinishCode, JoinDelta, Step, StepOutputs
 from paceline.engine.loop import Launched, Runner, Schedules, Turn, TurnFunction
 from paceline.engine.request import FinishReason
@@ -57,6 +58,12 @@ class _Seen:
     kept: list[_Kept]
     rows: TableRows  # before the first of these
     asked: dict[int, Asked]  # who was in them, by row
+
+    def index_of(self, request_id: str) -> int:
+        """The row of the last step that a request has."""
+        entered = [*self.asked.values(), *(each for kept in self.kept for each in kept.asked)]
+        last = max((e for e in entered if e.request_id == request_id), key=lambda e: e.epoch)
+        return self.kept[-1].step.layout.rows.index(last.row)
 
     def shorter(self) -> "_Seen":
         """Without the older half of what has come back."""
@@ -124,17 +131,23 @@ class BlackBox:
                 return
 
     def note_failed(self, outputs: StepOutputs, updates: Sequence[RequestUpdate]) -> None:
-        """Requests of the step have ended with an error, by their logits or by a grammar's word;
-        the former are told of the file."""
-        codes = enumerate(outputs.finish)
-        rows = tuple(index for index, code in codes if code is FinishCode.NON_FINITE)
-        if not rows:
-            return
-        failed = [each.request for each in updates if each.finish is FinishReason.ERROR]
-        text = "; ".join(str(request.error) for request in failed)
+        """Requests of the step have ended with an error, by what was not finite or by a grammar's
+        word; the former are told of the file."""
         seen = self._seen()
         while seen.kept[-1].step.epoch != outputs.epoch:  # launched since
             seen.kept.pop()
+        errors = [each.request for each in updates if each.finish is FinishReason.ERROR]
+        index = {request: seen.index_of(request.request_id) for request in errors}
+        failed = [
+            request
+            for request in errors
+            if request.end is not End.GENERATE
+            or outputs.finish[index[request]] is FinishCode.NON_FINITE
+        ]
+        if not failed:
+            return
+        text = "; ".join(str(request.error) for request in failed)
+        rows = tuple(index[request] for request in failed)
         told = self._write(Failure(kind=NON_FINITE, text=text, rows=rows), seen)
         if told is not None:
             for request in failed:
