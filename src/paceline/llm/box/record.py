@@ -55,7 +55,8 @@ class Made(Struct, frozen=True, kw_only=True):
 def made_by(prepared: Prepared, num_pages: tuple[int, ...]) -> Made:
     """num_pages: [num_groups]"""
     options = unusual(prepared.options) | {"device": prepared.options.device}
-    options.pop("black_box_dir", None)
+    for name in ("black_box_dir", "black_box_bytes"):
+        options.pop(name, None)
     config = json.dumps(prepared.source.config, sort_keys=True)
     origins = prepared.resolution.origins
     return Made(
