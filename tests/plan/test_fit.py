@@ -295,6 +295,7 @@ def test_open_values_are_decided():
             "pooling",  # as the model's files say
             "quantization",  # as the checkpoint says
             "black_box_dir",  # nobody asked for a record
+            "black_box_bytes",
             "attention_backend",
             "linear_attention_backend",
             "state_checkpoint_every",  # no layer keeps a state

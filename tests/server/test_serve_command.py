@@ -20,7 +20,10 @@ from serving import FIRST_WORDS, Hosted, Turns, small_llm
 from children import PACELINE, child
 from paceline.cli.app import app
 from paceline.cli.lines import Lines
+from paceline.core.errors import ConfigError
 from paceline.server import run
+from paceline.server.border import process
+from paceline.server.border.live_forms import FormLimits
 from paceline.server.limits import ServerLimits
 from paceline.server.run import Address, bind, serve
 
@@ -245,3 +248,20 @@ def test_help_teaches_by_examples():
     text = CliRunner().invoke(app, ["serve", "--help"]).stdout
     for part in ("--served-model-name", "PACELINE_API_KEY", "curl http://", "OpenAI(base_url="):
         assert part in text
+
+
+@pytest.mark.parametrize("more", [(9, 3), ()])
+def test_limits_of_forms_go_to_the_engine(monkeypatch, more):
+    heard = []
+
+    def start(options, **setup):
+        heard.append((setup["max_forms"], setup["max_forms_per_client"]))
+        raise ConfigError("no engine")
+
+    monkeypatch.setattr(process, "EngineProcess", start)
+    flags = ("--max-forms", "--max-forms-per-client")
+    words = [str(word) for pair in zip(flags, more, strict=False) for word in pair]
+    done = CliRunner().invoke(app, ["serve", "--port", "0", *words])
+    assert "no engine" in done.output
+    usual = FormLimits()
+    assert heard == [more or (usual.of_all, usual.of_client)]

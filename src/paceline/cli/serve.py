@@ -164,6 +164,18 @@ From Python, with the openai package:
     MAX_QUEUED,
     "Completions that may wait beside those that run; more are answered with 503.",
 )
+@limit(
+    "--max-forms-per-client",
+    COUNT,
+    64,
+    "Different forms of answers that requests of one client have at once; one more is a 429.",
+)
+@limit(
+    "--max-forms",
+    COUNT,
+    256,
+    "Those of all clients, the last eighth for who has none; one more is answered with 503.",
+)
 @limit("--max-body-mib", COUNT, 16, "Longest body of a request; else 413.  [MiB]")
 @limit("--max-connections", COUNT, 4096, "Connections at once; one more is answered with 503.")
 @limit(
@@ -248,6 +260,8 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
         parsers=Parsers(tools=values["tool_parser"], reasoning=values["reasoning_parser"]),
         limits=ServerLimits(
             max_queued=values["max_queued_requests"],
+            max_forms=values["max_forms"],
+            max_forms_per_client=values["max_forms_per_client"],
             max_body_mib=values["max_body_mib"],
             max_connections=values["max_connections"],
             header_s=values["header_timeout"],
@@ -266,7 +280,14 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
         nullcontext() if log is None else closing(log),
         nullcontext() if spans is None else closing(spans),
         bind(address) as bound,
-        closing(EngineProcess(asked, stuck_s=address.limits.stuck_s)) as engine,
+        closing(
+            EngineProcess(
+                asked,
+                stuck_s=address.limits.stuck_s,
+                max_forms=address.limits.max_forms,
+                max_forms_per_client=address.limits.max_forms_per_client,
+            )
+        ) as engine,
     ):
         failure = serve_until_stopped(
             engine, bound, address, tell=lambda text: lines.write(f"{text}\n")

@@ -70,6 +70,10 @@ class BusyError(PacelineError):
     """A full queue; the same request may be sent again later."""
 
 
+class FormsError(BusyError):
+    """More different forms of answers at once than are followed; one may be asked for later."""
+
+
 class ShareError(PacelineError):
     """A client that has as much at once as it may; others go on."""
 

@@ -170,12 +170,17 @@ def _black_box(prepared: Prepared, knobs: Knobs, scheduler: Scheduler) -> "Black
     folder = prepared.options.black_box_dir
     if folder is None:
         return None
-    from paceline.llm.box.black_box import KEPT_STEPS, BlackBox  # brings msgspec
+    from paceline.llm.box.black_box import KEPT_BYTES, KEPT_STEPS, BlackBox  # brings msgspec
     from paceline.llm.box.record import made_by
 
     made = made_by(prepared, planned_pages(prepared, knobs))
-    kept_steps = knobs.kept_steps or KEPT_STEPS
-    return BlackBox(Path(folder), scheduler, made, kept_steps=kept_steps)
+    return BlackBox(
+        Path(folder),
+        scheduler,
+        made,
+        kept_steps=knobs.kept_steps or KEPT_STEPS,
+        kept_bytes=prepared.options.black_box_bytes or KEPT_BYTES,
+    )
 
 
 def _facts(prepared: Prepared) -> dict[str, object]:

@@ -52,6 +52,13 @@ def refuse_asked(options: EngineOptions, config: ModelConfig, device: DeviceFact
             got=options.max_model_len,
             remedy="lower --max-model-len",
         )
+    if options.black_box_bytes is not None and options.black_box_dir is None:
+        raise ConfigError.about(
+            "black_box_bytes",
+            expected="given with --black-box-dir",
+            got=f"{options.black_box_bytes} without",
+            remedy="name a folder, or leave it out",
+        )
 
 
 def refuse_ranks(options: EngineOptions, config: ModelConfig, num_gpus: int | None) -> None:

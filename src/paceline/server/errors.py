@@ -4,8 +4,8 @@
 Status codes: 400 for a wrong request, 401 for a wrong key, 404 for an unknown model or path, 405
 for a wrong method, 408 for what does not come in time, 413 for a body that is too long, 429 for a
 client that has as much at once as it may, 500 for what went wrong here, 503 from a server that
-stops or whose queue is full, and from /health of an engine that has ended, 504 for a request whose
-deadline has passed.
+stops, whose queue is full or that has as many forms of answers as it may, and from /health of an
+engine that has ended, 504 for a request whose deadline has passed.
 """
 
 import json
@@ -20,6 +20,7 @@ from paceline.core.errors import (
     BusyError,
     CapacityError,
     DeadlineError,
+    FormsError,
     ModelError,
     PacelineError,
     RequestError,
@@ -107,6 +108,8 @@ class ApiError(Exception):
 
 def as_api_error(error: PacelineError) -> ApiError:
     """What the engine raised, as an answer."""
+    if isinstance(error, FormsError):
+        return ApiError(503, str(error), code="too_many_forms", headers={"Retry-After": "1"})
     if isinstance(error, BusyError):
         return ApiError(503, str(error), code="queue_full", headers={"Retry-After": "1"})
     if isinstance(error, ShareError):

@@ -16,6 +16,8 @@ class ServerLimits:
     """What is refused beyond; times in seconds.  `paceline serve --help` tells each in full."""
 
     max_queued: int = MAX_QUEUED  # completions that wait, beside the max_num_seqs that run
+    max_forms: int = 256  # different ones of answers, of all clients at once
+    max_forms_per_client: int = 64
     max_body_mib: int = 16  # of one request's body
     max_connections: int = 4096  # open at once
     header_s: float = 10.0  # from a connection, or the first byte of a request, to its last header

@@ -1,18 +1,37 @@
 """What a black box keeps, and what it writes where."""
 
 import json
+import math
 import stat
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from box_cases import boxed, trip_token, tripping, written
-from llm_cases import GREEDY, Checkpoint, make_llm, random_prompts
+import torch
+from box_cases import boxed, replayed_as_it_was, trip_token, tripping, written
+from grammar_turns import Turns
+from llm_cases import GREEDY, Checkpoint, make_checkpoint, make_llm, random_prompts
 
-from paceline.core.errors import ConfigError, IntegrityError
+from paceline.core.errors import ConfigError, IntegrityError, RequestError
+from paceline.core.request.input_rows import EncoderInput, InputRows
+from paceline.core.request.sampling_params import SamplerTier, SamplingParams
+from paceline.core.step import (
+    FinishCode,
+    JoinDelta,
+    OverlayDelta,
+    PageDelta,
+    PromptPositions,
+    Step,
+    StepLayout,
+    StepOutputs,
+    TokenMask,
+)
 from paceline.engine.loop import overlapped_turn
 from paceline.llm.box import black_box
-from paceline.llm.box.record import decode_record, encode_record
+from paceline.llm.box.black_box import BlackBox
+from paceline.llm.box.record import Made, decode_record, encode_record
 from paceline.llm.box.replay import replay
 
 PROMPTS = random_prompts((20, 9))
@@ -53,7 +72,7 @@ def test_a_file_is_plain_json_for_its_owner(checkpoint: Checkpoint, tmp_path: Pa
     [join, _] = found["steps"][0]["deltas"]
     assert join["kind"] == "join"
     assert (join["params"]["seed"], join["params"]["max_tokens"]) == (7, 5)
-    assert sum(len(row[0]) for row, _ in found["landed"]) == 5
+    assert sum(len(ids) for each in found["landed"] for ids in each["token_ids"]) == 5
     assert "aabbccdd" not in path.read_text()
     assert "secret" not in path.read_text()
     [record] = written(folder)
@@ -106,6 +125,76 @@ def test_what_is_too_large_has_fewer_steps(
     assert replay(short, {}).difference is None
 
 
+MANY = 20_000  # numbers: more than half of the bytes below
+JOIN = JoinDelta(
+    row=1, token_ids=(5,), prompt_len=1, prefix_len=0, max_len=9, params=SamplingParams()
+)
+ROWS = InputRows(start=0, num_tokens=1, media_hash="", rows=torch.zeros(MANY * 10))
+PICTURE = EncoderInput(num_rows=1, media_hash="", data=torch.zeros(MANY * 10))
+PLACES = PromptPositions(axes=((0,) * (MANY // 2),) * 2, delta=0)
+
+
+@pytest.mark.parametrize(
+    "brought",
+    [
+        pytest.param({"deltas": (replace(JOIN, token_ids=(5,) * MANY),)}, id="token ids"),
+        pytest.param({"deltas": (replace(JOIN, positions=PLACES),)}, id="positions"),
+        pytest.param({"deltas": (replace(JOIN, encoder=PICTURE),)}, id="a picture"),
+        pytest.param(
+            {"deltas": (JOIN, PageDelta(row=1, group=0, start=0, page_ids=(1,) * MANY))}, id="pages"
+        ),
+        pytest.param(
+            {"deltas": (JOIN, OverlayDelta(row=1, start=0, slots=(1,), source=ROWS))}, id="rows"
+        ),
+        pytest.param({"masks": (TokenMask(0, bytes(MANY * 40)),)}, id="masks"),
+    ],
+)
+def test_steps_that_bring_much_are_fewer(
+    tmp_path: Path, brought: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two of them are more than there is room for; those in flight stay."""
+    running = SimpleNamespace(request_id="a", row=1, arrival=0)
+    scheduler: Any = SimpleNamespace(running=[running])
+    made = Made(config_sha256="", options={}, chosen=(), num_pages=(9,), device="cpu", versions={})
+    box = BlackBox(tmp_path, scheduler, made, kept_bytes=MANY * 40 * 3 // 2)
+    for epoch in range(1, 6):
+        step = Step(
+            epoch=epoch,
+            layout=StepLayout(rows=(1,), extend_lens=(1,), emits=(True,)),
+            is_ragged=False,
+            prefix_lens_bound=(1,),
+            sampler=SamplerTier.GREEDY,
+            logprobs=False,
+            deltas=(JOIN,) if epoch == 1 else (),
+        )
+        box.note(step if epoch == 1 else replace(step, **brought))
+        if epoch < 5:
+            outputs = StepOutputs(
+                epoch=epoch, token_ids=((7,),), finish=(FinishCode.RUNNING,), logprobs=None
+            )
+            box.note_outputs(outputs)
+    box.write_stuck("nowhere")
+    [record] = written(tmp_path)
+    assert [step.epoch for step in record.steps] == [5]
+    assert "4 steps left it early: --black-box-bytes is 1200000" in caplog.text
+
+
+def test_bytes_without_a_folder_are_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match="black_box_bytes must be given with --black-box-dir"):
+        make_llm(checkpoint, black_box_bytes="1MiB")
+
+
+def test_an_engine_with_few_bytes_keeps_few_steps_that_replay(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    with boxed(checkpoint, tmp_path, black_box_bytes=2500) as llm:
+        llm.generate(PROMPTS, GREEDY)
+        llm.keep_stuck("nowhere")
+    [record] = written(tmp_path)
+    assert 0 < len(record.steps) <= 5
+    replayed_as_it_was(record)
+
+
 def test_what_cannot_be_written_hides_nothing(
     checkpoint: Checkpoint,
     tmp_path: Path,
@@ -152,6 +241,34 @@ def test_what_the_scheduler_raises_is_said_to_be_its_own(
     found = replay(record, {})
     assert not found.is_reproduced
     assert found.end.endswith("ended; it was raised by the scheduler, which a replay does without")
+
+
+class Refuses(Turns):
+    """A grammar that hears what it has not allowed."""
+
+    def accept(self, token: int) -> None:
+        raise RequestError("a grammar's word")
+
+
+def test_who_ends_by_a_grammar_is_not_told_of_anothers_nan(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    def poison(model: Any) -> None:
+        model.get_input_embeddings().weight[77] = math.nan
+
+    sick = make_checkpoint("llama-gqa2-untied", tmp_path / "sick", change=poison)
+    with boxed(sick, tmp_path / "box") as llm:
+        trackers = llm.submit([[5, 6]], GREEDY, grammar=Refuses([range(10, 20)], length=3))
+        trackers += llm.submit([[5, 77]], GREEDY)
+        while llm.engine.has_work:
+            llm.engine.step()
+    refused, failed = [tracker.snapshot().outputs[0].error for tracker in trackers]
+    [path] = (tmp_path / "box").iterdir()
+    assert refused == "a grammar's word"
+    assert str(failed).endswith(f"its last steps are in {path.name}")
+    [record] = written(tmp_path / "box")
+    assert record.failure.rows == (1,)
+    assert "grammar" not in record.failure.text
 
 
 @pytest.mark.parametrize("what", ["a file", "a folder that is locked"])

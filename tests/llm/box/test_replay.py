@@ -199,7 +199,8 @@ def test_a_planted_nan_comes_again_and_its_request_is_told(
     found = replay(record, {})
     assert found.is_reproduced
     assert found.difference is None
-    assert found.end == f"logits of row 1 of step {len(record.steps)} are not finite"
+    step = len(record.steps)
+    assert found.end == f"logits, vector or scores of row 1 of step {step} are not finite"
     cured = replay(record, {"model": str(checkpoint.folder)})
     assert not cured.is_reproduced
     last = f"step {len(record.steps)}, row 1 (request-1): recorded no token (non_finite), here "

@@ -11,12 +11,12 @@ import httpx
 import pytest
 from serving import serving, small_llm, wait_until
 
-from paceline.core.errors import BusyError, ShareError
+from paceline.core.errors import BusyError, FormsError, ShareError
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.request import Share
 from paceline.llm.admission import Admission
-from paceline.server.border import live_forms
 from paceline.server.border.host import Host
+from paceline.server.border.live_forms import FormLimits
 from paceline.server.border.messages import Leave, framed
 from paceline.server.border.outbox import Outbox
 from paceline.server.errors import as_api_error
@@ -121,18 +121,20 @@ def ask_as(server, client, regex):
     )
 
 
+def limit_forms(server, monkeypatch, **limits):
+    monkeypatch.setattr(server.host._live_forms, "_limits", FormLimits(**limits))
+
+
 def test_different_forms_of_a_client_are_bounded_while_they_live(server, monkeypatch):
     """And those of all; equal ones count once, and what has ended counts no more."""
-    monkeypatch.setattr(live_forms, "MOST_OF_CLIENT", 2)
-    monkeypatch.setattr(live_forms, "MOST", 3)
-    monkeypatch.setattr(live_forms, "FOR_NEWCOMERS", 0)
+    limit_forms(server, monkeypatch, of_client=2, of_all=3)
     server.turns.hold(after=0)
     asked = [("one", "a+"), ("one", "b+"), ("one", "a+"), ("two", "a+"), ("two", "c+")]
     tickets = [ask_as(server, client, regex).result() for client, regex in asked]
     expected = "structured_outputs of one client must be at most 2 different forms at once, got one"
     with pytest.raises(ShareError, match=expected):
         ask_as(server, "one", "c+").result()
-    with pytest.raises(BusyError, match="of all clients must be at most 3 different forms at once"):
+    with pytest.raises(FormsError, match="of all clients must be at most 3 different forms"):
         ask_as(server, "three", "d+").result()
     tickets.append(ask_as(server, "three", "c+").result())
     assert httpx.get(f"{server.url}/health").status_code == 200
@@ -144,15 +146,14 @@ def test_different_forms_of_a_client_are_bounded_while_they_live(server, monkeyp
 
 
 def test_the_last_forms_are_for_clients_that_have_none(server, monkeypatch):
-    monkeypatch.setattr(live_forms, "MOST", 4)
-    monkeypatch.setattr(live_forms, "FOR_NEWCOMERS", 2)
+    limit_forms(server, monkeypatch, of_all=8)
     server.turns.hold(after=0)
-    tickets = [ask_as(server, "one", regex).result() for regex in ("a+", "b+")]
-    expected = "of a client that has some must be at most 2 different forms of all clients at once"
+    tickets = [ask_as(server, "one", regex).result() for regex in "abcdefg"]
+    expected = "of a client that has some must be at most 7 different forms of all clients at once"
     with pytest.raises(ShareError, match=expected):
-        ask_as(server, "one", "c+").result()
-    tickets += [ask_as(server, client, f"{client}+").result() for client in ("two", "three")]
-    with pytest.raises(BusyError, match="of all clients must be at most 4 different forms at once"):
+        ask_as(server, "one", "h").result()
+    tickets.append(ask_as(server, "two", "h").result())
+    with pytest.raises(FormsError, match="of all clients must be at most 8 different forms"):
         ask_as(server, "four", "d+").result()
     server.turns.go()
     wait_until(lambda: not server.host.followed)
@@ -161,7 +162,7 @@ def test_the_last_forms_are_for_clients_that_have_none(server, monkeypatch):
 
 
 def test_a_client_with_too_many_forms_gets_429(server, monkeypatch):
-    monkeypatch.setattr(live_forms, "MOST_OF_CLIENT", 0)
+    limit_forms(server, monkeypatch, of_client=0)
     answer = post(server, guided_regex="a")
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     error = answer.json()["error"]
@@ -170,6 +171,14 @@ def test_a_client_with_too_many_forms_gets_429(server, monkeypatch):
     assert post(server).status_code == 200
     error = as_api_error(ShareError("x")).document("/v1/messages")["error"]
     assert error["type"] == "rate_limit_error"
+
+
+def test_too_many_forms_of_all_have_a_code_of_their_own(server, monkeypatch):
+    limit_forms(server, monkeypatch, of_all=0)
+    answer = post(server, guided_regex="a")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"]["code"] == "too_many_forms"
+    assert "or raise --max-forms of the server" in answer.json()["error"]["message"]
 
 
 def test_descriptors_may_have_large_numbers():

@@ -325,6 +325,16 @@ class EngineOptions:
         "--black-box-dir",
         left_out="none is written",
     )
+    black_box_bytes: int | None = _of_kernels(
+        None,
+        int,
+        "Memory for what the steps brought that a black box keeps: token ids, embeddings, masks.  "
+        "Where that is more, it keeps fewer than 256 steps.",
+        "--black-box-bytes",
+        unit="bytes",
+        low=1,
+        left_out="256 MiB, with --black-box-dir",
+    )
     seed: int = _of_model(
         0,
         int,

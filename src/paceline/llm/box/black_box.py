@@ -16,7 +16,8 @@ from pathlib import Path
 from threading import Lock
 
 from paceline.core.errors import ConfigError
-from paceline.core.step import FinishCode, JoinDelta, Step, StepOutputs
+from paceline.core.modes import End
+from paceline.core.step import FinishCode, JoinDelta, OverlayDelta, PageDelta, Step, StepOutputs
 from paceline.engine.loop import Launched, Runner, Schedules, Turn, TurnFunction
 from paceline.engine.request import FinishReason
 from paceline.engine.scheduler import RequestUpdate, Scheduler
@@ -33,8 +34,10 @@ from paceline.llm.box.record import (
 from paceline.llm.box.table_rows import TableRows
 
 KEPT_STEPS = 256
+KEPT_BYTES = 256 << 20  # of what these steps brought
 MOST_FILES = 16  # in a folder; none is ever deleted
 MOST_BYTES = 64 << 20  # of a file: one that would be larger has fewer steps
+_NUMBER_BYTES = 40  # of an int in a tuple
 _SUFFIX = ".box.json"
 _MAX_TEXT = 2000  # characters of what was raised
 _HOSTS = "engine/scheduler.py"  # makes steps and reads outputs
@@ -47,6 +50,7 @@ class _Kept:
 
     step: Step
     asked: tuple[Asked, ...]  # requests that it brought into their rows
+    num_bytes: int
     landed: Landed | None = None
 
 
@@ -57,6 +61,12 @@ class _Seen:
     kept: list[_Kept]
     rows: TableRows  # before the first of these
     asked: dict[int, Asked]  # who was in them, by row
+
+    def index_of(self, request_id: str) -> int:
+        """The row of the last step that a request has."""
+        entered = [*self.asked.values(), *(each for kept in self.kept for each in kept.asked)]
+        last = max((e for e in entered if e.request_id == request_id), key=lambda e: e.epoch)
+        return self.kept[-1].step.layout.rows.index(last.row)
 
     def shorter(self) -> "_Seen":
         """Without the older half of what has come back."""
@@ -70,17 +80,27 @@ class _Seen:
 class BlackBox:
     """Owns the ring; of the thread that turns the engine, but for `write_stuck`.
 
-    folder: is made where there is none.  scheduler: who is in which row.  Raises ConfigError for a
-    folder that cannot be written.
+    folder: is made where there is none.  scheduler: who is in which row.  kept_bytes: of what steps
+    brought (token ids, embeddings, masks); fewer steps are kept where they bring more, those in
+    flight always.  Raises ConfigError for a folder that cannot be written.
     """
 
     def __init__(
-        self, folder: Path, scheduler: Scheduler, made: Made, *, kept_steps: int = KEPT_STEPS
+        self,
+        folder: Path,
+        scheduler: Scheduler,
+        made: Made,
+        *,
+        kept_steps: int = KEPT_STEPS,
+        kept_bytes: int = KEPT_BYTES,
     ) -> None:
         self._folder = folder
         self._scheduler = scheduler
         self._made = made
         self._most = kept_steps
+        self._most_bytes = kept_bytes
+        self._num_bytes = 0  # of `_kept`
+        self._num_cut = 0  # steps that left for their bytes
         self._lock = Lock()  # of the next three
         self._kept: deque[_Kept] = deque()
         self._rows = TableRows()
@@ -112,9 +132,13 @@ class BlackBox:
         """A step is on its way."""
         asked = self._entering(step) if step.deltas else ()
         with self._lock:
-            self._kept.append(_Kept(step, asked))
+            self._kept.append(_Kept(step, asked, _bytes_of(step)))
+            self._num_bytes += self._kept[-1].num_bytes
             if len(self._kept) > self._most:
-                _leave(self._kept.popleft(), self._rows, self._asked)
+                self._drop()
+            while self._num_bytes > self._most_bytes and self._kept[0].landed is not None:
+                self._drop()
+                self._num_cut += 1
 
     def note_outputs(self, outputs: StepOutputs) -> None:
         """One of the last two has come back."""
@@ -124,21 +148,33 @@ class BlackBox:
                 return
 
     def note_failed(self, outputs: StepOutputs, updates: Sequence[RequestUpdate]) -> None:
-        """Requests of the step have ended with an error, by their logits or by a grammar's word;
-        the former are told of the file."""
-        codes = enumerate(outputs.finish)
-        rows = tuple(index for index, code in codes if code is FinishCode.NON_FINITE)
-        if not rows:
-            return
-        failed = [each.request for each in updates if each.finish is FinishReason.ERROR]
-        text = "; ".join(str(request.error) for request in failed)
+        """Requests of the step have ended with an error, by what was not finite or by a grammar's
+        word; the former are told of the file."""
         seen = self._seen()
         while seen.kept[-1].step.epoch != outputs.epoch:  # launched since
             seen.kept.pop()
+        errors = [each.request for each in updates if each.finish is FinishReason.ERROR]
+        index = {request: seen.index_of(request.request_id) for request in errors}
+        failed = [
+            request
+            for request in errors
+            if request.end is not End.GENERATE
+            or outputs.finish[index[request]] is FinishCode.NON_FINITE
+        ]
+        if not failed:
+            return
+        text = "; ".join(str(request.error) for request in failed)
+        rows = tuple(index[request] for request in failed)
         told = self._write(Failure(kind=NON_FINITE, text=text, rows=rows), seen)
         if told is not None:
             for request in failed:
                 request.add_note(told)
+
+    def _drop(self) -> None:
+        """The oldest step leaves."""
+        oldest = self._kept.popleft()
+        self._num_bytes -= oldest.num_bytes
+        _leave(oldest, self._rows, self._asked)
 
     def _entering(self, step: Step) -> tuple[Asked, ...]:
         running = {request.row: request for request in self._scheduler.running}
@@ -170,6 +206,9 @@ class BlackBox:
             _LOG.error("the black box could not be written", exc_info=error)
             return None
         _LOG.error("the last steps are in %s; paceline debug replay %s", path.name, path)
+        if self._num_cut:
+            most = self._most_bytes
+            _LOG.warning("%d steps left it early: --black-box-bytes is %d", self._num_cut, most)
         return f"its last steps are in {path.name}"
 
     def _encoded(self, failure: Failure, seen: _Seen) -> bytes:
@@ -217,6 +256,21 @@ def _leave(kept: _Kept, rows: TableRows, asked: dict[int, Asked]) -> None:
     assert landed is not None, "a step that leaves has come back"
     rows.apply(kept.step, landed.token_ids, landed.finish)
     asked |= {each.row: each for each in kept.asked}
+
+
+def _bytes_of(step: Step) -> int:
+    """About as many as it keeps from being freed."""
+    numbers, data = step.layout.num_tokens + 8 * step.layout.num_reqs, 0
+    for delta in step.deltas:
+        if isinstance(delta, OverlayDelta):
+            data += delta.source.rows.nbytes
+        elif isinstance(delta, PageDelta):
+            numbers += len(delta.page_ids)
+        else:
+            positions = () if delta.positions is None else delta.positions.axes
+            numbers += len(delta.token_ids) + sum(map(len, positions))
+            data += 0 if delta.encoder is None else delta.encoder.data.nbytes
+    return numbers * _NUMBER_BYTES + data + sum(len(mask.words) for mask in step.masks or ())
 
 
 def _record(failure: Failure, made: Made, seen: _Seen) -> Record:

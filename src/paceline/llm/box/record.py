@@ -7,11 +7,13 @@ and the hash of its configuration, not its weights.
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec import Struct
 
 from paceline.core.errors import ConfigError
@@ -34,7 +36,7 @@ class Failure(Struct, frozen=True, kw_only=True):
 
     kind: str  # the class of what was raised, NON_FINITE or STUCK
     text: str
-    rows: tuple[int, ...] = ()  # of the last step, those whose logits were not finite
+    rows: tuple[int, ...] = ()  # of the last step, those of which something was not finite
     trace: tuple[str, ...] = ()  # functions of what was raised, the innermost last
     is_hosts: bool = False  # raised where steps are made or read, not where they run
 
@@ -53,7 +55,8 @@ class Made(Struct, frozen=True, kw_only=True):
 def made_by(prepared: Prepared, num_pages: tuple[int, ...]) -> Made:
     """num_pages: [num_groups]"""
     options = unusual(prepared.options) | {"device": prepared.options.device}
-    options.pop("black_box_dir", None)
+    for name in ("black_box_dir", "black_box_bytes"):
+        options.pop(name, None)
     config = json.dumps(prepared.source.config, sort_keys=True)
     origins = prepared.resolution.origins
     return Made(
@@ -80,10 +83,34 @@ class Landed(Struct, frozen=True):
 
     token_ids: tuple[tuple[int, ...], ...]
     finish: tuple[FinishCode, ...]
+    made: tuple[float | None, ...] = ()  # magnitudes of rows; (): the step made no vector, no score
 
     @classmethod
     def of(cls, outputs: StepOutputs) -> "Landed":
-        return cls(outputs.token_ids, outputs.finish)
+        made: tuple[float | None, ...] = ()
+        if outputs.pooled is not None or outputs.prompt_logprobs:
+            made = tuple(_magnitude(outputs, index) for index in range(len(outputs.finish)))
+        return cls(outputs.token_ids, outputs.finish, made)
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        """Rows whose logits, vector or scores are not finite."""
+        made = self.made or (0.0,) * len(self.finish)
+        return tuple(
+            index
+            for index, code in enumerate(self.finish)
+            if code is FinishCode.NON_FINITE or made[index] is None
+        )
+
+
+def _magnitude(outputs: StepOutputs, index: int) -> float | None:
+    """Of the numbers that a row is given, the sum: as another rounding has it, too.  None: they are
+    not finite."""
+    scores = [each.chosen for each in outputs.prompt_logprobs.get(index, ())]
+    vector = b"" if outputs.pooled is None else outputs.pooled[index]
+    numbers = np.concatenate([np.frombuffer(vector, np.float32), np.array(scores, np.float32)])
+    found = float(np.abs(numbers).sum(dtype=np.float64))
+    return found if math.isfinite(found) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ and where KV was computed again.  So a first difference is told, and it goes on 
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -51,6 +52,7 @@ _OF_DEVICES = frozenset(
         "threads",
     }
 )
+_ROUNDING = 1 / 32  # of a magnitude: bfloat16 through all layers stays below
 _LOG = logging.getLogger("paceline")
 
 
@@ -126,7 +128,7 @@ class _Player:
         self._pending: list[Delta] = []  # for the next step, whichever it is
         self._num_restored = self._num_compared = self._num_launched = self._num_landed = 0
         self._difference: str | None = None
-        self._failed: tuple[int, ...] = ()  # rows of the last step, whose logits are not finite
+        self._failed: tuple[int, ...] = ()  # rows of the last step, not finite
 
     def play(self) -> Outcome:
         """Everything, as far as it goes."""
@@ -185,8 +187,7 @@ class _Player:
     def _compare(self, launched: Launched) -> None:
         found, number = Landed.of(launched.wait()), self._num_landed
         self._num_landed += 1
-        codes = enumerate(found.finish)
-        self._failed = tuple(index for index, code in codes if code is FinishCode.NON_FINITE)
+        self._failed = found.failed
         if number >= len(self._record.landed):
             return
         recorded, step = self._record.landed[number], self._record.steps[number]
@@ -197,12 +198,19 @@ class _Player:
         )
         for index, (then, now) in enumerate(rows):
             self._num_compared += len(then[0])
-            if then != now and self._difference is None:
-                name = self._record.name_of(step.layout.rows[index], step.epoch)
-                self._difference = (
-                    f"step {number + 1}, row {index} ({name}): "
-                    f"recorded {_shown(*then)}, here {_shown(*now)}"
-                )
+            if then != now:
+                self._differ(step, index, f"recorded {_shown(*then)}, here {_shown(*now)}")
+        # A file of an earlier version has none.
+        for index, (was, made) in enumerate(zip(recorded.made, found.made, strict=False)):
+            if not _is_close(was, made):
+                told = f"recorded numbers of magnitude {was}, here {made}"
+                self._differ(step, index, told.replace("None", "nan"))
+
+    def _differ(self, step: Step, index: int, text: str) -> None:
+        """Of a row; the first is told."""
+        if self._difference is None:
+            name = self._record.name_of(step.layout.rows[index], step.epoch)
+            self._difference = f"step {self._num_landed}, row {index} ({name}): {text}"
 
     def _judge(self, error: Exception | None) -> tuple[str, bool]:
         """(how it ended, whether that is what was recorded)."""
@@ -213,7 +221,7 @@ class _Player:
             return how, is_same
         if failure.kind == NON_FINITE and self._failed:
             rows = ", ".join(map(str, self._failed))
-            how = f"logits of row {rows} of step {num_steps} are not finite"
+            how = f"logits, vector or scores of row {rows} of step {num_steps} are not finite"
             return how, set(failure.rows) <= set(self._failed)
         hosts = "; it was raised by the scheduler, which a replay does without"
         return f"all {num_steps} steps ended{hosts if failure.is_hosts else ''}", False
@@ -233,6 +241,13 @@ def _row_of(deltas: tuple[Delta, ...]) -> int:
     join = deltas[0]
     assert isinstance(join, JoinDelta), "a row begins with its request"
     return join.row
+
+
+def _is_close(was: float | None, made: float | None) -> bool:
+    """As numbers are that were rounded otherwise."""
+    if was is None or made is None:
+        return was is made
+    return math.isclose(was, made, rel_tol=_ROUNDING)
 
 
 def _shown(token_ids: tuple[int, ...], code: FinishCode) -> str:

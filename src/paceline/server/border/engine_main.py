@@ -129,7 +129,7 @@ def run(setup: Setup, end: socket.socket, outbox: Outbox) -> int:
     say("planning", 0, 0)
     try:
         with watched(say), LLM(**setup.options) as llm:
-            host = Host(llm, end, outbox)
+            host = Host(llm, end, outbox, setup.forms)
             watch.turning_since = lambda: host.turning_since
             watch.keep = llm.keep_stuck
             with settled():

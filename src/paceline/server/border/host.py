@@ -30,7 +30,7 @@ from paceline.llm.followed import Followed, Following
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
 from paceline.plan.resolution import Resolution
-from paceline.server.border.live_forms import LiveForms
+from paceline.server.border.live_forms import FormLimits, LiveForms
 from paceline.server.border.messages import (
     STEP_SECONDS,
     STOPPING,
@@ -61,7 +61,9 @@ _LOG = logging.getLogger("paceline")
 class Host:
     """Owns the serving of `llm`, by the thread that calls `run`."""
 
-    def __init__(self, llm: LLM, end: socket.socket, outbox: Outbox) -> None:
+    def __init__(
+        self, llm: LLM, end: socket.socket, outbox: Outbox, forms: FormLimits | None = None
+    ) -> None:
         self.followed = Followed(llm)
         self.turning_since: float | None = None  # by time.monotonic; None: between two turns
         self.llm = llm
@@ -74,7 +76,8 @@ class Host:
         self._forming = ThreadPoolExecutor(1, thread_name_prefix="paceline-forms")
         self._formed: dict[int, tuple[Submit, Future[list[AdmittedPrompt]]]] = {}  # by ticket
         self._live_forms = LiveForms(
-            lambda number: number in self._formed or number in self.followed
+            lambda number: number in self._formed or number in self.followed,
+            forms or FormLimits(),
         )
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)  # written when one of these is done
 

@@ -8,13 +8,23 @@ for clients that have none, so that a few who have many do not keep others out.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paceline.core.errors import BusyError, ShareError
+from msgspec import Struct
+
+from paceline.core.errors import FormsError, ShareError
 from paceline.core.request.structured import StructuredOutputs
 from paceline.server.border.messages import Submit
 
-MOST_OF_CLIENT = 64
-MOST = 256
-FOR_NEWCOMERS = MOST // 8  # of these
+
+class FormLimits(Struct, frozen=True, kw_only=True):
+    """Different forms that live at once.  Plain data."""
+
+    of_client: int = 64
+    of_all: int = 256
+
+    @property
+    def for_newcomers(self) -> int:
+        """Of all of them, for clients that have none."""
+        return self.of_all // 8
 
 
 class _Form(NamedTuple):
@@ -28,13 +38,14 @@ class LiveForms:
     is_live: whether a ticket's request has not ended.
     """
 
-    def __init__(self, is_live: Callable[[int], bool]) -> None:
+    def __init__(self, is_live: Callable[[int], bool], limits: FormLimits) -> None:
         self._is_live = is_live
+        self._limits = limits
         self._forms: dict[int, _Form] = {}  # by ticket; those that have ended leave with the next
 
     def add(self, asked: Submit) -> None:
-        """A request begins.  Raises ShareError where its client has too many other forms, BusyError
-        where all together have."""
+        """A request begins.  Raises ShareError where its client has too many other forms,
+        FormsError where all together have."""
         form = asked.params.structured_outputs
         if form is None:
             return
@@ -44,32 +55,33 @@ class LiveForms:
         own = _Form(asked.share.client, form)
         live = {*self._forms.values()}
         num_own = sum(each.client == own.client for each in live)
-        if own not in live and num_own >= MOST_OF_CLIENT:
+        if own not in live and num_own >= self._limits.of_client:
             raise ShareError.about(
                 "structured_outputs of one client",
-                expected=f"at most {MOST_OF_CLIENT} different forms at once",
+                expected=f"at most {self._limits.of_client} different forms at once",
                 got="one more",
                 remedy="send it again when one of them has ended, or ask for fewer different ones",
             )
         others = {each.form for each in live}
         if form not in others:
-            _require_room(len(others), has_some=num_own > 0)
+            self._require_room(len(others), has_some=num_own > 0)
         self._forms[asked.number] = own
 
-
-def _require_room(num_live: int, *, has_some: bool) -> None:
-    """Raise unless there is room for a form that nobody has.  has_some: its client has others."""
-    if has_some and num_live >= MOST - FOR_NEWCOMERS:
-        raise ShareError.about(
-            "structured_outputs of a client that has some",
-            expected=f"at most {MOST - FOR_NEWCOMERS} different forms of all clients at once",
-            got="one more",
-            remedy="send it again when one of yours has ended; the rest is for who has none",
-        )
-    if num_live >= MOST:
-        raise BusyError.about(
-            "structured_outputs of all clients",
-            expected=f"at most {MOST} different forms at once",
-            got="one more",
-            remedy="send it again later",
-        )
+    def _require_room(self, num_live: int, *, has_some: bool) -> None:
+        """Raise unless there is room for a form that nobody has.  has_some: its client has some."""
+        most = self._limits.of_all
+        for_some = most - self._limits.for_newcomers
+        if has_some and num_live >= for_some:
+            raise ShareError.about(
+                "structured_outputs of a client that has some",
+                expected=f"at most {for_some} different forms of all clients at once",
+                got="one more",
+                remedy="send it again when one of yours has ended; the rest is for who has none",
+            )
+        if num_live >= most:
+            raise FormsError.about(
+                "structured_outputs of all clients",
+                expected=f"at most {most} different forms at once",
+                got="one more",
+                remedy="send it again later, or raise --max-forms of the server",
+            )

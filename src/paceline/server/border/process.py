@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from paceline.server.border.live_forms import FormLimits
+
 
 class Setup(Struct, frozen=True, kw_only=True):
     """What an engine's process is started with."""
@@ -19,19 +21,28 @@ class Setup(Struct, frozen=True, kw_only=True):
     options: dict[str, Any]  # that were asked for
     log_level: int
     stuck_s: float
+    forms: FormLimits
 
 
 class EngineProcess:
     """Owns the process, and HTTP's end of the border to it.  For the thread that starts it, which
     must outlive it."""
 
-    def __init__(self, options: Mapping[str, object], *, stuck_s: float) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, object],
+        *,
+        stuck_s: float,
+        max_forms: int,
+        max_forms_per_client: int,
+    ) -> None:
         self._end, theirs = socket.socketpair()
         setup = Setup(
             end=theirs.fileno(),
             options=dict(options),
             log_level=logging.getLogger("paceline").getEffectiveLevel(),
             stuck_s=stuck_s,
+            forms=FormLimits(of_client=max_forms_per_client, of_all=max_forms),
         )
         command = [
             sys.executable,
