@@ -15,6 +15,7 @@ from paceline.layers.mixers.self_attention import SelfAttention
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named
 from paceline.models.decoder import Decoder, Hidden
+from paceline.models.pooled_head import PooledHead
 
 if TYPE_CHECKING:
     from paceline.models.encoder import Encoder
@@ -33,6 +34,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.decoder = decoder
+        self.pooled_head = PooledHead(config, placement) if config.pooled_head else None
         self.head: LMHead | None = None  # of one that only makes vectors
         if End.GENERATE in config.ends:
             self.head = LMHead(
@@ -81,6 +83,8 @@ class CausalLM(nn.Module):
     def destinations(self) -> Named:
         """What a checkpoint fills."""
         named = self.decoder.destinations("model")
+        if self.pooled_head is not None:
+            named |= self.pooled_head.destinations()
         if self.head is None or self.head.held is None:
             return named
         return named | self.head.held.fill("lm_head")

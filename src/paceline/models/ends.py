@@ -1,8 +1,9 @@
 """What a model's requests may end in, from its files and from what was asked.
 
-A checkpoint of a body alone (`architectures` of config.json names no head), or one that comes with
-the files of sentence-transformers, makes vectors and nothing else: its head is not read.  Any other
-generates and scores; with `--pooling` it makes vectors, too.
+A checkpoint with a classifier's head scores labels.  One of a body alone (`architectures` of
+config.json names no head), or one that comes with the files of sentence-transformers, makes vectors
+and nothing else: its head is not read.  Any other generates and scores; with `--pooling` it makes
+vectors, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from paceline.core.errors import ModelError
 from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End, Pooling
+from paceline.models.classifier import classifying, is_classifier
 from paceline.models.locate import ModelSource
 
 _MODES = {
@@ -28,12 +30,13 @@ _USUAL = Pooling.LAST  # of a causal body whose files say nothing
 def with_ends(config: ModelConfig, source: ModelSource, asked: Pooling | None) -> ModelConfig:
     """`config` with its ends.  asked: --pooling.  Raises ModelError for a way to make vectors that
     is not known here."""
+    if is_classifier(source.config):
+        return classifying(config, source, _types(source.modules or ()), asked)
     said = None
     if source.modules is not None:
         said = _said(source.modules, source.pooling_config or {})
         normalizes = "Normalize" in _types(source.modules)
         config = replace(config, normalizes=normalizes)
-    _refuse_classifier(source.config.get("architectures"))
     is_body = _is_body(source.config.get("architectures")) or End.GENERATE not in config.ends
     if said is None and not is_body:
         if asked is None:
@@ -42,19 +45,6 @@ def with_ends(config: ModelConfig, source: ModelSource, asked: Pooling | None) -
     return replace(
         config, ends=frozenset({End.POOL}), pooling=asked or said or config.pooling or _USUAL
     )
-
-
-def _refuse_classifier(architectures: object) -> None:
-    """Cross-encoders and other classifiers: their heads are not run."""
-    names = architectures if isinstance(architectures, list) else []
-    for name in names[:1]:
-        if isinstance(name, str) and name.endswith(("Classification", "QuestionAnswering")):
-            raise ModelError.about(
-                "config.json: architectures",
-                expected="a model of tokens or of vectors",
-                got=name,
-                remedy="use one without a classifier's head, for example an embedding model",
-            )
 
 
 def _is_body(architectures: object) -> bool:

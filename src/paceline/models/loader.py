@@ -94,7 +94,7 @@ def load_model(
         rows = config.stored_vocab_size
         if rows is not None:
             checkpoint = PaddedTables(checkpoint, stored=rows, rows=config.vocab_size)
-        names = canonical_names(checkpoint.names, file, model=source.name)
+        names = canonical_names(checkpoint.names, file, model=source.name, head=config.pooled_head)
         if file.predicts_more:
             names = without_layers_behind(names, config.num_layers)
         if End.GENERATE not in config.ends:
