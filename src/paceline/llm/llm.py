@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from paceline.core.errors import ConfigError, PacelineError, RequestError
+from paceline.core.model.config import IDENTITY
 from paceline.core.modes import End
 from paceline.core.options.engine_options import known
 from paceline.core.progress import Progress
@@ -22,7 +23,8 @@ from paceline.engine.answers.tracker import Tracker
 from paceline.engine.engine import Engine
 from paceline.llm.admission import Admission, AdmittedPrompt, indexed, require_admitted
 from paceline.llm.boot import Booted, Knobs, boot
-from paceline.llm.ends.pairs import PairScore, pair_prompts, pair_scores
+from paceline.llm.ends.labels import PairScore, pair_scores
+from paceline.llm.ends.pairs import pair_prompts
 from paceline.llm.ends.scores import (
     Score,
     Text,
@@ -35,7 +37,6 @@ from paceline.llm.ends.vectors import Embedding, VectorParams, embeddings
 from paceline.llm.inputs import Grammars, Ids, Params, Prompt, as_conversations
 from paceline.llm.prepare import Prepared, prepare
 from paceline.llm.teacher import Teacher, idle_teacher
-from paceline.models.classifier import IDENTITY
 from paceline.plan.machine import release_memory
 from paceline.plan.memory.budget_table import compare
 from paceline.text.tokenizer import Tokenizer

@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.core.errors import ConfigError, ModelError
-from paceline.core.model.config import ModelConfig
+from paceline.core.model.config import IDENTITY, SIGMOID, ModelConfig
 from paceline.core.modes import End, Pooling
 from paceline.models.fields import Fields
 from paceline.models.locate import ModelSource
 from paceline.models.registry import architecture
 
-SIGMOID, IDENTITY = "sigmoid", "identity"  # what scores go through
 _OTHER_HEADS = ("Classification", "QuestionAnswering")  # of each token, or of spans
 _USUAL_LABELS = 2  # of transformers, where a file says nothing
 

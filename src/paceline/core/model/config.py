@@ -21,6 +21,7 @@ HIDDEN_ACTS = {  # config.json's name of a gated activation -> the kernel's
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+SIGMOID, IDENTITY = "sigmoid", "identity"  # what scores of labels go through
 HEAD_ACTS = ("gelu", "relu", "silu", "tanh")  # of stages of a pooled head
 
 
@@ -320,7 +321,7 @@ class ModelConfig:
     normalizes: bool = True  # vectors have length 1, unless a request says otherwise
     pooled_head: tuple[HeadStage, ...] = ()  # what a pooled row goes through, in order
     label_act: str | None = None  # of a classifier, whose pooled rows are scores of labels: what it
-    # makes of them unasked, "sigmoid" or "identity".  None: they are vectors
+    # makes of them unasked, SIGMOID or IDENTITY.  None: they are vectors
     encoder: EncoderConfig | None = None  # of a model that is one
     max_encoder_len: int = 0  # rows that an encoder makes of what a request brings, at most
 
