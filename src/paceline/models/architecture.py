@@ -72,5 +72,6 @@ class Architecture:
     ignored: tuple[str, ...] = COMPUTED  # patterns of the tensors that are not used; others are
     # unexpected
     names_experts: bool = False  # its checkpoints name each expert's tensors, or stack them
+    sees_ahead: bool = False  # its files may say that tokens see one another in both directions
     predicts_more: bool = False  # they may hold layers behind the last, which predict a token
     # further and are not run

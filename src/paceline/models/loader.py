@@ -5,6 +5,7 @@ from the mapped file straight into the (fused) parameter that holds it.  Nothing
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,13 @@ from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.weight_format import Named, held_by
 from paceline.models.architecture import Architecture
 from paceline.models.causal_lm import CausalLM
-from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, open_checkpoint
+from paceline.models.checkpoint import (
+    SPELLED,
+    PaddedTables,
+    StoredTensors,
+    WithModules,
+    open_checkpoint,
+)
 from paceline.models.checkpoint_names import canonical_names, without_layers_behind
 from paceline.models.coverage import require_filled_once
 from paceline.models.locate import ModelSource
@@ -82,13 +89,19 @@ def load_model(
             whole = build(parallel=ALONE, device=torch.device("meta"), exchange=None)
             fill_dummy_part(model, whole, device=device, seed=seed)
         return model
-    with open_checkpoint(weights_folder(source)) as opened:
-        stored: StoredTensors = opened
+    with ExitStack() as files:
+        folder = weights_folder(source)
+        stored: StoredTensors = files.enter_context(open_checkpoint(folder))
         quantization = read_quantization(source.config)
         if quantization is not None:
             stored = Dequantised(stored, quantization, model=source.name)
         model = build()
         checkpoint = _repacked(stored, model, file, packings, device=device, name=source.name)
+        if source.dense:
+            modules = {
+                path: files.enter_context(open_checkpoint(folder / path)) for path in source.dense
+            }
+            checkpoint = WithModules(checkpoint, modules)
         if file.names_experts:
             checkpoint = UnstackedExperts(checkpoint)
         rows = config.stored_vocab_size
