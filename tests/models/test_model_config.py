@@ -521,8 +521,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "sliding_window must be set for sliding_attention layers, got nothing",
     ),
     "bidirectional": (
-        GEMMA | {"use_bidirectional_attention": True},
-        "use_bidirectional_attention must be absent, got True; only causal",
+        LLAMA | {"use_bidirectional_attention": True},
+        "use_bidirectional_attention must be absent, got True; this model_type",
     ),
 }
 

@@ -13,6 +13,7 @@ from paceline.models.size import weights_bytes
 
 # as the model cards state them
 PUBLISHED = {
+    "bert-base": 109_482_240 - 590_592,  # without its pooler, which vectors leave unread
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3-7-layers": 49_632_960_512 + 4 * 256,  # as below: the first 3, and 4 with experts
     # rates, steps and skips of each head are float32 whatever the dtype, and count twice
@@ -29,6 +30,7 @@ PUBLISHED = {
     "qwen2.5-7b": 7_615_616_512,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-embedding-0.6b": 595_776_512,
     "qwen3-next-16-layers": 26_973_018_368 + 768,  # decays, in float32, count twice
     "qwen3-next-80b": 79_674_391_296 + 2304,
 }

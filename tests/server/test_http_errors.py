@@ -260,6 +260,8 @@ def test_the_schema_lists_the_endpoints(client):
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
         "/v1/models",
         "/v1/models/{name}",
         "/v1/messages",

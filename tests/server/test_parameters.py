@@ -42,7 +42,7 @@ def test_the_page_is_the_table():
 def test_a_server_tells_the_table():
     with serving(small_llm()) as server:
         told = httpx.get(f"{server.url}/capabilities").json()
-    assert told == {"ends": ["generate", "score"], **capabilities()}
+    assert told == {"ends": ["generate", "score"], "scores_pairs": False, **capabilities()}
 
 
 def test_a_server_of_vectors_tells_that_it_makes_them():

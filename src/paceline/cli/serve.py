@@ -220,8 +220,9 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     """Serve a model over HTTP, as the OpenAI API.
 
     Paths: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages,
-    /v1/messages/count_tokens, /v1/embeddings, /v1/models, /capabilities, /version, /tokenize,
-    /detokenize, /health, /ready, /progress, /metrics, /openapi.json; / is a page to try it with.
+    /v1/messages/count_tokens, /v1/embeddings, /v1/rerank, /v1/score, /v1/models, /capabilities,
+    /version, /tokenize, /detokenize, /health, /ready, /progress, /metrics, /openapi.json; / is a
+    page to try it with.
     Unknown or unsupported fields of a request are refused with 400, never ignored.  HTTP is one
     process, the engine another; the port answers while the model loads.
 

@@ -74,6 +74,7 @@ class JoinDelta:
     positions: PromptPositions | None = None  # None: every token stands at its index
     encoder: EncoderInput | None = None  # written into its pages before the step; None: no rows
     blocks: Blocks | None = None  # whose tokens see one another; None: every token sees back alone
+    second_from: int | None = None  # the first token of a pair's second text; None: there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,7 @@ class Engine:
         blocks: Blocks | None = None,
         end: End = End.GENERATE,
         score_from: int = 1,
+        second_from: int | None = None,
     ) -> Tracker:
         """Queue a request: params.n completions, which share the KV of their prompt.
 
@@ -94,7 +95,8 @@ class Engine:
         in for the embeddings of prompt tokens, ascending.  positions: of the prompt, where the
         model's rope has several axes; None: every token stands at its index.  share: how it takes
         turns with others that wait.  blocks: of the prompt, where prompts may have them.
-        end: what comes of it; score_from: as of `Request.make`.
+        end: what comes of it; score_from: as of `Request.make`;
+        second_from: the first token of a pair's second text, where the model tells them apart.
         Raises RequestError, of which CapacityError, and changes nothing then.
         """
         self._require_whole()
@@ -113,6 +115,7 @@ class Engine:
             share=share,
             end=end,
             score_from=score_from,
+            second_from=second_from,
         )
         requests = [first, *(first.sibling(index) for index in range(1, params.n))]
         self._queue(requests)

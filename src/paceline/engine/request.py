@@ -82,6 +82,7 @@ class Request:
     index: int = 0  # of the caller's completions
     input_rows: tuple[InputRows, ...] = ()  # of its prompt, ascending
     encoder: EncoderInput | None = None  # what layers read that read an encoder's rows
+    second_from: int | None = None  # where a pair's second text begins, if its type is another
     end: End = End.GENERATE
     pooled: PooledRows | None = None  # its vector, where that is its end
     leader: "Request | None" = None  # the first completion, which computes the prompt for all
@@ -126,6 +127,7 @@ class Request:
         share: Share = ALIKE,
         end: End = End.GENERATE,
         score_from: int = 1,
+        second_from: int | None = None,
     ) -> "Request":
         """A waiting request; `Admission` has seen that its prompt fits the context.
 
@@ -160,6 +162,7 @@ class Request:
             encoder=encoder,
             end=end,
             num_scored=score_from - 1,
+            second_from=second_from,
         )
 
     def sibling(self, index: int) -> "Request":

@@ -85,6 +85,7 @@ def join_delta(request: Request) -> Delta:
         positions=request.positions,
         encoder=request.encoder,
         blocks=request.keys.blocks,
+        second_from=request.second_from,
     )
 
 

@@ -66,6 +66,8 @@ class StepView:
     # step that is padded: there it is padded_tokens, since its graph serves any split of them
     visible_end: Tensor | None = None  # [padded_tokens]  int32  a row sees its request's keys
     # before this one, index + 1 to kv_len.  Only with MaskKind.BLOCK
+    token_types: Tensor | None = None  # [padded_tokens]  int64  1 of a pair's second text, 0 of all
+    # others; None: the model is not told
     kv_len_bound: int  # no kv_len exceeds it; the same for every step of an engine
     shares_prefix: bool = False  # many rows may read the same pages of a prefix; part of the key
     overlay_slot: Tensor | None = None  # [padded_tokens]  int64  slot of the overlay whose row

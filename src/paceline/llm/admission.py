@@ -51,6 +51,7 @@ class AdmittedPrompt:
     share: Share = ALIKE  # how it takes turns with others that wait
     blocks: Blocks | None = None  # of these
     end: End = End.GENERATE
+    second_from: int | None = None  # where a pair's second text begins, if the model is told
     score_from: int = 1  # the first of these whose log-probability is wanted, where any is
 
 
@@ -95,17 +96,32 @@ class Admission:
         """Raise RequestError unless requests may end so, with what would work."""
         if end in self.config.ends:
             return
-        done = {End.GENERATE: "generate", End.SCORE: "score", End.POOL: "embed"}
         remedy = "start the engine with --pooling last, mean or cls, or serve an embedding model"
         if end is not End.POOL:
-            remedy = "ask for vectors, or serve a model with a language-model head"
+            made = "vectors" if self.config.label_act is None else "scores of pairs"
+            remedy = f"ask for {made}, or serve a model with a language-model head"
+        done = {End.GENERATE: "generate", End.SCORE: "score", End.POOL: "embed"}
+        raise self._not_done(done[end], remedy)
+
+    def _not_done(self, asked: str, remedy: str) -> RequestError:
+        pools = "embed" if self.config.label_act is None else "score pairs"
+        done = {End.GENERATE: "generate", End.SCORE: "score", End.POOL: pools}
         able = ", ".join(word for each, word in done.items() if each in self.config.ends)
-        raise RequestError.about(
-            "the request",
-            expected=f"one of what this model does: {able}",
-            got=done[end],
-            remedy=remedy,
-        )
+        expected = f"one of what this model does: {able}"
+        return RequestError.about("the request", expected=expected, got=asked, remedy=remedy)
+
+    def require_labels(self) -> None:
+        """Raise RequestError unless it scores pairs."""
+        if self.config.label_act is None:
+            remedy = "serve a cross-encoder, a model with a classifier's head"
+            raise self._not_done("score pairs", remedy)
+
+    def require_vectors(self) -> None:
+        """Raise RequestError unless it makes vectors."""
+        self.require_end(End.POOL)
+        if self.config.label_act is not None:
+            remedy = "ask for scores of pairs, or serve an embedding model"
+            raise self._not_done("embed", remedy)
 
     def admit_each(
         self, prompts: object, params: object = None, grammar: object = None
@@ -258,6 +274,10 @@ class Admission:
         return RequestError.about(
             f"prompt token id {place}", expected=expected, got=got, remedy=remedy
         )
+
+    def check_fits(self, text: str) -> None:
+        """Raise RequestError for a text that no request could hold."""
+        self._check_fits(text, self.context_len)
 
     def _check_fits(self, text: str, most: int) -> None:
         """Before a text is tokenized, which may take seconds."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from paceline.core.errors import ConfigError, PacelineError, RequestError
+from paceline.core.model.config import IDENTITY
 from paceline.core.modes import End
 from paceline.core.options.engine_options import known
 from paceline.core.progress import Progress
@@ -22,6 +23,8 @@ from paceline.engine.answers.tracker import Tracker
 from paceline.engine.engine import Engine
 from paceline.llm.admission import Admission, AdmittedPrompt, indexed, require_admitted
 from paceline.llm.boot import Booted, Knobs, boot
+from paceline.llm.ends.labels import PairScore, pair_scores
+from paceline.llm.ends.pairs import pair_prompts
 from paceline.llm.ends.scores import (
     Score,
     Text,
@@ -223,9 +226,31 @@ class LLM:
         params = VectorParams(
             dimensions=dimensions, normalize=config.normalizes if normalize is None else normalize
         )
+        self.admission.require_vectors()
         admitted = self.admission.admit_end(prompts, End.POOL)
-        params.check(config.hidden_size)
+        params.check(config.pooled_width)
         return embeddings(self._finish(self.enqueue(admitted), shown=use_tqdm), params)
+
+    def score_pairs(
+        self,
+        queries: Text | Iterable[Text],
+        documents: Text | Iterable[Text],
+        *,
+        raw: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> list[PairScore]:
+        """What a cross-encoder makes of each document, behind its query.
+
+        queries: one for all documents, or one for each.  A pair is two texts, which the tokenizer
+        joins, or two lists of token ids, which are taken as they are.  raw: without the activation
+        that the model's files say, sigmoid or none.
+        Raises RequestError, of a model without a classifier's head, too.
+        """
+        admitted = pair_prompts(self.admission, queries, documents)
+        outputs = self._finish(self.enqueue(admitted), shown=use_tqdm)
+        act = self.prepared.config.label_act
+        assert act is not None, "pairs are admitted where they are scored"
+        return pair_scores(outputs, IDENTITY if raw else act)
 
     def score_labels(
         self,
@@ -388,6 +413,7 @@ class LLM:
             blocks=admitted.blocks,
             end=admitted.end,
             score_from=admitted.score_from,
+            second_from=admitted.second_from,
         )
 
     def _next_id(self) -> str:

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.core.model.config import ModelConfig
+from paceline.core.model.config import HeadStage, ModelConfig
+from paceline.core.modes import Pooling
 from paceline.models.fields import Fields
 
 if TYPE_CHECKING:
@@ -41,6 +42,18 @@ def sandwich(config: ModelConfig, **where: Any) -> "CausalLM":
     return build_sandwich(config, **where)
 
 
+class Classifier(NamedTuple):
+    """What a checkpoint with a classifier's head has behind the last layer."""
+
+    pooling: Pooling
+    stages: tuple[HeadStage, ...]
+
+
+def score_last(fields: Fields, num_labels: int) -> Classifier:
+    """Decoders': one product with the last token's row."""
+    return Classifier(Pooling.LAST, (HeadStage(name="score", width=num_labels, bias=False),))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """One supported model_type: a file of its name holds it as ARCHITECTURE."""
@@ -51,11 +64,14 @@ class Architecture:
     # field set to null is not silent
     build: Build = prenorm  # (config, *, parallel, device, dtype, max_positions, formats,
     # exchange); imports torch
+    classify: Callable[[Fields, int], Classifier] = score_last  # of a file and its labels, where it
+    # is a classifier's
     model_type: str | None = None  # where that is no name of a file
     text_of: str | None = None  # the multimodal model_type whose text_config is one of it
     renamed: tuple[tuple[str, str], ...] = ()  # parts of tensor names, as stored -> as we name them
     ignored: tuple[str, ...] = COMPUTED  # patterns of the tensors that are not used; others are
     # unexpected
     names_experts: bool = False  # its checkpoints name each expert's tensors, or stack them
+    sees_ahead: bool = False  # its files may say that tokens see one another in both directions
     predicts: str | None = None  # how tensors of a layer that predicts a token further are named
     # where there is one, {} being the number of layers: the model itself does not run it

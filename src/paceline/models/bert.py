@@ -1,5 +1,8 @@
-"""BERT (model_type bert): learned positions, norms behind each block; no head is read."""
+"""BERT (model_type bert): learned positions, norms behind each block; of heads a classifier's
+is read."""
 
 from paceline.models.config_bert import DEFAULTS, bert_family
 
-ARCHITECTURE = bert_family("bert.", defaults=DEFAULTS, after_pad=False)
+ARCHITECTURE = bert_family(
+    "bert.", defaults=DEFAULTS, after_pad=False, head=("pooler.dense", "classifier")
+)

@@ -11,10 +11,11 @@ from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import LMHead, OverlaidRows
 from paceline.layers.mixers.latent_attention import LatentAttention
-from paceline.layers.mixers.self_attention import SelfAttention
+from paceline.layers.mixers.self_attention import SelfAttention, WholeAttention
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named
 from paceline.models.decoder import Decoder, Hidden
+from paceline.models.pooled_head import PooledHead
 
 if TYPE_CHECKING:
     from paceline.models.encoder import Encoder
@@ -33,6 +34,7 @@ class CausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.decoder = decoder
+        self.pooled_head = PooledHead(config, placement) if config.pooled_head else None
         self.head: LMHead | None = None  # of one that only makes vectors
         if End.GENERATE in config.ends:
             self.head = LMHead(
@@ -67,9 +69,13 @@ class CausalLM(nn.Module):
         return logits
 
     def attention_sinks(self) -> tuple[Tensor | None, ...]:
-        """[layers that attend] of [num_heads] float32, or None where a layer has no sinks."""
+        """[layers that attend over a cache] of [num_heads] float32; None: it has no sinks."""
         kinds = (SelfAttention, LatentAttention)
-        found = [module for module in self.decoder.modules() if isinstance(module, kinds)]
+        found = [
+            module
+            for module in self.decoder.modules()
+            if isinstance(module, kinds) and not isinstance(module, WholeAttention)
+        ]
         found.sort(key=lambda attention: attention.layer_id)
         return tuple(None if layer.sinks is None else layer.sinks.float() for layer in found)
 
@@ -81,6 +87,8 @@ class CausalLM(nn.Module):
     def destinations(self) -> Named:
         """What a checkpoint fills."""
         named = self.decoder.destinations("model")
+        if self.pooled_head is not None:
+            named |= self.pooled_head.destinations()
         if self.head is None or self.head.held is None:
             return named
         return named | self.head.held.fill("lm_head")

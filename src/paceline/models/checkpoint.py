@@ -1,6 +1,6 @@
 """The safetensors files of a folder as one lazily read set of named tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,6 +118,36 @@ class PaddedTables:
     def _is_table(self, name: str) -> bool:
         shape = self._checkpoint.shape(name)
         return name.endswith(_TABLES) and len(shape) == 2 and shape[0] == self._stored
+
+
+class WithModules:
+    """A checkpoint, and those of modules in folders below it, whose names begin with the folder's:
+    2_Dense.linear.weight."""
+
+    def __init__(self, checkpoint: StoredTensors, modules: Mapping[str, StoredTensors]) -> None:
+        self._of = {name: (checkpoint, name) for name in checkpoint.names}
+        for folder, module in modules.items():
+            self._of |= {f"{folder}.{name}": (module, name) for name in module.names}
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+        return list(self._of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Reads no data."""
+        stored, own = self._of[name]
+        return stored.shape(own)
+
+    def dtype(self, name: str) -> str:
+        """As the file spells it: "BF16", "F32", ..."""
+        stored, own = self._of[name]
+        return stored.dtype(own)
+
+    def tensor(self, name: str) -> Tensor:
+        """On the CPU."""
+        stored, own = self._of[name]
+        return stored.tensor(own)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import re
 
 from paceline.core.errors import WeightsError
+from paceline.core.model.config import HeadStage
 from paceline.models.architecture import Architecture
 from paceline.models.kv_scales import is_cache_scale
 
@@ -10,16 +11,20 @@ _BODY = ("embed_tokens.", "layers.", "norm.")  # of checkpoints of the model wit
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def canonical_names(stored: list[str], file: Architecture, *, model: str) -> dict[str, str]:
-    """Canonical name -> stored name, of all tensors but those that `file` ignores.
+def canonical_names(
+    stored: list[str], file: Architecture, *, model: str, head: tuple[HeadStage, ...] = ()
+) -> dict[str, str]:
+    """Canonical name -> stored name, of all tensors but those that `file` ignores and `head` does
+    not take.
 
     Raises WeightsError where two stored tensors have one canonical name; `model` is the name it
     speaks of.
     """
+    taken = {name for stage in head for name in (stage.name, stage.norm)}
     names: dict[str, str] = {}
     for name in stored:
-        canonical = canonical_name(name, file)
-        if canonical is None:
+        canonical = _renamed(name, file)
+        if canonical.rpartition(".")[0] not in taken and _is_ignored(name, file):
             continue
         if canonical in names:
             raise WeightsError.about(
@@ -32,13 +37,15 @@ def canonical_names(stored: list[str], file: Architecture, *, model: str) -> dic
     return names
 
 
-def canonical_name(name: str, file: Architecture) -> str | None:
-    """None for a tensor that `file` ignores, and for the scales of an 8-bit KV cache, which
-    `models.kv_scales` reads.  The language part of a multimodal model is below `language_model`."""
+def _is_ignored(name: str, file: Architecture) -> bool:
+    """So are the scales of an 8-bit KV cache, which `models.kv_scales` reads."""
     if is_cache_scale(name):
-        return None
-    if any(re.search(pattern, name) is not None for pattern in file.ignored):
-        return None
+        return True
+    return any(re.search(pattern, name) is not None for pattern in file.ignored)
+
+
+def _renamed(name: str, file: Architecture) -> str:
+    """The language part of a multimodal model is below `language_model`."""
     if name.startswith("model.language_model."):
         name = "model." + name.removeprefix("model.language_model.")
     name = name.removeprefix("language_model.")

@@ -31,7 +31,6 @@ def parse_config(
     fields = Fields(text)
     read_quantization(config)
     fields.refuse("draft_vocab_size", "pass a draft head with --speculative-draft-model-path")
-    fields.refuse("use_bidirectional_attention", "only causal language models are supported")
     model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(sorted({*ARCHITECTURES, *_MULTIMODAL}))
@@ -42,6 +41,8 @@ def parse_config(
             remedy="use a model of a supported architecture",
         )
     file = ARCHITECTURES[model_type]
+    if not file.sees_ahead:
+        fields.refuse("use_bidirectional_attention", "this model_type is served as a causal model")
     fields = fields.behind(file.defaults)
     layers = fields.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MOST_LAYERS:

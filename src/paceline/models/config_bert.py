@@ -2,9 +2,16 @@
 
 from typing import Any
 
-from paceline.core.model.config import HIDDEN_ACTS, EncoderConfig, Heads, LayerSpec, ModelConfig
+from paceline.core.model.config import (
+    HIDDEN_ACTS,
+    EncoderConfig,
+    Heads,
+    HeadStage,
+    LayerSpec,
+    ModelConfig,
+)
 from paceline.core.modes import End, Pooling
-from paceline.models.architecture import COMPUTED, Architecture
+from paceline.models.architecture import COMPUTED, Architecture, Classifier
 from paceline.models.fields import Fields
 
 # What stands in the checkpoints of a body and its heads beside the body.
@@ -66,10 +73,19 @@ def build(config: ModelConfig, **where: Any) -> Any:
 
 
 def bert_family(
-    prefix: str, *, defaults: dict[str, Any], after_pad: bool, model_type: str | None = None
+    prefix: str,
+    *,
+    defaults: dict[str, Any],
+    after_pad: bool,
+    head: tuple[str, str],
+    model_type: str | None = None,
 ) -> Architecture:
     """A model with BERT's encoder.  prefix: of its tensors in checkpoints with a head.  after_pad:
-    positions begin behind the padding token's."""
+    positions begin behind the padding token's.  head: names of a classifier's two products."""
+
+    def classify(fields: Fields, num_labels: int) -> Classifier:
+        dense = HeadStage(name=head[0], width=fields.integer("hidden_size"), act="tanh")
+        return Classifier(Pooling.CLS, (dense, HeadStage(name=head[1], width=num_labels)))
 
     def read(fields: Fields) -> dict[str, Any]:
         first = fields.integer("pad_token_id", minimum=0) + 1 if after_pad else 0
@@ -78,6 +94,7 @@ def bert_family(
     return Architecture(
         read=read,
         build=build,
+        classify=classify,
         defaults=defaults,
         renamed=((prefix, ""), *_RENAMED),
         ignored=UNUSED,

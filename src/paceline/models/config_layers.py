@@ -34,6 +34,7 @@ def alike(
     attention_scale: float,
     attention_soft_cap: float | None = None,
     attention_sinks: bool = False,
+    causal: bool = True,
 ) -> tuple[LayerSpec, ...]:
     """[num_layers] of equal heads; windows and ropes may differ."""
     heads = Heads(num_heads, num_kv_heads, head_dim, v_head_dim, v_in_k)
@@ -51,6 +52,7 @@ def alike(
             sinks=attention_sinks,
             rope=turning(layer_id),
             rotary_dim=rotary_dim,
+            causal=causal,
         )
         for layer_id in range(num_layers)
     )

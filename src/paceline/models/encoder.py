@@ -24,7 +24,7 @@ from paceline.models.decoder import Hidden, NameLayer, rope_tables
 
 
 class LearnedPositions(nn.Module):
-    """A row for each position, and one for all tokens: of the first token type."""
+    """A row for each position, and one for each token's type, the first where none are told."""
 
     def __init__(
         self, rows: int, types: int, hidden_size: int, *, first: int, placement: Placement
@@ -35,11 +35,12 @@ class LearnedPositions(nn.Module):
         self.positions = empty_parameter(rows, hidden_size, placement=placement)
         self.types = empty_parameter(types, hidden_size, placement=placement)
 
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [tokens, hidden], positions [tokens] int64 -> a new tensor.  What padding has beyond
-        the last row takes that."""
+    def forward(self, x: Tensor, positions: Tensor, token_types: Tensor | None) -> Tensor:
+        """x [tokens, hidden], positions and token_types [tokens] int64 -> a new tensor.  What
+        padding has beyond the last row takes that."""
         rows = positions.add(self.first).clamp_(max=self.positions.shape[0] - 1)
-        return (x + self.types[0]).add_(self.positions.index_select(0, rows))
+        types = self.types[0] if token_types is None else self.types.index_select(0, token_types)
+        return (x + types).add_(self.positions.index_select(0, rows))
 
 
 class Encoder(nn.Module):
@@ -80,7 +81,7 @@ class Encoder(nn.Module):
         if overlaid is not None:
             x = overlaid.over(x)
         if self.learned is not None:
-            x = self.learned(x, positions)
+            x = self.learned(x, positions, ctx.view.token_types)
         x = self.embedding_norm(x)
         for layer in self.layers:
             x = layer(x, positions, ctx)

@@ -1,8 +1,9 @@
 """What a model's requests may end in, from its files and from what was asked.
 
-A checkpoint of a body alone (`architectures` of config.json names no head), or one that comes with
-the files of sentence-transformers, makes vectors and nothing else: its head is not read.  Any other
-generates and scores; with `--pooling` it makes vectors, too.
+A checkpoint with a classifier's head scores labels.  One of a body alone (`architectures` of
+config.json names no head), or one that comes with the files of sentence-transformers, makes vectors
+and nothing else: its head is not read.  Any other generates and scores; with `--pooling` it makes
+vectors, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.core.errors import ModelError
-from paceline.core.model.config import ModelConfig
+from paceline.core.model.config import HeadStage, ModelConfig
 from paceline.core.modes import End, Pooling
+from paceline.models.classifier import classifying, is_classifier
+from paceline.models.fields import Fields
 from paceline.models.locate import ModelSource
 
 _MODES = {
@@ -21,40 +24,62 @@ _MODES = {
     "mean_tokens": Pooling.MEAN,
     "lasttoken": Pooling.LAST,
 }
-_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+_KNOWN_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+_ACTS = {
+    "Identity": None,
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}  # of Dense
 _USUAL = Pooling.LAST  # of a causal body whose files say nothing
 
 
 def with_ends(config: ModelConfig, source: ModelSource, asked: Pooling | None) -> ModelConfig:
     """`config` with its ends.  asked: --pooling.  Raises ModelError for a way to make vectors that
     is not known here."""
+    if is_classifier(source.config):
+        return classifying(config, source, _types(source.modules or ()), asked)
     said = None
     if source.modules is not None:
         said = _said(source.modules, source.pooling_config or {})
         normalizes = "Normalize" in _types(source.modules)
         config = replace(config, normalizes=normalizes)
-    _refuse_classifier(source.config.get("architectures"))
     is_body = _is_body(source.config.get("architectures")) or End.GENERATE not in config.ends
     if said is None and not is_body:
         if asked is None:
             return config
         return replace(config, ends=config.ends | {End.POOL}, pooling=asked)
-    return replace(
-        config, ends=frozenset({End.POOL}), pooling=asked or said or config.pooling or _USUAL
-    )
+    pooling = asked or said or config.pooling or _USUAL
+    head = _dense(config, source)
+    bent = [stage.name for stage in head if stage.act is not None]
+    if bent and pooling is Pooling.MEAN and not config.reads_whole:
+        raise ModelError.about(
+            f"{bent[0]} of '{source.name}'",
+            expected="without an activation, behind a mean that is made in several steps",
+            got=f"{head[0].act}",
+            remedy="use a model whose tokens see one another in both directions",
+        )
+    return replace(config, ends=frozenset({End.POOL}), pooling=pooling, pooled_head=head)
 
 
-def _refuse_classifier(architectures: object) -> None:
-    """Cross-encoders and other classifiers: their heads are not run."""
-    names = architectures if isinstance(architectures, list) else []
-    for name in names[:1]:
-        if isinstance(name, str) and name.endswith(("Classification", "QuestionAnswering")):
-            raise ModelError.about(
-                "config.json: architectures",
-                expected="a model of tokens or of vectors",
-                got=name,
-                remedy="use one without a classifier's head, for example an embedding model",
-            )
+def _dense(config: ModelConfig, source: ModelSource) -> tuple[HeadStage, ...]:
+    """The Dense modules of sentence-transformers."""
+    stages: list[HeadStage] = []
+    for path, said in source.dense.items():
+        fields = Fields(said, f"{path}/config.json")
+        before = stages[-1].width if stages else config.hidden_size
+        if fields.integer("in_features") != before:
+            fields.fail("in_features", f"{before}, which it is given", said["in_features"])
+        for name in ("module_input_name", "module_output_name"):
+            fields.choice(name, ("sentence_embedding",), "sentence_embedding")
+        fields.refuse("use_residual", "use a model whose Dense modules add nothing to their output")
+        act = str(fields.get("activation_function") or "Tanh").rpartition(".")[2]
+        if act not in _ACTS:
+            fields.fail("activation_function", f"torch's {', '.join(_ACTS)}", act)
+        width, bias = fields.integer("out_features"), fields.flag("bias", True)
+        stages.append(HeadStage(name=f"{path}.linear", width=width, bias=bias, act=_ACTS[act]))
+    return tuple(stages)
 
 
 def _is_body(architectures: object) -> bool:

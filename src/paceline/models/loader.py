@@ -5,7 +5,7 @@ from the mapped file straight into the (fused) parameter that holds it.  Nothing
 """
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,13 @@ from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.weight_format import Named, held_by
 from paceline.models.architecture import Architecture
 from paceline.models.causal_lm import CausalLM
-from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, open_checkpoint
+from paceline.models.checkpoint import (
+    SPELLED,
+    PaddedTables,
+    StoredTensors,
+    WithModules,
+    open_checkpoint,
+)
 from paceline.models.checkpoint_names import canonical_names, of_the_model
 from paceline.models.coverage import require_filled_once
 from paceline.models.locate import ModelSource
@@ -83,15 +89,22 @@ def load_model(
             whole = build(parallel=ALONE, device=torch.device("meta"), exchange=None)
             fill_dummy_part(model, whole, device=device, seed=seed)
         return model
-    with open_numbers(source) as stored:
+    with ExitStack() as files:
+        stored = files.enter_context(open_numbers(source))
         model = build()
         checkpoint = _repacked(stored, model, file, packings, device=device, name=source.name)
+        if source.dense:
+            modules = {
+                path: files.enter_context(open_checkpoint(weights_folder(source) / path))
+                for path in source.dense
+            }
+            checkpoint = WithModules(checkpoint, modules)
         if file.names_experts:
             checkpoint = UnstackedExperts(checkpoint)
         rows = config.stored_vocab_size
         if rows is not None:
             checkpoint = PaddedTables(checkpoint, stored=rows, rows=config.vocab_size)
-        names = canonical_names(checkpoint.names, file, model=source.name)
+        names = canonical_names(checkpoint.names, file, model=source.name, head=config.pooled_head)
         names = of_the_model(names, file, config.num_layers)
         if End.GENERATE not in config.ends:
             names.pop(_HEAD, None)  # it makes vectors alone

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ _SMALL_FILES = [
     "chat_template.json",
     _MODULES,
     f"{_POOLING}/config.json",
+    "*_Dense/config.json",
     *SIDE_FILES,
 ]
 _WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
@@ -55,6 +56,8 @@ class ModelSource:
     tokenizer: Path | None  # tokenizer.json
     modules: list[Any] | None = None  # modules.json of sentence-transformers; None: there is none
     pooling_config: dict[str, Any] | None = None  # of its Pooling module
+    dense: dict[str, dict[str, Any]] = field(default_factory=dict)  # by folder, the config.json of
+    # each of its Dense modules, in their order
 
 
 def shape_names() -> tuple[str, ...]:
@@ -109,7 +112,12 @@ def locate(
         )
     files = _DRAFT_FILES if is_draft else _WEIGHT_FILES
     folder = _download(model, revision, _SMALL_FILES + (files if weights else []))
-    return _from_folder(model, SourceKind.HUB, folder)
+    found = _from_folder(model, SourceKind.HUB, folder)
+    if weights and found.dense:
+        _download(
+            model, revision, [f"{path}/model.safetensors" for path in found.dense], ignored=[]
+        )
+    return found
 
 
 def _expanded(model: str) -> Path:
@@ -167,6 +175,8 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
     generation = folder / "generation_config.json"
     tokenizer = folder / "tokenizer.json"
     pooling = folder / _POOLING / "config.json"
+    modules = _read_list(folder / _MODULES)
+    dense = _dense_of(modules or [])
     return ModelSource(
         name=name,
         kind=kind,
@@ -174,9 +184,17 @@ def _from_folder(name: str, kind: SourceKind, folder: Path) -> ModelSource:
         config=_with_side_file(folder, _read_json(config_path)),
         generation_config=_read_json(generation) if generation.is_file() else {},
         tokenizer=tokenizer if tokenizer.is_file() else None,
-        modules=_read_list(folder / _MODULES),
+        modules=modules,
         pooling_config=_read_json(pooling) if pooling.is_file() else None,
+        dense={path: _read_json(folder / path / "config.json") for path in dense},
     )
+
+
+def _dense_of(modules: list[Any]) -> list[str]:
+    """The folders of Dense modules, in their order."""
+    named = [each for each in modules if isinstance(each, dict)]
+    dense = [each for each in named if str(each.get("type")).endswith("Dense")]
+    return [str(each.get("path")) for each in dense]
 
 
 def _with_side_file(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -213,7 +231,12 @@ def _read(path: Path, kind: type, expected: str) -> Any:
     return data
 
 
-def _download(model: str, revision: str | None, wanted: list[str]) -> Path:
+_ASIDE = ["*/*.safetensors", "consolidated*"]  # a pattern's * goes into folders, too
+
+
+def _download(
+    model: str, revision: str | None, wanted: list[str], *, ignored: list[str] = _ASIDE
+) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
@@ -223,7 +246,6 @@ def _download(model: str, revision: str | None, wanted: list[str]) -> Path:
             got="a hub id",
             remedy="pip install huggingface_hub, or pass the path of a downloaded folder",
         ) from error
-    ignored = ["*/*.safetensors", "consolidated*"]  # a pattern's * goes into folders, too
     try:
         folder = snapshot_download(
             model, revision=revision, allow_patterns=wanted, ignore_patterns=ignored

@@ -1,11 +1,19 @@
 """ModernBERT (model_type modernbert): gated feed-forward, norms before each block, rope, and two
-of three layers see their neighbours alone; no head is read."""
+of three layers see their neighbours alone; of heads a classifier's is read."""
 
 from typing import Any
 
-from paceline.core.model.config import HIDDEN_ACTS, EncoderConfig, Heads, LayerSpec, ModelConfig
+from paceline.core.model.config import (
+    HEAD_ACTS,
+    HIDDEN_ACTS,
+    EncoderConfig,
+    Heads,
+    HeadStage,
+    LayerSpec,
+    ModelConfig,
+)
 from paceline.core.modes import End, Pooling
-from paceline.models.architecture import Architecture
+from paceline.models.architecture import Architecture, Classifier
 from paceline.models.config_bert import UNUSED
 from paceline.models.config_rope import LAYER_TYPES, read_dual_rope
 from paceline.models.fields import Fields
@@ -23,6 +31,8 @@ _DEFAULTS: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "local_attention": 128,
+    "classifier_pooling": "cls",
+    "classifier_activation": "gelu",
 }
 
 
@@ -79,6 +89,19 @@ def _layer_types(fields: Fields, num: int) -> list[str]:
     return given
 
 
+def _classify(fields: Fields, num_labels: int) -> Classifier:
+    dense = HeadStage(
+        name="head.dense",
+        width=fields.integer("hidden_size"),
+        bias=fields.flag("classifier_bias", False),
+        act=fields.choice("classifier_activation", HEAD_ACTS),
+        norm="head.norm",
+        norm_bias=fields.flag("norm_bias", False),
+    )
+    pooling = Pooling(fields.choice("classifier_pooling", (Pooling.CLS, Pooling.MEAN)))
+    return Classifier(pooling, (dense, HeadStage(name="classifier", width=num_labels)))
+
+
 def _build(config: ModelConfig, **where: Any) -> Any:
     from paceline.models.modernbert_stack import build_modernbert
 
@@ -88,6 +111,7 @@ def _build(config: ModelConfig, **where: Any) -> Any:
 ARCHITECTURE = Architecture(
     read=_read,
     build=_build,
+    classify=_classify,
     defaults=_DEFAULTS,
     renamed=(("model.", ""),),
     ignored=(*UNUSED, r"^(head|decoder)\."),

@@ -27,7 +27,8 @@ _VIEWED = tuple(
     field.name
     for field in fields(StepView)
     if field.name in EXTENTS
-    and field.name not in ("row_ids", "rope_positions", "tree_mask", "overlay_slot", "visible_end")
+    and field.name
+    not in ("row_ids", "rope_positions", "tree_mask", "overlay_slot", "visible_end", "token_types")
 )
 
 
@@ -43,6 +44,7 @@ class StepBuffers:
     Derived (see StepView for meanings): row_ids, prefix_lens, extend_lens, kv_lens, cu_seqlens_q,
     req_ids, positions, input_ids, logits_loc, page_tables, out_cache_locs, tree_mask.
     overlay_slot: [max_tokens]  int64  zero-sized where there is no overlay
+    token_types: [max_tokens]  int64  zero-sized where the model is not told
     visible_end: [max_tokens]  int32  zero-sized where no prompt has blocks
     chain_positions: [max_tokens]  int64  of a round of trees: positions of its rows as a chain;
         zero-sized where there are no trees
@@ -78,6 +80,7 @@ class StepBuffers:
         encoder_groups: tuple[int, ...] = (),
         vocab_size: int = 0,
         pooled_width: int = 0,
+        tells_types: bool = False,
         rope_axes: int = 1,
         kv_len_bound: int,
         device: torch.device,
@@ -113,6 +116,7 @@ class StepBuffers:
         self.rope_positions = longs(turned, rope_axes)
         self.chain_rope_positions = longs(turned if own_tree_rows else 0, rope_axes)
         self.input_ids = longs(max_tokens)
+        self.token_types = longs(max_tokens if tells_types else 0)
         self.overlay_slot = longs(max_tokens if has_overlay else 0)
         self.visible_end = ints(max_tokens if has_blocks else 0)
         self.logits_loc = longs(max_reqs)
@@ -266,6 +270,7 @@ class StepBuffers:
             shares_prefix=shares_prefix,
             overlay_slot=used("overlay_slot") if has_overlay else None,
             visible_end=used("visible_end") if sees_ahead else None,
+            token_types=used("token_types") if self.token_types.numel() else None,
         )
 
     def as_chain(self, view: StepView) -> StepView:

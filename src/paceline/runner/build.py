@@ -109,7 +109,8 @@ def build_parts(
         max_tree_rows=limits.tree_rows,
         max_path=limits.draft.max_path,
         vocab_size=config.vocab_size,
-        pooled_width=0 if limits.pooling is None else config.hidden_size,
+        pooled_width=0 if limits.pooling is None else config.pooled_width,
+        tells_types=config.tells_types,
         rope_axes=config.rope_axes,
         has_overlay=limits.overlay_slots > 0,
         has_blocks=limits.has_blocks,
@@ -333,6 +334,7 @@ def _request_table(
         rope_axes=config.rope_axes,
         has_encoder=any(layer.reads_encoder for layer in config.layers),
         block_ends=block_ends,
+        tells_types=config.tells_types,
     )
 
 
@@ -342,7 +344,8 @@ def _staging_bytes(limits: RunnerConfig, parts: Parts) -> int:
     page_rows = sum(pages[0].nbytes for pages in table.page_tables)
     sampling_row = table.sampling.floats[0].nbytes + table.sampling.ints[0].nbytes
     masks = buffers.mask_words[0].nbytes + buffers.mask_ids.nbytes // limits.padded_reqs
-    per_row = page_rows + sampling_row + 4 * limits.tree_rows + masks + _PIECES * _ALIGNMENT
+    told = 0 if table.second_from is None else table.second_from[0].nbytes
+    per_row = told + page_rows + sampling_row + 4 * limits.tree_rows + masks + _PIECES * _ALIGNMENT
     # One request may join beyond the limit, when it joins alone.
     tokens = max(limits.max_join_tokens, limits.context_len)
     if table.overlay is not None:  # of each its slot, and a piece for each row of media, at most

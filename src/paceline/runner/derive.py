@@ -4,6 +4,8 @@ The one derivation.  Eager steps run it, graphs record it, every backend plans f
 What it computes, with a worked example, is in kernels/derive.py.
 """
 
+import torch
+
 from paceline.kernels.derive import TableRows, derive_rows
 from paceline.kernels.derive_rope import derive_rope
 from paceline.kernels.derive_tree import derive_tree
@@ -40,6 +42,10 @@ def derive(
     if view.overlay_slot is not None:
         assert table.overlay is not None, "a step that reads an overlay has one"
         derive_overlay(table.overlay, view)
+    if view.token_types is not None:
+        assert table.second_from is not None, "who tells types apart has them of every row"
+        second = table.second_from.index_select(0, view.row_ids).index_select(0, view.req_ids)
+        torch.ge(view.positions, second, out=view.token_types)
     if view.visible_end is not None:
         assert table.block_ends is not None, "a step that sees ahead has blocks"
         derive_blocks(table.block_ends, view)

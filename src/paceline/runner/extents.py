@@ -42,6 +42,7 @@ EXTENTS = {
     "rope_positions": Extent.TOKEN,
     "chain_rope_positions": Extent.TREE_TOKEN,
     "input_ids": Extent.TOKEN,
+    "token_types": Extent.TOKEN,
     "overlay_slot": Extent.OVERLAID,
     "visible_end": Extent.AHEAD,
     "logits_loc": Extent.REQUEST,

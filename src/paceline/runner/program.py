@@ -229,13 +229,22 @@ class StepProgram:
             )
         if End.POOL in self._ends:
             assert parts.pooling is not None, "admission refuses what the model has no end for"
-            pooled = parts.buffers.pooled[: view.padded_reqs]
-            pool_rows(hidden, view.cu_seqlens_q, parts.pooling, pooled)
+            self._pool(hidden, parts.pooling, parts.buffers.pooled[: view.padded_reqs])
         if End.GENERATE not in self._ends:
             return
         if not self._is_round and view.max_extend_len > 1:  # otherwise each row is sampled
             hidden = hidden.index_select(0, view.logits_loc)
         self.logits = parts.model.logits(hidden)
+
+    def _pool(self, hidden: Tensor, pooling: Pooling, pooled: Tensor) -> None:
+        """pooled: [padded_reqs, pooled_width] float32, which is mutated."""
+        head, starts = self._parts.model.pooled_head, self._view.cu_seqlens_q
+        if head is None:
+            pool_rows(hidden, starts, pooling, pooled)
+            return
+        rows = pooled.new_empty(pooled.shape[0], hidden.shape[1])
+        pool_rows(hidden, starts, pooling, rows)
+        pooled.copy_(head(rows))
 
     def _sample(self, tree: DraftTree | None) -> Sampled:
         """Of a round: what plain decoding would sample behind each row, or the draft kept."""

@@ -96,6 +96,7 @@ class Job:
     share: Share = ALIKE  # how it takes turns with others
     deadline: float | None = None  # by the loop's clock
     end: End = End.GENERATE
+    second_from: Sequence[int] = ()  # of pairs: where the second text of each begins
 
     @classmethod
     def of(cls, asked: Reading, writer: Writer) -> "Job":
@@ -104,6 +105,7 @@ class Job:
             prompts=asked.prompts,
             params=SamplingParams.from_dict(asked.sampling),
             end=asked.end,
+            second_from=asked.second_from,
             stream=asked.stream,
             include_usage=asked.include_usage,
             writer=writer,
@@ -180,6 +182,7 @@ async def _start(service: Service, job: Job) -> Ticket:
         job.prompts,
         job.params,
         end=job.end,
+        second_from=job.second_from,
         share=job.share,
         stream=job.stream,
         deadline=job.deadline,

@@ -127,7 +127,8 @@ def _add_metrics(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/capabilities")
     async def what_is_taken() -> dict[str, Any]:
-        return {"ends": service.ends, **capabilities()}
+        scores_pairs = service.vectors.label_act is not None
+        return {"ends": service.ends, "scores_pairs": scores_pairs, **capabilities()}
 
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")

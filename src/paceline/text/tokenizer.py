@@ -141,6 +141,17 @@ class Tokenizer:
             return ids[1:]
         return [bos, *ids] if self._add_bos and ids[:1] != [bos] else ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """(token ids of both with what the tokenizer puts between and around them, the first that
+        is of the second type; their number where it has one type).  Raises as `encode`."""
+        for text in (first, second):
+            _check_text(text)
+        pair, special = (first, second), self._add_bos is not False
+        (found,) = self._core.encode_batch_fast([pair], add_special_tokens=special)
+        types = found.type_ids
+        second_from = types.index(1) if 1 in types else len(types)
+        return list(found.ids), second_from
+
     def fewest_tokens(self, text: str, enough: int) -> int:
         """How many tokens `text` has at least; no more of it is read than shows that they are
         `enough`.  0 where nothing is known, which its length alone shows of most texts that fit.

@@ -187,12 +187,6 @@ def test_what_an_encoder_cannot_do_is_refused(tmp_path: Path) -> None:
         assert len(llm.embed(random_prompts((64,)))) == 1
 
 
-def test_a_classifier_is_refused(tmp_path: Path) -> None:
-    encoder = make_encoder("bert", tmp_path, head="ForSequenceClassification")
-    with pytest.raises(ModelError, match="architectures must be a model of tokens or of vectors"):
-        make_llm(encoder)
-
-
 @pytest.mark.parametrize(
     ("case", "change", "text"),
     [

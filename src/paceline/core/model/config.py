@@ -17,6 +17,8 @@ HIDDEN_ACTS = {  # config.json's name of a gated activation -> the kernel's
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+SIGMOID, IDENTITY = "sigmoid", "identity"  # what scores of labels go through
+HEAD_ACTS = ("gelu", "relu", "silu", "tanh")  # of stages of a pooled head
 
 
 class RopeKind(Enum):
@@ -294,7 +296,20 @@ class EncoderConfig:
 
     position_rows: int = 0  # of a table of learned positions; 0: there is none
     first_position: int = 0  # its row of position 0
-    token_types: int = 0  # rows of a table of which the first is added to every token
+    token_types: int = 0  # rows of a table of which one is added to every token: the first, but
+    # to those of a pair's second text
+    norm_bias: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadStage:
+    """One product of what makes numbers of a pooled row, with what stands behind it."""
+
+    name: str  # of its tensors in checkpoints
+    width: int  # numbers that it makes
+    bias: bool = True
+    act: str | None = None  # one of HEAD_ACTS
+    norm: str | None = None  # a LayerNorm behind the activation: its name in checkpoints
     norm_bias: bool = True
 
 
@@ -328,12 +343,26 @@ class ModelConfig:
     ends: frozenset[End] = frozenset({End.GENERATE, End.SCORE})  # of its requests
     pooling: Pooling | None = None  # of those that end in a vector; None: none may
     normalizes: bool = True  # vectors have length 1, unless a request says otherwise
+    pooled_head: tuple[HeadStage, ...] = ()  # what a pooled row goes through, in order
+    label_act: str | None = None  # of a classifier, whose pooled rows are scores of labels: what it
+    # makes of them unasked, SIGMOID or IDENTITY.  None: they are vectors
     encoder: EncoderConfig | None = None  # of a model that is one
     max_encoder_len: int = 0  # rows that an encoder makes of what a request brings, at most
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def pooled_width(self) -> int:
+        """Numbers of what a request that pools ends in."""
+        return self.pooled_head[-1].width if self.pooled_head else self.hidden_size
+
+    @property
+    def tells_types(self) -> bool:
+        """Whether the tokens of a pair's second text are of another type than its first's."""
+        own = self.encoder
+        return self.label_act is not None and own is not None and own.token_types > 1
 
     @property
     def reads_whole(self) -> bool:

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel
 from paceline.layers.attention import StepContext
-from paceline.layers.mixers.self_attention import SelfAttention
+from paceline.layers.mixers.self_attention import SelfAttention, WholeAttention
 from paceline.layers.moe import feed_forward
 from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.parameter import Placement
@@ -29,8 +29,9 @@ class SandwichLayer(nn.Module):
         def norm(size: int) -> RMSNorm:
             return RMSNorm(size, config.rms_norm_eps, placement=placement, kind=config.norm)
 
-        head_dim = config.layers[layer_id].heads.head_dim
-        self.attention = SelfAttention(
+        spec = config.layers[layer_id]
+        head_dim = spec.heads.head_dim
+        self.attention = (SelfAttention if spec.causal else WholeAttention)(
             config,
             layer_id,
             cos_sin=cos_sin,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import Parallel, Span, whole
-from paceline.kernels.rope import Rope
+from paceline.kernels.rope import Rope, rope_reference
 from paceline.kernels.rope_write_kv import HeadNorms
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear, QKVLinear
@@ -39,6 +39,7 @@ class SelfAttention(nn.Module):
         heads, dim = spec.heads, spec.heads.head_dim
         assert heads.v_head_dim == dim, heads
         self.layer_id = layer_id
+        self.spec = spec
         self.qkv = QKVLinear(
             config.hidden_size if in_features is None else in_features,
             num_heads=heads.num_heads * self.query_rows,
@@ -96,6 +97,26 @@ class SelfAttention(nn.Module):
             return None
         weights = self.q_norm.weight, self.k_norm.weight
         return HeadNorms(*weights, self.q_norm.eps, self.q_norm.unit_offset)
+
+
+class WholeAttention(SelfAttention):
+    """One layer whose tokens see those behind them, too: it caches nothing."""
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, ctx: StepContext
+    ) -> Tensor:
+        """As of `SelfAttention`, with positions [tokens]."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+        if self.cos_sin is not None:
+            q, k = (rope_reference(each, self.cos_sin, positions) for each in (q, k))
+        return ctx.attend_whole(self.spec, q, k, v)
+
+
+def _normed(norm: RMSNorm, x: Tensor) -> Tensor:
+    """x [tokens, heads, head_dim], whose rows may be strided -> a new tensor of the same shape."""
+    normed: Tensor = norm(x.reshape(-1, x.shape[-1]))
+    return normed.view(x.shape)
 
 
 class GatedAttention(SelfAttention):

@@ -28,6 +28,8 @@ from paceline.runner.staging import Copy, StagingSlot
 from paceline.runner.table.block_ends import BlockEnds
 from paceline.runner.table.overlay import Overlay
 
+NO_SECOND = 2**31 - 1  # behind every token
+
 
 class RequestTable:
     """Rows 1..max_running hold requests.
@@ -41,6 +43,8 @@ class RequestTable:
         encoder_lens  [rows]  int32  rows of each request's encoder, where the model has layers that
                       read them; else None.  0: it brings none; row 0: PAD_PREFIX_LEN, so that what
                       is recorded over padding reads them
+        second_from   [rows]  int32  the first token of a pair's second text, where the model tells
+                      them apart; else None.  NO_SECOND: there is none; row 0: that
         sampling      SamplingTable
         overlay       Overlay, where requests may bring input rows
         rope          RopeRows, where the model's rope has several axes; else None
@@ -60,6 +64,7 @@ class RequestTable:
         rope_axes: int = 1,
         has_encoder: bool = False,
         block_ends: BlockEnds | None = None,
+        tells_types: bool = False,
     ) -> None:
         rows = max_running + 1
         self._eos_token_ids = eos_token_ids
@@ -73,6 +78,9 @@ class RequestTable:
         if has_encoder:
             self.encoder_lens = torch.zeros(rows, dtype=torch.int32, device=device)
             self.encoder_lens[PAD_ROW] = PAD_PREFIX_LEN
+        self.second_from: Tensor | None = None
+        if tells_types:
+            self.second_from = torch.full((rows,), NO_SECOND, dtype=torch.int32, device=device)
         self.sampling = SamplingTable(rows, device, plug_ins)
         self.overlay = overlay
         self.block_ends = block_ends
@@ -133,6 +141,7 @@ class RequestTable:
             (self.sampling.ints[row], slot.put(packed.ints)),
             *self._stage_positions(row, delta.positions, slot),
             *self._stage_encoder_len(row, delta.encoder, slot),
+            *self._stage_second(row, delta.second_from, slot),
         ]
 
     def _stage_encoder_len(
@@ -144,6 +153,14 @@ class RequestTable:
             return []
         num_rows = np.array([0 if given is None else given.num_rows], dtype=np.int32)
         return [(self.encoder_lens[row : row + 1], slot.put(num_rows))]
+
+    def _stage_second(self, row: int, given: int | None, slot: StagingSlot) -> list[Copy]:
+        """Where a joining request's second text begins."""
+        if self.second_from is None:
+            assert given is None, "a pair's second text in a table that does not tell it apart"
+            return []
+        first = np.array([NO_SECOND if given is None else given], dtype=np.int32)
+        return [(self.second_from[row : row + 1], slot.put(first))]
 
     def _stage_positions(
         self, row: int, given: PromptPositions | None, slot: StagingSlot
@@ -170,6 +187,8 @@ class RequestTable:
             tensors |= self.overlay.named_tensors()
         if self.encoder_lens is not None:
             tensors["table.encoder_lens"] = self.encoder_lens
+        if self.second_from is not None:
+            tensors["table.second_from"] = self.second_from
         if self.block_ends is not None:
             tensors["table.block_ends"] = self.block_ends.ends
         if self.rope is not None:

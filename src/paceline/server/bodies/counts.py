@@ -18,7 +18,9 @@ from paceline.server.bodies.wire import mixed_prompts
 from paceline.server.errors import ApiError
 
 _MOST_BYTES = 1 << 19  # of a field that is no prompt; 32 stop strings of 1,024 characters fit
-_PROMPTS = {"input", "instructions", "messages", "prompt", "system"}  # as long as a body may be
+_PROMPTS = {"input", "instructions", "messages", "prompt", "system"} | {
+    *("documents", "query", "text_1", "text_2")
+}  # as long as a body may be
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _FIRST = re.compile(rb"\[[ \t\n\r]*(.)")
 _BLANKS = b" \t\n\r"
@@ -60,9 +62,9 @@ def counted(kind: type[Wire], body: bytes, room: Room) -> bytes:
     sent = {name: value for name, value in found.items() if value is not UNSET}
     for name in sent.keys() - refusals_of(kind).keys() - _PROMPTS:
         _require_few_bytes(name, len(sent[name]))
-    counted_field = kind.counted_field
-    if counted_field is not None and counted_field in sent:
-        _count_prompts(bytes(sent[counted_field]), room, counted_field)
+    for name in kind.counted_fields:
+        if name in sent:
+            _count_prompts(bytes(sent[name]), room, name)
     return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), sent[name]) for name in sent)
 
 

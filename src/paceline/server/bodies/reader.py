@@ -25,11 +25,11 @@ from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
 from paceline.server.tools.conversation import Conversation
 from paceline.server.tools.formats import UNKNOWN, Formats, shows_special_tokens
 from paceline.server.tools.forms import TEXT, Form
-from paceline.server.vectors.wire import EmbeddingsRequest
+from paceline.server.vectors.wire import EmbeddingsRequest, RerankRequest, ScoreRequest
 from paceline.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT, MESSAGES, RESPONSES = "completions", "chat", "messages", "responses"
-EMBEDDINGS = "embeddings"
+EMBEDDINGS, RERANK, SCORE = "embeddings", "rerank", "score"
 COUNT, TOKENIZE, DETOKENIZE = "count", "tokenize", "detokenize"
 _CONVERSATIONS: Mapping[str, type[ChatRequest | CountRequest | ResponsesRequest]] = {
     CHAT: ChatRequest,
@@ -65,6 +65,9 @@ class Reading(Struct, frozen=True, kw_only=True, tag="reading"):
     echoed: list[str] = []  # the text of each prompt, where an answer begins with it
     end: End = End.GENERATE
     vector: VectorWish | None = None  # of one that ends in vectors
+    second_from: list[int] = []  # of pairs: where the second text of each begins
+    top_n: int | None = None  # of pairs: results at most
+    raw: bool = False  # of pairs: scores as the model's head makes them
     tells_scores: bool = False  # prompt_logprobs are a field of the answer
     continuous_usage: bool = False  # every chunk of a stream tells it
     ignored: list[str] = []  # names of fields that were sent and not read
@@ -94,6 +97,10 @@ class Reader:
             return self._completions(body)
         if endpoint == EMBEDDINGS:
             return self._embeddings(body)
+        if endpoint == RERANK:
+            return self._rerank(body)
+        if endpoint == SCORE:
+            return self._pairs(decoded(ScoreRequest, body, self.room), "text_2")
         if endpoint == TOKENIZE:
             return self._tokenize(body)
         if endpoint == DETOKENIZE:
@@ -170,17 +177,38 @@ class Reader:
         self.check_model(asked.model)
         return Reading(
             prompts=self._prompts(asked.prompts, 1, 0, "input"),
-            sampling=dict(_NOTHING_SAMPLED),
-            stream=False,
-            include_usage=False,
-            priority=asked.priority or 0,
-            deadline_s=asked.deadline_s,
-            end=End.POOL,
+            **_pooling(asked),
             vector=VectorWish(
                 dimensions=asked.dimensions,
                 normalize=asked.normalize,
                 as_base64=asked.encoding_format == "base64",
             ),
+        )
+
+    def _rerank(self, body: bytes) -> Reading:
+        asked = decoded(RerankRequest, body, self.room)
+        del body
+        found = self._pairs(asked, "documents")
+        told = asked.documents if asked.return_documents else []
+        return msgspec.structs.replace(found, top_n=asked.top_n, echoed=told)
+
+    def _pairs(self, asked: RerankRequest | ScoreRequest, param: str) -> Reading:
+        """param: the field of the second texts."""
+        self.check_model(asked.model)
+        require_possible(len(asked.pairs), self.room.max_open)
+        tokenizer, most = self.require_tokenizer(), self.room.context_len
+        joined = []
+        for pair in asked.pairs:
+            fewest = max(tokenizer.fewest_tokens(text, most + 1) for text in pair)
+            if fewest:
+                self._require_room(fewest, 0, param, got=f"at least {fewest}")
+            joined.append(tokenizer.encode_pair(*pair))
+            self._require_room(len(joined[-1][0]), 0, param)
+        return Reading(
+            prompts=[ids for ids, _ in joined],
+            second_from=[second for _, second in joined],
+            raw=asked.use_activation is False,
+            **_pooling(asked),
         )
 
     def _prompts(
@@ -285,6 +313,18 @@ class Reader:
             expected = "sent to a model with tokenizer.json"
             raise ModelError.about("text", expected=expected, got="one without", remedy=remedy)
         return self.tokenizer
+
+
+def _pooling(asked: EmbeddingsRequest | RerankRequest | ScoreRequest) -> dict[str, Any]:
+    """What a Reading says of texts that are pooled."""
+    return {
+        "sampling": dict(_NOTHING_SAMPLED),
+        "stream": False,
+        "include_usage": False,
+        "priority": asked.priority or 0,
+        "deadline_s": asked.deadline_s,
+        "end": End.POOL,
+    }
 
 
 def _how(asked: GenerationRequest) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def check_refusals(body: msgspec.Struct, place: Place) -> None:
 class Wire(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An object a client sends."""
 
-    counted_field: ClassVar[str | None] = None  # that holds prompts, which are counted
+    counted_fields: ClassVar[tuple[str, ...]] = ()  # that hold prompts, which are counted
 
     def check(self, place: Place) -> None:
         """Raise ApiError, 400, for what its types do not say.  place: of this object."""

@@ -135,7 +135,7 @@ _SAMPLING = {field.name for field in fields(SamplingParams)} & set(
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     """POST /v1/completions."""
 
-    counted_field: ClassVar[str] = "prompt"
+    counted_fields: ClassVar[tuple[str, ...]] = ("prompt",)
 
     prompt: Prompts
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -26,6 +26,7 @@ from paceline.core.modes import End
 from paceline.core.options.engine_options import known
 from paceline.core.step import Step
 from paceline.llm.admission import AdmittedPrompt
+from paceline.llm.ends.pairs import admitted_pairs
 from paceline.llm.followed import Followed, Following
 from paceline.llm.llm import LLM
 from paceline.plan.machine import versions
@@ -196,9 +197,15 @@ class Host:
     def _admitted(self, asked: Submit) -> list[AdmittedPrompt]:
         """Raises RequestError."""
         admission = self.llm.admission
-        if asked.end is End.GENERATE:
+        if asked.second_from:
+            admission.require_labels()
+            pairs = list(zip(asked.prompts, asked.second_from, strict=True))
+            admitted = admitted_pairs(admission, pairs)
+        elif asked.end is End.GENERATE:
             admitted = admission.admit(asked.prompts, asked.params)
         else:
+            if asked.end is End.POOL:
+                admission.require_vectors()
             admitted = admission.admit_end(asked.prompts, asked.end, asked.params)
         return [replace(each, share=asked.share) for each in admitted]
 
@@ -296,8 +303,9 @@ def ready(llm: LLM) -> Ready:
         fingerprint=_fingerprint(llm.prepared.resolution),
         ends=tuple(sorted(admission.config.ends)),
         vectors=Vectors(
-            width=admission.config.hidden_size if End.POOL in admission.config.ends else 0,
+            width=admission.config.pooled_width if End.POOL in admission.config.ends else 0,
             normalizes=admission.config.normalizes,
+            label_act=admission.config.label_act,
         ),
     )
 

@@ -41,6 +41,7 @@ class Submit(Message, frozen=True, tag=0):
     share: Share
     stream: bool  # tell of them while they run
     end: End = End.GENERATE
+    second_from: tuple[int, ...] = ()  # of pairs: where the second text of each begins
 
 
 class Cancel(Message, frozen=True, tag=1):
@@ -80,6 +81,7 @@ class Vectors(Struct, frozen=True, kw_only=True):
 
     width: int  # numbers of a vector; 0: it makes none
     normalizes: bool  # to length 1, unasked
+    label_act: str | None = None  # of a classifier, whose numbers are scores of labels
 
 
 NO_VECTORS = Vectors(width=0, normalizes=True)

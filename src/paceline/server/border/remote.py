@@ -149,6 +149,7 @@ class RemoteEngine(asyncio.Protocol):
         params: SamplingParams,
         *,
         end: End = End.GENERATE,
+        second_from: Sequence[int] = (),
         share: Share,
         stream: bool,
         deadline: float | None = None,
@@ -156,14 +157,21 @@ class RemoteEngine(asyncio.Protocol):
         """Queue prompts, token ids of each, all or none.
 
         The ticket iterates over (index of the prompt, growth): one of the whole answer, or with
-        `stream` one whenever something has come.  deadline: by the loop's clock.
+        `stream` one whenever something has come.  second_from: of
+        pairs, where the second text of each begins.  deadline: by the loop's clock.
         Raises as `Callers.open`, RequestError for what cannot cross.
         """
         ids = tuple(map(tuple, prompts))
 
         def submit(number: int) -> None:
             asked = Submit(
-                number=number, prompts=ids, params=params, end=end, share=share, stream=stream
+                number=number,
+                prompts=ids,
+                params=params,
+                end=end,
+                second_from=tuple(second_from),
+                share=share,
+                stream=stream,
             )
             try:
                 self._say(asked)

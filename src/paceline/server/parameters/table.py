@@ -27,7 +27,7 @@ from paceline.server.parameters.rules import rules_of
 from paceline.server.responses.wire import Item, Part, Reasoning, ResponsesRequest
 from paceline.server.tokens.wire import DetokenizeRequest, TokenizeRequest
 from paceline.server.tools.wire import Message
-from paceline.server.vectors.wire import EmbeddingsRequest
+from paceline.server.vectors.wire import EmbeddingsRequest, RerankRequest, ScoreRequest
 
 SERVED, ABSENT = "served", "unknown: 400"
 ABOUT_THE_CALLER = {"metadata", "prompt_cache_key", "safety_identifier", "user"}
@@ -38,6 +38,8 @@ KINDS: Mapping[str, type[msgspec.Struct]] = {
     "/v1/messages/count_tokens": CountRequest,
     "/v1/responses": ResponsesRequest,
     "/v1/embeddings": EmbeddingsRequest,
+    "/v1/rerank": RerankRequest,
+    "/v1/score": ScoreRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -95,7 +97,8 @@ def page() -> str:
         "",
         "Written by `python -m paceline.server.parameters.table` from the types that read bodies;",
         "a test fails when it is stale. `GET /capabilities` says the same, and in `ends` what the",
-        "model does: `generate`, `score`, `pool`. null means left out; a field that is not",
+        "model does: `generate`, `score`, `pool`; `scores_pairs` tells whether what it pools are",
+        "scores, which /v1/rerank and /v1/score ask for. null means left out; a field that is not",
         "here is a 400.",
         "",
         f"| field | {' | '.join(KINDS)} |",

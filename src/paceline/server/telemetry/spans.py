@@ -23,7 +23,12 @@ from paceline.server.telemetry.access_log import CLIENT_LEFT, Entry
 _EXPORT_S = 5.0  # of a batch of spans
 _FLUSH_S = 2.0  # for those that are left when the server ends
 _PROPAGATOR = TraceContextTextMapPropagator()
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}  # else chats
+_OPERATIONS = {  # else chats
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rerank",
+    "/v1/score": "score",
+}
 _ASKED = {  # by the name of a sampling parameter
     "max_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",

@@ -11,11 +11,13 @@ from paceline.server.asking import answered
 from paceline.server.bodies.body import body_schema
 from paceline.server.bodies.reader import EMBEDDINGS, Reading
 from paceline.server.service import Service
+from paceline.server.vectors.pairs import add_pairs
 from paceline.server.vectors.wire import EmbeddingsRequest
 
 
 def add_vectors(app: FastAPI, service: Service) -> None:
-    """Add /v1/embeddings."""
+    """Add /v1/embeddings, and those of pairs."""
+    add_pairs(app, service)
 
     @app.post("/v1/embeddings", openapi_extra=body_schema(EmbeddingsRequest))
     async def embeddings(request: Request) -> Response:
@@ -28,7 +30,9 @@ def _job(service: Service, asked: Reading) -> Job:
     assert wanted is not None, "it was read as one"
     normalizes = service.vectors.normalizes if wanted.normalize is None else wanted.normalize
     params = VectorParams(dimensions=wanted.dimensions, normalize=normalizes)
-    if service.vectors.width:  # otherwise the engine says what it does instead
+    if (
+        service.vectors.label_act is None and service.vectors.width
+    ):  # otherwise the engine says what it does instead
         params.check(service.vectors.width)
     return Job.of(asked, EmbeddingsWriter(params, as_base64=wanted.as_base64))
 

@@ -1,0 +1,111 @@
+"""The routes of scores of pairs: /v1/rerank and /v1/score."""
+
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request, Response
+
+from paceline.core.model.config import IDENTITY
+from paceline.engine.answers.outputs import CompletionOutput, RequestOutput
+from paceline.llm.ends.labels import scores_of
+from paceline.server.answer import Document, Job, WholeWriter
+from paceline.server.asking import answered
+from paceline.server.bodies.body import body_schema
+from paceline.server.bodies.reader import RERANK, SCORE, Reading
+from paceline.server.errors import ApiError
+from paceline.server.service import Service
+from paceline.server.vectors.wire import RerankRequest, ScoreRequest
+
+
+def add_pairs(app: FastAPI, service: Service) -> None:
+    """Add both."""
+
+    @app.post("/v1/rerank", openapi_extra=body_schema(RerankRequest))
+    async def rerank(request: Request) -> Response:
+        return await answered(service, RERANK, _rerank_job, request)
+
+    @app.post("/v1/score", openapi_extra=body_schema(ScoreRequest))
+    async def score(request: Request) -> Response:
+        return await answered(service, SCORE, _score_job, request)
+
+
+def _rerank_job(service: Service, asked: Reading) -> Job:
+    score = _scorer(service, asked)
+    return Job.of(asked, RerankWriter(score, top_n=asked.top_n, documents=asked.echoed))
+
+
+def _score_job(service: Service, asked: Reading) -> Job:
+    return Job.of(asked, ScoreWriter(_scorer(service, asked)))
+
+
+def _scorer(service: Service, asked: Reading) -> Callable[[bytes], float]:
+    """From what was pooled of a pair to its score.  Raises ApiError for a model of more labels; of
+    one that scores no pairs the engine says what it does instead."""
+    made = service.vectors
+    if made.label_act is not None and made.width != 1:
+        raise ApiError.about(
+            "model",
+            expected="one with one label",
+            got=f"one with {made.width}",
+            remedy="ask LLM.score_pairs, or serve a cross-encoder",
+            param="model",
+        )
+    act = IDENTITY if asked.raw or made.label_act is None else made.label_act
+
+    def score(pooled: bytes) -> float:
+        [found] = scores_of(pooled, act)
+        return found
+
+    return score
+
+
+class _PairsWriter(WholeWriter):
+    """kind: the `object` of the answer."""
+
+    kind = "list"
+
+    def __init__(self, score: Callable[[bytes], float]) -> None:
+        self._score = score
+
+    def scored(self, growth: RequestOutput) -> float:
+        assert growth.pooled is not None, "it ended in a score"
+        return self._score(growth.pooled)
+
+
+class RerankWriter(_PairsWriter):
+    """Documents by their scores, the best first, equal ones as they were sent."""
+
+    id_prefix = "rerank-"
+
+    def __init__(
+        self, score: Callable[[bytes], float], *, top_n: int | None, documents: list[str]
+    ) -> None:
+        """documents: to be told with their scores; none: they are not."""
+        super().__init__(score)
+        self._top_n = top_n
+        self._documents = documents
+
+    def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
+        told = {"index": index, "relevance_score": self.scored(growth)}
+        return told | ({"document": {"text": self._documents[index]}} if self._documents else {})
+
+    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
+        ranked = sorted(choices, key=lambda choice: -choice["relevance_score"])
+        return _listed(envelope, usage) | {"results": ranked[: self._top_n]}
+
+
+class ScoreWriter(_PairsWriter):
+    """Scores in the order of the pairs."""
+
+    id_prefix = "score-"
+
+    def whole(self, index: int, growth: RequestOutput, completion: CompletionOutput) -> Document:
+        return {"index": index, "object": "score", "score": self.scored(growth)}
+
+    def document(self, envelope: Document, choices: list[Document], usage: Document) -> Document:
+        return _listed(envelope, usage) | {"data": choices}
+
+
+def _listed(envelope: Document, usage: Document) -> Document:
+    """What both say around what was found."""
+    told = {name: envelope[name] for name in ("id", "object", "created", "model")}
+    return told | {"usage": {name: usage[name] for name in ("prompt_tokens", "total_tokens")}}
