@@ -384,6 +384,7 @@ class LLM:
             prompt=admitted.prompt,
             constraint=admitted.constraint,
             input_rows=admitted.input_rows,
+            encoder=admitted.encoder,
             share=admitted.share,
             blocks=admitted.blocks,
             end=admitted.end,

@@ -56,6 +56,8 @@ class Architecture:
     renamed: tuple[tuple[str, str], ...] = ()  # parts of tensor names, as stored -> as we name them
     ignored: tuple[str, ...] = COMPUTED  # patterns of the tensors that are not used; others are
     # unexpected
+    left_out: str | None = None  # a pattern of the tensors, as we name them, that its checkpoints
+    # leave out, which are zeros
     names_experts: bool = False  # its checkpoints name each expert's tensors, or stack them
     predicts_more: bool = False  # they may hold layers behind the last, which predict a token
     # further and are not run

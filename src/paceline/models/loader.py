@@ -4,6 +4,7 @@ The module is built first, uninitialised and on the device; each checkpoint tens
 from the mapped file straight into the (fused) parameter that holds it.  Nothing is built twice.
 """
 
+import re
 from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,13 @@ from paceline.layers.rms_norm import RMSNorm
 from paceline.layers.weights.weight_format import Named, held_by
 from paceline.models.architecture import Architecture
 from paceline.models.causal_lm import CausalLM
-from paceline.models.checkpoint import SPELLED, PaddedTables, StoredTensors, open_checkpoint
+from paceline.models.checkpoint import (
+    SPELLED,
+    PaddedTables,
+    StoredTensors,
+    ZerosBehind,
+    open_checkpoint,
+)
 from paceline.models.checkpoint_names import canonical_names, without_layers_behind
 from paceline.models.coverage import require_filled_once
 from paceline.models.locate import ModelSource
@@ -102,6 +109,10 @@ def load_model(
         elif config.tie_word_embeddings:
             names = _tie(checkpoint, names)
         destinations = model.destinations()
+        if file.left_out is not None:
+            absent = {n: t.shape for n, t in destinations.items() if re.search(file.left_out, n)}
+            checkpoint = ZerosBehind(checkpoint, absent)
+            names |= {name: name for name in absent}
         if isinstance(stored, Dequantised):
             names = _without_idle(stored, names, destinations)
         copy_weights(
