@@ -13,6 +13,7 @@ from paceline.layers.weights.parameter import Placement, empty_parameter
 from paceline.layers.weights.weight_format import Named, wholly
 
 _TAPS = 3  # frames that a convolution sees
+_MOST_HALF = torch.finfo(torch.float16).max - 1000  # as in transformers
 
 
 class GeluMLP(nn.Module):
@@ -63,6 +64,8 @@ class AudioLayer(nn.Module):
         attended, _ = ragged_attention(q, k, v, cu, cu, causal=False, scale=self.scale)
         x = self.out(attended.flatten(1)).add_(x)
         out: Tensor = self.mlp(self.mlp_norm(x)).add_(x)
+        if out.dtype is torch.float16:  # whose sums pass its end in deep layers
+            out.clamp_(-_MOST_HALF, _MOST_HALF)
         return out
 
     def fill(self, prefix: str) -> Named:
@@ -106,7 +109,7 @@ class AudioEncoder(nn.Module):
         x = F.gelu(F.conv1d(x, self.conv2, self.bias2, stride=2, padding=1))
         rows = x.shape[2]
         x = x[0].T + self.positions[:rows]
-        cu = torch.tensor([0, rows], dtype=torch.int32, device=x.device)
+        cu = torch.arange(2, dtype=torch.int32, device=x.device) * rows  # waits for no copy
         for layer in self.layers:
             x = layer(x, cu)
         out: Tensor = self.norm(x)

@@ -20,6 +20,7 @@ from paceline.models.decoder import Decoder, Hidden
 if TYPE_CHECKING:
     from paceline.models.audio_encoder import AudioEncoder
     from paceline.models.encoder import Encoder
+    from paceline.models.whisper_stack import WhisperDecoder
 
 
 class CausalLM(nn.Module):
@@ -28,7 +29,7 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        decoder: "Decoder | Encoder",
+        decoder: "Decoder | Encoder | WhisperDecoder",
         *,
         parallel: Parallel,
         placement: Placement,

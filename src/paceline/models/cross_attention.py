@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from paceline.core.model.config import ModelConfig, QKNorm
+from paceline.core.model.config import ModelConfig
 from paceline.core.parallel import whole
 from paceline.layers.attention import StepContext
 from paceline.layers.linear import Linear
@@ -15,25 +15,25 @@ class CrossAttention(nn.Module):
     """One layer's.  Steps project queries alone: keys and values are made once for a request."""
 
     def __init__(
-        self, config: ModelConfig, layer_id: int, *, rows_size: int, placement: Placement
+        self, config: ModelConfig, layer_id: int, *, has_norms: bool, placement: Placement
     ) -> None:
-        """rows_size: numbers of an encoder's row.  Keys have no bias where others have one."""
+        """has_norms: of each head of queries and keys.  Rows are as wide as hidden states; keys
+        have no bias where others have one."""
         super().__init__()
         heads, hidden = config.layers[layer_id].heads, config.hidden_size
         dim, bias = heads.head_dim, config.attention_bias
         queries, keys = whole(heads.num_heads * dim), whole(heads.num_kv_heads * dim)
-        rows = whole(rows_size)
         self.layer_id = layer_id
         self.head_dim = dim
         self.q = Linear(whole(hidden), queries, bias=bias, placement=placement)
-        self.k = Linear(rows, keys, bias=False, placement=placement)
-        self.v = Linear(rows, keys, bias=bias, placement=placement)
+        self.k = Linear(whole(hidden), keys, bias=False, placement=placement)
+        self.v = Linear(whole(hidden), keys, bias=bias, placement=placement)
         self.out = Linear(
             queries, whole(hidden), bias=config.attention_out_bias, placement=placement
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
-        if config.qk_norm is QKNorm.HEAD:
+        if has_norms:
             self.q_norm = RMSNorm(dim, config.rms_norm_eps, placement=placement)
             self.k_norm = RMSNorm(dim, config.rms_norm_eps, placement=placement)
 
@@ -45,7 +45,7 @@ class CrossAttention(nn.Module):
         return ctx.of_readers(self.out(ctx.attend_encoder(self.layer_id, q).flatten(1)))
 
     def keys_and_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """rows [encoder_len, rows_size] -> each [encoder_len, num_kv_heads, head_dim]."""
+        """rows [encoder_len, hidden] -> each [encoder_len, num_kv_heads, head_dim]."""
         k, v = (each(rows).unflatten(1, (-1, self.head_dim)) for each in (self.k, self.v))
         return k if self.k_norm is None else self.k_norm(k), v
 

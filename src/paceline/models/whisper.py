@@ -20,10 +20,8 @@ def read(fields: Fields) -> dict[str, Any]:
         fields.fail("activation_function", "'gelu'", fields.get("activation_function"))
     hidden, heads = fields.integer("d_model"), fields.integer("decoder_attention_heads")
     own_heads, blocks = fields.integer("encoder_attention_heads"), fields.integer("decoder_layers")
-    for name, number in (
-        ("decoder_attention_heads", heads),
-        ("encoder_attention_heads", own_heads),
-    ):
+    sizes = {"decoder_attention_heads": heads, "encoder_attention_heads": own_heads}
+    for name, number in sizes.items():
         if hidden % number:
             fields.fail(name, f"a divisor of d_model {hidden}", number)
     for name in ("decoder_layers", "encoder_layers"):

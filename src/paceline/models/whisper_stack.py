@@ -38,7 +38,7 @@ class WhisperBlock(nn.Module):
             config, 2 * index, cos_sin=None, qk_norms=None, parallel=parallel, placement=placement
         )
         self.cross_norm = LayerNorm(hidden, eps, bias=True, placement=placement)
-        self.cross = CrossAttention(config, 2 * index + 1, rows_size=hidden, placement=placement)
+        self.cross = CrossAttention(config, 2 * index + 1, has_norms=False, placement=placement)
         self.mlp_norm = LayerNorm(hidden, eps, bias=True, placement=placement)
         self.mlp = GeluMLP(hidden, config.intermediate_size, placement=placement)
 

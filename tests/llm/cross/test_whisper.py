@@ -23,7 +23,10 @@ from llm_cases import (
 from paceline.core.errors import ConfigError, ModelError, RequestError
 from paceline.core.model.config import CacheKind
 from paceline.core.step import JoinDelta
+from paceline.layers.weights.dense import DENSE
+from paceline.layers.weights.parameter import Placement
 from paceline.llm.boot import Knobs
+from paceline.models.audio_encoder import AudioLayer
 from paceline.models.config import parse_config
 from paceline.plan.explain import explain_model, show
 from paceline.server.border.engine_main import require_served
@@ -80,9 +83,8 @@ def test_logits_are_those_of_transformers(audio: Audio) -> None:
         outputs = llm.generate(ASKED, replace(SHORT, max_tokens=1, prompt_logprobs=0))
     for prompt, theirs, output in zip(PROMPTS, wanted, outputs, strict=True):
         assert output.prompt_logprobs is not None
-        ours = [
-            found[token].logprob for token, found in zip(prompt, output.prompt_logprobs) if found
-        ]
+        found = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+        ours = [entry[token].logprob for token, entry in found]
         own = theirs[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
         torch.testing.assert_close(torch.tensor(ours), own, rtol=0, atol=2e-5)
 
@@ -123,12 +125,13 @@ def test_completions_of_one_prompt_hear_the_same(audio: Audio, said: Any) -> Non
 
 
 def test_a_graph_captured_over_padding_reads_rows(audio: Audio, said: Any) -> None:
-    """Everything is captured before a request has come: with rows of none it would have been one
+    """It is captured at boot, before anybody has brought any: with none it would have been one
     without cross attention."""
-    with make_llm(audio) as llm:
+    with make_llm(audio, max_num_seqs=1) as llm:
         captured = llm.engine.runner.graphs_captured
-        assert captured
-        assert tokens_of(llm.generate(ASKED[0], SHORT)) == [said[0]]
+        got = tokens_of(llm.generate(ASKED[0], SHORT))
+        assert llm.engine.runner.graphs_captured == captured == 1
+    assert got == [said[0]], "the captured graph reads no rows"
 
 
 @pytest.mark.parametrize(
@@ -211,6 +214,18 @@ def test_blocks_are_two_layers_each(audio: Audio) -> None:
     assert config.max_position == CONTEXT
     kinds = [[cached.kind for cached in layer.caches] for layer in config.layers]
     assert kinds == [[CacheKind.TOKENS], [CacheKind.ENCODER]] * 2
+
+
+def test_rows_in_half_precision_stay_finite(audio: Audio) -> None:
+    config = parse_config(audio.theirs.config.to_dict())
+    placement = Placement(torch.device("cpu"), torch.float16, DENSE)
+    layer = AudioLayer(config, config.encoder_input, placement)
+    for parameter in layer.parameters():
+        parameter.zero_()
+    layer.mlp.down.bias.fill_(100.0)
+    x = torch.full((3, 48), torch.finfo(torch.float16).max, dtype=torch.float16)
+    rows = layer(x, torch.tensor([0, 3], dtype=torch.int32))
+    assert torch.equal(rows, torch.full_like(x, torch.finfo(torch.float16).max - 1000))
 
 
 def test_ranks_do_not_share_it(audio: Audio) -> None:
