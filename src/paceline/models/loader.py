@@ -110,7 +110,11 @@ def load_model(
             names = _tie(checkpoint, names)
         destinations = model.destinations()
         if file.left_out is not None:
-            absent = {n: t.shape for n, t in destinations.items() if re.search(file.left_out, n)}
+            absent = {
+                name: target.shape
+                for name, target in destinations.items()
+                if name not in names and re.search(file.left_out, name)
+            }
             checkpoint = ZerosBehind(checkpoint, absent)
             names |= {name: name for name in absent}
         if isinstance(stored, Dequantised):

@@ -1,6 +1,7 @@
 """Whisper: an encoder's rows are made once for a request, and every token of it reads them."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,19 @@ from llm_cases import (
     recorded_steps,
     tokens_of,
 )
+from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ConfigError, ModelError, RequestError
 from paceline.core.model.config import CacheKind
+from paceline.core.parallel import ALONE
 from paceline.core.step import JoinDelta
 from paceline.layers.weights.dense import DENSE
 from paceline.layers.weights.parameter import Placement
 from paceline.llm.boot import Knobs
 from paceline.models.audio_encoder import AudioLayer
 from paceline.models.config import parse_config
+from paceline.models.loader import load_model
+from paceline.models.locate import locate
 from paceline.plan.explain import explain_model, show
 from paceline.server.border.engine_main import require_served
 
@@ -214,6 +219,23 @@ def test_blocks_are_two_layers_each(audio: Audio) -> None:
     assert config.max_position == CONTEXT
     kinds = [[cached.kind for cached in layer.caches] for layer in config.layers]
     assert kinds == [[CacheKind.TOKENS], [CacheKind.ENCODER]] * 2
+
+
+def test_biases_of_keys_are_zeros_unless_a_file_has_them(audio: Audio, tmp_path: Path) -> None:
+    shutil.copytree(audio.folder, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.encoder.layers.0.self_attn.k_proj.bias"] = torch.ones(48)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(
+        locate(str(tmp_path)),
+        parse_config(audio.theirs.config.to_dict()),
+        parallel=ALONE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    first, second = (layer.qkv.bias.split(48)[1] for layer in model.encoder.layers)
+    assert first.eq(1).all()
+    assert second.eq(0).all()
 
 
 def test_rows_in_half_precision_stay_finite(audio: Audio) -> None:
