@@ -110,7 +110,9 @@ CASES = [case for case in EVERY if not case.startswith(ALONE)]
 
 def test_every_architecture_is_among_the_cases() -> None:
     encoders = {"bert", "modernbert", "roberta", "xlm-roberta"}  # which no ranks share
-    assert {config_of(case).model_type for case in EVERY} == ARCHITECTURES.keys() - encoders
+    readers = {"mllama_text_model", "whisper"}  # nor these, see tests/llm/cross
+    known = {config_of(case).model_type for case in EVERY}
+    assert known == ARCHITECTURES.keys() - encoders - readers
 
 
 @pytest.mark.parametrize("case", [case for case in EVERY if case.startswith(ALONE)])

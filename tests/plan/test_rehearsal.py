@@ -74,12 +74,14 @@ def decided_of(
 def test_the_plan_is_a_rehearsal_with_the_backend_that_runs(model, asked, where, tmp_path):
     """It knows of a backend what it declares."""
     device, backend = DEVICES[where]
-    seen, limits, fit = rehearsed(shallow(tmp_path, model), device, backend, asked)
+    folder = shallow(tmp_path, model)
+    seen, limits, fit = rehearsed(folder, device, backend, asked)
     assert seen.weights == fit.weights_bytes
     assert seen.draft_weights == fit.draft_weights_bytes
     assert seen.kv == fit.kv_bytes
     assert seen.workspace == fit.workspace_bytes
-    assert steps_held(seen.parts, largest_steps(limits), device) == fit.activations_bytes
+    config = parse_config(locate(folder).config)
+    assert steps_held(seen.parts, config, largest_steps(limits), device) == fit.activations_bytes
 
 
 DRAFTERS = {

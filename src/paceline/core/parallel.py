@@ -115,6 +115,8 @@ def rank_reasons(config: ModelConfig, size: int) -> list[str]:
             reasons.append(f"there are {kv} KV heads")
     if config.reads_whole and size > 1:
         reasons.append("an encoder is not split among ranks")
+    if config.encoder_input is not None and size > 1:
+        reasons.append("layers that read an encoder are not split among ranks")
     if config.mamba2 is not None and size > 1:
         reasons.append("layers of mamba2 are not split among ranks")
     states = {part: None for layer in config.layers for part in layer.state if part.by_heads}

@@ -7,7 +7,7 @@ from paceline.cache.page_keys import PageKeys, media_of
 from paceline.core.errors import PacelineError, RequestError
 from paceline.core.modes import End
 from paceline.core.request.blocks import Blocks
-from paceline.core.request.input_rows import InputRows
+from paceline.core.request.input_rows import EncoderInput, InputRows
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.core.step import PromptPositions, Step
 from paceline.engine.answers.receipt import ReceiptLog
@@ -80,6 +80,7 @@ class Engine:
         salt: Hashable = None,
         constraint: Constraint | None = None,
         input_rows: tuple[InputRows, ...] = (),
+        encoder: EncoderInput | None = None,
         positions: PromptPositions | None = None,
         share: Share = ALIKE,
         blocks: Blocks | None = None,
@@ -92,7 +93,8 @@ class Engine:
         The others follow once the first has computed the prompt, where the prefix cache is on;
         otherwise each computes it.  params.seed must be set: it is part of what a preempted
         request resumes with.  constraint: of the first; the others have forks.  input_rows: stand
-        in for the embeddings of prompt tokens, ascending.  positions: of the prompt, where the
+        in for the embeddings of prompt tokens, ascending.  encoder: what it brings for layers that
+        read one.  positions: of the prompt, where the
         model's rope has several axes; None: every token stands at its index.  share: how it takes
         turns with others that wait.  blocks: of the prompt, where prompts may have them.
         end: what comes of it; score_from: as of `Request.make`;
@@ -110,6 +112,7 @@ class Engine:
             context_len=self._context_len,
             keys=PageKeys(salt, media=media_of(input_rows, blocks, prompt_ids), blocks=blocks),
             input_rows=input_rows,
+            encoder=encoder,
             constraint=constraint,
             positions=positions,
             share=share,

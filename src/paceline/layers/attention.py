@@ -33,6 +33,7 @@ class EncoderPlan:
     backend: AttentionBackend
     layers: Mapping[int, LayerCache]  # by layer id of the model
     plan: Any  # the backend's, whose prefixes are the encoder's rows
+    is_read: Tensor  # [padded_tokens, 1]  bool  whether the token's request has rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,11 +104,15 @@ class StepContext:
         q: [padded_tokens, num_heads, head_dim], as it is.  Returns [padded_tokens, num_heads,
         v_head_dim]; 0 for a request that brings none.
         """
-        encoder = self.encoder
-        assert encoder is not None, f"layer {layer_id} reads no encoder"
+        encoder = self._encoder()
         layer, none = encoder.layers[layer_id], q[:0]  # the step has no keys of its own
         out, _ = encoder.backend.forward(q, none, none, layer, encoder.plan, Part.PREFIX)
         return out
+
+    def of_readers(self, x: Tensor) -> Tensor:
+        """x [padded_tokens, hidden] -> the same, 0 where the token's request brings no rows: such
+        a one passes over what its layers make of them, biases too."""
+        return x * self._encoder().is_read
 
     def attend_whole(self, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of a layer that caches nothing: to the step's own rows, in both directions.
@@ -123,6 +128,10 @@ class StepContext:
             q, k, v, cu, cu, causal=False, scale=spec.scale, window=spec.window
         )
         return out
+
+    def _encoder(self) -> EncoderPlan:
+        assert self.encoder is not None, "no layer reads an encoder"
+        return self.encoder
 
     def _layer(self, layer_id: int) -> LayerCache:
         layer = self.layers[layer_id]

@@ -14,11 +14,11 @@ from paceline.core.events import Event, Notify
 from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End
 from paceline.core.request.blocks import Blocks
-from paceline.core.request.input_rows import InputRows
+from paceline.core.request.input_rows import EncoderInput, InputRows
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.grammar import Constraint, Grammar
 from paceline.engine.request import ALIKE, Share
-from paceline.llm.embeds import read_embeds
+from paceline.llm.embeds import read_embeds, read_encoder_input
 from paceline.llm.inputs import (
     Conversation,
     as_batch,
@@ -48,6 +48,7 @@ class AdmittedPrompt:
     params: SamplingParams
     constraint: Constraint | None = None  # by a grammar
     input_rows: tuple[InputRows, ...] = ()  # in place of embeddings of these
+    encoder: EncoderInput | None = None  # what layers that read an encoder shall know of
     share: Share = ALIKE  # how it takes turns with others that wait
     blocks: Blocks | None = None  # of these
     end: End = End.GENERATE
@@ -149,23 +150,23 @@ class Admission:
     def _admit(
         self, prompt: object, params: SamplingParams, grammar: object, end: End
     ) -> AdmittedPrompt:
-        prompt, embeds, blocks = split_parts(prompt)
+        parts = split_parts(prompt)
         most = self.context_len - (end is End.GENERATE)
-        if embeds and end is End.POOL:
+        if parts.embeds and end is End.POOL:
             raise RequestError.about(
                 "prompt_embeds",
                 expected="left out of a prompt whose vector is asked for",
                 got="rows",
                 remedy="pass its token ids alone",
             )
-        text, token_ids = self._read(as_prompt(prompt), most)
+        text, token_ids = self._read(as_prompt(parts.prompt), most)
         self._check_length(len(token_ids), most)
         if end is End.GENERATE:
             self._note_cut(len(token_ids), params)
         self._check_params(params, prompt_len=len(token_ids))
-        self._check_blocks(blocks, prompt_len=len(token_ids))
+        self._check_blocks(parts.blocks, prompt_len=len(token_ids))
         input_rows = read_embeds(
-            embeds,
+            parts.embeds,
             num_tokens=len(token_ids),
             hidden_size=self.config.hidden_size,
             dtype=self.dtype,
@@ -176,7 +177,8 @@ class Admission:
             params=params,
             constraint=self._constraint(params, grammar),
             input_rows=input_rows,
-            blocks=blocks,
+            encoder=read_encoder_input(parts.encoder_input, self.config, dtype=self.dtype),
+            blocks=parts.blocks,
         )
 
     def _check_blocks(self, blocks: Blocks | None, *, prompt_len: int) -> None:

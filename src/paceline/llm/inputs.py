@@ -11,7 +11,7 @@ from paceline.core.errors import RequestError
 from paceline.core.request.blocks import Blocks
 from paceline.core.request.sampling_params import SamplingParams
 from paceline.engine.grammar import Grammar
-from paceline.llm.embeds import Embeds, as_embeds
+from paceline.llm.embeds import ENCODER_INPUT, Embeds, as_embeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,20 +66,33 @@ def as_conversations(
     ]
 
 
-def split_parts(item: object) -> tuple[object, tuple[Embeds, ...], Blocks | None]:
-    """A prompt without what it brings beside its ids; rows in place of embeddings, unread; blocks.
-    Raises RequestError."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptParts:
+    """A prompt, and what it brings beside text or ids."""
+
+    prompt: object  # unread
+    embeds: tuple[Embeds, ...] = ()  # in place of embeddings, unread
+    blocks: Blocks | None = None
+    encoder_input: object = None  # unread
+
+
+def split_parts(item: object) -> PromptParts:
+    """Raises RequestError."""
     if not isinstance(item, Mapping):
-        return item, (), None
+        return PromptParts(item)
+    given = item.get(ENCODER_INPUT)
+    if given is not None:
+        item = {name: value for name, value in item.items() if name != ENCODER_INPUT}
     brought = [name for name in (_EMBEDS, _BLOCKS) if item.get(name) is not None]
     if not brought:
-        return item, (), None
+        return PromptParts(item, encoder_input=given)
     rest = {name: value for name, value in item.items() if name not in (_EMBEDS, _BLOCKS)}
     if rest.get("prompt_token_ids") is None:
         got = ", ".join(sorted(map(str, rest))) or "nothing"
         raise _prompt_error(f"keys beside {' and '.join(brought)}", "prompt_token_ids", got)
     embeds = as_embeds(item[_EMBEDS]) if _EMBEDS in brought else ()
-    return rest, embeds, _as_blocks(item[_BLOCKS]) if _BLOCKS in brought else None
+    blocks = _as_blocks(item[_BLOCKS]) if _BLOCKS in brought else None
+    return PromptParts(rest, embeds, blocks, given)
 
 
 def as_prompt(item: object) -> str | list[object] | Conversation:

@@ -110,6 +110,8 @@ class LLM:
         prompt_token_ids, "prompt_embeds" has rows in place of embeddings: of every token, or
         several `llm.embeds.Embeds`; --max-prompt-embeds says how many.  With --prompt-blocks,
         "prompt_blocks" has (start, stop) of spans whose tokens see one another, as a picture's do.
+        "encoder_input" is what layers with cross attention read: floats of the shape that
+        docs/python.md names for the model, on any device.
         sampling_params: one for all prompts, or one each; a mapping is read as
         SamplingParams.from_dict.
         use_tqdm: show how many are done; None on a terminal only.
@@ -409,6 +411,7 @@ class LLM:
             prompt=admitted.prompt,
             constraint=admitted.constraint,
             input_rows=admitted.input_rows,
+            encoder=admitted.encoder,
             share=admitted.share,
             blocks=admitted.blocks,
             end=admitted.end,

@@ -71,6 +71,8 @@ class Architecture:
     renamed: tuple[tuple[str, str], ...] = ()  # parts of tensor names, as stored -> as we name them
     ignored: tuple[str, ...] = COMPUTED  # patterns of the tensors that are not used; others are
     # unexpected
+    left_out: str | None = None  # a pattern of the tensors, as we name them, that its checkpoints
+    # leave out, which are zeros
     names_experts: bool = False  # its checkpoints name each expert's tensors, or stack them
     sees_ahead: bool = False  # its files may say that tokens see one another in both directions
     predicts: str | None = None  # how tensors of a layer that predicts a token further are named

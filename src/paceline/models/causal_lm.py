@@ -14,11 +14,14 @@ from paceline.layers.mixers.latent_attention import LatentAttention
 from paceline.layers.mixers.self_attention import SelfAttention, WholeAttention
 from paceline.layers.weights.parameter import Placement
 from paceline.layers.weights.weight_format import Named
+from paceline.models.cross_attention import CrossAttention
 from paceline.models.decoder import Decoder, Hidden
 from paceline.models.pooled_head import PooledHead
 
 if TYPE_CHECKING:
+    from paceline.models.audio_encoder import AudioEncoder
     from paceline.models.encoder import Encoder
+    from paceline.models.whisper_stack import WhisperDecoder
 
 
 class CausalLM(nn.Module):
@@ -27,14 +30,18 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        decoder: "Decoder | Encoder",
+        decoder: "Decoder | Encoder | WhisperDecoder",
         *,
         parallel: Parallel,
         placement: Placement,
+        encoder: "AudioEncoder | None" = None,
     ) -> None:
+        """encoder: makes the rows that layers read of what requests bring; None: they bring rows,
+        or no layer reads any."""
         super().__init__()
         self.decoder = decoder
         self.pooled_head = PooledHead(config, placement) if config.pooled_head else None
+        self.encoder = encoder
         self.head: LMHead | None = None  # of one that only makes vectors
         if End.GENERATE in config.ends:
             self.head = LMHead(
@@ -80,15 +87,20 @@ class CausalLM(nn.Module):
         return tuple(None if layer.sinks is None else layer.sinks.float() for layer in found)
 
     def encoder_kv(self, given: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Of what a request brings for its encoder, the (layer id, K, V) of every layer that reads
-        it: [encoder_len, num_kv_heads, head_dim] each.  No layer of a decoder does."""
-        return iter(())
+        """Of what a request brings for its encoder (`EncoderInputConfig`), the (layer id, K, V) of
+        every layer that reads it: [encoder_len, num_kv_heads, head_dim] each."""
+        rows = given if self.encoder is None else self.encoder(given)
+        for module in self.decoder.modules():
+            if isinstance(module, CrossAttention):
+                yield module.layer_id, *module.keys_and_values(rows)
 
     def destinations(self) -> Named:
         """What a checkpoint fills."""
         named = self.decoder.destinations("model")
         if self.pooled_head is not None:
             named |= self.pooled_head.destinations()
+        if self.encoder is not None:
+            named |= self.encoder.destinations("model.encoder")
         if self.head is None or self.head.held is None:
             return named
         return named | self.head.held.fill("lm_head")

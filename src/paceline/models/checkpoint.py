@@ -150,6 +150,34 @@ class WithModules:
         return stored.tensor(own)
 
 
+class ZerosBehind:
+    """A checkpoint with tensors of zeros behind its own, for those that its architecture leaves
+    out: Whisper's keys have no bias."""
+
+    def __init__(self, checkpoint: StoredTensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._checkpoint = checkpoint
+        self._shapes = shapes
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor's name."""
+        return [*self._checkpoint.names, *self._shapes]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Reads no data."""
+        return self._shapes[name] if name in self._shapes else self._checkpoint.shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Of zeros float32: they are cast to any float."""
+        return SPELLED[torch.float32] if name in self._shapes else self._checkpoint.dtype(name)
+
+    def tensor(self, name: str) -> Tensor:
+        """On the CPU."""
+        if name in self._shapes:
+            return torch.zeros(self._shapes[name])
+        return self._checkpoint.tensor(name)
+
+
 @contextmanager
 def open_checkpoint(folder: Path) -> Iterator[Checkpoint]:
     """All shards of `folder`, with headers read and lengths checked; closed on exit.

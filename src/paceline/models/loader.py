@@ -4,6 +4,7 @@ The module is built first, uninitialised and on the device; each checkpoint tens
 from the mapped file straight into the (fused) parameter that holds it.  Nothing is built twice.
 """
 
+import re
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,6 +31,7 @@ from paceline.models.checkpoint import (
     PaddedTables,
     StoredTensors,
     WithModules,
+    ZerosBehind,
     open_checkpoint,
 )
 from paceline.models.checkpoint_names import canonical_names, of_the_model
@@ -111,6 +113,14 @@ def load_model(
         elif config.tie_word_embeddings:
             names = _tie(checkpoint, names)
         destinations = model.destinations()
+        if file.left_out is not None:
+            absent = {
+                name: target.shape
+                for name, target in destinations.items()
+                if name not in names and re.search(file.left_out, name)
+            }
+            checkpoint = ZerosBehind(checkpoint, absent)
+            names |= {name: name for name in absent}
         if isinstance(stored, Dequantised):
             names = _without_idle(stored, names, destinations)
         copy_weights(

@@ -19,6 +19,7 @@ from paceline.models import (
     minicpm3,
     mistral,
     mixtral,
+    mllama_text_model,
     modernbert,
     olmo2,
     phi3,
@@ -30,6 +31,7 @@ from paceline.models import (
     roberta,
     seed_oss,
     smollm3,
+    whisper,
     xlm_roberta,
 )
 from paceline.models.architecture import Architecture
@@ -37,8 +39,19 @@ from paceline.models.architecture import Architecture
 _FILES = (
     *(bert, deepseek_v2, deepseek_v3, exaone4, falcon_h1, gemma, gemma2, gemma3_text),
     *(glm4_moe_lite, gpt_oss, granite, granitemoehybrid, llama, mamba2, minicpm3, mistral),
-    *(mixtral, modernbert, olmo2, phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next),
-    *(roberta, seed_oss, smollm3, xlm_roberta),
+    *(
+        mixtral,
+        mllama_text_model,
+        modernbert,
+        olmo2,
+        phi3,
+        qwen2,
+        qwen2_moe,
+        qwen3,
+        qwen3_moe,
+        qwen3_next,
+    ),
+    *(roberta, seed_oss, smollm3, whisper, xlm_roberta),
 )
 ARCHITECTURES: dict[str, Architecture] = {
     file.ARCHITECTURE.model_type or file.__name__.rpartition(".")[2]: file.ARCHITECTURE

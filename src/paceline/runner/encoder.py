@@ -86,10 +86,12 @@ class Encoder:
             shares_prefix=False,
             kv_len_bound=self.most_rows + view.max_extend_len,
         )
+        lens = own.prefix_lens.index_select(0, own.req_ids)
         return EncoderPlan(
             backend=self.backend,
             layers=self.layers,
             plan=self.backend.plan(own, self.backend_buffers),
+            is_read=(lens > 0).unsqueeze(1),
         )
 
     def write(self, model: CausalLM, given: EncoderInput, table: RequestTable, row: int) -> None:

@@ -94,8 +94,11 @@ class StepForms:
 
     def _unpack(self, packed: Any) -> Any:
         if isinstance(packed, self._bytes):
+            dtype = getattr(torch, packed.dtype)
+            if not packed.data:  # which torch takes for no buffer
+                return torch.empty(packed.shape, dtype=dtype)
             data = torch.frombuffer(bytearray(packed.data), dtype=torch.uint8)
-            return data.view(getattr(torch, packed.dtype)).view(packed.shape)
+            return data.view(dtype).view(packed.shape)
         kind = self._kinds.get(type(packed))
         if kind is None:
             return packed

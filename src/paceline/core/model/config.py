@@ -314,6 +314,28 @@ class HeadStage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderInputConfig:
+    """The tensor of floats that a request brings for layers that read an encoder, and the encoder
+    that makes their rows of it."""
+
+    width: int  # numbers of a frame
+    frames_per_row: int = 1
+    width_first: bool = False  # it lies as [width, frames]; else as [frames, width]
+    is_needed: bool = False  # False: a request without it has no rows
+    num_layers: int = 0  # of the encoder; 0: there is none, and frames are the rows
+    num_heads: int = 0  # of the encoder, as what follows
+    intermediate_size: int = 0
+
+    def rows(self, frames: int) -> int:
+        """What as many frames become."""
+        return -(-frames // self.frames_per_row)
+
+    def shape(self, frames: int) -> tuple[int, int]:
+        """Of the tensor."""
+        return (self.width, frames) if self.width_first else (frames, self.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Everything the engine needs to know of a checkpoint before it reads a weight."""
 
@@ -348,6 +370,8 @@ class ModelConfig:
     # makes of them unasked, SIGMOID or IDENTITY.  None: they are vectors
     encoder: EncoderConfig | None = None  # of a model that is one
     max_encoder_len: int = 0  # rows that an encoder makes of what a request brings, at most
+    encoder_input: EncoderInputConfig | None = None  # what that is; None: requests bring nothing
+    position_rows: int = 0  # of a decoder's table of learned positions; 0: there is none
 
     @property
     def num_layers(self) -> int:

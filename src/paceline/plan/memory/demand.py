@@ -129,6 +129,7 @@ class _Rehearsal:
             parallel=demands.parallel,
             packings=demands.packings,
         )
+        self._config = config
         self._layers = config.num_layers
         drafter = None if speculation is None else speculation.drafter
         if drafter is not None and drafter.model is not None:
@@ -148,7 +149,7 @@ class _Rehearsal:
             draft_weights=seen.draft_weights,
             graphs=self.graphs,
             workspace=seen.workspace,
-            activations=steps_held(seen.parts, steps, device),
+            activations=steps_held(seen.parts, self._config, steps, device),
         )
 
     @cached_property

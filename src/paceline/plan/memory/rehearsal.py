@@ -17,6 +17,8 @@ from paceline.attention.contract import AttentionBackend
 from paceline.core.gpus import DeviceFacts
 from paceline.core.model.config import ModelConfig
 from paceline.core.modes import End, MaskKind
+from paceline.core.padding import PAD_ROW
+from paceline.core.request.input_rows import EncoderInput
 from paceline.core.request.sampling_params import MAX_LOGPROBS, SamplerTier
 from paceline.core.step import PromptSpan
 from paceline.kernels.all_reduce import Exchange
@@ -254,11 +256,35 @@ def _ends(parts: Parts, shape: RehearsedStep) -> frozenset[End]:
     return parts.usual_ends | ({End.POOL} if pools else set())
 
 
-def steps_held(parts: Parts, shapes: Sequence[RehearsedStep], facts: DeviceFacts) -> int:
-    """Bytes that steps take and give back in turn: of a CPU the peak, of a GPU what the allocator
-    keeps of them."""
+def encoded(
+    parts: Parts, config: ModelConfig, facts: DeviceFacts, *, pool: CudaPool | None = None
+) -> Allocations:
+    """What the largest input of an encoder allocates beside `parts`, on the meta device, before its
+    request's first step; nothing where requests bring none."""
+    seen = Allocations(facts, unit=_UNITS[facts.device_type], pool=pool)
+    wanted = config.encoder_input
+    if wanted is None or parts.encoder is None:
+        return seen
+    most = config.max_encoder_len
+    dtype = next(parts.model.parameters()).dtype
+    with torch.inference_mode(), seen:
+        frames = torch.empty(wanted.shape(most * wanted.frames_per_row), dtype=dtype, device=META)
+        largest = EncoderInput(num_rows=most, media_hash="", data=frames)
+        parts.encoder.write(parts.model, largest, parts.table, PAD_ROW)
+    return seen
+
+
+def steps_held(
+    parts: Parts, config: ModelConfig, shapes: Sequence[RehearsedStep], facts: DeviceFacts
+) -> int:
+    """Bytes that steps, and encoders before them, take and give back in turn: of a CPU the peak, of
+    a GPU what the allocator keeps of them.
+
+    config: of the model, whose parts are on the meta device.
+    """
     pool = None if facts.device_type == "cpu" else CudaPool()
     seen = [allocated(parts, shape, facts, pool=pool) for shape in shapes]
+    seen.append(encoded(parts, config, facts, pool=pool))
     return max(each.peak for each in seen) if pool is None else pool.held
 
 

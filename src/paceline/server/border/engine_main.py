@@ -17,7 +17,8 @@ from types import FrameType
 
 import msgspec
 
-from paceline.core.errors import PacelineError
+from paceline.core.errors import ConfigError, PacelineError
+from paceline.core.model.config import ModelConfig
 from paceline.core.progress import watched
 from paceline.server.border.messages import Failed, Loading, Said, Stuck
 from paceline.server.border.outbox import Outbox
@@ -118,17 +119,33 @@ def progress_to(outbox: Outbox) -> Callable[[str, int, int], None]:
     return say
 
 
+def require_served(config: ModelConfig) -> None:
+    """Raise ConfigError for a model whose requests need what no endpoint takes."""
+    if config.encoder_input is not None and config.encoder_input.is_needed:
+        raise ConfigError.about(
+            "model",
+            expected="one whose requests need nothing but text, as no endpoint takes more",
+            got=f"{config.model_type}, whose requests bring encoder_input",
+            remedy='use it from Python: LLM.generate({"prompt_token_ids": ids, "encoder_input": '
+            "features})",
+        )
+
+
 def run(setup: Setup, end: socket.socket, outbox: Outbox) -> int:
     """Load and serve; returns the exit code."""
     watch = Watch(end, outbox, setup.stuck_s)
     from paceline.llm.llm import LLM  # brings torch: seconds in which the other end has our log
+    from paceline.llm.prepare import prepare
     from paceline.plan.machine import settled
     from paceline.server.border.host import Host
 
     say = progress_to(outbox)
     say("planning", 0, 0)
     try:
-        with watched(say), LLM(**setup.options) as llm:
+        with watched(say):
+            prepared = prepare(setup.options)
+            require_served(prepared.config)
+        with watched(say), LLM(prepared) as llm:
             host = Host(llm, end, outbox, setup.forms)
             watch.turning_since = lambda: host.turning_since
             watch.keep = llm.keep_stuck
