@@ -69,10 +69,11 @@ class ProbeModel(nn.Module):
                 continue
             k = k.view(tokens, case.num_kv_heads, case.head_dim)
             own = None if case.v_in_k else v.view(tokens, case.num_kv_heads, case.v_head_dim)
-            if case.prefix_only:
+            if case.is_part:
+                part = Part.STEP if case.step_only else Part.PREFIX
                 layer, given = ctx.layers[index], k[..., : case.v_head_dim] if own is None else own
                 assert layer is not None, "every layer of a probe attends"
-                out, _ = ctx.backend.forward(q, k, given, layer, ctx.plan, Part.PREFIX)
+                out, _ = ctx.backend.forward(q, k, given, layer, ctx.plan, part)
             else:
                 out = ctx.attend(index, q, k, own, rope=None)
             self.outs[index, :tokens].copy_(out)

@@ -126,6 +126,7 @@ class Case:
     layout: PageLayout = PageLayout.SHUFFLED
     inputs: Inputs = Inputs.NEEDLE
     prefix_only: bool = False  # Part.PREFIX: the prefix alone, non-causal, nothing is written
+    step_only: bool = False  # Part.STEP: the step's own rows alone, nothing is written or read
     rope_axes: int = 1  # numbers that say where a token stands
     state_every: int | None = None  # tokens between states that are kept: its layers keep a state
     # of each request, and no rows.  None: its layers attend
@@ -141,6 +142,11 @@ class Case:
         if kind is MaskKind.TREE and batch.parents is None:
             return MaskKind.CAUSAL  # a chain
         return kind
+
+    @property
+    def is_part(self) -> bool:
+        """Whether its layers attend to a part of the keys: no sink counts, nothing is written."""
+        return self.prefix_only or self.step_only
 
     @property
     def has_crowd(self) -> bool:
