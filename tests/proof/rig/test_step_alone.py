@@ -1,4 +1,5 @@
-"""Cells of the step alone: a planted fault fails its cell and is named."""
+"""Cells of the step alone, and of layers that look both ways: a planted fault fails its cell and is
+named."""
 
 from dataclasses import replace
 
@@ -12,11 +13,14 @@ from paceline.attention.contract import Part
 from paceline.attention.paged import attend_cpu
 from paceline.attention.step_rows import attend_step
 from paceline.kernels.merge_partials import merge_partials
+from paceline.kernels.ragged_attention import ragged_attention
+from paceline.layers import attention as attention_layer
 from paceline.proof.check.cell import RunnerKind, Status
 
 EXTEND, VERIFY = "dense/extend/step-alone", "dense/target_verify/step-alone"
 BLOCKS, TREE = "swa/extend/blocks-step-alone", "swa/target_verify/step-alone-tiny"
 TINY = "dense/extend/blocks-step-alone-tiny"
+TEXTS = "embed/extend/texts"
 
 
 class Planted(TorchBackend):
@@ -112,3 +116,54 @@ def test_the_triton_backend_is_triton_on_a_cpu_too(monkeypatch, case):
     assert result.status is Status.PROVEN, result.reason
     assert all(each == {"by_triton": True} for each in asked)
     assert asked
+
+
+def wider(window):
+    return None if window is None else window + 1
+
+
+BOTH_WAYS = {
+    "looks like: causal": lambda asked: {"causal": True},
+    "looks like: window one wider": lambda asked: {"window": wider(asked["window"])},
+    "looks like: a window that looks back alone": lambda asked: {"window_ahead": False},
+    "looks like: no window": lambda asked: {"window": None},
+}
+
+
+@pytest.mark.parametrize("text", BOTH_WAYS)
+def test_a_fault_of_a_layer_that_looks_both_ways_is_named(monkeypatch, text):
+    def wrong(*args, **asked):
+        return ragged_attention(*args, **asked | BOTH_WAYS[text](asked))
+
+    monkeypatch.setattr(attention_layer, "ragged_attention", wrong)
+    result = cell(TorchBackend, CASES[TEXTS], RunnerKind.EAGER)
+    assert result.status is Status.FAILING
+    assert text in result.reason, result.reason
+
+
+def test_lengths_of_the_capture_fail_in_its_replay(monkeypatch):
+    """The graph holds another tensor than the one that derive writes."""
+
+    def frozen(q, k, v, cu_q, cu_k, **asked):
+        ends = cu_q.detach().tolist()
+        return ragged_attention(q, k, v, *[cu_q.new_tensor(ends)] * 2, **asked)
+
+    assert cell(TorchBackend, CASES[TEXTS], RunnerKind.RECORDED).status is Status.PROVEN
+    monkeypatch.setattr(attention_layer, "ragged_attention", frozen)
+    result = cell(TorchBackend, CASES[TEXTS], RunnerKind.RECORDED)
+    assert result.status is Status.FAILING
+
+
+def test_the_kernel_of_gpus_is_asked_for_by_who_runs_on_them(monkeypatch):
+    asked = []
+
+    def spied(*args, by_triton, **rest):
+        asked.append(by_triton)
+        return ragged_attention(*args, **rest)  # a CPU's, which is faster
+
+    monkeypatch.setattr(attention_layer, "ragged_attention", spied)
+    assert cell(TritonBackend, CASES["embed/extend/tiny"], RunnerKind.EAGER).status is Status.PROVEN
+    assert cell(TorchBackend, CASES["embed/extend/tiny"], RunnerKind.EAGER).status is Status.PROVEN
+    half = len(asked) // 2
+    assert asked == [True] * half + [False] * half
+    assert half

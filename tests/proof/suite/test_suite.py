@@ -48,7 +48,8 @@ def test_method_says_whether_a_layer_has_a_window():
     def has_window(case):
         return any(layer.window for layer in case.layers)
 
-    assert which(lambda case: (case.method == "swa") != has_window(case)) == []
+    ours = [case for case in CASES if case.method != "embed"]
+    assert which(lambda case: (case.method == "swa") != has_window(case), ours) == []
 
 
 def test_every_case_replays_its_step_twice():
@@ -195,7 +196,7 @@ def test_quick_cases_are_few_and_short():
 
 def test_interpreted_cases_are_tiny():
     tiny = [case for case in CASES if case.is_interpreted]
-    assert 12 <= len(tiny) <= 24
+    assert 12 <= len(tiny) <= 25
     assert which(lambda case: case.max_kv_len > 40 or case.captured_reqs > 4, tiny) == []
     assert which(lambda case: case.dtype == "bfloat16", tiny) == []
 

@@ -31,6 +31,10 @@ def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
         "window one narrower": with_window(lambda window: window and window - 1),
         "no window": with_window(lambda window: None),
     }
+    if case.both_ways:
+        found["causal"] = lambda *at: [j for j in visible_keys(*at) if j <= at[-1]]
+        found["a window that looks back alone"] = _back_alone
+        return found
     if case.prefix_only:
         found["the step too"] = _unless_prefix_only
         found["window counted from the prefix's end"] = _window_of_first_row
@@ -69,6 +73,11 @@ def _unless_prefix_only(case: Case, batch: Batch, layer: int, request: int, row:
 
 def _prefix_only(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
     return visible_keys(replace(case, prefix_only=True), batch, layer, request, row)
+
+
+def _back_alone(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    first = visible_keys(case, batch, layer, request, row)[0]
+    return [*range(first, batch.extend_lens[request])]
 
 
 def _unless_step_only(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:

@@ -50,7 +50,8 @@ def visible_keys(case: Case, batch: Batch, layer: int, request: int, row: int) -
 
     Every key of the prefix, and of the step what the mask allows; of these a window of w shows
     those whose position is more than the row's minus w.  Of an encoder's rows every one, and none
-    of the request's own.  In the step alone, no key of the prefix.
+    of the request's own.  In the step alone, no key of the prefix.  Both ways: every row of the
+    request less than the window away.
     """
     prefix = batch.prefix_lens[request]
     if batch.encoder_lens is not None:
@@ -66,6 +67,9 @@ def visible_keys(case: Case, batch: Batch, layer: int, request: int, row: int) -
         rows = list(range(block_end(batch, request, row) - prefix))
     else:
         rows = list(range(row + 1))
+    if case.both_ways:
+        most = case.layers[layer].window or batch.extend_lens[request]
+        return [j for j in range(batch.extend_lens[request]) if abs(j - row) < most]
     first = prefix if case.step_only else 0
     window = case.layers[layer].window
     if window is None:
