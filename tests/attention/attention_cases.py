@@ -117,7 +117,8 @@ def visible_keys(case: Case, request: Request, row: int) -> list[int]:
         in_step = list(range(row + 1))
     if case.part is Part.PREFIX:
         in_step = []
-    positions = {j: j for j in range(prefix)} | {prefix + j: place[j] for j in in_step}
+    before = [] if case.part is Part.STEP else range(prefix)
+    positions = {j: j for j in before} | {prefix + j: place[j] for j in in_step}
     if case.window is None:
         return sorted(positions)
     return sorted(j for j, at in positions.items() if at > place[row] - case.window)

@@ -302,3 +302,17 @@ def test_a_backend_of_latents_alone_says_so_once() -> None:
     assert capability_reasons(can, config) == [
         "each layer must be of latents, with V in K, got 8/2 heads of 128"
     ]
+
+
+def test_a_step_alone_is_refused_to_who_does_not_state_it_and_where_the_cache_rounds() -> None:
+    asked = replace(FITS, step_alone=True)
+    stated = replace(NARROW, step_alone=True)
+    assert capability_reasons(NARROW, asked) == [
+        "the step's own rows alone must be absent, got asked for"
+    ]
+    assert capability_reasons(stated, asked) == []
+    fp8 = replace(asked, kv_dtype=torch.float8_e4m3fn)
+    able = replace(stated, kv_dtypes=stated.kv_dtypes | {torch.float8_e4m3fn})
+    assert capability_reasons(able, fp8) == [
+        f"KV dtype of a step read as computed must be {FITS.dtype}, got torch.float8_e4m3fn"
+    ]

@@ -308,6 +308,7 @@ COMMON: list[tuple[str, object, object, object]] = [  # field, of prefill, of de
     ("tree_windows", True, False, False),
     ("shares_prefixes", False, True, True),  # decodes are the decode backend's
     ("shares_prefixes", True, False, False),
+    ("step_alone", True, False, False),
     ("latent_dims", None, frozenset({(64, 16)}), {(64, 16)}),
 ]
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import KernelArgumentError
-from paceline.kernels._triton.ragged_attention import launch_ragged_attention
 from paceline.kernels.ragged_attention import ragged_attention
 
 LENS_Q = (1, 70, 0, 33, 5, 128)
@@ -16,11 +15,8 @@ LENS_K = {"own": LENS_Q, "more": (9, 70, 3, 129, 64, 200), "fewer": (0, 60, 2, 3
 LIMITS = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (5e-3, 1e-3), torch.float16: (6e-4, 1e-3)}
 
 
-def run_triton(q, k, v, cu_q, cu_k, *, causal, scale, window=None) -> tuple[Tensor, Tensor]:
-    out = q.new_full((q.shape[0], q.shape[1], v.shape[2]), math.nan)
-    lse = torch.full(q.shape[:2], math.nan)
-    launch_ragged_attention(q, k, v, cu_q, cu_k, causal, scale, window, out, lse)
-    return out, lse
+def run_triton(*args, **asked) -> tuple[Tensor, Tensor]:
+    return ragged_attention(*args, **asked, by_triton=True)
 
 
 RUNS = pytest.mark.parametrize("run", [ragged_attention, run_triton], ids=["op", "triton"])
@@ -79,6 +75,45 @@ def assert_right(run, dtype, lens_q, lens_k, *, causal, window, **shape) -> None
 @pytest.mark.parametrize("window", [None, 1, 7, 65])
 def test_masks_and_lengths(run, keys: str, causal: bool, window: int | None) -> None:
     assert_right(run, torch.float32, LENS_Q, LENS_K[keys], causal=causal, window=window)
+
+
+@RUNS
+def test_a_window_may_look_back_alone(run) -> None:
+    """Of a full mask: what lies ahead is seen, however far."""
+    q, k, v, cu, _ = make(torch.float32, (70,), (70,))
+    out, lse = run(q, k, v, cu, cu, causal=False, scale=0.2, window=7, window_ahead=False)
+    hidden = torch.ones(70, 70).tril(-7).bool()
+    assert_masked(q, k, v, hidden, out, lse)
+
+
+@RUNS
+@pytest.mark.parametrize("soft_cap", [None, 0.5])
+@pytest.mark.parametrize("window", [None, 7])
+def test_blocks_end_where_they_say(run, window, soft_cap) -> None:
+    """One of 3 to 68, across two tiles; a window counts back from the row all the same."""
+    q, k, v, cu, _ = make(torch.float32, (70,), (70,))
+    ends = torch.arange(1, 71, dtype=torch.int32)
+    ends[3:68] = 68
+    blocks = torch.tensor([11], dtype=torch.int32), ends + 11  # as positions behind a prefix
+    asked = {"causal": False, "window": window, "window_ahead": False, "soft_cap": soft_cap}
+    out, lse = run(q, k, v, cu, cu, scale=0.2, blocks=blocks, **asked)
+    hidden = torch.arange(70) >= ends.unsqueeze(1)
+    if window is not None:
+        hidden |= torch.ones(70, 70).tril(-window).bool()
+    assert_masked(q, k, v, hidden, out, lse, soft_cap=soft_cap)
+
+
+def assert_masked(q, k, v, hidden, out, lse, *, soft_cap=None) -> None:
+    """Of one request, over dense scores in float64."""
+    wide = (x.double().repeat_interleave(2, 1) for x in (k, v))
+    q, k, v = q.double(), *wide
+    scores = torch.einsum("qhd,khd->hqk", q, k) * 0.2
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(hidden, -math.inf)
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    assert (out.double() - expected).norm() / expected.norm() < 1e-5
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1).T, rtol=0.0, atol=1e-5)
 
 
 @RUNS
@@ -147,6 +182,8 @@ def test_nan_of_one_request_stays_there(run) -> None:
         ({"v": torch.zeros(3, 2, 16).half()}, "^v must be torch.float32"),
         ({"q": torch.zeros(3, 16, 4).mT}, "^q must be torch.float32"),
         ({"cu_k": torch.tensor([0, 3])}, r"^cu_k must be int32 \[2\]"),
+        ({"blocks": (torch.zeros(1).int(), torch.zeros(3))}, "^visible_end must be contiguous"),
+        ({"blocks": (torch.zeros(2).int(), torch.zeros(3).int())}, "^prefix_lens must be"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, text: str) -> None:
@@ -154,4 +191,4 @@ def test_what_does_not_fit_is_refused(change, text: str) -> None:
     fine = {"q": torch.zeros(3, 4, 16), "k": torch.zeros(3, 2, 16), "v": torch.zeros(3, 2, 16)}
     asked = {**fine, "cu_q": cu, "cu_k": cu} | change
     with pytest.raises(KernelArgumentError, match=text):
-        ragged_attention(*asked.values(), causal=False, scale=1.0)
+        ragged_attention(**asked, causal=False, scale=1.0)

@@ -60,6 +60,9 @@ def capability_reasons(can: Capabilities, want: AttentionConfig) -> list[str]:
     need(can.soft_cap or not want.soft_cap, "soft cap", "absent", "present")
     need(can.sinks or not want.sinks, "attention sinks", "absent", "present")
     need(can.returns_lse or not want.needs_lse, "log-sum-exp", "not needed", "needed")
+    need(can.step_alone or not want.step_alone, "the step's own rows alone", "absent", "asked for")
+    is_rounded = want.step_alone and want.kv_dtype != want.dtype  # parts would not be one whole
+    need(not is_rounded, "KV dtype of a step read as computed", want.dtype, want.kv_dtype)
     need(can.returns_lse or not want.encoder, "attention to an encoder's rows", "absent", "present")
     plans_blindly = can.host_plan and want.encoder  # their lengths are on the device alone
     need(

@@ -1,7 +1,7 @@
 """Cascade: trees for backends that mask none, or none with windows, but return a log-sum-exp.
 
-Of a tree step the inner backend attends to the prefix alone, which no mask divides; our own kernel
-attends among the step's rows under the ancestors' mask; a merge by log-sum-exp joins them and
+Of a tree step the inner backend attends to the prefix alone, which no mask divides, and our own
+kernels to the step alone, under the ancestors' mask; a merge by log-sum-exp joins both parts and
 applies the sinks, once.  A window hides keys by position, also within the prefix, so windowed
 layers of a tree step take our paged kernel over all their keys: the window keeps that small.
 Every other step is the inner backend's alone.
@@ -24,7 +24,8 @@ from paceline.attention.contract import (
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.names import Cascade
-from paceline.attention.paged import attend_cpu, empty_outputs, paged_call
+from paceline.attention.paged import attend_cpu, paged_call
+from paceline.attention.step_rows import attend_step
 from paceline.core.errors import ConfigError
 from paceline.core.modes import MaskKind
 from paceline.core.step import Step
@@ -32,7 +33,6 @@ from paceline.kernels.merge_partials import merge_partials
 from paceline.kernels.paged_attention import paged_extend
 from paceline.kernels.stand_in import device_type
 from paceline.kernels.step_view import StepView
-from paceline.kernels.tree_attention import tree_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,6 +83,8 @@ class CascadeBackend(AttentionBackend[Any, CascadePlan]):
         """See AttentionBackend.forward; a tree step returns its lse with either part."""
         if plan.tree is None:
             return self.inner.forward(q, k, v, layer, plan.inner, part)
+        if part is Part.STEP:
+            return attend_step(q, k, v, layer, plan.tree)
         if layer.spec.window is not None:
             return _windowed_tree(q, layer, plan.tree, part)
         prefix = self.inner.forward(q, k, v, layer, plan.inner, Part.PREFIX)
@@ -147,22 +149,9 @@ def _with_tree(
     table: PageTablePlan,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of a prefix and of the step's own rows."""
-    spec = layer.spec
     prefix_out, prefix_lse = prefix
     assert prefix_lse is not None, "a backend that returns_lse returns it with Part.PREFIX"
-    assert table.tree_mask is not None, "a tree step carries a tree mask"
-    out, lse = empty_outputs(q, layer)
-    tree_attention(
-        q,
-        k,
-        v,
-        table.tree_mask,
-        extend_len=table.max_extend_len,
-        scale=spec.scale,
-        soft_cap=spec.soft_cap,
-        out=out,
-        lse=lse,
-    )
+    out, lse = attend_step(q, k, v, layer, table)
     merge_partials(
         prefix_out, prefix_lse.contiguous(), out, lse, sinks=layer.sinks, out=out, lse=lse
     )

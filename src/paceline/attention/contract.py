@@ -48,6 +48,8 @@ class Part(Enum):
     ALL = "all"  # prefix and step, under the plan's mask
     PREFIX = "prefix"  # the prefix alone, non-causal, for cascade and for layers whose prefix is an
     # encoder's rows; needs returns_lse.  The step's own k and v are not read
+    STEP = "step"  # the step's own rows alone, from the k and v arguments, under the plan's mask;
+    # needs step_alone.  The cache is not read, nor need it hold them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class Capabilities:
     )
     latent_dims: frozenset[tuple[int, int]] | None = None  # where V lies in K: columns that both
     # have, and those of K alone.  None: head_dims says it all
+    step_alone: bool = False  # serves Part.STEP, with a log-sum-exp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,7 @@ class AttentionConfig:
     graph: GraphSupport  # the least that is wanted; NEVER when graphs are off
     encoder: bool = False  # some layer reads an encoder's rows: Part.PREFIX, at their lengths
     cache_free: bool = False  # some step has no cache: it attends to its own rows alone
+    step_alone: bool = False  # Part.STEP is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,11 +241,12 @@ class AttentionBackend(ABC, Generic[Buffers, Plan]):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: Plan, part: Part
     ) -> tuple[Tensor, Tensor | None]:
-        """One attention layer; K and V of the step are already in the cache.
+        """One attention layer; K and V of the step are already in the cache, but for Part.STEP.
 
         q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *_head_dim].
         Returns out [padded_tokens, num_heads, v_head_dim] in q's dtype, and lse
         [padded_tokens, num_heads] float32 natural log (−inf where no key is visible).  lse may be
-        None, but not with Part.PREFIX of a backend that returns_lse.  lse never counts a sink, and
-        with Part.PREFIX out does not either: the merge applies it, once.  Mutates only its buffers.
+        None, but not with Part.PREFIX of a backend that returns_lse, nor with Part.STEP.  lse never
+        counts a sink, and with a part out does not either: the merge applies it, once.  With
+        Part.STEP heads and dims are those of the arguments.  Mutates only its buffers.
         """

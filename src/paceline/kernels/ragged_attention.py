@@ -15,8 +15,9 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.kernels._check import reject
+from paceline.kernels._check import reject, require_triton
 from paceline.kernels.custom_op import define_op
+from paceline.kernels.paged_attention.checks import check_index
 
 
 def ragged_attention_reference(
@@ -25,14 +26,20 @@ def ragged_attention_reference(
     v: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
-    causal: bool,
+    prefix_lens: Tensor | None,
+    visible_end: Tensor | None,
     scale: float,
-    window: int | None,
+    soft_cap: float | None,
+    back: int | None,
+    ahead: int | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     """The definition, and the CPU's path: in float32, or in float64 where q is; arguments and
-    mutation as `ragged_attention`."""
+    mutation as `ragged_attention`.
+
+    back, ahead: keys visible on each side of a query, itself included in both; None: all.
+    """
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
@@ -45,51 +52,74 @@ def ragged_attention_reference(
             x[keys].to(dtype).repeat_interleave(group, 1).transpose(0, 1) for x in (k, v)
         )
         scores = q[rows].to(dtype).transpose(0, 1) @ wide_k.mT * scale
-        hidden = _hidden(scores.shape[1], scores.shape[2], causal=causal, window=window)
-        if hidden is not None:
-            scores.masked_fill_(hidden, -math.inf)
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        hidden = _hidden(scores.shape[1], scores.shape[2], back=back, ahead=ahead)
+        if prefix_lens is not None and visible_end is not None:
+            ends = visible_end[rows] - prefix_lens[request]
+            hidden = hidden | (torch.arange(scores.shape[2]) >= ends.unsqueeze(1))
+        scores.masked_fill_(hidden, -math.inf)
         normalizer = torch.logsumexp(scores, -1)  # [heads, rows]
         divisor = normalizer.masked_fill(normalizer == -math.inf, 0.0).unsqueeze(-1)
         out[rows].copy_((scores.sub_(divisor).exp_() @ wide_v).transpose(0, 1))
         lse[rows].copy_(normalizer.T)
 
 
-def _hidden(num_q: int, num_k: int, *, causal: bool, window: int | None) -> Tensor | None:
-    """[num_q, num_k] bool; None: every query sees every key."""
-    if not causal and window is None:
-        return None
-    ahead = torch.arange(num_k) - torch.arange(num_k - num_q, num_k).unsqueeze(1)
-    hidden = torch.zeros_like(ahead, dtype=torch.bool)
-    if causal:
-        hidden |= ahead > 0
-    if window is not None:
-        hidden |= ahead.abs() >= window
+def _hidden(num_q: int, num_k: int, *, back: int | None, ahead: int | None) -> Tensor:
+    """[num_q, num_k] bool: keys that a query does not see."""
+    distance = torch.arange(num_k) - torch.arange(num_k - num_q, num_k).unsqueeze(1)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if back is not None:
+        hidden |= distance <= -back
+    if ahead is not None:
+        hidden |= distance >= ahead
     return hidden
 
 
-def _ragged_attention_cuda(
+def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
-    causal: bool,
+    prefix_lens: Tensor | None,
+    visible_end: Tensor | None,
     scale: float,
-    window: int | None,
+    soft_cap: float | None,
+    back: int | None,
+    ahead: int | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
+    require_triton("ragged_attention", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.ragged_attention import launch_ragged_attention
 
-    launch_ragged_attention(q, k, v, cu_q, cu_k, causal, scale, window, out, lse)
+    launch_ragged_attention(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        prefix_lens,
+        visible_end,
+        scale,
+        soft_cap,
+        back,
+        ahead,
+        out,
+        lse,
+    )
 
 
-_RAGGED_ATTENTION = define_op(
-    "ragged_attention(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, bool causal, "
-    "float scale, int? window, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    cpu=ragged_attention_reference,
-    cuda=_ragged_attention_cuda,
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, Tensor? prefix_lens, "
+    "Tensor? visible_end, float scale, float? soft_cap, int? back, int? ahead, Tensor(a!) out, "
+    "Tensor(b!) lse) -> ()"
 )
+_RAGGED_ATTENTION = define_op(
+    "ragged_attention" + _SCHEMA, cpu=ragged_attention_reference, cuda=_launch
+)
+_BY_TRITON = define_op("ragged_attention_by_triton" + _SCHEMA, cpu=_launch, cuda=_launch)
 
 
 def ragged_attention(
@@ -102,19 +132,33 @@ def ragged_attention(
     causal: bool,
     scale: float,
     window: int | None = None,
+    window_ahead: bool = True,
+    soft_cap: float | None = None,
+    blocks: tuple[Tensor, Tensor] | None = None,
+    by_triton: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """out [tokens, heads, v_head_dim] in q's dtype and lse [tokens, heads] float32, natural.
 
     q: [tokens, heads, head_dim]; k: [keys, kv_heads, head_dim]; v: [keys, kv_heads, v_head_dim],
     the last dimension contiguous; cu_q, cu_k: [reqs + 1] int32, the last at most tokens and keys.
-    window: keys visible back, itself included, and as many ahead where not causal; None: all.
+    window: keys visible back, itself included, and as many ahead where not causal and
+    window_ahead; None: all.  soft_cap: of the scaled scores.
+    blocks: (prefix_lens [reqs], visible_end [tokens]) int32 of a step whose masks are blocks and
+    whose keys are its own rows: each sees those whose position, prefix + place, is below its end.
+    by_triton: on a CPU too, by its interpreter.
     A query without keys, or behind cu_q[-1], gives 0 and -inf.  Graph-safe: the grid depends on
     padded sizes only; no host read of a GPU's numbers.  Raises KernelArgumentError.
     """
     _check(q, k, v, cu_q, cu_k)
+    prefix_lens, visible_end = blocks or (None, None)
+    if prefix_lens is not None and visible_end is not None:
+        check_index("prefix_lens", prefix_lens, (cu_q.shape[0] - 1,))
+        check_index("visible_end", visible_end, (q.shape[0],))
+    ahead = 1 if causal else window if window_ahead else None
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    _RAGGED_ATTENTION(q, k, v, cu_q, cu_k, causal, scale, window, out, lse)
+    run = _BY_TRITON if by_triton else _RAGGED_ATTENTION
+    run(q, k, v, cu_q, cu_k, prefix_lens, visible_end, scale, soft_cap, window, ahead, out, lse)
     return out, lse
 
 

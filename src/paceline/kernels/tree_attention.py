@@ -10,7 +10,7 @@ request, so tree_mask[5] = [1, 0, 1], and it sees the keys of rows 3 and 5.
 import torch
 from torch import Tensor
 
-from paceline.kernels._check import reject
+from paceline.kernels._check import reject, require_triton
 from paceline.kernels.custom_op import define_op
 
 
@@ -60,6 +60,7 @@ def tree_attention(
     soft_cap: float | None,
     out: Tensor,
     lse: Tensor,
+    by_triton: bool = False,
 ) -> None:
     """Attend each row of a uniform step to the rows of its request that `tree_mask` shows.
 
@@ -68,6 +69,7 @@ def tree_attention(
     dimension contiguous; tree_mask: [reqs * extend_len, >= extend_len] bool, rows maybe strided.
     Mutates out [tokens, heads, v_head_dim] in q's dtype and contiguous lse [tokens, heads] float32
     (natural log); a row that sees no key gives 0 and −inf.  No sinks: the merge applies them.
+    by_triton: on a CPU too, by its interpreter.
     Graph-safe: the grid depends on shapes only; no host sync.  Raises KernelArgumentError.
     """
     _check_queries(q, extend_len)
@@ -94,7 +96,8 @@ def tree_attention(
             remedy="allocate it per step",
         )
     if tokens:
-        _TREE_ATTENTION(q, k, v, tree_mask, extend_len, scale, soft_cap, out, lse)
+        run = _BY_TRITON if by_triton else _TREE_ATTENTION
+        run(q, k, v, tree_mask, extend_len, scale, soft_cap, out, lse)
 
 
 def _check_queries(q: Tensor, extend_len: int) -> None:
@@ -158,7 +161,7 @@ def _tree_attention_cpu(
     lse.copy_(normalizer)
 
 
-def _tree_attention_cuda(
+def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -169,6 +172,7 @@ def _tree_attention_cuda(
     out: Tensor,
     lse: Tensor,
 ) -> None:
+    require_triton("tree_attention", otherwise="choose the torch attention backend")
     from paceline.kernels._triton.tree_attention import launch_tree_attention
 
     launch_tree_attention(
@@ -176,9 +180,9 @@ def _tree_attention_cuda(
     )
 
 
-_TREE_ATTENTION = define_op(
-    "tree_attention(Tensor q, Tensor k, Tensor v, Tensor tree_mask, int extend_len, float scale, "
-    "float? soft_cap, Tensor(a!) out, Tensor(b!) lse) -> ()",
-    cpu=_tree_attention_cpu,
-    cuda=_tree_attention_cuda,
+_SCHEMA = (
+    "(Tensor q, Tensor k, Tensor v, Tensor tree_mask, int extend_len, float scale, "
+    "float? soft_cap, Tensor(a!) out, Tensor(b!) lse) -> ()"
 )
+_TREE_ATTENTION = define_op("tree_attention" + _SCHEMA, cpu=_tree_attention_cpu, cuda=_launch)
+_BY_TRITON = define_op("tree_attention_by_triton" + _SCHEMA, cpu=_launch, cuda=_launch)

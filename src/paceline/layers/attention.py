@@ -114,18 +114,28 @@ class StepContext:
         a one passes over what its layers make of them, biases too."""
         return x * self._encoder().is_read
 
-    def attend_whole(self, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_whole(
+        self, spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, *, by_triton: bool = False
+    ) -> Tensor:
         """Attention of a layer that caches nothing: to the step's own rows, in both directions.
 
         Nothing is written and nothing read but q, k and v: such a layer is in no cache group, so
         it has no pool to read by mistake.  Each request's text is whole in the step.
         q: [padded_tokens, num_heads, head_dim]; k, v: [padded_tokens, num_kv_heads, *head_dim].
-        Returns [padded_tokens, num_heads, v_head_dim].
+        by_triton: on a CPU too.  Returns [padded_tokens, num_heads, v_head_dim].
         """
         assert not spec.causal, "a layer that looks back alone has a cache"
         cu = self.view.cu_seqlens_q
         out, _ = ragged_attention(
-            q, k, v, cu, cu, causal=False, scale=spec.scale, window=spec.window
+            q,
+            k,
+            v,
+            cu,
+            cu,
+            causal=False,
+            scale=spec.scale,
+            window=spec.window,
+            by_triton=by_triton,
         )
         return out
 

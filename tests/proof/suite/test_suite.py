@@ -48,7 +48,8 @@ def test_method_says_whether_a_layer_has_a_window():
     def has_window(case):
         return any(layer.window for layer in case.layers)
 
-    assert which(lambda case: (case.method == "swa") != has_window(case)) == []
+    ours = [case for case in CASES if case.method != "embed"]
+    assert which(lambda case: (case.method == "swa") != has_window(case), ours) == []
 
 
 def test_every_case_replays_its_step_twice():
@@ -188,20 +189,20 @@ def test_requests_of_a_shared_prefix_share_a_page_at_capture():
 
 
 def test_quick_cases_are_few_and_short():
-    assert 60 <= len(QUICK) <= 120
+    assert 60 <= len(QUICK) <= 125
     assert which(lambda case: case.max_kv_len > 260 and case.num_heads > 2, QUICK) == []
     assert which(lambda case: case.max_kv_len > 650, QUICK) == []
 
 
 def test_interpreted_cases_are_tiny():
     tiny = [case for case in CASES if case.is_interpreted]
-    assert 12 <= len(tiny) <= 22
+    assert 12 <= len(tiny) <= 25
     assert which(lambda case: case.max_kv_len > 40 or case.captured_reqs > 4, tiny) == []
     assert which(lambda case: case.dtype == "bfloat16", tiny) == []
 
 
 def test_all_cases_are_bounded():
-    assert 300 <= len(CASES) <= 450
+    assert 300 <= len(CASES) <= 460
 
 
 @pytest.mark.parametrize("among", [QUICK, [case for case in CASES if case.is_interpreted]])

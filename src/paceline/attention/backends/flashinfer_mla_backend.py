@@ -131,7 +131,7 @@ class FlashInferMLABackend(AttentionBackend[FlashInferMLABuffers, FlashInferMLAP
         workspace = _bytes(2 * sms * TILE * (2 * rank + 4) + 2 * ALIGNMENT, device)
         # Nine lists of units of work, five of what each multiprocessor merges.
         schedule_bytes = 4 * (9 * MOST_WORKS + 5 * sms) + 14 * ALIGNMENT
-        csrs = {part: make_csr_buffers(limits) for part in Part}
+        csrs = {part: make_csr_buffers(limits) for part in (Part.ALL, Part.PREFIX)}
         schedules, rings = {}, {}
         for spec in distinct_constants(limits.layers):
             for part in (Part.ALL, Part.PREFIX):

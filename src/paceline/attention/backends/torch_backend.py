@@ -15,6 +15,7 @@ from paceline.attention.contract import (
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.paged import attend_cpu, cache_of, weighing_of
+from paceline.attention.step_rows import attend_step
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_decode_cpu import decode_slots_cpu, paged_decode_cpu
 from paceline.kernels.step_view import StepView
@@ -60,6 +61,7 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
         graph=GraphSupport.ALWAYS,
         host_plan=False,
         loads_dead_slots=False,
+        step_alone=True,
     )
 
     def make_buffers(self, limits: Limits) -> tuple[GroupSlots, ...]:
@@ -99,8 +101,10 @@ class TorchBackend(AttentionBackend[tuple[GroupSlots, ...], TorchPlan]):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: TorchPlan, part: Part
     ) -> tuple[Tensor, Tensor | None]:
-        """See AttentionBackend.forward; lse comes with Part.PREFIX."""
+        """See AttentionBackend.forward; lse comes with Part.PREFIX and Part.STEP."""
         spec, table = layer.spec, plan.table
+        if part is Part.STEP:
+            return attend_step(q, k, v, layer, table)
         if plan.groups is not None and spec.soft_cap is None and part is Part.ALL:
             group = plan.groups[spec.group]
             out = paged_decode_cpu(

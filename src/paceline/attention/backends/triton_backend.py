@@ -18,6 +18,7 @@ from paceline.attention.contract import (
 )
 from paceline.attention.layouts.page_table import PageTablePlan, page_table_plan
 from paceline.attention.paged import paged_call
+from paceline.attention.step_rows import attend_step
 from paceline.core.modes import MaskKind
 from paceline.kernels.paged_attention import (
     SharedPrefixes,
@@ -78,6 +79,7 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
         host_plan=False,
         loads_dead_slots=False,
         shares_prefixes=True,
+        step_alone=True,
         latent_dims=LATENT_DIMS,
     )
     kept_fields = frozenset({"finished"})
@@ -93,6 +95,8 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
             reasons.append(f"KV dtype must be {config.dtype} with latents, got {config.kv_dtype}")
         if has_latents and config.dtype == torch.float32:
             reasons.append("dtype must be of 16 bits with latents, got torch.float32")
+        if has_latents and config.step_alone:
+            reasons.append("each layer must be of heads where steps stand alone, got latents")
         return reasons
 
     def make_buffers(self, limits: Limits) -> TritonBuffers:
@@ -134,6 +138,8 @@ class TritonBackend(AttentionBackend[TritonBuffers, TritonPlan]):
         self, q: Tensor, k: Tensor, v: Tensor, layer: LayerCache, plan: TritonPlan, part: Part
     ) -> tuple[Tensor, Tensor | None]:
         """See AttentionBackend.forward."""
+        if part is Part.STEP:
+            return attend_step(q, k, v, layer, plan.table, by_triton=True)
         call = paged_call(q, layer, plan.table, part)
         is_decode = plan.table.max_extend_len == 1 and part is Part.ALL
         if is_decode and not layer.spec.v_in_k:

@@ -17,9 +17,16 @@ from torch import Tensor
 
 from paceline.kernels._triton.launch import launch, let_next_start, overlap_options, wait_for_inputs
 from paceline.kernels._triton.primitives import dot, scores_log2, softmax_finish, softmax_step
-from paceline.kernels._triton.runtime import block_dim, cdiv, interpreted, next_power_of_2
+from paceline.kernels._triton.runtime import (
+    block_dim,
+    cdiv,
+    interpreted,
+    keys_per_stage,
+    next_power_of_2,
+)
 
 _ROWS, _KEYS = 64, 64
+_WIDE = 128  # columns of a head above which a tile has fewer keys
 
 
 @triton.jit
@@ -29,6 +36,8 @@ def _ragged_attention_kernel(
     v_ptr,  # [keys, kv_heads, v_head_dim]
     cu_q_ptr,  # [reqs + 1] int32
     cu_k_ptr,  # [reqs + 1] int32
+    prefix_ptr,  # [reqs] int32, or None
+    visible_end_ptr,  # [tokens] int32, or None
     out_ptr,  # [tokens, heads, v_head_dim]
     lse_ptr,  # [tokens, heads] float32
     stride_q_token,
@@ -44,8 +53,9 @@ def _ragged_attention_kernel(
     reqs,
     group,  # query heads of a KV head
     scale,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
+    BACK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
     DIM_K: tl.constexpr,
     DIM_V: tl.constexpr,
     BLOCK_DIM_K: tl.constexpr,
@@ -82,13 +92,15 @@ def _ragged_attention_kernel(
         k_head_ptr = k_ptr + (head // group) * stride_k_head
         v_head_ptr = v_ptr + (head // group) * stride_v_head
         lowest, stop = 0, num_k
-        if CAUSAL:
-            stop = tl.minimum(num_k, first + BLOCK_ROWS + num_k - num_q)
-        if WINDOW is not None:
-            low = tl.maximum(first + num_k - num_q - WINDOW + 1, 0)
+        if BACK is not None:
+            low = tl.maximum(first + num_k - num_q - BACK + 1, 0)
             lowest = low // BLOCK_KEYS * BLOCK_KEYS
-            if not CAUSAL:
-                stop = tl.minimum(num_k, first + BLOCK_ROWS + num_k - num_q + WINDOW - 1)
+        if AHEAD is not None:
+            stop = tl.minimum(num_k, first + BLOCK_ROWS + num_k - num_q + AHEAD - 1)
+        if visible_end_ptr is not None:
+            prefix = tl.load(prefix_ptr + request, mask=request < reqs, other=0)
+            end = tl.load(visible_end_ptr + token, mask=row_live, other=0) - prefix
+            stop = tl.minimum(num_k, tl.max(end, 0))
         running_max = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
         running_sum = tl.zeros([BLOCK_ROWS], tl.float32)
         acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM_V], tl.float32)
@@ -104,11 +116,13 @@ def _ragged_attention_kernel(
             products = dot(q, tl.trans(k), tl.zeros([BLOCK_ROWS, BLOCK_KEYS], tl.float32), WIDEN)
             visible = live[None, :] & row_live[:, None]
             ahead = keys[None, :] - position[:, None]
-            if CAUSAL:
-                visible = visible & (ahead <= 0)
-            if WINDOW is not None:
-                visible = visible & (ahead < WINDOW) & (ahead > -WINDOW)
-            scores = tl.where(visible, scores_log2(products, scale, None), float("-inf"))
+            if BACK is not None:
+                visible = visible & (ahead > -BACK)
+            if AHEAD is not None:
+                visible = visible & (ahead < AHEAD)
+            if visible_end_ptr is not None:
+                visible = visible & (keys[None, :] < end[:, None])
+            scores = tl.where(visible, scores_log2(products, scale, SOFT_CAP), float("-inf"))
             v = tl.load(
                 v_head_ptr + place * stride_v_token + dims_v[None, :],
                 mask=live[:, None] & (dims_v < DIM_V)[None, :],
@@ -133,16 +147,20 @@ def launch_ragged_attention(
     v: Tensor,
     cu_q: Tensor,
     cu_k: Tensor,
-    causal: bool,
+    prefix_lens: Tensor | None,
+    visible_end: Tensor | None,
     scale: float,
-    window: int | None,
+    soft_cap: float | None,
+    back: int | None,
+    ahead: int | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     """One program per head and slot of BLOCK_ROWS queries."""
-    (tokens, heads, dim), reqs = q.shape, cu_q.shape[0] - 1
+    (tokens, heads, dim), reqs, v_dim = q.shape, cu_q.shape[0] - 1, v.shape[2]
     if not tokens:
         return
+    is_wide = max(dim, v_dim) > _WIDE
     launch(
         _ragged_attention_kernel,
         (cdiv(tokens, _ROWS) + reqs + 1, heads),
@@ -151,6 +169,8 @@ def launch_ragged_attention(
         v,
         cu_q,
         cu_k,
+        prefix_lens,
+        visible_end,
         out,
         lse,
         q.stride(0),
@@ -166,14 +186,15 @@ def launch_ragged_attention(
         reqs,
         heads // k.shape[1],
         scale,
-        CAUSAL=causal,
-        WINDOW=window,
+        BACK=back,
+        AHEAD=ahead,
+        SOFT_CAP=soft_cap,
         DIM_K=dim,
-        DIM_V=v.shape[2],
+        DIM_V=v_dim,
         BLOCK_DIM_K=block_dim(dim),
-        BLOCK_DIM_V=block_dim(v.shape[2]),
+        BLOCK_DIM_V=block_dim(v_dim),
         BLOCK_ROWS=_ROWS,
-        BLOCK_KEYS=_KEYS,
+        BLOCK_KEYS=keys_per_stage(dim, v_dim, q.element_size()) if is_wide else _KEYS,
         BLOCK_REQS=next_power_of_2(reqs + 1),
         WIDEN=q.dtype == torch.bfloat16 and interpreted(_ragged_attention_kernel),
         num_warps=4,

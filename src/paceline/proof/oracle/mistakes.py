@@ -87,8 +87,9 @@ def _number_mistakes(case: Case, data: BatchData, layer: int) -> list[_Found]:
         meanings[name] = replace(TRUE, key_factor=scale / data.scale)
     if case.soft_cap is not None:
         meanings["no soft cap"] = replace(TRUE, is_capped=False)
-    if data.sinks is not None and case.prefix_only:
-        meanings["sinks applied to the prefix alone"] = replace(TRUE, num_sinks=2)
+    if data.sinks is not None and case.is_part:
+        part = "step" if case.step_only else "prefix"
+        meanings[f"sinks applied to the {part} alone"] = replace(TRUE, num_sinks=2)
     elif data.sinks is not None:
         meanings["no sinks"] = replace(TRUE, num_sinks=0)
         meanings["sinks counted twice"] = replace(TRUE, num_sinks=2)
@@ -104,7 +105,7 @@ def _number_mistakes(case: Case, data: BatchData, layer: int) -> list[_Found]:
 
 def _rounding_mistakes(case: Case, batch: Batch, data: BatchData) -> list[_Found]:
     """The step's own keys and values as computed, not as an fp8 cache rounds them."""
-    if data.k_scales is None or case.prefix_only:
+    if data.k_scales is None or case.is_part:
         return []
 
     def unrounded(of: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -134,7 +134,7 @@ def _forbidden(case: Case, batch: Batch, request: int, row: int, seen: list[int]
     visible = set(seen)
     first = seen[0] if seen else prefix
     near = [first - 1, prefix + row + 1, prefix + row, kv_len - 1]
-    if batch.blocks is not None:
+    if batch.blocks is not None or case.both_ways:
         near.insert(0, seen[-1] + 1)
     if batch.parents is not None:
         tree = batch.parents[request]

@@ -31,11 +31,17 @@ def other_readings(case: Case, batch: Batch) -> dict[str, VisibleKeys]:
         "window one narrower": with_window(lambda window: window and window - 1),
         "no window": with_window(lambda window: None),
     }
+    if case.both_ways:
+        found["causal"] = lambda *at: [j for j in visible_keys(*at) if j <= at[-1]]
+        found["a window that looks back alone"] = _back_alone
+        return found
     if case.prefix_only:
         found["the step too"] = _unless_prefix_only
         found["window counted from the prefix's end"] = _window_of_first_row
         return found
     found["prefix only"] = _prefix_only
+    if case.step_only:
+        found["the prefix too"] = _unless_step_only
     mask = case.mask(batch)
     if mask is not MaskKind.FULL:
         found["next row visible"] = _with_next_row
@@ -69,15 +75,25 @@ def _prefix_only(case: Case, batch: Batch, layer: int, request: int, row: int) -
     return visible_keys(replace(case, prefix_only=True), batch, layer, request, row)
 
 
+def _back_alone(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    first = visible_keys(case, batch, layer, request, row)[0]
+    return [*range(first, batch.extend_lens[request])]
+
+
+def _unless_step_only(case: Case, batch: Batch, layer: int, request: int, row: int) -> list[int]:
+    return visible_keys(replace(case, step_only=False), batch, layer, request, row)
+
+
 def _in_window(
     case: Case, batch: Batch, layer: int, request: int, row: int, rows: set[int]
 ) -> list[int]:
-    """The prefix and `rows` of the step, as far as the window of `row` shows them."""
+    """The prefix, where it counts, and `rows` of the step, as far as the window of `row` shows."""
     prefix = batch.prefix_lens[request]
+    first = prefix if case.step_only else 0
     window = case.layers[layer].window
     edge = -1 if window is None else position(batch, request, row) - window
     in_step = (prefix + j for j in sorted(rows) if position(batch, request, j) > edge)
-    return [*range(max(0, edge + 1), prefix), *in_step]
+    return [*range(max(first, edge + 1), prefix), *in_step]
 
 
 def _rows_seen(case: Case, batch: Batch, layer: int, request: int, row: int) -> set[int]:

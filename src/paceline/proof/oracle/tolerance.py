@@ -191,7 +191,7 @@ def _low_rows(
     best = scores.amax(2, keepdim=True).clamp(min=-1e30)
     weights = (scores - best).exp()  # [heads, rows, keys]
     total = weights.sum(2, keepdim=True)
-    if data.sinks is not None and not case.prefix_only:
+    if data.sinks is not None and not case.is_part:
         total = total + (data.sinks[layer].float()[:, None, None] - best).exp()
     total = total.clamp(min=1e-30)
     out = (weights.to(dtype).float() @ value / total).to(dtype)

@@ -69,7 +69,7 @@ def _answer_rows(
     hidden = hidden_keys(case, batch, layer, request, rows, keys.shape[1], meaning.keys)
     scores.masked_fill_(hidden, -math.inf)
     total = torch.logsumexp(scores, 2, keepdim=True)
-    times = meaning.num_sinks - case.prefix_only
+    times = meaning.num_sinks - case.is_part
     if data.sinks is not None and times:
         sinks = data.sinks[layer] + math.log(times)
         total = torch.logaddexp(total, sinks[:, None, None])

@@ -99,6 +99,7 @@ def refusals(case: Case, who: Contender, runner: RunnerKind, device: torch.devic
         sinks=case.sinks,
         masks=_masks(case),
         needs_lse=case.prefix_only,
+        step_alone=case.step_only or case.both_ways,
         encoder=case.reads_encoder,
         graph=graph,
     )

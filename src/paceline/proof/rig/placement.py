@@ -44,7 +44,9 @@ def place(case: Case, index: int) -> BatchPlacement:
         first -= 1
     random = Random(f"{case.name} {case.seed} {first} rows")
     num_rows = 1 + SPARE_ROWS + max(case.captured_reqs, *(b.num_reqs for b in case.batches))
-    if case.state_every is None:
+    if case.both_ways:
+        pages, pool_pages = (), ()  # nothing is cached
+    elif case.state_every is None:
         windows = groups(case)
         pages = tuple(
             _group_pages(case, index, number, window) for number, window in enumerate(windows)

@@ -74,6 +74,8 @@ class Pools:
                     cache.copy_(layer.quantised(part, data.bait(part)[layer.number]))
                 else:
                     bits_of(cache).fill_(_ODD_NAN[cache.element_size()])
+            if self._prepared.case.step_only:
+                continue  # nobody reads a prefix
             for loc, rows in self._rows(index, layer, is_prefix=True):
                 for part in layer.stored:
                     layer.parts[part].flatten(0, 1)[loc] = rows[part]
@@ -94,7 +96,7 @@ class Pools:
         """What differs from `before` with the batch's own new tokens written.  Mutates `before`."""
         faults = []
         for layer, wanted in zip(self._layers, before, strict=True):
-            if not self._prepared.case.prefix_only:
+            if not self._prepared.case.is_part:
                 for loc, rows in self._rows(index, layer, is_prefix=False):
                     for part, held in wanted.items():
                         held.flatten(0, 1)[loc] = rows[part]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.attention.contract import Part
 from paceline.core.model.config import LayerSpec, ModelConfig, RopeConfig
+from paceline.kernels.step_view import StepView
 from paceline.layers.attention import StepContext
 from paceline.layers.embedding import OverlaidRows
 from paceline.models.decoder import Hidden
@@ -30,13 +31,23 @@ class ProbeModel(nn.Module):
     """
 
     def __init__(
-        self, case: Case, *, max_tokens: int, sinks: Tensor | None, device: torch.device
+        self,
+        case: Case,
+        *,
+        max_tokens: int,
+        sinks: Tensor | None,
+        scale: float,
+        by_triton: bool,
+        device: torch.device,
     ) -> None:
         super().__init__()
         dtype: torch.dtype = getattr(torch, case.dtype)
         layers, heads = len(case.layers), case.num_heads
         self._case = case
         self._sinks = sinks  # [num_layers, num_heads]  float32
+        self._specs = layer_specs(case, scale)
+        self._by_triton = by_triton  # layers that cache nothing, which have no backend
+        self.view: StepView | None = None  # of the last call
         dims = {"k": case.head_dim, "v": case.v_head_dim}
         self._widths = [heads * case.head_dim] + [
             case.num_kv_heads * dim if part in case.brought else 0 for part, dim in dims.items()
@@ -59,6 +70,7 @@ class ProbeModel(nn.Module):
         """input_ids, positions [tokens] int64; the hidden state is the first layer's answer."""
         assert overlaid is None, "no cell brings input rows"
         tokens, case = input_ids.shape[0], self._case
+        self.view = ctx.view
         self.positions[..., :tokens].copy_(positions)
         for index in range(len(case.layers)):
             fused = self.table[index].index_select(0, input_ids)
@@ -69,10 +81,14 @@ class ProbeModel(nn.Module):
                 continue
             k = k.view(tokens, case.num_kv_heads, case.head_dim)
             own = None if case.v_in_k else v.view(tokens, case.num_kv_heads, case.v_head_dim)
-            if case.prefix_only:
+            if case.both_ways:
+                assert own is not None, "layers of latents have a cache"
+                out = ctx.attend_whole(self._specs[index], q, k, own, by_triton=self._by_triton)
+            elif case.is_part:
+                part = Part.STEP if case.step_only else Part.PREFIX
                 layer, given = ctx.layers[index], k[..., : case.v_head_dim] if own is None else own
                 assert layer is not None, "every layer of a probe attends"
-                out, _ = ctx.backend.forward(q, k, given, layer, ctx.plan, Part.PREFIX)
+                out, _ = ctx.backend.forward(q, k, given, layer, ctx.plan, part)
             else:
                 out = ctx.attend(index, q, k, own, rope=None)
             self.outs[index, :tokens].copy_(out)
@@ -89,8 +105,8 @@ class ProbeModel(nn.Module):
             yield index, k.contiguous(), v.contiguous()
 
     def attention_sinks(self) -> tuple[Tensor | None, ...]:
-        """[num_layers] of [num_heads] float32, or None; none of layers that read an encoder."""
-        if self._case.reads_encoder:
+        """[num_layers] of [num_heads] float32, or None; none of layers without rows of tokens."""
+        if self._case.reads_encoder or self._case.both_ways:
             return ()
         if self._sinks is None:
             return (None,) * len(self._case.layers)
@@ -99,7 +115,6 @@ class ProbeModel(nn.Module):
 
 def probe_config(case: Case, scale: float, *, max_position: int) -> ModelConfig:
     """The model shape of a case.  The probe rotates nothing: of rope it has the positions."""
-    rope = RopeConfig(sections=(1,) * case.rope_axes) if case.rope_axes > 1 else None
     return ModelConfig(
         model_type="probe",
         vocab_size=_LOGITS,
@@ -107,22 +122,29 @@ def probe_config(case: Case, scale: float, *, max_position: int) -> ModelConfig:
         intermediate_size=1,
         max_position=max_position,
         rms_norm_eps=1e-6,
-        layers=tuple(
-            LayerSpec(
-                heads=case.heads,
-                scale=scale,
-                window=layer.window,
-                soft_cap=case.soft_cap,
-                sinks=case.sinks,
-                rope=rope,
-                rotary_dim=2 * case.rope_axes if rope else 0,
-                reads_encoder=case.reads_encoder,
-            )
-            for layer in case.layers
-        ),
+        layers=layer_specs(case, scale),
         max_encoder_len=max(max(batch.encoder_lens or (0,)) for batch in case.batches),
         hidden_act="silu",
         tie_word_embeddings=False,
         eos_token_ids=(),
         dtype=case.dtype,
+    )
+
+
+def layer_specs(case: Case, scale: float) -> tuple[LayerSpec, ...]:
+    """[num_layers] scale: multiplies q.k."""
+    rope = RopeConfig(sections=(1,) * case.rope_axes) if case.rope_axes > 1 else None
+    return tuple(
+        LayerSpec(
+            heads=case.heads,
+            scale=scale,
+            window=layer.window,
+            soft_cap=case.soft_cap,
+            sinks=case.sinks,
+            rope=rope,
+            rotary_dim=2 * case.rope_axes if rope else 0,
+            reads_encoder=case.reads_encoder,
+            causal=not case.both_ways,
+        )
+        for layer in case.layers
     )

@@ -12,10 +12,11 @@ from paceline.core.request.input_rows import EncoderInput
 from paceline.proof.check.cell import RunnerKind
 from paceline.proof.oracle.batch_data import BatchData
 from paceline.proof.oracle.likeness import likely_lse_mistakes, likely_mistakes
-from paceline.proof.rig.invariants import broken_invariants
+from paceline.proof.rig.invariants import broken_invariants, broken_step
 from paceline.proof.rig.pools import Pools
 from paceline.proof.rig.prepared import PreparedCase
 from paceline.proof.rig.probe import POISON_ID, ProbeModel, probe_config
+from paceline.proof.rig.wanted import wanted_step
 from paceline.proof.rig.watched import watch
 from paceline.proof.rig.world import World, context_len, max_tokens, new_ids
 from paceline.proof.suite.case import Case
@@ -44,15 +45,16 @@ class Rig:
             case,
             max_tokens=max_tokens(case),
             sinks=None if sinks is None else sinks.float().to(device),
+            scale=self._data[0].scale,
+            by_triton="cuda" in backend.capabilities.device_types,
             device=device,
         )
         self._watched = watch(backend, prefix_alone=case.prefix_only or case.reads_encoder)
-        scale = self._data[0].scale
         self._world = World(
             case,
             self._places,
             self._probe,
-            probe_config(case, scale, max_position=context_len(case)),
+            probe_config(case, self._data[0].scale, max_position=context_len(case)),
             self._watched,
             kv=_kv_format(case, self._data[0]),
             runner=runner,
@@ -145,6 +147,11 @@ class Rig:
             self._digest.update(bits_of(tensor.contiguous()).cpu().numpy().tobytes())
 
     def _broken(self, index: int, ids: list[list[int]]) -> list[str]:
+        if self._case.both_ways:  # nobody plans
+            view = self._probe.view
+            assert view is not None, "the probe ran"
+            wanted = wanted_step(self._case.batches[index], self._places[index], ids, view)
+            return broken_step(wanted, view, self._probe.positions)
         return broken_invariants(
             self._case,
             self._case.batches[index],

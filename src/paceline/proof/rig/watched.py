@@ -73,7 +73,7 @@ class Watched(AttentionBackend):
         self._note_changes(number, before, (q, k, v))
         _require("out", out, (q.shape[0], heads, layer.spec.v_head_dim), q.dtype)
         self.layers_with_lse.discard(number)
-        if lse is not None or part is Part.PREFIX:
+        if lse is not None or part is not Part.ALL:
             _require("lse", lse, (q.shape[0], heads), torch.float32)
             assert lse is not None
             self.lses[number][: q.shape[0]].copy_(lse)

@@ -21,28 +21,30 @@ def block_cases() -> tuple[Case, ...]:
     latent = replace(extend, method="mla", num_heads=16, num_kv_heads=1, v_in_k=True)
     latent = replace(latent, head_dim=576, v_head_dim=512)
     return (
-        _blocks(extend, "edges", _EDGES),
-        _blocks(replace(extend, layout=PageLayout.INTERLEAVED, sinks=True), "sinks", _EDGES),
-        _blocks(mixed, "decode-and-chunks", _MIXED),
-        _blocks(windows, "window6-and-full", _EDGES),
-        _blocks(latent, "edges", _EDGES),
+        blocks_case(extend, "edges", _EDGES),
+        blocks_case(replace(extend, layout=PageLayout.INTERLEAVED, sinks=True), "sinks", _EDGES),
+        blocks_case(mixed, "decode-and-chunks", _MIXED),
+        blocks_case(windows, "window6-and-full", _EDGES),
+        blocks_case(latent, "edges", _EDGES),
         *interpreted(*_tiny()),
         *full(
-            with_frozen(_blocks(mixed, "frozen-rows", _MIXED), (), (1,), (0,)),
-            _blocks(
+            with_frozen(blocks_case(mixed, "frozen-rows", _MIXED), (), (1,), (0,)),
+            blocks_case(
                 replace(extend, layout=PageLayout.SHARED_PREFIX),
                 "hits",
                 ((32, 9), (35, 5), (33, 2)),
             ),
-            _blocks(replace(extend, page_size=1), "page1", ((5, 3), (0, 7), (9, 4))),
-            _blocks(replace(extend, page_size=64), "page64", ((63, 2), (60, 8), (64, 30))),
-            _blocks(replace(extend, num_heads=14), "gqa7", _EDGES),
-            _blocks(replace(extend, dtype="float32"), "float32", _EDGES),
-            _blocks(replace(extend, soft_cap=20.0, layers=(Layer(),) * 2), "soft-cap", _EDGES),
-            _blocks(replace(extend, kv_dtype="float8_e4m3fn"), "fp8-cache", _EDGES),
-            _blocks(replace(extend, inputs=Inputs.UNEVEN), "uneven", _EDGES),
-            _blocks(base_case(ForwardMode.EXTEND, 20), "window20", ((33, 24), (0, 31), (47, 5))),
-            _blocks(replace(extend, captured_reqs=2), "long-1k-chunk", ((700, 200), (0, 130))),
+            blocks_case(replace(extend, page_size=1), "page1", ((5, 3), (0, 7), (9, 4))),
+            blocks_case(replace(extend, page_size=64), "page64", ((63, 2), (60, 8), (64, 30))),
+            blocks_case(replace(extend, num_heads=14), "gqa7", _EDGES),
+            blocks_case(replace(extend, dtype="float32"), "float32", _EDGES),
+            blocks_case(replace(extend, soft_cap=20.0, layers=(Layer(),) * 2), "soft-cap", _EDGES),
+            blocks_case(replace(extend, kv_dtype="float8_e4m3fn"), "fp8-cache", _EDGES),
+            blocks_case(replace(extend, inputs=Inputs.UNEVEN), "uneven", _EDGES),
+            blocks_case(
+                base_case(ForwardMode.EXTEND, 20), "window20", ((33, 24), (0, 31), (47, 5))
+            ),
+            blocks_case(replace(extend, captured_reqs=2), "long-1k-chunk", ((700, 200), (0, 130))),
         ),
     )
 
@@ -55,12 +57,12 @@ def _tiny() -> tuple[Case, ...]:
         return replace(base, captured_reqs=3, page_size=4, is_quick=False)
 
     return (
-        _blocks(replace(small(), dtype="float16"), "tiny", ((7, 5), (0, 9))),
-        _blocks(replace(small(6), dtype="float32"), "tiny-window6", ((11, 6), (0, 9))),
+        blocks_case(replace(small(), dtype="float16"), "tiny", ((7, 5), (0, 9))),
+        blocks_case(replace(small(6), dtype="float32"), "tiny-window6", ((11, 6), (0, 9))),
     )
 
 
-def _blocks(base: Case, name: str, rows: Rows) -> Case:
+def blocks_case(base: Case, name: str, rows: Rows) -> Case:
     """A ragged case where each request of a chunk has blocks, others with every batch."""
     case = ragged_case(base, f"blocks-{name}", rows)
     batches = tuple(

@@ -107,7 +107,8 @@ class Case:
 
     name: str  # the variant
     method: str  # "dense"; "swa" when a layer has a window; "mla" where V is in K; "cross" where
-    # an encoder's rows are read; of layers that keep states, the kind of mixer
+    # an encoder's rows are read; "embed" where layers look both ways; of layers that keep states,
+    # the kind of mixer
     mode: ForwardMode
     batches: tuple[Batch, ...]  # at least one
     captured_reqs: int  # rows every step of the case is padded to; 0: no padding
@@ -126,6 +127,9 @@ class Case:
     layout: PageLayout = PageLayout.SHUFFLED
     inputs: Inputs = Inputs.NEEDLE
     prefix_only: bool = False  # Part.PREFIX: the prefix alone, non-causal, nothing is written
+    step_only: bool = False  # Part.STEP: the step's own rows alone, nothing is written or read
+    both_ways: bool = False  # its layers see the whole of each request, and windows ahead as far as
+    # back: they cache nothing, and no request has a prefix
     rope_axes: int = 1  # numbers that say where a token stands
     state_every: int | None = None  # tokens between states that are kept: its layers keep a state
     # of each request, and no rows.  None: its layers attend
@@ -141,6 +145,11 @@ class Case:
         if kind is MaskKind.TREE and batch.parents is None:
             return MaskKind.CAUSAL  # a chain
         return kind
+
+    @property
+    def is_part(self) -> bool:
+        """Whether its layers attend to a part of the keys: no sink counts, nothing is written."""
+        return self.prefix_only or self.step_only
 
     @property
     def has_crowd(self) -> bool:

@@ -15,6 +15,7 @@ from paceline.proof.suite.speculate import (
     draft_extend_cases,
     verify_cases,
 )
+from paceline.proof.suite.step_alone import both_ways_cases, step_cases
 from paceline.proof.suite.tiny import tiny_cases
 from paceline.proof.suite.windows import window_cases
 
@@ -36,5 +37,7 @@ def cases() -> tuple[Case, ...]:
         *block_cases(),
         *encoder_cases(),
         *rope_cases(),
+        *step_cases(),
+        *both_ways_cases(),
         *long_cases(),
     )

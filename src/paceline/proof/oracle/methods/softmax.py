@@ -50,7 +50,8 @@ def visible_keys(case: Case, batch: Batch, layer: int, request: int, row: int) -
 
     Every key of the prefix, and of the step what the mask allows; of these a window of w shows
     those whose position is more than the row's minus w.  Of an encoder's rows every one, and none
-    of the request's own.
+    of the request's own.  In the step alone, no key of the prefix.  Both ways: every row of the
+    request less than the window away.
     """
     prefix = batch.prefix_lens[request]
     if batch.encoder_lens is not None:
@@ -66,12 +67,16 @@ def visible_keys(case: Case, batch: Batch, layer: int, request: int, row: int) -
         rows = list(range(block_end(batch, request, row) - prefix))
     else:
         rows = list(range(row + 1))
+    if case.both_ways:
+        most = case.layers[layer].window or batch.extend_lens[request]
+        return [j for j in range(batch.extend_lens[request]) if abs(j - row) < most]
+    first = prefix if case.step_only else 0
     window = case.layers[layer].window
     if window is None:
-        return [*range(prefix), *(prefix + j for j in rows)]
+        return [*range(first, prefix), *(prefix + j for j in rows)]
     edge = position(batch, request, row) - window  # the last position behind the window
     in_step = (prefix + j for j in rows if position(batch, request, j) > edge)
-    return [*range(max(0, edge + 1), prefix), *in_step]
+    return [*range(max(first, edge + 1), prefix), *in_step]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ class Meaning:
 
     keys: VisibleKeys = visible_keys
     is_capped: bool = True
-    num_sinks: int = 1  # times that a sink is counted; in the prefix alone, one time less
+    num_sinks: int = 1  # times that a sink is counted; in a part alone, one time less
     key_factor: float = 1.0  # on every key: a wrong scale of the cache
     value_factor: float = 1.0
     is_striped: bool = False  # head h reads KV head h % kv_heads
@@ -95,7 +100,7 @@ def attend(
     """One layer's output: [num_tokens, heads, v_head_dim] float64, request after request.
 
     softmax over the visible keys and the sink of cap * tanh(scale * q.k / cap); a sink has no
-    value, is neither scaled nor capped, and does not count in the prefix alone.  0 where a row
+    value, is neither scaled nor capped, and does not count in a part alone.  0 where a row
     sees nothing.
     """
     return attend_both(case, batch, data, layer, meaning=meaning)[0]
@@ -143,7 +148,7 @@ def _attend_row(
             scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         lse = torch.logsumexp(scores, 0)
         total = lse
-        times = meaning.num_sinks - case.prefix_only
+        times = meaning.num_sinks - case.is_part
         if data.sinks is not None and times:
             sink = data.sinks[layer, head] + math.log(times)
             total = torch.logaddexp(lse, sink)
