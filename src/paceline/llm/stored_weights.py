@@ -11,7 +11,7 @@ from paceline.kernels.all_reduce import Exchange
 from paceline.llm.prepare import Prepared
 from paceline.models.causal_lm import CausalLM
 from paceline.models.loader import load_model
-from paceline.runner.build import RunnerConfig
+from paceline.runner.runner_config import RunnerConfig
 from paceline.speculate.drafter import Drafter, Loading
 
 if TYPE_CHECKING:

@@ -137,7 +137,9 @@ def test_a_rank_that_differs_is_refused_before_it_loads(
             rank_module, "planned", lambda *each: structs.replace(exact(*each), weights="another")
         )
     loaded: list[str] = []
-    monkeypatch.setattr("paceline.llm.stored_weights.load_model", lambda *_, **__: loaded.append("it"))
+    monkeypatch.setattr(
+        "paceline.llm.stored_weights.load_model", lambda *_, **__: loaded.append("it")
+    )
     with pytest.raises(ConfigError, match=told):
         LLM(str(checkpoint.folder), threads=1, tensor_parallel_size=2)
     assert not loaded
