@@ -12,7 +12,7 @@ from paceline.models.causal_lm import CausalLM
 from paceline.models.locate import ModelSource
 from paceline.models.registry import architecture
 from paceline.models.size import META
-from paceline.runner.build import RunnerConfig
+from paceline.runner.runner_config import RunnerConfig
 from paceline.speculate.build import DraftPlacement, draft_cache, draft_passes
 from paceline.speculate.drafter import Algorithm, Drafter, Loading
 from paceline.speculate.feature_proposer import FeatureProposer
